@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constants of the device language, with NVSHMEM's values, usable inside and outside kernels.
+
+Each exists under NVSHMEM's full name, as Triton-distributed's ``libshmem_device`` spells it, and without the
+prefix. Values: ``nvshmemi_cmp_type`` and ``nvshmemi_amo_t`` in NVSHMEM's device headers.
+"""
+
+import triton.language as tl
+
+__all__ = [
+    "CMP_EQ",
+    "CMP_GE",
+    "CMP_GT",
+    "CMP_LE",
+    "CMP_LT",
+    "CMP_NE",
+    "MONITOR_ABORTED",
+    "MONITOR_RANK",
+    "MONITOR_RECORD",
+    "MONITOR_TIMEOUT_NS",
+    "MONITOR_WORDS",
+    "NVSHMEM_CMP_EQ",
+    "NVSHMEM_CMP_GE",
+    "NVSHMEM_CMP_GT",
+    "NVSHMEM_CMP_LE",
+    "NVSHMEM_CMP_LT",
+    "NVSHMEM_CMP_NE",
+    "NVSHMEM_SIGNAL_ADD",
+    "NVSHMEM_SIGNAL_SET",
+    "RECORD_EPOCH",
+    "RECORD_EXPECTED",
+    "RECORD_PEER",
+    "RECORD_RANK",
+    "RECORD_SEEN",
+    "RECORD_SIGNAL",
+    "RECORD_VALID",
+    "RECORD_WORDS",
+    "SIGNAL_ADD",
+    "SIGNAL_SET",
+]
+
+CMP_EQ = NVSHMEM_CMP_EQ = tl.constexpr(0)
+CMP_NE = NVSHMEM_CMP_NE = tl.constexpr(1)
+CMP_GT = NVSHMEM_CMP_GT = tl.constexpr(2)
+CMP_LE = NVSHMEM_CMP_LE = tl.constexpr(3)
+CMP_LT = NVSHMEM_CMP_LT = tl.constexpr(4)
+CMP_GE = NVSHMEM_CMP_GE = tl.constexpr(5)
+
+SIGNAL_SET = NVSHMEM_SIGNAL_SET = tl.constexpr(9)
+SIGNAL_ADD = NVSHMEM_SIGNAL_ADD = tl.constexpr(10)
+
+# A *monitor* is what bounded waits share with the host: int64 words in device memory. See tdcoll.monitor.
+MONITOR_ABORTED = tl.constexpr(0)  # 1 once a wait has expired: later waits return at once
+MONITOR_TIMEOUT_NS = tl.constexpr(1)  # deadline of a wait, nanoseconds
+MONITOR_RECORD = tl.constexpr(2)  # address of the record, in memory that the host can read
+MONITOR_RANK = tl.constexpr(3)  # group rank, copied into the record
+MONITOR_WORDS = tl.constexpr(4)
+
+# The record of the first wait that expired: int64 words in pinned host memory.
+RECORD_VALID = tl.constexpr(0)  # written last
+RECORD_RANK = tl.constexpr(1)
+RECORD_PEER = tl.constexpr(2)
+RECORD_SIGNAL = tl.constexpr(3)
+RECORD_EPOCH = tl.constexpr(4)
+RECORD_EXPECTED = tl.constexpr(5)
+RECORD_SEEN = tl.constexpr(6)
+RECORD_WORDS = tl.constexpr(8)

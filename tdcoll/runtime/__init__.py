@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining a job: ranks, nodes, PEs, and the symmetric heap.
+
+:func:`tdcoll.runtime.lifecycle.initialize` builds one :class:`Runtime` per process and installs it here; an
+in-process simulation installs a resolver instead, because there every simulated PE has a runtime of its own.
+Everything else in tdcoll asks :func:`current`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tdcoll.errors import NotInitializedError, NotSymmetricError, RankMismatchError
+from tdcoll.runtime.control import ControlPlane
+from tdcoll.runtime.heap import Arena, HeapInfo, SymmetricHeap, agree
+from tdcoll.runtime.topology import Topology
+
+__all__ = ["Group", "Runtime", "current", "current_or_none", "install", "install_resolver"]
+
+Group = Any
+"""A ``torch.distributed.ProcessGroup``, a sequence of global ranks, or None for all ranks of the job."""
+
+
+@dataclass
+class Runtime:
+    """What one PE knows of its job.
+
+    Attributes:
+        rank: global rank, which is also the PE.
+        world_size: ranks of the job.
+        heap: the transport's symmetric block.
+        control: host-side exchanges with other ranks.
+        node_ids: for each global rank, a name of its node.
+        simulated: True when kernels run in the simulator.
+        timeout_s: default deadline of waits inside kernels, seconds.
+    """
+
+    rank: int
+    world_size: int
+    heap: SymmetricHeap
+    control: ControlPlane
+    node_ids: tuple[object, ...]
+    simulated: bool
+    timeout_s: float
+    arena: Arena = field(init=False)
+    contexts: dict[Any, Any] = field(init=False, default_factory=dict)
+    """Contexts that tdcoll made itself for the drop-in calls; closed by ``finalize``."""
+
+    def __post_init__(self) -> None:
+        self.arena = Arena(self.heap.nbytes)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that symmetric tensors lie on."""
+        return self.heap.device
+
+    # ------------------------------------------------------------------ groups
+
+    def ranks_of(self, group: Group) -> tuple[int, ...]:
+        """Global ranks of ``group``, in group-rank order.
+
+        Raises:
+            TypeError: ``group`` is none of the accepted kinds.
+            ValueError: ranks out of range or repeated, or this process is not a member.
+        """
+        if group is None:
+            return tuple(range(self.world_size))
+        if isinstance(group, torch.distributed.ProcessGroup):
+            ranks = tuple(torch.distributed.get_process_group_ranks(group))
+        elif isinstance(group, Sequence) and not isinstance(group, str):
+            ranks = tuple(int(rank) for rank in group)
+        else:
+            raise TypeError(
+                "group must be a ProcessGroup that this rank belongs to, a sequence of global ranks, or None; "
+                f"got {group!r}"
+            )
+        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
+            raise ValueError(
+                f"group must name distinct ranks in 0..{self.world_size - 1}, at least one; got {list(ranks)}"
+            )
+        if self.rank not in ranks:
+            raise ValueError(f"group {list(ranks)} does not contain this process, which is rank {self.rank}")
+        return ranks
+
+    def topology(self, group: Group = None) -> Topology:
+        """Topology of ``group``, seen from this rank."""
+        ranks = self.ranks_of(group)
+        return Topology.of(ranks.index(self.rank), ranks, [self.node_ids[rank] for rank in ranks])
+
+    # ------------------------------------------------------------------ symmetric memory
+
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, group: Group = None, name: str = "tensor"
+    ) -> torch.Tensor:
+        """``-> [*shape]`` symmetric tensor, uninitialised. Collective over ``group``: see :func:`tdcoll.empty`."""
+        shape = tuple(int(extent) for extent in shape)
+        if any(extent < 0 for extent in shape):
+            raise ValueError(f"shape must have extents of at least 0, got {list(shape)}")
+        ranks = self.ranks_of(group)
+        nbytes = math.prod(shape) * dtype.itemsize
+        answers = self.control.all_gather(
+            ranks, f"allocate {name}", (nbytes, self.arena.propose(nbytes), self.arena.info)
+        )
+        if any(answer[0] != nbytes for answer in answers):
+            sizes = ", ".join(f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True))
+            raise RankMismatchError(f"all ranks must ask for the same number of bytes of {name}; got {sizes}")
+        offset = agree([a[1] for a in answers], nbytes, [a[2] for a in answers])
+        self.arena.take(offset, nbytes)
+        self.heap.label(offset, nbytes, name, dtype.itemsize)
+        return self.heap.view(offset, nbytes).view(dtype).view(shape)
+
+    def release(self, tensor: torch.Tensor, *, group: Group = None) -> None:
+        """Free what :meth:`allocate` gave. Collective over the same group; waits until all its ranks are here."""
+        offset = self.offset_of(tensor, "tensor")
+        if self.arena.size_of(offset) is None:
+            raise NotSymmetricError(
+                f"tensor must be the tensor that tdcoll.empty() returned, not a view into it (offset {offset}) "
+                "and not one that is freed already"
+            )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.control.all_gather(self.ranks_of(group), "free", None)
+        self.arena.release(offset)
+
+    def offset_of(self, tensor: torch.Tensor, argument: str) -> int:
+        """Offset of ``tensor``'s first byte in the symmetric heap; ``argument`` names it in the error.
+
+        Raises:
+            NotSymmetricError: the tensor does not lie in the symmetric heap.
+        """
+        first = tensor.data_ptr()
+        if tensor.device != self.device or not (
+            self.heap.base <= first <= first + tensor.nbytes <= self.heap.base + self.heap.nbytes
+        ):
+            raise NotSymmetricError(
+                f"{argument} must lie in the symmetric heap (made by tdcoll.empty() on {self.device}); got an "
+                f"ordinary tensor of {tensor.nbytes} bytes on {tensor.device}"
+            )
+        return first - self.heap.base
+
+    @property
+    def heap_info(self) -> HeapInfo:
+        """Use of this PE's symmetric heap."""
+        return self.arena.info
+
+
+_runtime: Runtime | None = None
+_resolver: Callable[[], Runtime | None] | None = None
+
+
+def current_or_none() -> Runtime | None:
+    """The runtime of the calling PE, or None outside a job."""
+    return _resolver() if _resolver is not None else _runtime
+
+
+def current() -> Runtime:
+    """The runtime of the calling PE.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    runtime = current_or_none()
+    if runtime is None:
+        raise NotInitializedError("call tdcoll.initialize() first, on every rank (or not after tdcoll.finalize())")
+    return runtime
+
+
+def install(runtime: Runtime | None) -> None:
+    """Make ``runtime`` this process's runtime; None removes it."""
+    global _runtime
+    _runtime = runtime
+
+
+def install_resolver(resolver: Callable[[], Runtime | None] | None) -> None:
+    """Let ``resolver`` say which PE's runtime is meant: used by in-process simulations; None removes it."""
+    global _resolver
+    _resolver = resolver

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The symmetric heap: what a transport must offer, and the allocator that all transports share.
+
+A *transport* (NVSHMEM on GPUs, shared memory in the simulator) offers one block of ``nbytes`` bytes on
+every PE, mapped or reachable from every other PE. tdcoll cuts that block up itself, for two reasons:
+
+- NVSHMEM's own ``nvshmem_malloc`` is collective over *all* PEs, so a context for a subgroup would hang.
+  Here an allocation is collective over the ranks that take part: they agree on one offset that is free
+  on each of them (:meth:`Arena.propose` and :func:`agree`).
+- The use of the heap is known exactly, so running out of it is an error with numbers in it.
+
+The same offset on every PE is what "symmetric" means: the address of a peer's copy is
+``peer_base(pe) + (address - base)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tdcoll.errors import HeapExhaustedError
+
+__all__ = ["ALIGNMENT", "Arena", "HeapInfo", "SymmetricHeap", "agree"]
+
+ALIGNMENT = 512
+"""Bytes. Every allocation starts at a multiple of it: wide enough for TMA and for a cache line pair."""
+
+
+class SymmetricHeap(Protocol):
+    """One PE's view of the symmetric memory of a job.
+
+    Attributes:
+        pe: this PE.
+        n_pes: number of PEs of the job.
+        nbytes: size of the block on every PE, in bytes.
+        base: address of this PE's block.
+        device: the torch device that the block lies on.
+    """
+
+    pe: int
+    n_pes: int
+    nbytes: int
+    base: int
+    device: torch.device
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """``-> [nbytes]`` uint8 tensor on this PE's bytes ``[offset, offset + nbytes)``."""
+        ...
+
+    def peer_base(self, pe: int) -> int:
+        """Address at which this PE can load and store ``pe``'s block, or 0 if only puts and gets reach it."""
+        ...
+
+    def label(self, offset: int, nbytes: int, name: str, itemsize: int) -> None:
+        """Give an allocation a name for reports ("pe3.signals[0]"). Transports without reports ignore it."""
+        ...
+
+    def close(self) -> None:
+        """Give the block back. Collective; no PE may touch symmetric memory afterwards."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeapInfo:
+    """Use of this PE's symmetric heap, in bytes."""
+
+    total: int
+    used: int
+    free: int
+    largest_free: int
+    allocations: int
+
+
+class Arena:
+    """Free list over ``[0, nbytes)``; first fit, neighbours merged on free. Pure bookkeeping."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (begin, end), sorted
+        self._used: dict[int, int] = {}  # offset -> padded size
+
+    @staticmethod
+    def padded(nbytes: int) -> int:
+        """Bytes that an allocation of ``nbytes`` takes: a multiple of :data:`ALIGNMENT`, never none."""
+        return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+
+    @property
+    def info(self) -> HeapInfo:
+        free = sum(end - begin for begin, end in self._free)
+        largest = max((end - begin for begin, end in self._free), default=0)
+        return HeapInfo(self.nbytes, self.nbytes - free, free, largest, len(self._used))
+
+    def propose(self, nbytes: int) -> list[tuple[int, int]]:
+        """The free intervals ``(begin, end)`` that could hold ``nbytes``: this PE's part of an agreement."""
+        size = self.padded(nbytes)
+        return [(begin, end) for begin, end in self._free if end - begin >= size]
+
+    def take(self, offset: int, nbytes: int) -> None:
+        """Mark ``nbytes`` at ``offset`` as used. The offset must come from :func:`agree`."""
+        size = self.padded(nbytes)
+        for i, (begin, end) in enumerate(self._free):
+            if begin <= offset and offset + size <= end:
+                self._free[i : i + 1] = [
+                    piece for piece in ((begin, offset), (offset + size, end)) if piece[1] > piece[0]
+                ]
+                self._used[offset] = size
+                return
+        raise ValueError(f"offset {offset} with {size} bytes is not free")
+
+    def release(self, offset: int) -> None:
+        """Free the allocation at ``offset``; raises ``KeyError`` if there is none."""
+        size = self._used.pop(offset)
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted([*self._free, (offset, offset + size)]):
+            if merged and merged[-1][1] == begin:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((begin, end))
+        self._free = merged
+
+    def size_of(self, offset: int) -> int | None:
+        """Padded size of the allocation that starts at ``offset``, or None."""
+        return self._used.get(offset)
+
+
+def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, infos: Sequence[HeapInfo]) -> int:
+    """The lowest offset at which ``nbytes`` are free on every PE; the same answer on all of them.
+
+    ``proposals[i]`` and ``infos[i]`` come from the i-th participant. Raises
+    :class:`~tdcoll.errors.HeapExhaustedError` when no offset fits.
+    """
+    size = Arena.padded(nbytes)
+    candidates = sorted({begin for proposal in proposals for begin, _ in proposal})
+    for offset in candidates:
+        if all(any(b <= offset and offset + size <= e for b, e in proposal) for proposal in proposals):
+            return offset
+    tightest = min(infos, key=lambda info: info.largest_free)
+    raise HeapExhaustedError(
+        f"the symmetric heap has no room: {size} bytes asked, {tightest.free} of {tightest.total} bytes free "
+        f"on the fullest rank (largest free piece {tightest.largest_free} bytes). Raise NVSHMEM_SYMMETRIC_SIZE "
+        "(such as 4G) or pass initialize(heap_bytes=...), or free contexts and tensors that are not needed."
+    )
