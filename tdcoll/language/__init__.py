@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel may say: ``import tdcoll.language as tdl``.
+
+The functions of :data:`tdcoll.language.spec.FUNCTIONS`, implemented three ways. The choice is made here, once, at
+import, because Triton makes its own at that moment:
+
+- ``TRITON_INTERPRET=1`` (before triton is first imported): the simulator;
+- ``TDCOLL_COMPILER=triton_dist``: NVSHMEM's functions through an installed Triton-distributed compiler;
+- otherwise: stock Triton and NVSHMEM's bitcode.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from triton import knobs
+
+from tdcoll.language import constants as _constants
+from tdcoll.language.constants import *  # noqa: F403
+from tdcoll.language.spec import FUNCTIONS
+
+__all__ = ["INTERPRETED", "LOWERING", *_constants.__all__, *FUNCTIONS]
+
+INTERPRETED: bool = bool(knobs.runtime.interpret)
+"""True when kernels of this process run in the simulator."""
+
+
+def _lowering() -> str:
+    """Name of the module that implements the language in this process."""
+    compiler = os.environ.get("TDCOLL_COMPILER", "") or "triton"
+    if compiler not in ("triton", "triton_dist"):
+        raise ValueError(f"TDCOLL_COMPILER must be triton or triton_dist, got {compiler!r}")
+    if INTERPRETED:
+        return "tdcoll.language.simulator"
+    return "tdcoll.language.nvshmem" if compiler == "triton" else "tdcoll.language.triton_dist"
+
+
+LOWERING: str = _lowering()
+"""The module that implements the device language in this process."""
+
+_implementation = importlib.import_module(LOWERING)
+for _name in FUNCTIONS:
+    globals()[_name] = getattr(_implementation, _name)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tdcoll.jit``: ``triton.jit`` for kernels that may call the device language.
+
+Two things must happen to a kernel that calls NVSHMEM, and to no other:
+
+1. it is compiled with NVSHMEM's bitcode library (``extern_libs``);
+2. its loaded module is given to NVSHMEM (``nvshmemx_cumodule_init``) before the first launch, so that the
+   library's device state in that module points at this process's heap.
+
+Both are done in subclasses of Triton's own classes. A process-wide Triton hook would do it too, and would touch
+every other library's kernels. The launch options are checked as well: Triton's interpreter drops what it does not
+know, so a misspelt ``num_warsp=8`` would run.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from tdcoll.errors import NotInitializedError
+from tdcoll.language import INTERPRETED
+
+__all__ = ["bitcode_path", "jit", "needs_nvshmem"]
+
+_LIBRARY = "libnvshmem_device"
+_LAUNCH_OPTIONS = frozenset(
+    "num_warps num_stages num_ctas maxnreg extern_libs debug launch_cooperative_grid launch_pdl "
+    "enable_fp_fusion sanitize_overflow ptx_version ptx_options ir_override warp_size cluster_dims".split()
+)
+
+
+@functools.cache
+def bitcode_path() -> str:
+    """Path of NVSHMEM's device bitcode: ``$NVSHMEM_HOME/lib``, or NVIDIA's wheel ``nvidia-nvshmem-cu*``.
+
+    Raises:
+        FileNotFoundError: neither has it.
+    """
+    places = []
+    if home := os.environ.get("NVSHMEM_HOME"):
+        places.append(Path(home) / "lib")
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        places.append(Path(folder) / "nvshmem" / "lib")
+    for place in places:
+        if (place / f"{_LIBRARY}.bc").is_file():
+            return str(place / f"{_LIBRARY}.bc")
+    raise FileNotFoundError(
+        f"{_LIBRARY}.bc, NVSHMEM's device library, was not found in {[str(p) for p in places]}. Install "
+        "tdcoll[cu12] or tdcoll[cu13] (which bring nvidia-nvshmem), or set NVSHMEM_HOME."
+    )
+
+
+# ---------------------------------------------------------------------- which kernels need NVSHMEM
+
+
+def _referenced(function: Any) -> Iterator[Any]:
+    """Every global object that the source of a Triton function names, dotted names included."""
+    scope = {**function.fn.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
+    tree = ast.parse(inspect.cleandoc("\n" + function.src) if hasattr(function, "src") else "")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield scope.get(node.id)
+        elif isinstance(node, ast.Attribute):
+            path = [node.attr]
+            inner: ast.AST = node.value
+            while isinstance(inner, ast.Attribute):
+                path.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name):
+                found = scope.get(inner.id)
+                for name in reversed(path):
+                    found = getattr(found, name, None)
+                yield found
+
+
+def needs_nvshmem(function: Any) -> bool:
+    """Whether a Triton function calls NVSHMEM, itself or through the Triton functions that it calls."""
+    seen: set[int] = set()
+    stack = [function]
+    while stack:
+        current = stack.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        for found in _referenced(current):
+            if getattr(found, "needs_nvshmem", False) is True:
+                return True
+            if isinstance(found, JITFunction):
+                stack.append(found)
+    return False
+
+
+# ---------------------------------------------------------------------- the compiled kernel
+
+
+_module_init: Callable[[Any], None] | None = None
+_initialized: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def set_module_init(init: Callable[[Any], None] | None) -> None:
+    """Say how a loaded module is given to NVSHMEM; None when the process leaves its job.
+
+    Modules that are loaded already are given again: after a second ``initialize`` their device state is stale.
+    """
+    global _module_init
+    _module_init = init
+    if init is not None:
+        for kernel in _initialized:
+            init(kernel.module)
+
+
+def initialized_modules() -> list[Any]:
+    """CUmodule handles that were given to NVSHMEM and are still loaded."""
+    return [kernel.module for kernel in _initialized]
+
+
+class _NvshmemKernel(CompiledKernel):  # type: ignore[misc]
+    """A compiled kernel whose module is given to NVSHMEM as soon as it is loaded."""
+
+    def _init_handles(self) -> None:
+        loaded = self.module is not None
+        if not loaded and _module_init is None:
+            raise NotInitializedError(
+                f"kernel {self.name} calls NVSHMEM: call tdcoll.initialize() before its first launch"
+            )
+        super()._init_handles()
+        if not loaded:
+            assert _module_init is not None
+            _module_init(self.module)
+            _initialized.add(self)
+
+
+class TdcollJITFunction(JITFunction):  # type: ignore[misc]
+    """A ``triton.jit`` function that links and initialises NVSHMEM when it calls it."""
+
+    @functools.cached_property
+    def calls_nvshmem(self) -> bool:
+        """Whether this kernel needs NVSHMEM's bitcode."""
+        return needs_nvshmem(self)
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if self.calls_nvshmem:
+            kwargs["extern_libs"] = {**kwargs.get("extern_libs", {}), _LIBRARY: bitcode_path()}
+        return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+
+    def _do_compile(self, *args: Any, **kwargs: Any) -> Any:
+        kernel = super()._do_compile(*args, **kwargs)
+        if type(kernel) is CompiledKernel and self.calls_nvshmem and "nvshmem" in kernel.asm["ptx"]:
+            kernel.__class__ = _NvshmemKernel
+        return kernel
+
+
+def _checked_interpreted(function: Any) -> Any:
+    """An interpreted kernel that refuses launch options which Triton would not know either."""
+    launch = function.run
+    name, parameters = function.__name__, frozenset(function.arg_names)
+
+    def run(*args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        unknown = sorted(set(kwargs) - parameters - _LAUNCH_OPTIONS)
+        if unknown:
+            raise TypeError(
+                f"{name}() got unknown keyword(s) {unknown}: neither parameters of the kernel nor launch options"
+            )
+        return launch(*args, grid=grid, warmup=warmup, **kwargs)
+
+    function.run = run
+    return function
+
+
+def jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    version: Any = None,
+    repr: Callable[..., Any] | None = None,
+    launch_metadata: Callable[..., Any] | None = None,
+    do_not_specialize: Any = None,
+    do_not_specialize_on_alignment: Any = None,
+    debug: bool | None = None,
+    noinline: bool | None = None,
+) -> Any:
+    """Like ``triton.jit``, for kernels that call :mod:`tdcoll.language`.
+
+    Helpers called by a kernel may be decorated with this or with ``triton.jit``; the kernel that is launched wants
+    this one. Options are ``triton.jit``'s.
+    """
+    options = {
+        "version": version,
+        "repr": repr,
+        "launch_metadata": launch_metadata,
+        "do_not_specialize": do_not_specialize,
+        "do_not_specialize_on_alignment": do_not_specialize_on_alignment,
+        "debug": debug,
+        "noinline": noinline,
+    }
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if INTERPRETED:
+            return _checked_interpreted(triton.jit(**options)(function))
+        return TdcollJITFunction(function, **options)
+
+    return decorate if fn is None else decorate(fn)

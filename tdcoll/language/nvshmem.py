@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device language compiled by stock Triton: NVSHMEM's device functions as extern calls, PTX for the rest.
+
+Stock Triton knows nothing of NVSHMEM. ``extern_elementwise`` with scalar arguments becomes one LLVM call that
+every thread of the block makes, which is what NVSHMEM's ``_block`` functions want; the definitions come from the
+bitcode library in NVIDIA's wheel, which :mod:`tdcoll.language.jit` adds to the compilation. Pointers travel as
+int64, which makes one signature serve pointers to anything.
+
+Waits are polling loops in PTX rather than in Triton: a loop per thread, no cross-warp traffic while waiting, and
+the clock is read on every 256th miss only. Their result is AND-ed over the block by ``bar.red``, because threads
+may disagree at the deadline and a block-wide branch on a value that differs between warps is undefined.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+from tdcoll.language.constants import (
+    MONITOR_ABORTED,
+    MONITOR_RANK,
+    MONITOR_RECORD,
+    MONITOR_TIMEOUT_NS,
+    RECORD_EPOCH,
+    RECORD_EXPECTED,
+    RECORD_PEER,
+    RECORD_RANK,
+    RECORD_SEEN,
+    RECORD_SIGNAL,
+    RECORD_VALID,
+)
+from tdcoll.language.spec import FUNCTIONS
+
+_TYPES = {"ptr": tl.int64, "size": tl.int64, "pe": tl.int32, "int": tl.int32, "u64": tl.uint64}
+_RETURNS = {"int32": tl.int32, "uint64": tl.uint64, "pointer": tl.int64, None: tl.int32}
+_PURE = {"my_pe", "n_pes", "remote_ptr"}
+
+
+def _lower(name: str) -> Callable[..., Any]:
+    """The extern call for an NVSHMEM function of :data:`FUNCTIONS`."""
+    spec = FUNCTIONS[name]
+    kinds = [kind for _, kind in spec.parameters]
+    types = tuple(_TYPES[kind] for kind in kinds)
+    signature = inspect.Signature(
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n, _ in spec.parameters]
+    )
+
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).args
+        lowered = [
+            core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
+            for arg, wanted in zip(given, types, strict=True)
+        ]
+        for (parameter, _), value in zip(spec.parameters, lowered, strict=True):
+            if value.type.is_block():
+                raise ValueError(f"{name}: {parameter} must be a scalar, got a block of shape {value.shape}")
+        # A void function is declared with an int result: Triton wants one, and nobody reads it.
+        result = core.extern_elementwise(
+            "", "", lowered, {types: (spec.symbol, _RETURNS[spec.returns])}, name in _PURE, _semantic=_semantic
+        )
+        if spec.returns == "pointer":
+            return core.cast(result, _semantic.to_tensor(given[0]).dtype, _semantic=_semantic)
+        return result
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = spec.doc
+    # Triton 3.6 passes `_semantic` only to functions whose signature names it.
+    semantic = inspect.Parameter("_semantic", inspect.Parameter.KEYWORD_ONLY, default=None)
+    extern = core.extern(call)
+    extern.__signature__ = signature.replace(parameters=[*signature.parameters.values(), semantic])
+    extern.needs_nvshmem = True
+    return extern
+
+
+my_pe = _lower("my_pe")
+n_pes = _lower("n_pes")
+remote_ptr = _lower("remote_ptr")
+int_p = _lower("int_p")
+putmem = _lower("putmem")
+putmem_warp = _lower("putmem_warp")
+putmem_block = _lower("putmem_block")
+putmem_nbi = _lower("putmem_nbi")
+putmem_nbi_warp = _lower("putmem_nbi_warp")
+putmem_nbi_block = _lower("putmem_nbi_block")
+putmem_signal = _lower("putmem_signal")
+putmem_signal_warp = _lower("putmem_signal_warp")
+putmem_signal_block = _lower("putmem_signal_block")
+putmem_signal_nbi = _lower("putmem_signal_nbi")
+putmem_signal_nbi_warp = _lower("putmem_signal_nbi_warp")
+putmem_signal_nbi_block = _lower("putmem_signal_nbi_block")
+getmem = _lower("getmem")
+getmem_warp = _lower("getmem_warp")
+getmem_block = _lower("getmem_block")
+getmem_nbi = _lower("getmem_nbi")
+getmem_nbi_warp = _lower("getmem_nbi_warp")
+getmem_nbi_block = _lower("getmem_nbi_block")
+signal_op = _lower("signal_op")
+signal_wait_until = _lower("signal_wait_until")
+fence = _lower("fence")
+quiet = _lower("quiet")
+barrier_all = _lower("barrier_all")
+barrier_all_warp = _lower("barrier_all_warp")
+barrier_all_block = _lower("barrier_all_block")
+sync_all = _lower("sync_all")
+sync_all_warp = _lower("sync_all_warp")
+sync_all_block = _lower("sync_all_block")
+
+
+# ---------------------------------------------------------------------- threads
+
+
+def _special_register(register: str, axis: Any, semantic: Any) -> Any:
+    number = core._unwrap_if_constexpr(axis)
+    if number not in (0, 1, 2):
+        raise ValueError(f"axis must be 0, 1 or 2, got {number!r}")
+    return core.inline_asm_elementwise(
+        f"mov.u32 $0, %{register}.{'xyz'[number]};", "=r", [], tl.int32, is_pure=True, pack=1, _semantic=semantic
+    )
+
+
+@core.extern
+def tid(axis, _semantic=None):
+    return _special_register("tid", axis, _semantic)
+
+
+@core.extern
+def ntid(axis, _semantic=None):
+    return _special_register("ntid", axis, _semantic)
+
+
+@core.extern
+def syncthreads(_semantic=None):
+    return core.debug_barrier(_semantic=_semantic)
+
+
+# ---------------------------------------------------------------------- loads and stores with an order
+
+
+def _choice(what: str, value: Any, allowed: tuple[str, ...]) -> str:
+    chosen = core._unwrap_if_constexpr(value)
+    if chosen not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {chosen!r}")
+    return str(chosen)
+
+
+def _integer_pointee(function: str, ptr: Any) -> tuple[Any, str]:
+    """Pointee type and asm constraint of a pointer to 32- or 64-bit integers."""
+    pointee = ptr.dtype.element_ty if ptr.dtype.is_ptr() else None
+    if pointee is None or not pointee.is_int() or pointee.primitive_bitwidth not in (32, 64):
+        raise ValueError(f"{function}: ptr must point to 32- or 64-bit integers, got {ptr.dtype}")
+    return pointee, {32: "r", 64: "l"}[pointee.primitive_bitwidth]
+
+
+@core.extern
+def ld(ptr, scope="gpu", semantic="relaxed", _semantic=None):
+    scope = _choice("scope", scope, ("gpu", "sys"))
+    order = _choice("semantic", semantic, ("relaxed", "acquire"))
+    pointee, constraint = _integer_pointee("ld", ptr)
+    return core.inline_asm_elementwise(
+        f"ld.{order}.{scope}.global.b{pointee.primitive_bitwidth} $0, [$1];",
+        f"={constraint},l,~{{memory}}",
+        [ptr],
+        pointee,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+@core.extern
+def ld_acquire(ptr, scope="gpu", _semantic=None):
+    return ld(ptr, scope, "acquire", _semantic=_semantic)
+
+
+@core.extern
+def st(ptr, val, scope="gpu", semantic="relaxed", _semantic=None):
+    scope = _choice("scope", scope, ("gpu", "sys"))
+    order = _choice("semantic", semantic, ("relaxed", "release"))
+    pointee, constraint = _integer_pointee("st", ptr)
+    value = core.cast(_semantic.to_tensor(val), pointee, _semantic=_semantic)
+    core.inline_asm_elementwise(
+        f"{{ st.{order}.{scope}.global.b{pointee.primitive_bitwidth} [$1], $2; mov.u32 $0, 0; }}",
+        f"=r,l,{constraint},~{{memory}}",
+        [ptr, value],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+@core.extern
+def st_release(ptr, val, scope="gpu", _semantic=None):
+    return st(ptr, val, scope, "release", _semantic=_semantic)
+
+
+# ---------------------------------------------------------------------- bounded waits
+
+_COMPARISONS = ("eq", "ne", "gt", "le", "lt", "ge")  # by CMP_* value
+
+_POLL = """{{
+.reg .pred done, again;
+.reg .b32 misses, phase;
+.reg .b64 seen, begin, now, limit, aborted;
+mov.b32 misses, 0;
+mov.b64 begin, 0;
+mov.b32 $0, 1;
+setp.eq.b32 done, $4, 0;
+@done bra END;
+POLL:
+ld.acquire.sys.global.b64 seen, [$1];
+setp.{comparison}.u64 done, seen, $2;
+@done bra END;
+add.u32 misses, misses, 1;
+and.b32 phase, misses, 255;
+setp.ne.u32 again, phase, 0;
+@again bra POLL;
+mov.u64 now, %globaltimer;
+setp.ne.u64 again, begin, 0;
+@again bra CHECK;
+mov.b64 begin, now;
+CHECK:
+ld.relaxed.gpu.global.b64 aborted, [$3+{aborted}];
+ld.relaxed.gpu.global.b64 limit, [$3+{timeout}];
+sub.u64 now, now, begin;
+setp.ne.u64 again, aborted, 0;
+setp.ge.or.u64 done, now, limit, again;
+@!done bra POLL;
+mov.b32 $0, 0;
+END:
+}}"""
+
+
+@core.extern
+def _poll(signal, compare, value, monitor, active, _semantic=None):
+    """Per element: 1 once ``*signal compare value`` holds (or ``active`` is 0), 0 after the monitor's deadline."""
+    number = core._unwrap_if_constexpr(compare)
+    if number not in range(len(_COMPARISONS)):
+        raise ValueError(f"compare must be a CMP_* constant, got {number!r}")
+    asm = _POLL.format(
+        comparison=_COMPARISONS[number], aborted=8 * MONITOR_ABORTED.value, timeout=8 * MONITOR_TIMEOUT_NS.value
+    )
+    args = [
+        core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
+        for arg, wanted in ((signal, tl.int64), (value, tl.uint64), (monitor, tl.int64), (active, tl.int32))
+    ]
+    return core.inline_asm_elementwise(
+        asm, "=r,l,l,l,r,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@core.extern
+def _block_and(flag, _semantic=None):
+    """1 in all threads if ``flag`` is not 0 in all threads of the block, else 0; a block barrier as well."""
+    return core.inline_asm_elementwise(
+        "{ .reg .pred mine, all; setp.ne.u32 mine, $1, 0; barrier.cta.red.and.pred all, 0, mine; "
+        "selp.u32 $0, 1, 0, all; }",
+        "=r,r,~{memory}",
+        [flag],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+@triton.jit
+def _give_up(monitor, peer, index, value, seen):
+    """The first wait of the launch that expires writes the record; every later wait returns at once."""
+    zero = tl.cast(0, tl.int64)
+    if tl.atomic_cas(monitor + MONITOR_ABORTED, zero, zero + 1, sem="relaxed", scope="gpu") == 0:
+        record = tl.load(monitor + MONITOR_RECORD).to(tl.pointer_type(tl.int64))
+        tl.store(record + RECORD_RANK, tl.load(monitor + MONITOR_RANK))
+        tl.store(record + RECORD_PEER, tl.cast(peer, tl.int64))
+        tl.store(record + RECORD_SIGNAL, tl.cast(index, tl.int64))
+        tl.store(record + RECORD_EPOCH, tl.cast(value, tl.int64))
+        tl.store(record + RECORD_EXPECTED, tl.cast(value, tl.int64))
+        tl.store(record + RECORD_SEEN, tl.cast(seen, tl.int64))
+        st_release(record + RECORD_VALID, 1, "sys")
+
+
+@triton.jit
+def wait_signal(signal, compare: tl.constexpr, value, monitor, peer, index):
+    satisfied = _block_and(_poll(signal, compare, value, monitor, 1))
+    if satisfied == 0:
+        _give_up(monitor, peer, index, value, ld(signal.to(tl.pointer_type(tl.int64)), "sys"))
+    return satisfied
+
+
+@triton.jit
+def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    wanted = (index < count) & (index != skip)
+    mine = signals.to(tl.pointer_type(tl.int64)) + tl.where(wanted, index, 0)
+    arrived = _poll(mine, compare, value, monitor, wanted.to(tl.int32))
+    satisfied = _block_and(tl.min(arrived))
+    if satisfied == 0:
+        # The one whose record counts may have seen its own signal in the last moment: -1 says "not known".
+        first = tl.min(tl.where(wanted & (arrived == 0), index, BLOCK))
+        first = tl.where(first == BLOCK, -1, first)
+        seen = tl.sum(tl.where(index == first, ld(mine, "sys"), 0))
+        _give_up(monitor, first, first, value, seen)
+    return satisfied
+
+
+# ---------------------------------------------------------------------- copies
+
+
+@triton.jit
+def _copy_as(dst, src, nbytes, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    size: tl.constexpr = dtype.primitive_bitwidth // 8
+    target = dst.to(tl.pointer_type(dtype))
+    source = src.to(tl.pointer_type(dtype))
+    count = nbytes // size
+    lane = tl.arange(0, BLOCK)
+    begin = tl.cast(0, tl.int64)
+    while begin < count:
+        index = begin + lane
+        mask = index < count
+        tl.store(target + index, tl.load(source + index, mask=mask), mask=mask)
+        begin += BLOCK
+
+
+@triton.jit
+def copy_block(dst, src, nbytes):
+    to = dst.to(tl.int64)
+    frm = src.to(tl.int64)
+    size = tl.cast(nbytes, tl.int64)
+    odd = to | frm | size
+    if odd % 16 == 0:
+        _copy_as(tl.multiple_of(to, 16), tl.multiple_of(frm, 16), tl.multiple_of(size, 16), tl.int32, 4096)
+    else:
+        if odd % 4 == 0:
+            _copy_as(to, frm, size, tl.int32, 2048)
+        else:
+            _copy_as(to, frm, size, tl.int8, 2048)

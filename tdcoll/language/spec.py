@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device language as data: one entry per function, from which lowerings, docs and tests are made.
+
+Names and argument order are NVSHMEM's, as Triton-distributed's ``libshmem_device`` spells them, so that a
+kernel written for it is ported by changing its imports. ``docs/language.md`` is generated from this table
+(``python -m tdcoll.language.spec``); a test compares the table with Triton-distributed's sources, another with
+what each lowering implements.
+
+Sources: the NVSHMEM API documentation (Remote Memory Access, Signaling Operations, Memory Ordering,
+Point-To-Point Synchronization) and, for loads and stores, the PTX ISA's memory consistency model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FUNCTIONS", "DeviceFunction", "table"]
+
+Kind = Literal["ptr", "size", "pe", "int", "u64", "value", "constant"]
+
+
+@dataclass(frozen=True)
+class DeviceFunction:
+    """One function of the device language.
+
+    Attributes:
+        name: as a kernel writes it.
+        parameters: ``(name, kind)``: ``ptr`` an address or pointer, ``size`` bytes (int64), ``pe`` a PE (int32),
+            ``int`` an int32, ``u64`` an unsigned 64-bit value, ``value`` of the pointee's type, ``constant`` a
+            compile-time constant.
+        defaults: default values of the last parameters.
+        symbol: NVSHMEM's device function, or None where PTX or Triton itself does the work.
+        returns: what it returns, or None.
+        prototype: what it stands for: NVSHMEM's C prototype, or the PTX instruction.
+        doc: meaning, units, who must call it, ordering.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, Kind], ...]
+    symbol: str | None
+    returns: Literal["int32", "uint64", "pointer", "value"] | None
+    prototype: str
+    doc: str
+    defaults: tuple[object, ...] = ()
+
+    @property
+    def signature(self) -> str:
+        """``name(a, b=default)``."""
+        names = [name for name, _ in self.parameters]
+        first = len(names) - len(self.defaults)
+        shown = names[:first] + [
+            f"{n}={d!r}" for n, d in zip(names[first:], self.defaults, strict=True)
+        ]
+        return f"{self.name}({', '.join(shown)})"
+
+
+_SCOPES = {
+    "": ("nvshmem_", "", "Each thread that calls makes a transfer of its own: call it from one thread."),
+    "_warp": ("nvshmemx_", "_warp", "All threads of a warp call it together, with the same arguments."),
+    "_block": ("nvshmemx_", "_block", "All threads of the block call it together, with the same arguments."),
+}
+
+_MEM: tuple[tuple[str, Kind], ...] = (("dest", "ptr"), ("source", "ptr"), ("bytes", "size"), ("pe", "pe"))
+_MEM_SIGNAL: tuple[tuple[str, Kind], ...] = (
+    *_MEM[:3],
+    ("sig_addr", "ptr"),
+    ("signal", "u64"),
+    ("sig_op", "int"),
+    ("pe", "pe"),
+)
+
+_PUT = (
+    "Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of "
+    "this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. "
+)
+_GET = "Copies `bytes` bytes from the symmetric address `source` on PE `pe` to `dest`. "
+_BLOCKING_PUT = (
+    "Returns when `source` may be written again; delivery is not ordered with anything later without `fence`, "
+    "`quiet` or a signal of its own. "
+)
+_NBI_PUT = "Returns at once: `source` must stay as it is until `quiet`, or until the receiver confirms. "
+_BLOCKING_GET = "Returns when the bytes are in `dest`. "
+_NBI_GET = "Returns at once: the bytes are in `dest` after `quiet`. "
+_SIGNAL = (
+    "Then updates the 64-bit signal at the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or "
+    "SIGNAL_ADD) with `signal`: whoever sees the signal also sees these bytes, but not those of other puts. "
+)
+
+
+def _transfers() -> list[DeviceFunction]:
+    made = []
+    for base, parameters, what, blocking, nbi in (
+        ("putmem", _MEM, _PUT, _BLOCKING_PUT, _NBI_PUT),
+        ("putmem_signal", _MEM_SIGNAL, _PUT + _SIGNAL, _BLOCKING_PUT, _NBI_PUT),
+        ("getmem", _MEM, _GET, _BLOCKING_GET, _NBI_GET),
+    ):
+        for mode, completion in (("", blocking), ("_nbi", nbi)):
+            for scope, (prefix, suffix, who) in _SCOPES.items():
+                symbol = f"{prefix}{base}{mode}{suffix}"
+                target = "const void *source" if base != "getmem" else "const void *source"
+                extra = ", uint64_t *sig_addr, uint64_t signal, int sig_op" if "signal" in base else ""
+                made.append(
+                    DeviceFunction(
+                        f"{base}{mode}{scope}",
+                        parameters,
+                        symbol,
+                        None,
+                        f"void {symbol}(void *dest, {target}, size_t bytes{extra}, int pe)",
+                        what + completion + who,
+                    )
+                )
+    return made
+
+
+def _barriers() -> list[DeviceFunction]:
+    made = []
+    for base, what in (
+        ("barrier_all", "Completes all earlier puts of this PE (as `quiet`), then waits for every PE of the job. "),
+        ("sync_all", "Waits for every PE of the job; does not complete puts (use `barrier_all` for that). "),
+    ):
+        for scope, (prefix, suffix, who) in _SCOPES.items():
+            symbol = f"{prefix}{base}{suffix}"
+            who = who.replace("makes a transfer of its own: call it", "takes part: call it")
+            rule = "One program per PE may be in it at a time. Unbounded: prefer signals with bounded waits."
+            made.append(
+                DeviceFunction(f"{base}{scope}", (), symbol, None, f"void {symbol}()", f"{what}{who} {rule}")
+            )
+    return made
+
+
+_FUNCTIONS = [
+    DeviceFunction("my_pe", (), "nvshmem_my_pe", "int32", "int nvshmem_my_pe()", "This PE: the global rank."),
+    DeviceFunction("n_pes", (), "nvshmem_n_pes", "int32", "int nvshmem_n_pes()", "Number of PEs of the job."),
+    DeviceFunction(
+        "remote_ptr",
+        (("local_ptr", "ptr"), ("pe", "pe")),
+        "nvshmem_ptr",
+        "pointer",
+        "void *nvshmem_ptr(const void *local_ptr, int pe)",
+        "Pointer of the same type to PE `pe`'s copy of a symmetric address, for direct loads and stores; a null "
+        "pointer when that PE is not reachable by them. Order such stores with a release at system scope.",
+    ),
+    DeviceFunction(
+        "int_p",
+        (("dest", "ptr"), ("value", "int"), ("pe", "pe")),
+        "nvshmem_int_p",
+        None,
+        "void nvshmem_int_p(int *dest, int value, int pe)",
+        "Puts one 32-bit integer to the symmetric address `dest` on PE `pe`. Each thread that calls puts once.",
+    ),
+    *_transfers(),
+    DeviceFunction(
+        "signal_op",
+        (("sig_addr", "ptr"), ("signal", "u64"), ("sig_op", "int"), ("pe", "pe")),
+        "nvshmemx_signal_op",
+        None,
+        "void nvshmemx_signal_op(uint64_t *sig_addr, uint64_t signal, int sig_op, int pe)",
+        "Updates the 64-bit signal at the symmetric address `sig_addr` on PE `pe` (SIGNAL_SET or SIGNAL_ADD). Not "
+        "ordered after earlier puts: `fence` first. Every thread that calls updates once, so SIGNAL_ADD wants one "
+        "thread.",
+    ),
+    DeviceFunction(
+        "signal_wait_until",
+        (("sig_addr", "ptr"), ("cmp_", "int"), ("cmp_val", "u64")),
+        "nvshmem_signal_wait_until",
+        "uint64",
+        "uint64_t nvshmem_signal_wait_until(uint64_t *sig_addr, int cmp, uint64_t cmp_val)",
+        "Waits until this PE's signal compares true (CMP_*), and returns its value. Whoever returns sees what was "
+        "put before the signal. Has no deadline: a peer that dies leaves the GPU hanging. `wait_signal` is the "
+        "bounded form.",
+    ),
+    DeviceFunction(
+        "fence",
+        (),
+        "nvshmem_fence",
+        None,
+        "void nvshmem_fence()",
+        "Orders the calling thread's puts and signals to each PE: those before it are delivered before those after. "
+        "Says nothing about different PEs, and does not wait.",
+    ),
+    DeviceFunction(
+        "quiet",
+        (),
+        "nvshmem_quiet",
+        None,
+        "void nvshmem_quiet()",
+        "Waits until all puts and nbi transfers of the calling thread are complete at their destination.",
+    ),
+    *_barriers(),
+    DeviceFunction(
+        "tid",
+        (("axis", "constant"),),
+        None,
+        "int32",
+        "threadIdx (PTX %tid)",
+        "Index of the thread in its block along `axis` (0, 1, 2). For kernels written for threads; tdcoll's own "
+        "speak in blocks.",
+    ),
+    DeviceFunction(
+        "ntid",
+        (("axis", "constant"),),
+        None,
+        "int32",
+        "blockDim (PTX %ntid)",
+        "Threads of a block along `axis` (0, 1, 2).",
+    ),
+    DeviceFunction(
+        "syncthreads",
+        (),
+        None,
+        None,
+        "__syncthreads() (PTX bar.sync)",
+        "Barrier of the block's threads; orders their memory accesses among each other.",
+    ),
+    DeviceFunction(
+        "ld",
+        (("ptr", "ptr"), ("scope", "constant"), ("semantic", "constant")),
+        None,
+        "value",
+        "ld.{relaxed,acquire}.{gpu,sys}",
+        "Loads the integer(s) at `ptr` with the memory order `semantic` (relaxed or acquire) at `scope` (gpu or sys). "
+        "What another GPU writes wants sys.",
+        ("gpu", "relaxed"),
+    ),
+    DeviceFunction(
+        "ld_acquire",
+        (("ptr", "ptr"), ("scope", "constant")),
+        None,
+        "value",
+        "ld.acquire.{gpu,sys}",
+        "`ld` with acquire order: what was written before the matching release is seen after it.",
+        ("gpu",),
+    ),
+    DeviceFunction(
+        "st",
+        (("ptr", "ptr"), ("val", "value"), ("scope", "constant"), ("semantic", "constant")),
+        None,
+        None,
+        "st.{relaxed,release}.{gpu,sys}",
+        "Stores the integer(s) `val` at `ptr` with the memory order `semantic` (relaxed or release) at `scope` (gpu "
+        "or sys). A release orders the calling thread's earlier writes; put `syncthreads()` before it when other "
+        "threads of the block wrote the data.",
+        ("gpu", "relaxed"),
+    ),
+    DeviceFunction(
+        "st_release",
+        (("ptr", "ptr"), ("val", "value"), ("scope", "constant")),
+        None,
+        None,
+        "st.release.{gpu,sys}",
+        "`st` with release order.",
+        ("gpu",),
+    ),
+    DeviceFunction(
+        "wait_signal",
+        (
+            ("signal", "ptr"),
+            ("compare", "constant"),
+            ("value", "u64"),
+            ("monitor", "ptr"),
+            ("peer", "int"),
+            ("index", "int"),
+        ),
+        None,
+        "int32",
+        "bounded nvshmem_signal_wait_until",
+        "The whole block waits until this PE's 64-bit signal `compare`s true with `value`: 1. Or until the deadline "
+        "of `monitor` (see `tdcoll.WaitMonitor`) expires or another wait's has: 0, and the host's next check raises "
+        "CollectiveTimeout naming `peer` and `index`. Acquires at system scope and ends with a block barrier; the "
+        "answer is the same in all threads. Test it and leave the kernel on 0.",
+    ),
+    DeviceFunction(
+        "wait_signals",
+        (
+            ("signals", "ptr"),
+            ("count", "int"),
+            ("skip", "int"),
+            ("compare", "constant"),
+            ("value", "u64"),
+            ("monitor", "ptr"),
+            ("BLOCK", "constant"),
+        ),
+        None,
+        "int32",
+        "bounded nvshmem_signal_wait_until_all",
+        "As `wait_signal`, for `signals[0:count]` except index `skip` (-1: none), all at once. `BLOCK` is a power of "
+        "two of at least `count`. The index of the first missing signal is reported as the peer.",
+    ),
+    DeviceFunction(
+        "copy_block",
+        (("dst", "ptr"), ("src", "ptr"), ("nbytes", "size")),
+        None,
+        None,
+        "memcpy by the block",
+        "The block copies `nbytes` bytes between addresses that it can load and store, any alignment (fastest when "
+        "all three are multiples of 16). No ordering: put `syncthreads()`, and a release, before telling anybody.",
+    ),
+]
+
+FUNCTIONS: dict[str, DeviceFunction] = {function.name: function for function in _FUNCTIONS}
+"""Every function of the device language by name."""
+
+
+def table() -> str:
+    """``docs/language.md``'s table: each function's signature beside what it stands for."""
+    lines = ["| in a kernel | stands for | meaning |", "|---|---|---|"]
+    for function in FUNCTIONS.values():
+        cells = (f"`{function.signature}`", f"`{function.prototype}`", function.doc)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
