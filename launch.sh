@@ -55,7 +55,7 @@ fail() { # MESSAGE: a wrong command line
     exit 2
 }
 
-# --- the command line ---------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 nproc='' nnodes='' node_rank='' rdzv='' emulate_nodes='' timeout_s='' monitor_interval='' simulate='' dry_run=''
 
@@ -122,7 +122,7 @@ tests)
     ;;
 esac
 
-# --- the hosts of the job -----------------------------------------------------------------------------------------
+# --- the hosts of the job -------------------------------------------------------------------------
 
 # node[03-05,9],other -> node03, where scontrol is not at hand to say it.
 first_host() { # NODELIST
@@ -180,7 +180,7 @@ if [[ $program != tests ]]; then
     export TDCOLL_NNODES=$nnodes # for setenv.sh: one host or several
 fi
 
-# --- the environment ----------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 [[ -z $simulate ]] || export TRITON_INTERPRET=1
 [[ -z $emulate_nodes ]] || export TDCOLL_EMULATE_NODES=$emulate_nodes
