@@ -308,7 +308,14 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
     return satisfied
 
 
-# ---------------------------------------------------------------------- copies
+# ---------------------------------------------------------------------- by the block
+
+
+@triton.jit
+def signal_block(sig_addr, signal, sig_op, pe):
+    syncthreads()
+    if tid(0) == 0:
+        signal_op(sig_addr, signal, sig_op, pe)
 
 
 @triton.jit

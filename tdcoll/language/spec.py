@@ -288,6 +288,14 @@ _FUNCTIONS = [
         "two of at least `count`. The index of the first missing signal is reported as the peer.",
     ),
     DeviceFunction(
+        "signal_block",
+        (("sig_addr", "ptr"), ("signal", "u64"), ("sig_op", "int"), ("pe", "pe")),
+        None,
+        None,
+        "signal_op by the block",
+        "`signal_op`, once for the whole block: a block barrier, then one thread updates.",
+    ),
+    DeviceFunction(
         "copy_block",
         (("dst", "ptr"), ("src", "ptr"), ("nbytes", "size")),
         None,

@@ -50,6 +50,8 @@ class Runtime:
     arena: Arena = field(init=False)
     contexts: dict[Any, Any] = field(init=False, default_factory=dict)
     """Contexts that tdcoll made itself for the drop-in calls; closed by ``finalize``."""
+    failed: bool = field(init=False, default=False)
+    """A wait has expired: peers may be gone, and nothing collective should be tried any more."""
 
     def __post_init__(self) -> None:
         self.arena = Arena(self.heap.nbytes)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives that run inside Triton kernels over NVSHMEM symmetric memory."""
+
+from tdcoll.collectives.all_gather import all_gather, all_gather_in_place, all_gather_into_tensor
+from tdcoll.context import CollectiveContext
+from tdcoll.errors import (
+    AlreadyInitializedError,
+    CollectiveTimeout,
+    ContextError,
+    HeapExhaustedError,
+    NotInitializedError,
+    NotSymmetricError,
+    RankMismatchError,
+    TdcollError,
+)
+from tdcoll.language.jit import jit
+from tdcoll.memory import empty, free, heap_info, topology
+from tdcoll.monitor import WaitMonitor
+from tdcoll.runtime.lifecycle import finalize, initialize, is_initialized
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyInitializedError",
+    "CollectiveContext",
+    "CollectiveTimeout",
+    "ContextError",
+    "HeapExhaustedError",
+    "NotInitializedError",
+    "NotSymmetricError",
+    "RankMismatchError",
+    "TdcollError",
+    "WaitMonitor",
+    "__version__",
+    "all_gather",
+    "all_gather_in_place",
+    "all_gather_into_tensor",
+    "empty",
+    "finalize",
+    "free",
+    "heap_info",
+    "initialize",
+    "is_initialized",
+    "jit",
+    "topology",
+]

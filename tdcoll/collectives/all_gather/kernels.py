@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-gather kernels: push by put + signal, in one dimension and in two.
+
+Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``channels`` chunks of ``chunk`` bytes::
+
+    1D   source --put+signal--> staging[slot, r] on every rank of this node
+         source --> own staging --nbi put+signal--> staging[slot, r] on every rank of other nodes
+    2D   source --put+signal--> staging[slot, r] on every rank of this node
+         source --> own staging --nbi put+signal--> staging[slot, r] on r's *rail* (same place, other nodes)
+         staging[slot, s] --put+signal--> the same on every rank of this node, for each s on r's rail
+    both staging[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
+
+In 2D a segment crosses between nodes once per node pair rather than once per rank pair.
+
+Signal map: ``signals[slot, channel, s]`` on rank r
+
+- is written (SET to the epoch) by whoever delivers chunk ``channel`` of rank s to r: s itself, or in 2D the rank of
+  r's node on s's rail, which forwards it;
+- is polled (>= epoch) on r by the program that copies that chunk out, and in 2D on s's rail by those that forward it.
+
+Ordering: put_signal orders a chunk's bytes before its own signal, and nothing else is needed, because each chunk has
+a signal of its own and a forwarder has *acquired* the chunk (``wait_signal``) before it puts it on. Inter-node puts
+are nbi: their source is this rank's own staging segment, which is written next two epochs later, after the receiver
+has confirmed by starting the next call (see :mod:`tdcoll.context`). So no quiet at the end.
+
+Order of programs: all that only send, then the forwarders, then the receivers. A GPU starts programs in grid order,
+so a launch with fewer resident blocks than programs still makes progress: no program waits for one that comes after
+it, on any rank.
+
+In place (``IN_PLACE``): the caller's symmetric buffer takes the role of staging, on both sides, and nothing is copied.
+``ready[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; program 0 tells the
+others before it does anything else. The caller may overwrite its own segment as soon as the call is over, so the nbi
+puts are completed (quiet) before the launch ends. One program waits for all signals. Signals alternate between the
+slots here too: a signal word must not be set again before the rank that polls it is done with the epoch.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.protocol import begin_epoch, chunk_bytes
+from tdcoll.language.jit import jit
+
+__all__ = ["all_gather_1d", "all_gather_2d"]
+
+_INTEGERS = [
+    "source",
+    "out",
+    "staging",
+    "nbytes",
+    "chunk",
+    "capacity",
+    "rank",
+    "channels",
+    "n_local",
+    "n_remote",
+]
+
+
+@jit
+def _announce(ready, routes, epoch, rank, n_local, n_remote, IN_PLACE: tl.constexpr):
+    """In place, by program 0: tell every rank that writes to us that this rank has entered the call."""
+    if IN_PLACE:
+        if tl.program_id(0) == 0:
+            for i in range(n_local):
+                tdl.signal_block(ready + rank, epoch, tdl.SIGNAL_SET, tl.load(routes + n_local + i))
+            remote = routes + 2 * n_local
+            for i in range(n_remote):
+                tdl.signal_block(ready + rank, epoch, tdl.SIGNAL_SET, tl.load(remote + n_remote + i))
+
+
+@jit
+def _may_write(ready, peer, epoch, monitor, IN_PLACE: tl.constexpr):
+    """1 when rank ``peer`` lets its memory be written in this epoch; 0 if it did not say so in time."""
+    allowed = tl.cast(1, tl.int32)
+    if IN_PLACE:
+        allowed = tdl.wait_signal(ready + peer, tdl.CMP_GE, epoch, monitor, peer, peer)
+    return allowed
+
+
+@jit
+def _push_local(routes, i, n_local, target, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
+    """Put a chunk to the i-th other rank of this node."""
+    peer = tl.load(routes + i)
+    pe = tl.load(routes + n_local + i)
+    if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:
+        tdl.putmem_signal_block(target, source, size, signal, epoch, tdl.SIGNAL_SET, pe)
+
+
+@jit
+def _push_remote(routes, n_remote, staged, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
+    """Put a chunk to every rank of ``routes``, which are on other nodes, from symmetric memory."""
+    if not IN_PLACE:
+        tdl.copy_block(staged, source, size)
+        tdl.syncthreads()
+    for i in range(n_remote):
+        peer = tl.load(routes + i)
+        pe = tl.load(routes + n_remote + i)
+        if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:
+            tdl.putmem_signal_nbi_block(staged, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
+    if IN_PLACE:
+        tdl.quiet()
+
+
+@jit
+def _receive(
+    i, channel, source, out, landing, capacity, nbytes, chunk, signals, epoch, rank, channels, monitor,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr
+):  # fmt: skip
+    """Copy out the chunk of the i-th rank after this one, or, in place, wait for everything."""
+    if IN_PLACE:
+        arrived = tl.cast(1, tl.int32)
+        for c in range(channels):
+            if arrived != 0:
+                arrived = tdl.wait_signals(signals + c * WORLD, WORLD, rank, tdl.CMP_GE, epoch, monitor, BLOCK)
+    else:
+        peer = (rank + i) % WORLD
+        offset = tl.cast(channel, tl.int64) * chunk
+        size = chunk_bytes(nbytes, chunk, channel)
+        target = out + tl.cast(peer, tl.int64) * nbytes + offset
+        if peer == rank:
+            tdl.copy_block(target, source + offset, size)
+        else:
+            signal = channel * WORLD + peer
+            if tdl.wait_signal(signals + signal, tdl.CMP_GE, epoch, monitor, peer, signal) != 0:
+                tdl.copy_block(target, landing + tl.cast(peer, tl.int64) * capacity + offset, size)
+
+
+@jit(do_not_specialize=_INTEGERS)
+def all_gather_1d(
+    source, out, staging, signals, ready, control, monitor, routes,
+    nbytes, chunk, capacity, rank, channels, n_local, n_remote,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, SLOT_SIGNALS: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [WORLD * nbytes]``: every rank puts its segment to every other.
+
+    Programs: ``channels`` times (n_local pushes, one remote sender if n_remote > 0, WORLD receivers), or in place
+    one receiver at the end.
+
+    Args (addresses are integers, so that one compilation serves all dtypes and alignments):
+        source: this rank's segment, ``nbytes`` bytes. In place: that segment of the buffer.
+        out: the result, ``WORLD * nbytes`` bytes, any memory of this GPU. Not used in place.
+        staging: two slots of ``WORLD * capacity`` bytes. In place: the symmetric buffer, ``WORLD * nbytes``.
+        signals: int64 pointer to two slots of ``SLOT_SIGNALS`` signals, of which ``[channels, WORLD]`` are used.
+        ready: int64 pointer to ``WORLD`` signals.
+        control, monitor: the context's words.
+        routes: int32: n_local group ranks of this node, their PEs, n_remote group ranks elsewhere, their PEs.
+        chunk: bytes of a chunk, a multiple of 16.
+        capacity: bytes from one rank's segment to the next in a slot. In place: ``nbytes``.
+        BLOCK: a power of two of at least WORLD.
+    """
+    program = tl.program_id(0)
+    channel = program % channels
+    task = program // channels
+    epoch = begin_epoch(control)
+    size = chunk_bytes(nbytes, chunk, channel)
+    offset = tl.cast(channel, tl.int64) * chunk
+    row = signals + (epoch % 2) * SLOT_SIGNALS
+    landing = tl.cast(staging, tl.int64)
+    if not IN_PLACE:
+        landing += (epoch % 2) * WORLD * capacity
+    _announce(ready, routes, epoch, rank, n_local, n_remote, IN_PLACE)
+    mine = landing + tl.cast(rank, tl.int64) * capacity + offset
+    signal = row + channel * WORLD + rank
+    n_senders = (n_remote > 0).to(tl.int32)
+    if task < n_local:
+        _push_local(
+            routes, task, n_local, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
+        )
+    else:
+        if task < n_local + n_senders:
+            elsewhere = routes + 2 * n_local
+            _push_remote(
+                elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
+            )
+        else:
+            _receive(
+                task - n_local - n_senders, channel, source, out, landing, capacity, nbytes, chunk,
+                row, epoch, rank, channels, monitor, WORLD, BLOCK, IN_PLACE
+            )  # fmt: skip
+
+
+@jit(do_not_specialize=_INTEGERS)
+def all_gather_2d(
+    source, out, staging, signals, ready, control, monitor, routes,
+    nbytes, chunk, capacity, rank, channels, n_local, n_remote,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, SLOT_SIGNALS: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [WORLD * nbytes]``: between nodes along rails, then forwarded inside each node.
+
+    Programs: ``channels`` times (one rail sender, n_local pushes, n_remote * n_local forwarders, WORLD receivers), or
+    in place one receiver at the end. Arguments are those of :func:`all_gather_1d`, except that ``routes`` names as
+    remote ranks only this rank's rail: one per other node. Every node has ``n_local + 1`` ranks.
+    """
+    program = tl.program_id(0)
+    channel = program % channels
+    task = program // channels
+    epoch = begin_epoch(control)
+    size = chunk_bytes(nbytes, chunk, channel)
+    offset = tl.cast(channel, tl.int64) * chunk
+    row = signals + (epoch % 2) * SLOT_SIGNALS
+    landing = tl.cast(staging, tl.int64)
+    if not IN_PLACE:
+        landing += (epoch % 2) * WORLD * capacity
+    _announce(ready, routes, epoch, rank, n_local, n_remote, IN_PLACE)
+    elsewhere = routes + 2 * n_local
+    n_forwards = n_remote * n_local
+    if task <= n_local:
+        mine = landing + tl.cast(rank, tl.int64) * capacity + offset
+        signal = row + channel * WORLD + rank
+        if task == 0:
+            _push_remote(
+                elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
+            )
+        else:
+            _push_local(
+                routes, task - 1, n_local, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
+            )
+    else:
+        if task <= n_local + n_forwards:
+            forward = task - n_local - 1
+            origin = tl.load(elsewhere + forward // n_local)
+            theirs = landing + tl.cast(origin, tl.int64) * capacity + offset
+            index = channel * WORLD + origin
+            if tdl.wait_signal(row + index, tdl.CMP_GE, epoch, monitor, origin, index) != 0:
+                _push_local(
+                    routes, forward % n_local, n_local, theirs, theirs, size, row + index, epoch, ready, monitor,
+                    IN_PLACE
+                )  # fmt: skip
+        else:
+            _receive(
+                task - n_local - 1 - n_forwards, channel, source, out, landing, capacity, nbytes, chunk,
+                row, epoch, rank, channels, monitor, WORLD, BLOCK, IN_PLACE
+            )  # fmt: skip

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-gather, host side: check, choose, launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from tdcoll import runtime
+from tdcoll.collectives.all_gather import kernels
+from tdcoll.collectives.all_gather.policy import Plan, choose
+from tdcoll.context import CollectiveContext
+from tdcoll.errors import ContextError
+
+__all__ = ["all_gather", "all_gather_in_place", "all_gather_into_tensor"]
+
+_SMALLEST_DEFAULT_CONTEXT = 1 << 20
+
+
+def _routes(ctx: CollectiveContext, algorithm: str) -> tuple[torch.Tensor, int, int]:
+    """The kernel's ``routes`` with ``n_local`` and ``n_remote``.
+
+    Every rank starts with its successor, so that no rank is everybody's first target.
+    """
+    topology = ctx.topology
+    mates = topology.members[topology.node]
+    local = [mates[(topology.place + i) % len(mates)] for i in range(1, len(mates))]
+    if algorithm == "2d":
+        nodes = [(topology.node + i) % topology.n_nodes for i in range(1, topology.n_nodes)]
+        remote = [topology.members[node][topology.place] for node in nodes]
+    else:
+        successors = [(topology.rank + i) % topology.world_size for i in range(1, topology.world_size)]
+        remote = [rank for rank in successors if topology.nodes[rank] != topology.node]
+    entries = [
+        *local,
+        *(topology.pes[rank] for rank in local),
+        *remote,
+        *(topology.pes[rank] for rank in remote),
+    ]
+    table = torch.tensor(entries or [0], dtype=torch.int32, device=ctx.device)
+    return table, len(local), len(remote)
+
+
+class _Launch:
+    """One ready-made launch: everything about a call shape that does not change from call to call."""
+
+    def __init__(self, ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool) -> None:
+        plan: Plan = choose(nbytes, ctx.topology, algorithm)
+        if ctx._cuda and torch.cuda.is_current_stream_capturing():
+            raise ContextError(
+                "all_gather: the first call of a size prepares its launch, which a CUDA graph cannot capture; make one "
+                "such call on every rank before capturing"
+            )
+        routes_key = ("routes", plan.algorithm)
+        if routes_key not in ctx.plans:
+            ctx.plans[routes_key] = _routes(ctx, plan.algorithm)
+        routes, n_local, n_remote = ctx.plans[routes_key]
+        world = ctx.world_size
+        if plan.algorithm == "1d":
+            kernel = kernels.all_gather_1d
+            senders = n_local + (n_remote > 0)
+        else:
+            kernel = kernels.all_gather_2d
+            senders = 1 + n_local + n_remote * n_local
+        programs = plan.channels * senders + (1 if in_place else plan.channels * world)
+        self._kernel = kernel[(programs,)]
+        self._context_arguments = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
+        capacity = nbytes if in_place else ctx.capacity
+        self._numbers = (nbytes, plan.chunk, capacity, ctx.rank, plan.channels, n_local, n_remote)
+        self._options: dict[str, Any] = {
+            "WORLD": world,
+            "BLOCK": triton.next_power_of_2(world),
+            "SLOT_SIGNALS": ctx.signals[0].numel(),
+            "IN_PLACE": in_place,
+            "num_warps": plan.num_warps,
+        }
+
+    def __call__(self, source: int, out: int, staging: int) -> None:
+        self._kernel(source, out, staging, *self._context_arguments, *self._numbers, **self._options)
+
+
+def _launch(ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool) -> _Launch:
+    key = ("all_gather", nbytes, algorithm, in_place)
+    launch = ctx.plans.get(key)
+    if launch is None:
+        launch = ctx.plans[key] = _Launch(ctx, nbytes, algorithm, in_place)
+    return launch
+
+
+def _check(name: str, tensor: Any, ctx: CollectiveContext) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.device != ctx.device:
+        raise ValueError(f"{name} must be on {ctx.device}, where the context is; got {tensor.device}")
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous; got shape {list(tensor.shape)}"
+            + (f" with strides {tensor.stride()}" if tensor.layout == torch.strided else f" in {tensor.layout}")
+        )
+
+
+def _gathered_shape(tensor: torch.Tensor, world: int) -> list[int]:
+    return [world * tensor.shape[0], *tensor.shape[1:]] if tensor.dim() else [world]
+
+
+def all_gather(
+    tensor: torch.Tensor,
+    ctx: CollectiveContext,
+    out: torch.Tensor | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    """``[n, ...] -> [world * n, ...]``: the tensors of all ranks, concatenated in rank order.
+
+    Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
+    eager call of the size. Bytes are moved as they are, so any dtype will do; each rank gives the same number.
+
+    Args:
+        tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
+        out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
+            May hold ``tensor`` as its own segment, and must not overlap it otherwise.
+        algorithm: ``"1d"``, ``"2d"`` or ``"auto"`` (see :func:`tdcoll.collectives.all_gather.policy.choose`).
+
+    Returns:
+        ``out``, or a new ordinary tensor.
+
+    Raises:
+        ContextError: the context is closed, bound to another stream, or too small (the message has the number).
+        CollectiveTimeout: an earlier wait on the context expired.
+        RankMismatchError: (``debug``) ranks pass different sizes, dtypes or algorithms.
+        TypeError, ValueError: an argument is not as described.
+
+    Algorithm: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
+    Operations*); the 2D form is the usual hierarchical exchange by rails.
+    """
+    _check("tensor", tensor, ctx)
+    nbytes = tensor.nbytes
+    ctx.begin("all_gather", nbytes, (str(tensor.dtype), algorithm, "out of place"))
+    shape = _gathered_shape(tensor, ctx.world_size)
+    if out is None:
+        out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    else:
+        _check("out", out, ctx)
+        stacked = [ctx.world_size, *tensor.shape]
+        if out.dtype != tensor.dtype or list(out.shape) not in (shape, stacked):
+            raise ValueError(
+                f"out must be {tensor.dtype} of shape {shape} or {stacked}; got {out.dtype} of {list(out.shape)}"
+            )
+        _check_overlap(tensor, out, ctx.rank)
+    _launch(ctx, nbytes, algorithm, False)(tensor.data_ptr(), out.data_ptr(), ctx.staging.data_ptr())
+    return out
+
+
+def _check_overlap(tensor: torch.Tensor, out: torch.Tensor, rank: int) -> None:
+    begin, nbytes, first = tensor.data_ptr(), tensor.nbytes, out.data_ptr()
+    if nbytes and first < begin + nbytes and begin < first + out.nbytes and begin != first + rank * nbytes:
+        raise ValueError(
+            f"tensor must not overlap out, except as out's own segment at byte {rank * nbytes}; it lies at byte "
+            f"{begin - first}"
+        )
+
+
+def all_gather_in_place(
+    buffer: torch.Tensor, ctx: CollectiveContext, algorithm: str = "auto"
+) -> torch.Tensor:
+    """``[world * n, ...] -> the same``, without a copy: ``buffer`` is symmetric, each rank has filled its own segment.
+
+    Peers put straight into ``buffer``. What they overwrite there may still be read by this rank's earlier work, so a
+    rank first says that it has entered the call, and is not written to before: one more crossing (about 2 us over
+    NVLink), and no staging, no copy and no limit by ``ctx.max_bytes_per_rank``. It pays for large messages.
+
+    Args:
+        buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks; contiguous;
+            its first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``.
+        algorithm: as for :func:`all_gather`.
+
+    Returns:
+        ``buffer``.
+
+    Raises:
+        NotSymmetricError: ``buffer`` is not in the symmetric heap.
+        ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as for :func:`all_gather`.
+    """
+    _check("buffer", buffer, ctx)
+    world = ctx.world_size
+    if not buffer.dim() or buffer.shape[0] % world:
+        raise ValueError(
+            f"buffer's first extent must be divisible by the {world} rank(s); got shape {list(buffer.shape)}"
+        )
+    offset = ctx._runtime.offset_of(buffer, "buffer")
+    nbytes = buffer.nbytes // world
+    ctx.begin("all_gather_in_place", 0, (nbytes, str(buffer.dtype), algorithm, offset))
+    base = buffer.data_ptr()
+    _launch(ctx, nbytes, algorithm, True)(base + ctx.rank * nbytes, 0, base)
+    return buffer
+
+
+def all_gather_into_tensor(
+    output: torch.Tensor, input: torch.Tensor, group: runtime.Group = None
+) -> None:
+    """Drop-in for ``torch.distributed.all_gather_into_tensor(output, input, group)``, in the current stream's order.
+
+    Uses a context that tdcoll makes for the group at the first call and replaces by one of at least twice the size
+    when a larger message comes; ``tdcoll.finalize()`` frees them all. Making one is collective and synchronises, so
+    make the first and the largest call before capturing a CUDA graph.
+
+    Args:
+        output: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input``.
+        input: ``[n, ...]``, contiguous.
+        group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
+
+    Raises:
+        NotInitializedError: before ``tdcoll.initialize()``.
+        Others: as :func:`all_gather`.
+    """
+    owner = runtime.current()
+    if not isinstance(input, torch.Tensor):
+        raise TypeError(f"input must be a torch.Tensor, got {type(input).__name__}")
+    ranks = owner.ranks_of(group)
+    ctx = owner.contexts.get(ranks)
+    if ctx is None or ctx.max_bytes_per_rank < input.nbytes:
+        ctx = _grow_default_context(owner, ranks, ctx, input.nbytes)
+    all_gather(input, ctx, output)
+
+
+def _grow_default_context(
+    owner: runtime.Runtime, ranks: tuple[int, ...], old: CollectiveContext | None, nbytes: int
+) -> CollectiveContext:
+    if owner.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ContextError(
+            f"all_gather_into_tensor: a message of {nbytes} bytes needs a larger context, which cannot be made while a "
+            "CUDA graph is captured; make one call of this size before"
+        )
+    capacity = max(_SMALLEST_DEFAULT_CONTEXT, nbytes, 2 * old.max_bytes_per_rank if old else 0)
+    ctx = CollectiveContext(ranks, max_bytes_per_rank=capacity)
+    ctx._follows_stream = True
+    if old is not None:  # captured graphs may still use it: it lives until finalize
+        owner.contexts[(*ranks, "retired", old.max_bytes_per_rank)] = old
+    owner.contexts[ranks] = ctx
+    return ctx

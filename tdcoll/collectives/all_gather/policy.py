@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which all-gather to launch, and how: pure functions of facts that are the same on every rank.
+
+Two ranks that choose differently wait for signals that nobody sends. So nothing here may look at the rank, the clock,
+the device or an environment variable: only at the operation's size, the topology's shape and the caller's wish.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tdcoll.context import CHANNELS
+from tdcoll.runtime.topology import Topology
+
+__all__ = ["ALGORITHMS", "Plan", "choose"]
+
+ALGORITHMS = ("auto", "1d", "2d")
+
+CHUNK_ALIGNMENT = 128
+"""Bytes. Chunks start at multiples of it, so that full 128-byte lines travel."""
+
+TARGET_CHUNK_BYTES = 16 << 10
+"""Chunks of about this size keep one block's copy short beside the crossing."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one all-gather is launched.
+
+    Attributes:
+        algorithm: ``"1d"`` or ``"2d"``.
+        channels: chunks that each segment is cut into.
+        chunk: bytes of a chunk; the last may be shorter.
+        num_warps: warps of each program.
+    """
+
+    algorithm: str
+    channels: int
+    chunk: int
+    num_warps: int
+
+
+def choose(nbytes: int, topology: Topology, algorithm: str = "auto") -> Plan:
+    """The plan for ``nbytes`` per rank over ``topology``; the same on all of its ranks.
+
+    ``"auto"`` takes 2D where there are several nodes of several ranks each, all of one size: a segment then crosses
+    between nodes once per node pair. Everywhere else it takes 1D.
+
+    Raises:
+        ValueError: an unknown algorithm, or 2D over nodes of different sizes.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
+    per_node = topology.ranks_per_node
+    if algorithm == "2d" and per_node is None:
+        raise ValueError(
+            "algorithm='2d' needs the same number of ranks on every node; this group has "
+            f"{topology.describe()}. Use algorithm='1d' or 'auto'."
+        )
+    if algorithm == "auto":
+        algorithm = "2d" if topology.n_nodes > 1 and per_node is not None and per_node > 1 else "1d"
+    channels = min(CHANNELS, max(1, -(-nbytes // TARGET_CHUNK_BYTES)))
+    chunk = -(-nbytes // channels)
+    chunk = max(1, -(-chunk // CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
+    channels = max(1, -(-nbytes // chunk))
+    return Plan(algorithm, channels, chunk, 8)

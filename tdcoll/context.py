@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CollectiveContext: what the calls of one process group on one stream share.
+
+A context owns, in symmetric memory,
+
+- ``staging`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, r]``;
+- ``signals`` ``[2, CHANNELS, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose chunk
+  ``channel`` of rank r has landed in that slot;
+- ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
+  the caller's as its result (see "in place" below);
+
+and, in ordinary device memory, one 64-bit ``control`` word: the epoch and a count of programs.
+
+**One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
+part: every program of a launch adds 1 to the control word, whose old value tells it both the epoch (high bits) and
+how many programs came before it (low bits); the last one to come zeroes the count and raises the epoch. One atomic,
+so no program can read an epoch that another has raised already, and a CUDA graph may be replayed at will.
+
+**Why the slots may be reused.** A call completes on a rank only when it has a signal of the epoch from every peer. A
+peer sends it from inside the same call; so when epoch e is complete here, every peer has *started* e, and the stream
+order on that peer says that its call e-1, and whatever read the result of e-1 there, is over. Call e+1 writes slot
+(e+1) mod 2 = (e-1) mod 2. With one slot, a fast rank would write e+1 over data of e that a slow one still copies out.
+
+**Why waits compare with >=.** A peer can be one epoch ahead, never two: for e+2 it needs our signal of e+1. Slots
+alternate, so a signal word jumps from e to e+2 at the earliest when we are done with e. Waiting for equality would
+still be wrong as soon as a call uses fewer channels than the last: words of unused channels keep older epochs, and
+only "at least" is true of both.
+
+**In place.** When the result is the caller's own symmetric buffer there is only one of it, and the argument above
+fails: a peer may still read the result of e-1 from the very bytes that e would write. There, a rank first tells its
+peers that it has *entered* the call (``ready``), and nobody writes into a buffer before its owner has.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tdcoll import runtime
+from tdcoll.errors import ContextError
+from tdcoll.monitor import WaitMonitor
+from tdcoll.runtime.control import all_equal
+
+__all__ = ["CHANNELS", "CollectiveContext"]
+
+CHANNELS = 16
+"""Most chunks that one rank's data is cut into; each has its own signal."""
+
+
+class CollectiveContext:
+    """Symmetric slots, signals and the epoch for the collectives of one group on one stream.
+
+    Collective over the group to make and to close; a context manager. Several may be alive at once, over the same or
+    different ranks. After a wait has expired (:class:`~tdcoll.CollectiveTimeout`) the context refuses every call.
+
+    Args:
+        group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
+        max_bytes_per_rank: the most that one rank contributes to one call, in bytes. Takes
+            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap.
+        timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
+        debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange.
+            Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
+        stream: the CUDA stream that all calls are made on. Default: the current one. Calls made while a CUDA graph is
+            being captured are not checked: replay the graph on this stream.
+
+    Raises:
+        ValueError: an argument is out of range, or this process is not in the group.
+        HeapExhaustedError: the symmetric heap is too small.
+        RankMismatchError: ranks pass different arguments.
+    """
+
+    def __init__(
+        self,
+        group: runtime.Group = None,
+        *,
+        max_bytes_per_rank: int,
+        timeout_s: float | None = None,
+        debug: bool | None = None,
+        stream: Any = None,
+    ) -> None:
+        if isinstance(max_bytes_per_rank, bool) or not isinstance(max_bytes_per_rank, int):
+            raise TypeError(f"max_bytes_per_rank must be an int, got {max_bytes_per_rank!r}")
+        if max_bytes_per_rank < 0:
+            raise ValueError(f"max_bytes_per_rank must be at least 0, got {max_bytes_per_rank}")
+        self._runtime = owner = runtime.current()
+        self.topology = owner.topology(group)
+        self.device = owner.device
+        self.max_bytes_per_rank = max_bytes_per_rank
+        self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else debug
+        self._group = self.topology.pes
+        self._closed = False
+        self._cuda = self.device.type == "cuda"
+        self._follows_stream = False
+        self._stream = stream
+        if self._cuda and stream is None:
+            self._stream = torch.cuda.current_stream(self.device)
+        self.plans: dict[Any, Any] = {}
+        """Launch choices by call shape: what a collective's host side computes once and finds again."""
+
+        world = self.topology.world_size
+        self.capacity = -(-max_bytes_per_rank // 16) * 16
+        all_equal(owner.control, self._group, "max_bytes_per_rank", max_bytes_per_rank)
+        self.monitor = WaitMonitor(timeout_s=timeout_s, rank=self.topology.rank)
+        self._symmetric: list[torch.Tensor] = []
+        self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
+        self.signals = self._allocate((2, CHANNELS, world), torch.int64, "signals")
+        self.ready = self._allocate((world,), torch.int64, "ready")
+        self.signals.zero_()
+        self.ready.zero_()
+        self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+        # Nobody may signal before everybody has zeroed.
+        owner.control.all_gather(self._group, "context ready", None)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        tensor = self._runtime.allocate(shape, dtype, group=self._group, name=name)
+        self._symmetric.append(tensor)
+        return tensor
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def rank(self) -> int:
+        """This process's group rank."""
+        return self.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self.topology.world_size
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._closed
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "failed" if self.monitor.expired else "open"
+        return (
+            f"<CollectiveContext rank {self.rank}, {self.topology.describe()}, "
+            f"{self.max_bytes_per_rank} bytes per rank, {state}>"
+        )
+
+    # ------------------------------------------------------------------ life
+
+    def check(self) -> None:
+        """Wait for this context's stream and raise if a wait in one of its kernels has expired.
+
+        Raises:
+            CollectiveTimeout: naming rank, peer, signal and epoch.
+        """
+        if self._cuda:
+            self._stream.synchronize()
+        self.monitor.check()
+
+    def begin(self, operation: str, nbytes: int, agree: tuple[Any, ...] = ()) -> None:
+        """What every collective does before it launches: is the call allowed here and now?
+
+        Args:
+            operation: its name, for messages.
+            nbytes: what this rank contributes, in bytes.
+            agree: whatever else must be the same on all ranks; compared, with ``nbytes``, in debug mode.
+
+        Raises:
+            ContextError: closed, on another stream, or over the capacity.
+            CollectiveTimeout: a wait has expired.
+            RankMismatchError: (debug) ranks disagree; raised on all of them.
+        """
+        if self._closed:
+            raise ContextError(f"{operation}: the context is closed")
+        self.monitor.check()
+        if self.debug:
+            all_equal(self._runtime.control, self._group, f"{operation} arguments", (nbytes, *agree))
+        if nbytes > self.max_bytes_per_rank:
+            raise ContextError(
+                f"{operation}: {nbytes} bytes per rank is over the context's capacity of "
+                f"{self.max_bytes_per_rank}; make it with max_bytes_per_rank={nbytes} or more"
+            )
+        if self._cuda:
+            stream = torch.cuda.current_stream(self.device)
+            if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+                self._change_stream(operation, stream)
+
+    def _change_stream(self, operation: str, stream: Any) -> None:
+        if not self._follows_stream:
+            raise ContextError(
+                f"{operation}: the context is bound to {self._stream}, and the current stream is {stream}. Make one "
+                "context per stream, or enter `with torch.cuda.stream(...)`."
+            )
+        stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def close(self) -> None:
+        """Free the symmetric memory. Collective; waits for the stream. A second call does nothing.
+
+        After an expired wait it is local, since a peer may be gone: the memory stays taken.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._cuda and not self.monitor.expired:
+            self._stream.synchronize()
+        if self.monitor.expired:
+            self._runtime.failed = True
+            return
+        for tensor in reversed(self._symmetric):
+            self._runtime.release(tensor, group=self._group)
+        self._symmetric.clear()
+
+    def __enter__(self) -> CollectiveContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:  # the other ranks may not be leaving too: closing would wait for them
+            self._closed = True

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symmetric tensors for users."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tdcoll import runtime
+from tdcoll.runtime.heap import HeapInfo
+from tdcoll.runtime.topology import Topology
+
+__all__ = ["empty", "free", "heap_info", "topology"]
+
+
+def empty(
+    shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, *, group: runtime.Group = None
+) -> torch.Tensor:
+    """``-> [*shape]`` uninitialised tensor in symmetric memory: at the same offset on every rank of ``group``.
+
+    Collective over ``group``. Such a tensor is not freed by Python's garbage collector, which cannot act on all ranks
+    at once: give it to :func:`free`, or let :func:`tdcoll.finalize` take the whole heap.
+
+    Args:
+        shape: extents, or one extent.
+        dtype: any torch dtype.
+        group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
+
+    Raises:
+        NotInitializedError: before :func:`tdcoll.initialize`.
+        HeapExhaustedError: no room; says how much was asked and is free, and which setting to raise.
+        RankMismatchError: ranks ask for different sizes. Nothing is allocated on any of them.
+    """
+    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    return runtime.current().allocate(extents, dtype, group=group)
+
+
+def free(tensor: torch.Tensor, *, group: runtime.Group = None) -> None:
+    """Give back what :func:`empty` made. Collective over the same ``group``; waits for this rank's GPU.
+
+    Raises:
+        NotSymmetricError: not made by :func:`empty`, a view into it, or freed already.
+    """
+    runtime.current().release(tensor, group=group)
+
+
+def heap_info() -> HeapInfo:
+    """Use of this rank's symmetric heap: total, used, free and largest free piece, in bytes, and allocations."""
+    return runtime.current().heap_info
+
+
+def topology(group: runtime.Group = None) -> Topology:
+    """Ranks, PEs and nodes of ``group``, seen from this rank."""
+    return runtime.current().topology(group)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounded waits, host side: the deadline that kernels read and the record that they leave behind.
+
+A kernel's ``wait_signal(..., monitor, ...)`` reads its deadline from four words in device memory. When it expires,
+the first wait to do so sets the *aborted* word, which ends every other wait on the same monitor at once, and writes
+one record (rank, peer, signal, epoch, expected, seen) to pinned host memory. The host can read that without a
+synchronisation, so looking at it before every call costs nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tdcoll import runtime
+from tdcoll.errors import CollectiveTimeout
+from tdcoll.language import constants as c
+
+__all__ = ["WaitMonitor"]
+
+
+class WaitMonitor:
+    """The deadline and the record of the bounded waits of some kernels. Local to one rank.
+
+    Pass :attr:`words` to a kernel as the ``monitor`` of its waits, and call :meth:`check` before using what the
+    kernel produced. Every :class:`~tdcoll.CollectiveContext` has one.
+
+    Args:
+        timeout_s: deadline of each wait, seconds. Default: that of :func:`tdcoll.initialize`.
+        rank: group rank to report. Default: the global rank.
+
+    Attributes:
+        words: int64 ``[4]`` on the device, laid out as ``MONITOR_*`` of the device language says.
+    """
+
+    def __init__(self, *, timeout_s: float | None = None, rank: int | None = None) -> None:
+        self._runtime = runtime.current()
+        self.timeout_s = self._runtime.timeout_s if timeout_s is None else float(timeout_s)
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be greater than 0, got {timeout_s!r}")
+        device = self._runtime.device
+        self._record = torch.zeros(
+            c.RECORD_WORDS.value, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        self._host = self._record.numpy()
+        words = [0] * c.MONITOR_WORDS.value
+        words[c.MONITOR_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
+        words[c.MONITOR_RECORD.value] = self._record.data_ptr()
+        words[c.MONITOR_RANK.value] = self._runtime.rank if rank is None else rank
+        self.words = torch.tensor(words, dtype=torch.int64, device=device)
+
+    @property
+    def expired(self) -> bool:
+        """True once a wait has expired, as far as the host can see. No synchronisation."""
+        return bool(self._host[c.RECORD_VALID.value])
+
+    def check(self) -> None:
+        """Raise what the record says, if there is one. No synchronisation: a running kernel may still expire.
+
+        Raises:
+            CollectiveTimeout: a wait has expired.
+        """
+        if self.expired:
+            self._runtime.failed = True
+            host = self._host
+            raise CollectiveTimeout(
+                rank=int(host[c.RECORD_RANK.value]),
+                peer=int(host[c.RECORD_PEER.value]),
+                signal=int(host[c.RECORD_SIGNAL.value]),
+                epoch=int(host[c.RECORD_EPOCH.value]),
+                expected=int(host[c.RECORD_EXPECTED.value]),
+                seen=int(host[c.RECORD_SEEN.value]),
+                timeout_s=self.timeout_s,
+            )

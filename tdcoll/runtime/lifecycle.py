@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tdcoll.initialize`` and ``tdcoll.finalize``: joining and leaving a job, explicit and collective."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tdcoll import runtime
+from tdcoll.errors import AlreadyInitializedError, RankMismatchError, TdcollError
+from tdcoll.language import INTERPRETED
+from tdcoll.runtime.control import StoreControlPlane
+from tdcoll.runtime.heap import SymmetricHeap
+from tdcoll.runtime.topology import emulated_node
+
+__all__ = ["finalize", "initialize", "is_initialized", "parse_bytes"]
+
+DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_HEAP_BYTES = 1 << 30
+DEFAULT_SIMULATED_HEAP_BYTES = 64 << 20
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(text: str, source: str) -> int:
+    """``"64M"`` -> 67108864: NVSHMEM's notation (K, M, G, T are powers of 1024). ``source`` names it in the error."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    if match is None or (nbytes := int(float(match[1]) * _UNITS[match[2].lower()])) <= 0:
+        raise ValueError(f"{source} must be a positive number of bytes such as 67108864, 64M or 2G; got {text!r}")
+    return nbytes
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"{name} must be greater than 0, got {value!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What ``initialize`` was asked for; must agree over the ranks."""
+
+    heap_bytes: int
+    timeout_s: float
+    emulate_nodes: int
+
+    @classmethod
+    def read(cls, heap_bytes: int | None, timeout_s: float | None, emulate_nodes: int | None) -> _Settings:
+        env = os.environ
+        if heap_bytes is None:
+            default = DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else DEFAULT_HEAP_BYTES
+            text = env.get("NVSHMEM_SYMMETRIC_SIZE")
+            heap_bytes = parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE") if text else default
+        if timeout_s is None:
+            try:
+                timeout_s = float(env.get("TDCOLL_TIMEOUT_S", "") or DEFAULT_TIMEOUT_S)
+            except ValueError:
+                text = env["TDCOLL_TIMEOUT_S"]
+                raise ValueError(f"TDCOLL_TIMEOUT_S must be a number of seconds, got {text!r}") from None
+        if emulate_nodes is None:
+            text = env.get("TDCOLL_EMULATE_NODES", "") or "1"
+            if not text.isdigit():
+                raise ValueError(f"TDCOLL_EMULATE_NODES must be a whole number, got {text!r}")
+            emulate_nodes = int(text)
+        _positive("heap_bytes", heap_bytes)
+        return cls(int(heap_bytes), float(_positive("timeout_s", timeout_s)), emulate_nodes)
+
+
+@dataclass
+class _Job:
+    """What this process has to undo in :func:`finalize`."""
+
+    settings: _Settings
+    made_process_group: bool
+
+
+_job: _Job | None = None
+_generation = 0
+
+
+def is_initialized() -> bool:
+    """True between :func:`initialize` and :func:`finalize` (on the calling PE, inside a simulation)."""
+    return runtime.current_or_none() is not None
+
+
+def initialize(
+    *, heap_bytes: int | None = None, timeout_s: float | None = None, emulate_nodes: int | None = None
+) -> None:
+    """Join the job: find the ranks and nodes, start NVSHMEM, make the symmetric heap. Collective.
+
+    Under torchrun (or any launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``) the
+    default process group is made when there is none; beside one that the user made, that one is used, whatever
+    its backend. With neither, the job is this process alone. Where kernels run interpreted
+    (``TRITON_INTERPRET=1``), the symmetric heap is shared memory and no GPU is touched.
+
+    A second call with the same ranks and settings does nothing.
+
+    Args:
+        heap_bytes: symmetric heap of each rank, bytes. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 1 GiB
+            (64 MiB in the simulator).
+        timeout_s: deadline of every wait, in kernels and on the host, in seconds. Default: ``TDCOLL_TIMEOUT_S``,
+            else 30.
+        emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
+
+    Raises:
+        AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
+        RankMismatchError: ranks pass different settings, or two ranks use one GPU.
+        TdcollError: no GPU and not interpreted, NVSHMEM's bindings are missing, or a rank did not come.
+        ValueError: an argument or environment variable is out of range.
+    """
+    global _job, _generation
+    settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes)
+    if (existing := runtime.current_or_none()) is not None:
+        _refuse_other_job(existing, settings)
+        return
+    if not INTERPRETED and not torch.cuda.is_available():
+        raise TdcollError(
+            "no CUDA GPU is visible to PyTorch. To use the simulator, start through launch.sh or set "
+            "TRITON_INTERPRET=1 before triton is first imported."
+        )
+    made_process_group = _ensure_process_group()
+    try:
+        _generation += 1
+        joined = _join(settings)
+    except BaseException:
+        if made_process_group:
+            dist.destroy_process_group()
+        raise
+    runtime.install(joined)
+    _job = _Job(settings, made_process_group)
+
+
+def _refuse_other_job(existing: runtime.Runtime, settings: _Settings) -> None:
+    if _job is None:  # a simulated PE: its World has joined for it
+        return
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if ranks not in (None, (existing.rank, existing.world_size)):
+        raise AlreadyInitializedError(
+            f"tdcoll is initialised as rank {existing.rank} of {existing.world_size}, but torch.distributed is now "
+            f"rank {ranks[0]} of {ranks[1]}. NVSHMEM is one per process: call tdcoll.finalize() first."
+        )
+    if settings != _job.settings:
+        raise AlreadyInitializedError(
+            f"tdcoll is initialised with {_job.settings}; got {settings}. Call tdcoll.finalize() first."
+        )
+
+
+def _ensure_process_group() -> bool:
+    """Make the default process group if there is none; True if this call made it."""
+    if dist.is_initialized():
+        return False
+    backend = "gloo" if INTERPRETED else "cpu:gloo,cuda:nccl"
+    if not INTERPRETED and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+def _node_name() -> str:
+    """What names this process's node: the launcher's number of it, else the host's name."""
+    for variable in ("GROUP_RANK", "SLURM_NODEID"):
+        if os.environ.get(variable):
+            return f"{variable}={os.environ[variable]}"
+    return socket.gethostname()
+
+
+def _gpu_name() -> Any:
+    if INTERPRETED:
+        return None
+    return socket.gethostname(), str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _join(settings: _Settings) -> runtime.Runtime:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # The default group's store: present with every backend, and used by no collective of the user's.
+    store = dist.PrefixStore(f"tdcoll{_generation}", dist.distributed_c10d._get_default_store())
+    control = StoreControlPlane(store, rank, settings.timeout_s)
+    everyone = range(world_size)
+    answers = control.all_gather(everyone, "initialize", (settings, _node_name(), _gpu_name()))
+    if any(answer[0] != answers[0][0] for answer in answers):
+        listing = ", ".join(f"rank {r}: {answer[0]}" for r, answer in enumerate(answers))
+        raise RankMismatchError(f"all ranks must initialise with the same settings; got {listing}")
+    gpus: dict[Any, int] = {}
+    for other, (_, _, gpu) in enumerate(answers):
+        if gpu is not None and gpus.setdefault(gpu, other) != other:
+            raise RankMismatchError(
+                f"ranks {gpus[gpu]} and {other} use the same GPU; call torch.cuda.set_device(LOCAL_RANK) before "
+                "tdcoll.initialize()"
+            )
+    names = [answer[1] for answer in answers]
+    node_ids = tuple(
+        (name, emulated_node(names[:r].count(name), names.count(name), settings.emulate_nodes))
+        for r, name in enumerate(names)
+    )
+    heap: SymmetricHeap
+    if INTERPRETED:
+        from tdcoll.runtime.simulator.process import ProcessHeap
+
+        heap = ProcessHeap(
+            pe=rank,
+            n_pes=world_size,
+            nbytes=settings.heap_bytes,
+            control=control,
+            timeout_s=settings.timeout_s,
+        )
+    else:
+        from tdcoll.runtime.nvshmem import NvshmemHeap
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        heap = NvshmemHeap(
+            pe=rank, n_pes=world_size, nbytes=settings.heap_bytes, device=device, control=control
+        )
+    return runtime.Runtime(
+        rank=rank,
+        world_size=world_size,
+        heap=heap,
+        control=control,
+        node_ids=node_ids,
+        simulated=INTERPRETED,
+        timeout_s=settings.timeout_s,
+    )
+
+
+def finalize() -> None:
+    """Leave the job: close tdcoll's own contexts, free the symmetric heap, stop NVSHMEM. Collective.
+
+    Tensors made by :func:`tdcoll.empty` and open contexts are invalid afterwards. The default process group is
+    destroyed if :func:`initialize` made it. Does nothing when not initialised. After a
+    :class:`~tdcoll.errors.CollectiveTimeout` nothing collective is tried, because a peer may be gone: the process
+    only forgets the job, and should exit.
+    """
+    global _job
+    if _job is None:
+        return
+    leaving, job = runtime.current(), _job
+    _job = None
+    runtime.install(None)
+    if leaving.failed:
+        return
+    for context in list(leaving.contexts.values()):
+        context.close()
+    leaving.control.all_gather(range(leaving.world_size), "finalize", None)
+    leaving.heap.close()
+    if job.made_process_group:
+        dist.destroy_process_group()
