@@ -185,26 +185,30 @@ _tdcoll_default_route_interface() {
     echo "$best"
 }
 
-# What .venv was installed from. If this changes, pip runs again.
-_tdcoll_stamp() { # ROOT KIND
-    echo "$2 $1"
+# What .venv is installed from; if this changes, pip runs again. .venv/.tdcoll-stamp holds it and a last line with the
+# kind of .venv: gpu or cpu.
+_tdcoll_inputs() { # ROOT
+    echo "$1"
     cksum <"$1/pyproject.toml"
     cksum <"$1/constraints-cpu.txt"
 }
 
 # Makes or updates .venv. Runs in a subshell, under a lock: several agents may start on one host at once.
-_tdcoll_make_venv() { # ROOT KIND(gpu|cpu) BASE_PYTHON STAMP
-    local root=$1 kind=$2 base=$3 stamp=$4 venv=$1/.venv python=$1/.venv/bin/python old='' cuda
+_tdcoll_make_venv() { # ROOT KIND BASE_PYTHON INPUTS OLD_STAMP
+    local root=$1 kind=$2 base=$3 inputs=$4 old=$5 venv=$1/.venv python=$1/.venv/bin/python now='' cuda
     local -a args=()
     if type -P flock >/dev/null; then
         exec 9>"$root/.venv.lock" || return 1
         flock 9
     fi
-    [[ -r $venv/.tdcoll-stamp ]] && old=$(<"$venv/.tdcoll-stamp")
-    [[ $old != "$stamp" ]] || return 0 # somebody else has just made it
+    [[ -r $venv/.tdcoll-stamp ]] && now=$(<"$venv/.tdcoll-stamp")
+    [[ $now == "$old" || $now != "$inputs"$'\n'"$kind" ]] || return 0 # somebody else has just made it
     cd "$root" || return 1
-    # One made for the other kind of machine, or moved here from elsewhere, starts afresh.
-    if [[ -n $old && ${old%%$'\n'*} != "${stamp%%$'\n'*}" ]]; then
+    if [[ $now == *$'\n'gpu ]]; then
+        kind=gpu # it serves a machine without GPUs too
+    fi
+    # One that was moved here, or that has a PyTorch for CPUs where there are GPUs, starts afresh.
+    if [[ -n $now && (${now%%$'\n'*} != "$root" || $now != *$'\n'"$kind") ]]; then
         "$base" -m venv --clear "$venv" || return 1
     elif ! [[ -x $python ]]; then
         "$base" -m venv "$venv" || return 1
@@ -230,12 +234,12 @@ _tdcoll_make_venv() { # ROOT KIND(gpu|cpu) BASE_PYTHON STAMP
         fi
         _tdcoll_pip ${args[@]+"${args[@]}"} -e ".[cu$cuda,sim,bench,test,dev]" || return 1
     fi
-    printf '%s\n' "$stamp" >"$venv/.tdcoll-stamp"
+    printf '%s\n' "$inputs" "$kind" >"$venv/.tdcoll-stamp"
 }
 
 _tdcoll_setenv() {
     local IFS=$' \t\n'
-    local root venv kind=cpu host_gpus needs stamp old='' candidate path rejected='' base='' origin='' one_host=1
+    local root venv kind=cpu host_gpus needs inputs old='' candidate path rejected='' base='' origin='' one_host=1
     local reason libraries
     local -a candidates=() modules=() report=()
     root=$(CDPATH='' builtin cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P) || return 1
@@ -260,8 +264,8 @@ _tdcoll_setenv() {
         reason="no GPU visible and TRITON_INTERPRET=$TRITON_INTERPRET: kernels compile, nothing runs"
     fi
 
-    # The Python: the active one if it will do, else .venv. What .venv holds depends on the host's GPUs and not on the
-    # visible ones, so that simulating for a while does not rebuild it.
+    # The Python: the active one if it will do, else .venv. What goes into .venv depends on the host's GPUs and not on
+    # the visible ones; simulating for a while is no reason to rebuild it.
     ((host_gpus == 0)) || kind=gpu
     needs="torch triton numpy"
     if [[ $TDCOLL_MODE == simulator ]]; then
@@ -270,7 +274,7 @@ _tdcoll_setenv() {
         needs+=" nvshmem"
     fi
     read -r -a modules <<<"$needs ${TDCOLL_REQUIRES-}"
-    stamp=$(_tdcoll_stamp "$root" "$kind") || return 1
+    inputs=$(_tdcoll_inputs "$root") || return 1
     [[ -r $venv/.tdcoll-stamp ]] && old=$(<"$venv/.tdcoll-stamp")
 
     if [[ -n ${PYTHON-} ]]; then
@@ -287,7 +291,7 @@ _tdcoll_setenv() {
             fi
             continue
         fi
-        # Our own .venv is judged by its stamp below.
+        # Our own .venv comes last, and has to be up to date.
         [[ $path == "$venv"/* && -n $old ]] && continue
         mapfile -t report < <("$path" -c "$_tdcoll_probe_source" "${modules[@]}" 2>/dev/null)
         if [[ ${report[0]-} == ok ]]; then
@@ -299,29 +303,30 @@ _tdcoll_setenv() {
     done
 
     if [[ -z $TDCOLL_PYTHON ]]; then
-        TDCOLL_PYTHON=$venv/bin/python origin=.venv
-        if [[ -n ${_TDCOLL_DRY_RUN-} ]]; then
-            [[ $old == "$stamp" ]] || origin=".venv, which would be made or updated first"
-        elif [[ $old != "$stamp" ]]; then
+        TDCOLL_PYTHON=$venv/bin/python origin=.venv report=()
+        if [[ ${old%$'\n'*} == "$inputs" ]]; then
+            mapfile -t report < <("$TDCOLL_PYTHON" -c "$_tdcoll_probe_source" "${modules[@]}" 2>/dev/null)
+        fi
+        if [[ ${report[0]-} != ok && -n ${_TDCOLL_DRY_RUN-} ]]; then
+            origin=".venv, which would be made or updated first"
+        elif [[ ${report[0]-} != ok ]]; then
             # The only Python around may be .venv's own; then the one that it was made with.
-            [[ -n $base || ! -x $venv/bin/python ]] || base=$(readlink -f "$venv/bin/python")
+            [[ -n $base || ! -x $venv/bin/python ]] || base=$venv/bin/python
+            [[ $base != "$venv"/* ]] || base=$(readlink -f "$base")
             if [[ -z $base ]]; then
                 _tdcoll_say "no Python 3.10 or newer found${rejected:+ ($rejected)}; install one or set PYTHON"
                 return 1
             fi
-            _tdcoll_say "${rejected:-no active Python}: making $venv (once; this takes minutes)"
-            if ! (_tdcoll_make_venv "$root" "$kind" "$base" "$stamp"); then
+            _tdcoll_say "${rejected:-$venv is not up to date}: making $venv (once; this takes minutes)"
+            if ! (_tdcoll_make_venv "$root" "$kind" "$base" "$inputs" "$old"); then
                 _tdcoll_say "could not make $venv (see above); or activate a Python that has: ${modules[*]}"
                 return 1
             fi
-        fi
-        report=()
-        if [[ -x $TDCOLL_PYTHON ]]; then
             mapfile -t report < <("$TDCOLL_PYTHON" -c "$_tdcoll_probe_source" "${modules[@]}" 2>/dev/null)
-        fi
-        if [[ ${report[0]-} != ok && $origin == .venv ]]; then
-            _tdcoll_say "$TDCOLL_PYTHON ${report[0]-does not work}; remove $venv and source setenv.sh again"
-            return 1
+            if [[ ${report[0]-} != ok ]]; then
+                _tdcoll_say "$TDCOLL_PYTHON ${report[0]-does not work}; remove $venv and source setenv.sh again"
+                return 1
+            fi
         fi
         # Its programs, python and pytest among them, come first.
         _tdcoll_prepend PATH "$venv/bin"
@@ -412,7 +417,7 @@ _tdcoll_setenv() {
 _tdcoll_clean_up() {
     unset _tdcoll_probe_source
     unset -f _tdcoll_say _tdcoll_is_ours _tdcoll_forget _tdcoll_default _tdcoll_withdraw _tdcoll_whose _tdcoll_prepend \
-        _tdcoll_count_gpus _tdcoll_default_route_interface _tdcoll_stamp _tdcoll_make_venv _tdcoll_setenv \
+        _tdcoll_count_gpus _tdcoll_default_route_interface _tdcoll_inputs _tdcoll_make_venv _tdcoll_setenv \
         _tdcoll_clean_up
 }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-OWN_VARIABLES = ("TDCOLL_", "NVSHMEM_", "SLURM_", "CUDA_", "TORCHELASTIC_", "PYTEST_")
+OWN_VARIABLES = ("TDCOLL_", "NVSHMEM_", "SLURM_", "CUDA_", "TORCHELASTIC_", "PYTEST_", "PIP_")
 OWN_NAMES = {
     *("TRITON_INTERPRET", "OMP_NUM_THREADS", "PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -111,6 +111,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     environment = clean_environment()
     environment["PATH"] = os.pathsep.join([str(directory / "bin"), environment["PATH"]])
     environment["PYTHON"] = sys.executable
+    # Whatever goes wrong, no test fills a disk.
+    environment["PIP_NO_INDEX"] = "1"
     environment["PYTHONPATH"] = with_stand_ins(directory, environment)
     shell = Shell(directory, environment)
     shell.set_gpus(0)

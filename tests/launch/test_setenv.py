@@ -251,6 +251,7 @@ def test_a_failure_returns_and_does_not_exit(shell: Shell, settings: str) -> Non
 FAKE_PYTHON = """#!/bin/bash
 case "$1 $2" in
 "-m venv")
+    [[ $3 != --clear ]] || rm -r "$4"
     mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python"
     echo "venv ${*:3:$#-3}" >>"$FAKE_LOG"
     ;;
@@ -259,10 +260,15 @@ case "$1 $2" in
     echo "not for the user's stdout"
     [[ -z $FAKE_PIP_FAILS ]] || exit 1
     touch "${0%/bin/python}/installed"
+    [[ $* != *cu1?,* ]] || touch "${0%/bin/python}/nvshmem"
     ;;
 "-c import torch"*) echo "$FAKE_CUDA" ;;
 "-c "*)
-    if [[ -e ${0%/bin/python}/installed ]]; then echo ok; else echo "lacks torch"; fi
+    for module in "$@"; do
+        [[ $module != nvshmem || -e ${0%/bin/python}/nvshmem ]] || lacks=nvshmem
+    done
+    [[ -e ${0%/bin/python}/installed ]] || lacks=torch
+    echo "${lacks:+lacks }${lacks:-ok}"
     printf '%s\\n' "$0" "Python 3.12.0, torch 9, triton 3" - -
     ;;
 *) exit 1 ;;
@@ -330,9 +336,21 @@ def test_with_gpus_nvshmem_matches_pytorchs_cuda(shell: Shell, clone: Path, cuda
         "pip install torch numpy",
         f"pip install -e .[cu{cuda},sim,bench,test,dev]",
     ]
-    # Hiding the GPUs is for a moment, and no reason to install another PyTorch.
+    # It serves without GPUs too: hidden for a while, or on another host with the same file system.
     shell.source(root=clone, CUDA_VISIBLE_DEVICES="")
+    shell.set_gpus(0)
+    shell.source(root=clone)
     assert log(shell) == []
+
+
+def test_a_venv_for_cpus_does_not_serve_gpus(shell: Shell, clone: Path) -> None:
+    shell.source(root=clone)
+    log(shell)
+    shell.set_gpus(1)
+    shell.source(root=clone, TRITON_INTERPRET="1")
+    assert log(shell) == []
+    shell.source(root=clone, FAKE_CUDA="13")
+    assert [line.split()[0] for line in log(shell)] == ["venv", "pip", "pip"]
 
 
 def test_a_pytorch_that_will_not_do(shell: Shell, clone: Path) -> None:
