@@ -185,7 +185,7 @@ fi
 [[ -z $simulate ]] || export TRITON_INTERPRET=1
 [[ -z $emulate_nodes ]] || export TDCOLL_EMULATE_NODES=$emulate_nodes
 [[ -z $timeout_s ]] || export TDCOLL_TIMEOUT_S=$timeout_s
-[[ $program != tests ]] || TDCOLL_REQUIRES="${TDCOLL_REQUIRES:+$TDCOLL_REQUIRES }pytest"
+[[ $program != tests || " ${TDCOLL_REQUIRES-} " == *" pytest "* ]] || TDCOLL_REQUIRES+="${TDCOLL_REQUIRES:+ }pytest"
 # shellcheck disable=SC2034 # setenv.sh reads it
 _TDCOLL_DRY_RUN=$dry_run
 # shellcheck source=setenv.sh

@@ -370,7 +370,11 @@ _tdcoll_setenv() {
     fi
 
     # LD_LIBRARY_PATH: NVSHMEM's host library loads its bootstrap and transport plugins by bare name.
+    # They are in NVIDIA's wheel, unless NVSHMEM_HOME names another NVSHMEM.
     libraries=${report[3]--}
+    if [[ -n ${NVSHMEM_HOME-} && -d $NVSHMEM_HOME/lib ]]; then
+        libraries=$NVSHMEM_HOME/lib
+    fi
     if [[ $libraries != - ]]; then
         _tdcoll_prepend LD_LIBRARY_PATH "$libraries"
         _tdcoll_say "nvshmem: $libraries"

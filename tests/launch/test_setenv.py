@@ -79,6 +79,15 @@ def test_the_users_own_settings_win(shell: Shell) -> None:
     assert said(text)["heap"].startswith("3G (your ")
 
 
+def test_another_nvshmem(shell: Shell) -> None:
+    shell.set_gpus(2)
+    home = shell.directory / "nvshmem"
+    (home / "lib").mkdir(parents=True)
+    environment, text = shell.source(NVSHMEM_HOME=str(home), LD_LIBRARY_PATH="/some/where")
+    assert environment["LD_LIBRARY_PATH"] == f"{home}/lib:/some/where"
+    assert said(text)["nvshmem"] == f"{home}/lib"
+
+
 def test_the_users_settings_need_no_export(shell: Shell) -> None:
     shell.set_gpus(2)
     environment, _ = shell.source(before="NVSHMEM_SYMMETRIC_SIZE=5G")
