@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device language under Triton's interpreter: each function works on the simulated machine.
+
+Arguments are what the interpreter hands over: tensors of one element, constexprs, ints. Every function takes the
+``_semantic`` that Triton passes to its own, and has no use for it. Meanings are in
+:data:`tdcoll.language.spec.FUNCTIONS`.
+
+Functions that every *thread* calls for itself act once per thread on a GPU. Here a program is one thread of
+control, so outside of ``if tid(0) == ...`` a put acts once; only ``SIGNAL_ADD``, where the difference shows, adds
+once for each thread (or warp) that would have called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as triton_interpreter
+
+from tdcoll.language import constants as c
+from tdcoll.language.spec import FUNCTIONS
+from tdcoll.runtime.simulator.interpreter import machine
+from tdcoll.runtime.simulator.lanes import thread_index
+from tdcoll.runtime.simulator.machine import Machine, Monitor
+
+_THREADS_PER_WARP = 32
+_MASK64 = 0xFFFF_FFFF_FFFF_FFFF
+
+
+# ---------------------------------------------------------------------- arguments and results
+
+
+def _number(function: str, parameter: str, value: Any) -> int:
+    """A scalar argument as a Python int."""
+    if isinstance(value, tl.constexpr):
+        value = value.value
+    if isinstance(value, tl.tensor):
+        data = value.handle.data
+        if data.size != 1 or value.type.is_block():
+            raise ValueError(
+                f"{function}: {parameter} must be a scalar, got a block of shape {list(data.shape)}"
+            )
+        value = data.reshape(-1)[0].item()
+    if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool):
+            return int(value)
+        raise TypeError(f"{function}: {parameter} must be an integer or a pointer, got {value!r}")
+    return value
+
+
+def _scalar(value: int, numpy_type: Any, triton_type: Any) -> Any:
+    return tl.tensor(triton_interpreter.TensorHandle(np.array([value], numpy_type), triton_type), triton_type)
+
+
+def _int32(value: int) -> Any:
+    return _scalar(value, np.int32, tl.int32)
+
+
+def _device(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of the language of ``implementation(machine, *numbers)``."""
+    return _named(implementation.__name__, implementation)
+
+
+def _named(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    spec = FUNCTIONS[name]
+    names = [parameter for parameter, _ in spec.parameters]
+    kinds = [kind for _, kind in spec.parameters]
+    signature = inspect.Signature(
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+    )
+
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        running = machine()
+        if kwargs or len(args) != len(names):
+            args = signature.bind(*args, **kwargs).args
+        numbers = []
+        for parameter, kind, value in zip(names, kinds, args, strict=True):
+            number = _number(name, parameter, value)
+            if kind == "u64":
+                number &= _MASK64
+            numbers.append(running.check_pe(number) if kind == "pe" else number)
+        return implementation(running, *numbers)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = spec.doc
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def _multiplicity(running: Machine, scope: str) -> int:
+    """How many times a GPU makes a call that the program makes once: per thread, per warp or per block."""
+    program = running.program
+    if program.lane is not None or scope == "_block":
+        return 1
+    return program.threads if scope == "" else program.threads // _THREADS_PER_WARP
+
+
+def _checked_operation(operation: int) -> int:
+    if operation not in (c.SIGNAL_SET.value, c.SIGNAL_ADD.value):
+        raise ValueError(f"sig_op must be SIGNAL_SET or SIGNAL_ADD, got {operation}")
+    return operation
+
+
+def _checked_compare(parameter: str, compare: int) -> int:
+    if compare not in range(6):
+        raise ValueError(f"{parameter} must be a CMP_* constant, got {compare}")
+    return compare
+
+
+# ---------------------------------------------------------------------- PEs and addresses
+
+
+@_device
+def my_pe(running):
+    return _int32(running.program.pe)
+
+
+@_device
+def n_pes(running):
+    return _int32(running.n_pes)
+
+
+def remote_ptr(local_ptr: Any, pe: Any, _semantic: Any = None) -> Any:
+    running = machine()
+    target = running.check_pe(_number("remote_ptr", "pe", pe))
+    address = _number("remote_ptr", "local_ptr", local_ptr)
+    running.check_symmetric(address, 0, "local_ptr")
+    remote = running.on(target, address) if running.reachable(target) else 0
+    return tl.tensor(
+        triton_interpreter.TensorHandle(np.array([remote], np.uint64), local_ptr.handle.dtype), local_ptr.type
+    )
+
+
+remote_ptr.__doc__ = FUNCTIONS["remote_ptr"].doc
+
+
+# ---------------------------------------------------------------------- puts, gets, signals
+
+
+@_device
+def int_p(running, dest, value, pe):
+    running.put_word32(running.check_symmetric(dest, 4, "dest"), value, pe)
+
+
+def _put(nbi: bool) -> Callable[..., None]:
+    def put(running: Machine, dest: int, source: int, nbytes: int, pe: int) -> None:
+        running.check_symmetric(dest, nbytes, "dest")
+        if nbytes:
+            running.check_local(source, "source", pe)
+        running.put(dest, source, nbytes, pe, nbi=nbi)
+
+    return put
+
+
+def _put_signal(nbi: bool, scope: str) -> Callable[..., None]:
+    def put_signal(
+        running: Machine,
+        dest: int,
+        source: int,
+        nbytes: int,
+        sig_addr: int,
+        signal: int,
+        sig_op: int,
+        pe: int,
+    ) -> None:
+        running.check_symmetric(dest, nbytes, "dest")
+        if nbytes:
+            running.check_local(source, "source", pe)
+        running.check_signal(sig_addr, "sig_addr")
+        if _checked_operation(sig_op) == c.SIGNAL_ADD.value:
+            signal *= _multiplicity(running, scope)
+        running.put(dest, source, nbytes, pe, nbi=nbi, signal=(sig_addr, signal, sig_op))
+
+    return put_signal
+
+
+def _get(nbi: bool) -> Callable[..., None]:
+    def get(running: Machine, dest: int, source: int, nbytes: int, pe: int) -> None:
+        running.check_symmetric(source, nbytes, "source")
+        if nbytes:
+            running.check_local(dest, "dest", pe)
+        running.get(dest, source, nbytes, pe, nbi=nbi)
+
+    return get
+
+
+putmem = _named("putmem", _put(nbi=False))
+putmem_warp = _named("putmem_warp", _put(nbi=False))
+putmem_block = _named("putmem_block", _put(nbi=False))
+putmem_nbi = _named("putmem_nbi", _put(nbi=True))
+putmem_nbi_warp = _named("putmem_nbi_warp", _put(nbi=True))
+putmem_nbi_block = _named("putmem_nbi_block", _put(nbi=True))
+putmem_signal = _named("putmem_signal", _put_signal(False, ""))
+putmem_signal_warp = _named("putmem_signal_warp", _put_signal(False, "_warp"))
+putmem_signal_block = _named("putmem_signal_block", _put_signal(False, "_block"))
+putmem_signal_nbi = _named("putmem_signal_nbi", _put_signal(True, ""))
+putmem_signal_nbi_warp = _named("putmem_signal_nbi_warp", _put_signal(True, "_warp"))
+putmem_signal_nbi_block = _named("putmem_signal_nbi_block", _put_signal(True, "_block"))
+getmem = _named("getmem", _get(nbi=False))
+getmem_warp = _named("getmem_warp", _get(nbi=False))
+getmem_block = _named("getmem_block", _get(nbi=False))
+getmem_nbi = _named("getmem_nbi", _get(nbi=True))
+getmem_nbi_warp = _named("getmem_nbi_warp", _get(nbi=True))
+getmem_nbi_block = _named("getmem_nbi_block", _get(nbi=True))
+
+
+@_device
+def signal_op(running, sig_addr, signal, sig_op, pe):
+    running.check_signal(sig_addr, "sig_addr")
+    if _checked_operation(sig_op) == c.SIGNAL_ADD.value:
+        signal *= _multiplicity(running, "")
+    running.signal(sig_addr, signal, sig_op, pe)
+
+
+@_device
+def signal_block(running, sig_addr, signal, sig_op, pe):
+    running.check_signal(sig_addr, "sig_addr")
+    running.signal(sig_addr, signal, _checked_operation(sig_op), pe)
+
+
+@_device
+def signal_wait_until(running, sig_addr, cmp_, cmp_val):
+    running.check_signal(sig_addr, "sig_addr")
+    seen = running.wait_until(sig_addr, _checked_compare("cmp_", cmp_), cmp_val)
+    return _scalar(seen, np.uint64, tl.uint64)
+
+
+# ---------------------------------------------------------------------- order
+
+
+@_device
+def fence(running):
+    running.fence()
+
+
+@_device
+def quiet(running):
+    running.quiet()
+
+
+def _barrier(name: str) -> Callable[[Machine], None]:
+    return lambda running: running.barrier(name)
+
+
+barrier_all = _named("barrier_all", _barrier("barrier_all"))
+barrier_all_warp = _named("barrier_all_warp", _barrier("barrier_all"))
+barrier_all_block = _named("barrier_all_block", _barrier("barrier_all"))
+sync_all = _named("sync_all", _barrier("sync_all"))
+sync_all_warp = _named("sync_all_warp", _barrier("sync_all"))
+sync_all_block = _named("sync_all_block", _barrier("sync_all"))
+
+
+# ---------------------------------------------------------------------- threads
+
+
+def _checked_axis(axis: int) -> int:
+    if axis not in (0, 1, 2):
+        raise ValueError(f"axis must be 0, 1 or 2, got {axis!r}")
+    return axis
+
+
+@_device
+def tid(running, axis):
+    return thread_index(running.program, _checked_axis(axis))
+
+
+@_device
+def ntid(running, axis):
+    return _int32(running.program.threads if _checked_axis(axis) == 0 else 1)
+
+
+@_device
+def syncthreads(running):
+    if running.program.lane is not None:
+        raise ValueError(
+            "syncthreads() inside a branch on tid(): threads that do not take it would wait for ever"
+        )
+
+
+# ---------------------------------------------------------------------- loads and stores with an order
+
+
+def _choice(parameter: str, value: Any, allowed: tuple[str, ...]) -> str:
+    chosen = value.value if isinstance(value, tl.constexpr) else value
+    if chosen not in allowed:
+        raise ValueError(f"{parameter} must be one of {', '.join(allowed)}; got {chosen!r}")
+    return chosen
+
+
+def _integer_pointee(function: str, ptr: Any) -> Any:
+    scalar = ptr.dtype if isinstance(ptr, tl.tensor) else None
+    pointee = scalar.element_ty if scalar is not None and scalar.is_ptr() else None
+    if pointee is None or not pointee.is_int() or pointee.primitive_bitwidth not in (32, 64):
+        raise ValueError(f"{function}: ptr must point to 32- or 64-bit integers, got {scalar or ptr!r}")
+    return pointee
+
+
+def ld(ptr: Any, scope: Any = "gpu", semantic: Any = "relaxed", _semantic: Any = None) -> Any:
+    running = machine()
+    _choice("scope", scope, ("gpu", "sys"))
+    _choice("semantic", semantic, ("relaxed", "acquire"))
+    _integer_pointee("ld", ptr)
+    addresses = np.ascontiguousarray(ptr.handle.data).reshape(-1)
+    running.before_load(addresses, np.ones(addresses.size, dtype=bool), polls=True)
+    return tl.load(ptr, _semantic=triton_interpreter.interpreter_semantic)
+
+
+def ld_acquire(ptr: Any, scope: Any = "gpu", _semantic: Any = None) -> Any:
+    return ld(ptr, scope, "acquire")
+
+
+def st(ptr: Any, val: Any, scope: Any = "gpu", semantic: Any = "relaxed", _semantic: Any = None) -> None:
+    running = machine()
+    system = _choice("scope", scope, ("gpu", "sys")) == "sys"
+    release = _choice("semantic", semantic, ("relaxed", "release")) == "release"
+    _integer_pointee("st", ptr)
+    if release and system:
+        running.release()
+    tl.store(ptr, val, _semantic=triton_interpreter.interpreter_semantic)
+
+
+def st_release(ptr: Any, val: Any, scope: Any = "gpu", _semantic: Any = None) -> None:
+    st(ptr, val, scope, "release")
+
+
+for _function in (ld, ld_acquire, st, st_release):
+    _function.__doc__ = FUNCTIONS[_function.__name__].doc
+
+
+# ---------------------------------------------------------------------- bounded waits and copies
+
+
+@_device
+def wait_signal(running, signal, compare, value, monitor, peer, index):
+    running.check_signal(signal, "signal")
+    _checked_compare("compare", compare)
+    return _int32(running.wait_all([(signal, peer, index)], compare, value, Monitor(monitor)))
+
+
+@_device
+def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
+    if count > BLOCK or BLOCK & (BLOCK - 1) or BLOCK < 1:
+        raise ValueError(f"wait_signals: BLOCK must be a power of two of at least count={count}, got {BLOCK}")
+    running.check_signal(signals, "signals")
+    running.check_symmetric(signals, 8 * max(count, 0), "signals")
+    _checked_compare("compare", compare)
+    wanted = [(signals + 8 * index, index, index) for index in range(count) if index != skip]
+    return _int32(running.wait_all(wanted, compare, value, Monitor(monitor)))
+
+
+@_device
+def copy_block(running, dst, src, nbytes):
+    running.copy(dst, src, nbytes)

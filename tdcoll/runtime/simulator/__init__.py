@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine with several GPUs, simulated on CPUs: Triton's interpreter runs the kernels, this the rest.
+
+From the bottom up:
+
+- :mod:`.policy` makes every choice that a real machine leaves open, from a seed;
+- :mod:`.scheduler` runs tasks (hosts and programs) one at a time, and finds deadlocks;
+- :mod:`.memory` is the symmetric heap of all PEs; :mod:`.network` delivers messages late and out of order;
+- :mod:`.machine` is what the device language works on; :mod:`.trace` records a timeline of it;
+- :mod:`.interpreter` and :mod:`.lanes` hook it into Triton's interpreter;
+- :mod:`.world` puts all PEs into one process, :mod:`.process` is one process per rank.
+
+Users meet this through :mod:`tdcoll.testing` and ``launch.sh``; ``docs/simulator.md`` describes the model.
+"""

@@ -1,0 +1,576 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated machine as kernels see it: what each operation of the device language does to memory.
+
+:mod:`tdcoll.language.simulator` turns a kernel's arguments into numbers and calls this;
+:mod:`tdcoll.runtime.simulator.interpreter` calls it for Triton's own loads, stores and atomics. The same code
+serves the in-process :class:`~tdcoll.runtime.simulator.world.World` and one process per rank; they differ in the
+scheduler, and in that only a World may have a weak network. Without one everything arrives at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from tdcoll.errors import TdcollError
+from tdcoll.language import constants as c
+from tdcoll.runtime.simulator.memory import Memory, read_word, write_word
+from tdcoll.runtime.simulator.network import Network
+from tdcoll.runtime.simulator.scheduler import Task
+from tdcoll.runtime.simulator.trace import Trace
+
+__all__ = ["COMPARE", "Counts", "Machine", "TaskScheduler"]
+
+COMPARE: tuple[tuple[str, Callable[[int, int], bool]], ...] = (
+    ("==", lambda seen, wanted: seen == wanted),
+    ("!=", lambda seen, wanted: seen != wanted),
+    (">", lambda seen, wanted: seen > wanted),
+    ("<=", lambda seen, wanted: seen <= wanted),
+    ("<", lambda seen, wanted: seen < wanted),
+    (">=", lambda seen, wanted: seen >= wanted),
+)
+"""Sign and meaning of each ``CMP_*``, by value."""
+
+_SIGNAL_SET, _SIGNAL_ADD = c.SIGNAL_SET.value, c.SIGNAL_ADD.value
+_NULL_PAGE = 4096
+
+
+class TaskScheduler(Protocol):
+    """The part of a scheduler that operations need; see :class:`~tdcoll.runtime.simulator.scheduler.Scheduler`."""
+
+    current: Task | None
+    progress: int
+    steps: int
+
+    def turn(self) -> None: ...
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        describe: Callable[[], str],
+        keys: Sequence[Hashable],
+        timeout_ns: int | None = None,
+    ) -> bool: ...
+
+    def poll(self, key: Hashable, describe: Callable[[], str]) -> None: ...
+
+    def notify(self, key: Hashable) -> None: ...
+
+    def notify_words(self, first: int, nbytes: int) -> None: ...
+
+
+@dataclass
+class Counts:
+    """What one PE did since the machine was made. Bytes are payload; a put with a signal counts as both."""
+
+    launches: int = 0
+    puts: int = 0
+    put_bytes: int = 0
+    gets: int = 0
+    get_bytes: int = 0
+    signals: int = 0
+    waits: int = 0
+    stores: int = 0
+    store_bytes: int = 0
+    inter_node_puts: int = 0
+    inter_node_bytes: int = 0
+
+
+@dataclass
+class Monitor:
+    """The four words that bounded waits share with the host; see :mod:`tdcoll.monitor`."""
+
+    address: int
+
+    def __post_init__(self) -> None:
+        if self.address < _NULL_PAGE:
+            raise ValueError(f"monitor must point to a monitor's words, got {self.address:#x}")
+
+    @property
+    def aborted(self) -> bool:
+        """Whether some wait of this monitor has expired."""
+        return read_word(self.address + 8 * c.MONITOR_ABORTED.value) != 0
+
+    @property
+    def timeout_ns(self) -> int:
+        """Deadline of each wait."""
+        return read_word(self.address + 8 * c.MONITOR_TIMEOUT_NS.value)
+
+    def give_up(self, peer: int, signal: int, expected: int, seen: int) -> None:
+        """Set the aborted word and write the record, unless another wait did so first."""
+        if self.aborted:
+            return
+        write_word(self.address + 8 * c.MONITOR_ABORTED.value, 1)
+        record = read_word(self.address + 8 * c.MONITOR_RECORD.value)
+        for place, value in (
+            (c.RECORD_RANK, read_word(self.address + 8 * c.MONITOR_RANK.value)),
+            (c.RECORD_PEER, peer),
+            (c.RECORD_SIGNAL, signal),
+            (c.RECORD_EPOCH, expected),
+            (c.RECORD_EXPECTED, expected),
+            (c.RECORD_SEEN, seen),
+            (c.RECORD_VALID, 1),
+        ):
+            write_word(record + 8 * place.value, value)
+
+
+class Machine:
+    """Memory, network and bookkeeping of a simulated job.
+
+    Args:
+        memory: the symmetric blocks.
+        scheduler: runs the tasks.
+        node_ids: name of each PE's node; pointers reach PEs of the same node only.
+        network: weak delivery, or None.
+        trace: timeline to record, or None.
+        atomic_add: adds to a 64-bit word, atomically between processes where there are several.
+        launch: runs a kernel: name, program, grid, threads per block.
+        barrier: waits for all PEs at the barrier of that name.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: Memory,
+        scheduler: TaskScheduler,
+        node_ids: Sequence[object],
+        launch: Callable[[str, Callable[[], None], tuple[int, int, int], int], None],
+        barrier: Callable[[str], None],
+        atomic_add: Callable[[int, int], None],
+        network: Network | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.memory, self.scheduler, self.network, self.trace = memory, scheduler, network, trace
+        self.node_ids = tuple(node_ids)
+        self.launch, self._arrive, self._atomic_add = launch, barrier, atomic_add
+        self.counts = [Counts() for _ in self.node_ids]
+
+    @property
+    def n_pes(self) -> int:
+        """Number of PEs of the job."""
+        return self.memory.n_pes
+
+    @property
+    def program(self) -> Task:
+        """The running program.
+
+        Raises:
+            TdcollError: device code runs outside a kernel.
+        """
+        task = self.scheduler.current
+        if task is None or not task.is_program:
+            raise TdcollError(
+                "the device language was called on the host: call it inside a @tdcoll.jit kernel"
+            )
+        return task
+
+    # ------------------------------------------------------------------ addresses
+
+    def check_pe(self, pe: int) -> int:
+        """``pe``, if there is such a PE."""
+        if not 0 <= pe < self.n_pes:
+            raise ValueError(f"pe must be in 0..{self.n_pes - 1}, got {pe}")
+        return pe
+
+    def check_symmetric(self, address: int, nbytes: int, argument: str) -> int:
+        """``address``, if these bytes lie in the running PE's symmetric block."""
+        pe, memory = self.program.pe, self.memory
+        first = address - memory.block(pe)
+        if 0 <= first and first + nbytes <= memory.nbytes and nbytes >= 0:
+            return address
+        if nbytes < 0:
+            raise ValueError(f"bytes must be at least 0, got {nbytes}")
+        if memory.owns(address) and memory.pe_of(address) != pe:
+            raise ValueError(
+                f"{argument} must be a symmetric address of this PE ({pe}), which stands for the same place on every "
+                f"PE; got {memory.describe(address)}, an address of PE {memory.pe_of(address)} (remote_ptr() gives "
+                "those; puts want the local one)"
+            )
+        if memory.owns(address):
+            raise ValueError(
+                f"{argument} must lie in the symmetric heap; {nbytes} bytes from {memory.describe(address)} leave it"
+            )
+        raise ValueError(
+            f"{argument} must lie in the symmetric heap (memory from tdcoll.empty()); got {address:#x}, which is "
+            "ordinary memory"
+        )
+
+    def check_signal(self, address: int, argument: str) -> int:
+        """``address``, if it is that of a 64-bit word in the running PE's symmetric block."""
+        if address % 8:
+            raise ValueError(f"{argument} must be 8-byte aligned (a 64-bit signal), got {address:#x}")
+        return self.check_symmetric(address, 8, argument)
+
+    def check_local(self, address: int, argument: str, pe: int) -> int:
+        """``address``, if this PE's transfers with ``pe`` may use it as their local side."""
+        me, memory = self.program.pe, self.memory
+        if memory.owns(address):
+            if memory.pe_of(address) != me:
+                raise ValueError(
+                    f"{argument} must be memory of this PE ({me}); got {memory.describe(address)}, memory of PE "
+                    f"{memory.pe_of(address)}"
+                )
+        elif self.node_ids[pe] != self.node_ids[me]:
+            raise ValueError(
+                f"{argument} must lie in the symmetric heap when PE {pe} is on another node: the network card reads "
+                f"only registered memory; got {address:#x}, which is ordinary memory"
+            )
+        elif address < _NULL_PAGE:
+            raise ValueError(f"{argument} must point to memory, got {address:#x}")
+        return address
+
+    def on(self, pe: int, address: int) -> int:
+        """The address of ``pe``'s copy of a symmetric address of the running PE."""
+        memory = self.memory
+        return address + (pe - memory.pe_of(address)) * memory.nbytes
+
+    def reachable(self, pe: int) -> bool:
+        """Whether the running PE can load from and store to ``pe``'s block."""
+        return self.node_ids[pe] == self.node_ids[self.program.pe]
+
+    # ------------------------------------------------------------------ puts, gets, signals
+
+    def put(
+        self,
+        dest: int,
+        source: int,
+        nbytes: int,
+        pe: int,
+        *,
+        nbi: bool,
+        signal: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Copy to ``pe``, then update the signal ``(address, value, operation)`` there."""
+        program, remote = self.program, self.on(pe, dest) if nbytes else 0
+        self._count_put(program.pe, pe, nbytes)
+        update = None if signal is None else self._update(program, pe, *signal)
+        network = self.network
+        what = "put" if signal is None else "put+signal"
+        done = self._span(program, what, pe, nbytes)
+        if network is not None:
+            payload: int | bytes = source if nbi else ctypes.string_at(source, nbytes)
+            pieces = network.cut(remote, payload, nbytes)
+            network.issue(program, pe, "put", pieces, source_pe=program.pe, signal=update, done=done)
+        else:
+            if nbytes:
+                ctypes.memmove(remote, source, nbytes)
+                self.scheduler.notify_words(remote, nbytes)
+            if update is not None:
+                self.scheduler.turn()
+                update()
+            if done is not None:
+                done()
+        self.scheduler.turn()
+
+    def put_word32(self, dest: int, value: int, pe: int) -> None:
+        """Put one 32-bit integer to ``pe``."""
+        program, remote = self.program, self.on(pe, dest)
+        data = (value & 0xFFFF_FFFF).to_bytes(4, "little")
+        self._count_put(program.pe, pe, 4)
+        if self.network is not None:
+            self.network.issue(program, pe, "put", [(remote, data, 4)], source_pe=program.pe, is_flag=True)
+        else:
+            ctypes.memmove(remote, data, 4)
+            self.scheduler.notify_words(remote, 4)
+        self.scheduler.turn()
+
+    def get(self, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool) -> None:
+        """Copy from ``pe``. Returns when the bytes are here, or at once if ``nbi``."""
+        program, remote = self.program, self.on(pe, source) if nbytes else 0
+        counts = self.counts[program.pe]
+        counts.gets += 1
+        counts.get_bytes += nbytes
+        network, scheduler = self.network, self.scheduler
+        done = self._span(program, "get", pe, nbytes)
+        if network is None:
+            scheduler.turn()
+            if nbytes:
+                ctypes.memmove(dest, remote, nbytes)
+                scheduler.notify_words(dest, nbytes)
+            if done is not None:
+                done()
+            return
+
+        key = object()
+
+        def finished() -> None:
+            scheduler.notify(key)
+            if done is not None:
+                done()
+
+        pieces = network.cut(dest, remote, nbytes)
+        operation = network.issue(program, pe, "get", pieces, source_pe=program.pe, done=finished)
+        if nbi:
+            scheduler.turn()
+        else:
+            scheduler.wait(
+                lambda: operation.arrived, lambda: f"waits for a get of {nbytes} bytes from pe{pe}", [key]
+            )
+
+    def signal(self, address: int, value: int, operation: int, pe: int) -> None:
+        """Update a signal of ``pe``."""
+        program = self.program
+        update = self._update(program, pe, address, value, operation)
+        if self.network is not None:
+            self.network.issue(program, pe, "signal", [], source_pe=program.pe, signal=update)
+        else:
+            update()
+        self.scheduler.turn()
+
+    def _update(self, program: Task, pe: int, address: int, value: int, operation: int) -> Callable[[], None]:
+        """The update of ``pe``'s signal, to be made when it arrives."""
+        memory, remote, scheduler = self.memory, self.on(pe, address), self.scheduler
+        self.counts[program.pe].signals += 1
+
+        def update() -> None:
+            if operation == _SIGNAL_ADD:
+                self._atomic_add(remote, value)
+            else:
+                memory.set_word(remote, value)
+            scheduler.notify(remote)
+            if self.trace is not None:
+                sign = "+=" if operation == _SIGNAL_ADD else "="
+                self.trace.instant(pe, f"{memory.describe(remote)} {sign} {value}", {"from": program.name})
+
+        return update
+
+    def _count_put(self, me: int, pe: int, nbytes: int) -> None:
+        counts = self.counts[me]
+        counts.puts += 1
+        counts.put_bytes += nbytes
+        if self.node_ids[pe] != self.node_ids[me]:
+            counts.inter_node_puts += 1
+            counts.inter_node_bytes += nbytes
+
+    def _span(self, program: Task, what: str, pe: int, nbytes: int) -> Callable[[], None] | None:
+        if self.trace is None:
+            return None
+        return self.trace.transfer(program.pe, program.track, f"{what} to pe{pe}", {"bytes": nbytes})
+
+    # ------------------------------------------------------------------ order
+
+    def fence(self) -> None:
+        """Order what the running program sends to each PE."""
+        if self.network is not None:
+            self.network.fence(self.program)
+
+    def quiet(self) -> None:
+        """Wait until nothing of the running program is in flight."""
+        program, network = self.program, self.network
+        if network is None:
+            self.scheduler.turn()
+            return
+        self.scheduler.wait(
+            lambda: not network.in_flight(program),
+            lambda: f"waits in quiet for {network.in_flight(program)} operation(s)",
+            [program],
+        )
+
+    def release(self) -> None:
+        """Order the running program's earlier stores before what follows; says nothing of its puts."""
+        if self.network is not None:
+            self.network.flush_stores(self.program)
+
+    def barrier(self, name: str) -> None:
+        """Wait for every PE; ``barrier_all`` completes the running program's operations first."""
+        if name == "barrier_all":
+            self.quiet()
+        self._timed(name, lambda: self._arrive(name))
+
+    # ------------------------------------------------------------------ waits
+
+    def wait_until(self, address: int, compare: int, value: int) -> int:
+        """Wait without a deadline until the signal at ``address`` compares true; its value."""
+        memory, (_, true) = self.memory, COMPARE[compare]
+        seen = 0
+
+        def ready() -> bool:
+            nonlocal seen
+            seen = memory.word(address)
+            return true(seen, value)
+
+        self.counts[self.program.pe].waits += 1
+        what = f"{memory.describe(address)} {COMPARE[compare][0]} {value}"
+        self._timed(
+            f"wait {what}",
+            lambda: self.scheduler.wait(
+                ready, lambda: f"waits for {what}, is {memory.word(address)}", [address]
+            ),
+        )
+        return seen
+
+    def wait_all(
+        self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor
+    ) -> bool:
+        """Wait until every signal compares true with ``value``; False when the monitor's deadline expires.
+
+        Args:
+            signals: address, peer and index of each; the latter two for the record.
+        """
+        memory, (sign, true) = self.memory, COMPARE[compare]
+        word = memory.word
+        addresses = [address for address, _, _ in signals]
+        self.counts[self.program.pe].waits += 1
+
+        def satisfied() -> bool:
+            return all(true(word(address), value) for address in addresses)
+
+        def describe() -> str:
+            missing = [address for address in addresses if not true(word(address), value)]
+            return "waits for " + ", ".join(
+                f"{memory.describe(address)} {sign} {value}, is {word(address)}" for address in missing
+            )
+
+        def wait() -> bool:
+            keys: list[Hashable] = [*addresses, ("monitor", monitor.address)]
+            self.scheduler.wait(lambda: satisfied() or monitor.aborted, describe, keys, monitor.timeout_ns)
+            return satisfied()
+
+        if self._timed(f"wait {len(addresses)} signal(s) {sign} {value}", wait):
+            return True
+        missing = [signal for signal in signals if not true(word(signal[0]), value)]
+        address, peer, index = missing[0]
+        monitor.give_up(peer, index, value, word(address))
+        self.scheduler.notify(("monitor", monitor.address))
+        return False
+
+    def _timed(self, name: str, wait: Callable[[], Any]) -> Any:
+        if self.trace is None:
+            return wait()
+        program = self.program
+        with self.trace.slice(program.pe, program.track, name):
+            return wait()
+
+    # ------------------------------------------------------------------ loads, stores, atomics
+
+    def before_load(self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], polls: bool) -> None:
+        """Called before the running program loads; a schedule point if others could have written there.
+
+        Args:
+            addresses: of the elements, flat.
+            mask: which of them count.
+            polls: whether the load asks for memory that others write (volatile, atomic, ``ld``).
+        """
+        program = self.program
+        inside = self._symmetric(addresses, mask, "load from")
+        if inside is None:
+            program.quiet_loads += 1
+            if not polls and program.quiet_loads < 64:  # ordinary memory; yet a spin loop must not hang us
+                return
+            first = int(addresses[0]) if addresses.size else 0
+        else:
+            first = int(addresses[int(inside.argmax())])
+        program.quiet_loads = 0
+        self.scheduler.poll(
+            first, lambda: f"spins on {self.memory.describe(first)}, is {read_word(first & ~7)}"
+        )
+        if inside is not None and self.network is not None:
+            for pe in np.unique(
+                (addresses[inside] - np.uint64(self.memory.base)) // np.uint64(self.memory.nbytes)
+            ):
+                if pe != program.pe:  # a program sees its own stores
+                    self.network.flush_stores(program, int(pe))
+
+    def stored(self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
+        """Called after the running program stored to memory: wakes who waits there. A schedule point."""
+        scheduler = self.scheduler
+        inside = self._symmetric(addresses, mask, "store to")
+        if inside is None:
+            scheduler.progress += 1
+            return
+        touched = addresses[inside]
+        first, last = int(touched.min()), int(touched.max())
+        scheduler.notify_words(first, last - first + 8)
+        scheduler.turn()
+
+    def store_weakly(
+        self, addresses: np.ndarray[Any, Any], values: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
+        """Send the elements that lie on other PEs through the network; the mask of those that do not."""
+        inside = self._symmetric(addresses, mask, "store to")
+        if inside is None or self.network is None:
+            return mask
+        program, memory = self.program, self.memory
+        pes = np.where(inside, (addresses - np.uint64(memory.base)) // np.uint64(memory.nbytes), program.pe)
+        remote = inside & (pes != program.pe)
+        if not remote.any():
+            return mask
+        itemsize = values.itemsize
+        for pe in np.unique(pes[remote]).tolist():
+            chosen = np.flatnonzero(remote & (pes == pe))
+            order = chosen[np.argsort(addresses[chosen], kind="stable")]
+            places = addresses[order]
+            breaks = np.flatnonzero(np.diff(places.astype(np.int64)) != itemsize) + 1
+            for run in np.split(np.arange(order.size), breaks):
+                data = np.ascontiguousarray(values[order[run]]).tobytes()
+                self._store(program, pe, int(places[run[0]]), data, itemsize)
+        return mask & ~remote
+
+    def copy(self, dest: int, source: int, nbytes: int) -> None:
+        """Copy bytes by loads and stores."""
+        program, memory, scheduler = self.program, self.memory, self.scheduler
+        for address, what in ((source, "load from"), (dest, "store to")):
+            if nbytes and address < _NULL_PAGE:
+                raise self._null_pointer(what)
+        if not nbytes:
+            return
+        scheduler.turn()
+        if self.network is not None and memory.owns(source) and memory.pe_of(source) != program.pe:
+            self.network.flush_stores(program, memory.pe_of(source))
+        if self.network is not None and memory.owns(dest) and memory.pe_of(dest) != program.pe:
+            self._store(program, memory.pe_of(dest), dest, ctypes.string_at(source, nbytes), 1)
+        else:
+            ctypes.memmove(dest, source, nbytes)
+            scheduler.notify_words(dest, nbytes)
+        scheduler.turn()
+
+    def _store(self, program: Task, pe: int, dest: int, data: bytes, unit: int) -> None:
+        assert self.network is not None
+        counts = self.counts[program.pe]
+        counts.stores += 1
+        counts.store_bytes += len(data)
+        pieces = self.network.cut(dest, data, len(data), unit)
+        done = self._span(program, "store", pe, len(data))
+        self.network.issue(
+            program, pe, "store", pieces, source_pe=program.pe, done=done, is_flag=len(data) <= 8
+        )
+
+    def before_atomic(
+        self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], *, release: bool, system: bool
+    ) -> None:
+        """Called before an atomic read-modify-write, which is a schedule point and takes effect at once."""
+        if release and system:
+            self.release()
+        self.before_load(addresses, mask, polls=True)
+
+    def after_atomic(
+        self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], changed: bool
+    ) -> None:
+        """Called after an atomic; ``changed`` says whether memory did."""
+        if changed:
+            for address in addresses[mask].tolist():
+                self.scheduler.notify(address & ~7)
+
+    def _symmetric(
+        self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], what: str
+    ) -> np.ndarray[Any, Any] | None:
+        """Which elements lie in the symmetric heap, or None if none does."""
+        if (
+            addresses.size
+            and int(addresses.min()) < _NULL_PAGE
+            and bool((mask & (addresses < _NULL_PAGE)).any())
+        ):
+            raise self._null_pointer(what)
+        memory = self.memory
+        inside = mask & ((addresses - np.uint64(memory.base)) < np.uint64(memory.total))
+        return inside if inside.any() else None
+
+    def _null_pointer(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.program.name} would {what} a null pointer: remote_ptr() gives one for PEs on other nodes, which "
+            "only puts and gets reach"
+        )

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weak network: messages that arrive as late, and in as strange an order, as NVSHMEM and PTX permit.
+
+Every program has one *channel* to each PE. What it sends (puts, signals, stores through a peer pointer) waits
+there as operations:
+
+- an operation's bytes are cut into one to three pieces, which arrive in any order and interleaved with those of
+  other operations; its signal, if it has one, arrives after its own pieces and says nothing of others;
+- a fence opens a new *epoch* in each of the program's channels; only operations of a channel's oldest epoch
+  arrive;
+- ``quiet`` waits until nothing of the program is in flight;
+- a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave, so that
+  overwriting the source before ``quiet`` shows;
+- gets travel in channels of their own, which fences do not order; ``quiet`` waits for them;
+- an operation may be *held back* until nothing else can happen (see :mod:`tdcoll.runtime.simulator.policy`).
+
+Operations outlive the program that issued them, except stores: those are complete when the launch ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tdcoll.runtime.simulator.policy import Policy
+
+__all__ = ["Network", "Operation", "Piece"]
+
+Piece = tuple[int, "int | bytes", int]
+"""Destination address, source address (read on delivery) or captured bytes, byte count."""
+
+
+class Operation:
+    """One message in flight.
+
+    Attributes:
+        kind: ``"put"``, ``"get"``, ``"signal"`` or ``"store"``.
+        source_pe: PE that issued it.
+        pieces: bytes that have not arrived yet.
+        signal: applied after the last piece; None when there is none, or when it has arrived.
+        done: called when everything has arrived.
+    """
+
+    __slots__ = ("channel", "done", "kind", "late", "pieces", "signal", "source_pe")
+
+    def __init__(
+        self,
+        kind: str,
+        source_pe: int,
+        pieces: Sequence[Piece],
+        signal: Callable[[], None] | None,
+        done: Callable[[], None] | None,
+        late: bool,
+    ) -> None:
+        self.kind, self.source_pe, self.pieces, self.signal = kind, source_pe, list(pieces), signal
+        self.done, self.late = done, late
+        self.channel: _Channel
+
+    @property
+    def arrived(self) -> bool:
+        """Whether there is nothing left of it."""
+        return not self.pieces and self.signal is None
+
+
+class _Channel:
+    """Operations of one program to one PE, oldest epoch first."""
+
+    __slots__ = ("epochs", "issuer", "key")
+
+    def __init__(self, key: tuple[Any, object], issuer: Any) -> None:
+        self.key, self.issuer = key, issuer
+        self.epochs: list[list[Operation]] = []
+
+
+class Network:
+    """Messages in flight, and which of them may arrive next.
+
+    Args:
+        policy: chooses.
+        written: called with address and length of bytes that have arrived.
+        drained: called with an issuer of which nothing is in flight any more.
+    """
+
+    def __init__(
+        self, policy: Policy, written: Callable[[int, int], None], drained: Callable[[Any], None]
+    ) -> None:
+        self._policy, self._written, self._drained = policy, written, drained
+        self._channels: dict[tuple[Any, object], _Channel] = {}
+        self._in_flight: dict[Any, int] = {}  # issuer -> operations
+        self._eager: list[Operation] = []  # may arrive now
+        self._late: list[Operation] = []  # may arrive when nothing else can happen
+
+    # ------------------------------------------------------------------ issuing
+
+    def issue(
+        self,
+        issuer: Any,
+        pe: int,
+        kind: str,
+        pieces: Sequence[Piece],
+        *,
+        source_pe: int,
+        signal: Callable[[], None] | None = None,
+        done: Callable[[], None] | None = None,
+        is_flag: bool = False,
+    ) -> Operation:
+        """Put a message into the channel from ``issuer`` (any hashable) to ``pe``."""
+        late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
+        operation = Operation(kind, source_pe, pieces, signal, done, late)
+        key = (issuer, ("get", pe) if kind == "get" else pe)
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = _Channel(key, issuer)
+        operation.channel = channel
+        self._in_flight[issuer] = self._in_flight.get(issuer, 0) + 1
+        if operation.arrived:  # a put of no bytes
+            self._finish(operation)
+            return operation
+        if not channel.epochs:
+            channel.epochs.append([])
+        channel.epochs[-1].append(operation)
+        if len(channel.epochs) == 1:
+            self._open(operation)
+        return operation
+
+    def cut(self, dest: int, source: int | bytes, nbytes: int, unit: int = 1) -> list[Piece]:
+        """Pieces of a copy, cut at multiples of ``unit`` bytes."""
+        cuts = [0, *(unit * at for at in self._policy.cuts(nbytes // unit)), nbytes]
+        pieces: list[Piece] = []
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            if end > begin:
+                part = source[begin:end] if isinstance(source, bytes) else source + begin
+                pieces.append((dest + begin, part, end - begin))
+        return pieces
+
+    def fence(self, issuer: Any) -> None:
+        """What ``issuer`` sends to a PE from now on arrives after what it has sent there already."""
+        for (sender, destination), channel in self._channels.items():
+            if sender is issuer and isinstance(destination, int) and channel.epochs and channel.epochs[-1]:
+                channel.epochs.append([])
+
+    def in_flight(self, issuer: Any) -> int:
+        """Operations of ``issuer`` that have not arrived completely."""
+        return self._in_flight.get(issuer, 0)
+
+    # ------------------------------------------------------------------ arriving
+
+    @property
+    def eager(self) -> int:
+        """Operations that may arrive now and are not held back."""
+        return len(self._eager)
+
+    def deliver(self) -> bool:
+        """One piece or one signal of some operation arrives; False if nothing is in flight."""
+        queue = self._eager or self._late
+        if not queue:
+            return False
+        operation = self._policy.take(queue)
+        self._deliver_part(operation)
+        if operation.arrived:
+            self._close(operation)
+        else:
+            queue.append(operation)
+        return True
+
+    def flush_stores(self, issuer: Any, pe: int | None = None) -> None:
+        """All stores of ``issuer`` arrive now (only those to ``pe``, if given), in the order of issue.
+
+        So does whatever a fence has put before one of them.
+        """
+        for (sender, destination), channel in list(self._channels.items()):
+            if sender is issuer and (pe is None or destination == pe):
+                epochs = channel.epochs
+                last = max(
+                    (i for i, ops in enumerate(epochs) if any(op.kind == "store" for op in ops)), default=-1
+                )
+                for operation in [
+                    op
+                    for i, ops in enumerate(epochs[: last + 1])
+                    for op in ops
+                    if i < last or op.kind == "store"
+                ]:
+                    self._withdraw(operation)
+                    while not operation.arrived:
+                        self._deliver_part(operation, in_order=True)
+                    self._close(operation)
+
+    def drop(self, source_pe: int) -> None:
+        """Lose everything that ``source_pe`` has sent and that has not arrived yet."""
+        for channel in list(self._channels.values()):
+            for operation in [op for epoch in channel.epochs for op in epoch if op.source_pe == source_pe]:
+                operation.done = None
+                self._withdraw(operation)
+                self._close(operation)
+
+    def _deliver_part(self, operation: Operation, in_order: bool = False) -> None:
+        pieces = operation.pieces
+        if pieces:
+            dest, source, nbytes = (
+                pieces.pop(0) if in_order or len(pieces) == 1 else self._policy.take(pieces)
+            )
+            ctypes.memmove(dest, source, nbytes)
+            self._written(dest, nbytes)
+        elif operation.signal is not None:
+            signal, operation.signal = operation.signal, None
+            signal()
+
+    def _open(self, operation: Operation) -> None:
+        (self._late if operation.late else self._eager).append(operation)
+
+    def _withdraw(self, operation: Operation) -> None:
+        queue = self._late if operation.late else self._eager
+        if operation in queue:
+            queue.remove(operation)
+
+    def _close(self, operation: Operation) -> None:
+        """Everything of ``operation`` has arrived; if it was the last of its epoch, the next one opens."""
+        channel = operation.channel
+        for epoch in channel.epochs:
+            if operation in epoch:
+                epoch.remove(operation)
+                break
+        was_oldest = not channel.epochs[0]
+        while channel.epochs and not channel.epochs[0]:
+            channel.epochs.pop(0)
+        if not channel.epochs:
+            del self._channels[channel.key]
+        elif was_oldest:
+            for waiting in channel.epochs[0]:
+                self._open(waiting)
+        self._finish(operation)
+
+    def _finish(self, operation: Operation) -> None:
+        issuer = operation.channel.issuer
+        self._in_flight[issuer] -= 1
+        if operation.done is not None:
+            operation.done()
+        if not self._in_flight[issuer]:
+            del self._in_flight[issuer]
+            self._drained(issuer)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies: every choice that a simulated machine leaves open, in one object.
+
+Which ready task runs next, when a message arrives and in what pieces, which of them are late. Without a seed
+the choices are fair and dull: tasks take turns and messages arrive last, in the order in which they were sent.
+With a seed they are random, and two habits of real machines are mixed in, because uniform choice alone seldom
+drives one part far enough behind the others:
+
+- *late data*: bytes that no signal accompanies arrive after everything else. Whoever signals without ordering
+  the data first is caught in nearly every run.
+- *stragglers*: one PE, or some programs, hardly ever get their turn. Whoever relies on everybody being about
+  equally fast is caught.
+
+By default the seed decides, too, whether a run has late data (half of them) and stragglers (half of them).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import MutableSequence
+from typing import TypeVar
+
+__all__ = ["Policy", "RandomPolicy"]
+
+Item = TypeVar("Item")
+
+
+class Policy:
+    """The fair policy, without randomness."""
+
+    def take(self, items: MutableSequence[Item]) -> Item:
+        """Remove and return the next of ``items``, which are in the order in which they came."""
+        return items.pop(0)
+
+    def deliver_now(self) -> bool:
+        """Whether a message arrives before the next task runs, when both could."""
+        return False
+
+    def holds_back(self, *, has_signal: bool, is_flag: bool) -> bool:
+        """Whether a new message is held back until nothing else can happen.
+
+        ``has_signal``: it carries a signal. ``is_flag``: it is one word, such as a flag written by a store.
+        """
+        return False
+
+    def cuts(self, units: int) -> list[int]:
+        """Where to cut a message of ``units`` indivisible parts: ascending, each in ``1..units - 1``."""
+        return []
+
+    def is_slow(self, pe: int) -> bool:
+        """Whether a new task of ``pe`` is a straggler."""
+        return False
+
+    def slow_now(self) -> bool:
+        """Whether a straggler goes before the others this time."""
+        return False
+
+    def describe(self) -> str:
+        """For reports."""
+        return "fair order"
+
+
+class RandomPolicy(Policy):
+    """Random choices, all from one seed.
+
+    Args:
+        seed: any int.
+        n_pes: number of PEs.
+        late_data: True, False, or None for the seed to decide.
+        stragglers: True, False, a PE, or None for the seed to decide.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        n_pes: int,
+        *,
+        late_data: bool | None = None,
+        stragglers: bool | int | None = None,
+    ) -> None:
+        self._random = random.Random(seed)
+        draw = self._random.random
+        # always draw the same numbers, so that fixing one habit leaves the others as they were
+        late, straggling, which, kind, rate = draw() < 0.5, draw() < 0.5, int(draw() * n_pes), draw(), draw()
+        self.late_data = late if late_data is None else late_data
+        if stragglers is None or isinstance(stragglers, bool):
+            straggling = straggling if stragglers is None else stragglers
+            self.slow_pe = which if straggling and kind < 0.5 else None
+            self.slow_share = 0.3 if straggling and kind >= 0.5 else 0.0
+        else:
+            self.slow_pe, self.slow_share = stragglers, 0.0
+        self.rate = (0.1, 0.3, 0.6)[int(rate * 3)]
+
+    def take(self, items: MutableSequence[Item]) -> Item:
+        index = int(self._random.random() * len(items))
+        last = items.pop()
+        if index == len(items):
+            return last
+        item, items[index] = items[index], last
+        return item
+
+    def deliver_now(self) -> bool:
+        return self._random.random() < self.rate
+
+    def holds_back(self, *, has_signal: bool, is_flag: bool) -> bool:
+        if self.late_data:
+            return not has_signal and not is_flag
+        return self._random.random() < 0.5
+
+    def cuts(self, units: int) -> list[int]:
+        if units < 2:
+            return []
+        draw = self._random.random
+        wanted = 1 if draw() < 0.5 else 2
+        return sorted({1 + int(draw() * (units - 1)) for _ in range(wanted)})
+
+    def is_slow(self, pe: int) -> bool:
+        return pe == self.slow_pe or (self.slow_share > 0 and self._random.random() < self.slow_share)
+
+    def slow_now(self) -> bool:
+        return self._random.random() < 0.02
+
+    def describe(self) -> str:
+        words = [f"delivery rate {self.rate}"]
+        if self.late_data:
+            words.append("late data")
+        if self.slow_pe is not None:
+            words.append(f"pe{self.slow_pe} slow")
+        if self.slow_share:
+            words.append("some programs slow")
+        return ", ".join(words)

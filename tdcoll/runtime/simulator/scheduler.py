@@ -1,0 +1,524 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cooperative tasks and the scheduler that decides, step by step, who goes next.
+
+A *task* is the host program of one PE or one program of a kernel launch. Exactly one task runs at a time. It
+gives up control only at *schedule points* (:meth:`Scheduler.turn`, :meth:`Scheduler.wait`,
+:meth:`Scheduler.poll`), so everything between two points is atomic and a run is a function of its seed.
+
+One *step* is one resumed task or one delivered message. Steps take no time: the virtual clock stands still
+while anything can happen at all, and jumps to the earliest deadline when nothing can. A wait therefore expires
+only when it could never have ended otherwise.
+
+Tasks are greenlets; where the greenlet package is missing, threads that hand on a baton. Both give the same
+schedule for the same seed, the threads about thirty times slower.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+from tdcoll.errors import TdcollError
+from tdcoll.runtime.simulator.policy import Policy
+
+try:
+    import greenlet
+except ImportError:  # the threads below do the same, slower
+    greenlet = None
+
+__all__ = ["Blocked", "Deadlock", "Mailbox", "Scheduler", "Task", "TaskKilled", "default_backend"]
+
+SUSPECT_POLLS = 3
+"""So many fruitless polls in a row make a task a suspected spinner: messages go first."""
+
+
+def default_backend() -> str:
+    """``"greenlet"`` where the package is installed, else ``"thread"``."""
+    return "thread" if greenlet is None else "greenlet"
+
+
+class TaskKilled(BaseException):
+    """Unwinds a task whose PE was killed or whose run has ended. Not an ``Exception``: nobody handles it."""
+
+
+class Blocked:
+    """One line of a deadlock report.
+
+    Attributes:
+        task: name of the task, such as ``pe3 all_gather_1d(3,0,0)``.
+        pe: its PE.
+        reason: what it waits for, such as ``waits for pe3.signals[0] >= 2, is 1``.
+    """
+
+    def __init__(self, task: str, pe: int, reason: str) -> None:
+        self.task, self.pe, self.reason = task, pe, reason
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.reason}"
+
+
+class Deadlock(TdcollError):
+    """No task can run, no message is in flight, and tasks are left that wait.
+
+    Attributes:
+        blocked: every task that waits, with every signal that it misses.
+    """
+
+    def __init__(self, headline: str, blocked: Sequence[Blocked]) -> None:
+        self.blocked = tuple(blocked)
+        super().__init__("\n  ".join([headline, *map(str, blocked)]))
+
+
+class Wait:
+    """What a blocked task waits for."""
+
+    __slots__ = ("deadline_ns", "describe", "keys", "ready")
+
+    def __init__(
+        self,
+        ready: Callable[[], bool],
+        describe: Callable[[], str],
+        keys: Sequence[Hashable],
+        deadline_ns: int | None,
+    ) -> None:
+        self.ready, self.describe, self.keys, self.deadline_ns = ready, describe, keys, deadline_ns
+
+
+class Task:
+    """One thread of control. The simulator's other parts keep their per-program state here, too."""
+
+    __slots__ = (
+        "body",
+        "done",
+        "error",
+        "expired",
+        "grid_dim",
+        "grid_idx",
+        "handle",
+        "index",
+        "killed",
+        "lane",
+        "name",
+        "pe",
+        "polled",
+        "polls",
+        "progress_seen",
+        "quiet_loads",
+        "slow",
+        "spins_on",
+        "threads",
+        "track",
+        "wait",
+    )
+
+    def __init__(self, index: int, name: str, pe: int, body: Callable[[], None], slow: bool) -> None:
+        self.index, self.name, self.pe, self.body, self.slow = index, name, pe, body, slow
+        self.done = self.killed = self.expired = False
+        self.error: BaseException | None = None
+        self.wait: Wait | None = None
+        self.handle: Any = None  # the backend's own
+        # a kernel's program
+        self.grid_idx: tuple[int, int, int] | None = None
+        self.grid_dim: tuple[int, int, int] | None = None
+        self.threads = 0  # threads of the block
+        self.lane: int | None = None  # the thread that runs, inside `if <test on tid>`
+        self.track = 0  # timeline row
+        # spinning
+        self.polls = 0
+        self.polled: set[Hashable] = set()
+        self.progress_seen = -1
+        self.spins_on: Callable[[], str] | None = None
+        self.quiet_loads = 0
+
+    @property
+    def is_program(self) -> bool:
+        """True for a program of a kernel, False for a host task."""
+        return self.grid_idx is not None
+
+    def run(self) -> None:
+        """Run the body; the scheduler looks at ``error`` afterwards."""
+        try:
+            self.body()
+        except TaskKilled:
+            pass
+        except BaseException as error:  # raised again by Scheduler.run
+            self.error = error
+        self.done = True
+
+
+class _Greenlets:
+    """Tasks as greenlets of the thread that calls :meth:`Scheduler.run`."""
+
+    def __init__(self) -> None:
+        self._main = greenlet.getcurrent()
+
+    def start(self, task: Task) -> None:
+        task.handle = greenlet.greenlet(task.run, self._main)  # explicit parent: a host task spawns programs
+
+    def resume(self, task: Task) -> None:
+        task.handle.switch()
+
+    def suspend(self, task: Task) -> None:
+        self._main.switch()
+
+    def unwind(self, task: Task) -> None:
+        if not task.done and task.handle:  # a greenlet that has not started is False
+            task.handle.throw(TaskKilled)
+        task.done = True
+
+
+class _Threads:
+    """Tasks as threads; one baton goes back and forth, so still only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._back = threading.Semaphore(0)
+
+    def start(self, task: Task) -> None:
+        baton = threading.Semaphore(0)
+
+        def run() -> None:
+            baton.acquire()
+            if not task.killed:
+                task.run()
+            task.done = True
+            self._back.release()
+
+        task.handle = baton
+        threading.Thread(target=run, daemon=True, name=task.name).start()
+
+    def resume(self, task: Task) -> None:
+        task.handle.release()
+        self._back.acquire()
+
+    def suspend(self, task: Task) -> None:
+        self._back.release()
+        task.handle.acquire()
+        if task.killed:
+            raise TaskKilled
+
+    def unwind(self, task: Task) -> None:
+        if not task.done:
+            task.killed = True
+            self.resume(task)
+
+
+_BACKENDS: dict[str, Callable[[], _Greenlets | _Threads]] = {"greenlet": _Greenlets, "thread": _Threads}
+
+
+class Mailbox(Protocol):
+    """Messages in flight: the part of the network that the scheduler needs."""
+
+    @property
+    def eager(self) -> int:
+        """How many messages may be delivered now and are not held back."""
+        ...
+
+    def deliver(self) -> bool:
+        """Deliver something, held back or not; False if nothing is in flight."""
+        ...
+
+
+class Scheduler:
+    """Runs tasks until all are done.
+
+    Args:
+        policy: chooses the next task and the moment of a delivery.
+        backend: ``"greenlet"`` or ``"thread"``.
+        expire: what happens to waits with a deadline when nothing can run: True lets them expire, False
+            raises :class:`Deadlock`.
+        max_steps: a run that takes more raises :class:`Deadlock`: it does not end.
+        spin_limit: fruitless loads of the same words after which a spinning program counts as blocked.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        backend: str | None = None,
+        expire: bool = False,
+        max_steps: int = 10_000_000,
+        spin_limit: int = 1000,
+    ) -> None:
+        backend = backend or default_backend()
+        if backend not in _BACKENDS or (backend == "greenlet" and greenlet is None):
+            installed = [name for name in _BACKENDS if name != "greenlet" or greenlet is not None]
+            raise ValueError(f"backend must be one of {installed}, got {backend!r}")
+        self.policy, self.backend, self.expire = policy, backend, expire
+        self.max_steps, self.spin_limit = max_steps, spin_limit
+        self.current: Task | None = None
+        self.mailbox: Mailbox | None = None
+        self.before_turn: Callable[[Task], None] | None = None
+        """Called with each task before it runs on; may kill it."""
+        self.steps = 0
+        self.clock_ns = 0
+        self.progress = 0
+        """Counts everything that may end somebody's spinning: writes, deliveries, tasks that end."""
+        self.fingerprint = 0
+        """Equal for two runs that took the same schedule."""
+        self._spawned = 0
+        self._ready: list[Task] = []
+        self._slow: list[Task] = []
+        self._live: dict[Task, None] = {}
+        self._waiters: dict[Hashable, list[Task]] = {}
+        self._switch = _BACKENDS[backend]()
+
+    # ------------------------------------------------------------------ called by anyone
+
+    def spawn(self, name: str, pe: int, body: Callable[[], None]) -> Task:
+        """A new task, ready to run."""
+        task = Task(self._spawned, name, pe, body, self.policy.is_slow(pe))
+        self._spawned += 1
+        self._switch.start(task)
+        self._live[task] = None
+        self._enqueue(task)
+        return task
+
+    def notify(self, key: Hashable) -> None:
+        """Something changed under ``key``: tasks that wait on it and are satisfied become ready."""
+        self.progress += 1
+        waiters = self._waiters.get(key)
+        if waiters:
+            for task in [task for task in waiters if task.wait is not None and task.wait.ready()]:
+                self._unblock(task)
+
+    def notify_words(self, first: int, nbytes: int) -> None:
+        """Bytes ``[first, first + nbytes)`` changed: :meth:`notify` for each 8-byte word of them."""
+        self.progress += 1
+        waiters = self._waiters
+        if not waiters:
+            return
+        begin, end = first & ~7, first + nbytes
+        if (end - begin) >> 3 <= len(waiters):
+            keys: list[Hashable] = [key for key in range(begin, end, 8) if key in waiters]
+        else:
+            keys = [key for key in waiters if isinstance(key, int) and begin <= key < end]
+        for key in keys:
+            self.notify(key)
+
+    def kill(self, tasks: Sequence[Task]) -> None:
+        """End these tasks where they are. If the running task is among them, it ends with this call."""
+        suicide = False
+        for task in tasks:
+            task.killed = True
+            if task is self.current:
+                suicide = True
+            else:
+                self._retire(task)
+                self._switch.unwind(task)
+        if suicide:
+            raise TaskKilled
+
+    def live_tasks(self, pe: int) -> list[Task]:
+        """Tasks of ``pe`` that are not done."""
+        return [task for task in self._live if task.pe == pe]
+
+    # ------------------------------------------------------------------ called by the running task
+
+    def turn(self) -> None:
+        """A schedule point: others may go first."""
+        task = self._running()
+        self._switch.suspend(task)
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        describe: Callable[[], str],
+        keys: Sequence[Hashable],
+        timeout_ns: int | None = None,
+    ) -> bool:
+        """Suspend until ``ready()``, which is asked again whenever :meth:`notify` gets one of ``keys``.
+
+        The answer counts when the task runs on, not when it was woken: a value that came and went in between
+        was never seen, as by a polling thread. ``timeout_ns`` is the deadline in virtual time. Returns False
+        if it expired.
+        """
+        task = self._running()
+        if ready():
+            self._switch.suspend(task)
+            return True
+        wait = Wait(ready, describe, keys, None if timeout_ns is None else self.clock_ns + timeout_ns)
+        task.expired = False
+        while True:
+            task.wait = wait
+            for key in keys:
+                self._waiters.setdefault(key, []).append(task)
+            self._switch.suspend(task)
+            if ready():
+                self.progress += 1
+                return True
+            if task.expired:
+                return False
+
+    def poll(self, key: Hashable, describe: Callable[[], str]) -> None:
+        """A schedule point before a load that may be part of a spin loop over words such as ``key``."""
+        task = self._running()
+        if task.progress_seen != self.progress:
+            task.progress_seen, task.polls = self.progress, 0
+            task.polled.clear()
+        if key in task.polled:
+            task.polls += 1
+        else:
+            task.polled.add(key)
+            task.polls = 0
+        task.spins_on = describe
+        self._switch.suspend(task)
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Run until every task is done and every message is delivered.
+
+        Raises:
+            Deadlock: tasks are left that can never run again.
+            BaseException: whatever a task raised, with a note that names the task.
+        """
+        try:
+            while self._step():
+                self.steps += 1
+                if self.steps > self.max_steps:
+                    raise Deadlock(f"no end after {self.max_steps} steps; still at work:", self._report())
+        finally:
+            for task in list(self._live):
+                task.killed = True
+                self._retire(task)
+                self._switch.unwind(task)
+            self.current = None
+
+    def _step(self) -> bool:
+        """One resumed task or one delivered message; False when all is done."""
+        if self._ready or self._slow:
+            if self.mailbox is not None and self.mailbox.eager and self.policy.deliver_now():
+                self._deliver()
+                return True
+            task = self._pick()
+            if task.polls >= SUSPECT_POLLS and self._only_spinners(task, SUSPECT_POLLS):
+                if self._deliver() or (self._only_spinners(task, self.spin_limit) and self._expire_one()):
+                    self._enqueue(task)
+                    return True
+                if self._only_spinners(task, self.spin_limit):
+                    self._enqueue(task)
+                    raise self._deadlock()
+            self._resume(task)
+            return True
+        if self._deliver():
+            return True
+        if not self._live:
+            return False
+        if self._expire_one():
+            return True
+        raise self._deadlock()
+
+    def _pick(self) -> Task:
+        ready = self._ready
+        if self._slow and (not ready or self.policy.slow_now()):
+            ready = self._slow
+        return self.policy.take(ready)
+
+    def _resume(self, task: Task) -> None:
+        if self.before_turn is not None:
+            self.before_turn(task)
+            if task.done:
+                return
+        self.fingerprint = (self.fingerprint * 1_000_003 + task.index + 1) & 0xFFFF_FFFF_FFFF
+        self.current = task
+        self._switch.resume(task)
+        self.current = None
+        if task.done:
+            self.progress += 1
+            self._live.pop(task, None)
+            if task.error is not None:
+                raise _with_note(task.error, f"raised by {task.name}")
+        elif task.wait is None:
+            self._enqueue(task)
+
+    def _deliver(self) -> bool:
+        if self.mailbox is None or not self.mailbox.deliver():
+            return False
+        self.progress += 1
+        self.fingerprint = (self.fingerprint * 1_000_003) & 0xFFFF_FFFF_FFFF
+        return True
+
+    def _expire_one(self) -> bool:
+        """Let the wait with the earliest deadline expire; of several, the one that began first."""
+        if not self.expire:
+            return False
+        waits = [(task.wait.deadline_ns, task) for task in self._live if _has_deadline(task)]
+        if not waits:
+            return False
+        deadline, task = min(waits, key=lambda item: item[0])
+        self.clock_ns = max(self.clock_ns, deadline)
+        task.expired = True
+        self._unblock(task)
+        return True
+
+    # ------------------------------------------------------------------ bookkeeping
+
+    def _running(self) -> Task:
+        task = self.current
+        if task is None:
+            raise TdcollError(
+                "this call needs a running task: make it inside the host function of World.run()"
+            )
+        if task.killed:
+            raise TaskKilled
+        return task
+
+    def _enqueue(self, task: Task) -> None:
+        (self._slow if task.slow else self._ready).append(task)
+
+    def _unblock(self, task: Task) -> None:
+        self._forget_wait(task)
+        self._enqueue(task)
+
+    def _forget_wait(self, task: Task) -> None:
+        if task.wait is not None:
+            for key in task.wait.keys:
+                waiters = self._waiters[key]
+                waiters.remove(task)
+                if not waiters:
+                    del self._waiters[key]
+            task.wait = None
+
+    def _retire(self, task: Task) -> None:
+        self._forget_wait(task)
+        self._live.pop(task, None)
+        for queue in (self._ready, self._slow):
+            if task in queue:
+                queue.remove(task)
+
+    def _only_spinners(self, picked: Task, polls: int) -> bool:
+        progress = self.progress
+        return all(
+            task.polls >= polls and task.progress_seen == progress
+            for task in (picked, *self._ready, *self._slow)
+        )
+
+    def _deadlock(self) -> Deadlock:
+        report = self._report()
+        return Deadlock(f"deadlock, {len(report)} task(s) blocked:", report)
+
+    def _report(self) -> list[Blocked]:
+        lines = []
+        for task in sorted(self._live, key=lambda task: (not task.is_program, task.pe)):
+            if task.wait is not None:
+                lines.append(Blocked(task.name, task.pe, task.wait.describe()))
+            elif task.polls and task.spins_on is not None:
+                lines.append(Blocked(task.name, task.pe, task.spins_on()))
+            else:
+                lines.append(Blocked(task.name, task.pe, "runs"))
+        return lines
+
+
+def _has_deadline(task: Task) -> bool:
+    return task.wait is not None and task.wait.deadline_ns is not None
+
+
+def _with_note(error: BaseException, note: str) -> BaseException:
+    """``error`` with ``note`` among its notes, which tracebacks show from Python 3.11 on."""
+    notes = getattr(error, "__notes__", None)
+    if notes is None:
+        notes = error.__notes__ = []  # type: ignore[attr-defined]
+    if note not in notes:
+        notes.append(note)
+    return error

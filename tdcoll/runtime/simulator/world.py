@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All PEs of a job in one process: seeded, with exact deadlock reports. What tests are made of.
+
+:meth:`World.run` runs one host function per PE as a task of its own. In it all of tdcoll's host API works
+unmodified: :func:`tdcoll.runtime.current` gives the runtime of the PE whose task is running. A launch suspends
+its host task until all programs of the grid are done.
+"""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from tdcoll import runtime
+from tdcoll.errors import RankMismatchError, TdcollError
+from tdcoll.runtime.simulator.interpreter import Installed
+from tdcoll.runtime.simulator.machine import Counts, Machine
+from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
+from tdcoll.runtime.simulator.network import Network
+from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
+from tdcoll.runtime.simulator.scheduler import Scheduler, Task
+from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace
+
+__all__ = ["World"]
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class _Exchange:
+    """One exchange of the control plane."""
+
+    answers: dict[int, bytes] = field(default_factory=dict)
+    readers: int = 0
+
+
+class _Control:
+    """One PE's control plane: exchanges through the scheduler, so that a missing rank is a deadlock."""
+
+    def __init__(self, world: World, pe: int) -> None:
+        self._world, self._pe = world, pe
+        self._count: dict[tuple[int, ...], int] = {}
+
+    def all_gather(self, ranks: Sequence[int], tag: str, value: Any) -> list[Any]:
+        world, group = self._world, tuple(ranks)
+        number = self._count[group] = self._count.get(group, -1) + 1
+        key = ("control", group, number)
+        exchange = world._exchanges.setdefault(key, _Exchange())
+        exchange.answers[self._pe] = pickle.dumps((tag, value))
+        world.scheduler.notify(key)
+
+        def missing() -> list[int]:
+            return [rank for rank in group if rank not in exchange.answers]
+
+        timeout_s = world.runtimes[self._pe].timeout_s
+        world.scheduler.wait(
+            lambda: len(exchange.answers) == len(group),
+            lambda: f"waits in '{tag}' for rank(s) {missing()}",
+            [key],
+            int(timeout_s * 1e9),
+        )
+        if missing():
+            raise TdcollError(
+                f"rank {self._pe} waited {timeout_s:g} s in '{tag}' for rank(s) {missing()}, which did not make the "
+                "same call"
+            )
+        exchange.readers += 1
+        if exchange.readers == len(group):
+            del world._exchanges[key]
+        answers = [pickle.loads(exchange.answers[rank]) for rank in group]
+        others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
+        if others:
+            raise RankMismatchError(f"rank {self._pe} is in '{tag}', but {others} are elsewhere")
+        return [answer for _, answer in answers]
+
+
+class World:
+    """A job of ``n_pes`` simulated PEs in this process.
+
+    The same arguments give the same run, to the last step. Memory lives as long as the world; several calls of
+    :meth:`run` follow one another on it.
+
+    Args:
+        n_pes: number of PEs.
+        heap_bytes: symmetric heap of each PE.
+        seed: makes all choices random, and repeatable; None is a fair order.
+        weak: messages arrive late and in any order that NVSHMEM permits; False: at once.
+        ranks_per_node: PEs of each node, or the list of their numbers; None: all on one node.
+        resident: at most so many programs of one launch are in flight, started in the order in which a GPU
+            starts them (x fastest); None: all.
+        late_data: with ``weak``, bytes that no signal accompanies arrive last; None: the seed decides.
+        stragglers: True (the seed picks a PE, or some programs), a PE, or False; None: the seed decides.
+        on_timeout: when nothing can run any more but waits with a deadline are left: ``"raise"`` a
+            :class:`~tdcoll.testing.Deadlock`, or let them ``"expire"``. After a :meth:`kill` they expire.
+        timeout_s: deadline of waits inside kernels and of host-side exchanges, in virtual seconds.
+        backend: ``"greenlet"`` or ``"thread"``; None: greenlets where installed.
+        trace: record a timeline; see :attr:`trace`.
+        max_steps: a run that takes more is ended as a deadlock.
+        spin_limit: loads of the same words, while nobody else does anything, after which a spin loop counts
+            as blocked.
+
+    Attributes:
+        n_pes: number of PEs.
+        seed: as given.
+        runtimes: each PE's :class:`tdcoll.runtime.Runtime`.
+        trace: the :class:`~tdcoll.runtime.simulator.trace.Trace`, or None.
+    """
+
+    def __init__(
+        self,
+        n_pes: int,
+        *,
+        heap_bytes: int = 4 << 20,
+        seed: int | None = None,
+        weak: bool = False,
+        ranks_per_node: int | Sequence[int] | None = None,
+        resident: int | None = None,
+        late_data: bool | None = None,
+        stragglers: bool | int | None = None,
+        on_timeout: Literal["raise", "expire"] = "raise",
+        timeout_s: float = 30.0,
+        backend: str | None = None,
+        trace: bool = False,
+        max_steps: int = 10_000_000,
+        spin_limit: int = 1000,
+    ) -> None:
+        if n_pes < 1:
+            raise ValueError(f"n_pes must be at least 1, got {n_pes}")
+        if resident is not None and resident < 1:
+            raise ValueError(f"resident must be at least 1, or None for no limit; got {resident}")
+        if on_timeout not in ("raise", "expire"):
+            raise ValueError(f"on_timeout must be 'raise' or 'expire', got {on_timeout!r}")
+        self.n_pes, self.seed, self.resident = n_pes, seed, resident
+        self._weak, self._on_timeout = weak, on_timeout
+        self._backend, self._max_steps, self._spin_limit = backend, max_steps, spin_limit
+        self._policy = (
+            Policy()
+            if seed is None
+            else RandomPolicy(seed, n_pes, late_data=late_data, stragglers=stragglers)
+        )
+        self.node_ids = _nodes(n_pes, ranks_per_node)
+
+        block = aligned(heap_bytes)
+        buffer = memoryview(mmap.mmap(-1, block * n_pes))  # zeros that cost nothing until touched
+        self.memory = Memory(buffer, 0, block, n_pes)
+        self._steps_before = 0
+        self.trace = Trace(self._now) if trace else None
+        self.scheduler = self._new_scheduler()
+        self._machine = Machine(
+            memory=self.memory,
+            scheduler=self.scheduler,
+            node_ids=self.node_ids,
+            launch=self._launch,
+            barrier=self._barrier,
+            atomic_add=lambda address, value: self.memory.set_word(
+                address, self.memory.word(address) + value
+            ),
+            trace=self.trace,
+        )
+        self._renew()
+        self._exchanges: dict[Any, _Exchange] = {}
+        self._arrivals: dict[str, list[int]] = {}
+        self._dead: set[int] = set()
+        self._doomed: dict[int, tuple[int, bool]] = {}
+        self.runtimes = [
+            runtime.Runtime(
+                rank=pe,
+                world_size=n_pes,
+                heap=MemoryView(self.memory, pe, tuple(node == self.node_ids[pe] for node in self.node_ids)),
+                control=_Control(self, pe),
+                node_ids=self.node_ids,
+                simulated=True,
+                timeout_s=timeout_s,
+            )
+            for pe in range(n_pes)
+        ]
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, host: Callable[[int], Result]) -> list[Result | None]:
+        """Run ``host(pe)`` on every PE that lives; their results, None for those that were killed.
+
+        Returns when all tasks are done and every message has arrived.
+
+        Raises:
+            Deadlock: nothing can run any more. The report names every blocked task and every missing signal.
+            Exception: whatever a host or a program raised, with a note that names it.
+        """
+        results: list[Result | None] = [None] * self.n_pes
+        self._renew()
+        alive = [pe for pe in range(self.n_pes) if pe not in self._dead]
+        for pe in alive:
+            self.scheduler.spawn(f"pe{pe} host", pe, lambda pe=pe: results.__setitem__(pe, host(pe)))
+        hooks = Installed(self._machine)
+        previous = runtime._resolver
+        runtime.install_resolver(self._runtime_of_task)
+        try:
+            self.scheduler.run()
+        finally:
+            runtime.install_resolver(previous)
+            hooks.remove()
+        return results
+
+    def pause(self, turns: int = 1) -> None:
+        """The calling host task lets others go first, ``turns`` times: a host that is slow."""
+        for _ in range(turns):
+            self.scheduler.turn()
+
+    def kill(self, pe: int, *, after_turns: int = 0, lose_messages: bool = True) -> None:
+        """PE ``pe`` dies: its host task and programs stop where they are.
+
+        From then on bounded waits that nothing can satisfy expire, whatever ``on_timeout`` says.
+
+        Args:
+            pe: the PE. Killing one's own ends the calling task with this call.
+            after_turns: let the PE's tasks take so many more turns before.
+            lose_messages: what it has sent and what has not arrived yet is lost.
+        """
+        self._machine.check_pe(pe)
+        if after_turns > 0:
+            self._doomed[pe] = (after_turns, lose_messages)
+            return
+        self._doomed.pop(pe, None)
+        self._dead.add(pe)
+        self.scheduler.expire = True
+        if lose_messages and self._machine.network is not None:
+            self._machine.network.drop(pe)
+        self.scheduler.kill(self.scheduler.live_tasks(pe))
+
+    @property
+    def counts(self) -> list[Counts]:
+        """What each PE did so far: puts, bytes, signals, waits, traffic between nodes."""
+        return self._machine.counts
+
+    @property
+    def steps(self) -> int:
+        """Scheduler steps so far: the logical time of traces."""
+        return int(self._now())
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal for two runs that took the same schedule."""
+        return self.scheduler.fingerprint
+
+    def describe(self) -> str:
+        """What decides this world's schedule, for reports."""
+        words = [f"seed {self.seed}", "weak" if self._weak else "strong", self._policy.describe()]
+        if self.resident is not None:
+            words.append(f"resident={self.resident}")
+        return ", ".join(words)
+
+    # ------------------------------------------------------------------ internals
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self._policy,
+            backend=self._backend,
+            expire=self._on_timeout == "expire",
+            max_steps=self._max_steps,
+            spin_limit=self._spin_limit,
+        )
+
+    def _renew(self) -> None:
+        """A scheduler for the next run: its tasks belong to the thread that runs them."""
+        old = self.scheduler
+        self._steps_before += old.steps
+        self.scheduler = scheduler = self._new_scheduler()
+        scheduler.expire = old.expire
+        scheduler.fingerprint = old.fingerprint
+        scheduler.before_turn = self._count_turn
+        self._machine.scheduler = scheduler
+        if self._weak:
+            network = Network(self._policy, scheduler.notify_words, scheduler.notify)
+            self._machine.network = scheduler.mailbox = network
+
+    def _now(self) -> float:
+        return self._steps_before + self.scheduler.steps
+
+    def _runtime_of_task(self) -> runtime.Runtime | None:
+        task = self.scheduler.current
+        return None if task is None else self.runtimes[task.pe]
+
+    def _count_turn(self, task: Task) -> None:
+        if task.pe in self._doomed:
+            turns, lose_messages = self._doomed[task.pe]
+            if turns <= 0:
+                self.kill(task.pe, lose_messages=lose_messages)
+            else:
+                self._doomed[task.pe] = (turns - 1, lose_messages)
+
+    def _launch(
+        self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int
+    ) -> None:
+        scheduler, machine = self.scheduler, self._machine
+        host = scheduler.current
+        if host is None or host.is_program:
+            raise TdcollError(
+                f"{kernel} was launched {'outside a host task' if host is None else 'by a kernel'}"
+            )
+        if host.killed:
+            scheduler.turn()  # raises
+        pe = host.pe
+        machine.counts[pe].launches += 1
+        x, y, z = grid
+        total = x * y * z
+        positions = ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
+        launch = _Launch(kernel, total)
+
+        def start() -> None:
+            position = next(positions, None)
+            if position is None:
+                return
+            name = f"pe{pe} {kernel}({position[0]},{position[1]},{position[2]})"
+            track = HOST_TRACK + 1 + launch.started
+            launch.started += 1
+
+            def body() -> None:
+                span = (
+                    nullcontext()
+                    if self.trace is None
+                    else self.trace.slice(pe, track, name.split(" ", 1)[1])
+                )
+                with span:
+                    program()
+                launch.done += 1
+                if launch.done == total:
+                    scheduler.notify(launch)
+                else:
+                    start()
+
+            task = scheduler.spawn(name, pe, body)
+            task.grid_idx, task.grid_dim, task.threads, task.track = position, grid, threads, track
+            launch.tasks.append(task)
+
+        for _ in range(total if self.resident is None else min(total, self.resident)):
+            start()
+        span = nullcontext() if self.trace is None else self.trace.slice(pe, HOST_TRACK, kernel)
+        with span:
+            scheduler.wait(lambda: launch.done == total, launch.describe, [launch])
+        if machine.network is not None:
+            for task in launch.tasks:
+                machine.network.flush_stores(task)
+
+    def _barrier(self, name: str) -> None:
+        arrivals = self._arrivals.setdefault(name, [0] * self.n_pes)
+        pe = self._machine.program.pe
+        arrivals[pe] += 1
+        generation = arrivals[pe]
+        self.scheduler.notify(("barrier", name))
+
+        def missing() -> Iterator[str]:
+            return (f"pe{other}" for other, count in enumerate(arrivals) if count < generation)
+
+        self.scheduler.wait(
+            lambda: min(arrivals) >= generation,
+            lambda: f"waits in {name} number {generation} for {', '.join(missing())}",
+            [("barrier", name)],
+        )
+
+
+class _Launch:
+    """One grid on its way."""
+
+    def __init__(self, kernel: str, total: int) -> None:
+        self.kernel, self.total = kernel, total
+        self.started = self.done = 0
+        self.tasks: list[Task] = []
+
+    def describe(self) -> str:
+        waiting = self.total - self.started
+        rest = f", {waiting} not started for lack of room (resident)" if waiting else ""
+        return f"waits for its launch of {self.kernel}: {self.done} of {self.total} programs done{rest}"
+
+
+def _nodes(n_pes: int, ranks_per_node: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The node of each PE."""
+    if ranks_per_node is None:
+        return (0,) * n_pes
+    if isinstance(ranks_per_node, int):
+        if ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
+        return tuple(pe // ranks_per_node for pe in range(n_pes))
+    if sum(ranks_per_node) != n_pes or min(ranks_per_node) < 1:
+        raise ValueError(f"ranks_per_node must be positive and add up to {n_pes}, got {list(ranks_per_node)}")
+    return tuple(node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks))
