@@ -28,8 +28,8 @@ so a launch with fewer resident blocks than programs still makes progress: no pr
 it, on any rank.
 
 In place (``IN_PLACE``): the caller's symmetric buffer takes the role of staging, on both sides, and nothing is copied.
-``ready[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; program 0 tells the
-others before it does anything else. The caller may overwrite its own segment as soon as the call is over, so the nbi
+``ready[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; one more program, the
+first of the grid, tells the others. The caller may overwrite its own segment as soon as the call is over, so the nbi
 puts are completed (quiet) before the launch ends. One program waits for all signals. Signals alternate between the
 slots here too: a signal word must not be set again before the rank that polls it is done with the epoch.
 """
@@ -57,15 +57,22 @@ _INTEGERS = [
 
 
 @jit
-def _announce(ready, routes, epoch, rank, n_local, n_remote, IN_PLACE: tl.constexpr):
-    """In place, by program 0: tell every rank that writes to us that this rank has entered the call."""
-    if IN_PLACE:
-        if tl.program_id(0) == 0:
-            for i in range(n_local):
-                tdl.signal_block(ready + rank, epoch, tdl.SIGNAL_SET, tl.load(routes + n_local + i))
-            remote = routes + 2 * n_local
-            for i in range(n_remote):
-                tdl.signal_block(ready + rank, epoch, tdl.SIGNAL_SET, tl.load(remote + n_remote + i))
+def _announce(ready, routes, epoch, rank, n_local, n_remote):
+    """In place: tell every rank that writes to us that this rank has entered the call."""
+    for i in range(n_local):
+        tdl.signal_block(ready + rank, epoch, tdl.SIGNAL_SET, tl.load(routes + n_local + i))
+    pes = routes + 2 * n_local + n_remote
+    for i in range(n_remote):
+        tdl.signal_block(ready + rank, epoch, tdl.SIGNAL_SET, tl.load(pes + i))
+
+
+@jit
+def _landing(staging, epoch, capacity, WORLD: tl.constexpr, IN_PLACE: tl.constexpr):
+    """Address of rank 0's segment where this epoch's data lands."""
+    landing = tl.cast(staging, tl.int64)
+    if not IN_PLACE:
+        landing += (epoch % 2) * WORLD * capacity
+    return landing
 
 
 @jit
@@ -92,7 +99,7 @@ def _push_remote(routes, n_remote, staged, source, size, signal, epoch, ready, m
     if not IN_PLACE:
         tdl.copy_block(staged, source, size)
         tdl.syncthreads()
-    for i in range(n_remote):
+    for i in tl.range(0, n_remote, disable_licm=True):
         peer = tl.load(routes + i)
         pe = tl.load(routes + n_remote + i)
         if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:
@@ -134,7 +141,7 @@ def all_gather_1d(
     """``[nbytes] -> [WORLD * nbytes]``: every rank puts its segment to every other.
 
     Programs: ``channels`` times (n_local pushes, one remote sender if n_remote > 0, WORLD receivers), or in place
-    one receiver at the end.
+    an announcer first and one receiver last.
 
     Args (addresses are integers, so that one compilation serves all dtypes and alignments):
         source: this rank's segment, ``nbytes`` bytes. In place: that segment of the buffer.
@@ -148,30 +155,32 @@ def all_gather_1d(
         capacity: bytes from one rank's segment to the next in a slot. In place: ``nbytes``.
         BLOCK: a power of two of at least WORLD.
     """
-    program = tl.program_id(0)
-    channel = program % channels
-    task = program // channels
     epoch = begin_epoch(control)
-    size = chunk_bytes(nbytes, chunk, channel)
-    offset = tl.cast(channel, tl.int64) * chunk
-    row = signals + (epoch % 2) * SLOT_SIGNALS
-    landing = tl.cast(staging, tl.int64)
-    if not IN_PLACE:
-        landing += (epoch % 2) * WORLD * capacity
-    _announce(ready, routes, epoch, rank, n_local, n_remote, IN_PLACE)
-    mine = landing + tl.cast(rank, tl.int64) * capacity + offset
-    signal = row + channel * WORLD + rank
-    n_senders = (n_remote > 0).to(tl.int32)
-    if task < n_local:
-        _push_local(
-            routes, task, n_local, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
-        )
+    program = tl.program_id(0)
+    if IN_PLACE:
+        program -= 1
+    if program < 0:
+        _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
+        channel = program % channels
+        task = program // channels
+        n_senders = (n_remote > 0).to(tl.int32)
+        size = chunk_bytes(nbytes, chunk, channel)
+        offset = tl.cast(channel, tl.int64) * chunk
+        row = signals + (epoch % 2) * SLOT_SIGNALS
+        landing = _landing(staging, epoch, capacity, WORLD, IN_PLACE)
         if task < n_local + n_senders:
-            elsewhere = routes + 2 * n_local
-            _push_remote(
-                elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
-            )
+            mine = landing + tl.cast(rank, tl.int64) * capacity + offset
+            signal = row + channel * WORLD + rank
+            if task < n_local:
+                _push_local(
+                    routes, task, n_local, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
+                )
+            else:
+                elsewhere = routes + 2 * n_local
+                _push_remote(
+                    elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
+                )
         else:
             _receive(
                 task - n_local - n_senders, channel, source, out, landing, capacity, nbytes, chunk,
@@ -188,46 +197,48 @@ def all_gather_2d(
     """``[nbytes] -> [WORLD * nbytes]``: between nodes along rails, then forwarded inside each node.
 
     Programs: ``channels`` times (one rail sender, n_local pushes, n_remote * n_local forwarders, WORLD receivers), or
-    in place one receiver at the end. Arguments are those of :func:`all_gather_1d`, except that ``routes`` names as
+    in place an announcer first and one receiver last. Arguments are those of :func:`all_gather_1d`, except that ``routes`` names as
     remote ranks only this rank's rail: one per other node. Every node has ``n_local + 1`` ranks.
     """
-    program = tl.program_id(0)
-    channel = program % channels
-    task = program // channels
     epoch = begin_epoch(control)
-    size = chunk_bytes(nbytes, chunk, channel)
-    offset = tl.cast(channel, tl.int64) * chunk
-    row = signals + (epoch % 2) * SLOT_SIGNALS
-    landing = tl.cast(staging, tl.int64)
-    if not IN_PLACE:
-        landing += (epoch % 2) * WORLD * capacity
-    _announce(ready, routes, epoch, rank, n_local, n_remote, IN_PLACE)
-    elsewhere = routes + 2 * n_local
-    n_forwards = n_remote * n_local
-    if task <= n_local:
-        mine = landing + tl.cast(rank, tl.int64) * capacity + offset
-        signal = row + channel * WORLD + rank
-        if task == 0:
-            _push_remote(
-                elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
-            )
-        else:
-            _push_local(
-                routes, task - 1, n_local, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
-            )
+    program = tl.program_id(0)
+    if IN_PLACE:
+        program -= 1
+    if program < 0:
+        _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
-        if task <= n_local + n_forwards:
-            forward = task - n_local - 1
-            origin = tl.load(elsewhere + forward // n_local)
-            theirs = landing + tl.cast(origin, tl.int64) * capacity + offset
-            index = channel * WORLD + origin
-            if tdl.wait_signal(row + index, tdl.CMP_GE, epoch, monitor, origin, index) != 0:
+        channel = program % channels
+        task = program // channels
+        n_forwards = n_remote * n_local
+        size = chunk_bytes(nbytes, chunk, channel)
+        offset = tl.cast(channel, tl.int64) * chunk
+        row = signals + (epoch % 2) * SLOT_SIGNALS + channel * WORLD
+        landing = _landing(staging, epoch, capacity, WORLD, IN_PLACE)
+        elsewhere = routes + 2 * n_local
+        if task == 0:
+            mine = landing + tl.cast(rank, tl.int64) * capacity + offset
+            _push_remote(
+                elsewhere, n_remote, mine, source + offset, size, row + rank, epoch, ready, monitor, IN_PLACE
+            )
+        elif task <= n_local + n_forwards:
+            # What this rank gives to its node: its own segment, and those of its rail, as they arrive.
+            origin = rank
+            given = source + offset
+            if task > n_local:
+                origin = tl.load(elsewhere + (task - 1) // n_local - 1)
+                given = landing + tl.cast(origin, tl.int64) * capacity + offset
+            arrived = tl.cast(1, tl.int32)
+            if task > n_local:
+                index = channel * WORLD + origin
+                arrived = tdl.wait_signal(row + origin, tdl.CMP_GE, epoch, monitor, origin, index)
+            if arrived != 0:
+                target = landing + tl.cast(origin, tl.int64) * capacity + offset
                 _push_local(
-                    routes, forward % n_local, n_local, theirs, theirs, size, row + index, epoch, ready, monitor,
-                    IN_PLACE
+                    routes, (task - 1) % n_local, n_local, target, given, size, row + origin, epoch, ready,
+                    monitor, IN_PLACE
                 )  # fmt: skip
         else:
             _receive(
-                task - n_local - 1 - n_forwards, channel, source, out, landing, capacity, nbytes, chunk,
-                row, epoch, rank, channels, monitor, WORLD, BLOCK, IN_PLACE
+                task - 1 - n_local - n_forwards, channel, source, out, landing, capacity, nbytes, chunk,
+                row - channel * WORLD, epoch, rank, channels, monitor, WORLD, BLOCK, IN_PLACE
             )  # fmt: skip

@@ -64,7 +64,7 @@ class _Launch:
         else:
             kernel = kernels.all_gather_2d
             senders = 1 + n_local + n_remote * n_local
-        programs = plan.channels * senders + (1 if in_place else plan.channels * world)
+        programs = plan.channels * senders + (2 if in_place else plan.channels * world)
         self._kernel = kernel[(programs,)]
         self._context_arguments = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
         capacity = nbytes if in_place else ctx.capacity

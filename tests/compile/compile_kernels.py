@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile tdcoll's kernels for GPUs that need not be here, and print what came out as JSON.
+
+Run as a program of its own, without TRITON_INTERPRET: which language a process speaks is decided at import.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from tdcoll.collectives.all_gather import kernels
+from tdcoll.language.jit import bitcode_path, needs_nvshmem
+
+POINTERS = {"signals": "*i64", "ready": "*i64", "control": "*i64", "monitor": "*i64", "routes": "*i32"}
+ADDRESSES = ("source", "out", "staging")
+
+
+def resources(ptx: str, arch: int) -> dict[str, int]:
+    """Registers and spilled bytes of the kernel, from ptxas -v."""
+    tool = get_ptxas(arch)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        suffix = "a" if arch >= 90 else ""
+        command = [tool.path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
+    entry = report.split("Compiling entry function", 1)[1]
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+    registers = re.search(r"Used (\d+) registers", entry)
+    assert spills and registers, report
+    return {"registers": int(registers[1]), "spilled_bytes": int(spills[1]) + int(spills[2])}
+
+
+def compile_one(kernel, arch: int, world: int, in_place: bool) -> dict[str, object]:
+    constants = {"WORLD": world, "BLOCK": triton.next_power_of_2(world), "SLOT_SIGNALS": 16 * world}
+    constants["IN_PLACE"] = in_place
+    signature = {
+        name: POINTERS.get(name) or ("constexpr" if name in constants else "i64" if name in ADDRESSES else "i32")
+        for name in kernel.arg_names
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants),
+        target=GPUTarget("cuda", arch, 32),
+        options={"extern_libs": {"libnvshmem_device": bitcode_path()}, "num_warps": 8},
+    )
+    ptx = compiled.asm["ptx"]
+    # A definition that the linker inlined leaves no call: its callee does.
+    called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
+    return {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "world": world,
+        "in_place": in_place,
+        "nvshmem": called,
+        "globaltimer": ptx.count("%globaltimer"),
+        "acquire_sys": ptx.count("ld.acquire.sys"),
+        "cubin_bytes": len(compiled.asm["cubin"]),
+        **resources(ptx, arch),
+    }
+
+
+def main() -> None:
+    results = []
+    for kernel in (kernels.all_gather_1d, kernels.all_gather_2d):
+        assert needs_nvshmem(kernel), kernel
+        for arch in (90, 100):
+            results += [compile_one(kernel, arch, 8, in_place) for in_place in (False, True)]
+    json.dump({"triton": triton.__version__, "kernels": results}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
