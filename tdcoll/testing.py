@@ -1,11 +1,183 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test your own kernels on a machine with no GPU: see ``docs/simulator.md``."""
+"""Test kernels on a machine with no GPU: all PEs in one process, with schedules that are hard to get on GPUs.
+
+A test is a function that takes a :class:`World`, runs a host function on each of its PEs and checks what came
+out. :func:`explore` runs it with many seeds; each seed is another schedule, another order of deliveries,
+other stragglers. A failure names its seed, and :func:`replay` runs exactly that again, with a timeline if
+wanted::
+
+    def case(world):
+        def host(pe):
+            ...  # tdcoll.empty(), launches, asserts
+        world.run(host)
+
+    explore(case, n_pes=4, seeds=200)
+    replay(case, 17, n_pes=4, trace="seed17.json")
+
+Needs ``TRITON_INTERPRET=1`` before triton is first imported. ``docs/simulator.md`` says what is modelled.
+"""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tdcoll import runtime
+from tdcoll.errors import TdcollError
 from tdcoll.runtime.simulator.machine import Counts
+from tdcoll.runtime.simulator.process import ProcessHeap
 from tdcoll.runtime.simulator.scheduler import Blocked, Deadlock
-from tdcoll.runtime.simulator.trace import Trace, merge_traces
+from tdcoll.runtime.simulator.trace import Trace
 from tdcoll.runtime.simulator.world import World
 
-__all__ = ["Blocked", "Counts", "Deadlock", "Trace", "World", "merge_traces"]
+__all__ = [
+    "Blocked",
+    "Counts",
+    "Deadlock",
+    "ExplorationFailed",
+    "Failure",
+    "Trace",
+    "World",
+    "explore",
+    "first_failure",
+    "record",
+    "replay",
+]
+
+Case = Callable[[World], object]
+"""A test: runs something in the world it is given, and raises if the outcome is wrong."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A seed for which a case failed.
+
+    Attributes:
+        seed: the seed.
+        error: what the case raised.
+        report: the error with the tasks that raised it, and what the schedule was like.
+        options: keyword arguments that :func:`replay` wants besides the seed.
+    """
+
+    seed: int
+    error: Exception
+    report: str
+    options: dict[str, Any] = field(repr=False)
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return (
+            f"{self.report}\nTo see it again: tdcoll.testing.replay(case, {self.seed}{options}), "
+            f'with trace="seed{self.seed}.json" for a timeline.'
+        )
+
+
+class ExplorationFailed(AssertionError):
+    """:func:`explore` found a seed for which the case fails.
+
+    Attributes:
+        failure: which, and why.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(str(failure))
+
+
+def _seeds(seeds: int | Iterable[int]) -> Iterable[int]:
+    return range(seeds) if isinstance(seeds, int) else seeds
+
+
+def first_failure(
+    case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any
+) -> Failure | None:
+    """The first of ``seeds`` for which ``case`` raises, or None. For tests that a broken kernel *is* caught.
+
+    Args:
+        case: runs something in the world it is given.
+        n_pes: number of PEs.
+        seeds: how many, from 0, or which.
+        weak: messages arrive late and out of order.
+        world: further arguments of :class:`World`.
+    """
+    for seed in _seeds(seeds):
+        made = World(n_pes, seed=seed, weak=weak, **world)
+        try:
+            case(made)
+        except Exception as error:
+            notes = "; ".join(getattr(error, "__notes__", ()))
+            report = f"{made.describe()}: {type(error).__name__}: {error}" + (f" [{notes}]" if notes else "")
+            options = {"n_pes": n_pes, **({} if weak else {"weak": weak}), **world}
+            return Failure(seed, error, report, options)
+    return None
+
+
+def explore(
+    case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any
+) -> None:
+    """Run ``case`` for each of ``seeds``. Arguments as for :func:`first_failure`.
+
+    Raises:
+        ExplorationFailed: the case failed; says for which seed, why, and how to see it again.
+    """
+    failure = first_failure(case, n_pes=n_pes, seeds=seeds, weak=weak, **world)
+    if failure is not None:
+        raise ExplorationFailed(failure) from failure.error
+
+
+def replay(
+    case: Case,
+    seed: int,
+    *,
+    n_pes: int,
+    weak: bool = True,
+    trace: str | Path | None = None,
+    **world: Any,
+) -> World:
+    """Run ``case`` once more with the schedule of ``seed``; whatever it raises comes through.
+
+    Args:
+        case: as given to :func:`explore`; so are ``n_pes``, ``weak`` and ``world``.
+        seed: from the failure's report.
+        trace: write a timeline there (Chrome trace JSON, for Perfetto), also when the case fails.
+
+    Returns:
+        The world in which it ran, with its counts, steps and memory.
+    """
+    made = World(n_pes, seed=seed, weak=weak, trace=trace is not None, **world)
+    try:
+        case(made)
+    finally:
+        if trace is not None and made.trace is not None:
+            made.trace.save(trace)
+    return made
+
+
+@contextmanager
+def record(path: str | Path) -> Iterator[None]:
+    """Record a timeline of all ranks of a simulated job (one process each), and write it on rank 0.
+    Collective.
+
+    Time is wall time in microseconds. In a :class:`World`, use ``World(trace=True)`` instead.
+
+    Raises:
+        TdcollError: the job runs on GPUs, or in a World.
+    """
+    job = runtime.current()
+    heap = job.heap
+    if not isinstance(heap, ProcessHeap):
+        raise TdcollError("record() is for simulated jobs of one process per rank; a World has trace=True")
+    heap.trace = trace = Trace(lambda: time.monotonic_ns() / 1e3)
+    try:
+        yield
+    finally:
+        heap.trace = None
+    parts: Sequence[str] = job.control.all_gather(range(job.world_size), "record", trace.to_json())
+    if job.rank == 0:
+        events = [event for part in parts for event in json.loads(part)["traceEvents"]]
+        Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device language under Triton's interpreter: each function works on the simulated machine.
 
-Arguments are what the interpreter hands over: tensors of one element, constexprs, ints. Every function takes the
-``_semantic`` that Triton passes to its own, and has no use for it. Meanings are in
+Arguments are what the interpreter hands over: tensors of one element, constexprs, ints. Every function takes
+the ``_semantic`` that Triton passes to its own, and has no use for it. Meanings are in
 :data:`tdcoll.language.spec.FUNCTIONS`.
 
 Functions that every *thread* calls for itself act once per thread on a GPU. Here a program is one thread of
-control, so outside of ``if tid(0) == ...`` a put acts once; only ``SIGNAL_ADD``, where the difference shows, adds
-once for each thread (or warp) that would have called.
+control, so outside of ``if tid(0) == ...`` a put acts once; only ``SIGNAL_ADD``, where the difference shows,
+adds once for each thread (or warp) that would have called.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def ld(ptr: Any, scope: Any = "gpu", semantic: Any = "relaxed", _semantic: Any =
     _choice("semantic", semantic, ("relaxed", "acquire"))
     _integer_pointee("ld", ptr)
     addresses = np.ascontiguousarray(ptr.handle.data).reshape(-1)
-    running.before_load(addresses, np.ones(addresses.size, dtype=bool), polls=True)
+    running.pointers.before_load(addresses, np.ones(addresses.size, dtype=bool), polls=True)
     return tl.load(ptr, _semantic=triton_interpreter.interpreter_semantic)
 
 
@@ -353,4 +353,4 @@ def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
 
 @_device
 def copy_block(running, dst, src, nbytes):
-    running.copy(dst, src, nbytes)
+    running.pointers.copy(dst, src, nbytes)

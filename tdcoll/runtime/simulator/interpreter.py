@@ -4,8 +4,8 @@
 While a machine is installed:
 
 - launches go to the machine (a subclass of ``GridExecutor``), which runs the programs as tasks;
-- the position in the grid is read from the running task, and loads, stores and atomics are shown to the machine
-  (a subclass of the interpreter's builder), so that switching tasks has nothing to save or restore;
+- the position in the grid is read from the running task, and loads, stores and atomics are shown to the
+  machine (a subclass of the interpreter's builder), so that switching tasks has nothing to save or restore;
 - Triton's language is patched once, not at every launch and at every call of a nested function;
 - kernels written for threads have their ``if <test on tid>`` turned into loops (:mod:`.lanes`).
 
@@ -91,36 +91,36 @@ class _MachineBuilder(_Builder):  # type: ignore[misc, valid-type]
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
         volatile = named.get("is_volatile", options[-1] if options else False)
-        machine().before_load(_flat(ptrs), _flat_mask(mask, ptrs.data.shape), polls=volatile is True)
+        machine().pointers.before_load(_flat(ptrs), _flat_mask(mask, ptrs.data.shape), polls=volatile is True)
         return super().create_masked_load(ptrs, mask, other, *options, **named)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *options: Any, **named: Any) -> Any:
         shape = ptrs.data.shape
         addresses, wanted = _flat(ptrs), _flat_mask(mask, shape)
         values = np.ascontiguousarray(np.broadcast_to(value.data, shape)).reshape(-1)
-        local = machine().store_weakly(addresses, values, wanted)
+        local = machine().pointers.store_weakly(addresses, values, wanted)
         if local is not wanted:
             mask = triton_interpreter.TensorHandle(local.reshape(shape), tl.int1)
         super().create_masked_store(ptrs, value, mask, *options, **named)
-        machine().stored(addresses, wanted)
+        machine().pointers.stored(addresses, wanted)
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
         shape = ptr.data.shape
         addresses, mask = _flat(ptr), np.ones(ptr.data.size, dtype=bool)
-        machine().before_atomic(addresses, mask, release=sem in _RELEASES, system=scope == _SYSTEM)
+        machine().pointers.before_atomic(addresses, mask, release=sem in _RELEASES, system=scope == _SYSTEM)
         old = super().create_atomic_cas(ptr, cmp, val, sem, scope)
         swapped = np.broadcast_to(old.data == cmp.data, shape) & np.broadcast_to(cmp.data != val.data, shape)
-        machine().after_atomic(addresses, mask, changed=bool(swapped.any()))
+        machine().pointers.after_atomic(addresses, mask, changed=bool(swapped.any()))
         return old
 
     def create_atomic_rmw(self, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         addresses, wanted = _flat(ptr), _flat_mask(mask, ptr.data.shape)
-        machine().before_atomic(addresses, wanted, release=sem in _RELEASES, system=scope == _SYSTEM)
+        machine().pointers.before_atomic(addresses, wanted, release=sem in _RELEASES, system=scope == _SYSTEM)
         old = super().create_atomic_rmw(rmw, ptr, val, mask, sem, scope)
         new = triton_interpreter._interpreter.load(
             ptr.data, mask.data, np.zeros_like(old.data), old.data.dtype
         )
-        machine().after_atomic(addresses, wanted, changed=not np.array_equal(new, old.data))
+        machine().pointers.after_atomic(addresses, wanted, changed=not np.array_equal(new, old.data))
         return old
 
     def create_atomic_store(
@@ -132,7 +132,7 @@ class _MachineBuilder(_Builder):  # type: ignore[misc, valid-type]
 
 
 class _Signature:
-    """What a launch needs to know of a rewritten kernel; kept, because finding it out costs more than a launch."""
+    """What a launch needs to know of a rewritten kernel; kept, because finding it out costs time."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         from triton.runtime.jit import _normalize_ty
@@ -181,7 +181,7 @@ def _to_device(name: str, value: Any) -> Any:
 _signatures: dict[Callable[..., Any], _Signature] = {}
 
 
-class _MachineLauncher(triton_interpreter.GridExecutor):  # type: ignore[misc]
+class _MachineLauncher(triton_interpreter.GridExecutor):
     """What ``kernel[grid]`` makes: hands the launch to the machine."""
 
     def __init__(self, fn: Any, arg_names: Any, grid: Any, pre_run_hooks: Any = ()) -> None:
@@ -211,7 +211,8 @@ class _MachineLauncher(triton_interpreter.GridExecutor):  # type: ignore[misc]
                 raise cause from cause.__cause__
 
         threads = _THREADS_PER_WARP * int(kwargs.get("num_warps") or 4)
-        machine().launch(signature.name, program, (*grid, *(1,) * (3 - len(grid))), threads)
+        x, y, z = (*grid, 1, 1)[:3]
+        machine().launch(signature.name, program, (x, y, z), threads)
 
 
 class Installed:
@@ -260,7 +261,7 @@ class Installed:
 
 
 class _Nothing:
-    """Stands for an attribute that was not there, and for a patch of the language that there is nothing to undo of."""
+    """Stands for an attribute that was not there, and for a patch that there is nothing to undo of."""
 
     def restore(self) -> None:
         pass

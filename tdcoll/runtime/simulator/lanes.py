@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels written for threads: ``if <test on tid>`` becomes a loop over the threads for which it holds.
 
-A program is one thread of control here, so a test on the thread index cannot branch. Instead its body runs once
-for each thread that the test selects, one after another, and ``tid(0)`` inside is that thread's index:
+A program is one thread of control here, so a test on the thread index cannot branch. Instead its body runs
+once for each thread that the test selects, one after another, and ``tid(0)`` inside is that thread's index:
 
 - ``if tid(0) < n: ... else: ...``, also with ``and``, ``or``, ``not``, also nested;
 - ``t = tid(0)`` (or any expression of it) and later ``if t < n``: the name stands for the expression;
@@ -38,7 +38,8 @@ def thread_index(task: Any, axis: int) -> Any:
         return _int32(np.arange(task.threads, dtype=np.int32))
     if task.lane is None:
         raise NotImplementedError(
-            "tid() is different in each thread, and the simulator runs a program as one: use it in the test of an "
+            "tid() is different in each thread, and the simulator runs a program as one: use it in the test "
+            "of an "
             "`if`, in the range of a `for`, or inside of them"
         )
     return _int32(np.array([task.lane], np.int32))
@@ -107,7 +108,7 @@ def _lambda(body: ast.expr) -> ast.Lambda:
     return ast.Lambda(ast.arguments([], [], None, [], [], None, []), body)
 
 
-class LaneTransformer(triton_interpreter.ASTTransformer):  # type: ignore[misc]
+class LaneTransformer(triton_interpreter.ASTTransformer):
     """Triton's own rewriting, and the loops over threads in functions that call ``tid``."""
 
     def __init__(self) -> None:
@@ -136,7 +137,8 @@ class LaneTransformer(triton_interpreter.ASTTransformer):  # type: ignore[misc]
         for name in self._thread_names:
             if stored.count(name) > 1:
                 raise NotImplementedError(
-                    f"{node.name}: {name} depends on tid() and is assigned {stored.count(name)} times; the simulator "
+                    f"{node.name}: {name} depends on tid() and is assigned {stored.count(name)} times; the "
+                    "simulator "
                     "supports one assignment"
                 )
         return self.generic_visit(node)

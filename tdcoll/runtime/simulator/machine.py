@@ -3,8 +3,8 @@
 
 :mod:`tdcoll.language.simulator` turns a kernel's arguments into numbers and calls this;
 :mod:`tdcoll.runtime.simulator.interpreter` calls it for Triton's own loads, stores and atomics. The same code
-serves the in-process :class:`~tdcoll.runtime.simulator.world.World` and one process per rank; they differ in the
-scheduler, and in that only a World may have a weak network. Without one everything arrives at once.
+serves the in-process :class:`~tdcoll.runtime.simulator.world.World` and one process per rank; they differ in
+the scheduler, and in that only a World may have a weak network. Without one everything arrives at once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from tdcoll.errors import TdcollError
 from tdcoll.language import constants as c
-from tdcoll.runtime.simulator.memory import Memory, read_word, write_word
+from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory, read_word, write_word
 from tdcoll.runtime.simulator.network import Network
-from tdcoll.runtime.simulator.scheduler import Task
+from tdcoll.runtime.simulator.pointers import PointerAccess
+from tdcoll.runtime.simulator.tasks import Task
 from tdcoll.runtime.simulator.trace import Trace
 
 __all__ = ["COMPARE", "Counts", "Machine", "TaskScheduler"]
@@ -36,11 +35,10 @@ COMPARE: tuple[tuple[str, Callable[[int, int], bool]], ...] = (
 """Sign and meaning of each ``CMP_*``, by value."""
 
 _SIGNAL_SET, _SIGNAL_ADD = c.SIGNAL_SET.value, c.SIGNAL_ADD.value
-_NULL_PAGE = 4096
 
 
 class TaskScheduler(Protocol):
-    """The part of a scheduler that operations need; see :class:`~tdcoll.runtime.simulator.scheduler.Scheduler`."""
+    """The part of a scheduler that operations need; see :class:`.scheduler.Scheduler`."""
 
     current: Task | None
     progress: int
@@ -87,7 +85,7 @@ class Monitor:
     address: int
 
     def __post_init__(self) -> None:
-        if self.address < _NULL_PAGE:
+        if self.address < NULL_PAGE:
             raise ValueError(f"monitor must point to a monitor's words, got {self.address:#x}")
 
     @property
@@ -147,6 +145,7 @@ class Machine:
         self.memory, self.scheduler, self.network, self.trace = memory, scheduler, network, trace
         self.node_ids = tuple(node_ids)
         self.launch, self._arrive, self._atomic_add = launch, barrier, atomic_add
+        self.pointers = PointerAccess(self)
         self.counts = [Counts() for _ in self.node_ids]
 
     @property
@@ -180,22 +179,26 @@ class Machine:
         """``address``, if these bytes lie in the running PE's symmetric block."""
         pe, memory = self.program.pe, self.memory
         first = address - memory.block(pe)
-        if 0 <= first and first + nbytes <= memory.nbytes and nbytes >= 0:
+        if first >= 0 and first + nbytes <= memory.nbytes and nbytes >= 0:
             return address
         if nbytes < 0:
             raise ValueError(f"bytes must be at least 0, got {nbytes}")
         if memory.owns(address) and memory.pe_of(address) != pe:
             raise ValueError(
-                f"{argument} must be a symmetric address of this PE ({pe}), which stands for the same place on every "
-                f"PE; got {memory.describe(address)}, an address of PE {memory.pe_of(address)} (remote_ptr() gives "
+                f"{argument} must be a symmetric address of this PE ({pe}), which stands for the same place "
+                "on every "
+                f"PE; got {memory.describe(address)}, an address of PE {memory.pe_of(address)} "
+                "(remote_ptr() gives "
                 "those; puts want the local one)"
             )
         if memory.owns(address):
             raise ValueError(
-                f"{argument} must lie in the symmetric heap; {nbytes} bytes from {memory.describe(address)} leave it"
+                f"{argument} must lie in the symmetric heap; {nbytes} bytes from {memory.describe(address)} "
+                "leave it"
             )
         raise ValueError(
-            f"{argument} must lie in the symmetric heap (memory from tdcoll.empty()); got {address:#x}, which is "
+            f"{argument} must lie in the symmetric heap (memory from tdcoll.empty()); got {address:#x}, "
+            "which is "
             "ordinary memory"
         )
 
@@ -211,15 +214,17 @@ class Machine:
         if memory.owns(address):
             if memory.pe_of(address) != me:
                 raise ValueError(
-                    f"{argument} must be memory of this PE ({me}); got {memory.describe(address)}, memory of PE "
+                    f"{argument} must be memory of this PE ({me}); got {memory.describe(address)}, memory "
+                    "of PE "
                     f"{memory.pe_of(address)}"
                 )
         elif self.node_ids[pe] != self.node_ids[me]:
             raise ValueError(
-                f"{argument} must lie in the symmetric heap when PE {pe} is on another node: the network card reads "
+                f"{argument} must lie in the symmetric heap when PE {pe} is on another node: the network "
+                "card reads "
                 f"only registered memory; got {address:#x}, which is ordinary memory"
             )
-        elif address < _NULL_PAGE:
+        elif address < NULL_PAGE:
             raise ValueError(f"{argument} must point to memory, got {address:#x}")
         return address
 
@@ -250,7 +255,7 @@ class Machine:
         update = None if signal is None else self._update(program, pe, *signal)
         network = self.network
         what = "put" if signal is None else "put+signal"
-        done = self._span(program, what, pe, nbytes)
+        done = self.span(program, what, pe, nbytes)
         if network is not None:
             payload: int | bytes = source if nbi else ctypes.string_at(source, nbytes)
             pieces = network.cut(remote, payload, nbytes)
@@ -285,7 +290,7 @@ class Machine:
         counts.gets += 1
         counts.get_bytes += nbytes
         network, scheduler = self.network, self.scheduler
-        done = self._span(program, "get", pe, nbytes)
+        done = self.span(program, "get", pe, nbytes)
         if network is None:
             scheduler.turn()
             if nbytes:
@@ -346,7 +351,8 @@ class Machine:
             counts.inter_node_puts += 1
             counts.inter_node_bytes += nbytes
 
-    def _span(self, program: Task, what: str, pe: int, nbytes: int) -> Callable[[], None] | None:
+    def span(self, program: Task, what: str, pe: int, nbytes: int) -> Callable[[], None] | None:
+        """Begin a transfer on the timeline, if there is one; the result ends it."""
         if self.trace is None:
             return None
         return self.trace.transfer(program.pe, program.track, f"{what} to pe{pe}", {"bytes": nbytes})
@@ -444,133 +450,3 @@ class Machine:
         program = self.program
         with self.trace.slice(program.pe, program.track, name):
             return wait()
-
-    # ------------------------------------------------------------------ loads, stores, atomics
-
-    def before_load(self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], polls: bool) -> None:
-        """Called before the running program loads; a schedule point if others could have written there.
-
-        Args:
-            addresses: of the elements, flat.
-            mask: which of them count.
-            polls: whether the load asks for memory that others write (volatile, atomic, ``ld``).
-        """
-        program = self.program
-        inside = self._symmetric(addresses, mask, "load from")
-        if inside is None:
-            program.quiet_loads += 1
-            if not polls and program.quiet_loads < 64:  # ordinary memory; yet a spin loop must not hang us
-                return
-            first = int(addresses[0]) if addresses.size else 0
-        else:
-            first = int(addresses[int(inside.argmax())])
-        program.quiet_loads = 0
-        self.scheduler.poll(
-            first, lambda: f"spins on {self.memory.describe(first)}, is {read_word(first & ~7)}"
-        )
-        if inside is not None and self.network is not None:
-            for pe in np.unique(
-                (addresses[inside] - np.uint64(self.memory.base)) // np.uint64(self.memory.nbytes)
-            ):
-                if pe != program.pe:  # a program sees its own stores
-                    self.network.flush_stores(program, int(pe))
-
-    def stored(self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
-        """Called after the running program stored to memory: wakes who waits there. A schedule point."""
-        scheduler = self.scheduler
-        inside = self._symmetric(addresses, mask, "store to")
-        if inside is None:
-            scheduler.progress += 1
-            return
-        touched = addresses[inside]
-        first, last = int(touched.min()), int(touched.max())
-        scheduler.notify_words(first, last - first + 8)
-        scheduler.turn()
-
-    def store_weakly(
-        self, addresses: np.ndarray[Any, Any], values: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]
-    ) -> np.ndarray[Any, Any]:
-        """Send the elements that lie on other PEs through the network; the mask of those that do not."""
-        inside = self._symmetric(addresses, mask, "store to")
-        if inside is None or self.network is None:
-            return mask
-        program, memory = self.program, self.memory
-        pes = np.where(inside, (addresses - np.uint64(memory.base)) // np.uint64(memory.nbytes), program.pe)
-        remote = inside & (pes != program.pe)
-        if not remote.any():
-            return mask
-        itemsize = values.itemsize
-        for pe in np.unique(pes[remote]).tolist():
-            chosen = np.flatnonzero(remote & (pes == pe))
-            order = chosen[np.argsort(addresses[chosen], kind="stable")]
-            places = addresses[order]
-            breaks = np.flatnonzero(np.diff(places.astype(np.int64)) != itemsize) + 1
-            for run in np.split(np.arange(order.size), breaks):
-                data = np.ascontiguousarray(values[order[run]]).tobytes()
-                self._store(program, pe, int(places[run[0]]), data, itemsize)
-        return mask & ~remote
-
-    def copy(self, dest: int, source: int, nbytes: int) -> None:
-        """Copy bytes by loads and stores."""
-        program, memory, scheduler = self.program, self.memory, self.scheduler
-        for address, what in ((source, "load from"), (dest, "store to")):
-            if nbytes and address < _NULL_PAGE:
-                raise self._null_pointer(what)
-        if not nbytes:
-            return
-        scheduler.turn()
-        if self.network is not None and memory.owns(source) and memory.pe_of(source) != program.pe:
-            self.network.flush_stores(program, memory.pe_of(source))
-        if self.network is not None and memory.owns(dest) and memory.pe_of(dest) != program.pe:
-            self._store(program, memory.pe_of(dest), dest, ctypes.string_at(source, nbytes), 1)
-        else:
-            ctypes.memmove(dest, source, nbytes)
-            scheduler.notify_words(dest, nbytes)
-        scheduler.turn()
-
-    def _store(self, program: Task, pe: int, dest: int, data: bytes, unit: int) -> None:
-        assert self.network is not None
-        counts = self.counts[program.pe]
-        counts.stores += 1
-        counts.store_bytes += len(data)
-        pieces = self.network.cut(dest, data, len(data), unit)
-        done = self._span(program, "store", pe, len(data))
-        self.network.issue(
-            program, pe, "store", pieces, source_pe=program.pe, done=done, is_flag=len(data) <= 8
-        )
-
-    def before_atomic(
-        self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], *, release: bool, system: bool
-    ) -> None:
-        """Called before an atomic read-modify-write, which is a schedule point and takes effect at once."""
-        if release and system:
-            self.release()
-        self.before_load(addresses, mask, polls=True)
-
-    def after_atomic(
-        self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], changed: bool
-    ) -> None:
-        """Called after an atomic; ``changed`` says whether memory did."""
-        if changed:
-            for address in addresses[mask].tolist():
-                self.scheduler.notify(address & ~7)
-
-    def _symmetric(
-        self, addresses: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], what: str
-    ) -> np.ndarray[Any, Any] | None:
-        """Which elements lie in the symmetric heap, or None if none does."""
-        if (
-            addresses.size
-            and int(addresses.min()) < _NULL_PAGE
-            and bool((mask & (addresses < _NULL_PAGE)).any())
-        ):
-            raise self._null_pointer(what)
-        memory = self.memory
-        inside = mask & ((addresses - np.uint64(memory.base)) < np.uint64(memory.total))
-        return inside if inside.any() else None
-
-    def _null_pointer(self, what: str) -> ValueError:
-        return ValueError(
-            f"{self.program.name} would {what} a null pointer: remote_ptr() gives one for PEs on other nodes, which "
-            "only puts and gets reach"
-        )

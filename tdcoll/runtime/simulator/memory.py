@@ -10,7 +10,10 @@ import torch
 
 from tdcoll.runtime.heap import ALIGNMENT
 
-__all__ = ["Memory", "MemoryView", "aligned", "read_word", "write_word"]
+__all__ = ["NULL_PAGE", "Memory", "MemoryView", "aligned", "read_word", "write_word"]
+
+NULL_PAGE = 4096
+"""No memory lies below this address: a pointer there is null, or null plus an offset."""
 
 
 def aligned(nbytes: int) -> int:

@@ -4,8 +4,8 @@
 Every program has one *channel* to each PE. What it sends (puts, signals, stores through a peer pointer) waits
 there as operations:
 
-- an operation's bytes are cut into one to three pieces, which arrive in any order and interleaved with those of
-  other operations; its signal, if it has one, arrives after its own pieces and says nothing of others;
+- an operation's bytes are cut into one to three pieces, which arrive in any order and interleaved with those
+  of other operations; its signal, if it has one, arrives after its own pieces and says nothing of others;
 - a fence opens a new *epoch* in each of the program's channels; only operations of a channel's oldest epoch
   arrive;
 - ``quiet`` waits until nothing of the program is in flight;
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from tdcoll.runtime.simulator.policy import Policy
@@ -128,7 +129,7 @@ class Network:
         """Pieces of a copy, cut at multiples of ``unit`` bytes."""
         cuts = [0, *(unit * at for at in self._policy.cuts(nbytes // unit)), nbytes]
         pieces: list[Piece] = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             if end > begin:
                 part = source[begin:end] if isinstance(source, bytes) else source + begin
                 pieces.append((dest + begin, part, end - begin))

@@ -2,9 +2,9 @@
 """Policies: every choice that a simulated machine leaves open, in one object.
 
 Which ready task runs next, when a message arrives and in what pieces, which of them are late. Without a seed
-the choices are fair and dull: tasks take turns and messages arrive last, in the order in which they were sent.
-With a seed they are random, and two habits of real machines are mixed in, because uniform choice alone seldom
-drives one part far enough behind the others:
+the choices are fair and dull: tasks take turns and messages arrive last, in the order in which they were
+sent. With a seed they are random, and two habits of real machines are mixed in, because uniform choice alone
+seldom drives one part far enough behind the others:
 
 - *late data*: bytes that no signal accompanies arrive after everything else. Whoever signals without ordering
   the data first is caught in nearly every run.

@@ -6,40 +6,25 @@ gives up control only at *schedule points* (:meth:`Scheduler.turn`, :meth:`Sched
 :meth:`Scheduler.poll`), so everything between two points is atomic and a run is a function of its seed.
 
 One *step* is one resumed task or one delivered message. Steps take no time: the virtual clock stands still
-while anything can happen at all, and jumps to the earliest deadline when nothing can. A wait therefore expires
-only when it could never have ended otherwise.
+while anything can happen at all, and jumps to the earliest deadline when nothing can. A wait therefore
+expires only when it could never have ended otherwise.
 
-Tasks are greenlets; where the greenlet package is missing, threads that hand on a baton. Both give the same
-schedule for the same seed, the threads about thirty times slower.
+Tasks are greenlets or threads (:mod:`.tasks`); both give the same schedule for the same seed.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from tdcoll.errors import TdcollError
 from tdcoll.runtime.simulator.policy import Policy
+from tdcoll.runtime.simulator.tasks import Task, TaskKilled, Wait, count_poll, make_switch
 
-try:
-    import greenlet
-except ImportError:  # the threads below do the same, slower
-    greenlet = None
-
-__all__ = ["Blocked", "Deadlock", "Mailbox", "Scheduler", "Task", "TaskKilled", "default_backend"]
+__all__ = ["SUSPECT_POLLS", "Blocked", "Deadlock", "Mailbox", "Scheduler", "with_note"]
 
 SUSPECT_POLLS = 3
 """So many fruitless polls in a row make a task a suspected spinner: messages go first."""
-
-
-def default_backend() -> str:
-    """``"greenlet"`` where the package is installed, else ``"thread"``."""
-    return "thread" if greenlet is None else "greenlet"
-
-
-class TaskKilled(BaseException):
-    """Unwinds a task whose PE was killed or whose run has ended. Not an ``Exception``: nobody handles it."""
 
 
 class Blocked:
@@ -68,142 +53,6 @@ class Deadlock(TdcollError):
     def __init__(self, headline: str, blocked: Sequence[Blocked]) -> None:
         self.blocked = tuple(blocked)
         super().__init__("\n  ".join([headline, *map(str, blocked)]))
-
-
-class Wait:
-    """What a blocked task waits for."""
-
-    __slots__ = ("deadline_ns", "describe", "keys", "ready")
-
-    def __init__(
-        self,
-        ready: Callable[[], bool],
-        describe: Callable[[], str],
-        keys: Sequence[Hashable],
-        deadline_ns: int | None,
-    ) -> None:
-        self.ready, self.describe, self.keys, self.deadline_ns = ready, describe, keys, deadline_ns
-
-
-class Task:
-    """One thread of control. The simulator's other parts keep their per-program state here, too."""
-
-    __slots__ = (
-        "body",
-        "done",
-        "error",
-        "expired",
-        "grid_dim",
-        "grid_idx",
-        "handle",
-        "index",
-        "killed",
-        "lane",
-        "name",
-        "pe",
-        "polled",
-        "polls",
-        "progress_seen",
-        "quiet_loads",
-        "slow",
-        "spins_on",
-        "threads",
-        "track",
-        "wait",
-    )
-
-    def __init__(self, index: int, name: str, pe: int, body: Callable[[], None], slow: bool) -> None:
-        self.index, self.name, self.pe, self.body, self.slow = index, name, pe, body, slow
-        self.done = self.killed = self.expired = False
-        self.error: BaseException | None = None
-        self.wait: Wait | None = None
-        self.handle: Any = None  # the backend's own
-        # a kernel's program
-        self.grid_idx: tuple[int, int, int] | None = None
-        self.grid_dim: tuple[int, int, int] | None = None
-        self.threads = 0  # threads of the block
-        self.lane: int | None = None  # the thread that runs, inside `if <test on tid>`
-        self.track = 0  # timeline row
-        # spinning
-        self.polls = 0
-        self.polled: set[Hashable] = set()
-        self.progress_seen = -1
-        self.spins_on: Callable[[], str] | None = None
-        self.quiet_loads = 0
-
-    @property
-    def is_program(self) -> bool:
-        """True for a program of a kernel, False for a host task."""
-        return self.grid_idx is not None
-
-    def run(self) -> None:
-        """Run the body; the scheduler looks at ``error`` afterwards."""
-        try:
-            self.body()
-        except TaskKilled:
-            pass
-        except BaseException as error:  # raised again by Scheduler.run
-            self.error = error
-        self.done = True
-
-
-class _Greenlets:
-    """Tasks as greenlets of the thread that calls :meth:`Scheduler.run`."""
-
-    def __init__(self) -> None:
-        self._main = greenlet.getcurrent()
-
-    def start(self, task: Task) -> None:
-        task.handle = greenlet.greenlet(task.run, self._main)  # explicit parent: a host task spawns programs
-
-    def resume(self, task: Task) -> None:
-        task.handle.switch()
-
-    def suspend(self, task: Task) -> None:
-        self._main.switch()
-
-    def unwind(self, task: Task) -> None:
-        if not task.done and task.handle:  # a greenlet that has not started is False
-            task.handle.throw(TaskKilled)
-        task.done = True
-
-
-class _Threads:
-    """Tasks as threads; one baton goes back and forth, so still only one of them runs at a time."""
-
-    def __init__(self) -> None:
-        self._back = threading.Semaphore(0)
-
-    def start(self, task: Task) -> None:
-        baton = threading.Semaphore(0)
-
-        def run() -> None:
-            baton.acquire()
-            if not task.killed:
-                task.run()
-            task.done = True
-            self._back.release()
-
-        task.handle = baton
-        threading.Thread(target=run, daemon=True, name=task.name).start()
-
-    def resume(self, task: Task) -> None:
-        task.handle.release()
-        self._back.acquire()
-
-    def suspend(self, task: Task) -> None:
-        self._back.release()
-        task.handle.acquire()
-        if task.killed:
-            raise TaskKilled
-
-    def unwind(self, task: Task) -> None:
-        if not task.done:
-            task.killed = True
-            self.resume(task)
-
-
-_BACKENDS: dict[str, Callable[[], _Greenlets | _Threads]] = {"greenlet": _Greenlets, "thread": _Threads}
 
 
 class Mailbox(Protocol):
@@ -240,11 +89,7 @@ class Scheduler:
         max_steps: int = 10_000_000,
         spin_limit: int = 1000,
     ) -> None:
-        backend = backend or default_backend()
-        if backend not in _BACKENDS or (backend == "greenlet" and greenlet is None):
-            installed = [name for name in _BACKENDS if name != "greenlet" or greenlet is not None]
-            raise ValueError(f"backend must be one of {installed}, got {backend!r}")
-        self.policy, self.backend, self.expire = policy, backend, expire
+        self.policy, self.expire = policy, expire
         self.max_steps, self.spin_limit = max_steps, spin_limit
         self.current: Task | None = None
         self.mailbox: Mailbox | None = None
@@ -261,7 +106,7 @@ class Scheduler:
         self._slow: list[Task] = []
         self._live: dict[Task, None] = {}
         self._waiters: dict[Hashable, list[Task]] = {}
-        self._switch = _BACKENDS[backend]()
+        self._switch = make_switch(backend)
 
     # ------------------------------------------------------------------ called by anyone
 
@@ -353,14 +198,7 @@ class Scheduler:
     def poll(self, key: Hashable, describe: Callable[[], str]) -> None:
         """A schedule point before a load that may be part of a spin loop over words such as ``key``."""
         task = self._running()
-        if task.progress_seen != self.progress:
-            task.progress_seen, task.polls = self.progress, 0
-            task.polled.clear()
-        if key in task.polled:
-            task.polls += 1
-        else:
-            task.polled.add(key)
-            task.polls = 0
+        count_poll(task, key, self.progress)
         task.spins_on = describe
         self._switch.suspend(task)
 
@@ -428,7 +266,7 @@ class Scheduler:
             self.progress += 1
             self._live.pop(task, None)
             if task.error is not None:
-                raise _with_note(task.error, f"raised by {task.name}")
+                raise with_note(task.error, f"raised by {task.name}")
         elif task.wait is None:
             self._enqueue(task)
 
@@ -443,10 +281,14 @@ class Scheduler:
         """Let the wait with the earliest deadline expire; of several, the one that began first."""
         if not self.expire:
             return False
-        waits = [(task.wait.deadline_ns, task) for task in self._live if _has_deadline(task)]
+        waits = [
+            (task.wait.deadline_ns, task.index, task)
+            for task in self._live
+            if task.wait is not None and task.wait.deadline_ns is not None
+        ]
         if not waits:
             return False
-        deadline, task = min(waits, key=lambda item: item[0])
+        deadline, _, task = min(waits, key=lambda item: item[:2])
         self.clock_ns = max(self.clock_ns, deadline)
         task.expired = True
         self._unblock(task)
@@ -510,11 +352,7 @@ class Scheduler:
         return lines
 
 
-def _has_deadline(task: Task) -> bool:
-    return task.wait is not None and task.wait.deadline_ns is not None
-
-
-def _with_note(error: BaseException, note: str) -> BaseException:
+def with_note(error: BaseException, note: str) -> BaseException:
     """``error`` with ``note`` among its notes, which tracebacks show from Python 3.11 on."""
     notes = getattr(error, "__notes__", None)
     if notes is None:

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The timeline of a run as Chrome trace JSON, to be looked at in Perfetto (https://ui.perfetto.dev).
 
-One process per PE. Row 0 is the host with its launches, row ``k + 1`` is program ``k`` of each launch with its
-waits. Transfers are spans of their own, from the call to the arrival of the last byte; signals are marks on the
-PE that they arrive at. One unit of time is a scheduler step in a World, and a microsecond of wall time where each
-rank is a process.
+One process per PE. Row 0 is the host with its launches, row ``k + 1`` is program ``k`` of each launch with
+its waits. Transfers are spans of their own, from the call to the arrival of the last byte; signals are marks
+on the PE that they arrive at. One unit of time is a scheduler step in a World, and a microsecond of wall time
+where each rank is a process.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Trace", "merge_traces"]
+__all__ = ["Trace"]
 
 HOST_TRACK = 0
 SIGNAL_TRACK = 1_000_000
@@ -99,11 +99,3 @@ class Trace:
         self._events.append(
             {"ph": "M", "name": "thread_sort_index", "pid": pe, "tid": track, "args": {"sort_index": track}}
         )
-
-
-def merge_traces(parts: Sequence[str | Path], merged: str | Path) -> None:
-    """Put traces of several processes into one file."""
-    events: list[Any] = []
-    for part in parts:
-        events += json.loads(Path(part).read_text(encoding="utf-8"))["traceEvents"]
-    Path(merged).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}), encoding="utf-8")

@@ -2,8 +2,8 @@
 """All PEs of a job in one process: seeded, with exact deadlock reports. What tests are made of.
 
 :meth:`World.run` runs one host function per PE as a task of its own. In it all of tdcoll's host API works
-unmodified: :func:`tdcoll.runtime.current` gives the runtime of the PE whose task is running. A launch suspends
-its host task until all programs of the grid are done.
+unmodified: :func:`tdcoll.runtime.current` gives the runtime of the PE whose task is running. A launch
+suspends its host task until all programs of the grid are done.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from tdcoll import runtime
@@ -22,7 +23,8 @@ from tdcoll.runtime.simulator.machine import Counts, Machine
 from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
-from tdcoll.runtime.simulator.scheduler import Scheduler, Task
+from tdcoll.runtime.simulator.scheduler import Scheduler
+from tdcoll.runtime.simulator.tasks import Task
 from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace
 
 __all__ = ["World"]
@@ -65,7 +67,8 @@ class _Control:
         )
         if missing():
             raise TdcollError(
-                f"rank {self._pe} waited {timeout_s:g} s in '{tag}' for rank(s) {missing()}, which did not make the "
+                f"rank {self._pe} waited {timeout_s:g} s in '{tag}' for rank(s) {missing()}, which did not "
+                "make the "
                 "same call"
             )
         exchange.readers += 1
@@ -81,8 +84,8 @@ class _Control:
 class World:
     """A job of ``n_pes`` simulated PEs in this process.
 
-    The same arguments give the same run, to the last step. Memory lives as long as the world; several calls of
-    :meth:`run` follow one another on it.
+    The same arguments give the same run, to the last step. Memory lives as long as the world; several calls
+    of :meth:`run` follow one another on it.
 
     Args:
         n_pes: number of PEs.
@@ -191,10 +194,14 @@ class World:
             Exception: whatever a host or a program raised, with a note that names it.
         """
         results: list[Result | None] = [None] * self.n_pes
+
+        def store_result(pe: int) -> None:
+            results[pe] = host(pe)
+
         self._renew()
         alive = [pe for pe in range(self.n_pes) if pe not in self._dead]
         for pe in alive:
-            self.scheduler.spawn(f"pe{pe} host", pe, lambda pe=pe: results.__setitem__(pe, host(pe)))
+            self.scheduler.spawn(f"pe{pe} host", pe, partial(store_result, pe))
         hooks = Installed(self._machine)
         previous = runtime._resolver
         runtime.install_resolver(self._runtime_of_task)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler of one process among several: other processes write to the memory that its programs wait on.
+
+Nobody tells when that happens, so waits are asked again and again; in between the process gives up its core,
+first for a moment, then for up to a millisecond, so that eight processes get on on two cores. Deadlines are
+wall time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+
+from tdcoll.errors import TdcollError
+from tdcoll.runtime.simulator.scheduler import SUSPECT_POLLS, with_note
+from tdcoll.runtime.simulator.tasks import Switch, Task, Wait, count_poll, make_switch
+
+__all__ = ["PollingScheduler"]
+
+_YIELDS = 20
+_LONGEST_SLEEP_S = 1e-3
+
+
+class PollingScheduler:
+    """Runs the programs of one launch after another, in turns.
+
+    Args:
+        timeout_s: after so long, waits without a deadline of their own, and spin loops, are given up with an
+        error.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._tasks: list[Task] = []
+        self._spinning_since: dict[Task, int] = {}
+        self._switch: Switch | None = None
+        self._one_launch = threading.RLock()
+        self.current: Task | None = None
+        self.progress = 0
+        self.steps = 0
+
+    # ------------------------------------------------------------------ called by the host
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Run these programs until all are done.
+
+        Raises:
+            TdcollError: a program waits for longer than the timeout; it is named, and so is what it waits
+            for. Exception: whatever a program raised, with a note that names it.
+        """
+        with self._one_launch:  # as a stream would; threads of the host may launch, too
+            self._switch = switch = make_switch(None)
+            for task in tasks:
+                switch.start(task)
+            self._tasks = list(tasks)
+            try:
+                self._rounds(switch)
+            finally:
+                self.current = None
+                for task in self._tasks:
+                    task.killed = True
+                    switch.unwind(task)
+                self._tasks, self._switch = [], None
+                self._spinning_since.clear()
+
+    def _rounds(self, switch: Switch) -> None:
+        idle = 0
+        while self._tasks:
+            busy = False
+            for task in list(self._tasks):
+                wait = task.wait
+                if wait is not None:
+                    if not wait.ready() and not _over(wait):
+                        continue
+                    task.wait = None
+                self.steps += 1
+                self.current = task
+                switch.resume(task)
+                self.current = None
+                if task.done:
+                    self._tasks.remove(task)
+                if task.error is not None:
+                    raise with_note(task.error, f"raised by {task.name}")
+                busy = busy or task.polls < SUSPECT_POLLS
+            if busy:
+                idle = 0
+                continue
+            idle += 1
+            if idle <= _YIELDS:
+                os.sched_yield()
+            else:
+                time.sleep(min(2e-5 * (idle - _YIELDS), _LONGEST_SLEEP_S))
+
+    # ------------------------------------------------------------------ called by the running task
+
+    def turn(self) -> None:
+        task = self._running()
+        task.polls = 0
+        self._suspend(task)
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        describe: Callable[[], str],
+        keys: Sequence[Hashable],
+        timeout_ns: int | None = None,
+    ) -> bool:
+        task = self._running()
+        task.polls = 0
+        if ready():
+            self._suspend(task)
+            return True
+        deadline_ns = time.monotonic_ns() + (self._timeout_ns if timeout_ns is None else timeout_ns)
+        while True:
+            task.wait = wait = Wait(ready, describe, keys, deadline_ns)
+            self._suspend(task)
+            if ready():
+                return True
+            if _over(wait):
+                if timeout_ns is not None:
+                    return False
+                raise self._gave_up(task, describe)
+
+    def poll(self, key: Hashable, describe: Callable[[], str]) -> None:
+        task, now = self._running(), time.monotonic_ns()
+        if count_poll(task, key, self.progress) == 0:
+            self._spinning_since[task] = now
+        elif now - self._spinning_since[task] > self._timeout_ns:
+            raise self._gave_up(task, describe)
+        self._suspend(task)
+
+    def notify(self, key: Hashable) -> None:
+        self.progress += 1
+
+    def notify_words(self, first: int, nbytes: int) -> None:
+        self.progress += 1
+
+    def _running(self) -> Task:
+        if self.current is None:
+            raise TdcollError("this call needs a running program: make it inside a kernel")
+        return self.current
+
+    def _gave_up(self, task: Task, describe: Callable[[], str]) -> TdcollError:
+        return TdcollError(f"{task.name} {describe()}; gave up after {self._timeout_ns / 1e9:g} s")
+
+    def _suspend(self, task: Task) -> None:
+        assert self._switch is not None
+        self._switch.suspend(task)
+
+
+def _over(wait: Wait) -> bool:
+    return wait.deadline_ns is not None and time.monotonic_ns() >= wait.deadline_ns
