@@ -101,7 +101,7 @@ class CollectiveContext:
         """Launch choices by call shape: what a collective's host side computes once and finds again."""
 
         world = self.topology.world_size
-        self.capacity = -(-max_bytes_per_rank // 16) * 16
+        self.capacity = max(16, -(-max_bytes_per_rank // 16) * 16)
         all_equal(owner.control, self._group, "max_bytes_per_rank", max_bytes_per_rank)
         self.monitor = WaitMonitor(timeout_s=timeout_s, rank=self.topology.rank)
         self._symmetric: list[torch.Tensor] = []

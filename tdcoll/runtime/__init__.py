@@ -111,6 +111,8 @@ class Runtime:
         if any(answer[0] != nbytes for answer in answers):
             sizes = ", ".join(f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True))
             raise RankMismatchError(f"all ranks must ask for the same number of bytes of {name}; got {sizes}")
+        if nbytes == 0:  # PyTorch gives such a tensor no address, so it takes no place in the heap
+            return torch.empty(shape, dtype=dtype, device=self.device)
         offset = agree([a[1] for a in answers], nbytes, [a[2] for a in answers])
         self.arena.take(offset, nbytes)
         self.heap.label(offset, nbytes, name, dtype.itemsize)
@@ -119,7 +121,7 @@ class Runtime:
     def release(self, tensor: torch.Tensor, *, group: Group = None) -> None:
         """Free what :meth:`allocate` gave. Collective over the same group; waits until all its ranks are here."""
         offset = self.offset_of(tensor, "tensor")
-        if self.arena.size_of(offset) is None:
+        if tensor.nbytes and self.arena.size_of(offset) is None:
             raise NotSymmetricError(
                 f"tensor must be the tensor that tdcoll.empty() returned, not a view into it (offset {offset}) "
                 "and not one that is freed already"
@@ -127,14 +129,19 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.control.all_gather(self.ranks_of(group), "free", None)
-        self.arena.release(offset)
+        if tensor.nbytes:
+            self.arena.release(offset)
 
     def offset_of(self, tensor: torch.Tensor, argument: str) -> int:
-        """Offset of ``tensor``'s first byte in the symmetric heap; ``argument`` names it in the error.
+        """Offset of ``tensor``'s first byte in the symmetric heap (0 if it has no bytes).
+
+        ``argument`` names the tensor in the error.
 
         Raises:
             NotSymmetricError: the tensor does not lie in the symmetric heap.
         """
+        if tensor.nbytes == 0:
+            return 0
         first = tensor.data_ptr()
         if tensor.device != self.device or not (
             self.heap.base <= first <= first + tensor.nbytes <= self.heap.base + self.heap.nbytes

@@ -191,7 +191,7 @@ def all_gather_in_place(
     offset = ctx._runtime.offset_of(buffer, "buffer")
     nbytes = buffer.nbytes // world
     ctx.begin("all_gather_in_place", 0, (nbytes, str(buffer.dtype), algorithm, offset))
-    base = buffer.data_ptr()
+    base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
     _launch(ctx, nbytes, algorithm, True)(base + ctx.rank * nbytes, 0, base)
     return buffer
 

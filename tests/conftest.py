@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests run interpreted; those marked `gpu` start jobs of their own and are left out where there are no GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is first imported
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() or "gpu" in (config.getoption("markexpr") or ""):
+        return
+    chosen = [item for item in items if item.get_closest_marker("gpu") is None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+@pytest.fixture
+def launch():
+    """``launch(*arguments, timeout=..., env=...)``: run launch.sh; its CompletedProcess. Children never survive it."""
+
+    def run(*arguments: str, timeout: float = 120, env: dict[str, str] | None = None):
+        surroundings = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET",)}
+        surroundings |= {"PYTHON": sys.executable, **(env or {})}
+        process = subprocess.Popen(
+            ["bash", str(ROOT / "launch.sh"), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=surroundings,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            try:
+                os.killpg(process.pid, 9)
+            except ProcessLookupError:
+                pass
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    return run

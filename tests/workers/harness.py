@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that every rank of a job runs, on GPUs or in the simulator: `bash launch.sh tests/workers/NAME.py [checks]`.
+
+A check is a function decorated with :func:`check`. It may be collective; if it fails on one rank the script says so
+and ends the job, rather than leave the others in a collective. Rank 0 prints one JSON line per check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.language import INTERPRETED
+
+CHECKS: dict[str, Callable[[], object]] = {}
+GPU_ONLY: set[str] = set()
+
+
+def check(function: Callable[[], object] | None = None, *, gpu_only: bool = False):
+    """Register a check under the function's name; ``gpu_only`` skips it in the simulator, and says so."""
+
+    def register(f):
+        CHECKS[f.__name__] = f
+        if gpu_only:
+            GPU_ONLY.add(f.__name__)
+        return f
+
+    return register if function is None else register(function)
+
+
+def simulated() -> bool:
+    return INTERPRETED
+
+
+def scaled(gpu: int, simulator: int) -> int:
+    """A repetition count: the simulator is thousands of times slower."""
+    return simulator if INTERPRETED else gpu
+
+
+def device() -> torch.device:
+    return runtime.current().device
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world() -> int:
+    return dist.get_world_size()
+
+
+def expect(condition: object, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def expect_raises(kind: type[BaseException], action: Callable[[], object], *fragments: str) -> BaseException:
+    """``action`` must raise ``kind`` with all ``fragments`` in its message."""
+    try:
+        action()
+    except kind as error:
+        missing = [fragment for fragment in fragments if fragment not in str(error)]
+        expect(not missing, f"{error!r} does not mention {missing}")
+        return error
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def all_agree(ok: bool) -> bool:
+    """Whether ``ok`` holds on all ranks, over tdcoll's control plane (which the checks do not test)."""
+    owner = runtime.current()
+    return all(owner.control.all_gather(range(owner.world_size), "check verdict", ok))
+
+
+def run(argv: list[str] | None = None, **initialize: object) -> None:
+    """Run the checks named on the command line, or all; exit with 1 if one fails."""
+    names = (sys.argv[1:] if argv is None else argv) or list(CHECKS)
+    unknown = [name for name in names if name not in CHECKS]
+    if unknown:
+        sys.exit(f"unknown check(s) {unknown}; there are {list(CHECKS)}")
+    torch.set_num_threads(1)
+    tdcoll.initialize(**initialize)
+    for name in names:
+        begin = time.perf_counter()
+        if INTERPRETED and name in GPU_ONLY:
+            verdict: dict[str, object] = {"check": name, "skipped": "needs GPUs"}
+        else:
+            try:
+                note = CHECKS[name]()
+                if device().type == "cuda":
+                    torch.cuda.synchronize()
+            except BaseException:
+                print(f"rank {rank()}: {name} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                print(json.dumps({"check": name, "ok": False, "rank": rank()}), flush=True)
+                os._exit(1)
+            verdict = {"check": name, "ok": all_agree(True), "seconds": round(time.perf_counter() - begin, 2)}
+            if note is not None:
+                verdict["note"] = note
+        if rank() == 0:
+            print(json.dumps(verdict), flush=True)
+    tdcoll.finalize()
