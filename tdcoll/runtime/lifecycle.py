@@ -99,7 +99,7 @@ def initialize(
     its backend. With neither, the job is this process alone. Where kernels run interpreted
     (``TRITON_INTERPRET=1``), the symmetric heap is shared memory and no GPU is touched.
 
-    A second call with the same ranks and settings does nothing.
+    A second call does nothing, unless it asks for other ranks or settings.
 
     Args:
         heap_bytes: symmetric heap of each rank, bytes. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 1 GiB
@@ -115,10 +115,11 @@ def initialize(
         ValueError: an argument or environment variable is out of range.
     """
     global _job, _generation
-    settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes)
     if (existing := runtime.current_or_none()) is not None:
-        _refuse_other_job(existing, settings)
+        asked = {"heap_bytes": heap_bytes, "timeout_s": timeout_s, "emulate_nodes": emulate_nodes}
+        _refuse_other_job(existing, asked)
         return
+    settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes)
     if not INTERPRETED and not torch.cuda.is_available():
         raise TdcollError(
             "no CUDA GPU is visible to PyTorch. To use the simulator, start through launch.sh or set "
@@ -136,7 +137,8 @@ def initialize(
     _job = _Job(settings, made_process_group)
 
 
-def _refuse_other_job(existing: runtime.Runtime, settings: _Settings) -> None:
+def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
+    """Raise unless the job that this process has joined is the one asked for; None asks for nothing."""
     if _job is None:  # a simulated PE: its World has joined for it
         return
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
@@ -145,10 +147,12 @@ def _refuse_other_job(existing: runtime.Runtime, settings: _Settings) -> None:
             f"tdcoll is initialised as rank {existing.rank} of {existing.world_size}, but torch.distributed is now "
             f"rank {ranks[0]} of {ranks[1]}. NVSHMEM is one per process: call tdcoll.finalize() first."
         )
-    if settings != _job.settings:
-        raise AlreadyInitializedError(
-            f"tdcoll is initialised with {_job.settings}; got {settings}. Call tdcoll.finalize() first."
-        )
+    for name, value in asked.items():
+        if value is not None and value != getattr(_job.settings, name):
+            raise AlreadyInitializedError(
+                f"tdcoll is initialised with {name}={getattr(_job.settings, name)}; got {value}. Call "
+                "tdcoll.finalize() first."
+            )
 
 
 def _ensure_process_group() -> bool:

@@ -91,14 +91,20 @@ class NvshmemHeap:
     def _join(self, core: Any, control: ControlPlane) -> None:
         from cuda.core import Device
 
-        os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(self.nbytes + _INTERNAL_BYTES)
         device = Device(self.device.index)
         device.set_current()
         unique_id = core.get_unique_id(empty=self.pe != 0)
         mine = unique_id._data.tobytes() if self.pe == 0 else None
         published = control.all_gather(range(self.n_pes), "nvshmem unique id", mine)[0]
         unique_id._data.view(np.uint8)[:] = np.frombuffer(published, dtype=np.uint8)
-        core.init(device=device, uid=unique_id, rank=self.pe, nranks=self.n_pes, initializer_method="uid")
+        wanted = os.environ.get("NVSHMEM_SYMMETRIC_SIZE")
+        os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(self.nbytes + _INTERNAL_BYTES)
+        try:
+            core.init(device=device, uid=unique_id, rank=self.pe, nranks=self.n_pes, initializer_method="uid")
+        finally:
+            os.environ.pop("NVSHMEM_SYMMETRIC_SIZE")
+            if wanted is not None:
+                os.environ["NVSHMEM_SYMMETRIC_SIZE"] = wanted
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         return self._bytes[offset : offset + nbytes]
