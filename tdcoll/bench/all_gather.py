@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The all-gather benchmark: ``bash launch.sh [--nproc N] -m tdcoll.bench all_gather --help``.
+
+For each size everything that is measured is prepared first (called, captured), then measured in several turns
+each, so that clocks and temperature are the same for all. After each turn the results of every call of its
+last launch are checked: it is the timed launches that are checked, and they alternate between an even and an
+odd number of calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.bench import rows as files
+from tdcoll.bench.arithmetic import calls_per_launch, message_sizes, summarize
+from tdcoll.bench.data import Buffers
+from tdcoll.bench.peers import PEERS
+from tdcoll.bench.provenance import command_line, provenance
+from tdcoll.bench.rows import Row, with_ratios
+from tdcoll.bench.subjects import IN_PLACE, NAMES, Subject, all_gather_subject
+from tdcoll.bench.table import Table
+from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_launches
+from tdcoll.context import CollectiveContext
+from tdcoll.errors import CollectiveTimeout
+from tdcoll.language import INTERPRETED
+from tdcoll.runtime import lifecycle
+
+__all__ = ["DTYPES", "Options", "heap_bytes", "main", "measure", "parse", "simulate"]
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+}
+
+_TURNS = 4
+"""Turns that each subject takes per size; even, so that both launches are the last of as many turns."""
+
+_SIMULATED_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    sizes: list[int]
+    dtype: torch.dtype
+    algorithms: list[str] | None
+    peers: list[str]
+    launches: list[str]
+    straggler: bool
+    iterations: int
+    warmup: int
+    json: Path | None
+
+
+def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse_names(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}; got {', '.join(unknown)}")
+        return list(dict.fromkeys(names))
+
+    return parse_names
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse_number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return parse_number
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Options from the command line; a wrong one ends the process with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="bash launch.sh [--nproc N] -m tdcoll.bench all_gather",
+        description="Latency and bus bandwidth of checked all-gathers. Sizes: bytes per rank, as 512, 1K, 64M.",
+    )
+    parser.add_argument("-b", "--begin", default="1K", help="first size (default %(default)s)")
+    parser.add_argument("-e", "--end", default="1M", help="last size (default %(default)s)")
+    parser.add_argument("-f", "--factor", default="4", help="from one size to the next (default %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default %(default)s")
+    parser.add_argument(
+        "--algorithms",
+        type=_names(NAMES),
+        metavar="A,B",
+        help=f"some of {', '.join(NAMES)} (default: 1d and in-place, on several nodes 2d too)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=_names(tuple(PEERS)),
+        default=["nccl"],
+        metavar="A,B",
+        help=f"some of {', '.join(PEERS)}, or '' (default: nccl)",
+    )
+    launch = parser.add_mutually_exclusive_group()
+    launch.add_argument(
+        "--graph", dest="launch", action="store_const", const="graph", help="CUDA graph replays (default)"
+    )
+    launch.add_argument("--eager", dest="launch", action="store_const", const="eager", help="eager calls")
+    launch.add_argument(
+        "--both", dest="launch", action="store_const", const="both", help="one after the other"
+    )
+    parser.add_argument(
+        "--straggler",
+        action="store_true",
+        help="delay a random rank in each iteration; times hold the waiting",
+    )
+    parser.add_argument(
+        "--iters",
+        type=_at_least(_TURNS),
+        default=100,
+        metavar="N",
+        help="timed launches (default %(default)s)",
+    )
+    parser.add_argument(
+        "--warmup", type=_at_least(1), default=5, metavar="N", help="untimed launches (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and how they were measured")
+    given = parser.parse_args(arguments)
+    dtype = DTYPES[given.dtype]
+    try:
+        sizes = message_sizes(given.begin, given.end, given.factor, dtype.itemsize)
+    except ValueError as error:
+        parser.error(str(error))
+    launches = {"both": ["graph", "eager"], "eager": ["eager"]}.get(given.launch, ["graph"])
+    return Options(
+        sizes=sizes,
+        dtype=dtype,
+        algorithms=given.algorithms,
+        peers=given.peers,
+        launches=launches,
+        straggler=given.straggler,
+        iterations=given.iters,
+        warmup=given.warmup,
+        json=given.json,
+    )
+
+
+def _sets(nbytes: int, world: int) -> int:
+    return _SIMULATED_CALLS if INTERPRETED else calls_per_launch(nbytes, world)[1]
+
+
+def heap_bytes(sizes: Sequence[int], world: int, algorithms: Sequence[str] | None) -> int:
+    """Symmetric heap that the sizes need: a context's slots, and buffers for the calls in place."""
+    in_place = algorithms is None or IN_PLACE in algorithms
+    staged = max(2 * world * (size + 16) for size in sizes)
+    buffers = max(Buffers.storage_bytes(size, world, _sets(size, world)) for size in sizes)
+    return staged + (buffers if in_place else 0) + (1 << 20)
+
+
+# ---------------------------------------------------------------------- what is measured
+
+
+@dataclass
+class _Entry:
+    """A subject in one way of launching it, or why there is none."""
+
+    name: str
+    peer: bool
+    launch: str
+    subject: Subject | None = None
+    problem: str | None = None
+    launches: list[Launch] = field(default_factory=list)
+    times_us: list[float] = field(default_factory=list)
+    errors: int = 0
+    where: str | None = None
+
+
+class _Job:
+    """The ranks, and what they agree on."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.owner = runtime.current()
+        self.topology = self.owner.topology()
+        self.device = self.owner.device
+        default = ["1d", *(["2d"] if self.topology.n_nodes > 1 else []), IN_PLACE]
+        self.algorithms = default if options.algorithms is None else options.algorithms
+        self.round = 0
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """``value`` of every rank; also a barrier between hosts."""
+        return self.owner.control.all_gather(range(self.owner.world_size), what, value)
+
+    def agree(self, what: str, action: Callable[[], Any]) -> tuple[Any, str | None]:
+        """``(result, None)`` if the action works on every rank, else ``(None, why not)``, on every rank."""
+        result, problem = None, None
+        try:
+            result = action()
+        except CollectiveTimeout:
+            raise
+        except Exception as error:
+            problem = " ".join(f"{error}".split())[:300] or type(error).__name__
+        for rank, other in enumerate(self.gather(what, problem)):
+            if other is not None:
+                return None, other if rank == self.topology.rank or problem else f"rank {rank}: {other}"
+        return result, None
+
+    def row(self, entry: _Entry, nbytes: int) -> Row:
+        """The entry's row, without what was measured."""
+        return Row(
+            bytes_per_rank=nbytes,
+            ranks=self.topology.world_size,
+            nodes=self.topology.n_nodes,
+            algorithm=entry.name,
+            peer=entry.peer,
+            launch=entry.launch,
+            check="not run" if entry.problem else "WRONG" if entry.errors else "ok",
+            note=entry.problem or entry.where,
+            straggler=self.options.straggler and not self.owner.simulated,
+        )
+
+    def check(self, entry: _Entry, calls: int) -> None:
+        """Check the last launch's results on all ranks."""
+        assert entry.subject is not None
+        for errors, where in self.gather("check", entry.subject.buffers.errors(calls)):
+            entry.errors += errors
+            entry.where = entry.where or where or None
+
+    def begin_turn(self, entry: _Entry) -> None:
+        """New inputs and no results, on every rank."""
+        assert entry.subject is not None
+        # Far from all rounds before, those of other subjects included.
+        self.round += 10_000
+        entry.subject.buffers.fill(self.round)
+
+    def subjects(self, nbytes: int, context: CollectiveContext, storage: torch.Tensor | None) -> list[_Entry]:
+        """Everything that is asked for, made where it can be."""
+        world, rank, sets = (
+            self.topology.world_size,
+            self.topology.rank,
+            _sets(nbytes, self.topology.world_size),
+        )
+        shared: list[Buffers] = []
+
+        def plain(allocate: Callable[[int], torch.Tensor] | None = None) -> Buffers:
+            def make() -> Buffers:
+                return Buffers(nbytes, world, rank, sets, self.options.dtype, self.device, allocate=allocate)
+
+            if allocate is not None:
+                return make()
+            if not shared:
+                shared.append(make())
+            return shared[0]
+
+        def ours(name: str) -> Subject:
+            if name != IN_PLACE:
+                return all_gather_subject(name, context, plain())
+            assert storage is not None
+            buffers = Buffers(nbytes, world, rank, sets, self.options.dtype, self.device, storage)
+            return all_gather_subject(name, context, buffers)
+
+        entries = []
+        for name in self.algorithms:
+            subject, problem = self.agree(f"make {name}", partial(ours, name))
+            entries.append(_Entry(name, False, "", subject, problem))
+        for name in self.options.peers:
+            subject, problem = self.agree(f"make {name}", partial(PEERS[name], plain, self.device))
+            entries.append(_Entry(name, True, "", subject, problem))
+        return entries
+
+
+# ---------------------------------------------------------------------- on GPUs
+
+
+def _eager(call: Callable[[int], object], calls: int) -> Launch:
+    def run() -> None:
+        for position in range(calls):
+            call(position)
+
+    return Launch(run, calls)
+
+
+def _prepare(job: _Job, entry: _Entry, nbytes: int) -> None:
+    """Call it, and capture it if that is asked: what a launch needs before it can be timed."""
+    subject = entry.subject
+    assert subject is not None
+    numbers = calls_per_launch(nbytes, job.topology.world_size)
+
+    def run() -> list[Launch]:
+        job.begin_turn(entry)
+        for position in range(numbers[1]):
+            subject.call(position)
+        torch.cuda.synchronize()
+        if entry.launch == "eager":
+            return [_eager(subject.call, calls) for calls in numbers]
+        return [capture(subject.call, calls) for calls in numbers]
+
+    made, entry.problem = job.agree(f"prepare {entry.name}", run)
+    entry.launches = made or []
+
+
+def _turn(job: _Job, entry: _Entry, line_up: LineUp, straggler: Straggler | None, turn: int) -> None:
+    """One turn of one entry: new data, launches, check."""
+    options = job.options
+    subject = entry.subject
+    assert subject is not None
+    iterations = options.iterations // _TURNS + (turn < options.iterations % _TURNS)
+    job.begin_turn(entry)
+    torch.cuda.synchronize()
+    job.gather("turn", None)
+    last = turn % len(entry.launches)
+    advance = subject.buffers.advance
+    if turn == 0:
+        time_launches(entry.launches, options.warmup, line_up, advance)
+    entry.times_us += time_launches(entry.launches, iterations, line_up, advance, straggler, last)
+    job.check(entry, entry.launches[last].calls)
+
+
+def _measure_size(
+    job: _Job, nbytes: int, storage: torch.Tensor | None, line_up: LineUp, straggler: Straggler | None
+) -> list[Row]:
+    options = job.options
+    with CollectiveContext(max_bytes_per_rank=nbytes) as context:
+        made = job.subjects(nbytes, context, storage)
+        entries = [
+            dataclasses.replace(e, launch=launch, launches=[], times_us=[])
+            for launch in options.launches
+            for e in made
+        ]
+        for entry in entries:
+            if entry.subject is not None:
+                _prepare(job, entry, nbytes)
+        running = [entry for entry in entries if entry.launches]
+        for turn in range(_TURNS):
+            for entry in running:
+                _turn(job, entry, line_up, straggler, turn)
+                context.check()
+        rows = []
+        for entry in entries:
+            row = job.row(entry, nbytes)
+            if entry.launches:
+                calls = tuple(launch.calls for launch in entry.launches)
+                row = dataclasses.replace(row, calls=calls, iterations=options.iterations)
+                row = row.timed(summarize(job.gather("times", entry.times_us)))
+            rows.append(row)
+            entry.launches = []  # graphs go before what they use
+        torch.cuda.synchronize()
+        for entry in made:
+            if entry.subject is not None:
+                entry.subject.close()
+    return with_ratios(rows)
+
+
+def measure(options: Options, show: Callable[[Row], None]) -> list[Row]:
+    """Rows of all sizes, from GPUs; each goes to ``show`` as soon as it is known. Collective."""
+    job = _Job(options)
+    world = job.topology.world_size
+    storage = _in_place_storage(job)
+    straggler = Straggler(job.topology.rank, world) if options.straggler else None
+    rows = []
+    with LineUp() as line_up:
+        for nbytes in options.sizes:
+            for row in _measure_size(job, nbytes, storage, line_up, straggler):
+                rows.append(row)
+                show(row)
+    if storage is not None:
+        tdcoll.free(storage)
+    return rows
+
+
+def _in_place_storage(job: _Job) -> torch.Tensor | None:
+    if IN_PLACE not in job.algorithms:
+        return None
+    world = job.topology.world_size
+    need = max(Buffers.storage_bytes(size, world, _sets(size, world)) for size in job.options.sizes)
+    return tdcoll.empty((need,), torch.uint8)
+
+
+# ---------------------------------------------------------------------- on the simulator
+
+
+def _counts(rank: int) -> dict[str, int]:
+    """What the simulator has counted of this rank so far."""
+    from tdcoll.runtime.simulator.interpreter import machine
+
+    return dataclasses.asdict(machine().counts[rank])
+
+
+def _simulate_entry(job: _Job, entry: _Entry, nbytes: int) -> Row:
+    """Two rounds of calls: the first checks, the second finds data of the first that was left behind."""
+    subject, rank = entry.subject, job.topology.pes[job.topology.rank]
+    entry.launch = "simulator"
+    if entry.peer or subject is None:
+        return job.row(entry, nbytes)
+    counted: dict[str, list[float]] = {}
+    for round_ in range(2):
+        if round_ == 0:
+            job.begin_turn(entry)
+        else:
+            subject.buffers.advance()
+        job.gather("turn", None)
+        before = _counts(rank)
+
+        def run() -> None:
+            for position in range(_SIMULATED_CALLS):
+                subject.call(position)
+
+        _, entry.problem = job.agree(f"run {entry.name}", run)
+        if entry.problem:
+            return job.row(entry, nbytes)
+        own = {key: (value - before[key]) / _SIMULATED_CALLS for key, value in _counts(rank).items()}
+        counts = job.gather("counts", own)
+        counted = {key: [of_rank[key] for of_rank in counts] for key in own}
+        job.check(entry, _SIMULATED_CALLS)
+    row = job.row(entry, nbytes)
+    return dataclasses.replace(row, counts=counted, calls=(_SIMULATED_CALLS,), iterations=2)
+
+
+def simulate(options: Options, show: Callable[[Row], None]) -> list[Row]:
+    """Rows of all sizes, from the simulator: checks and counts, no times. Collective."""
+    job = _Job(options)
+    storage = _in_place_storage(job)
+    rows = []
+    for nbytes in options.sizes:
+        with CollectiveContext(max_bytes_per_rank=nbytes) as context:
+            for entry in job.subjects(nbytes, context, storage):
+                row = _simulate_entry(job, entry, nbytes)
+                context.check()
+                rows.append(row)
+                show(row)
+    if storage is not None:
+        tdcoll.free(storage)
+    return rows
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def _initialize(options: Options) -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    usual = lifecycle.DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else lifecycle.DEFAULT_HEAP_BYTES
+    if wanted := os.environ.get("NVSHMEM_SYMMETRIC_SIZE"):
+        usual = lifecycle.parse_bytes(wanted, "NVSHMEM_SYMMETRIC_SIZE")
+    need = heap_bytes(options.sizes, world, options.algorithms)
+    tdcoll.initialize(heap_bytes=max(usual, need))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; its exit status: 1 if a result was wrong."""
+    options = parse(arguments)
+    _initialize(options)
+    owner = runtime.current()
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    facts = provenance()
+    title = f"all_gather, {owner.topology().describe()}, {str(options.dtype).removeprefix('torch.')}"
+    table = Table(title, options.peers, owner.simulated, visible=owner.rank == 0)
+    stream: AbstractContextManager[Any] = (
+        nullcontext() if owner.simulated else torch.cuda.stream(torch.cuda.Stream())
+    )
+    with table, stream:
+        rows = (simulate if owner.simulated else measure)(options, table.add)
+    if owner.rank == 0 and options.json is not None:
+        command = command_line(arguments, owner.world_size, owner.simulated)
+        head = {"benchmark": "all_gather", "command": command, "started": started, "provenance": facts}
+        files.save(options.json, head, rows)
+    tdcoll.finalize()
+    return 1 if any(row.check == "WRONG" for row in rows) else 0

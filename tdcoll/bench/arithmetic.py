@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a benchmark computes from sizes and times. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tdcoll.runtime.lifecycle import parse_bytes
+
+__all__ = [
+    "Summary",
+    "all_gather_bus_bandwidth",
+    "calls_per_launch",
+    "format_bytes",
+    "message_sizes",
+    "ratio",
+    "summarize",
+]
+
+_MOST_CALLS = 20
+_RESULT_BYTES = 1 << 30
+"""About as much memory as the results of one launch take, each call having a result of its own."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Microseconds per call over the iterations, each taken by its slowest rank."""
+
+    median_us: float
+    min_us: float
+    p90_us: float
+
+
+def summarize(times_us: Sequence[Sequence[float]]) -> Summary:
+    """``times_us[rank][iteration]``: the maximum over ranks of each iteration; its median, minimum and p90.
+
+    Raises:
+        ValueError: no times, or ranks with different numbers of them.
+    """
+    if not times_us or not times_us[0] or any(len(times) != len(times_us[0]) for times in times_us):
+        raise ValueError(
+            f"every rank needs the same number of times, got {[len(times) for times in times_us]}"
+        )
+    slowest = sorted(max(iteration) for iteration in zip(*times_us, strict=True))
+    p90 = slowest[math.ceil(0.9 * len(slowest)) - 1]
+    return Summary(statistics.median(slowest), slowest[0], p90)
+
+
+def all_gather_bus_bandwidth(nbytes: int, world: int, time_us: float) -> float:
+    """GB/s that each rank receives, and sends: ``(world - 1) * nbytes / time``, as nccl-tests defines it."""
+    return (world - 1) * nbytes / time_us / 1e3
+
+
+def ratio(peer_us: float | None, ours_us: float | None) -> float | None:
+    """How many times faster than the peer we are; below 1 we lose. None if either was not measured."""
+    return None if not peer_us or not ours_us else peer_us / ours_us
+
+
+def message_sizes(begin: str, end: str, factor: str, itemsize: int) -> list[int]:
+    """Bytes per rank: ``begin``, ``begin * factor``, ... up to ``end``; sizes such as 1024, 1K or 64M.
+
+    Raises:
+        ValueError: something is no size, the range is empty, or ``begin`` is no multiple of ``itemsize``.
+    """
+    first, last = parse_bytes(begin, "-b"), parse_bytes(end, "-e")
+    if not factor.isdecimal() or int(factor) < 2:
+        raise ValueError(f"-f must be a whole number of at least 2, got {factor!r}")
+    if first > last:
+        raise ValueError(f"-b must be at most -e, got {begin} and {end}")
+    if first % itemsize:
+        raise ValueError(f"-b must be a multiple of the dtype's {itemsize} bytes, got {begin}")
+    sizes = [first]
+    while sizes[-1] * int(factor) <= last:
+        sizes.append(sizes[-1] * int(factor))
+    return sizes
+
+
+def calls_per_launch(nbytes: int, world: int) -> tuple[int, int]:
+    """How many calls are timed together: an even number and the odd one after it.
+
+    20 and 21, fewer where the results of so many calls would take too much memory.
+    """
+    even = min(_MOST_CALLS, max(2, _RESULT_BYTES // (nbytes * world) // 2 * 2))
+    return even, even + 1
+
+
+def format_bytes(nbytes: int) -> str:
+    """4096 -> "4 KB": exact, in the largest unit (powers of 1024) that divides it."""
+    for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")):
+        if nbytes and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift} {unit}"
+    return f"{nbytes} B"

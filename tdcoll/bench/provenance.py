@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a result was measured with: versions, GPUs, environment. No host names, no paths of this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import tdcoll
+from tdcoll import runtime
+
+__all__ = ["command_line", "provenance"]
+
+_VARIABLES = ("NCCL_", "NVSHMEM_", "TDCOLL_", "TORCH_SYMM_MEM_")
+_OF_THE_LAUNCHER = {
+    *("TDCOLL_SETENV", "TDCOLL_PYTHON", "TDCOLL_GPUS", "TDCOLL_MODE", "TDCOLL_REQUIRES", "TDCOLL_PIP_ARGS"),
+    *("TDCOLL_RDZV", "TDCOLL_COMMIT"),
+}
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None where there is no such command or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Commit of the running tdcoll and whether its files differ; ``TDCOLL_COMMIT`` without git."""
+    root = Path(tdcoll.__file__).resolve().parents[1]
+    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    # It may be installed below somebody else's repository.
+    if top is None or Path(top).resolve() != root or not (root / "pyproject.toml").is_file():
+        return os.environ.get("TDCOLL_COMMIT") or None, None
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return commit or os.environ.get("TDCOLL_COMMIT") or None, None if changes is None else bool(changes)
+
+
+def _package(*names: str) -> str | None:
+    """Version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _nvshmem_library() -> str | None:
+    """Version of NVSHMEM's host library: as it says itself, else its package's."""
+    try:
+        import nvshmem.core
+
+        return str(nvshmem.core.get_version().libnvshmem_version)
+    except Exception:  # other versions of the bindings lack it, or fail in other ways
+        return _package("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+
+
+def _on_gpus() -> dict[str, Any]:
+    topology = _output("nvidia-smi", "topo", "-m")
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception:  # a PyTorch without NCCL
+        nccl = None
+    return {
+        "nvshmem": _nvshmem_library(),
+        "nvshmem4py": _package("nvshmem4py-cu13", "nvshmem4py-cu12"),
+        "nccl": nccl,
+        "driver": driver.splitlines()[0] if driver else None,
+        "topology": re.sub(r"\x1b\[[0-9;]*m", "", topology) if topology else None,
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """The facts as JSON has them, on rank 0; nothing on the others. Collective."""
+    owner = runtime.current()
+    gpu = torch.cuda.get_device_name() if owner.device.type == "cuda" else None
+    gpus = owner.control.all_gather(range(owner.world_size), "GPU names", gpu)
+    if owner.rank != 0:
+        return {}
+    commit, dirty = _commit()
+    host = socket.gethostname()
+    facts: dict[str, Any] = {
+        "tdcoll": tdcoll.__version__,
+        "commit": commit,
+        "dirty": dirty,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "simulated": owner.simulated,
+        "environment": {
+            name: value.replace(host, "<host>") if host else value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES) and name not in _OF_THE_LAUNCHER
+        },
+    }
+    return facts if gpu is None else {**facts, **_on_gpus()}
+
+
+def command_line(arguments: Sequence[str], world: int, simulated: bool) -> str:
+    """The command that starts this job, without the options that only say where to write."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", str(world))
+    words = ["bash launch.sh", f"--nproc {local}"]
+    if simulated:
+        words.append("--simulate")
+    if int(local) < world:
+        words.append(f"--nnodes {world // int(local)}")
+    if emulated := os.environ.get("TDCOLL_EMULATE_NODES"):
+        words.append(f"--emulate-nodes {emulated}")
+    kept = re.sub(r"(?:^| )--json[ =]\S+", "", " ".join(arguments)).strip()
+    return " ".join([*words, "-m tdcoll.bench all_gather", *([kept] if kept else [])])

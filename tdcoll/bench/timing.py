@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times on GPUs: CUDA-graph replays, or batches of eager calls, between two CUDA events.
+
+What is reported is the slowest rank: each iteration takes as long as its slowest rank did, and the result is
+the median of that over the iterations. Before each iteration the ranks line up *on their streams*: a small
+all-gather, which nobody leaves before everybody is there, then a pause in which the host issues what is
+timed. So neither the skew between ranks nor the launch of a graph counts; one or two microseconds of an NVLink
+crossing remain, spread over the calls of an iteration. Eager calls are issued one by one, which may be what takes
+longest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tdcoll import runtime
+from tdcoll.bench.arithmetic import summarize
+from tdcoll.collectives.all_gather import all_gather
+from tdcoll.context import CollectiveContext
+from tdcoll.errors import TdcollError
+
+__all__ = ["Launch", "LineUp", "Straggler", "capture", "graph_time_us", "time_launches"]
+
+_ASSUMED_CLOCK_KHZ = 1_800_000
+
+
+def pause(microseconds: float) -> None:
+    """Let the current stream do nothing for about so long."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    clock_khz = getattr(properties, "clock_rate", 0) or _ASSUMED_CLOCK_KHZ
+    torch.cuda._sleep(int(microseconds * clock_khz / 1e3))
+
+
+class LineUp:
+    """Call it, and the current streams of all ranks of ``group`` go on at about the same moment. Collective.
+
+    A context manager. It has a context of its own on the current stream, so a rank that does not come is a
+    :class:`~tdcoll.CollectiveTimeout`.
+
+    Args:
+        group: as for :class:`~tdcoll.CollectiveContext`.
+        settle_us: pause after the meeting, for the host to issue what comes next.
+    """
+
+    def __init__(self, group: runtime.Group = None, *, settle_us: float = 50.0) -> None:
+        self._context = CollectiveContext(group, max_bytes_per_rank=8, debug=False)
+        self._token = torch.zeros(1, dtype=torch.int64, device=self._context.device)
+        self._tokens = torch.zeros(self._context.world_size, dtype=torch.int64, device=self._context.device)
+        self._settle_us = settle_us
+
+    def __call__(self) -> None:
+        all_gather(self._token, self._context, self._tokens, algorithm="1d")
+        pause(self._settle_us)
+
+    def check(self) -> None:
+        """Wait for the stream; raise if a rank did not come."""
+        self._context.check()
+
+    def __enter__(self) -> LineUp:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._context.__exit__(*exception)
+
+
+@dataclass
+class Straggler:
+    """Delays one rank per iteration, picked at random, the same on all ranks."""
+
+    rank: int
+    world: int
+    delay_us: float = 100.0
+    random: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def __call__(self) -> None:
+        chosen, delay_us = self.random.randrange(self.world), self.random.uniform(0, 2 * self.delay_us)
+        if chosen == self.rank:
+            pause(delay_us)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Something to time: ``run`` makes ``calls`` calls."""
+
+    run: Callable[[], object]
+    calls: int
+
+
+def capture(call: Callable[[int], object], calls: int) -> Launch:
+    """``call(0)`` ... ``call(calls - 1)`` as one CUDA graph. Each must have run once before, uncaptured."""
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog thread asks after its events all the time; what it does is not part of this capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for position in range(calls):
+            call(position)
+    return Launch(graph.replay, calls)
+
+
+def time_launches(
+    launches: Sequence[Launch],
+    iterations: int,
+    line_up: LineUp,
+    before: Callable[[], object] | None = None,
+    straggler: Straggler | None = None,
+    last: int = 0,
+) -> list[float]:
+    """Microseconds per call of each iteration, on this rank. Collective; waits for the GPU.
+
+    Args:
+        launches: taken in turn.
+        iterations: how many launches.
+        line_up: what the ranks line up with.
+        before: runs before each, untimed, in stream order.
+        straggler: delays a rank between lining up and the launch.
+        last: index of the launch that the last iteration takes.
+    """
+    timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
+    for iteration in range(iterations):
+        launch = launches[(last + iterations - 1 - iteration) % len(launches)]
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if before is not None:
+            before()
+        line_up()
+        if straggler is not None:
+            straggler()
+        begin.record()
+        launch.run()
+        end.record()
+        timed.append((begin, end, launch.calls))
+    torch.cuda.synchronize()
+    line_up.check()
+    return [begin.elapsed_time(end) * 1e3 / calls for begin, end, calls in timed]
+
+
+def graph_time_us(
+    function: Callable[[], object],
+    *,
+    calls: Sequence[int] = (20, 21),
+    replays: int = 50,
+    warmup: int = 3,
+    group: runtime.Group = None,
+) -> float:
+    """Microseconds per call of ``function`` in a CUDA graph: median over replays of the slowest rank.
+
+    Collective over ``group``: all its ranks make this call, on the stream that the function's context has::
+
+        us = graph_time_us(lambda: tdcoll.all_gather(x, ctx, out))
+
+    Args:
+        function: issues work on the current stream; no host synchronisation, the same on every replay.
+        calls: calls per graph, one graph for each number; an odd number shows that slots may end up swapped.
+        replays: timed replays, the graphs taken in turn.
+        warmup: calls before the capture, and replays of each graph before the timed ones; at least 1.
+        group: the ranks that take part: a ProcessGroup, a sequence of global ranks, or None for all.
+
+    Raises:
+        NotInitializedError: before ``tdcoll.initialize()``.
+        TdcollError: in the simulator, which has no times.
+        ValueError: a number is too small.
+    """
+    owner = runtime.current()
+    if owner.simulated:
+        raise TdcollError("graph_time_us needs GPUs; the simulator has no times")
+    if min(*calls, replays, warmup, 1) < 1 or not calls:
+        raise ValueError(
+            f"calls, replays and warmup must be at least 1, got {tuple(calls)}, {replays} and {warmup}"
+        )
+    for _ in range(warmup):
+        function()
+    launches = [capture(lambda _: function(), count) for count in calls]
+    with LineUp(group) as line_up:
+        time_launches(launches, warmup * len(launches), line_up)
+        times = time_launches(launches, replays, line_up)
+    return summarize(owner.control.all_gather(owner.ranks_of(group), "graph_time_us", times)).median_us
