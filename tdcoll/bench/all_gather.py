@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str]) -> Options:
     """Options from the command line; a wrong one ends the process with status 2."""
     parser = argparse.ArgumentParser(
         prog="bash launch.sh [--nproc N] -m tdcoll.bench all_gather",
-        description="Latency and bus bandwidth of checked all-gathers. Sizes: bytes per rank, as 512, 1K, 64M.",
+        description="Latency and bus bandwidth of all-gathers, checked. Sizes are bytes per rank, such as 64M.",
     )
     parser.add_argument("-b", "--begin", default="1K", help="first size (default %(default)s)")
     parser.add_argument("-e", "--end", default="1M", help="last size (default %(default)s)")
@@ -138,6 +138,8 @@ def parse(arguments: Sequence[str]) -> Options:
         sizes = message_sizes(given.begin, given.end, given.factor, dtype.itemsize)
     except ValueError as error:
         parser.error(str(error))
+    if given.json is not None and not given.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no directory {given.json.parent}")
     launches = {"both": ["graph", "eager"], "eager": ["eager"]}.get(given.launch, ["graph"])
     return Options(
         sizes=sizes,

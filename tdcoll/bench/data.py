@@ -2,8 +2,8 @@
 """Buffers whose contents say where they belong: every byte depends on rank, index, call and round.
 
 A *round* is one launch of all calls; the inputs change between rounds on the device, in stream order, so a
-launch that shows an earlier round's data is found out. Words are integers, and compared exactly. Every call of
-a launch has an input and a result of its own (a *set*), so each of them is checked after the launch.
+launch that shows an earlier round's data is found out. Words are integers, and compared exactly. Every call
+of a launch has an input and a result of its own (a *set*), so each of them is checked after the launch.
 """
 
 from __future__ import annotations

@@ -178,7 +178,8 @@ def plot(results: Sequence[tuple[dict[str, Any], list[Row]]], path: Path) -> Non
         axes[1].plot(sizes, [row.busbw_gbps for row in rows], style, marker="o", markersize=3, label=label)
     for axis, quantity in zip(axes, ("latency, µs", "bus bandwidth, GB/s"), strict=True):
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("bytes per rank")
         axis.set_ylabel(quantity)
         axis.grid(True, which="both", alpha=0.3)

@@ -4,9 +4,9 @@
 What is reported is the slowest rank: each iteration takes as long as its slowest rank did, and the result is
 the median of that over the iterations. Before each iteration the ranks line up *on their streams*: a small
 all-gather, which nobody leaves before everybody is there, then a pause in which the host issues what is
-timed. So neither the skew between ranks nor the launch of a graph counts; one or two microseconds of an NVLink
-crossing remain, spread over the calls of an iteration. Eager calls are issued one by one, which may be what takes
-longest.
+timed. So neither the skew between ranks nor the launch of a graph counts; one or two microseconds of an
+NVLink crossing remain, spread over the calls of an iteration. Eager calls are issued one by one, which may
+be what takes longest.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ def test_the_command_line() -> None:
         ("--iters 1", "expected a whole number of at least 4"),
         ("--graph --eager", "not allowed with argument"),
         ("--dtype int3", "invalid choice"),
+        ("--json no/such/folder/a.json", "there is no directory no/such/folder"),
     ],
 )
 def test_a_wrong_command_line_ends_with_status_2(
