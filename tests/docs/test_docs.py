@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation says is what there is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tdcoll import errors
+from tdcoll.language.spec import table
+from tdcoll.testing import World
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Fenced code blocks of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    return broken
+
+
+def test_readme_has_exactly_the_two_commands():
+    commands = [line for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines() if line]
+    assert commands == ["bash launch.sh tutorials/02-all-gather.py", "bash launch.sh tests"]
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+def test_readme_example_runs(ranks_per_node):
+    (example,) = blocks(ROOT / "README.md", "python")
+    assert len(example.splitlines()) <= 15
+    code = compile(example, "README.md", "exec")
+    done = []
+
+    def host(pe):
+        names: dict[str, object] = {}
+        exec(code, names)
+        done.append(names["rank"])
+
+    World(4, seed=1, weak=True, ranks_per_node=ranks_per_node).run(host)
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_readme_has_a_place_for_the_benchmark():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"^<!-- benchmark:all_gather -->\n.*^<!-- /benchmark:all_gather -->$", text, re.M | re.S)
+
+
+def test_table_of_the_language_is_up_to_date():
+    text = (ROOT / "docs/language.md").read_text(encoding="utf-8")
+    found = re.search(r"^<!-- table -->\n(.*)^<!-- /table -->$", text, re.M | re.S)
+    assert found is not None
+    assert found[1].strip() == table(), (
+        "put the output of python -m tdcoll.language.spec into docs/language.md"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page):
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A title\n[a](#a-title) [b](#another) [c](page.md#a-title) [d](gone.md) [e](https://x.y/z)\n"
+    )
+    assert broken_links(page) == ["#another", "gone.md"]
+
+
+def test_every_error_is_explained():
+    text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    assert [
+        name for name in errors.__all__ if f"`{name}`" not in text and f"tdcoll.{name}`" not in text
+    ] == []
+
+
+def test_options_and_variables_exist():
+    usage = subprocess.run(
+        ["bash", str(ROOT / "launch.sh"), "--help"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    text = (ROOT / "docs/multi-node.md").read_text(encoding="utf-8")
+    options = {line.split("`")[1].split()[0] for line in text.splitlines() if line.startswith("| `--")}
+    assert options
+    assert [option for option in sorted(options) if option not in usage] == []
+
+    sources = [ROOT / "launch.sh", ROOT / "setenv.sh", *(ROOT / "tdcoll").rglob("*.py")]
+    code = "\n".join(source.read_text(encoding="utf-8") for source in sources)
+    variables = set(re.findall(r"\b(?:TDCOLL|NVSHMEM)_[A-Z_]+\b", text))
+    assert variables
+    assert [variable for variable in sorted(variables) if variable not in code] == []
+
+
+PORTED = """
+import triton.language as tl
+import tdcoll
+{imports}
+
+
+@tdcoll.jit
+def kernel(data, signals, nbytes):
+    me = libshmem_device.my_pe()
+    peer = (me + 1) % libshmem_device.n_pes()
+    libshmem_device.putmem_block(data + 8, data, nbytes, peer)
+    libshmem_device.fence()
+    __syncthreads()
+    if tid(0) == 0:
+        libshmem_device.signal_op(signals, 1, libshmem_device.NVSHMEM_SIGNAL_SET, peer)
+        libshmem_device.signal_wait_until(signals, libshmem_device.NVSHMEM_CMP_GE, 1)
+    __syncthreads()
+"""
+
+
+def test_porting_by_changing_the_imports(tmp_path):
+    """With exactly the imports that docs/language.md gives."""
+    import importlib.util
+
+    import torch
+
+    import tdcoll
+    from tdcoll import runtime
+
+    (block,) = [text for text in blocks(ROOT / "docs/language.md", "python") if "triton_dist" in text]
+    imports = "\n".join(line for line in block.splitlines() if re.match("import|from", line))
+    path = tmp_path / "ported.py"
+    path.write_text(PORTED.format(imports=imports))
+    spec = importlib.util.spec_from_file_location("ported", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def host(pe):
+        data, signals = tdcoll.empty(16, torch.int32), tdcoll.empty(1, torch.int64)
+        data.fill_(pe)
+        signals.zero_()
+        runtime.current().control.all_gather(range(3), "zeroed", None)
+        module.kernel[(1,)](data, signals, 32)
+        assert data.tolist() == [pe] * 8 + [(pe - 1) % 3] * 8
+
+    for seed in range(10):
+        World(3, seed=seed, weak=True).run(host)
+
+
+def test_nothing_of_the_workplace_is_mentioned():
+    """Pages stand on their own: no absolute paths of a machine."""
+    for page in PAGES:
+        assert not re.search(r"(?<![\w.])/(work|opt|home|root)/", page.read_text(encoding="utf-8")), page
+        assert os.sep == "/"

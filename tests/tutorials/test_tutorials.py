@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tutorials: they run, they fail when a check fails, and the rules that they teach are needed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.testing import explore, first_failure
+
+TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
+NOTIFY, ALL_GATHER = TUTORIALS / "01-notify-and-wait.py", TUTORIALS / "02-all-gather.py"
+
+
+def load(path: Path, folder: Path, *changes: tuple[str, str]) -> ModuleType:
+    """A tutorial as a module, with changes to its text, each of which must apply."""
+    text = path.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in text, f"{path.name} does not contain {old!r} any more"
+        text = text.replace(old, new)
+    copy = folder / f"changed_{path.stem.replace('-', '_')}.py"
+    copy.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(copy.stem, copy)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def meet() -> None:
+    """A barrier among the PEs of a World, which have no torch.distributed."""
+    owner = runtime.current()
+    owner.control.all_gather(range(owner.world_size), "meet", None)
+
+
+# ---------------------------------------------------------------------- as a reader runs them
+
+
+def test_notify_and_wait_runs(launch):
+    done = launch("--simulate", "--nproc", "2", str(NOTIFY))
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["hello", "queue", "deadline"]
+
+
+def test_all_gather_runs_on_two_emulated_nodes(launch):
+    done = launch("--simulate", "--nproc", "4", "--emulate-nodes", "2", str(ALL_GATHER))
+    assert done.returncode == 0, done.stderr
+    assert "2 node(s) (2 + 2)" in done.stdout
+    for name in (
+        "my_all_gather",
+        "all_gather 1d",
+        "all_gather 2d",
+        "all_gather_in_place",
+        "all_gather_into_tensor",
+    ):
+        assert f"\n{name}: " in done.stdout
+
+
+def test_a_rank_that_leaves_is_named_by_the_others(launch):
+    done = launch(
+        "--simulate", "--nproc", "2", "--timeout", "1", "--monitor-interval", "5", str(NOTIFY), "--die", "1"
+    )
+    assert done.returncode != 0
+    assert "CollectiveTimeout: rank 0 waited 1 s for peer 1" in done.stderr
+    assert "queue:" not in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tutorial", [NOTIFY, ALL_GATHER], ids=lambda path: path.stem)
+def test_runs_on_gpus(launch, tutorial):
+    done = launch(str(tutorial), timeout=280)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+
+
+# ---------------------------------------------------------------------- checks that can fail
+
+
+def test_check_of_the_queue_fails_on_wrong_data(tmp_path):
+    module = load(NOTIFY, tmp_path)
+    received = 3 * 1000000 + torch.arange(module.ITEMS)[:, None] * 1000 + torch.arange(module.WORDS)
+    module.check_received(received, 3)
+    with pytest.raises(AssertionError, match="from rank 2"):
+        module.check_received(received, 2)
+    received[5, 7] += 1
+    with pytest.raises(AssertionError, match="1 wrong words from rank 3; item 5, word 7"):
+        module.check_received(received, 3)
+
+
+def test_check_of_the_all_gather_fails_on_wrong_data(tmp_path):
+    module = load(ALL_GATHER, tmp_path)
+    right = torch.cat([module.make(rank, 1, 10, torch.device("cpu")) for rank in range(3)])
+    module.check("right", right.view(3, 10), right)
+    wrong = torch.cat([right[10:20], right[:10], right[20:]])
+    with pytest.raises(AssertionError, match="swapped: 20 of 30 numbers are wrong; number 0"):
+        module.check("swapped", wrong, right)
+
+
+# ---------------------------------------------------------------------- the rules that they teach
+
+
+def queue_case(module: ModuleType):
+    def case(world):
+        def host(pe):
+            ring, monitor = module.Queue(), tdcoll.WaitMonitor()
+            meet()
+            module.hello[(1,)](ring.hello, monitor.words)
+            ring.run(monitor, 0, 9)
+            ring.run(monitor, 9, module.ITEMS - 9)
+            monitor.check()
+            module.check_received(ring.received, (pe - 1) % world.n_pes)
+
+        world.run(host)
+
+    return case
+
+
+SMALL = ("WORDS, SLOTS, ITEMS = 256, 4, 24", "WORDS, SLOTS, ITEMS = 16, 2, 18")
+
+
+@pytest.mark.parametrize("options", [{"n_pes": 1}, {"n_pes": 3}, {"n_pes": 3, "ranks_per_node": 1}], ids=str)
+def test_queue_is_right_in_any_order(tmp_path, options):
+    explore(queue_case(load(NOTIFY, tmp_path, SMALL)), seeds=25, **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(("arrived + slot", "arrived"), id="1: one signal for all slots"),
+        pytest.param(("wait_signal(credits, tdl.CMP_GE", "wait_signal(credits, tdl.CMP_EQ"), id="2: equal"),
+        pytest.param(("i + 1 - SLOTS, 0)", "i - SLOTS, 0)"), id="3: one credit too many"),
+        pytest.param(("putmem_signal_block(", "putmem_signal_nbi_block("), id="4: source not kept"),
+    ],
+)
+def test_queue_without_a_rule_is_caught(tmp_path, change):
+    assert first_failure(queue_case(load(NOTIFY, tmp_path, SMALL, change)), n_pes=3, seeds=60) is not None
+
+
+def gather_case(module: ModuleType):
+    def case(world):
+        def host(pe):
+            gather = module.MyAllGather(20, torch.int32)
+            cpu = torch.device("cpu")
+            for call in range(6):
+                result = gather(module.make(pe, call, 20, cpu))
+                expected = torch.cat([module.make(rank, call, 20, cpu) for rank in range(world.n_pes)])
+                world.pause()
+                module.check("my_all_gather", result, expected)
+            gather.monitor.check()
+
+        world.run(host)
+
+    return case
+
+
+@pytest.fixture
+def no_process_group(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "barrier", meet)
+
+
+@pytest.mark.usefixtures("no_process_group")
+@pytest.mark.parametrize(
+    "options",
+    [{"n_pes": 1}, {"n_pes": 4}, {"n_pes": 4, "resident": 1}, {"n_pes": 4, "ranks_per_node": 2}],
+    ids=str,
+)
+def test_my_all_gather_is_right_in_any_order(tmp_path, options):
+    explore(gather_case(load(ALL_GATHER, tmp_path)), seeds=25, **options)
+
+
+@pytest.mark.usefixtures("no_process_group")
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(("self.slots[self.epoch % 2]", "self.slots[0]"), id="one slot"),
+        pytest.param(("self.signals[self.epoch % 2]", "self.signals[0]"), id="one row of signals"),
+        pytest.param(("self.epoch += 1", "self.epoch = 1"), id="no epoch"),
+    ],
+)
+def test_my_all_gather_without_a_rule_is_caught(tmp_path, change):
+    assert first_failure(gather_case(load(ALL_GATHER, tmp_path, change)), n_pes=4, seeds=60) is not None
