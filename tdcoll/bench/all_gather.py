@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str]) -> Options:
     """Options from the command line; a wrong one ends the process with status 2."""
     parser = argparse.ArgumentParser(
         prog="bash launch.sh [--nproc N] -m tdcoll.bench all_gather",
-        description="Latency and bus bandwidth of all-gathers, checked. Sizes are bytes per rank, such as 64M.",
+        description="Latency and bus bandwidth of all-gathers, checked. Sizes: bytes per rank, such as 64M.",
     )
     parser.add_argument("-b", "--begin", default="1K", help="first size (default %(default)s)")
     parser.add_argument("-e", "--end", default="1M", help="last size (default %(default)s)")
@@ -200,14 +200,17 @@ class _Job:
         """``value`` of every rank; also a barrier between hosts."""
         return self.owner.control.all_gather(range(self.owner.world_size), what, value)
 
-    def agree(self, what: str, action: Callable[[], Any]) -> tuple[Any, str | None]:
-        """``(result, None)`` if the action works on every rank, else ``(None, why not)``, on every rank."""
+    def agree(self, what: str, action: Callable[[], Any], peer: bool) -> tuple[Any, str | None]:
+        """``(result, None)`` if the action works on every rank, else ``(None, why not)``, on every rank.
+
+        A peer may fail as it likes. What tdcoll does not support is a ValueError; anything else is raised.
+        """
         result, problem = None, None
         try:
             result = action()
-        except CollectiveTimeout:
-            raise
         except Exception as error:
+            if isinstance(error, CollectiveTimeout) or not (peer or isinstance(error, ValueError)):
+                raise
             problem = " ".join(f"{error}".split())[:300] or type(error).__name__
         for rank, other in enumerate(self.gather(what, problem)):
             if other is not None:
@@ -270,10 +273,10 @@ class _Job:
 
         entries = []
         for name in self.algorithms:
-            subject, problem = self.agree(f"make {name}", partial(ours, name))
+            subject, problem = self.agree(f"make {name}", partial(ours, name), False)
             entries.append(_Entry(name, False, "", subject, problem))
         for name in self.options.peers:
-            subject, problem = self.agree(f"make {name}", partial(PEERS[name], plain, self.device))
+            subject, problem = self.agree(f"make {name}", partial(PEERS[name], plain, self.device), True)
             entries.append(_Entry(name, True, "", subject, problem))
         return entries
 
@@ -304,7 +307,7 @@ def _prepare(job: _Job, entry: _Entry, nbytes: int) -> None:
             return [_eager(subject.call, calls) for calls in numbers]
         return [capture(subject.call, calls) for calls in numbers]
 
-    made, entry.problem = job.agree(f"prepare {entry.name}", run)
+    made, entry.problem = job.agree(f"prepare {entry.name}", run, entry.peer)
     entry.launches = made or []
 
 
@@ -414,7 +417,7 @@ def _simulate_entry(job: _Job, entry: _Entry, nbytes: int) -> Row:
             for position in range(_SIMULATED_CALLS):
                 subject.call(position)
 
-        _, entry.problem = job.agree(f"run {entry.name}", run)
+        _, entry.problem = job.agree(f"run {entry.name}", run, False)
         if entry.problem:
             return job.row(entry, nbytes)
         own = {key: (value - before[key]) / _SIMULATED_CALLS for key, value in _counts(rank).items()}
