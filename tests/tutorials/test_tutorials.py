@@ -12,7 +12,7 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.testing import explore, first_failure
+from tdcoll.testing import World, explore, first_failure
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 NOTIFY, ALL_GATHER = TUTORIALS / "01-notify-and-wait.py", TUTORIALS / "02-all-gather.py"
@@ -65,10 +65,10 @@ def test_all_gather_runs_on_two_emulated_nodes(launch):
 
 def test_a_rank_that_leaves_is_named_by_the_others(launch):
     done = launch(
-        "--simulate", "--nproc", "2", "--timeout", "1", "--monitor-interval", "5", str(NOTIFY), "--die", "1"
+        "--simulate", "--nproc", "2", "--timeout", "3", "--monitor-interval", "15", str(NOTIFY), "--die", "1"
     )
     assert done.returncode != 0
-    assert "CollectiveTimeout: rank 0 waited 1 s for peer 1" in done.stderr
+    assert "CollectiveTimeout: rank 0 waited 3 s for peer 1" in done.stderr
     assert "queue:" not in done.stdout
 
 
@@ -141,6 +141,26 @@ def test_queue_is_right_in_any_order(tmp_path, options):
 )
 def test_queue_without_a_rule_is_caught(tmp_path, change):
     assert first_failure(queue_case(load(NOTIFY, tmp_path, SMALL, change)), n_pes=3, seeds=60) is not None
+
+
+def test_dead_neighbour_is_named(tmp_path):
+    module = load(NOTIFY, tmp_path, SMALL)
+    world = World(2, seed=3, weak=True)
+
+    def host(pe):
+        ring, monitor = module.Queue(), tdcoll.WaitMonitor()
+        meet()
+        ring.run(monitor, 0, 9)
+        if pe == 1:
+            world.kill(1)
+        ring.run(monitor, 9, module.ITEMS - 9)
+        with pytest.raises(tdcoll.CollectiveTimeout) as caught:
+            monitor.check()
+        return caught.value
+
+    error, dead = world.run(host)
+    assert dead is None
+    assert (error.rank, error.peer) == (0, 1)
 
 
 def gather_case(module: ModuleType):
