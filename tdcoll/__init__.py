@@ -14,7 +14,7 @@ from tdcoll.errors import (
     TdcollError,
 )
 from tdcoll.language.jit import jit
-from tdcoll.memory import empty, free, heap_info, topology
+from tdcoll.memory import barrier, device, empty, free, heap_info, topology, zeros
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.lifecycle import finalize, initialize, is_initialized
 
@@ -35,6 +35,8 @@ __all__ = [
     "all_gather",
     "all_gather_in_place",
     "all_gather_into_tensor",
+    "barrier",
+    "device",
     "empty",
     "finalize",
     "free",
@@ -43,4 +45,5 @@ __all__ = [
     "is_initialized",
     "jit",
     "topology",
+    "zeros",
 ]

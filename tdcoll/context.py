@@ -21,10 +21,12 @@ peer sends it from inside the same call; so when epoch e is complete here, every
 order on that peer says that its call e-1, and whatever read the result of e-1 there, is over. Call e+1 writes slot
 (e+1) mod 2 = (e-1) mod 2. With one slot, a fast rank would write e+1 over data of e that a slow one still copies out.
 
-**Why waits compare with >=.** A peer can be one epoch ahead, never two: for e+2 it needs our signal of e+1. Slots
-alternate, so a signal word jumps from e to e+2 at the earliest when we are done with e. Waiting for equality would
-still be wrong as soon as a call uses fewer channels than the last: words of unused channels keep older epochs, and
-only "at least" is true of both.
+**Why waits compare with >=.** A peer can be one epoch ahead of us, not two: for e+2 it needs our signal of e+1. Slots
+alternate, so a signal word goes from e to e+2 only when we are done with e. "At least" costs the same as "equal" and
+does not hang if that argument is ever broken by a change: a wait for equality, once overtaken, never ends.
+
+**Why signals alternate too.** Signals of different epochs are not ordered among each other: the signal of e+1 may arrive
+before the bytes of e. In one row, "at least e" would take it for the signal of e.
 
 **In place.** When the result is the caller's own symmetric buffer there is only one of it, and the argument above
 fails: a peer may still read the result of e-1 from the very bytes that e would write. There, a rank first tells its
@@ -41,12 +43,13 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.errors import ContextError
+from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import all_equal
 
 __all__ = ["CHANNELS", "CollectiveContext"]
 
-CHANNELS = 16
+CHANNELS = 32
 """Most chunks that one rank's data is cut into; each has its own signal."""
 
 
@@ -111,10 +114,7 @@ class CollectiveContext:
         self.signals.zero_()
         self.ready.zero_()
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
-        if self._cuda:
-            torch.cuda.synchronize(self.device)
-        # Nobody may signal before everybody has zeroed.
-        owner.control.all_gather(self._group, "context ready", None)
+        barrier(self._group)  # nobody may signal before everybody has zeroed
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         tensor = self._runtime.allocate(shape, dtype, group=self._group, name=name)
@@ -155,7 +155,7 @@ class CollectiveContext:
         """
         if self._cuda:
             self._stream.synchronize()
-        self.monitor.check()
+        self.monitor.raise_if_expired()
 
     def begin(self, operation: str, nbytes: int, agree: tuple[Any, ...] = ()) -> None:
         """What every collective does before it launches: is the call allowed here and now?
@@ -172,7 +172,7 @@ class CollectiveContext:
         """
         if self._closed:
             raise ContextError(f"{operation}: the context is closed")
-        self.monitor.check()
+        self.monitor.raise_if_expired()
         if self.debug:
             all_equal(self._runtime.control, self._group, f"{operation} arguments", (nbytes, *agree))
         if nbytes > self.max_bytes_per_rank:

@@ -69,5 +69,5 @@ class CollectiveTimeout(TdcollError):
         super().__init__(
             f"rank {rank} waited {timeout_s:g} s for peer {peer}: signal {signal} had to reach {expected} "
             f"in epoch {epoch} and is {seen}. The peer has died, hangs, or did not make this call. "
-            "The context cannot be used any more; close it and start the job again."
+            "What was being exchanged is incomplete, and the context cannot be used any more: start the job again."
         )

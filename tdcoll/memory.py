@@ -11,7 +11,7 @@ from tdcoll import runtime
 from tdcoll.runtime.heap import HeapInfo
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["empty", "free", "heap_info", "topology"]
+__all__ = ["barrier", "device", "empty", "free", "heap_info", "topology", "zeros"]
 
 
 def empty(
@@ -34,6 +34,36 @@ def empty(
     """
     extents = (shape,) if isinstance(shape, int) else tuple(shape)
     return runtime.current().allocate(extents, dtype, group=group)
+
+
+def zeros(
+    shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, *, group: runtime.Group = None
+) -> torch.Tensor:
+    """``-> [*shape]`` symmetric tensor of zeros, on every rank by the time this returns: for signals and counters.
+
+    As :func:`empty`, followed by :func:`barrier`: a peer may put to it, or signal it, at once.
+    """
+    tensor = empty(shape, dtype, group=group)
+    tensor.zero_()
+    barrier(group)
+    return tensor
+
+
+def barrier(group: runtime.Group = None) -> None:
+    """Wait for this rank's GPU, then for all ranks of ``group``. Collective; on the host, so not for the fast path.
+
+    Raises:
+        TdcollError: a rank did not come within the time that :func:`tdcoll.initialize` was given.
+    """
+    owner = runtime.current()
+    if owner.device.type == "cuda":
+        torch.cuda.synchronize(owner.device)
+    owner.control.all_gather(owner.ranks_of(group), "barrier", None)
+
+
+def device() -> torch.device:
+    """Where this rank's symmetric memory lies: its GPU, or the CPU in the simulator."""
+    return runtime.current().device
 
 
 def free(tensor: torch.Tensor, *, group: runtime.Group = None) -> None:

@@ -4,7 +4,7 @@
 A kernel's ``wait_signal(..., monitor, ...)`` reads its deadline from four words in device memory. When it expires,
 the first wait to do so sets the *aborted* word, which ends every other wait on the same monitor at once, and writes
 one record (rank, peer, signal, epoch, expected, seen) to pinned host memory. The host can read that without a
-synchronisation, so looking at it before every call costs nothing.
+synchronisation, so looking at it before every call costs next to nothing.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class WaitMonitor:
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be greater than 0, got {timeout_s!r}")
         device = self._runtime.device
-        self._record = torch.zeros(
-            c.RECORD_WORDS.value, dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
+        self._record = torch.zeros(c.RECORD_WORDS.value, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host = self._record.numpy()
         words = [0] * c.MONITOR_WORDS.value
         words[c.MONITOR_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
@@ -54,7 +52,17 @@ class WaitMonitor:
         return bool(self._host[c.RECORD_VALID.value])
 
     def check(self) -> None:
-        """Raise what the record says, if there is one. No synchronisation: a running kernel may still expire.
+        """Wait for the current stream, and raise if a wait in one of its kernels has expired.
+
+        Raises:
+            CollectiveTimeout: naming rank, peer, signal and epoch.
+        """
+        if self.words.is_cuda:
+            torch.cuda.current_stream(self.words.device).synchronize()
+        self.raise_if_expired()
+
+    def raise_if_expired(self) -> None:
+        """As :meth:`check`, without waiting: a kernel that still runs may expire later.
 
         Raises:
             CollectiveTimeout: a wait has expired.

@@ -117,9 +117,7 @@ def first_failure(
     return None
 
 
-def explore(
-    case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any
-) -> None:
+def explore(case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any) -> None:
     """Run ``case`` for each of ``seeds``. Arguments as for :func:`first_failure`.
 
     Raises:

@@ -31,9 +31,13 @@ def _lowering() -> str:
     compiler = os.environ.get("TDCOLL_COMPILER", "") or "triton"
     if compiler not in ("triton", "triton_dist"):
         raise ValueError(f"TDCOLL_COMPILER must be triton or triton_dist, got {compiler!r}")
-    if INTERPRETED:
-        return "tdcoll.language.simulator"
-    return "tdcoll.language.nvshmem" if compiler == "triton" else "tdcoll.language.triton_dist"
+    if compiler == "triton_dist":
+        if INTERPRETED:
+            raise ValueError(
+                "TDCOLL_COMPILER=triton_dist compiles kernels, and TRITON_INTERPRET=1 asks for the simulator: unset one"
+            )
+        return "tdcoll.language.triton_dist"
+    return "tdcoll.language.simulator" if INTERPRETED else "tdcoll.language.nvshmem"
 
 
 LOWERING: str = _lowering()

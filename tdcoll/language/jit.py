@@ -34,6 +34,9 @@ from tdcoll.language import INTERPRETED
 __all__ = ["bitcode_path", "jit", "needs_nvshmem"]
 
 _LIBRARY = "libnvshmem_device"
+_DEVICE_STATE = "nvshmemi_device_state"
+"""What a module that holds NVSHMEM code defines; the name alone also occurs in paths of debug information."""
+
 _LAUNCH_OPTIONS = frozenset(
     "num_warps num_stages num_ctas maxnreg extern_libs debug launch_cooperative_grid launch_pdl "
     "enable_fp_fusion sanitize_overflow ptx_version ptx_options ir_override warp_size cluster_dims".split()
@@ -126,7 +129,7 @@ def initialized_modules() -> list[Any]:
     return [kernel.module for kernel in _initialized]
 
 
-class _NvshmemKernel(CompiledKernel):  # type: ignore[misc]
+class _NvshmemKernel(CompiledKernel):
     """A compiled kernel whose module is given to NVSHMEM as soon as it is loaded."""
 
     def _init_handles(self) -> None:
@@ -142,7 +145,7 @@ class _NvshmemKernel(CompiledKernel):  # type: ignore[misc]
             _initialized.add(self)
 
 
-class TdcollJITFunction(JITFunction):  # type: ignore[misc]
+class TdcollJITFunction(JITFunction):
     """A ``triton.jit`` function that links and initialises NVSHMEM when it calls it."""
 
     @functools.cached_property
@@ -157,7 +160,7 @@ class TdcollJITFunction(JITFunction):  # type: ignore[misc]
 
     def _do_compile(self, *args: Any, **kwargs: Any) -> Any:
         kernel = super()._do_compile(*args, **kwargs)
-        if type(kernel) is CompiledKernel and self.calls_nvshmem and "nvshmem" in kernel.asm["ptx"]:
+        if type(kernel) is CompiledKernel and self.calls_nvshmem and _DEVICE_STATE in kernel.asm["ptx"]:
             kernel.__class__ = _NvshmemKernel
         return kernel
 

@@ -315,6 +315,7 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
 def signal_block(sig_addr, signal, sig_op, pe):
     syncthreads()
     if tid(0) == 0:
+        fence()
         signal_op(sig_addr, signal, sig_op, pe)
 
 

@@ -49,9 +49,7 @@ class DeviceFunction:
         """``name(a, b=default)``."""
         names = [name for name, _ in self.parameters]
         first = len(names) - len(self.defaults)
-        shown = names[:first] + [
-            f"{n}={d!r}" for n, d in zip(names[first:], self.defaults, strict=True)
-        ]
+        shown = names[:first] + [f"{n}={d!r}" for n, d in zip(names[first:], self.defaults, strict=True)]
         return f"{self.name}({', '.join(shown)})"
 
 
@@ -123,9 +121,7 @@ def _barriers() -> list[DeviceFunction]:
             symbol = f"{prefix}{base}{suffix}"
             who = who.replace("makes a transfer of its own: call it", "takes part: call it")
             rule = "One program per PE may be in it at a time. Unbounded: prefer signals with bounded waits."
-            made.append(
-                DeviceFunction(f"{base}{scope}", (), symbol, None, f"void {symbol}()", f"{what}{who} {rule}")
-            )
+            made.append(DeviceFunction(f"{base}{scope}", (), symbol, None, f"void {symbol}()", f"{what}{who} {rule}"))
     return made
 
 
@@ -293,7 +289,8 @@ _FUNCTIONS = [
         None,
         None,
         "signal_op by the block",
-        "`signal_op`, once for the whole block: a block barrier, then one thread updates.",
+        "`signal_op`, once for the whole block: a block barrier, then one thread fences and updates. What the block "
+        "has read or written before, by loads and stores, comes before the signal; puts of other threads do not.",
     ),
     DeviceFunction(
         "copy_block",

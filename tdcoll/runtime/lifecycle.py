@@ -220,9 +220,7 @@ def _join(settings: _Settings) -> runtime.Runtime:
         from tdcoll.runtime.nvshmem import NvshmemHeap
 
         device = torch.device("cuda", torch.cuda.current_device())
-        heap = NvshmemHeap(
-            pe=rank, n_pes=world_size, nbytes=settings.heap_bytes, device=device, control=control
-        )
+        heap = NvshmemHeap(pe=rank, n_pes=world_size, nbytes=settings.heap_bytes, device=device, control=control)
     return runtime.Runtime(
         rank=rank,
         world_size=world_size,

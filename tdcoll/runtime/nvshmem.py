@@ -64,9 +64,7 @@ class NvshmemHeap:
         control: carries NVSHMEM's unique id from PE 0 to the others.
     """
 
-    def __init__(
-        self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, control: ControlPlane
-    ) -> None:
+    def __init__(self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, control: ControlPlane) -> None:
         self.pe, self.n_pes, self.nbytes, self.device = pe, n_pes, nbytes, device
         core, bindings = _bindings()
         self._bindings = bindings

@@ -52,8 +52,7 @@ class Topology:
     def members(self) -> tuple[tuple[int, ...], ...]:
         """Group ranks on each node, ascending: ``members[node][place]``."""
         return tuple(
-            tuple(rank for rank, node in enumerate(self.nodes) if node == wanted)
-            for wanted in range(self.n_nodes)
+            tuple(rank for rank, node in enumerate(self.nodes) if node == wanted) for wanted in range(self.n_nodes)
         )
 
     @property

@@ -17,12 +17,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 from tdcoll.collectives.all_gather import kernels
 from tdcoll.language.jit import bitcode_path, needs_nvshmem
 
 POINTERS = {"signals": "*i64", "ready": "*i64", "control": "*i64", "monitor": "*i64", "routes": "*i32"}
 ADDRESSES = ("source", "out", "staging")
+LANGUAGE_TYPES = {
+    **dict.fromkeys(("dest", "source", "dst", "src"), "*u8"),
+    **dict.fromkeys(("signal", "signals", "monitor", "seen"), "*i64"),
+    **dict.fromkeys(("out", "ok", "number", "flag"), "*i32"),
+    "value": "i64",
+}
 
 
 def resources(ptx: str, arch: int) -> dict[str, int]:
@@ -41,18 +48,20 @@ def resources(ptx: str, arch: int) -> dict[str, int]:
     return {"registers": int(registers[1]), "spilled_bytes": int(spills[1]) + int(spills[2])}
 
 
-def compile_one(kernel, arch: int, world: int, in_place: bool) -> dict[str, object]:
-    constants = {"WORLD": world, "BLOCK": triton.next_power_of_2(world), "SLOT_SIGNALS": 16 * world}
-    constants["IN_PLACE"] = in_place
-    signature = {
-        name: POINTERS.get(name) or ("constexpr" if name in constants else "i64" if name in ADDRESSES else "i32")
-        for name in kernel.arg_names
-    }
-    compiled = triton.compile(
+def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str, str]):
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    libraries = {"libnvshmem_device": bitcode_path()} if needs_nvshmem(kernel) else {}
+    return triton.compile(
         ASTSource(kernel, signature, constants),
         target=GPUTarget("cuda", arch, 32),
-        options={"extern_libs": {"libnvshmem_device": bitcode_path()}, "num_warps": 8},
+        options={"extern_libs": libraries, "num_warps": 8},
     )
+
+
+def compile_all_gather(kernel, arch: int, world: int, in_place: bool) -> dict[str, object]:
+    constants = {"WORLD": world, "BLOCK": triton.next_power_of_2(world), "SLOT_SIGNALS": 16 * world}
+    constants["IN_PLACE"] = in_place
+    compiled = compile_for(kernel, arch, constants, POINTERS | dict.fromkeys(ADDRESSES, "i64"))
     ptx = compiled.asm["ptx"]
     # A definition that the linker inlined leaves no call: its callee does.
     called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
@@ -69,13 +78,30 @@ def compile_one(kernel, arch: int, world: int, in_place: bool) -> dict[str, obje
     }
 
 
+def compile_language_checks(arch: int) -> list[dict[str, object]]:
+    """The kernels of the language checks: every function of the device language."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "workers"))
+    import language_checks as checks
+
+    done = []
+    for name, kernel in vars(checks).items():
+        if not isinstance(kernel, JITFunction):
+            continue
+        types = LANGUAGE_TYPES | ({"data": "*i32"} if name == "store_through_pointer" else {})
+        # FORM, STEP and SEMANTIC as values known at run time only: one compilation holds all forms.
+        ptx = compile_for(kernel, arch, {"BLOCK": 8} if "BLOCK" in kernel.arg_names else {}, types).asm["ptx"]
+        links, needs = "nvshmemi_device_state" in ptx, needs_nvshmem(kernel)
+        done.append({"kernel": name, "arch": arch, "links": links, "needs": needs})
+    return done
+
+
 def main() -> None:
     results = []
-    for kernel in (kernels.all_gather_1d, kernels.all_gather_2d):
-        assert needs_nvshmem(kernel), kernel
-        for arch in (90, 100):
-            results += [compile_one(kernel, arch, 8, in_place) for in_place in (False, True)]
-    json.dump({"triton": triton.__version__, "kernels": results}, sys.stdout)
+    for arch in (90, 100):
+        for kernel in (kernels.all_gather_1d, kernels.all_gather_2d):
+            results += [compile_all_gather(kernel, arch, 8, in_place) for in_place in (False, True)]
+    checks = compile_language_checks(90)
+    json.dump({"triton": triton.__version__, "all_gather": results, "language": checks}, sys.stdout)
 
 
 if __name__ == "__main__":

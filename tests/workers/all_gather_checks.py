@@ -164,7 +164,9 @@ def subgroups() -> None:
                 expect(torch.equal(got, expected(order, call, 1000)), f"{order}, call {call}")
         if world() > 1:
             outside = halves[1 - mine]
-            expect_raises(ValueError, lambda: tdcoll.CollectiveContext(outside, max_bytes_per_rank=1), "does not contain")
+            expect_raises(
+                ValueError, lambda: tdcoll.CollectiveContext(outside, max_bytes_per_rank=1), "does not contain"
+            )
     with tdcoll.CollectiveContext(max_bytes_per_rank=100) as ctx:  # all ranks, whose heaps differ now
         got = tdcoll.all_gather(pattern(rank(), 1, 100), ctx)
         expect(torch.equal(got, expected(everyone(), 1, 100)), "after the subgroups")
@@ -219,9 +221,7 @@ def errors() -> None:
         expect_raises(ValueError, lambda: tdcoll.all_gather(row, ctx, algorithm="3d"), "algorithm", "3d")
         room = torch.zeros(world() * 4 + 1, device=device())
         overlap = room[rank() * 4 + 1 : rank() * 4 + 5]
-        expect_raises(
-            ValueError, lambda: tdcoll.all_gather(overlap, ctx, out=room[: world() * 4]), "overlap"
-        )
+        expect_raises(ValueError, lambda: tdcoll.all_gather(overlap, ctx, out=room[: world() * 4]), "overlap")
         inside = room[: world() * 4]
         inside[rank() * 4 : rank() * 4 + 4] = float(rank())
         tdcoll.all_gather(inside[rank() * 4 : rank() * 4 + 4], ctx, out=inside)
@@ -346,7 +346,9 @@ def timeout_names_the_peer() -> str:
     data = pattern(rank(), 0, 256)
     tdcoll.all_gather(data, ctx, algorithm="1d")
     if rank() != absent:
-        error = expect_raises(tdcoll.CollectiveTimeout, lambda: (tdcoll.all_gather(data, ctx, algorithm="1d"), ctx.check()))
+        error = expect_raises(
+            tdcoll.CollectiveTimeout, lambda: (tdcoll.all_gather(data, ctx, algorithm="1d"), ctx.check())
+        )
         expect(error.peer == absent and error.rank == rank() and error.epoch == 2, str(error))  # type: ignore[attr-defined]
         expect_raises(tdcoll.CollectiveTimeout, lambda: tdcoll.all_gather(data, ctx))
         ctx.close()

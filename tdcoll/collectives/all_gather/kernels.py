@@ -173,14 +173,10 @@ def all_gather_1d(
             mine = landing + tl.cast(rank, tl.int64) * capacity + offset
             signal = row + channel * WORLD + rank
             if task < n_local:
-                _push_local(
-                    routes, task, n_local, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
-                )
+                _push_local(routes, task, n_local, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
             else:
                 elsewhere = routes + 2 * n_local
-                _push_remote(
-                    elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE
-                )
+                _push_remote(elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
         else:
             _receive(
                 task - n_local - n_senders, channel, source, out, landing, capacity, nbytes, chunk,
@@ -217,9 +213,7 @@ def all_gather_2d(
         elsewhere = routes + 2 * n_local
         if task == 0:
             mine = landing + tl.cast(rank, tl.int64) * capacity + offset
-            _push_remote(
-                elsewhere, n_remote, mine, source + offset, size, row + rank, epoch, ready, monitor, IN_PLACE
-            )
+            _push_remote(elsewhere, n_remote, mine, source + offset, size, row + rank, epoch, ready, monitor, IN_PLACE)
         elif task <= n_local + n_forwards:
             # What this rank gives to its node: its own segment, and those of its rail, as they arrive.
             origin = rank

@@ -161,9 +161,7 @@ def _check_overlap(tensor: torch.Tensor, out: torch.Tensor, rank: int) -> None:
         )
 
 
-def all_gather_in_place(
-    buffer: torch.Tensor, ctx: CollectiveContext, algorithm: str = "auto"
-) -> torch.Tensor:
+def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm: str = "auto") -> torch.Tensor:
     """``[world * n, ...] -> the same``, without a copy: ``buffer`` is symmetric, each rank has filled its own segment.
 
     Peers put straight into ``buffer``. What they overwrite there may still be read by this rank's earlier work, so a
@@ -196,9 +194,7 @@ def all_gather_in_place(
     return buffer
 
 
-def all_gather_into_tensor(
-    output: torch.Tensor, input: torch.Tensor, group: runtime.Group = None
-) -> None:
+def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, group: runtime.Group = None) -> None:
     """Drop-in for ``torch.distributed.all_gather_into_tensor(output, input, group)``, in the current stream's order.
 
     Uses a context that tdcoll makes for the group at the first call and replaces by one of at least twice the size
@@ -236,6 +232,7 @@ def _grow_default_context(
     ctx = CollectiveContext(ranks, max_bytes_per_rank=capacity)
     ctx._follows_stream = True
     if old is not None:  # captured graphs may still use it: it lives until finalize
-        owner.contexts[(*ranks, "retired", old.max_bytes_per_rank)] = old
+        retired = (ranks, old.max_bytes_per_rank)
+        owner.contexts[retired] = old
     owner.contexts[ranks] = ctx
     return ctx

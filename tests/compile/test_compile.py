@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels compile for Hopper and Blackwell on a machine that has neither, and say the right things in PTX."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tdcoll.language.spec import FUNCTIONS
+
+DRIVER = Path(__file__).with_name("compile_kernels.py")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, object]]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(DRIVER)], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_all_gather_compiles_for_both_architectures(compiled) -> None:
+    kernels = compiled["all_gather"]
+    assert {(k["kernel"], k["arch"], k["in_place"]) for k in kernels} == {
+        (name, arch, in_place)
+        for name in ("all_gather_1d", "all_gather_2d")
+        for arch in (90, 100)
+        for in_place in (False, True)
+    }
+    assert all(k["cubin_bytes"] > 0 for k in kernels)
+
+
+def test_all_gather_calls_nvshmem_and_has_bounded_waits(compiled) -> None:
+    for kernel in compiled["all_gather"]:
+        calls = kernel["nvshmem"]
+        assert "nvshmemx_putmem_signal_block" in calls, kernel
+        assert "nvshmemx_putmem_signal_nbi_block" in calls, kernel
+        assert "nvshmem_signal_wait_until" not in calls, "an unbounded wait"
+        assert kernel["globaltimer"] >= 1 and kernel["acquire_sys"] >= kernel["globaltimer"], kernel
+
+
+def test_all_gather_spills_nothing(compiled) -> None:
+    assert {k["kernel"]: k["spilled_bytes"] for k in compiled["all_gather"] if k["spilled_bytes"]} == {}
+    assert all(k["registers"] <= 128 for k in compiled["all_gather"])
+
+
+def test_every_device_function_compiles(compiled) -> None:
+    kernels = {k["kernel"] for k in compiled["language"]}
+    assert {"put", "get", "put_signal", "signals_to_all", "store_through_pointer", "never"} <= kernels
+    assert len(FUNCTIONS) > 40
+
+
+def test_only_kernels_that_need_nvshmem_link_it(compiled) -> None:
+    for kernel in compiled["language"]:
+        assert kernel["links"] == kernel["needs"], kernel
+    assert {k["kernel"] for k in compiled["language"] if not k["needs"]} == {"copies", "never"}

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every function of the device language does what its documentation says, on every rank of a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import triton.language as tl
+from harness import check, device, expect, expect_raises, rank, run, world
+
+import tdcoll
+import tdcoll.language as tdl
+from tdcoll import runtime
+from tdcoll.language.spec import FUNCTIONS
+
+NBYTES = 1003  # no multiple of anything
+
+
+@tdcoll.jit
+def who_am_i(out):
+    tl.store(out, tdl.my_pe())
+    tl.store(out + 1, tdl.n_pes())
+    tl.store(out + 2, tdl.ntid(0))
+    if tdl.tid(0) == 3:
+        tl.store(out + 3, tdl.tid(0) + 10 * tdl.tid(1) + 100 * tdl.tid(2))
+
+
+@tdcoll.jit
+def put(dest, source, nbytes, pe, FORM: tl.constexpr):
+    if FORM == 0:
+        if tdl.tid(0) == 0:
+            tdl.putmem(dest, source, nbytes, pe)
+            tdl.quiet()
+    if FORM == 1:
+        if tdl.tid(0) < 32:
+            tdl.putmem_warp(dest, source, nbytes, pe)
+            tdl.quiet()
+    if FORM == 2:
+        tdl.putmem_block(dest, source, nbytes, pe)
+    if FORM == 3:
+        if tdl.tid(0) == 0:
+            tdl.putmem_nbi(dest, source, nbytes, pe)
+            tdl.quiet()
+    if FORM == 4:
+        if tdl.tid(0) < 32:
+            tdl.putmem_nbi_warp(dest, source, nbytes, pe)
+            tdl.quiet()
+    if FORM == 5:
+        tdl.putmem_nbi_block(dest, source, nbytes, pe)
+    tdl.syncthreads()
+    tdl.barrier_all_block()
+
+
+@tdcoll.jit
+def get(dest, source, nbytes, pe, FORM: tl.constexpr):
+    tdl.sync_all_block()
+    if FORM == 0:
+        if tdl.tid(0) == 0:
+            tdl.getmem(dest, source, nbytes, pe)
+    if FORM == 1:
+        if tdl.tid(0) < 32:
+            tdl.getmem_warp(dest, source, nbytes, pe)
+    if FORM == 2:
+        tdl.getmem_block(dest, source, nbytes, pe)
+    if FORM == 3:
+        if tdl.tid(0) == 0:
+            tdl.getmem_nbi(dest, source, nbytes, pe)
+    if FORM == 4:
+        if tdl.tid(0) < 32:
+            tdl.getmem_nbi_warp(dest, source, nbytes, pe)
+    if FORM == 5:
+        tdl.getmem_nbi_block(dest, source, nbytes, pe)
+    tdl.quiet()
+    tdl.syncthreads()
+    tdl.sync_all_block()
+
+
+@tdcoll.jit
+def put_signal(dest, source, nbytes, signal, value, pe, monitor, ok, seen, FORM: tl.constexpr):
+    if FORM == 0:
+        if tdl.tid(0) == 0:
+            tdl.putmem_signal(dest, source, nbytes, signal, value, tdl.SIGNAL_SET, pe)
+    if FORM == 1:
+        if tdl.tid(0) < 32:
+            tdl.putmem_signal_warp(dest, source, nbytes, signal, value, tdl.SIGNAL_SET, pe)
+    if FORM == 2:
+        tdl.putmem_signal_block(dest, source, nbytes, signal, value, tdl.SIGNAL_SET, pe)
+    if FORM == 3:
+        if tdl.tid(0) == 0:
+            tdl.putmem_signal_nbi(dest, source, nbytes, signal, value, tdl.NVSHMEM_SIGNAL_SET, pe)
+    if FORM == 4:
+        if tdl.tid(0) < 32:
+            tdl.putmem_signal_nbi_warp(dest, source, nbytes, signal, value, tdl.SIGNAL_SET, pe)
+    if FORM == 5:
+        tdl.putmem_signal_nbi_block(dest, source, nbytes, signal, value, tdl.SIGNAL_ADD, pe)
+    tl.store(ok, tdl.wait_signal(signal, tdl.CMP_EQ, value, monitor, pe, 0))
+    tl.store(seen, tdl.signal_wait_until(signal, tdl.NVSHMEM_CMP_GE, value).to(tl.int64))
+
+
+@tdcoll.jit
+def signals_to_all(signals, monitor, ok, n, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    me = tdl.my_pe()
+    for i in range(n):
+        if STEP == 0:
+            if tdl.tid(0) == 0:
+                tdl.signal_op(signals + me, 5, tdl.SIGNAL_SET, i)
+        if STEP == 1:
+            tdl.signal_block(signals + me, 2, tdl.SIGNAL_ADD, i)
+    if STEP == 0:
+        tl.store(ok, tdl.wait_signals(signals, n, -1, tdl.CMP_EQ, 5, monitor, BLOCK))
+        if tdl.tid(0) == 0:
+            tdl.barrier_all()
+    else:
+        tl.store(ok, tdl.wait_signals(signals, n, me, tdl.CMP_GT, 6, monitor, BLOCK))
+        if tdl.tid(0) < 32:
+            tdl.sync_all_warp()
+            tdl.barrier_all_warp()
+
+
+@tdcoll.jit
+def data_fence_signal(dest, source, nbytes, number, signal, pe, monitor, ok):
+    if tdl.tid(0) == 0:
+        tdl.putmem_nbi(dest, source, nbytes, pe)
+        tdl.int_p(number, 77, pe)
+        tdl.fence()
+        tdl.signal_op(signal, 1, tdl.SIGNAL_SET, pe)
+    tl.store(ok, tdl.wait_signal(signal, tdl.CMP_NE, 0, monitor, pe, 0))
+    if tdl.tid(0) == 0:
+        tdl.sync_all()
+
+
+@tdcoll.jit
+def store_through_pointer(data, flag, pe, out, SEMANTIC: tl.constexpr):
+    """Direct stores to a peer, a release at system scope, and an acquire by the reader."""
+    offsets = tl.arange(0, 64)
+    tl.store(tdl.remote_ptr(data, pe) + offsets, offsets + 1000 * tdl.my_pe())
+    tdl.syncthreads()
+    if SEMANTIC == 0:
+        tdl.st_release(tdl.remote_ptr(flag, pe), 1, "sys")
+        while tdl.ld_acquire(flag, "sys") == 0:
+            pass
+    else:
+        tdl.st(tdl.remote_ptr(flag, pe), 2, "sys", "release")
+        while tdl.ld(flag, "sys", "acquire") != 2:
+            pass
+    tdl.syncthreads()
+    tl.store(out + offsets, tl.load(data + offsets))
+
+
+@tdcoll.jit
+def copies(dst, src, nbytes):
+    tdl.copy_block(dst, src, nbytes)
+
+
+@tdcoll.jit
+def never(signals, monitor, ok, n, BLOCK: tl.constexpr):
+    tl.store(ok, tdl.wait_signals(signals, n, -1, tdl.CMP_GE, 9, monitor, BLOCK))
+    tl.store(ok + 1, tdl.wait_signal(signals, tdl.CMP_GE, 9, monitor, 0, 0))
+
+
+def neighbour() -> int:
+    return (rank() + 1) % world()
+
+
+def bytes_of(owner: int, salt: int) -> torch.Tensor:
+    index = torch.arange(NBYTES, device=device())
+    return ((index * 3 + owner * 17 + salt * 101) % 253).to(torch.uint8)
+
+
+def block(n: int) -> int:
+    return 1 << max(0, (n - 1).bit_length())
+
+
+@check
+def identity() -> None:
+    out = torch.zeros(4, dtype=torch.int32, device=device())
+    who_am_i[(1,)](out, num_warps=4)
+    expect(out.tolist() == [rank(), world(), 128, 3], str(out.tolist()))
+
+
+@check
+def puts_and_gets() -> None:
+    source, dest = tdcoll.empty(NBYTES, torch.uint8), tdcoll.empty(NBYTES, torch.uint8)
+    before = (rank() - 1) % world()
+    for form in range(6):
+        source.copy_(bytes_of(rank(), form))
+        put[(1,)](dest, source, NBYTES, neighbour(), form)
+        expect(torch.equal(dest, bytes_of(before, form)), f"put form {form}")
+        dest.zero_()
+        get[(1,)](dest, source, NBYTES, neighbour(), form)
+        expect(torch.equal(dest, bytes_of(neighbour(), form)), f"get form {form}")
+        dest.zero_()
+        tdcoll.barrier()
+    tdcoll.free(source)
+    tdcoll.free(dest)
+
+
+@check
+def puts_with_signals() -> None:
+    source, dest = tdcoll.empty(NBYTES, torch.uint8), tdcoll.empty((6, NBYTES), torch.uint8)
+    signals = tdcoll.empty(6, torch.int64)
+    signals.zero_()
+    monitor = tdcoll.WaitMonitor()
+    ok = torch.zeros(1, dtype=torch.int32, device=device())
+    seen = torch.zeros(1, dtype=torch.int64, device=device())
+    big = (1 << 62) + 12345  # a 64-bit value
+    for form in range(6):
+        source.copy_(bytes_of(rank(), form))
+        tdcoll.barrier()
+        put_signal[(1,)](
+            dest[form], source, NBYTES, signals[form:], big + form, neighbour(), monitor.words, ok, seen, form
+        )
+        expect(int(ok) == 1 and int(seen) == big + form, f"form {form}: ok {int(ok)}, seen {int(seen)}")
+        expect(torch.equal(dest[form], bytes_of((rank() - 1) % world(), form)), f"form {form}")
+    monitor.check()
+    for tensor in (source, dest, signals):
+        tdcoll.free(tensor)
+
+
+@check
+def signals_and_barriers() -> None:
+    signals = tdcoll.empty(world(), torch.int64)
+    signals.zero_()
+    monitor = tdcoll.WaitMonitor()
+    ok = torch.zeros(1, dtype=torch.int32, device=device())
+    tdcoll.barrier()
+    for step, value in ((0, 5), (1, 7)):
+        signals_to_all[(1,)](signals, monitor.words, ok, world(), step, block(world()))
+        expect(int(ok) == 1, f"step {step}")
+        expect(signals.tolist() == [value] * world(), f"step {step}: {signals.tolist()}")
+        tdcoll.barrier()
+    tdcoll.free(signals)
+
+
+@check
+def fence_orders() -> None:
+    source, dest = tdcoll.empty(NBYTES, torch.uint8), tdcoll.empty(NBYTES, torch.uint8)
+    number, signal = tdcoll.empty(1, torch.int32), tdcoll.empty(1, torch.int64)
+    number.zero_()
+    signal.zero_()
+    source.copy_(bytes_of(rank(), 9))
+    monitor = tdcoll.WaitMonitor()
+    ok = torch.zeros(1, dtype=torch.int32, device=device())
+    tdcoll.barrier()
+    data_fence_signal[(1,)](dest, source, NBYTES, number, signal, neighbour(), monitor.words, ok)
+    expect(int(ok) == 1 and int(number) == 77, f"ok {int(ok)}, number {int(number)}")
+    expect(torch.equal(dest, bytes_of((rank() - 1) % world(), 9)), "data")
+    for tensor in (source, dest, number, signal):
+        tdcoll.free(tensor)
+
+
+@check
+def stores_through_pointers() -> None:
+    data, flags = tdcoll.empty((2, 64), torch.int32), tdcoll.empty(2, torch.int32)
+    flags.zero_()
+    tdcoll.barrier()
+    for semantic in (0, 1):
+        out = torch.zeros(64, dtype=torch.int32, device=device())
+        store_through_pointer[(1,)](data[semantic], flags[semantic:], neighbour(), out, semantic)
+        wanted = torch.arange(64, device=device(), dtype=torch.int32) + 1000 * ((rank() - 1) % world())
+        expect(torch.equal(out, wanted), f"semantic {semantic}: {out.tolist()[:4]}")
+    tdcoll.free(data)
+    tdcoll.free(flags)
+
+
+@check
+def block_copies() -> None:
+    source = (torch.arange(40_000, device=device()) % 251).to(torch.uint8)
+    for nbytes in (0, 1, 16, 100, 4096, 16384 * 2 + 16, 33_333):
+        for shift_to, shift_from in ((0, 0), (1, 0), (0, 3), (4, 8), (16, 16)):
+            room = torch.full((40_100,), 255, dtype=torch.uint8, device=device())
+            copies[(1,)](room[shift_to:], source[shift_from:], nbytes)
+            wanted = torch.full_like(room, 255)
+            wanted[shift_to : shift_to + nbytes] = source[shift_from : shift_from + nbytes]
+            expect(torch.equal(room, wanted), f"{nbytes} bytes, shifts {shift_to}, {shift_from}")
+
+
+@check
+def waits_end() -> None:
+    """A wait that nobody satisfies: 0 within the deadline, a record, and every later wait at once."""
+    signals = tdcoll.empty(4, torch.int64)
+    signals.copy_(torch.tensor([9, 9, 4, 0]))
+    monitor = tdcoll.WaitMonitor(timeout_s=0.5)
+    ok = torch.ones(2, dtype=torch.int32, device=device())
+    never[(1,)](signals, monitor.words, ok, 4, 4)
+    expect(ok.tolist() == [0, 1], str(ok.tolist()))
+    error = expect_raises(tdcoll.CollectiveTimeout, monitor.check, "peer 2", "signal 2", "0.5 s")
+    expect((error.peer, error.expected, error.seen) == (2, 9, 4), str(error))  # type: ignore[attr-defined]
+    runtime.current().failed = False  # nothing else is broken
+    tdcoll.free(signals)
+
+
+@check
+def all_functions_are_checked() -> None:
+    source = Path(__file__).read_text()
+    unused = [name for name in FUNCTIONS if f"tdl.{name}(" not in source]
+    expect(not unused, f"no check calls {unused}")
+
+
+if __name__ == "__main__":
+    run()
