@@ -40,8 +40,8 @@ or activated. Options come before the program; everything after it is the progra
   --timeout SECONDS      how long a wait inside a kernel may last before tdcoll raises CollectiveTimeout.
   --monitor-interval SECONDS
                          how often torchrun looks for dead processes; its default is 0.1. When it finds one it ends
-                         the others. An interval longer than --timeout lets the survivors report CollectiveTimeout
-                         first.
+                         the others at once. With several times --timeout, the survivors usually report
+                         CollectiveTimeout first.
 
   --dry-run              prints the environment and the command, and runs and installs nothing.
   -h, --help             this text.

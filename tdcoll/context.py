@@ -25,7 +25,7 @@ order on that peer says that its call e-1, and whatever read the result of e-1 t
 alternate, so a signal word goes from e to e+2 only when we are done with e. "At least" costs the same as "equal" and
 does not hang if that argument is ever broken by a change: a wait for equality, once overtaken, never ends.
 
-**Why signals alternate too.** Signals of different epochs are not ordered among each other: the signal of e+1 may arrive
+**Why signals alternate too.** Puts of different epochs are not ordered among each other: the signal of e+1 may arrive
 before the bytes of e. In one row, "at least e" would take it for the signal of e.
 
 **In place.** When the result is the caller's own symmetric buffer there is only one of it, and the argument above

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -42,10 +43,8 @@ def launch():
         try:
             out, err = process.communicate(timeout=timeout)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
-            except ProcessLookupError:
-                pass
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     return run

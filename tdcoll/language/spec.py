@@ -96,7 +96,6 @@ def _transfers() -> list[DeviceFunction]:
         for mode, completion in (("", blocking), ("_nbi", nbi)):
             for scope, (prefix, suffix, who) in _SCOPES.items():
                 symbol = f"{prefix}{base}{mode}{suffix}"
-                target = "const void *source" if base != "getmem" else "const void *source"
                 extra = ", uint64_t *sig_addr, uint64_t signal, int sig_op" if "signal" in base else ""
                 made.append(
                     DeviceFunction(
@@ -104,7 +103,7 @@ def _transfers() -> list[DeviceFunction]:
                         parameters,
                         symbol,
                         None,
-                        f"void {symbol}(void *dest, {target}, size_t bytes{extra}, int pe)",
+                        f"void {symbol}(void *dest, const void *source, size_t bytes{extra}, int pe)",
                         what + completion + who,
                     )
                 )

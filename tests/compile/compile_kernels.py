@@ -44,7 +44,8 @@ def resources(ptx: str, arch: int) -> dict[str, int]:
     entry = report.split("Compiling entry function", 1)[1]
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
     registers = re.search(r"Used (\d+) registers", entry)
-    assert spills and registers, report
+    assert spills, report
+    assert registers, report
     return {"registers": int(registers[1]), "spilled_bytes": int(spills[1]) + int(spills[2])}
 
 

@@ -193,8 +193,8 @@ def all_gather_2d(
     """``[nbytes] -> [WORLD * nbytes]``: between nodes along rails, then forwarded inside each node.
 
     Programs: ``channels`` times (one rail sender, n_local pushes, n_remote * n_local forwarders, WORLD receivers), or
-    in place an announcer first and one receiver last. Arguments are those of :func:`all_gather_1d`, except that ``routes`` names as
-    remote ranks only this rank's rail: one per other node. Every node has ``n_local + 1`` ranks.
+    in place an announcer first and one receiver last. Arguments are those of :func:`all_gather_1d`, except that
+    ``routes`` names as remote ranks only this rank's rail: one per other node. Every node has ``n_local + 1`` ranks.
     """
     epoch = begin_epoch(control)
     program = tl.program_id(0)
