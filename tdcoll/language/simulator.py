@@ -40,9 +40,7 @@ def _number(function: str, parameter: str, value: Any) -> int:
     if isinstance(value, tl.tensor):
         data = value.handle.data
         if data.size != 1 or value.type.is_block():
-            raise ValueError(
-                f"{function}: {parameter} must be a scalar, got a block of shape {list(data.shape)}"
-            )
+            raise ValueError(f"{function}: {parameter} must be a scalar, got a block of shape {list(data.shape)}")
         value = data.reshape(-1)[0].item()
     if isinstance(value, bool) or not isinstance(value, int):
         if isinstance(value, bool):
@@ -68,9 +66,7 @@ def _named(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
     spec = FUNCTIONS[name]
     names = [parameter for parameter, _ in spec.parameters]
     kinds = [kind for _, kind in spec.parameters]
-    signature = inspect.Signature(
-        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
-    )
+    signature = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names])
 
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         running = machine()
@@ -275,9 +271,7 @@ def ntid(running, axis):
 @_device
 def syncthreads(running):
     if running.program.lane is not None:
-        raise ValueError(
-            "syncthreads() inside a branch on tid(): threads that do not take it would wait for ever"
-        )
+        raise ValueError("syncthreads() inside a branch on tid(): threads that do not take it would wait for ever")
 
 
 # ---------------------------------------------------------------------- loads and stores with an order

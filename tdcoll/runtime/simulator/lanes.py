@@ -130,9 +130,7 @@ class LaneTransformer(triton_interpreter.ASTTransformer):
         stored = [
             inner.id
             for inner in ast.walk(node)
-            if isinstance(inner, ast.Name)
-            and isinstance(inner.ctx, ast.Store)
-            and inner.id in self._thread_names
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store) and inner.id in self._thread_names
         ]
         for name in self._thread_names:
             if stored.count(name) > 1:

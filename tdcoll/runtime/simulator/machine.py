@@ -34,7 +34,8 @@ COMPARE: tuple[tuple[str, Callable[[int, int], bool]], ...] = (
 )
 """Sign and meaning of each ``CMP_*``, by value."""
 
-_SIGNAL_SET, _SIGNAL_ADD = c.SIGNAL_SET.value, c.SIGNAL_ADD.value
+_GROWING = (c.CMP_GT.value, c.CMP_GE.value)
+_SIGNAL_ADD = c.SIGNAL_ADD.value
 
 
 class TaskScheduler(Protocol):
@@ -43,6 +44,9 @@ class TaskScheduler(Protocol):
     current: Task | None
     progress: int
     steps: int
+
+    @property
+    def now_ns(self) -> int: ...
 
     def turn(self) -> None: ...
 
@@ -162,9 +166,8 @@ class Machine:
         """
         task = self.scheduler.current
         if task is None or not task.is_program:
-            raise TdcollError(
-                "the device language was called on the host: call it inside a @tdcoll.jit kernel"
-            )
+            raise TdcollError("the device language was called on the host: call it inside a @tdcoll.jit
+            kernel")
         return task
 
     # ------------------------------------------------------------------ addresses
@@ -312,9 +315,8 @@ class Machine:
         if nbi:
             scheduler.turn()
         else:
-            scheduler.wait(
-                lambda: operation.arrived, lambda: f"waits for a get of {nbytes} bytes from pe{pe}", [key]
-            )
+            scheduler.wait(lambda: operation.arrived, lambda: f"waits for a get of {nbytes} bytes from
+            pe{pe}", [key])
 
     def signal(self, address: int, value: int, operation: int, pe: int) -> None:
         """Update a signal of ``pe``."""
@@ -403,45 +405,55 @@ class Machine:
         what = f"{memory.describe(address)} {COMPARE[compare][0]} {value}"
         self._timed(
             f"wait {what}",
-            lambda: self.scheduler.wait(
-                ready, lambda: f"waits for {what}, is {memory.word(address)}", [address]
-            ),
+            lambda: self.scheduler.wait(ready, lambda: f"waits for {what}, is {memory.word(address)}",
+            [address]),
         )
         return seen
 
-    def wait_all(
-        self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor
-    ) -> bool:
+    def wait_all(self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor) ->
+    bool:
         """Wait until every signal compares true with ``value``; False when the monitor's deadline expires.
 
         Args:
             signals: address, peer and index of each; the latter two for the record.
         """
-        memory, (sign, true) = self.memory, COMPARE[compare]
+        memory, scheduler, (sign, true) = self.memory, self.scheduler, COMPARE[compare]
         word = memory.word
-        addresses = [address for address, _, _ in signals]
+        pending = list(signals)
         self.counts[self.program.pe].waits += 1
 
-        def satisfied() -> bool:
-            return all(true(word(address), value) for address in addresses)
-
         def describe() -> str:
-            missing = [address for address in addresses if not true(word(address), value)]
             return "waits for " + ", ".join(
-                f"{memory.describe(address)} {sign} {value}, is {word(address)}" for address in missing
+                f"{memory.describe(address)} {sign} {value}, is {word(address)}"
+                for address, _, _ in pending
+                if not true(word(address), value)
             )
 
-        def wait() -> bool:
-            keys: list[Hashable] = [*addresses, ("monitor", monitor.address)]
-            self.scheduler.wait(lambda: satisfied() or monitor.aborted, describe, keys, monitor.timeout_ns)
-            return satisfied()
+        # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow
+        # may as well be looked at all together.
+        enough = all if compare in _GROWING else any
 
-        if self._timed(f"wait {len(addresses)} signal(s) {sign} {value}", wait):
+        def worth_a_look() -> bool:
+            return enough(true(word(address), value) for address, _, _ in pending) or monitor.aborted
+
+        def wait() -> bool:
+            nonlocal pending
+            deadline_ns = scheduler.now_ns + monitor.timeout_ns
+            while True:
+                keys: list[Hashable] = [address for address, _, _ in pending]
+                keys.append(("monitor", monitor.address))
+                in_time = scheduler.wait(worth_a_look, describe, keys, deadline_ns - scheduler.now_ns)
+                pending = [signal for signal in pending if not true(word(signal[0]), value)]
+                if not pending:
+                    return True
+                if monitor.aborted or not in_time:
+                    return False
+
+        if not pending or self._timed(f"wait {len(pending)} signal(s) {sign} {value}", wait):
             return True
-        missing = [signal for signal in signals if not true(word(signal[0]), value)]
-        address, peer, index = missing[0]
+        address, peer, index = pending[0]
         monitor.give_up(peer, index, value, word(address))
-        self.scheduler.notify(("monitor", monitor.address))
+        scheduler.notify(("monitor", monitor.address))
         return False
 
     def _timed(self, name: str, wait: Callable[[], Any]) -> Any:

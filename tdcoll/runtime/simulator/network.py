@@ -83,9 +83,8 @@ class Network:
         drained: called with an issuer of which nothing is in flight any more.
     """
 
-    def __init__(
-        self, policy: Policy, written: Callable[[int, int], None], drained: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, policy: Policy, written: Callable[[int, int], None], drained: Callable[[Any], None]) ->
+    None:
         self._policy, self._written, self._drained = policy, written, drained
         self._channels: dict[tuple[Any, object], _Channel] = {}
         self._in_flight: dict[Any, int] = {}  # issuer -> operations
@@ -165,23 +164,32 @@ class Network:
             queue.append(operation)
         return True
 
-    def flush_stores(self, issuer: Any, pe: int | None = None) -> None:
-        """All stores of ``issuer`` arrive now (only those to ``pe``, if given), in the order of issue.
+    def flush_stores(self, issuer: Any, touching: tuple[int, int] | None = None) -> None:
+        """Stores of ``issuer`` arrive now, in the order of issue, and before them whatever a fence orders
+        first.
 
-        So does whatever a fence has put before one of them.
+        Args:
+            issuer: whose.
+            touching: only those that have yet to write to addresses ``[first, end)``.
         """
-        for (sender, destination), channel in list(self._channels.items()):
-            if sender is issuer and (pe is None or destination == pe):
+
+        def wanted(operation: Operation) -> bool:
+            return operation.kind == "store" and (
+                touching is None
+                or any(dest < touching[1] and touching[0] < dest + n for dest, _, n in operation.pieces)
+            )
+
+        for (sender, _), channel in list(self._channels.items()):
+            if sender is issuer:
                 epochs = channel.epochs
-                last = max(
-                    (i for i, ops in enumerate(epochs) if any(op.kind == "store" for op in ops)), default=-1
-                )
-                for operation in [
-                    op
-                    for i, ops in enumerate(epochs[: last + 1])
-                    for op in ops
-                    if i < last or op.kind == "store"
-                ]:
+                last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
+                chosen = [
+                    operation
+                    for i, epoch in enumerate(epochs[: last + 1])
+                    for operation in epoch
+                    if i < last or wanted(operation)
+                ]
+                for operation in chosen:
                     self._withdraw(operation)
                     while not operation.arrived:
                         self._deliver_part(operation, in_order=True)
@@ -198,10 +206,8 @@ class Network:
     def _deliver_part(self, operation: Operation, in_order: bool = False) -> None:
         pieces = operation.pieces
         if pieces:
-            dest, source, nbytes = (
-                pieces.pop(0) if in_order or len(pieces) == 1 else self._policy.take(pieces)
-            )
-            ctypes.memmove(dest, source, nbytes)
+            dest, source, nbytes = pieces.pop(0) if in_order or len(pieces) == 1 else
+            self._policy.take(pieces) ctypes.memmove(dest, source, nbytes)
             self._written(dest, nbytes)
         elif operation.signal is not None:
             signal, operation.signal = operation.signal, None

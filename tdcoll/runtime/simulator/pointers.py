@@ -55,10 +55,9 @@ class PointerAccess:
         machine.scheduler.poll(
             first, lambda: f"spins on {memory.describe(first)}, is {read_word(first & ~7) if first else 0}"
         )
-        if inside is not None and network is not None:
-            for pe in np.unique(self._pes(addresses[inside])).tolist():
-                if pe != program.pe:  # a program sees its own stores
-                    network.flush_stores(program, pe)
+        if inside is not None and network is not None and network.in_flight(program):
+            touched = addresses[inside]  # a program sees its own stores
+            network.flush_stores(program, (int(touched.min()), int(touched.max()) + 8))
 
     def stored(self, addresses: Array, mask: Array) -> None:
         """Called after the running program stored to memory: wakes who waits there. A schedule point."""
@@ -103,8 +102,8 @@ class PointerAccess:
                 raise self._null_pointer(what)
         machine.scheduler.turn()
         network = machine.network
-        if network is not None and memory.owns(source) and memory.pe_of(source) != program.pe:
-            network.flush_stores(program, memory.pe_of(source))
+        if network is not None and network.in_flight(program):
+            network.flush_stores(program, (source, source + nbytes))
         if network is not None and memory.owns(dest) and memory.pe_of(dest) != program.pe:
             self._store(program, memory.pe_of(dest), dest, ctypes.string_at(source, nbytes), 1)
         else:

@@ -95,6 +95,11 @@ class PollingScheduler:
 
     # ------------------------------------------------------------------ called by the running task
 
+    @property
+    def now_ns(self) -> int:
+        """Wall time."""
+        return time.monotonic_ns()
+
     def turn(self) -> None:
         task = self._running()
         task.polls = 0

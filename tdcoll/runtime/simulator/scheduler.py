@@ -110,6 +110,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ called by anyone
 
+    @property
+    def now_ns(self) -> int:
+        """Virtual time."""
+        return self.clock_ns
+
     def spawn(self, name: str, pe: int, body: Callable[[], None]) -> Task:
         """A new task, ready to run."""
         task = Task(self._spawned, name, pe, body, self.policy.is_slow(pe))
@@ -149,8 +154,7 @@ class Scheduler:
             if task is self.current:
                 suicide = True
             else:
-                self._retire(task)
-                self._switch.unwind(task)
+                self._unwind(task)
         if suicide:
             raise TaskKilled
 
@@ -219,8 +223,7 @@ class Scheduler:
         finally:
             for task in list(self._live):
                 task.killed = True
-                self._retire(task)
-                self._switch.unwind(task)
+                self._unwind(task)
             self.current = None
 
     def _step(self) -> bool:
@@ -299,9 +302,8 @@ class Scheduler:
     def _running(self) -> Task:
         task = self.current
         if task is None:
-            raise TdcollError(
-                "this call needs a running task: make it inside the host function of World.run()"
-            )
+            raise TdcollError("this call needs a running task: make it inside the host function of
+            World.run()")
         if task.killed:
             raise TaskKilled
         return task
@@ -322,6 +324,15 @@ class Scheduler:
                     del self._waiters[key]
             task.wait = None
 
+    def _unwind(self, task: Task) -> None:
+        """End a killed task where it is; its ``finally`` clauses run, and find that they cannot wait."""
+        self._retire(task)
+        running, self.current = self.current, task
+        try:
+            self._switch.unwind(task)
+        finally:
+            self.current = running
+
     def _retire(self, task: Task) -> None:
         self._forget_wait(task)
         self._live.pop(task, None)
@@ -332,8 +343,8 @@ class Scheduler:
     def _only_spinners(self, picked: Task, polls: int) -> bool:
         progress = self.progress
         return all(
-            task.polls >= polls and task.progress_seen == progress
-            for task in (picked, *self._ready, *self._slow)
+            task.polls >= polls and task.progress_seen == progress for task in (picked, *self._ready,
+            *self._slow)
         )
 
     def _deadlock(self) -> Deadlock:

@@ -154,36 +154,40 @@ class _Greenlets:
 
     def unwind(self, task: Task) -> None:
         if not task.done and task.handle:  # a greenlet that has not started is False
+            task.handle.parent = greenlet.getcurrent()  # come back here when it is dead
             task.handle.throw(TaskKilled)
         task.done = True
 
 
-class _Threads:
-    """Tasks as threads; one baton goes back and forth, so still only one of them runs at a time."""
+class _Baton:
+    """What a task's thread and whoever resumes it hand to and fro."""
 
     def __init__(self) -> None:
-        self._back = threading.Semaphore(0)
+        self.to_task, self.to_resumer = threading.Semaphore(0), threading.Semaphore(0)
+
+
+class _Threads:
+    """Tasks as threads, of which only the one that holds the baton runs."""
 
     def start(self, task: Task) -> None:
-        baton = threading.Semaphore(0)
+        baton = task.handle = _Baton()
 
         def run() -> None:
-            baton.acquire()
+            baton.to_task.acquire()
             if not task.killed:
                 task.run()
             task.done = True
-            self._back.release()
+            baton.to_resumer.release()
 
-        task.handle = baton
         threading.Thread(target=run, daemon=True, name=task.name).start()
 
     def resume(self, task: Task) -> None:
-        task.handle.release()
-        self._back.acquire()
+        task.handle.to_task.release()
+        task.handle.to_resumer.acquire()
 
     def suspend(self, task: Task) -> None:
-        self._back.release()
-        task.handle.acquire()
+        task.handle.to_resumer.release()
+        task.handle.to_task.acquire()
         if task.killed:
             raise TaskKilled
 

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that the simulator is tested with: right ones, and ones with a single protection left out.
+
+``gather`` is a 1D all-gather: program ``p`` of rank ``r`` pushes r's segment to rank p; program ``r`` itself
+waits for everybody. ``HOW`` says how data and signal are sent.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.jit import jit
+
+
+@jit
+def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl.constexpr, COMPARE: tl.constexpr):
+    rank = tdl.my_pe()
+    peer = tl.program_id(0)
+    mine = buffer + rank * nbytes
+    signal = signals + rank
+    if peer == rank:
+        tdl.wait_signals(signals, WORLD, rank, COMPARE, epoch, monitor, WORLD)
+    elif HOW == "put_signal":
+        tdl.putmem_signal_block(mine, mine, nbytes, signal, epoch, tdl.SIGNAL_SET, peer)
+    elif HOW == "put_signal_nbi":
+        tdl.putmem_signal_nbi_block(mine, mine, nbytes, signal, epoch, tdl.SIGNAL_SET, peer)
+    elif HOW == "put_signal_nbi, quiet":
+        tdl.putmem_signal_nbi_block(mine, mine, nbytes, signal, epoch, tdl.SIGNAL_SET, peer)
+        tdl.quiet()
+    elif HOW == "put, fence, signal":
+        tdl.putmem_nbi_block(mine, mine, nbytes, peer)
+        tdl.fence()
+        tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
+        tdl.quiet()
+    elif HOW == "put, quiet, store":
+        tdl.putmem_nbi_block(mine, mine, nbytes, peer)
+        tdl.quiet()
+        tl.store(tdl.remote_ptr(signal, peer), epoch)
+    elif HOW == "put, signal":  # no fence
+        tdl.putmem_nbi_block(mine, mine, nbytes, peer)
+        tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
+        tdl.quiet()
+    elif HOW == "blocking put, signal":  # no fence: blocking is not delivered
+        tdl.putmem_block(mine, mine, nbytes, peer)
+        tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
+    elif HOW == "signal, put":  # the wrong way round
+        tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
+        tdl.fence()
+        tdl.putmem_block(mine, mine, nbytes, peer)
+    elif HOW == "put, release":  # a release orders stores, not puts
+        tdl.putmem_block(mine, mine, nbytes, peer)
+        tdl.st_release(tdl.remote_ptr(signal, peer), epoch, "sys")
+    elif HOW == "copy, release":
+        tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
+        tdl.syncthreads()
+        tdl.st_release(tdl.remote_ptr(signal, peer), epoch, "sys")
+    elif HOW == "copy, release on this GPU":
+        tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
+        tdl.syncthreads()
+        tdl.st_release(tdl.remote_ptr(signal, peer), epoch, "gpu")
+    elif HOW == "copy, relaxed":
+        tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
+        tdl.syncthreads()
+        tdl.st(tdl.remote_ptr(signal, peer), epoch, "sys")
+    elif HOW == "store, atomic release":
+        index = tl.arange(0, 16)
+        tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
+        tl.atomic_xchg(tdl.remote_ptr(signal, peer), epoch.to(tl.int64), sem="release", scope="sys")
+    elif HOW == "store, atomic relaxed":
+        index = tl.arange(0, 16)
+        tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
+        tl.atomic_xchg(tdl.remote_ptr(signal, peer), epoch.to(tl.int64), sem="relaxed", scope="sys")
+    elif HOW == "PE 2 forgets PE 0":
+        if (rank != 2) | (peer != 0):
+            tdl.putmem_signal_block(mine, mine, nbytes, signal, epoch, tdl.SIGNAL_SET, peer)
+
+
+@jit
+def gather_spinning(buffer, signals, nbytes, epoch, WORLD: tl.constexpr, FORGET: tl.constexpr):
+    """As ``gather``, with a hand-written polling loop in place of the wait."""
+    rank = tdl.my_pe()
+    peer = tl.program_id(0)
+    mine = buffer + rank * nbytes
+    if peer != rank:
+        if (rank != 2) | (peer != 0) | (FORGET == 0):
+            tdl.putmem_signal_block(mine, mine, nbytes, signals + rank, epoch, tdl.SIGNAL_SET, peer)
+    else:
+        for i in range(WORLD):
+            if i != rank:
+                while tl.load(signals + i, volatile=True) < epoch:
+                    pass
+
+
+@jit
+def gather_waiting_first(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr):
+    """The waiting program comes first in the grid: wrong where not all programs fit on the GPU."""
+    rank = tdl.my_pe()
+    peer = (rank + tl.program_id(0)) % WORLD
+    mine = buffer + rank * nbytes
+    if peer != rank:
+        tdl.putmem_signal_block(mine, mine, nbytes, signals + rank, epoch, tdl.SIGNAL_SET, peer)
+    else:
+        tdl.wait_signals(signals, WORLD, rank, tdl.CMP_GE, epoch, monitor, WORLD)
+
+
+@jit
+def gather_waiting_last(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr):
+    """The waiting program comes last: right with any number of resident programs."""
+    rank = tdl.my_pe()
+    peer = (rank + 1 + tl.program_id(0)) % WORLD
+    mine = buffer + rank * nbytes
+    if peer != rank:
+        tdl.putmem_signal_block(mine, mine, nbytes, signals + rank, epoch, tdl.SIGNAL_SET, peer)
+    else:
+        tdl.wait_signals(signals, WORLD, rank, tdl.CMP_GE, epoch, monitor, WORLD)
+
+
+@jit
+def gather_by_threads(buffer, signals, nbytes, epoch, WORLD: tl.constexpr, FORM: tl.constexpr):
+    """As Triton-distributed's kernels are written: threads wait for one signal each."""
+    rank = tdl.my_pe()
+    peer = tl.program_id(0)
+    mine = buffer + rank * nbytes
+    if peer != rank:
+        tdl.putmem_signal_block(mine, mine, nbytes, signals + rank, epoch, tdl.SIGNAL_SET, peer)
+    elif FORM == "if":
+        if tdl.tid(0) < WORLD and tdl.tid(0) != rank:
+            tdl.signal_wait_until(signals + tdl.tid(0), tdl.CMP_EQ, epoch)
+        tdl.syncthreads()
+    elif FORM == "name":
+        t = tdl.tid(0)
+        if t < WORLD:
+            if t != rank:
+                tdl.signal_wait_until(signals + t, tdl.CMP_EQ, epoch)
+        tdl.syncthreads()
+    elif FORM == "for":
+        for i in range(tdl.tid(0), WORLD, tdl.ntid(0)):
+            if i != rank:
+                tdl.signal_wait_until(signals + i, tdl.CMP_EQ, epoch)
+
+
+@jit
+def else_of_threads(out):
+    if tdl.tid(0) < 3:
+        tl.atomic_add(out, 1)
+    else:
+        tl.atomic_add(out + 1, 1)
+    if not (tdl.tid(0) < 3 or tdl.tid(0) > 5):
+        tl.atomic_add(out + 2, 1)
+
+
+@jit
+def count_by_every_thread(signals):
+    tdl.signal_op(signals, 1, tdl.SIGNAL_ADD, 0)
+
+
+@jit
+def count_by_one_thread(signals):
+    if tdl.tid(0) == 0:
+        tdl.signal_op(signals, 1, tdl.SIGNAL_ADD, 0)
+
+
+@jit
+def tid_as_value(out):
+    tl.store(out + tdl.tid(0), 1)
+
+
+@jit
+def pull(buffer, mine, nbytes, HOW: tl.constexpr):
+    """Each rank gets every other's segment; whoever put it there has called a barrier."""
+    peer = tl.program_id(0)
+    source = mine
+    dest = buffer + peer * nbytes
+    if HOW == "get":
+        tdl.getmem_block(dest, source, nbytes, peer)
+    elif HOW == "get_nbi":  # not there yet when the kernel ends
+        tdl.getmem_nbi_block(dest, source, nbytes, peer)
+    else:
+        tdl.getmem_nbi_block(dest, source, nbytes, peer)
+        tdl.quiet()
+
+
+@jit
+def barrier(HOW: tl.constexpr):
+    if HOW == "barrier_all":
+        tdl.barrier_all_block()
+    else:
+        tdl.sync_all_block()
+
+
+@jit
+def put_then_barrier(dest, source, nbytes, WORLD: tl.constexpr, HOW: tl.constexpr):
+    """To the next rank; ``sync_all`` does not complete the put, ``barrier_all`` does."""
+    rank = tdl.my_pe()
+    tdl.putmem_nbi_block(dest, source, nbytes, (rank + 1) % WORLD)
+    if HOW == "barrier_all":
+        tdl.barrier_all_block()
+    else:
+        tdl.sync_all_block()
+
+
+@jit
+def add_up(total, flag, WORLD: tl.constexpr):
+    """Every PE adds to PE 0's word; an integer to the next PE with int_p."""
+    rank = tdl.my_pe()
+    tdl.signal_block(total, rank + 1, tdl.SIGNAL_ADD, 0)
+    tdl.int_p(flag, rank + 100, (rank + 1) % WORLD)
+    tdl.quiet()
+
+
+@jit
+def wait_once(signal, value, monitor, result):
+    tl.store(result, tdl.wait_signal(signal, tdl.CMP_GE, value, monitor, 7, 9))
+
+
+@jit
+def see_grid(out, x, y):
+    i, j, k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tl.store(out + i + x * (j + y * k), tl.num_programs(0) * 100 + tl.num_programs(1) * 10 + tl.num_programs(2))
+
+
+@jit
+def _square(value):
+    return value * value
+
+
+@jit
+def nested(out, n, FLAG: tl.constexpr):
+    for i in range(n):
+        tl.store(out + i, _square(i))
+    if FLAG:
+        tl.store(out, 7)
+
+
+@jit
+def fails(out, PE: tl.constexpr):
+    if tdl.my_pe() == PE:
+        if tl.program_id(0) == 1:
+            tdl.signal_block(out, 1, 77, 0)
+
+
+@jit
+def put(dest, source, nbytes, pe):
+    tdl.putmem_block(dest, source, nbytes, pe)
+
+
+@jit
+def put_signal(dest, source, nbytes, signal, pe):
+    tdl.putmem_signal_block(dest, source, nbytes, signal, 1, tdl.SIGNAL_SET, pe)
+
+
+@jit
+def store_to(pointer, pe):
+    tl.store(tdl.remote_ptr(pointer, pe), 5)
+
+
+@jit
+def launch_flag(flag, out):
+    """One program per launch waits for another through ordinary memory."""
+    if tl.program_id(0) == 0:
+        while tl.load(flag) == 0:
+            pass
+        tl.store(out, 1)
+    else:
+        tl.atomic_add(flag, 1)
+
+
+CALL = None
+"""What ``call`` calls."""
+
+
+@jit
+def call(pointer):
+    CALL(pointer)
+
+
+@jit
+def unsigned(signals, out):
+    """Word 0 is 2**64 - 1."""
+    tl.store(out, tdl.signal_wait_until(signals, tdl.CMP_GT, 5).to(tl.int64, bitcast=True))
+    tl.store(out + 1, tdl.wait_signals(signals, 1, -1, tdl.CMP_EQ, -1, signals + 4, 1))
+
+
+@jit
+def store_and_read_back(pointer, out, pe):
+    remote = tdl.remote_ptr(pointer, pe)
+    tdl.st(remote, 5, "sys")
+    tdl.st(remote + 1, 6, "sys")
+    tl.store(out, tl.load(remote))
+    tl.store(out + 1, tdl.ld(remote + 1, "sys"))
+
+
+@jit
+def thread_variable(pointer):
+    t = tdl.tid(0)
+    t = t + 1
+    if t < 5:
+        tl.atomic_add(pointer, 1)
+
+
+@jit
+def add_to_0(word):
+    tdl.signal_block(word, 1, tdl.SIGNAL_ADD, 0)
+    tl.atomic_add(tdl.remote_ptr(word, 0), 1)
+
+
+@jit
+def wait_for_ever(signal):
+    tdl.signal_wait_until(signal, tdl.CMP_GE, 1)
+
+
+@jit
+def spin_for_ever(signal):
+    while tl.load(signal, volatile=True) == 0:
+        pass

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each of the two processes of test_process.py runs: ``process_job.py RANK FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import cases
+import kernels
+import torch
+import torch.distributed as dist
+
+from tdcoll import runtime
+from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
+from tdcoll.monitor import WaitMonitor
+from tdcoll.runtime.control import StoreControlPlane
+from tdcoll.runtime.simulator.process import ProcessHeap
+from tdcoll.testing import record
+
+WORLD = 2
+
+
+def expect(error: type[Exception], match: str, call) -> None:
+    try:
+        call()
+    except error as raised:
+        assert match in str(raised), raised
+    else:
+        raise AssertionError(f"expected {error.__name__}")
+
+
+def all_gathers(job: runtime.Runtime, calls: int) -> None:
+    monitor = WaitMonitor()
+    buffers = job.allocate((2, WORLD, 33), torch.uint8, name="buffer")
+    signals = job.allocate((2, WORLD), torch.int64, name="signals")
+    for call in range(1, calls + 1):
+        buffer = buffers[call % 2]
+        buffer[job.rank] = cases.segment(job.rank, call, 33)
+        kernels.gather[(WORLD,)](buffer, signals[call % 2], 33, call, monitor.words, WORLD, "put_signal", 5)
+        monitor.check()
+        cases.check(buffer, call)
+
+
+def additions(job: runtime.Runtime) -> None:
+    """Both processes add to the same word: nothing may be lost."""
+    word = job.allocate((1,), torch.int64, name="word")
+    for _ in range(50):
+        kernels.add_to_0[(4,)](word)
+        kernels.barrier[(1,)]("barrier_all")
+        kernels.barrier[(1,)]("sync_all")
+    if job.rank == 0:
+        assert word.item() == 50 * 4 * (1 + 1) * WORLD, word
+
+
+def polling_loops(job: runtime.Runtime) -> None:
+    buffer = job.allocate((WORLD, 8), torch.uint8, name="buffer")
+    signals = job.allocate((WORLD,), torch.int64, name="signals")
+    for call in range(1, 10):
+        kernels.gather_spinning[(WORLD,)](buffer, signals, 8, call, WORLD, 0)
+
+
+def deadlines(job: runtime.Runtime) -> None:
+    signals = job.allocate((4,), torch.int64, name="signals")
+    result = torch.full((1,), -1, dtype=torch.int32)
+    monitor = WaitMonitor(timeout_s=0.05)
+    kernels.wait_once[(2,)](signals[2:], 1, monitor.words, result)
+    assert result.item() == 0
+    expect(CollectiveTimeout, "for peer 7: signal 9 had to reach 1 in epoch 1 and is 0", monitor.check)
+    rank = job.rank
+    expect(
+        TdcollError,
+        f"pe{rank} wait_for_ever(0,0,0) waits for pe{rank}.signals[1] >= 1, is 0; gave up after 1 s",
+        lambda: kernels.wait_for_ever[(1,)](signals[1:]),
+    )
+    expect(TdcollError, "spins on", lambda: kernels.spin_for_ever[(1,)](signals))
+    expect(ValueError, "sig_op must be", lambda: kernels.fails[(2,)](signals, rank))
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    control = StoreControlPlane(store, rank, 20)
+
+    def heap(nbytes: int) -> ProcessHeap:
+        return ProcessHeap(pe=rank, n_pes=WORLD, nbytes=nbytes, control=control, timeout_s=1)
+
+    expect(RankMismatchError, "the size of the symmetric heap", lambda: heap(1000 + rank))
+    shared = heap(1 << 20)
+    job = runtime.Runtime(
+        rank=rank,
+        world_size=WORLD,
+        heap=shared,
+        control=control,
+        node_ids=(0,) * WORLD,
+        simulated=True,
+        timeout_s=20,
+    )
+    runtime.install(job)
+    all_gathers(job, 20)
+    with record(folder / "trace.json"):
+        all_gathers(job, 2)
+    additions(job)
+    polling_loops(job)
+    deadlines(job)
+    shared.close()
+    shared.close()
+    expect(TdcollError, "needs a simulated machine", lambda: kernels.tdl.my_pe())
+    runtime.install(None)
+    print("done")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device language on the simulator: signatures, argument errors, threads, node borders."""
+
+from __future__ import annotations
+
+import inspect
+
+import kernels
+import pytest
+import torch
+from cases import gathering
+
+import tdcoll.language as tdl
+from tdcoll import runtime
+from tdcoll.language import simulator
+from tdcoll.language.spec import FUNCTIONS
+from tdcoll.testing import World, explore
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_has_its_signature(name):
+    function = getattr(simulator, name)
+    parameters = [p for p in inspect.signature(function).parameters if p != "_semantic"]
+    assert parameters == [parameter for parameter, _ in FUNCTIONS[name].parameters]
+    assert function.__doc__ == FUNCTIONS[name].doc
+    assert getattr(tdl, name) is function
+
+
+def _run(body, n_pes=2, **options):
+    """``body(job)`` on PE 0."""
+
+    def host(pe):
+        job = runtime.current()
+        return body(job) if pe == 0 else None
+
+    return World(n_pes, **options).run(host)[0]
+
+
+def _rows(job, n=8, dtype=torch.int64):
+    return job.allocate((n,), dtype, group=[job.rank], name="rows")
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        (lambda rows, own: kernels.put[(1,)](own, rows, 8, 1), "dest must lie in the symmetric heap.*ordinary
+        memory"), (lambda rows, own: kernels.put[(1,)](rows, own, 8, 2), r"pe must be in 0\.\.1, got 2"),
+        (lambda rows, own: kernels.put[(1,)](rows, own, 8, -1), r"pe must be in 0\.\.1, got -1"),
+        (lambda rows, own: kernels.put[(1,)](rows, own, -8, 1), "bytes must be at least 0, got -8"),
+        (lambda rows, own: kernels.put[(1,)](rows, 0, 8, 1), "source must point to memory, got 0x0"),
+        (lambda rows, own: kernels.put[(1,)](rows, own, 1.5, 1), "bytes must be an integer or a pointer, got
+        1.5"), (
+            lambda rows, own: kernels.put_signal[(1,)](rows, own, 8, own, 1),
+            "sig_addr must lie in the symmetric heap",
+        ),
+        (
+            lambda rows, own: kernels.put_signal[(1,)](rows, own, 8, rows.view(torch.uint8)[4:], 1),
+            "sig_addr must be 8-byte aligned",
+        ),
+        (
+            lambda rows, own: kernels.put[(1,)](runtime.current().heap.peer_base(1), own, 8, 1),
+            "dest must be a symmetric address of this PE.*an address of PE 1",
+        ),
+        (
+            lambda rows, own: kernels.put[(1,)](rows, runtime.current().heap.peer_base(1), 8, 1),
+            "source must be memory of this PE",
+        ),
+        (lambda rows, own: kernels.store_to[(1,)](own, 1), "local_ptr must lie in the symmetric heap"),
+        (
+            lambda rows, own: kernels.wait_once[(1,)](own, 1, own, own),
+            "signal must lie in the symmetric heap",
+        ),
+        (lambda rows, own: kernels.wait_once[(1,)](rows, 1, 0, own), "monitor must point to a monitor's
+        words"), (lambda rows, own: kernels.tid_as_value[(1,)](own), "tid.. is different in each thread"),
+    ],
+)
+def test_argument_errors_name_the_argument(launch, message):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message) as raised:
+        _run(lambda job: launch(_rows(job), torch.zeros(8, dtype=torch.int64)))
+    assert any(note.startswith("raised by pe0 ") for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: tdl.ld(p, "cta"), "scope must be one of gpu, sys; got 'cta'"),
+        (lambda p: tdl.ld(p, "sys", "release"), "semantic must be one of relaxed, acquire; got 'release'"),
+        (lambda p: tdl.st(p, 1, "gpu", "acquire"), "semantic must be one of relaxed, release; got 'acquire'"),
+        (lambda p: tdl.ld(7), "ld: ptr must point to 32- or 64-bit integers, got 7"),
+        (lambda p: tdl.tid(3), "axis must be 0, 1 or 2, got 3"),
+        (lambda p: tdl.signal_wait_until(p, 6, 1), r"cmp_ must be a CMP_\* constant, got 6"),
+        (lambda p: tdl.wait_signals(p, 3, -1, 5, 1, p, 2), "BLOCK must be a power of two of at least count=3,
+        got 2"), (lambda p: tdl.wait_signal(p, 9, 1, p, 0, 0), r"compare must be a CMP_\* constant, got 9"),
+        (lambda p: tdl.copy_block(p, p, -1), "nbytes must be at least 0, got -1"),
+    ],
+)
+def test_constants_are_checked(call, message):
+    kernels.CALL = call
+    with pytest.raises(ValueError, match=message):
+        _run(lambda job: kernels.call[(1,)](_rows(job)))
+
+
+def test_bytes_beyond_the_heap():
+    with pytest.raises(ValueError, match=r"dest must lie.*1024 bytes from pe0\.rows\[0\] leave it"):
+        _run(lambda job: kernels.put[(1,)](_rows(job), torch.zeros(1024), 1024, 1), heap_bytes=512)
+
+
+def test_other_nodes_are_reached_by_puts_from_symmetric_memory_only():
+    nodes = {"ranks_per_node": 1}
+    with pytest.raises(ValueError, match=r"pe0 store_to\(0,0,0\) would store to a null pointer"):
+        _run(lambda job: kernels.store_to[(1,)](_rows(job), 1), **nodes)
+    with pytest.raises(ValueError, match="source must lie in the symmetric heap when PE 1 is on another
+    node"):
+        _run(lambda job: kernels.put[(1,)](_rows(job), torch.zeros(8), 8, 1), **nodes)
+    _run(lambda job: kernels.put[(1,)](_rows(job), _rows(job), 8, 1), **nodes)
+    _run(lambda job: kernels.store_to[(1,)](_rows(job), 0), **nodes)
+
+
+@pytest.mark.parametrize("form", ["if", "name", "for"])
+def test_kernels_written_for_threads(form):
+    def launch(buffer, signals, nbytes, call, monitor, n):
+        kernels.gather_by_threads[(n,)](buffer, signals, nbytes, call, n, form, num_warps=1)
+
+    explore(gathering(launch), n_pes=4, seeds=10)
+
+
+def test_else_and_not_of_a_test_on_threads():
+    out = torch.zeros(3, dtype=torch.int32)
+    _run(lambda job: kernels.else_of_threads[(1,)](out, num_warps=2))
+    assert out.tolist() == [3, 61, 3]
+
+
+def test_what_every_thread_adds_is_added_by_every_thread():
+    def body(job):
+        signals = _rows(job)
+        kernels.count_by_every_thread[(2,)](signals, num_warps=2)
+        kernels.count_by_one_thread[(2,)](signals[1:], num_warps=2)
+        return signals[:2].tolist()
+
+    assert _run(body) == [128, 2]
+
+
+def test_signals_are_unsigned():
+    def body(job):
+        signals = _rows(job)
+        signals[0] = -1
+        out = torch.zeros(2, dtype=torch.int64)
+        kernels.unsigned[(1,)](signals, out)
+        return out.tolist()
+
+    assert _run(body) == [-1, 1]
+
+
+def test_a_program_sees_its_own_stores_to_a_peer():
+    for seed in range(20):
+
+        def body(job):
+            out = torch.zeros(2, dtype=torch.int64)
+            kernels.store_and_read_back[(1,)](_rows(job), out, 1)
+            return out.tolist()
+
+        assert _run(body, seed=seed, weak=True) == [5, 6]
+
+
+def test_no_assignment_twice_of_what_depends_on_the_thread():
+    with pytest.raises(NotImplementedError, match="t depends on tid.. and is assigned 2 times"):
+        _run(lambda job: kernels.thread_variable[(1,)](_rows(job)))

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels with one protection left out must be caught; their twins with it must not. A test that cannot fail..."""
+
+from __future__ import annotations
+
+import kernels
+import pytest
+from cases import gather, gathering
+
+import tdcoll.language as tdl
+from tdcoll.testing import Deadlock, ExplorationFailed, explore, first_failure
+
+CLEAN = [
+    "put_signal",
+    "put_signal_nbi, quiet",
+    "put, fence, signal",
+    "put, quiet, store",
+    "copy, release",
+    "store, atomic release",
+]
+CAUGHT = [
+    "put, signal",
+    "blocking put, signal",
+    "signal, put",
+    "put, release",
+    "copy, release on this GPU",
+    "copy, relaxed",
+    "store, atomic relaxed",
+]
+
+
+@pytest.mark.parametrize("how", CLEAN)
+def test_right_kernels_are_clean(how):
+    explore(gather(how), n_pes=4, seeds=40)
+
+
+@pytest.mark.parametrize("how", CAUGHT)
+def test_data_that_no_signal_orders_is_caught(how):
+    failure = first_failure(gather(how), n_pes=4, seeds=10)
+    assert failure is not None
+    assert "bytes of rank" in failure.report
+    assert "pe" in failure.report
+
+
+def test_strong_delivery_hides_a_missing_fence():
+    """Which is why exploration is weak by default."""
+    assert first_failure(gather("put, signal"), n_pes=4, seeds=10, weak=False) is None
+
+
+def test_single_slot_is_caught_and_two_are_clean():
+    failure = first_failure(gather("put_signal", slots=1, signal_slots=2, calls=4), n_pes=4, seeds=40)
+    assert failure is not None
+    assert "bytes of rank" in failure.report
+    explore(gather("put_signal", slots=2, calls=4), n_pes=4, seeds=40)
+
+
+def test_single_slot_is_caught_without_weak_delivery_too():
+    assert first_failure(gather("put_signal", slots=1, signal_slots=2, calls=4), n_pes=4, seeds=40,
+    weak=False)
+
+
+def test_equal_wait_is_overtaken():
+    """With one row of signals a fast peer sets e+1 before the slow one has seen e, which then waits for ever."""
+    failure = first_failure(gather("put_signal", compare=tdl.CMP_EQ.value, signal_slots=1, calls=4), n_pes=4,
+    seeds=60) assert failure is not None
+    assert isinstance(failure.error, Deadlock)
+    assert "==" in str(failure.error)
+    explore(gather("put_signal", calls=4), n_pes=4, seeds=60)
+
+
+def test_one_row_of_signals_is_not_enough_for_two_slots():
+    """>= is satisfied by the signal of the call after, which says nothing of this call's bytes."""
+    assert first_failure(gather("put_signal", signal_slots=1, calls=4), n_pes=4, seeds=20) is not None
+
+
+def test_nbi_source_overwritten_before_quiet():
+    """The next call but one overwrites the source: two calls later a receiver may still lack the bytes."""
+    failure = first_failure(gather("put_signal_nbi", slots=1, signal_slots=2, calls=4), n_pes=4, seeds=40)
+    assert failure is not None
+
+
+def test_forgotten_signal_is_a_deadlock_that_names_it():
+    failure = first_failure(gather("PE 2 forgets PE 0"), n_pes=4, seeds=1)
+    assert failure is not None
+    assert isinstance(failure.error, Deadlock)
+    report = str(failure.error)
+    assert "pe0 gather(0,0,0) waits for pe0.signals[6] >= 1, is 0" in report  # row 1 of two rows of four
+    assert "waits for its launch of gather" in report
+    assert any(line.pe == 0 and "signals[6]" in line.reason for line in failure.error.blocked)
+
+
+def _spinning(forget):
+    def launch(buffer, signals, nbytes, call, monitor, n):
+        kernels.gather_spinning[(n,)](buffer, signals, nbytes, call, n, forget)
+
+    return gathering(launch, calls=2)
+
+
+def test_spin_loop_that_ends_is_clean():
+    explore(_spinning(0), n_pes=4, seeds=10)
+
+
+def test_spin_loop_that_cannot_end_is_a_deadlock():
+    failure = first_failure(_spinning(1), n_pes=4, seeds=1, spin_limit=100)
+    assert failure is not None
+    assert isinstance(failure.error, Deadlock)
+    assert "pe0 gather_spinning(0,0,0) spins on pe0.signals[6], is 0" in str(failure.error)
+
+
+def _in_order(kernel):
+    def launch(buffer, signals, nbytes, call, monitor, n):
+        kernel[(n,)](buffer, signals, nbytes, call, monitor, n)
+
+    return gathering(launch)
+
+
+def test_grid_that_waits_first_deadlocks_with_one_resident_program():
+    explore(_in_order(kernels.gather_waiting_first), n_pes=4, seeds=10)
+    explore(_in_order(kernels.gather_waiting_first), n_pes=4, seeds=10, resident=2)
+    failure = first_failure(_in_order(kernels.gather_waiting_first), n_pes=4, seeds=1, resident=1)
+    assert failure is not None
+    assert isinstance(failure.error, Deadlock)
+    assert "0 of 4 programs done, 3 not started for lack of room" in str(failure.error)
+    explore(_in_order(kernels.gather_waiting_last), n_pes=4, seeds=10, resident=1)
+
+
+def test_failure_says_how_to_see_it_again():
+    with pytest.raises(ExplorationFailed, match=r"replay\(case, \d+, n_pes=4, resident=4\)") as raised:
+        explore(gather("put, signal"), n_pes=4, seeds=10, resident=4)
+    failure = raised.value.failure
+    again = first_failure(gather("put, signal"), seeds=[failure.seed], **failure.options)
+    assert again is not None
+    assert again.report == failure.report

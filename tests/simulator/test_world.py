@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host functions, launches, the control plane, kills and deadlines, counts and timelines of a World."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import kernels
+import pytest
+import torch
+from cases import gather
+
+import tdcoll.language as tdl
+from tdcoll import runtime
+from tdcoll.errors import CollectiveTimeout, NotInitializedError, RankMismatchError, TdcollError
+from tdcoll.monitor import WaitMonitor
+from tdcoll.testing import Deadlock, World, replay
+
+
+def test_host_results_and_runtimes():
+    world = World(3, ranks_per_node=2, heap_bytes=1000)
+
+    def host(pe):
+        job = runtime.current()
+        assert (job.rank, job.world_size, job.simulated) == (pe, 3, True)
+        assert job.heap.nbytes == 1024
+        assert job.node_ids == (0, 0, 1)
+        assert job.topology().n_nodes == 2
+        assert job.heap.peer_base(pe) == job.heap.base
+        assert (job.heap.peer_base(2) == 0) == (pe != 2)
+        return pe * 10
+
+    assert world.run(host) == [0, 10, 20]
+    assert runtime.current_or_none() is None
+
+
+def test_allocations_are_collective_over_any_group():
+    def host(pe):
+        job = runtime.current()
+        group = [0, 2] if pe in (0, 2) else [1, 3]
+        tensor = job.allocate((4,), torch.int32, group=group, name="mine")
+        tensor.fill_(pe)
+        offset = job.offset_of(tensor, "tensor")
+        job.release(tensor, group=group)
+        return offset
+
+    assert World(4).run(host) == [0, 0, 0, 0]
+
+
+def test_missing_rank_is_a_deadlock():
+    def host(pe):
+        if pe != 2:
+            runtime.current().allocate((4,), torch.int32, name="rows")
+
+    with pytest.raises(Deadlock) as raised:
+        World(3).run(host)
+    assert [str(line) for line in raised.value.blocked] == [
+        f"pe{pe} host waits in 'allocate rows' for rank(s) [2]" for pe in range(2)
+    ]
+
+
+def test_other_call_is_a_mismatch():
+    def host(pe):
+        runtime.current().control.all_gather([0, 1], "left" if pe else "right", None)
+
+    with pytest.raises(RankMismatchError, match=r"rank 0 is in 'right', but \{1: 'left'\} are elsewhere"):
+        World(2).run(host)
+
+
+def test_grid_positions_and_start_order():
+    out = torch.zeros(24, dtype=torch.int32)
+    World(1).run(lambda pe: kernels.see_grid[(2, 3, 4)](out, 2, 3))
+    assert out.tolist() == [234] * 24
+
+    world = World(1, resident=1, trace=True)
+    world.run(lambda pe: kernels.see_grid[lambda args: (2, 2)](out, 2, 2, num_warps=8))
+    names = [event["name"] for event in json.loads(world.trace.to_json())["traceEvents"] if event["ph"] ==
+    "X"] assert names == [f"see_grid({x},{y},0)" for y in (0, 1) for x in (0, 1)] + ["see_grid"]
+
+
+def test_launch_arguments_are_checked():
+    out = torch.zeros(4, dtype=torch.int32)
+
+    def raises(error, match, launch):
+        with pytest.raises(error, match=match):
+            World(1).run(lambda pe: launch())
+
+    raises(TypeError, r"see_grid\(\) misses argument\(s\) y", lambda: kernels.see_grid[(1,)](out, 2))
+    raises(TypeError, "takes 3 positional arguments, got 4", lambda: kernels.see_grid[(1,)](out, 2, 3, 4))
+    raises(TypeError, "unknown keyword", lambda: kernels.see_grid[(1,)](out, 2, 3, num_warp=8))
+    raises(ValueError, "1 to 3 extents", lambda: kernels.see_grid[(1, 1, 1, 1)](out, 2, 3))
+    raises(ValueError, "must be a CPU tensor", lambda: kernels.see_grid[(1,)](out.to("meta"), 2, 3))
+
+
+def test_runtime_ranges_nested_functions_and_bools():
+    out = torch.zeros(8, dtype=torch.int64)
+    World(1).run(lambda pe: kernels.nested[(1,)](out, 5, True))
+    assert out.tolist() == [7, 1, 4, 9, 16, 0, 0, 0]
+
+
+def test_spin_on_ordinary_memory_lets_others_run():
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    World(1).run(lambda pe: kernels.launch_flag[(2,)](flag, out))
+    assert out.item() == 1
+
+
+def test_errors_of_hosts_and_programs_name_them():
+    def host(pe):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as raised:
+        World(2).run(host)
+    assert raised.value.__notes__ == ["raised by pe0 host"]
+
+    def launches(pe):
+        kernels.fails[(2,)](runtime.current().allocate((1,), torch.int64), 1)
+
+    with pytest.raises(ValueError, match="sig_op must be SIGNAL_SET or SIGNAL_ADD, got 77") as raised:
+        World(2).run(launches)
+    assert "raised by pe1 fails(1,0,0)" in raised.value.__notes__
+
+
+def test_world_outlives_a_run_and_keeps_its_memory():
+    world, case = World(4, seed=3, weak=True), gather("put_signal")
+    case(world)
+    steps = world.steps
+    case(world)
+    assert world.steps > steps
+    assert [job.heap_info.allocations for job in world.runtimes] == [4] * 4
+
+
+def test_messages_outlive_their_launch():
+    """The end of a kernel does not complete its puts, and the end of a run does."""
+
+    def host(pe):
+        word = runtime.current().allocate((1,), torch.int64, name="word")
+        source = torch.full((1,), 5, dtype=torch.int64)
+        if pe == 0:
+            kernels.put[(1,)](word, source, 8, 1)
+        return word
+
+    world = World(2, weak=True)
+    seen = []
+    world.run(lambda pe: seen.append(host(pe)) or (pe == 1 and seen.append(int(seen[-1]))))
+    words = [entry for entry in seen if isinstance(entry, torch.Tensor)]
+    assert sorted(int(word) for word in words) == [0, 5]
+
+
+def test_only_one_world_at_a_time_and_hooks_are_restored():
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    before = {name: getattr(interpreter, name) for name in ("GridExecutor", "_patch_lang",
+    "interpreter_builder")} builder, transformer = type(interpreter.interpreter_builder),
+    interpreter.FunctionRewriter.ast_transformer load, cache = tl.load,
+    interpreter.InterpretedFunction.rewritten_fn
+
+    def host(pe):
+        assert type(interpreter.interpreter_builder) is not builder
+        if pe:
+            raise ArithmeticError("boom")
+        World(1).run(lambda pe: None)
+
+    for _ in range(2):
+        with pytest.raises((TdcollError, ArithmeticError)):
+            World(2, seed=0).run(host)
+        assert {name: getattr(interpreter, name) for name in before} == before
+        assert type(interpreter.interpreter_builder) is builder
+        assert interpreter.FunctionRewriter.ast_transformer is transformer
+        assert interpreter.InterpretedFunction.rewritten_fn is cache
+        assert tl.load is load
+        assert runtime.current_or_none() is None
+    with pytest.raises(TdcollError, match="only one can be"):
+        World(1).run(host)
+
+
+def test_language_outside_of_a_machine():
+    with pytest.raises(NotInitializedError, match=r"tdcoll\.initialize\(\)"):
+        tdl.my_pe()
+
+
+# ---------------------------------------------------------------------- deadlines and deaths
+
+
+def _waits_for_dead(world, *, kill):
+    """PE 1 is to signal PE 0 and does not."""
+
+    def host(pe):
+        job = runtime.current()
+        monitor = WaitMonitor(timeout_s=2.5)
+        signals = job.allocate((4,), torch.int64, name="signals")
+        result = torch.full((1,), -1, dtype=torch.int32)
+        if pe == 1:
+            if kill:
+                world.kill(1)
+            return None
+        kernels.wait_once[(1,)](signals[3:], 6, monitor.words, result)
+        assert result.item() == 0
+        monitor.check()
+        return None
+
+    return host
+
+
+def test_wait_for_a_killed_pe_expires():
+    world = World(2)
+    with pytest.raises(CollectiveTimeout) as raised:
+        world.run(_waits_for_dead(world, kill=True))
+    error = raised.value
+    assert (error.rank, error.peer, error.signal, error.epoch) == (0, 7, 9, 6)
+    assert (error.expected, error.seen, error.timeout_s) == (6, 0, 2.5)
+
+
+def test_wait_expires_or_raises_as_asked():
+    with pytest.raises(Deadlock, match=r"pe0 wait_once\(0,0,0\) waits for pe0\.signals\[3\] >= 6, is 0"):
+        World(2).run(_waits_for_dead(None, kill=False))
+    with pytest.raises(CollectiveTimeout):
+        World(2, on_timeout="expire").run(_waits_for_dead(None, kill=False))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_in_the_middle_all_others_name_it_or_each_other(seed):
+    world = World(4, seed=seed, weak=True)
+    outcomes = {}
+
+    def host(pe):
+        job = runtime.current()
+        monitor = WaitMonitor()
+        buffers = job.allocate((2, 4, 16), torch.uint8, name="buffer")
+        signals = job.allocate((2, 4), torch.int64, name="signals")
+        if pe == 2:
+            world.kill(2, after_turns=5 + 7 * seed)
+        for call in range(1, 20):
+            kernels.gather[(4,)](buffers[call % 2], signals[call % 2], 16, call, monitor.words, 4,
+            "put_signal", 5) try:
+                monitor.check()
+            except CollectiveTimeout as error:
+                outcomes[pe] = error
+                return "timeout"
+        return "finished"
+
+    assert world.run(host) == ["timeout", "timeout", None, "timeout"]
+    assert 2 in {error.peer for error in outcomes.values()}
+    assert all(error.peer != error.rank for error in outcomes.values())
+
+
+def test_expired_wait_ends_the_others_of_its_monitor():
+    def host(pe):
+        job = runtime.current()
+        monitor = WaitMonitor()
+        signals = job.allocate((2, 4), torch.int64, name="signals")
+        buffer = job.allocate((4, 16), torch.uint8)
+        kernels.gather[(1,)](buffer, signals[0], 16, 1, monitor.words, 4, "put_signal", 5)
+        assert monitor.expired
+        result = torch.full((1,), -1, dtype=torch.int32)
+        kernels.wait_once[(3,)](signals[1], 1, monitor.words, result)  # returns at once
+        signals[1] = 1
+        first = result.item()
+        kernels.wait_once[(1,)](signals[1], 1, monitor.words, result)
+        return first, result.item()
+
+    assert World(1, on_timeout="expire").run(lambda pe: host(pe)) == [(0, 1)]
+
+
+def test_exchange_with_a_killed_pe_raises_as_the_store_does():
+    world = World(2, timeout_s=4)
+
+    def host(pe):
+        if pe == 1:
+            world.kill(1)
+        with pytest.raises(TdcollError, match=r"rank 0 waited 4 s in 'allocate rows' for rank\(s\) \[1\]"):
+            runtime.current().allocate((1,), torch.int64, name="rows")
+        return "told"
+
+    assert world.run(host) == ["told", None]
+
+
+def test_kill_loses_messages_or_not():
+    for lose, seen in ((True, 0), (False, 5)):
+        world = World(2, weak=True)
+        words = {}
+
+        def host(pe, world=world, words=words, lose=lose):
+            words[pe] = runtime.current().allocate((1,), torch.int64, name="word")
+            if pe == 0:
+                kernels.put[(1,)](words[0], torch.full((1,), 5), 8, 1)
+                world.kill(0, lose_messages=lose)
+
+        world.run(host)
+        assert words[1].item() == seen
+
+
+# ---------------------------------------------------------------------- barriers, gets, counts, timelines
+
+
+@pytest.mark.parametrize("how", ["barrier_all", "sync_all"])
+def test_barriers_complete_puts_or_not(how):
+    stale = 0
+    for seed in range(30):
+        world = World(3, seed=seed, weak=True)
+
+        def host(pe):
+            job = runtime.current()
+            dest = job.allocate((16,), torch.uint8)
+            source = torch.full((16,), pe + 1, dtype=torch.uint8)
+            kernels.put_then_barrier[(1,)](dest, source, 16, 3, how)
+            return bool((dest == (pe - 1) % 3 + 1).all())
+
+        stale += world.run(host).count(False)
+    assert (stale == 0) == (how == "barrier_all")
+
+
+def test_barrier_without_everybody_is_a_deadlock():
+    def host(pe):
+        kernels.barrier[(1,)]("sync_all" if pe else "barrier_all")
+
+    with pytest.raises(Deadlock, match=r"pe1 barrier\(0,0,0\) waits in sync_all number 1 for pe0"):
+        World(2).run(host)
+
+
+@pytest.mark.parametrize("how", ["get", "get_nbi, quiet", "get_nbi"])
+def test_gets(how):
+    stale = 0
+    for seed in range(20):
+
+        def host(pe):
+            job = runtime.current()
+            mine = job.allocate((16,), torch.uint8)
+            mine.fill_(pe + 1)
+            job.control.all_gather(range(3), "filled", None)
+            out = torch.zeros(3, 16, dtype=torch.uint8)
+            kernels.pull[(3,)](out, mine, 16, how)
+            right = bool((out == torch.arange(1, 4)[:, None]).all())
+            job.control.all_gather(range(3), "read", None)
+            return right
+
+        stale += World(3, seed=seed, weak=True).run(host).count(False)
+    assert (stale == 0) == (how != "get_nbi")
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_signal_add_and_int_p(weak):
+    def host(pe):
+        job = runtime.current()
+        total, flag = job.allocate((1,), torch.int64), job.allocate((1,), torch.int32)
+        kernels.add_up[(1,)](total, flag, 3, num_warps=1)
+        job.control.all_gather(range(3), "done", None)
+        return total.item(), flag.item()
+
+    assert World(3, seed=0, weak=weak).run(host) == [(6, 102), (0, 100), (0, 101)]
+
+
+def test_counts():
+    world = World(4, ranks_per_node=[3, 1])
+    gather("put_signal", calls=2)(world)
+    first, last = world.counts[0], world.counts[3]
+    assert (first.launches, first.puts, first.put_bytes, first.signals, first.waits) == (2, 6, 96, 6, 2)
+    assert (first.inter_node_puts, first.inter_node_bytes) == (2, 32)
+    assert (last.inter_node_puts, last.inter_node_bytes) == (6, 96)
+    stores = World(4)
+    gather("copy, release", calls=1)(stores)
+    assert stores.counts[0].puts == 0
+
+
+def test_timeline_is_valid_chrome_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    world = replay(gather("put_signal"), 5, n_pes=4, trace=path)
+    events = json.loads(path.read_text())["traceEvents"]
+    by_phase = defaultdict(list)
+    for event in events:
+        assert {"ph", "name", "pid", "tid"} <= event.keys()
+        by_phase[event["ph"]].append(event)
+    assert {event["args"]["name"] for event in by_phase["M"] if event["name"] == "process_name"} == {
+        "pe0",
+        "pe1",
+        "pe2",
+        "pe3",
+    }
+    assert all(0 <= event["ts"] <= event["ts"] + event["dur"] <= world.steps for event in by_phase["X"])
+    assert len(by_phase["b"]) == len(by_phase["e"]) == sum(count.puts for count in world.counts)
+    assert sorted(e["id"] for e in by_phase["b"]) == sorted(e["id"] for e in by_phase["e"])
+    assert len(by_phase["i"]) == sum(count.signals for count in world.counts)
+    assert any(event["name"].startswith("wait 3 signal(s) >= ") for event in by_phase["X"])
+    rows = defaultdict(list)
+    for event in by_phase["X"]:
+        rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for spans in rows.values():  # spans of one row nest
+        for a in spans:
+            for b in spans:
+                assert (
+                    a[1] <= b[0] or b[1] <= a[0] or (a[0] <= b[0] and b[1] <= a[1]) or (b[0] <= a[0] and a[1]
+                    <= b[1])
+                )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_pes": 0}, "n_pes must be at least 1, got 0"),
+        ({"n_pes": 4, "resident": 0}, "resident must be at least 1"),
+        ({"n_pes": 4, "ranks_per_node": [3, 2]}, "add up to 4"),
+        ({"n_pes": 4, "ranks_per_node": 0}, "ranks_per_node must be at least 1"),
+        ({"n_pes": 4, "on_timeout": "ignore"}, "on_timeout must be"),
+    ],
+)
+def test_world_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        World(arguments.pop("n_pes"), **arguments)
