@@ -28,9 +28,10 @@ def expect(error: type[Exception], match: str, call) -> None:
     try:
         call()
     except error as raised:
-        assert match in str(raised), raised
-    else:
-        raise AssertionError(f"expected {error.__name__}")
+        if match in str(raised):
+            return
+        raise AssertionError(f"expected {match!r} in {raised}") from raised
+    raise AssertionError(f"expected {error.__name__}")
 
 
 def all_gathers(job: runtime.Runtime, calls: int) -> None:

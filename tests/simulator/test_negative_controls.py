@@ -55,14 +55,13 @@ def test_single_slot_is_caught_and_two_are_clean():
 
 
 def test_single_slot_is_caught_without_weak_delivery_too():
-    assert first_failure(gather("put_signal", slots=1, signal_slots=2, calls=4), n_pes=4, seeds=40,
-    weak=False)
+    assert first_failure(gather("put_signal", slots=1, signal_slots=2, calls=4), n_pes=4, seeds=40, weak=False)
 
 
 def test_equal_wait_is_overtaken():
     """With one row of signals a fast peer sets e+1 before the slow one has seen e, which then waits for ever."""
-    failure = first_failure(gather("put_signal", compare=tdl.CMP_EQ.value, signal_slots=1, calls=4), n_pes=4,
-    seeds=60) assert failure is not None
+    failure = first_failure(gather("put_signal", compare=tdl.CMP_EQ.value, signal_slots=1, calls=4), n_pes=4, seeds=60)
+    assert failure is not None
     assert isinstance(failure.error, Deadlock)
     assert "==" in str(failure.error)
     explore(gather("put_signal", calls=4), n_pes=4, seeds=60)

@@ -21,8 +21,7 @@ class Wire:
         self.base = ctypes.addressof(self.memory)
         self.log: list[object] = []
         self.drained: list[object] = []
-        self.network = Network(policy, lambda at, n: self.log.append((at - self.base, n)),
-        self.drained.append)
+        self.network = Network(policy, lambda at, n: self.log.append((at - self.base, n)), self.drained.append)
 
     def send(self, issuer, pe, at, data, *, kind="put", signal=None):
         pieces = self.network.cut(self.base + at, data, len(data))
@@ -170,8 +169,8 @@ def test_drained_when_everything_has_arrived():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32), st.lists(st.sampled_from(["put", "signal", "fence", "deliver", "flush"]),
-max_size=30)) def test_everything_arrives_once_and_epochs_hold(seed, actions):
+@given(st.integers(0, 2**32), st.lists(st.sampled_from(["put", "signal", "fence", "deliver", "flush"]), max_size=30))
+def test_everything_arrives_once_and_epochs_hold(seed, actions):
     wire = Wire(RandomPolicy(seed, 2))
     epoch, sent = 0, []
     for number, action in enumerate(actions):
@@ -180,8 +179,7 @@ max_size=30)) def test_everything_arrives_once_and_epochs_hold(seed, actions):
             sent.append(number)
         elif action == "signal":
             wire.network.issue(
-                "p", 1, "signal", [], source_pe=0, signal=lambda mark=("mark", epoch, number):
-                wire.log.append(mark)
+                "p", 1, "signal", [], source_pe=0, signal=lambda mark=("mark", epoch, number): wire.log.append(mark)
             )
             sent.append(number)
         elif action == "fence":
@@ -206,5 +204,4 @@ def test_cuts_keep_units_whole(unit):
         assert 1 <= len(pieces) <= 3
         assert all(n % unit == 0 for _, _, n in pieces)
         assert b"".join(source for _, source, _ in pieces) == bytes(range(32))
-        assert [dest for dest, _, _ in pieces] == [1000 + sum(n for _, _, n in pieces[:i]) for i in
-        range(len(pieces))]
+        assert [dest for dest, _, _ in pieces] == [1000 + sum(n for _, _, n in pieces[:i]) for i in range(len(pieces))]

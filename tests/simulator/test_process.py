@@ -34,8 +34,7 @@ def test_two_processes(tmp_path):
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
         assert output.rstrip().endswith("done")
-    assert {path.name for path in Path("/dev/shm").glob("tdcoll-heap-*")} <= before, "the segment was not
-    removed"
+    assert {path.name for path in Path("/dev/shm").glob("tdcoll-heap-*")} <= before, "the segment was not removed"
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     launches = [event for event in events if event["name"] == "gather" and event["ph"] == "X"]

@@ -71,8 +71,7 @@ def test_value_that_came_and_went_was_not_seen(scheduler):
 
 def test_deadlock_lists_every_blocked_task(scheduler):
     for pe in range(3):
-        scheduler.spawn(f"task {pe}", pe, lambda pe=pe: scheduler.wait(lambda: False, lambda: f"waits for
-        {pe}", []))
+        scheduler.spawn(f"task {pe}", pe, lambda pe=pe: scheduler.wait(lambda: False, lambda: f"waits for {pe}", []))
     with pytest.raises(Deadlock) as raised:
         scheduler.run()
     assert [str(line) for line in raised.value.blocked] == [f"task {pe} waits for {pe}" for pe in range(3)]

@@ -75,8 +75,9 @@ def test_grid_positions_and_start_order():
 
     world = World(1, resident=1, trace=True)
     world.run(lambda pe: kernels.see_grid[lambda args: (2, 2)](out, 2, 2, num_warps=8))
-    names = [event["name"] for event in json.loads(world.trace.to_json())["traceEvents"] if event["ph"] ==
-    "X"] assert names == [f"see_grid({x},{y},0)" for y in (0, 1) for x in (0, 1)] + ["see_grid"]
+    events = json.loads(world.trace.to_json())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names == [f"see_grid({x},{y},0)" for y in (0, 1) for x in (0, 1)] + ["see_grid"]
 
 
 def test_launch_arguments_are_checked():
@@ -151,10 +152,9 @@ def test_only_one_world_at_a_time_and_hooks_are_restored():
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
-    before = {name: getattr(interpreter, name) for name in ("GridExecutor", "_patch_lang",
-    "interpreter_builder")} builder, transformer = type(interpreter.interpreter_builder),
-    interpreter.FunctionRewriter.ast_transformer load, cache = tl.load,
-    interpreter.InterpretedFunction.rewritten_fn
+    before = {name: getattr(interpreter, name) for name in ("GridExecutor", "_patch_lang", "interpreter_builder")}
+    builder, transformer = type(interpreter.interpreter_builder), interpreter.FunctionRewriter.ast_transformer
+    load, cache = tl.load, interpreter.InterpretedFunction.rewritten_fn
 
     def host(pe):
         assert type(interpreter.interpreter_builder) is not builder
@@ -194,11 +194,11 @@ def _waits_for_dead(world, *, kill):
         if pe == 1:
             if kill:
                 world.kill(1)
-            return None
+            return
         kernels.wait_once[(1,)](signals[3:], 6, monitor.words, result)
         assert result.item() == 0
         monitor.check()
-        return None
+        return
 
     return host
 
@@ -232,8 +232,8 @@ def test_killed_in_the_middle_all_others_name_it_or_each_other(seed):
         if pe == 2:
             world.kill(2, after_turns=5 + 7 * seed)
         for call in range(1, 20):
-            kernels.gather[(4,)](buffers[call % 2], signals[call % 2], 16, call, monitor.words, 4,
-            "put_signal", 5) try:
+            kernels.gather[(4,)](buffers[call % 2], signals[call % 2], 16, call, monitor.words, 4, "put_signal", 5)
+            try:
                 monitor.check()
             except CollectiveTimeout as error:
                 outcomes[pe] = error
@@ -389,8 +389,7 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
         for a in spans:
             for b in spans:
                 assert (
-                    a[1] <= b[0] or b[1] <= a[0] or (a[0] <= b[0] and b[1] <= a[1]) or (b[0] <= a[0] and a[1]
-                    <= b[1])
+                    a[1] <= b[0] or b[1] <= a[0] or (a[0] <= b[0] and b[1] <= a[1]) or (b[0] <= a[0] and a[1] <= b[1])
                 )
 
 

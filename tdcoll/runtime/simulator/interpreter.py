@@ -72,8 +72,8 @@ def _flat(handle: Any) -> np.ndarray[Any, Any]:
 
 
 def _flat_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    data = mask if isinstance(mask, np.ndarray) else mask.data  # triton passes a handle or, for descriptors,
-    an array return np.ascontiguousarray(np.broadcast_to(data, shape)).reshape(-1).astype(bool)
+    data = mask if isinstance(mask, np.ndarray) else mask.data  # triton passes a handle or, for descriptors, an array
+    return np.ascontiguousarray(np.broadcast_to(data, shape)).reshape(-1).astype(bool)
 
 
 class _MachineBuilder(_Builder):  # type: ignore[misc, valid-type]
@@ -115,12 +115,11 @@ class _MachineBuilder(_Builder):  # type: ignore[misc, valid-type]
         addresses, wanted = _flat(ptr), _flat_mask(mask, ptr.data.shape)
         machine().pointers.before_atomic(addresses, wanted, release=sem in _RELEASES, system=scope == _SYSTEM)
         old = super().create_atomic_rmw(rmw, ptr, val, mask, sem, scope)
-        new = triton_interpreter._interpreter.load(ptr.data, mask.data, np.zeros_like(old.data),
-        old.data.dtype) machine().pointers.after_atomic(addresses, wanted, changed=not np.array_equal(new,
-        old.data)) return old
+        new = triton_interpreter._interpreter.load(ptr.data, mask.data, np.zeros_like(old.data), old.data.dtype)
+        machine().pointers.after_atomic(addresses, wanted, changed=not np.array_equal(new, old.data))
+        return old
 
-    def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:  # triton >=
-    3.9
+    def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:  # triton >= 3.9
         if sem in _RELEASES and scope == _SYSTEM:
             machine().release()
         super().create_atomic_store(ptr, val, mask, sem, scope)
@@ -158,8 +157,7 @@ class _Signature:
         missing = [name for name in self.parameters if name not in bound]
         if missing:
             raise TypeError(f"{self.name}() misses argument(s) {', '.join(missing)}")
-        return {name: value if name in self.constexprs else _to_device(name, value) for name, value in
-        bound.items()}
+        return {name: value if name in self.constexprs else _to_device(name, value) for name, value in bound.items()}
 
 
 def _to_device(name: str, value: Any) -> Any:
@@ -190,12 +188,11 @@ class _MachineLauncher(triton_interpreter.GridExecutor):
         bound = signature.bind(args, kwargs)
         grid = tuple(int(extent) for extent in (self.grid(bound) if callable(self.grid) else self.grid))
         if not 1 <= len(grid) <= 3 or any(extent < 0 for extent in grid):
-            raise ValueError(f"the grid of {signature.name} must have 1 to 3 extents of at least 0, got
-            {grid}")
+            raise ValueError(f"the grid of {signature.name} must have 1 to 3 extents of at least 0, got {grid}")
 
         def program(keep_alive: object = (args, kwargs)) -> None:
-            # Messages may read and write the kernel's tensors after its end; they hold their program, it
-            these. try:
+            # Messages may read and write the kernel's tensors after its end; they hold their program, it these.
+            try:
                 fn(**bound)
             except Exception as error:
                 cause = root_cause(error)

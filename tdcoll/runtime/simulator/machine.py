@@ -166,8 +166,7 @@ class Machine:
         """
         task = self.scheduler.current
         if task is None or not task.is_program:
-            raise TdcollError("the device language was called on the host: call it inside a @tdcoll.jit
-            kernel")
+            raise TdcollError("the device language was called on the host: call it inside a @tdcoll.jit kernel")
         return task
 
     # ------------------------------------------------------------------ addresses
@@ -196,8 +195,7 @@ class Machine:
             )
         if memory.owns(address):
             raise ValueError(
-                f"{argument} must lie in the symmetric heap; {nbytes} bytes from {memory.describe(address)} "
-                "leave it"
+                f"{argument} must lie in the symmetric heap; {nbytes} bytes from {memory.describe(address)} leave it"
             )
         raise ValueError(
             f"{argument} must lie in the symmetric heap (memory from tdcoll.empty()); got {address:#x}, "
@@ -315,8 +313,7 @@ class Machine:
         if nbi:
             scheduler.turn()
         else:
-            scheduler.wait(lambda: operation.arrived, lambda: f"waits for a get of {nbytes} bytes from
-            pe{pe}", [key])
+            scheduler.wait(lambda: operation.arrived, lambda: f"waits for a get of {nbytes} bytes from pe{pe}", [key])
 
     def signal(self, address: int, value: int, operation: int, pe: int) -> None:
         """Update a signal of ``pe``."""
@@ -405,13 +402,11 @@ class Machine:
         what = f"{memory.describe(address)} {COMPARE[compare][0]} {value}"
         self._timed(
             f"wait {what}",
-            lambda: self.scheduler.wait(ready, lambda: f"waits for {what}, is {memory.word(address)}",
-            [address]),
+            lambda: self.scheduler.wait(ready, lambda: f"waits for {what}, is {memory.word(address)}", [address]),
         )
         return seen
 
-    def wait_all(self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor) ->
-    bool:
+    def wait_all(self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor) -> bool:
         """Wait until every signal compares true with ``value``; False when the monitor's deadline expires.
 
         Args:

@@ -110,8 +110,7 @@ class MemoryView:
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise ValueError(f"bytes {offset}..{offset + nbytes} do not lie in the heap of {self.nbytes}
-            bytes")
+            raise ValueError(f"bytes {offset}..{offset + nbytes} do not lie in the heap of {self.nbytes} bytes")
         begin = self.pe * self.nbytes + offset
         return self._memory.tensor[begin : begin + nbytes]
 

@@ -83,8 +83,7 @@ class Network:
         drained: called with an issuer of which nothing is in flight any more.
     """
 
-    def __init__(self, policy: Policy, written: Callable[[int, int], None], drained: Callable[[Any], None]) ->
-    None:
+    def __init__(self, policy: Policy, written: Callable[[int, int], None], drained: Callable[[Any], None]) -> None:
         self._policy, self._written, self._drained = policy, written, drained
         self._channels: dict[tuple[Any, object], _Channel] = {}
         self._in_flight: dict[Any, int] = {}  # issuer -> operations
@@ -165,8 +164,7 @@ class Network:
         return True
 
     def flush_stores(self, issuer: Any, touching: tuple[int, int] | None = None) -> None:
-        """Stores of ``issuer`` arrive now, in the order of issue, and before them whatever a fence orders
-        first.
+        """Stores of ``issuer`` arrive now, in the order of issue, and before them whatever a fence orders first.
 
         Args:
             issuer: whose.
@@ -206,8 +204,8 @@ class Network:
     def _deliver_part(self, operation: Operation, in_order: bool = False) -> None:
         pieces = operation.pieces
         if pieces:
-            dest, source, nbytes = pieces.pop(0) if in_order or len(pieces) == 1 else
-            self._policy.take(pieces) ctypes.memmove(dest, source, nbytes)
+            dest, source, nbytes = pieces.pop(0) if in_order or len(pieces) == 1 else self._policy.take(pieces)
+            ctypes.memmove(dest, source, nbytes)
             self._written(dest, nbytes)
         elif operation.signal is not None:
             signal, operation.signal = operation.signal, None

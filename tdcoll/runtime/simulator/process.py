@@ -124,8 +124,7 @@ class ProcessHeap(MemoryView):
     def trace(self, trace: Trace | None) -> None:
         self._machine.trace = trace
 
-    def _launch(self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int) ->
-    None:
+    def _launch(self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int) -> None:
         machine, pe, trace = self._machine, self.pe, self._machine.trace
         if self._scheduler.current is not None:
             raise TdcollError(f"{kernel} was launched by a kernel")
@@ -191,8 +190,7 @@ def _share(pe: int, everyone: Sequence[int], nbytes: int, control: ControlPlane)
         failures = [
             f"PE {other}: {what}"
             for other, what in enumerate(
-                control.all_gather(everyone, "map the symmetric heap", None if problem is None else
-                str(problem))
+                control.all_gather(everyone, "map the symmetric heap", None if problem is None else str(problem))
             )
             if what is not None
         ]

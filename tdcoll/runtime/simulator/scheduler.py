@@ -302,8 +302,7 @@ class Scheduler:
     def _running(self) -> Task:
         task = self.current
         if task is None:
-            raise TdcollError("this call needs a running task: make it inside the host function of
-            World.run()")
+            raise TdcollError("this call needs a running task: make it inside the host function of World.run()")
         if task.killed:
             raise TaskKilled
         return task
@@ -343,8 +342,7 @@ class Scheduler:
     def _only_spinners(self, picked: Task, polls: int) -> bool:
         progress = self.progress
         return all(
-            task.polls >= polls and task.progress_seen == progress for task in (picked, *self._ready,
-            *self._slow)
+            task.polls >= polls and task.progress_seen == progress for task in (picked, *self._ready, *self._slow)
         )
 
     def _deadlock(self) -> Deadlock:

@@ -141,8 +141,7 @@ class World:
         self._weak, self._on_timeout = weak, on_timeout
         self._backend, self._max_steps, self._spin_limit = backend, max_steps, spin_limit
         self._policy = (
-            Policy() if seed is None else RandomPolicy(seed, n_pes, late_data=late_data,
-            stragglers=stragglers)
+            Policy() if seed is None else RandomPolicy(seed, n_pes, late_data=late_data, stragglers=stragglers)
         )
         self.node_ids = _nodes(n_pes, ranks_per_node)
 
@@ -158,8 +157,8 @@ class World:
             node_ids=self.node_ids,
             launch=self._launch,
             barrier=self._barrier,
-            atomic_add=lambda address, value: self.memory.set_word(address, self.memory.word(address) +
-            value), trace=self.trace,
+            atomic_add=lambda address, value: self.memory.set_word(address, self.memory.word(address) + value),
+            trace=self.trace,
         )
         self._renew()
         self._exchanges: dict[Any, _Exchange] = {}
@@ -296,13 +295,11 @@ class World:
             else:
                 self._doomed[task.pe] = (turns - 1, lose_messages)
 
-    def _launch(self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int) ->
-    None:
+    def _launch(self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int) -> None:
         scheduler, machine = self.scheduler, self._machine
         host = scheduler.current
         if host is None or host.is_program:
-            raise TdcollError(f"{kernel} was launched {'outside a host task' if host is None else 'by a
-            kernel'}")
+            raise TdcollError(f"{kernel} was launched {'outside a host task' if host is None else 'by a kernel'}")
         if host.killed:
             scheduler.turn()  # raises
         pe = host.pe
@@ -321,8 +318,8 @@ class World:
             launch.started += 1
 
             def body() -> None:
-                span = nullcontext() if self.trace is None else self.trace.slice(pe, track, name.split(" ",
-                1)[1]) with span:
+                span = nullcontext() if self.trace is None else self.trace.slice(pe, track, name.split(" ", 1)[1])
+                with span:
                     program()
                 launch.done += 1
                 if launch.done == total:
