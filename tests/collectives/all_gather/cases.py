@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-gather as a case for `tdcoll.testing.explore`: several calls, results read late, data that name their origin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import tdcoll
+from tdcoll.testing import World
+
+NBYTES = 200
+"""Bytes per rank: with 128-byte chunks, two channels, the second one short and no multiple of 16."""
+
+
+def pattern(owner: int, call: int, nbytes: int) -> torch.Tensor:
+    index = torch.arange(nbytes)
+    return ((index * 7 + owner * 41 + call * 89) % 251).to(torch.uint8)
+
+
+class Gathers:
+    """Runs ``calls`` on every rank: ``o`` out of place, ``i`` in place. A result is read after the next call began.
+
+    Args:
+        algorithm: ``"1d"`` or ``"2d"``.
+        calls: kinds of calls, in order.
+        nbytes: bytes per rank.
+        group: ranks that take part; None for all.
+    """
+
+    def __init__(
+        self, algorithm: str, calls: str = "oioo", nbytes: int = NBYTES, group: Sequence[int] | None = None
+    ) -> None:
+        self.algorithm, self.calls, self.nbytes, self.group = algorithm, calls, nbytes, group
+
+    def __call__(self, world: World) -> None:
+        world.run(self.host)
+
+    def host(self, pe: int) -> None:
+        if self.group is not None and pe not in self.group:
+            return
+        nbytes = self.nbytes
+        with tdcoll.CollectiveContext(self.group, max_bytes_per_rank=nbytes) as ctx:
+            world = ctx.world_size
+            buffer = tdcoll.empty(world * nbytes, torch.uint8, group=self.group)
+            mine = slice(ctx.rank * nbytes, (ctx.rank + 1) * nbytes)
+            for call, kind in enumerate(self.calls):
+                data = pattern(ctx.topology.pes[ctx.rank], call, nbytes)
+                if kind == "i":
+                    buffer[mine] = data
+                    got = tdcoll.all_gather_in_place(buffer, ctx, self.algorithm)
+                else:
+                    got = tdcoll.all_gather(data, ctx, algorithm=self.algorithm)
+                wanted = torch.cat([pattern(p, call, nbytes) for p in ctx.topology.pes])
+                wrong = int((got != wanted).sum())
+                assert wrong == 0, f"rank {ctx.rank}, call {call} ({kind}): {wrong} wrong bytes"
+            ctx.check()
+            tdcoll.free(buffer, group=self.group)
+        assert tdcoll.heap_info().used == 0

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from tdcoll.collectives.all_gather import policy
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several channels with few bytes, so that simulated runs stay short."""
+    monkeypatch.setattr(policy, "TARGET_CHUNK_BYTES", 128)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels under adverse schedules and deliveries, and broken kernels, each of which must be caught."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tdcoll
+from tdcoll.testing import World, explore, first_failure
+
+from .cases import Gathers
+from .mutants import MUTANTS, Mutant, installed
+
+HEAP = 1 << 18
+
+GRIDS = [  # algorithm, nodes, ranks per node, bytes per rank
+    ("1d", 1, 4, 200),
+    ("1d", 2, 2, 200),
+    ("2d", 2, 2, 200),
+    ("2d", 2, 4, 48),
+    ("2d", 3, 2, 100),
+    ("2d", 4, 2, 48),
+]
+
+
+@pytest.mark.parametrize("seeds", [range(0, 100), range(100, 200)], ids=["0-99", "100-199"])
+@pytest.mark.parametrize(("algorithm", "nodes", "per_node", "nbytes"), GRIDS)
+def test_clean_over_seeds(algorithm: str, nodes: int, per_node: int, nbytes: int, seeds: range) -> None:
+    case = Gathers(algorithm, nbytes=nbytes)
+    explore(case, n_pes=nodes * per_node, seeds=seeds, ranks_per_node=per_node, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("n_pes", range(1, 9))
+def test_every_world_size(n_pes: int) -> None:
+    explore(Gathers("1d", "oi"), n_pes=n_pes, seeds=3, heap_bytes=HEAP)
+    explore(Gathers("2d", "oi"), n_pes=n_pes, seeds=3, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 3, 16, 127, 128, 129, 1000])
+@pytest.mark.parametrize("algorithm", ["1d", "2d"])
+def test_every_size(algorithm: str, nbytes: int) -> None:
+    explore(Gathers(algorithm, "oi", nbytes), n_pes=4, seeds=3, ranks_per_node=2, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("group", [[0, 2], [1, 3, 5], [5, 0, 3]])
+def test_subgroups(group: list[int]) -> None:
+    explore(Gathers("1d", group=group), n_pes=6, seeds=20, ranks_per_node=2, heap_bytes=HEAP)
+
+
+def test_subgroup_in_two_dimensions() -> None:
+    """Two of the three ranks of each node, listed so that the group's nodes are not the job's."""
+    explore(Gathers("2d", group=[4, 3, 0, 1]), n_pes=6, seeds=40, ranks_per_node=3, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("calls", ["oioo", "iiii"])
+@pytest.mark.parametrize(("algorithm", "per_node"), [("1d", None), ("1d", 2), ("2d", 2)])
+def test_one_resident_block_is_enough(algorithm: str, per_node: int | None, calls: str) -> None:
+    explore(Gathers(algorithm, calls), n_pes=4, seeds=10, ranks_per_node=per_node, heap_bytes=HEAP, resident=1)
+
+
+def test_many_calls_with_stragglers() -> None:
+    explore(Gathers("1d", "ooiioi" * 5), n_pes=3, seeds=5, heap_bytes=HEAP, stragglers=True)
+
+
+def test_uneven_nodes_are_refused_by_2d_on_every_rank() -> None:
+    def host(pe: int) -> None:
+        with pytest.raises(ValueError, match=r"same number of ranks on every node.*3 rank\(s\) on 2 node\(s\) \(2 \+ 1\)"):
+            Gathers("2d").host(pe)
+
+    World(3, ranks_per_node=[2, 1], heap_bytes=HEAP).run(host)
+    explore(Gathers("auto"), n_pes=3, seeds=20, ranks_per_node=[2, 1], heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    case = Gathers(mutant.algorithm, mutant.calls)
+    world = {"n_pes": mutant.n_pes, "ranks_per_node": mutant.ranks_per_node, "heap_bytes": HEAP, **dict(mutant.world)}
+    with installed(mutant, tmp_path):
+        failure = first_failure(case, seeds=100, **world)
+    assert failure is not None, f"nothing noticed: {mutant.name}"
+    assert isinstance(failure.error, AssertionError | tdcoll.TdcollError | RuntimeError)
+    explore(case, seeds=10, **world)  # and the real kernels pass the same
+
+
+def test_a_killed_peer_is_named_by_all_others() -> None:
+    victim, told = 2, {}
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            data = tdcoll.empty(64).view(-1)[:16]
+            tdcoll.all_gather(data, ctx)
+            if pe == victim:
+                world.kill(pe)
+            try:
+                tdcoll.all_gather(data, ctx)
+                ctx.check()
+            except tdcoll.CollectiveTimeout as error:
+                told[pe] = error
+                with pytest.raises(tdcoll.CollectiveTimeout):
+                    tdcoll.all_gather(data, ctx)
+                ctx.close()
+
+    world = World(4, heap_bytes=HEAP)
+    world.run(host)
+    assert sorted(told) == [0, 1, 3]
+    for rank, error in told.items():
+        assert (error.rank, error.peer, error.epoch, error.expected, error.seen) == (rank, victim, 2, 2, 0)
