@@ -312,3 +312,9 @@ def wait_for_ever(signal):
 def spin_for_ever(signal):
     while tl.load(signal, volatile=True) == 0:
         pass
+
+
+@jit
+def times_100000(out, n):
+    tl.store(out, n * 100000)
+    tl.device_assert(n <= 5, "at most five")

@@ -406,3 +406,19 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
 def test_world_arguments(arguments, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         World(arguments.pop("n_pes"), **arguments)
+
+
+def test_overflow_and_device_asserts_are_errors_if_asked_for():
+    out = torch.zeros(1, dtype=torch.int64)
+
+    def run(value, **options):
+        World(1, **options).run(lambda pe: kernels.times_100000[(1,)](out, value))
+
+    run(1_000_000)
+    run(7)
+    run(3, check_overflow=True)
+    assert out.item() == 300_000
+    with pytest.raises(AssertionError, match="int32 overflow detected for operation mul"):
+        run(1_000_000, check_overflow=True)
+    with pytest.raises(AssertionError, match="at most five"):
+        run(7, check_overflow=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,18 @@ class _MachineBuilder(_Builder):  # type: ignore[misc, valid-type]
         super().create_atomic_store(ptr, val, mask, sem, scope)
 
 
+_numpy_dtypes: dict[str, Any] = {}
+_uncached_numpy_dtype = triton_interpreter._get_np_dtype
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    """The numpy type of a Triton type. Triton builds a table of all types to answer that, for every operation."""
+    found = _numpy_dtypes.get(dtype.name)
+    if found is None:
+        found = _numpy_dtypes[dtype.name] = _uncached_numpy_dtype(dtype)
+    return found
+
+
 class _Signature:
     """What a launch needs to know of a rewritten kernel; kept, because finding it out costs time."""
 
@@ -223,10 +236,15 @@ class Installed:
         self._saved: list[tuple[Any, str, Any]] = []
         self._replace(module, "GridExecutor", _MachineLauncher)
         self._replace(module, "_patch_lang", lambda fn: _NOTHING)
+        self._replace(module, "_get_np_dtype", _numpy_dtype)
         self._replace(module.FunctionRewriter, "ast_transformer", LaneTransformer())
         self._replace(module.InterpretedFunction, "rewritten_fn", _rewritten)
         for name, value in lane_globals(machine).items():
             self._replace(module, name, value)
+        # By default Triton's interpreter computes every int32 result in int64 too, and does nothing with it.
+        check = wanted.check_overflow
+        options = replace(module.interpreter_builder.options, sanitize_overflow=check, debug=check)
+        self._replace(module.interpreter_builder, "options", options)
         module.interpreter_builder.__class__ = _MachineBuilder
         _machine = wanted
 

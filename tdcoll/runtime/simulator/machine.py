@@ -132,6 +132,7 @@ class Machine:
         atomic_add: adds to a 64-bit word, atomically between processes where there are several.
         launch: runs a kernel: name, program, grid, threads per block.
         barrier: waits for all PEs at the barrier of that name.
+        check_overflow: integers of 32 bits that overflow are errors, and so are failed ``tl.device_assert``.
     """
 
     def __init__(
@@ -145,10 +146,12 @@ class Machine:
         atomic_add: Callable[[int, int], None],
         network: Network | None = None,
         trace: Trace | None = None,
+        check_overflow: bool = False,
     ) -> None:
         self.memory, self.scheduler, self.network, self.trace = memory, scheduler, network, trace
         self.node_ids = tuple(node_ids)
         self.launch, self._arrive, self._atomic_add = launch, barrier, atomic_add
+        self.check_overflow = check_overflow
         self.pointers = PointerAccess(self)
         self.counts = [Counts() for _ in self.node_ids]
 

@@ -102,6 +102,8 @@ class World:
         timeout_s: deadline of waits inside kernels and of host-side exchanges, in virtual seconds.
         backend: ``"greenlet"`` or ``"thread"``; None: greenlets where installed.
         trace: record a timeline; see :attr:`trace`.
+        check_overflow: 32-bit integers that overflow in a kernel are errors, and so are failed
+            ``tl.device_assert``; a GPU wraps and goes on. Makes kernels about a third slower.
         max_steps: a run that takes more is ended as a deadlock.
         spin_limit: loads of the same words, while nobody else does anything, after which a spin loop counts
             as blocked.
@@ -128,6 +130,7 @@ class World:
         timeout_s: float = 30.0,
         backend: str | None = None,
         trace: bool = False,
+        check_overflow: bool = False,
         max_steps: int = 10_000_000,
         spin_limit: int = 1000,
     ) -> None:
@@ -159,6 +162,7 @@ class World:
             barrier=self._barrier,
             atomic_add=lambda address, value: self.memory.set_word(address, self.memory.word(address) + value),
             trace=self.trace,
+            check_overflow=check_overflow,
         )
         self._renew()
         self._exchanges: dict[Any, _Exchange] = {}
