@@ -214,7 +214,10 @@ def signal_op(running, sig_addr, signal, sig_op, pe):
 @_device
 def signal_block(running, sig_addr, signal, sig_op, pe):
     running.check_signal(sig_addr, "sig_addr")
-    running.signal(sig_addr, signal, _checked_operation(sig_op), pe)
+    operation = _checked_operation(sig_op)
+    syncthreads()
+    running.release()  # the one thread's fence: orders the block's stores, not its puts
+    running.signal(sig_addr, signal, operation, pe)
 
 
 @_device
@@ -293,13 +296,11 @@ def _integer_pointee(function: str, ptr: Any) -> Any:
 
 
 def ld(ptr: Any, scope: Any = "gpu", semantic: Any = "relaxed", _semantic: Any = None) -> Any:
-    running = machine()
+    machine()
     _choice("scope", scope, ("gpu", "sys"))
     _choice("semantic", semantic, ("relaxed", "acquire"))
     _integer_pointee("ld", ptr)
-    addresses = np.ascontiguousarray(ptr.handle.data).reshape(-1)
-    running.pointers.before_load(addresses, np.ones(addresses.size, dtype=bool), polls=True)
-    return tl.load(ptr, _semantic=triton_interpreter.interpreter_semantic)
+    return tl.load(ptr, volatile=True, _semantic=triton_interpreter.interpreter_semantic)
 
 
 def ld_acquire(ptr: Any, scope: Any = "gpu", _semantic: Any = None) -> Any:

@@ -53,6 +53,14 @@ def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl
         tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
         tdl.syncthreads()
         tdl.st_release(tdl.remote_ptr(signal, peer), epoch, "sys")
+    elif HOW == "copy, signal by the block":
+        tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
+        tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
+    elif HOW == "copy, signal by a thread":  # without the fence that signal_block has
+        tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
+        tdl.syncthreads()
+        if tdl.tid(0) == 0:
+            tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, peer)
     elif HOW == "copy, release on this GPU":
         tdl.copy_block(tdl.remote_ptr(mine, peer), mine, nbytes)
         tdl.syncthreads()

@@ -16,6 +16,7 @@ CLEAN = [
     "put, fence, signal",
     "put, quiet, store",
     "copy, release",
+    "copy, signal by the block",
     "store, atomic release",
 ]
 CAUGHT = [
@@ -25,6 +26,7 @@ CAUGHT = [
     "put, release",
     "copy, release on this GPU",
     "copy, relaxed",
+    "copy, signal by a thread",
     "store, atomic relaxed",
 ]
 
