@@ -9,12 +9,12 @@ A context owns, in symmetric memory,
 - ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
   the caller's as its result (see "in place" below);
 
-and, in ordinary device memory, one 64-bit ``control`` word: the epoch and a count of programs.
+and, in ordinary device memory, one 64-bit ``control`` word: the epoch.
 
 **One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
-part: every program of a launch adds 1 to the control word, whose old value tells it both the epoch (high bits) and
-how many programs came before it (low bits); the last one to come zeroes the count and raises the epoch. One atomic,
-so no program can read an epoch that another has raised already, and a CUDA graph may be replayed at will.
+part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
+share of one epoch to it; the shares of all programs of a launch make exactly one. So no program can read an epoch that
+another has raised already, nobody has to be last and reset anything, and a CUDA graph may be replayed at will.
 
 **Why the slots may be reused.** A call completes on a rank only when it has a signal of the epoch from every peer. A
 peer sends it from inside the same call; so when epoch e is complete here, every peer has *started* e, and the stream

@@ -3,26 +3,32 @@
 
 import triton.language as tl
 
+import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 
 __all__ = ["EPOCH_SHIFT", "begin_epoch", "chunk_bytes"]
 
 EPOCH_SHIFT = tl.constexpr(20)
-"""The control word holds the epoch above this bit and the number of programs that have begun below it."""
+"""The control word holds the number of finished epochs above this bit, and how far the next one is below it."""
+_EPOCH = tl.constexpr(1 << EPOCH_SHIFT.value)
 
 
 @jit
 def begin_epoch(control):
     """The epoch of this call, counted from 1. Every program of the launch calls it exactly once.
 
-    ``control`` points to the context's control word. The last program to begin resets the count and raises the
-    epoch: every program has its answer by then, and the next launch on the stream starts after this one ends.
+    ``control`` points to the context's control word. Every program adds its share of one epoch after it has read the
+    word, so the epoch goes up when the last one has read it; the next launch on the stream starts after this one ends.
+    The barrier makes that true of every thread: all read the word, and one adds. Nobody waits for the addition.
     """
-    programs = (tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)).to(tl.int64)
-    one = tl.cast(1, tl.int64)
-    word = tl.atomic_add(control, one, sem="relaxed", scope="gpu")
-    if (word & ((one << EPOCH_SHIFT) - 1)) == programs - 1:
-        tl.atomic_add(control, (one << EPOCH_SHIFT) - programs, sem="relaxed", scope="gpu")
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+    word = tdl.ld(control, "gpu", "relaxed")
+    tdl.syncthreads()
+    share = _EPOCH // programs
+    if program == programs - 1:
+        share = _EPOCH - share * (programs - 1)
+    tl.atomic_add(control, share.to(tl.int64), sem="relaxed", scope="gpu")
     return (word >> EPOCH_SHIFT) + 1
 
 

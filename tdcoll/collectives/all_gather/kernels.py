@@ -85,10 +85,8 @@ def _may_write(ready, peer, epoch, monitor, IN_PLACE: tl.constexpr):
 
 
 @jit
-def _push_local(routes, i, n_local, target, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
-    """Put a chunk to the i-th other rank of this node."""
-    peer = tl.load(routes + i)
-    pe = tl.load(routes + n_local + i)
+def _push_local(peer, pe, target, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
+    """Put a chunk to rank ``peer``, which is on this node."""
     if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:
         tdl.putmem_signal_block(target, source, size, signal, epoch, tdl.SIGNAL_SET, pe)
 
@@ -155,15 +153,19 @@ def all_gather_1d(
         capacity: bytes from one rank's segment to the next in a slot. In place: ``nbytes``.
         BLOCK: a power of two of at least WORLD.
     """
-    epoch = begin_epoch(control)
     program = tl.program_id(0)
     if IN_PLACE:
         program -= 1
+    channel = program % channels
+    task = program // channels
+    # Read before the epoch is: both take their time.
+    mate = tl.minimum(tl.maximum(task, 0), tl.maximum(n_local - 1, 0))
+    peer = tl.load(routes + mate)
+    pe = tl.load(routes + n_local + mate)
+    epoch = begin_epoch(control)
     if program < 0:
         _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
-        channel = program % channels
-        task = program // channels
         n_senders = (n_remote > 0).to(tl.int32)
         size = chunk_bytes(nbytes, chunk, channel)
         offset = tl.cast(channel, tl.int64) * chunk
@@ -173,7 +175,7 @@ def all_gather_1d(
             mine = landing + tl.cast(rank, tl.int64) * capacity + offset
             signal = row + channel * WORLD + rank
             if task < n_local:
-                _push_local(routes, task, n_local, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
+                _push_local(peer, pe, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
             else:
                 elsewhere = routes + 2 * n_local
                 _push_remote(elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
@@ -196,15 +198,19 @@ def all_gather_2d(
     in place an announcer first and one receiver last. Arguments are those of :func:`all_gather_1d`, except that
     ``routes`` names as remote ranks only this rank's rail: one per other node. Every node has ``n_local + 1`` ranks.
     """
-    epoch = begin_epoch(control)
     program = tl.program_id(0)
     if IN_PLACE:
         program -= 1
+    channel = program % channels
+    task = program // channels
+    # Read before the epoch is: both take their time.
+    mate = tl.maximum(task - 1, 0) % tl.maximum(n_local, 1)
+    peer = tl.load(routes + mate)
+    pe = tl.load(routes + n_local + mate)
+    epoch = begin_epoch(control)
     if program < 0:
         _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
-        channel = program % channels
-        task = program // channels
         n_forwards = n_remote * n_local
         size = chunk_bytes(nbytes, chunk, channel)
         offset = tl.cast(channel, tl.int64) * chunk
@@ -227,10 +233,7 @@ def all_gather_2d(
                 arrived = tdl.wait_signal(row + origin, tdl.CMP_GE, epoch, monitor, origin, index)
             if arrived != 0:
                 target = landing + tl.cast(origin, tl.int64) * capacity + offset
-                _push_local(
-                    routes, (task - 1) % n_local, n_local, target, given, size, row + origin, epoch, ready,
-                    monitor, IN_PLACE
-                )  # fmt: skip
+                _push_local(peer, pe, target, given, size, row + origin, epoch, ready, monitor, IN_PLACE)
         else:
             _receive(
                 task - 1 - n_local - n_forwards, channel, source, out, landing, capacity, nbytes, chunk,

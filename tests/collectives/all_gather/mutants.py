@@ -102,9 +102,7 @@ MUTANTS = [
     ),
     Mutant(
         "receivers before senders",
-        (
-            ("task = program // channels\n        n_senders", "task = (2 * n_local + 1) - program // channels\n        n_senders"),
-        ),
+        (("task = program // channels\n", "task = 2 * n_local - program // channels\n"),),
         world=(("resident", 1),),
     ),
 ]

@@ -66,7 +66,9 @@ def test_many_calls_with_stragglers() -> None:
 
 def test_uneven_nodes_are_refused_by_2d_on_every_rank() -> None:
     def host(pe: int) -> None:
-        with pytest.raises(ValueError, match=r"same number of ranks on every node.*3 rank\(s\) on 2 node\(s\) \(2 \+ 1\)"):
+        with pytest.raises(
+            ValueError, match=r"same number of ranks on every node.*3 rank\(s\) on 2 node\(s\) \(2 \+ 1\)"
+        ):
             Gathers("2d").host(pe)
 
     World(3, ranks_per_node=[2, 1], heap_bytes=HEAP).run(host)
