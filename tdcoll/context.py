@@ -181,11 +181,19 @@ class CollectiveContext:
                 f"{self.max_bytes_per_rank}; make it with max_bytes_per_rank={nbytes} or more"
             )
         if self._cuda:
-            stream = torch.cuda.current_stream(self.device)
-            if stream != self._stream and not torch.cuda.is_current_stream_capturing():
-                self._change_stream(operation, stream)
+            if torch.cuda.current_device() != self.device.index:
+                raise ContextError(
+                    f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
+                    f"{self.device}; call torch.cuda.set_device({self.device.index})"
+                )
+            # The raw handle: making a torch.cuda.Stream takes longer than all other checks together.
+            if torch._C._cuda_getCurrentRawStream(self.device.index) != self._stream.cuda_stream:
+                self._change_stream(operation)
 
-    def _change_stream(self, operation: str, stream: Any) -> None:
+    def _change_stream(self, operation: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self.device)
         if not self._follows_stream:
             raise ContextError(
                 f"{operation}: the context is bound to {self._stream}, and the current stream is {stream}. Make one "

@@ -113,9 +113,7 @@ def parse(arguments: Sequence[str]) -> Options:
         "--graph", dest="launch", action="store_const", const="graph", help="CUDA graph replays (default)"
     )
     launch.add_argument("--eager", dest="launch", action="store_const", const="eager", help="eager calls")
-    launch.add_argument(
-        "--both", dest="launch", action="store_const", const="both", help="one after the other"
-    )
+    launch.add_argument("--both", dest="launch", action="store_const", const="both", help="one after the other")
     parser.add_argument(
         "--straggler",
         action="store_true",
@@ -335,9 +333,7 @@ def _measure_size(
     with CollectiveContext(max_bytes_per_rank=nbytes) as context:
         made = job.subjects(nbytes, context, storage)
         entries = [
-            dataclasses.replace(e, launch=launch, launches=[], times_us=[])
-            for launch in options.launches
-            for e in made
+            dataclasses.replace(e, launch=launch, launches=[], times_us=[]) for launch in options.launches for e in made
         ]
         for entry in entries:
             if entry.subject is not None:
@@ -466,9 +462,7 @@ def main(arguments: Sequence[str]) -> int:
     facts = provenance()
     title = f"all_gather, {owner.topology().describe()}, {str(options.dtype).removeprefix('torch.')}"
     table = Table(title, options.peers, owner.simulated, visible=owner.rank == 0)
-    stream: AbstractContextManager[Any] = (
-        nullcontext() if owner.simulated else torch.cuda.stream(torch.cuda.Stream())
-    )
+    stream: AbstractContextManager[Any] = nullcontext() if owner.simulated else torch.cuda.stream(torch.cuda.Stream())
     with table, stream:
         rows = (simulate if owner.simulated else measure)(options, table.add)
     if owner.rank == 0 and options.json is not None:

@@ -41,9 +41,7 @@ def summarize(times_us: Sequence[Sequence[float]]) -> Summary:
         ValueError: no times, or ranks with different numbers of them.
     """
     if not times_us or not times_us[0] or any(len(times) != len(times_us[0]) for times in times_us):
-        raise ValueError(
-            f"every rank needs the same number of times, got {[len(times) for times in times_us]}"
-        )
+        raise ValueError(f"every rank needs the same number of times, got {[len(times) for times in times_us]}")
     slowest = sorted(max(iteration) for iteration in zip(*times_us, strict=True))
     p90 = slowest[math.ceil(0.9 * len(slowest)) - 1]
     return Summary(statistics.median(slowest), slowest[0], p90)

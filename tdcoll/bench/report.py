@@ -26,9 +26,7 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
 
 def _hardware(provenance: dict[str, Any], row: Row) -> str:
     gpus = Counter(gpu for gpu in provenance.get("gpus", []) if gpu)
-    names = (
-        " and ".join(f"{count} × {name}" for name, count in gpus.items()) or f"{row.ranks} simulated ranks"
-    )
+    names = " and ".join(f"{count} × {name}" for name, count in gpus.items()) or f"{row.ranks} simulated ranks"
     emulated = provenance.get("environment", {}).get("TDCOLL_EMULATE_NODES", "1")
     nodes = f"{row.nodes} node{'s' if row.nodes > 1 else ''}"
     return f"{names} on {nodes}{' (emulated)' if emulated not in ('', '1') else ''}"
@@ -67,13 +65,7 @@ def _grid(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 def _time(row: Row | None) -> str:
     if row is None or row.check == "not run":
         return "–"
-    time = (
-        "–"
-        if row.median_us is None
-        else f"{row.median_us:.3g}"
-        if row.median_us < 100
-        else f"{row.median_us:.0f}"
-    )
+    time = "–" if row.median_us is None else f"{row.median_us:.3g}" if row.median_us < 100 else f"{row.median_us:.0f}"
     return time if row.check == "ok" else f"{time} WRONG"
 
 
@@ -205,18 +197,14 @@ def main(arguments: Sequence[str]) -> int:
         help="write the tables between <!-- benchmark:NAME --> and <!-- /benchmark:NAME --> of this file, "
         "instead of printing them",
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="latency and bus bandwidth against size"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="latency and bus bandwidth against size")
     options = parser.parse_args(arguments)
     try:
         results = [files.load(path) for path in options.files]
         contents: dict[str, str] = {}
         for head, rows in results:
             name = head["benchmark"]
-            contents[name] = "\n".join(
-                [*([contents[name]] if name in contents else []), markdown(head, rows)]
-            )
+            contents[name] = "\n".join([*([contents[name]] if name in contents else []), markdown(head, rows)])
         if options.readme is None:
             print("\n".join(contents.values()), end="")
         else:

@@ -70,9 +70,7 @@ class Table:
             else:
                 self._table = rich.table.Table(title=title)
                 for i, heading in enumerate(self._headings):
-                    self._table.add_column(
-                        heading, justify="left" if i in (3, 4, len(self._headings) - 1) else "right"
-                    )
+                    self._table.add_column(heading, justify="left" if i in (3, 4, len(self._headings) - 1) else "right")
                 self._live = rich.live.Live(self._table, vertical_overflow="visible")
                 return
         print(f"# {title}\n# {self._line(self._headings)}", flush=True)

@@ -2,11 +2,11 @@
 """Times on GPUs: CUDA-graph replays, or batches of eager calls, between two CUDA events.
 
 What is reported is the slowest rank: each iteration takes as long as its slowest rank did, and the result is
-the median of that over the iterations. Before each iteration the ranks line up *on their streams*: a small
-all-gather, which nobody leaves before everybody is there, then a pause in which the host issues what is
-timed. So neither the skew between ranks nor the launch of a graph counts; one or two microseconds of an
-NVLink crossing remain, spread over the calls of an iteration. Eager calls are issued one by one, which may
-be what takes longest.
+the median of that over the iterations. Before each iteration the ranks line up *on their streams*: a pause, in
+which the host issues what is timed, and then a small all-gather, which nobody leaves before everybody is there.
+In this order neither a late host nor GPUs of different clocks, whose pauses last differently, make a skew that
+would be counted; one or two microseconds of an NVLink crossing remain, spread over the calls of an iteration.
+Before eager calls there is no pause: they are issued one by one, and that may be what takes longest.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tdcoll.errors import TdcollError
 __all__ = ["Launch", "LineUp", "Straggler", "capture", "graph_time_us", "time_launches"]
 
 _ASSUMED_CLOCK_KHZ = 1_800_000
+_GRAPH_HEAD_START_US = 500.0
 
 
 def pause(microseconds: float) -> None:
@@ -44,18 +45,18 @@ class LineUp:
 
     Args:
         group: as for :class:`~tdcoll.CollectiveContext`.
-        settle_us: pause after the meeting, for the host to issue what comes next.
     """
 
-    def __init__(self, group: runtime.Group = None, *, settle_us: float = 50.0) -> None:
+    def __init__(self, group: runtime.Group = None) -> None:
         self._context = CollectiveContext(group, max_bytes_per_rank=8, debug=False)
         self._token = torch.zeros(1, dtype=torch.int64, device=self._context.device)
         self._tokens = torch.zeros(self._context.world_size, dtype=torch.int64, device=self._context.device)
-        self._settle_us = settle_us
 
-    def __call__(self) -> None:
+    def __call__(self, head_start_us: float = 0.0) -> None:
+        """Line up, not before about ``head_start_us`` microseconds: for the host to issue what comes next."""
+        if head_start_us:
+            pause(head_start_us)
         all_gather(self._token, self._context, self._tokens, algorithm="1d")
-        pause(self._settle_us)
 
     def check(self) -> None:
         """Wait for the stream; raise if a rank did not come."""
@@ -85,10 +86,11 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Launch:
-    """Something to time: ``run`` makes ``calls`` calls."""
+    """Something to time: ``run`` makes ``calls`` calls, and the host needs ``head_start_us`` to issue them."""
 
     run: Callable[[], object]
     calls: int
+    head_start_us: float = 0.0
 
 
 def capture(call: Callable[[int], object], calls: int) -> Launch:
@@ -98,7 +100,7 @@ def capture(call: Callable[[int], object], calls: int) -> Launch:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for position in range(calls):
             call(position)
-    return Launch(graph.replay, calls)
+    return Launch(graph.replay, calls, _GRAPH_HEAD_START_US)
 
 
 def time_launches(
@@ -125,7 +127,7 @@ def time_launches(
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if before is not None:
             before()
-        line_up()
+        line_up(launch.head_start_us)
         if straggler is not None:
             straggler()
         begin.record()
@@ -167,9 +169,7 @@ def graph_time_us(
     if owner.simulated:
         raise TdcollError("graph_time_us needs GPUs; the simulator has no times")
     if min(*calls, replays, warmup, 1) < 1 or not calls:
-        raise ValueError(
-            f"calls, replays and warmup must be at least 1, got {tuple(calls)}, {replays} and {warmup}"
-        )
+        raise ValueError(f"calls, replays and warmup must be at least 1, got {tuple(calls)}, {replays} and {warmup}")
     for _ in range(warmup):
         function()
     launches = [capture(lambda _: function(), count) for count in calls]

@@ -19,8 +19,11 @@ ALGORITHMS = ("auto", "1d", "2d")
 CHUNK_ALIGNMENT = 128
 """Bytes. Chunks start at multiples of it, so that full 128-byte lines travel."""
 
-TARGET_CHUNK_BYTES = 16 << 10
+TARGET_CHUNK_BYTES = 8 << 10
 """Chunks of about this size keep one block's copy short beside the crossing."""
+
+MANY_WARPS_FROM = 128 << 10
+"""Bytes. Larger chunks are copied by 16 warps, smaller ones by 8."""
 
 
 @dataclass(frozen=True)
@@ -63,4 +66,4 @@ def choose(nbytes: int, topology: Topology, algorithm: str = "auto") -> Plan:
     chunk = -(-nbytes // channels)
     chunk = max(1, -(-chunk // CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
     channels = max(1, -(-nbytes // chunk))
-    return Plan(algorithm, channels, chunk, 8)
+    return Plan(algorithm, channels, chunk, 16 if chunk >= MANY_WARPS_FROM else 8)
