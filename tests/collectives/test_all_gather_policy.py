@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which all-gather is launched, and how: a table, and what must hold for any size and topology."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tdcoll.collectives.all_gather import policy
+from tdcoll.collectives.all_gather.policy import ALGORITHMS, CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES, Plan, choose
+from tdcoll.context import CHANNELS
+from tdcoll.runtime.topology import Topology
+
+K, M, G = 1 << 10, 1 << 20, 1 << 30
+
+
+def nodes_of(*sizes: int, rank: int = 0) -> Topology:
+    """Topology of nodes with so many ranks each."""
+    node_ids = [node for node, size in enumerate(sizes) for _ in range(size)]
+    return Topology.of(rank, range(len(node_ids)), node_ids)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "nodes", "asked", "algorithm", "channels", "chunk"),
+    [
+        (0, (8,), "auto", "1d", 1, 128),
+        (1, (8,), "auto", "1d", 1, 128),
+        (128, (8,), "auto", "1d", 1, 128),
+        (129, (8,), "auto", "1d", 1, 256),
+        (16 * K, (8,), "auto", "1d", 1, 16 * K),
+        (16 * K + 1, (8,), "auto", "1d", 2, 8 * K + 128),
+        (64 * K, (8,), "auto", "1d", 4, 16 * K),
+        (512 * K, (8,), "auto", "1d", 32, 16 * K),
+        (M, (8,), "auto", "1d", 32, 32 * K),
+        (M, (1,), "auto", "1d", 32, 32 * K),
+        (G, (8,), "1d", "1d", 32, 32 * M),
+        (64 * K, (4, 4), "auto", "2d", 4, 16 * K),
+        (64 * K, (2, 2, 2), "auto", "2d", 4, 16 * K),
+        (64 * K, (4, 4), "1d", "1d", 4, 16 * K),
+        (64 * K, (4, 4), "2d", "2d", 4, 16 * K),
+        (64 * K, (8,), "2d", "2d", 4, 16 * K),
+        (64 * K, (1, 1, 1), "auto", "1d", 4, 16 * K),  # one rank per node: nothing to forward
+        (64 * K, (1, 1, 1), "2d", "2d", 4, 16 * K),
+        (64 * K, (4, 2), "auto", "1d", 4, 16 * K),
+        (64 * K, (4, 2), "1d", "1d", 4, 16 * K),
+    ],
+)
+def test_choice(nbytes: int, nodes: tuple[int, ...], asked: str, algorithm: str, channels: int, chunk: int) -> None:
+    assert choose(nbytes, nodes_of(*nodes), asked) == Plan(algorithm, channels, chunk, 8)
+
+
+SIZES = st.one_of(st.integers(0, 300), st.integers(0, 2 * CHANNELS * TARGET_CHUNK_BYTES), st.integers(0, 1 << 45))
+NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
+
+
+@given(SIZES, NODES)
+def test_chunks_cover_the_bytes_and_none_is_empty(nbytes: int, nodes: list[int]) -> None:
+    plan = choose(nbytes, nodes_of(*nodes))
+    assert 1 <= plan.channels <= CHANNELS
+    assert plan.chunk > 0
+    assert plan.chunk % CHUNK_ALIGNMENT == 0
+    assert plan.channels * plan.chunk >= nbytes
+    assert (plan.channels - 1) * plan.chunk < max(nbytes, 1), "the last channel has nothing to carry"
+
+
+@given(SIZES, NODES, st.sampled_from(ALGORITHMS), st.data())
+def test_all_ranks_choose_the_same(nbytes: int, nodes: list[int], algorithm: str, data: st.DataObject) -> None:
+    """In any order of ranks, for any PEs, seen from any rank."""
+    node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
+    pes = data.draw(st.permutations(range(100, 100 + len(node_ids))))
+    answers = set()
+    for rank in range(len(node_ids)):
+        try:
+            answers.add(choose(nbytes, Topology.of(rank, pes, node_ids), algorithm))
+        except ValueError as error:
+            answers.add(str(error))
+    assert len(answers) == 1
+
+
+@given(SIZES, NODES, st.sampled_from(ALGORITHMS))
+def test_a_wish_is_granted_or_refused(nbytes: int, nodes: list[int], asked: str) -> None:
+    even = len(set(nodes)) == 1
+    if asked == "2d" and not even:
+        with pytest.raises(ValueError, match="needs the same number of ranks on every node"):
+            choose(nbytes, nodes_of(*nodes), asked)
+        return
+    algorithm = choose(nbytes, nodes_of(*nodes), asked).algorithm
+    if asked == "auto":
+        assert algorithm == ("2d" if even and len(nodes) > 1 and nodes[0] > 1 else "1d")
+    else:
+        assert algorithm == asked
+
+
+def test_refusals_say_what_and_why() -> None:
+    with pytest.raises(ValueError, match=r"algorithm must be one of auto, 1d, 2d; got '3d'"):
+        choose(1, nodes_of(4), "3d")
+    with pytest.raises(ValueError, match=r"6 rank\(s\) on 2 node\(s\) \(4 \+ 2\)\. Use algorithm='1d' or 'auto'"):
+        choose(1, nodes_of(4, 2), "2d")
+
+
+def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
+    tree = list(ast.walk(ast.parse(inspect.getsource(policy))))
+    imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
+    assert imported == {"__future__", "dataclasses", "tdcoll.context", "tdcoll.runtime.topology"}
+    assert not any(isinstance(node, ast.Import) for node in tree)
+    assert not {node.attr for node in tree if isinstance(node, ast.Attribute)} & {"rank", "node", "place"}

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CollectiveContext: its life, its refusals, and the invariants that its memory shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.collectives.protocol import EPOCH_SHIFT
+from tdcoll.context import CHANNELS
+from tdcoll.testing import Deadlock, World
+
+N = 4
+
+
+def data(rank: int, call: int, count: int = 16) -> torch.Tensor:
+    """``-> [count]`` int32: encodes rank, call and index."""
+    return rank * 1_000_000 + call * 1000 + torch.arange(count, dtype=torch.int32)
+
+
+def gather_and_compare(ctx: tdcoll.CollectiveContext, call: int, ranks: list[int] | None = None) -> None:
+    ranks = list(range(ctx.world_size)) if ranks is None else ranks
+    got = tdcoll.all_gather(data(ranks[ctx.rank], call), ctx)
+    assert torch.equal(got, torch.cat([data(rank, call) for rank in ranks]))
+
+
+def everywhere(host, n_pes: int = N, **options) -> list:
+    return World(n_pes, **options).run(host)
+
+
+# ---------------------------------------------------------------------- life
+
+
+def test_facts() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1001) as ctx:
+            assert (ctx.rank, ctx.world_size, ctx.max_bytes_per_rank) == (pe, N, 1001)
+            assert ctx.capacity == 1008  # slots are aligned for 16-byte loads
+            assert ctx.staging.shape == (2, N, 1008)
+            assert ctx.signals.shape == (2, CHANNELS, N)
+            assert ctx.topology == tdcoll.topology()
+            assert ctx.device == tdcoll.device()
+            assert not ctx.closed
+            assert repr(ctx) == (
+                f"<CollectiveContext rank {pe}, 4 rank(s) on 2 node(s) (2 + 2), 1001 bytes per rank, open>"
+            )
+        assert ctx.closed
+        assert repr(ctx).endswith("closed>")
+
+    everywhere(host, ranks_per_node=2)
+
+
+def test_symmetric_memory_is_taken_and_given_back() -> None:
+    def host(pe: int) -> None:
+        before = tdcoll.heap_info()
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=4096)
+        used = tdcoll.heap_info().used - before.used
+        assert 2 * N * 4096 <= used <= 2 * N * 4096 + 2 * CHANNELS * N * 8 + 1024
+        ctx.close()
+        ctx.close()
+        assert tdcoll.heap_info() == before
+
+    everywhere(host)
+
+
+def test_dirty_memory_does_not_look_like_signals() -> None:
+    def host(pe: int) -> None:
+        junk = tdcoll.empty(1 << 17, torch.int64)
+        junk.fill_(1 << 40)
+        tdcoll.free(junk)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            assert set(ctx.signals.unique().tolist()) <= {0, 1}  # a peer may be in the first call already
+            assert not ctx.ready.any()
+            for call in range(3):
+                gather_and_compare(ctx, call)
+
+    everywhere(host, seed=1, weak=True)
+
+
+def test_use_after_close() -> None:
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        buffer = tdcoll.empty((N, 2), torch.int32)
+        ctx.close()
+        with pytest.raises(tdcoll.ContextError, match="all_gather: the context is closed"):
+            tdcoll.all_gather(data(pe, 0), ctx)
+        with pytest.raises(tdcoll.ContextError, match="all_gather_in_place: the context is closed"):
+            tdcoll.all_gather_in_place(buffer, ctx)
+
+    everywhere(host)
+
+
+def test_call_over_the_capacity_is_refused_with_the_number_and_costs_nothing() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=63) as ctx:
+            with pytest.raises(tdcoll.ContextError, match=r"64 bytes per rank.*capacity of 63.*max_bytes_per_rank=64"):
+                tdcoll.all_gather(data(pe, 0), ctx)
+            assert int(ctx.control) == 0
+            got = tdcoll.all_gather(data(pe, 0, 15), ctx)
+            assert torch.equal(got, torch.cat([data(rank, 0, 15) for rank in range(N)]))
+
+    everywhere(host)
+
+
+def test_error_in_the_body_does_not_wait_for_the_others() -> None:
+    """Only rank 1 leaves by an exception. Closing is collective: it would wait for ranks that never close."""
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        gather_and_compare(ctx, 0)
+        if pe == 1:
+            with pytest.raises(KeyError, match="mine"), ctx:
+                raise KeyError("mine")
+            assert ctx.closed
+            with pytest.raises(tdcoll.ContextError, match="closed"):
+                tdcoll.all_gather(data(pe, 1), ctx)
+
+    everywhere(host)
+
+
+def test_close_is_collective() -> None:
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        if pe != 1:
+            ctx.close()
+
+    with pytest.raises(Deadlock, match=r"pe0 host waits in 'free' for rank\(s\) \[1\]"):
+        everywhere(host)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "error", "text"),
+    [
+        (-1, ValueError, "max_bytes_per_rank must be at least 0, got -1"),
+        (1.5, TypeError, r"max_bytes_per_rank must be an int, got 1\.5"),
+        ("1M", TypeError, "max_bytes_per_rank must be an int, got '1M'"),
+        (True, TypeError, "max_bytes_per_rank must be an int, got True"),
+    ],
+)
+def test_capacity_that_is_none(capacity: object, error: type[Exception], text: str) -> None:
+    def host(pe: int) -> None:
+        before = tdcoll.heap_info()
+        with pytest.raises(error, match=text):
+            tdcoll.CollectiveContext(max_bytes_per_rank=capacity)
+        assert tdcoll.heap_info() == before
+
+    everywhere(host, 1)
+
+
+def test_capacity_is_checked_across_ranks_and_against_the_heap() -> None:
+    def host(pe: int) -> None:
+        before = tdcoll.heap_info()
+        with pytest.raises(tdcoll.RankMismatchError, match=r"max_bytes_per_rank must be the same.*rank 3: 67"):
+            tdcoll.CollectiveContext(max_bytes_per_rank=64 + pe)
+        with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
+            tdcoll.CollectiveContext(max_bytes_per_rank=before.total)
+        assert tdcoll.heap_info() == before
+
+    everywhere(host)
+
+
+def test_capacity_of_nothing() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=0) as ctx:
+            assert tdcoll.all_gather(torch.empty(0, 3), ctx).shape == (0, 3)
+            assert int(ctx.control) >> EPOCH_SHIFT.value == 1
+            with pytest.raises(tdcoll.ContextError, match="max_bytes_per_rank=1 or more"):
+                tdcoll.all_gather(torch.zeros(1, dtype=torch.uint8), ctx)
+
+    everywhere(host)
+
+
+# ---------------------------------------------------------------------- invariants
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+def test_every_call_is_one_epoch_and_slots_alternate(ranks_per_node: int) -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            buffer = tdcoll.zeros((N, 16), torch.int32)
+            for epoch in range(1, 8):
+                other = ctx.staging[1 - epoch % 2].clone()
+                if epoch % 3 == 0:
+                    buffer[pe] = data(pe, epoch)
+                    tdcoll.all_gather_in_place(buffer, ctx)
+                elif epoch % 3 == 1:
+                    gather_and_compare(ctx, epoch)
+                else:
+                    tdcoll.all_gather(torch.empty(0), ctx)  # nothing to send is a call, too
+                assert int(ctx.control) == epoch << EPOCH_SHIFT.value  # and the count of programs is 0 again
+                seen = ctx.signals[epoch % 2].amax(0)
+                assert all(int(seen[peer]) == epoch for peer in range(N) if peer != pe)
+                tdcoll.barrier()
+                assert torch.equal(ctx.staging[1 - epoch % 2], other)
+                assert int(ctx.signals[1 - epoch % 2].max()) <= epoch - 1
+                tdcoll.barrier()
+            tdcoll.free(buffer)
+
+    everywhere(host, ranks_per_node=ranks_per_node)
+
+
+def test_fast_rank_is_at_most_one_call_ahead() -> None:
+    """What double buffering rests on: no signal of epoch e + 2 while a rank is in e."""
+
+    def host(pe: int) -> int:
+        ahead = 0
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for call in range(6):
+                epoch = int(ctx.control) >> EPOCH_SHIFT.value
+                ahead = max(ahead, int(ctx.signals.max()) - epoch)
+                gather_and_compare(ctx, call)
+                if pe == 2:
+                    world.pause(200)
+        return ahead
+
+    world = World(N, seed=3, weak=True)
+    results = world.run(host)
+    assert max(results) == 1
+
+
+def test_several_contexts_have_epochs_of_their_own() -> None:
+    def host(pe: int) -> None:
+        contexts = [tdcoll.CollectiveContext(max_bytes_per_rank=64 << i) for i in range(3)]
+        calls = [0, 0, 0]
+        for turn in range(9):
+            i = (turn * turn) % 3
+            gather_and_compare(contexts[i], turn)
+            calls[i] += 1
+            assert [int(ctx.control) >> EPOCH_SHIFT.value for ctx in contexts] == calls
+        contexts[1].close()
+        gather_and_compare(contexts[2], 10)
+        contexts[2].close()
+        contexts[0].close()
+        assert tdcoll.heap_info().used == 0
+
+    everywhere(host, seed=5, weak=True)
+
+
+def test_subgroup_while_the_others_do_something_else() -> None:
+    def host(pe: int) -> None:
+        everybody = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        if pe in (1, 3):
+            order = [3, 1]
+            with tdcoll.CollectiveContext(order, max_bytes_per_rank=64) as ctx:
+                assert ctx.rank == order.index(pe)
+                for call in range(4):
+                    gather_and_compare(ctx, call, order)
+        elif pe == 0:
+            tensor = tdcoll.empty(100, group=[0])
+            with tdcoll.CollectiveContext([0], max_bytes_per_rank=64) as ctx:
+                gather_and_compare(ctx, 0, [0])
+            tdcoll.free(tensor, group=[0])
+        gather_and_compare(everybody, 7)
+        everybody.close()
+        assert tdcoll.heap_info().used == 0
+
+    everywhere(host, seed=2, weak=True, ranks_per_node=2)
+
+
+# ---------------------------------------------------------------------- debug mode
+
+
+def test_debug_mode_raises_on_all_ranks_and_the_context_lives_on() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
+            odd = pe == 2
+            for tensor, algorithm in (
+                (torch.zeros(5 if odd else 4), "1d"),
+                (torch.zeros(4, dtype=torch.float32 if odd else torch.int32), "1d"),
+                (torch.zeros(4), "2d" if odd else "1d"),
+            ):
+                with pytest.raises(
+                    tdcoll.RankMismatchError, match="all_gather arguments must be the same on all ranks"
+                ):
+                    tdcoll.all_gather(tensor, ctx, algorithm=algorithm)
+            assert int(ctx.control) == 0
+            gather_and_compare(ctx, 1)
+
+    everywhere(host, ranks_per_node=2)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)])
+def test_debug_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, wanted: bool) -> None:
+    if value is None:
+        monkeypatch.delenv("TDCOLL_DEBUG", raising=False)
+    else:
+        monkeypatch.setenv("TDCOLL_DEBUG", value)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
+            assert ctx.debug is wanted
+        with tdcoll.CollectiveContext(max_bytes_per_rank=16, debug=not wanted) as ctx:
+            assert ctx.debug is not wanted
+
+    everywhere(host, 1)
+
+
+# ---------------------------------------------------------------------- a peer that is gone
+
+
+def test_failed_context_refuses_every_call_and_closes_alone() -> None:
+    world = World(3, seed=4, weak=True)
+
+    def host(pe: int) -> tdcoll.CollectiveTimeout:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, timeout_s=5)
+        for call in range(4):
+            gather_and_compare(ctx, call)
+        ctx.check()
+        if pe == 1:
+            world.kill(1)
+        tdcoll.all_gather(data(pe, 4), ctx)
+        with pytest.raises(tdcoll.CollectiveTimeout) as raised:
+            ctx.check()
+        assert repr(ctx).endswith("failed>")
+        for _ in range(2):
+            with pytest.raises(tdcoll.CollectiveTimeout) as again:
+                tdcoll.all_gather(data(pe, 5), ctx)
+            assert str(again.value) == str(raised.value)
+        used = tdcoll.heap_info().used
+        ctx.close()  # without the others
+        assert ctx.closed
+        assert tdcoll.heap_info().used == used, "a message may still come: the memory stays taken"
+        assert runtime.current().failed
+        with pytest.raises(tdcoll.ContextError, match="closed"):
+            tdcoll.all_gather(data(pe, 6), ctx)
+        return raised.value
+
+    first, dead, last = world.run(host)
+    assert dead is None
+    for rank, error in ((0, first), (2, last)):
+        assert (error.rank, error.peer, error.epoch, error.expected, error.seen) == (rank, 1, 5, 5, 3)
+        assert error.timeout_s == 5.0
+
+
+def test_timeout_names_group_ranks() -> None:
+    """PEs 3 and 1 are ranks 0 and 1 of their group."""
+    world = World(N)
+
+    def host(pe: int) -> tdcoll.CollectiveTimeout | None:
+        if pe not in (1, 3):
+            return None
+        ctx = tdcoll.CollectiveContext([3, 1], max_bytes_per_rank=64)
+        if pe == 1:
+            world.kill(1)
+        tdcoll.all_gather(data(0, 0), ctx)
+        with pytest.raises(tdcoll.CollectiveTimeout) as raised:
+            ctx.check()
+        return raised.value
+
+    error = world.run(host)[3]
+    assert error is not None
+    assert (error.rank, error.peer) == (0, 1)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WaitMonitor: deadlines of waits in kernels, and the record of the first that expired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import tdcoll
+import tdcoll.language as tdl
+from tdcoll import runtime
+from tdcoll.testing import Deadlock, World
+
+
+@tdcoll.jit
+def wait_once(signals, monitor, ok, at, value, peer, index, COMPARE: tl.constexpr):
+    tl.store(ok, tdl.wait_signal(signals + at, COMPARE, value, monitor, peer, index))
+
+
+@tdcoll.jit
+def wait_for_all(signals, monitor, ok, count, skip, value, BLOCK: tl.constexpr):
+    tl.store(ok, tdl.wait_signals(signals, count, skip, tdl.CMP_GE, value, monitor, BLOCK))
+
+
+def alone(host: Callable[[torch.Tensor, torch.Tensor], Any], **options: Any) -> Any:
+    """``host(signals, ok)`` on a job of one rank, in which waits expire."""
+
+    def run(pe: int) -> Any:
+        signals = tdcoll.zeros(8, torch.int64)
+        signals.copy_(torch.tensor([5, 9, 9, 2, 9, 0, 9, 9]))
+        return host(signals, torch.full((1,), 7, dtype=torch.int32))
+
+    return World(1, **{"on_timeout": "expire", **options}).run(run)[0]
+
+
+def caught(monitor: tdcoll.WaitMonitor) -> tdcoll.CollectiveTimeout:
+    with pytest.raises(tdcoll.CollectiveTimeout) as raised:
+        monitor.check()
+    return raised.value
+
+
+def fields(error: tdcoll.CollectiveTimeout) -> tuple[float, ...]:
+    return (error.rank, error.peer, error.signal, error.epoch, error.expected, error.seen, error.timeout_s)
+
+
+def test_satisfied_wait_leaves_no_record() -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        wait_once[(1,)](signals, monitor.words, ok, 0, 5, 3, 4, tdl.CMP_GE)
+        assert int(ok) == 1
+        assert not monitor.expired
+        monitor.check()
+        monitor.raise_if_expired()
+        assert not runtime.current().failed
+
+    alone(host)
+
+
+@pytest.mark.parametrize(
+    ("compare", "value", "satisfied"),
+    [
+        *((tdl.CMP_EQ, value, value == 5) for value in (4, 5, 6)),
+        *((tdl.CMP_NE, value, value != 5) for value in (4, 5, 6)),
+        *((tdl.CMP_GT, value, value < 5) for value in (4, 5, 6)),
+        *((tdl.CMP_LE, value, value >= 5) for value in (4, 5, 6)),
+        *((tdl.CMP_LT, value, value > 5) for value in (4, 5, 6)),
+        *((tdl.CMP_GE, value, value <= 5) for value in (4, 5, 6)),
+    ],
+)
+def test_comparisons(compare: tl.constexpr, value: int, satisfied: bool) -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        wait_once[(1,)](signals, monitor.words, ok, 0, value, 0, 0, compare)
+        assert int(ok) == int(satisfied)
+        assert monitor.expired is not satisfied
+
+    alone(host)
+
+
+def test_record_of_a_single_wait() -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor(timeout_s=1.5, rank=6)
+        wait_once[(1,)](signals, monitor.words, ok, 3, 11, 4, 17, tdl.CMP_GE)
+        assert int(ok) == 0
+        assert monitor.expired
+        error = caught(monitor)
+        assert fields(error) == (6, 4, 17, 11, 11, 2, 1.5)
+        assert str(error).startswith(
+            "rank 6 waited 1.5 s for peer 4: signal 17 had to reach 11 in epoch 11 and is 2. The peer has died"
+        )
+        assert runtime.current().failed
+
+    alone(host)
+
+
+def test_record_of_a_wait_for_many_names_the_first_that_is_missing() -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        wait_for_all[(1,)](signals, monitor.words, ok, 8, 0, 9, 8)  # 0 is too low as well, and skipped
+        assert int(ok) == 0
+        assert fields(caught(monitor)) == (0, 3, 3, 9, 9, 2, 30.0)
+
+    alone(host)
+
+
+@pytest.mark.parametrize(("count", "skip", "satisfied"), [(3, 0, 1), (3, -1, 0), (5, 0, 0), (0, -1, 1), (1, 0, 1)])
+def test_wait_for_many_looks_at_count_and_skip(count: int, skip: int, satisfied: int) -> None:
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        wait_for_all[(1,)](signals, monitor.words, ok, count, skip, 9, 8)
+        assert int(ok) == satisfied
+
+    alone(host)
+
+
+def test_second_wait_returns_at_once_and_keeps_the_first_record() -> None:
+    world = World(1, on_timeout="expire")
+
+    def host(pe: int) -> None:
+        signals, ok = tdcoll.zeros(8, torch.int64), torch.zeros(1, dtype=torch.int32)
+        signals[0] = 5
+        monitor = tdcoll.WaitMonitor()
+        wait_once[(1,)](signals, monitor.words, ok, 5, 1, 2, 2, tdl.CMP_GE)
+        first = caught(monitor)
+        steps = world.steps
+        for at, value in ((3, 77), (5, 1)):
+            ok.fill_(7)
+            wait_once[(1,)](signals, monitor.words, ok, at, value, 1, 1, tdl.CMP_GE)
+            assert int(ok) == 0
+        assert world.steps - steps < 20, "a wait after an expired one must not wait for its own deadline"
+        assert fields(caught(monitor)) == fields(first)
+
+        other = tdcoll.WaitMonitor()  # what has expired is the monitor, not the job's waits
+        wait_once[(1,)](signals, other.words, ok, 0, 5, 1, 1, tdl.CMP_GE)
+        assert int(ok) == 1
+        other.check()
+
+    world.run(host)
+
+
+def test_wait_is_ended_by_the_expiry_of_another() -> None:
+    """Two programs of a launch wait on one monitor: both end, and there is one record."""
+
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        monitor = tdcoll.WaitMonitor()
+        wait_once[(3,)](signals, monitor.words, ok, 5, 1, 2, 2, tdl.CMP_GE)
+        assert int(ok) == 0
+        assert fields(caught(monitor))[:3] == (0, 2, 2)
+
+    alone(host)
+
+
+def test_defaults() -> None:
+    def host(pe: int) -> None:
+        monitor = tdcoll.WaitMonitor()
+        assert monitor.timeout_s == 12.5
+        words = monitor.words.tolist()
+        assert words[tdl.MONITOR_TIMEOUT_NS.value] == 12_500_000_000
+        assert words[tdl.MONITOR_RANK.value] == pe
+        assert words[tdl.MONITOR_ABORTED.value] == 0
+        assert monitor.words.dtype is torch.int64
+        assert len(words) == tdl.MONITOR_WORDS.value
+        with tdcoll.CollectiveContext([1, 0], max_bytes_per_rank=16, timeout_s=3) as ctx:
+            assert ctx.monitor.timeout_s == 3.0
+            assert ctx.monitor.words[tdl.MONITOR_RANK.value] == 1 - pe  # the group rank
+
+    World(2, timeout_s=12.5).run(host)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
+def test_deadline_that_is_none(timeout_s: float) -> None:
+    def host(pe: int) -> None:
+        with pytest.raises(ValueError, match=f"timeout_s must be greater than 0, got {timeout_s}"):
+            tdcoll.WaitMonitor(timeout_s=timeout_s)
+
+    World(1).run(host)
+
+
+def test_world_reports_a_hopeless_wait_by_name() -> None:
+    """The negative control of all above: without `on_timeout="expire"` a missing signal is a deadlock."""
+
+    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
+        wait_once[(1,)](signals, tdcoll.WaitMonitor().words, ok, 5, 1, 2, 2, tdl.CMP_GE)
+
+    with pytest.raises(Deadlock, match="wait_once"):
+        alone(host, on_timeout="raise")
+
+
+def test_text_of_the_error() -> None:
+    error = tdcoll.CollectiveTimeout(rank=2, peer=1, signal=17, epoch=8, expected=8, seen=6, timeout_s=30.0)
+    assert str(error).startswith("rank 2 waited 30 s for peer 1: signal 17 had to reach 8 in epoch 8 and is 6.")
+    assert isinstance(error, tdcoll.TdcollError)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs on GPUs, started by launch.sh as a user starts them: as many ranks and nodes as this host can show."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+HERE = Path(__file__).resolve().parent
+WORKERS = HERE.parent / "workers"
+GPUS = torch.cuda.device_count()
+RANKS = [n for n in (1, 2, 3, 4, 6, 8) if n <= GPUS]
+TIMEOUT_S = 280.0
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def checks_of(*scripts: str) -> set[str]:
+    """Names of the checks in some worker scripts."""
+    text = "\n".join((WORKERS / script).read_text(encoding="utf-8") for script in scripts)
+    return set(re.findall(r"^@check(?:\(.*\))?\ndef (\w+)", text, re.MULTILINE))
+
+
+def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
+    """The JSON line of each check; all must be ok, and none skipped."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
+    assert all(line.get("ok") is True for line in lines), lines
+    return {line["check"]: line for line in lines}
+
+
+def needs(gpus: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs, found {GPUS}")
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_all_checks(launch: Launch, ranks: int) -> None:
+    done = launch("--nproc", str(ranks), str(HERE / "all_checks.py"), timeout=TIMEOUT_S)
+    assert set(verdicts(done)) == checks_of("language_checks.py", "all_gather_checks.py")
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs(4)), pytest.param(3, marks=needs(3), id="3, uneven")])
+def test_emulated_nodes(launch: Launch, ranks: int) -> None:
+    script = WORKERS / "all_gather_checks.py"
+    done = launch("--nproc", str(ranks), "--emulate-nodes", "2", str(script), timeout=TIMEOUT_S)
+    assert set(verdicts(done)) == checks_of("all_gather_checks.py")
+
+
+def devices() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the GPUs that this process sees."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) for i in range(GPUS)] if listed is None else listed.replace(" ", "").split(",")[:GPUS]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@needs(4)
+@pytest.mark.parametrize("sees", ["only its own devices", "its own devices first"])
+def test_two_agents_on_one_host_are_two_nodes(launch: Launch, sees: str) -> None:
+    half = GPUS // 2
+    all_devices = devices()[: 2 * half]
+    rendezvous = f"127.0.0.1:{free_port()}"
+
+    def agent(node_rank: int) -> subprocess.CompletedProcess[str]:
+        mine = all_devices[node_rank * half : (node_rank + 1) * half]
+        others = [] if sees == "only its own devices" else [d for d in all_devices if d not in mine]
+        options = ("--nproc", str(half), "--nnodes", "2", "--node-rank", str(node_rank), "--rdzv", rendezvous)
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(mine + others)}
+        return launch(*options, str(HERE / "two_nodes.py"), timeout=TIMEOUT_S, env=visible)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(agent, (0, 1))
+    assert second.returncode == 0, second.stdout + second.stderr
+    found = verdicts(first)
+    assert found["takes_2d"]["note"] == f"{2 * half} rank(s) on 2 node(s) ({half} + {half})"
+    assert {"sizes", "in_place", "subgroups", "graphs"} <= set(found)
+
+
+@needs(2)
+def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
+    ranks, victim = min(GPUS, 4), 1
+    options = ("--nproc", str(ranks), "--timeout", "3", "--monitor-interval", "20")
+    done = launch(*options, str(WORKERS / "killed_rank.py"), str(victim), timeout=TIMEOUT_S)
+    assert done.returncode != 0
+    for survivor in set(range(ranks)) - {victim}:
+        assert f"CollectiveTimeout: rank {survivor} waited 3 s for peer {victim}:" in done.stderr

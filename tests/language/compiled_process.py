@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the language and `tdcoll.jit` do in a process that compiles: printed as JSON, for tests that are interpreted.
+
+The GPU is not there. A driver that only takes notes stands for it: kernels are compiled for real, "loaded" and
+"launched".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import kernels_to_launch as kernels
+import triton
+from test_lowerings import parameters_of
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction, MockTensor
+
+import tdcoll
+import tdcoll.language as tdl
+from tdcoll.language import jit, nvshmem
+from tdcoll.language.spec import FUNCTIONS
+
+
+class NotingDriver:
+    """Just enough of a Triton driver; what is done with it is in ``events``."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.utils = self
+        self._modules = 0
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 18}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+        self._modules += 1
+        self.events.append(f"load {name} as {self._modules}")
+        return self._modules, 1000 + self._modules, 32, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *arguments: self.events.append(f"launch {metadata.name}")
+
+
+def events_of(driver: NotingDriver, action: Any) -> list[str]:
+    """What happened during ``action()``, its exception at the end."""
+    driver.events.clear()
+    try:
+        action()
+    except Exception as error:
+        driver.events.append(f"{type(error).__name__}: {error}")
+    return list(driver.events)
+
+
+def root(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)
+
+
+def launches(driver: NotingDriver) -> dict[str, Any]:
+    """Launches before, in and after a job."""
+    out = MockTensor(triton.language.int32, (4,))
+    direct, plain = kernels.direct, kernels.only_threads
+
+    def launch(kernel: Any) -> list[str]:
+        return events_of(driver, lambda: kernel[(1,)](out, num_warps=4))
+
+    def join() -> None:
+        jit.set_module_init(lambda module: driver.events.append(f"init {module}"))
+
+    seen: dict[str, Any] = {}
+    seen["of another library, before a job"] = launch(kernels.of_another_library)
+    seen["plain, before a job"] = launch(plain)
+    seen["needing, before a job"] = launch(direct)
+    seen["needing, before a job, again"] = launch(direct)
+    seen["join"] = events_of(driver, join)
+    seen["needing"] = launch(direct)
+    seen["needing, again"] = launch(direct)
+    seen["plain"] = launch(plain)
+    seen["needing, other options"] = events_of(driver, lambda: direct[(1,)](out, num_warps=8))
+    seen["modules"] = sorted(jit.initialized_modules())
+    seen["leave"] = events_of(driver, lambda: jit.set_module_init(None))
+    seen["join again"] = sorted(events_of(driver, join))
+    seen["needing, in the second job"] = launch(direct)
+    seen["needing, through helpers"] = launch(kernels.through_two_helpers)
+    unknown = events_of(driver, lambda: direct[(1,)](out, num_warsp=8))
+    seen["unknown keyword"] = unknown
+    seen["classes"] = {
+        name: sorted(
+            {type(kernel).__name__ for cache in function.device_caches.values() for kernel in cache[0].values()}
+        )
+        for name, function in (("direct", direct), ("plain", plain), ("other", kernels.of_another_library))
+    }
+    seen["compiled kernel is untouched"] = "_init_handles" not in vars(jit.TdcollJITFunction) and (
+        CompiledKernel._init_handles.__module__.startswith("triton.")
+    )
+    return seen
+
+
+def errors(driver: NotingDriver) -> dict[str, str]:
+    out = MockTensor(triton.language.int32, (4,))
+    messages = {}
+    for name in kernels.MISTAKES:
+        try:
+            getattr(kernels, name)[(1,)](out)
+            messages[name] = "nothing was raised"
+        except Exception as error:
+            messages[name] = root(error)
+    return messages
+
+
+def options() -> dict[str, Any]:
+    def body(a, b):
+        pass
+
+    made = tdcoll.jit(
+        do_not_specialize=["b"], do_not_specialize_on_alignment=["a"], noinline=True, version=3, debug=True
+    )(body)
+    return {
+        "type": type(made).__name__,
+        "do_not_specialize": [parameter.do_not_specialize for parameter in made.params],
+        "on_alignment": [parameter.do_not_specialize_on_alignment for parameter in made.params],
+        "noinline": made.noinline,
+        "version": made.version,
+        "debug": made.debug,
+        "bare": type(tdcoll.jit(body)).__name__,
+    }
+
+
+def main() -> None:
+    driver = NotingDriver()
+    triton.runtime.driver.set_active(driver)
+    language = {name: getattr(tdl, name) for name in FUNCTIONS}
+    report = {
+        "lowering": tdl.LOWERING,
+        "parameters": {name: parameters_of(function) for name, function in language.items()},
+        "not_its_own": [name for name, function in language.items() if function is not getattr(nvshmem, name)],
+        "marked": [name for name, function in language.items() if getattr(function, "needs_nvshmem", False)],
+        "needs": [
+            name
+            for name, function in language.items()
+            if getattr(function, "needs_nvshmem", False)
+            or (isinstance(function, JITFunction) and jit.needs_nvshmem(function))
+        ],
+        "kernels": {name: jit.needs_nvshmem(getattr(kernels, name)) for name in (*kernels.NEED, *kernels.NEED_NOT)},
+        "options": options(),
+        "launches": launches(driver),
+        "errors": errors(driver),
+    }
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels and helpers that reach NVSHMEM in every way that a source can say it, or not at all."""
+
+from __future__ import annotations
+
+import types
+
+import triton
+import triton.language as tl
+
+import tdcoll
+import tdcoll.language
+import tdcoll.language as tdl
+from tdcoll.language import putmem_block
+
+outer = types.SimpleNamespace(inner=types.SimpleNamespace(tdl=tdl))
+
+
+@triton.jit
+def helper(out):
+    tl.store(out, tdl.my_pe())
+
+
+@triton.jit
+def helper_of_helper(out):
+    helper(out)
+
+
+@tdcoll.jit
+def direct(out):
+    tl.store(out, tdl.my_pe())
+
+
+@tdcoll.jit
+def by_its_name(out):
+    putmem_block(out, out, 4, 0)
+
+
+@tdcoll.jit
+def by_the_full_name(out):
+    tdcoll.language.fence()
+
+
+@tdcoll.jit
+def in_a_nested_module(out):
+    outer.inner.tdl.quiet()
+
+
+@tdcoll.jit
+def through_a_helper(out):
+    helper(out)
+
+
+@tdcoll.jit
+def through_two_helpers(out):
+    helper_of_helper(out)
+
+
+@tdcoll.jit
+def through_the_language(out):
+    tdl.signal_block(out.to(tl.pointer_type(tl.int64)), 1, tdl.SIGNAL_ADD, 0)
+
+
+def make_closure():
+    inner = helper
+
+    @tdcoll.jit
+    def in_a_closure(out):
+        inner(out)
+
+    return in_a_closure
+
+
+in_a_closure = make_closure()
+
+
+@tdcoll.jit
+def calls_itself(out, n: tl.constexpr):
+    if n > 0:
+        calls_itself(out, n - 1)
+
+
+@tdcoll.jit
+def only_threads(out):
+    tl.store(out, tdl.tid(0))
+    tdl.syncthreads()
+
+
+@tdcoll.jit
+def only_mentions(out):
+    """Says my_pe() and tdl.quiet() here, which calls nothing."""
+    my_pe = tl.program_id(0)
+    tl.store(out, my_pe)
+
+
+@triton.jit
+def of_another_library(out):
+    tl.store(out, 1)
+
+
+NEED = (
+    "direct",
+    "by_its_name",
+    "by_the_full_name",
+    "in_a_nested_module",
+    "through_a_helper",
+    "through_two_helpers",
+    "through_the_language",
+    "in_a_closure",
+)
+NEED_NOT = ("calls_itself", "only_threads", "only_mentions", "of_another_library")
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+@tdcoll.jit
+def block_as_pe(out):
+    tdl.putmem_block(out, out, 4, tl.arange(0, 8))
+
+
+@tdcoll.jit
+def compare(out):
+    word = out.to(tl.pointer_type(tl.int64))
+    tl.store(out, tdl.wait_signal(word, 6, 1, word, 0, 0))
+
+
+@tdcoll.jit
+def axis(out):
+    tl.store(out, tdl.tid(3))
+
+
+@tdcoll.jit
+def scope(out):
+    tl.store(out, tdl.ld(out, "cta"))
+
+
+@tdcoll.jit
+def semantic(out):
+    tdl.st(out, 1, "sys", "acquire")
+
+
+@tdcoll.jit
+def pointee(out):
+    tl.store(out, tdl.ld(out.to(tl.pointer_type(tl.int8))).to(tl.int32))
+
+
+MISTAKES = ("block_as_pe", "compare", "axis", "scope", "semantic", "pointee")

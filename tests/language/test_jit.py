@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tdcoll.jit`: which kernels get NVSHMEM's bitcode and module initialisation, options, misspelt keywords."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from kernels_to_launch import NEED, NEED_NOT
+
+import tdcoll
+from tdcoll.language import jit
+from tdcoll.testing import World
+
+# ---------------------------------------------------------------------- compiled: a report of another process
+
+
+@pytest.mark.parametrize("name", NEED)
+def test_kernel_that_reaches_nvshmem_is_found(compiled: dict[str, Any], name: str) -> None:
+    assert compiled["kernels"][name] is True
+
+
+@pytest.mark.parametrize("name", NEED_NOT)
+def test_kernel_that_does_not_is_left_alone(compiled: dict[str, Any], name: str) -> None:
+    assert compiled["kernels"][name] is False
+
+
+def test_module_is_given_to_nvshmem_once_between_loading_and_the_first_launch(compiled: dict[str, Any]) -> None:
+    seen = compiled["launches"]
+    assert seen["needing"] == ["load direct as 3", "init 3", "launch direct"]
+    assert seen["needing, again"] == ["launch direct"]
+    assert seen["needing, other options"] == ["load direct as 4", "init 4", "launch direct"]
+    assert seen["needing, through helpers"][1:] == ["init 5", "launch through_two_helpers"]
+    assert seen["modules"] == [3, 4]
+
+
+def test_launch_before_a_job_is_refused_and_may_be_tried_again(compiled: dict[str, Any]) -> None:
+    refusal = ["NotInitializedError: kernel direct calls NVSHMEM: call tdcoll.initialize() before its first launch"]
+    assert compiled["launches"]["needing, before a job"] == refusal
+    assert compiled["launches"]["needing, before a job, again"] == refusal
+
+
+def test_second_job_initialises_loaded_modules_again(compiled: dict[str, Any]) -> None:
+    seen = compiled["launches"]
+    assert seen["leave"] == []
+    assert seen["join again"] == ["init 3", "init 4"]
+    assert seen["needing, in the second job"] == ["launch direct"]
+
+
+def test_other_kernels_are_untouched(compiled: dict[str, Any]) -> None:
+    seen = compiled["launches"]
+    assert seen["of another library, before a job"] == ["load of_another_library as 1", "launch of_another_library"]
+    assert seen["plain, before a job"] == ["load only_threads as 2", "launch only_threads"]
+    assert seen["plain"] == ["launch only_threads"]
+    assert seen["classes"] == {"direct": ["_NvshmemKernel"], "plain": ["CompiledKernel"], "other": ["CompiledKernel"]}
+    assert seen["compiled kernel is untouched"]
+
+
+def test_options_are_those_of_triton(compiled: dict[str, Any]) -> None:
+    assert compiled["options"] == {
+        "type": "TdcollJITFunction",
+        "bare": "TdcollJITFunction",
+        "do_not_specialize": [False, True],
+        "on_alignment": [True, False],
+        "noinline": True,
+        "version": 3,
+        "debug": True,
+    }
+
+
+def test_unknown_keyword_is_refused_when_compiled(compiled: dict[str, Any]) -> None:
+    (refusal,) = compiled["launches"]["unknown keyword"]
+    assert "num_warsp" in refusal
+
+
+# ---------------------------------------------------------------------- interpreted
+
+
+@tdcoll.jit(do_not_specialize=["value"], do_not_specialize_on_alignment=["out"], noinline=False, debug=False)
+def with_options(out, value, BLOCK: tl.constexpr = 4):
+    tl.store(out + tl.arange(0, BLOCK), value)
+
+
+def test_options_are_accepted_when_interpreted() -> None:
+    out = torch.zeros(4, dtype=torch.int32)
+    World(1).run(lambda pe: with_options[(1,)](out, 7, num_warps=8, num_stages=2))
+    assert out.tolist() == [7] * 4
+    World(1).run(lambda pe: with_options[(1,)](out, value=8, BLOCK=2))
+    assert out.tolist() == [8, 8, 7, 7]
+
+
+def test_unknown_keyword_is_refused_when_interpreted() -> None:
+    out = torch.zeros(4, dtype=torch.int32)
+    launch = with_options[(1,)]
+    with pytest.raises(TypeError, match=r"with_options\(\) got unknown keyword\(s\) \['BLOK', 'num_warsp'\]"):
+        World(1).run(lambda pe: launch(out, 7, num_warsp=8, BLOK=2))
+    assert out.tolist() == [0] * 4
+
+
+def test_unknown_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="do_not_specialise"):
+        tdcoll.jit(do_not_specialise=["value"])
+
+
+# ---------------------------------------------------------------------- the bitcode library
+
+
+@pytest.fixture
+def fresh_path():
+    jit.bitcode_path.cache_clear()
+    yield
+    jit.bitcode_path.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_path")
+def test_bitcode_of_nvshmem_home_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "lib" / "libnvshmem_device.bc"
+    library.parent.mkdir()
+    library.touch()
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    assert jit.bitcode_path() == str(library)
+
+
+@pytest.mark.usefixtures("fresh_path")
+def test_bitcode_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"libnvshmem_device\.bc") as raised:
+        jit.bitcode_path()
+    for part in (str(tmp_path / "lib"), "tdcoll[cu12] or tdcoll[cu13]", "NVSHMEM_HOME"):
+        assert part in str(raised.value)
+
+
+@pytest.mark.usefixtures("fresh_path")
+def test_bitcode_of_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "site" / "nvidia" / "nvshmem" / "lib" / "libnvshmem_device.bc"
+    library.parent.mkdir(parents=True)
+    library.touch()
+
+    class Spec:
+        submodule_search_locations = (str(tmp_path / "elsewhere"), str(tmp_path / "site" / "nvidia"))
+
+    monkeypatch.delenv("NVSHMEM_HOME", raising=False)
+    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: Spec)
+    assert jit.bitcode_path() == str(library)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the device language and the two lowerings name the same functions with the same parameters."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import tdcoll.language as tdl
+from tdcoll.language import simulator, spec
+from tdcoll.language.spec import FUNCTIONS
+
+
+def parameters_in_the_table(name: str) -> list[list[Any]]:
+    function = FUNCTIONS[name]
+    required = len(function.parameters) - len(function.defaults)
+    defaults = [None] * required + [repr(default) for default in function.defaults]
+    return [[parameter, default] for (parameter, _), default in zip(function.parameters, defaults, strict=True)]
+
+
+def parameters_of(function: Any) -> list[list[Any]]:
+    signature = inspect.signature(getattr(function, "fn", function))
+    return [
+        [p.name, None if p.default is p.empty else repr(p.default)]
+        for p in signature.parameters.values()
+        if p.name not in ("_semantic", "_builder")
+    ]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_simulator_has_the_parameters(name: str) -> None:
+    assert parameters_of(getattr(simulator, name)) == parameters_in_the_table(name)
+    assert getattr(tdl, name) is getattr(simulator, name)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nvshmem_has_the_parameters(compiled: dict[str, Any], name: str) -> None:
+    assert compiled["parameters"][name] == parameters_in_the_table(name)
+
+
+def test_nvshmem_lowering_is_the_one_of_a_compiled_process(compiled: dict[str, Any]) -> None:
+    assert compiled["lowering"] == "tdcoll.language.nvshmem"
+    assert compiled["not_its_own"] == []
+    assert tdl.LOWERING == "tdcoll.language.simulator"
+
+
+def test_functions_with_a_symbol_are_the_ones_that_need_nvshmem(compiled: dict[str, Any]) -> None:
+    """`wait_signal` and the like are PTX; `signal_block` is a Triton function that calls `signal_op`."""
+    with_symbol = {name for name, function in FUNCTIONS.items() if function.symbol is not None}
+    assert set(compiled["marked"]) == with_symbol
+    assert set(compiled["needs"]) == with_symbol | {"signal_block"}
+
+
+def test_all_names_are_public() -> None:
+    assert {*FUNCTIONS, "CMP_GE", "SIGNAL_ADD", "INTERPRETED", "LOWERING"} <= set(tdl.__all__)
+    assert len(set(tdl.__all__)) == len(tdl.__all__)
+    assert all(hasattr(tdl, name) for name in tdl.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_table_is_complete(name: str) -> None:
+    function = FUNCTIONS[name]
+    assert function.name == name
+    assert len(function.doc) > 15
+    if function.symbol is not None:
+        assert function.symbol in function.prototype
+    for parameter, kind in function.parameters:
+        assert kind in ("ptr", "size", "pe", "int", "u64", "value", "constant")
+        assert (parameter == "pe") == (kind == "pe")
+    assert f"| `{function.signature}` |" in spec.table()
+
+
+def test_signature_of_a_function_with_defaults() -> None:
+    assert FUNCTIONS["st"].signature == "st(ptr, val, scope='gpu', semantic='relaxed')"
+    assert FUNCTIONS["fence"].signature == "fence()"
+
+
+def test_wrong_arguments_name_the_function_when_compiled(compiled: dict[str, Any]) -> None:
+    assert "putmem_block: pe must be a scalar, got a block of shape" in compiled["errors"]["block_as_pe"]
+    assert "compare must be a CMP_* constant, got 6" in compiled["errors"]["compare"]
+    assert "axis must be 0, 1 or 2, got 3" in compiled["errors"]["axis"]
+    assert "scope must be one of gpu, sys; got 'cta'" in compiled["errors"]["scope"]
+    assert "semantic must be one of relaxed, release; got 'acquire'" in compiled["errors"]["semantic"]
+    assert "ld: ptr must point to 32- or 64-bit integers" in compiled["errors"]["pointee"]

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel written for Triton-distributed is ported by changing its imports: names, arguments and constants agree.
+
+Its sources are read from the wheel on PyPI, which is downloaded and never installed: it would overwrite triton.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.spec import FUNCTIONS
+
+RELEASE = "triton-dist==0.0.0"
+SHMEM = "triton_dist/language/extra/libshmem_device.py"
+CUDA = "triton/language/extra/cuda/language_extra.py"
+
+TEAMS = "teams: tdcoll's groups are host-side, and a kernel gets the PE of each group rank"
+OWN_COLLECTIVES = "NVSHMEM's collectives: over teams and unbounded in time; tdcoll's are made of puts and signals"
+OWN_BITCODE = "NVSHMEM's internal interface: needs a bitcode library that NVIDIA's wheel does not hold"
+MULTICAST = "NVLink multicast: never required, and not on every machine"
+
+NOT_IN_TDCOLL = {
+    **dict.fromkeys(("team_my_pe", "team_n_pes", "team_translate_pe", "team_sync_block", "team_sync_warp"), TEAMS),
+    **dict.fromkeys(("barrier", "barrier_block", "barrier_warp"), TEAMS),
+    **{
+        f"{base}{scope}": OWN_COLLECTIVES
+        for base in ("broadcast", "broadcastmem", "fcollect", "fcollectmem")
+        for scope in ("", "_warp", "_block")
+    },
+    **{
+        f"{base}{mode}{scope}": OWN_BITCODE
+        for base in ("putmem_rma", "putmem_signal_rma")
+        for mode in ("", "_nbi")
+        for scope in ("", "_warp", "_block")
+    },
+    "remote_mc_ptr": MULTICAST,
+}
+"""Functions of its ``libshmem_device`` that tdcoll does not have, and why."""
+
+NOT_IN_LIBSHMEM = {
+    **dict.fromkeys(("tid", "ntid", "ld", "ld_acquire", "st"), "its language_extra has them"),
+    **dict.fromkeys(("wait_signal", "wait_signals"), "bounded waits are tdcoll's"),
+    **dict.fromkeys(("signal_block", "copy_block"), "work by the block is tdcoll's"),
+    "syncthreads": "its language_extra calls it __syncthreads",
+    "st_release": "st with release order, beside ld_acquire",
+}
+"""Functions of tdcoll that its ``libshmem_device`` does not have, and why."""
+
+
+def download(folder: Path) -> Path:
+    """The wheel, in ``folder``."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    try:
+        done = subprocess.run(
+            [*command, "--dest", str(folder), RELEASE], capture_output=True, text=True, timeout=120, check=False
+        )
+        problem = "" if done.returncode == 0 else done.stderr[-1500:]
+    except subprocess.TimeoutExpired as error:
+        problem = str(error)
+    wheels = list(folder.glob("*.whl"))
+    if problem or not wheels:
+        pytest.fail(
+            f"pip could not download {RELEASE}, whose sources are compared with tdcoll's. Without a network, set "
+            f"TDCOLL_OFFLINE=1 to skip this.\n{problem}",
+            pytrace=False,
+        )
+    return wheels[0]
+
+
+@pytest.fixture(scope="session")
+def wheel(request: pytest.FixtureRequest) -> zipfile.ZipFile:
+    if os.environ.get("TDCOLL_OFFLINE", "0") not in ("", "0"):
+        pytest.skip("TDCOLL_OFFLINE is set")
+    kept = request.config.cache.mkdir("triton-dist") / "triton_dist-0.0.0.whl"
+    if not kept.exists():
+        os.replace(download(request.config.cache.mkdir(f"triton-dist-{os.getpid()}")), kept)
+    return zipfile.ZipFile(kept)
+
+
+def parse(wheel: zipfile.ZipFile, path: str) -> ast.Module:
+    return ast.parse(wheel.read(path))
+
+
+def functions(tree: ast.Module) -> dict[str, list[str]]:
+    """Public functions of a module and the names of their arguments, without Triton's own."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            found[node.name] = [a.arg for a in arguments if a.arg not in ("_semantic", "_builder")]
+    return found
+
+
+def defaults(tree: ast.Module, name: str) -> list[object]:
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    values = []
+    for value in function.args.defaults[:-1]:  # the last is _semantic's
+        inner = value.args[0] if isinstance(value, ast.Call) else value  # core.constexpr("gpu")
+        values.append(ast.literal_eval(inner))
+    return values
+
+
+@pytest.fixture(scope="session")
+def shmem(wheel: zipfile.ZipFile) -> dict[str, list[str]]:
+    return functions(parse(wheel, SHMEM))
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in NOT_IN_LIBSHMEM])
+def test_arguments_have_the_same_names_in_the_same_order(shmem: dict[str, list[str]], name: str) -> None:
+    assert [parameter for parameter, _ in FUNCTIONS[name].parameters] == shmem[name]
+
+
+def test_what_is_missing_is_known(shmem: dict[str, list[str]]) -> None:
+    assert {name for name in shmem if name not in FUNCTIONS} == set(NOT_IN_TDCOLL)
+    assert {name for name in FUNCTIONS if name not in shmem} == set(NOT_IN_LIBSHMEM)
+
+
+def test_constants_have_the_same_values(wheel: zipfile.ZipFile) -> None:
+    theirs = {
+        target.id: node.value.value
+        for node in parse(wheel, SHMEM).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.startswith(("NVSHMEM_CMP_", "NVSHMEM_SIGNAL_"))
+    }
+    ours = {
+        name: getattr(tdl, name).value
+        for name in dir(tdl)
+        if name.startswith("NVSHMEM_") and isinstance(getattr(tdl, name), tl.constexpr)
+    }
+    assert len(theirs) == 8
+    assert ours == theirs
+    for name, value in ours.items():
+        assert getattr(tdl, name.removeprefix("NVSHMEM_")).value == value
+
+
+@pytest.mark.parametrize("name", ["tid", "ntid", "ld", "ld_acquire", "st"])
+def test_threads_loads_and_stores(wheel: zipfile.ZipFile, name: str) -> None:
+    tree = parse(wheel, CUDA)
+    assert [parameter for parameter, _ in FUNCTIONS[name].parameters] == functions(tree)[name]
+    assert list(FUNCTIONS[name].defaults) == defaults(tree, name)
+
+
+def test_barrier_of_the_block(wheel: zipfile.ZipFile) -> None:
+    assert functions(parse(wheel, CUDA))["__syncthreads"] == []
+    assert FUNCTIONS["syncthreads"].parameters == ()
+
+
+def test_no_network_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with pytest.raises(pytest.fail.Exception, match=r"could not download triton-dist==0\.0\.0.*TDCOLL_OFFLINE=1"):
+        download(tmp_path)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host-side exchanges over torch.distributed's stores, with a thread for each rank."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tdcoll.errors import RankMismatchError, TdcollError
+from tdcoll.runtime.control import StoreControlPlane, all_equal
+
+PLENTY_S = 60.0
+
+Stores = Callable[[int], list[Any]]
+
+
+@pytest.fixture(params=["hash", "file"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
+    """``stores(n)``: one store for each of n ranks, all of them the same."""
+
+    def make(n: int) -> list[Any]:
+        if request.param == "hash":
+            return [dist.HashStore()] * n
+        return [dist.FileStore(str(tmp_path / "store"), n) for _ in range(n)]
+
+    return make
+
+
+def everywhere(ranks: list[int], body: Callable[[int], Any]) -> list[Any]:
+    """``body(rank)`` at the same time for all ranks; what each returned or raised."""
+
+    def caught(rank: int) -> Any:
+        try:
+            return body(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(caught, ranks))
+
+
+def test_answers_come_in_the_order_of_the_ranks(stores: Stores) -> None:
+    shared = stores(3)
+    planes = [StoreControlPlane(shared[rank], rank, PLENTY_S) for rank in range(3)]
+
+    def body(rank: int) -> list[list[Any]]:
+        return [
+            planes[rank].all_gather(order, "exchange", (rank, call))
+            for call in range(5)
+            for order in ([0, 1, 2], [2, 0, 1])
+        ]
+
+    wanted = [[(rank, call) for rank in order] for call in range(5) for order in ([0, 1, 2], [2, 0, 1])]
+    assert everywhere([0, 1, 2], body) == [wanted] * 3
+
+
+def test_subgroups_do_not_meet(stores: Stores) -> None:
+    shared = stores(4)
+    planes = [StoreControlPlane(shared[rank], rank, PLENTY_S) for rank in range(4)]
+
+    def body(rank: int) -> list[Any]:
+        mine = [rank % 2, rank % 2 + 2]
+        inside = [planes[rank].all_gather(mine, f"half {rank % 2}", rank) for _ in range(3 + rank % 2)]
+        return [
+            *inside[-1],
+            *planes[rank].all_gather(range(4), "all", -rank),
+            *planes[rank].all_gather([rank], "me", 7),
+        ]
+
+    halves = ([0, 2], [1, 3])
+    assert everywhere([0, 1, 2, 3], body) == [[*halves[rank % 2], 0, -1, -2, -3, 7] for rank in range(4)]
+
+
+def test_different_calls_are_a_mismatch_on_all(stores: Stores) -> None:
+    shared = stores(3)
+
+    def body(rank: int) -> None:
+        StoreControlPlane(shared[rank], rank, PLENTY_S).all_gather([0, 1, 2], "free" if rank == 1 else "barrier", None)
+
+    errors = everywhere([0, 1, 2], body)
+    assert {type(error) for error in errors} == {RankMismatchError}
+    assert str(errors[0]) == "rank 0 is in 'barrier', but {1: 'free'} are elsewhere"
+    assert str(errors[1]) == "rank 1 is in 'free', but {0: 'barrier', 2: 'barrier'} are elsewhere"
+
+
+def test_missing_rank_is_named(stores: Stores) -> None:
+    shared = stores(4)
+
+    def body(rank: int) -> None:
+        StoreControlPlane(shared[rank], rank, 0.3).all_gather([0, 1, 2, 3], "allocate rows", rank)
+
+    errors = everywhere([0, 2], body)
+    assert {type(error) for error in errors} == {TdcollError}
+    for rank, error in zip((0, 2), errors, strict=True):
+        assert f"rank {rank} waited 0.3 s in 'allocate rows' for rank(s) [1, 3]" in str(error)
+        assert error.__cause__ is not None
+
+
+def test_all_equal(stores: Stores) -> None:
+    shared = stores(3)
+
+    def body(rank: int) -> None:
+        plane = StoreControlPlane(shared[rank], rank, PLENTY_S)
+        all_equal(plane, [0, 1, 2], "capacity", (4, "same"))
+        all_equal(plane, [0, 1, 2], "capacity", 64 if rank == 2 else 32)
+
+    for error in everywhere([0, 1, 2], body):
+        assert isinstance(error, RankMismatchError)
+        assert str(error) == "capacity must be the same on all ranks; got rank 0: 32, rank 1: 32, rank 2: 64"
+
+
+def test_keys_are_removed() -> None:
+    store = dist.HashStore()
+    before = store.num_keys()
+    planes = [StoreControlPlane(store, rank, PLENTY_S) for rank in range(2)]
+    everywhere([0, 1], lambda rank: [planes[rank].all_gather([0, 1], "call", rank) for _ in range(50)])
+    assert store.num_keys() - before <= 2 * 2  # each rank's of the last two exchanges
+
+
+class Slow:
+    """A store that reads late: another rank's next writes come before."""
+
+    def __init__(self, store: Any, before_read: Callable[[], None]) -> None:
+        self._store, self._before_read = store, before_read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        self._before_read()
+        return self._store.get(key)
+
+
+def test_no_key_is_removed_before_everybody_has_read_it() -> None:
+    """Rank 0 may be in the next exchange while rank 1 has not read its key of this one."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))  # of a read of a key that is gone
+    fast = StoreControlPlane(store, 0, 0.1)
+    answers: list[Any] = []
+
+    def run_ahead() -> None:
+        if not answers:
+            answers.append(fast.all_gather([0, 1], "call", "fast"))
+            with pytest.raises(TdcollError, match=r"rank\(s\) \[1\]"):
+                fast.all_gather([0, 1], "call", "fast")
+
+    store.set("tdcoll/0-1/0/0", pickle.dumps(("call", "fast")))  # rank 0 has come first
+    slow = StoreControlPlane(Slow(store, run_ahead), 1, PLENTY_S)
+    assert slow.all_gather([0, 1], "call", "slow") == ["fast", "slow"]
+    assert answers == [["fast", "slow"]]
+    assert slow.all_gather([0, 1], "call", "slow") == ["fast", "slow"]

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The allocator of the symmetric heap: ranks agree on an offset, pieces never overlap, freed pieces merge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.runtime.heap import ALIGNMENT, Arena, HeapInfo, agree
+from tdcoll.testing import World
+
+PES = 4
+HEAP = 32 * ALIGNMENT
+
+GROUPS = st.sets(st.integers(0, PES - 1), min_size=1).map(sorted)
+SIZES = st.integers(1, HEAP // 3)
+# Allocate so many bytes over a group, or free the allocation of that number, if it is there.
+STEPS = st.lists(st.tuples(st.just("allocate"), GROUPS, SIZES) | st.tuples(st.just("free"), st.integers(0, 20)))
+
+
+def allocate(arenas: list[Arena], group: list[int], nbytes: int) -> int:
+    members = [arenas[pe] for pe in group]
+    offset = agree([arena.propose(nbytes) for arena in members], nbytes, [arena.info for arena in members])
+    for arena in members:
+        arena.take(offset, nbytes)
+    return offset
+
+
+@given(STEPS)
+@settings(max_examples=150, deadline=None)
+def test_any_sequence_keeps_pieces_apart_and_ends_in_one_free_piece(steps: list[tuple]) -> None:
+    arenas = [Arena(HEAP) for _ in range(PES)]
+    alive: list[tuple[list[int], int, int]] = []
+    for step in steps:
+        if step[0] == "free":
+            if step[1] < len(alive):
+                group, offset, _ = alive.pop(step[1])
+                for pe in group:
+                    arenas[pe].release(offset)
+        else:
+            _, group, nbytes = step
+            taken = [(o, o + Arena.padded(n)) for g, o, n in alive if set(g) & set(group)]
+            try:
+                offset = allocate(arenas, group, nbytes)
+            except tdcoll.HeapExhaustedError:
+                starts = [0, *(end for _, end in taken)]
+                size = Arena.padded(nbytes)
+                assert not any(s + size <= HEAP and all(s + size <= b or e <= s for b, e in taken) for s in starts)
+                continue
+            assert offset % ALIGNMENT == 0
+            assert 0 <= offset <= offset + nbytes <= HEAP
+            assert all(offset + nbytes <= begin or end <= offset for begin, end in taken)
+            alive.append((group, offset, nbytes))
+        for pe, arena in enumerate(arenas):
+            mine = [Arena.padded(nbytes) for group, _, nbytes in alive if pe in group]
+            info = arena.info
+            assert (info.used, info.free, info.allocations) == (sum(mine), HEAP - sum(mine), len(mine))
+            assert info.largest_free <= info.free
+    for group, offset, _ in alive:
+        for pe in group:
+            arenas[pe].release(offset)
+    assert [arena.info for arena in arenas] == [HeapInfo(HEAP, 0, HEAP, HEAP, 0)] * PES
+
+
+def test_offset_is_the_lowest_that_is_free_on_all() -> None:
+    first, second = Arena(HEAP), Arena(HEAP)
+    allocate([first], [0], 1)
+    allocate([first, second], [1], 2 * ALIGNMENT + 1)
+    assert allocate([first, second], [0, 1], 1) == 3 * ALIGNMENT
+    assert allocate([first, second], [0], 1) == ALIGNMENT
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "padded"), [(0, 512), (1, 512), (511, 512), (512, 512), (513, 1024), (1 << 40, 1 << 40)]
+)
+def test_padding(nbytes: int, padded: int) -> None:
+    assert Arena.padded(nbytes) == padded
+
+
+def test_pieces_merge_in_any_order() -> None:
+    arena = Arena(3 * ALIGNMENT)
+    for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
+        offsets = [allocate([arena], [0], ALIGNMENT) for _ in range(3)]
+        assert offsets == [0, ALIGNMENT, 2 * ALIGNMENT]
+        for i in order:
+            arena.release(offsets[i])
+        assert arena.info.largest_free == arena.nbytes
+
+
+def test_misuse_of_the_arena_raises() -> None:
+    arena = Arena(4 * ALIGNMENT)
+    arena.take(ALIGNMENT, 1)
+    with pytest.raises(ValueError, match="offset 512 with 512 bytes is not free"):
+        arena.take(ALIGNMENT, 1)
+    with pytest.raises(ValueError, match="not free"):
+        arena.take(3 * ALIGNMENT, ALIGNMENT + 1)
+    arena.release(ALIGNMENT)
+    with pytest.raises(KeyError):
+        arena.release(ALIGNMENT)
+    assert Arena(0).info == HeapInfo(0, 0, 0, 0, 0)
+    assert Arena(0).propose(1) == []
+
+
+def test_exhaustion_names_what_was_asked_what_is_free_and_the_setting() -> None:
+    roomy, tight = Arena(HEAP), Arena(HEAP)
+    offsets = [allocate([tight], [0], ALIGNMENT) for _ in range(32)]
+    for offset in offsets[::2]:
+        tight.release(offset)
+    with pytest.raises(tdcoll.HeapExhaustedError) as raised:
+        allocate([roomy, tight], [0, 1], ALIGNMENT + 1)
+    text = str(raised.value)
+    assert f"{2 * ALIGNMENT} bytes asked" in text
+    assert f"{16 * ALIGNMENT} of {HEAP} bytes free" in text
+    assert f"largest free piece {ALIGNMENT} bytes" in text
+    assert "NVSHMEM_SYMMETRIC_SIZE" in text
+    assert "heap_bytes" in text
+
+
+# ---------------------------------------------------------------------- tensors
+
+
+def test_tensors_are_symmetric_over_groups_whose_heaps_differ() -> None:
+    def host(pe: int) -> list[int]:
+        job = runtime.current()
+        if pe == 1:
+            tdcoll.empty(5000, torch.uint8, group=[1])
+        pair = tdcoll.empty((3, 5), torch.float64, group=[1, 0] if pe < 2 else [2, 3])
+        everywhere = tdcoll.zeros(7, torch.bfloat16)
+        assert everywhere.shape == (7,)
+        assert everywhere.dtype is torch.bfloat16
+        assert not everywhere.any()
+        assert pair.is_contiguous()
+        return [job.offset_of(pair, "pair"), job.offset_of(everywhere, "everywhere")]
+
+    offsets = World(4).run(host)
+    assert offsets == [[5120, 5632], [5120, 5632], [0, 5632], [0, 5632]]
+
+
+def test_empty_and_free_leave_the_heap_as_it_was() -> None:
+    def host(pe: int) -> None:
+        before = tdcoll.heap_info()
+        tensors = [tdcoll.empty(extents, torch.int32) for extents in (5, (2, 3), [4, 0], ())]
+        assert [list(tensor.shape) for tensor in tensors] == [[5], [2, 3], [4, 0], []]
+        assert tdcoll.heap_info().allocations == 3  # a tensor of no bytes takes no room
+        for tensor in tensors:
+            tdcoll.free(tensor)
+        assert tdcoll.heap_info() == before
+        assert before == HeapInfo(before.total, 0, before.total, before.total, 0)
+
+    World(2).run(host)
+
+
+def test_tensors_that_are_not_symmetric_are_refused() -> None:
+    def host(pe: int) -> None:
+        tensor = tdcoll.empty(1024, torch.uint8)
+        with pytest.raises(tdcoll.NotSymmetricError, match=r"must lie in the symmetric heap.*3 bytes on cpu"):
+            tdcoll.free(torch.zeros(3, dtype=torch.uint8))
+        with pytest.raises(tdcoll.NotSymmetricError, match=r"not a view into it \(offset 512\)"):
+            tdcoll.free(tensor[512:])
+        tdcoll.free(tensor)
+        with pytest.raises(tdcoll.NotSymmetricError, match="freed already"):
+            tdcoll.free(tensor)
+        with pytest.raises(ValueError, match=r"extents of at least 0, got \[2, -1\]"):
+            tdcoll.empty((2, -1))
+
+    World(2).run(host)
+
+
+def test_disagreement_and_exhaustion_raise_on_all_ranks_and_take_nothing() -> None:
+    def host(pe: int) -> None:
+        before = tdcoll.heap_info()
+        with pytest.raises(tdcoll.RankMismatchError, match="rank 0: 100, rank 1: 101, rank 2: 102"):
+            tdcoll.empty(100 + pe, torch.uint8)
+        with pytest.raises(tdcoll.HeapExhaustedError, match=f"{before.total + ALIGNMENT} bytes asked"):
+            tdcoll.empty(before.total + 1, torch.uint8)
+        assert tdcoll.heap_info() == before
+        assert tdcoll.empty(before.total, torch.uint8).numel() == before.total
+
+    World(3, heap_bytes=1 << 16).run(host)

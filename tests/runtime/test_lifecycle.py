@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining and leaving a job: one process, wrong settings, ranks that disagree, and calls outside of any job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton.language as tl
+from lifecycle_job import STEPS
+
+import tdcoll
+import tdcoll.language as tdl
+from tdcoll import runtime
+from tdcoll.runtime import lifecycle
+from tdcoll.runtime.lifecycle import parse_bytes
+
+JOB = Path(__file__).with_name("lifecycle_job.py")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
+SETTINGS = ("NVSHMEM_SYMMETRIC_SIZE", "TDCOLL_TIMEOUT_S", "TDCOLL_EMULATE_NODES")
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in (*LAUNCHERS, *SETTINGS, "TRITON_INTERPRET")}
+    environment |= variables
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+
+
+# ---------------------------------------------------------------------- a job of one process
+
+
+@pytest.fixture(scope="module")
+def outcome() -> dict[str, str]:
+    done = python(str(JOB), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_one_process(outcome: dict[str, str], step: str) -> None:
+    assert outcome[step] == ""
+
+
+def test_neither_gpu_nor_simulator() -> None:
+    done = python("-c", "import tdcoll; tdcoll.initialize()", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode != 0
+    assert "TdcollError: no CUDA GPU is visible to PyTorch" in done.stderr
+    assert "launch.sh" in done.stderr
+    assert "TRITON_INTERPRET=1" in done.stderr
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("67108864", 1 << 26),
+        ("64M", 1 << 26),
+        ("64m", 1 << 26),
+        ("64MB", 1 << 26),
+        ("64MiB", 1 << 26),
+        (" 2 G ", 1 << 31),
+        ("1.5K", 1536),
+        ("1T", 1 << 40),
+        ("100B", 100),
+    ],
+)
+def test_bytes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text, "X") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "M", "1.5.2G", "1e9", "64 MM", "0.1", "many", "1G 2M", "0x10"])
+def test_bytes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="NVSHMEM_SYMMETRIC_SIZE must be a positive number of bytes such as") as raised:
+        parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE")
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("NVSHMEM_SYMMETRIC_SIZE", "plenty", "NVSHMEM_SYMMETRIC_SIZE.*'plenty'"),
+        ("NVSHMEM_SYMMETRIC_SIZE", "0", "NVSHMEM_SYMMETRIC_SIZE.*'0'"),
+        ("TDCOLL_TIMEOUT_S", "soon", "TDCOLL_TIMEOUT_S must be a number of seconds, got 'soon'"),
+        ("TDCOLL_TIMEOUT_S", "0", r"timeout_s must be greater than 0, got 0\.0"),
+        ("TDCOLL_TIMEOUT_S", "-3", r"timeout_s must be greater than 0, got -3\.0"),
+        ("TDCOLL_TIMEOUT_S", "nan", "timeout_s must be greater than 0, got nan"),
+        ("TDCOLL_EMULATE_NODES", "two", "TDCOLL_EMULATE_NODES must be a whole number, got 'two'"),
+        ("TDCOLL_EMULATE_NODES", "-1", "TDCOLL_EMULATE_NODES must be a whole number, got '-1'"),
+    ],
+)
+def test_wrong_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=text):
+        tdcoll.initialize()
+    assert not tdcoll.is_initialized()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"heap_bytes": 0}, "heap_bytes must be greater than 0, got 0"),
+        ({"heap_bytes": -5}, "heap_bytes must be greater than 0, got -5"),
+        ({"timeout_s": 0}, "timeout_s must be greater than 0, got 0"),
+        ({"timeout_s": float("nan")}, "timeout_s must be greater than 0, got nan"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tdcoll.initialize(**arguments)
+    assert not dist.is_initialized()
+
+
+# ---------------------------------------------------------------------- ranks that disagree
+
+
+@pytest.fixture
+def another_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+    """``another_rank(answer)``: there is a rank 1, which answers ``answer(what rank 0 says)``."""
+
+    def make(answer: Callable[[Any], Any]) -> None:
+        class Control:
+            def __init__(self, *arguments: Any) -> None:
+                pass
+
+            def all_gather(self, ranks: Sequence[int], tag: str, value: Any) -> list[Any]:
+                assert tag == "initialize", "the disagreement was not noticed"
+                return [value, answer(value)]
+
+        monkeypatch.setattr(lifecycle, "StoreControlPlane", Control)
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+
+    return make
+
+
+def test_ranks_with_other_settings(another_rank: Callable[..., None]) -> None:
+    other = lifecycle._Settings(heap_bytes=1 << 20, timeout_s=30.0, emulate_nodes=1)
+    another_rank(lambda mine: (other, *mine[1:]))
+    with pytest.raises(tdcoll.RankMismatchError, match="must initialise with the same settings") as raised:
+        tdcoll.initialize(heap_bytes=1 << 21)
+    assert "rank 0: _Settings(heap_bytes=2097152" in str(raised.value)
+    assert "rank 1: _Settings(heap_bytes=1048576" in str(raised.value)
+    assert not tdcoll.is_initialized()
+
+
+def test_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, another_rank: Callable[..., None]) -> None:
+    monkeypatch.setattr(lifecycle, "_gpu_name", lambda: ("host", "GPU-1"))
+    another_rank(lambda mine: mine)
+    with pytest.raises(tdcoll.RankMismatchError, match=r"ranks 0 and 1 use the same GPU.*set_device\(LOCAL_RANK\)"):
+        tdcoll.initialize()
+
+
+# ---------------------------------------------------------------------- outside of any job
+
+
+@tdcoll.jit
+def name_the_rank(out):
+    tl.store(out, tdl.my_pe())
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "CollectiveContext": lambda: tdcoll.CollectiveContext(max_bytes_per_rank=1),
+    "WaitMonitor": tdcoll.WaitMonitor,
+    "all_gather_into_tensor": lambda: tdcoll.all_gather_into_tensor(torch.zeros(1), torch.zeros(1)),
+    "barrier": tdcoll.barrier,
+    "device": tdcoll.device,
+    "empty": lambda: tdcoll.empty(1),
+    "free": lambda: tdcoll.free(torch.zeros(1)),
+    "heap_info": tdcoll.heap_info,
+    "topology": tdcoll.topology,
+    "zeros": lambda: tdcoll.zeros(1),
+}
+NEED_NO_JOB = {"finalize", "initialize", "is_initialized", "jit", "__version__"}
+TAKE_A_CONTEXT = {"all_gather", "all_gather_in_place"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_outside_of_a_job(name: str) -> None:
+    assert not tdcoll.is_initialized()
+    with pytest.raises(tdcoll.NotInitializedError, match=r"call tdcoll\.initialize\(\) first"):
+        CALLS[name]()
+
+
+def test_no_public_call_is_forgotten() -> None:
+    public = {name for name in tdcoll.__all__ if not name.endswith(("Error", "Timeout"))}
+    assert public == {*CALLS, *NEED_NO_JOB, *TAKE_A_CONTEXT}
+
+
+def test_kernel_outside_of_a_job() -> None:
+    with pytest.raises(Exception, match="the device language needs a simulated machine") as raised:
+        name_the_rank[(1,)](torch.zeros(1, dtype=torch.int32))
+    chain: BaseException | None = raised.value
+    while chain is not None and not isinstance(chain, tdcoll.NotInitializedError):
+        chain = chain.__cause__
+    assert chain is not None
+
+
+def test_finalize_outside_of_a_job_does_nothing() -> None:
+    tdcoll.finalize()
+    assert runtime.current_or_none() is None

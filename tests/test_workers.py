@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks that every rank of a job runs, with one simulated process per rank as `launch.sh` starts them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WORKERS = Path(__file__).with_name("workers")
+GPU_ONLY = {"graphs", "capture_errors", "streams"}
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def checks_of(script: str) -> list[str]:
+    """Names of the checks in a worker script, in order."""
+    text = (WORKERS / script).read_text(encoding="utf-8")
+    return re.findall(r"^@check(?:\(.*\))?\ndef (\w+)", text, re.MULTILINE)
+
+
+def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {verdict["check"]: verdict for verdict in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        pytest.param("all_gather_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="all-gather, 2 nodes of 2"),
+        pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
+    ],
+)
+def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:
+    found = verdicts(launch("--simulate", *options, str(WORKERS / script)))
+    assert list(found) == checks_of(script)
+    skipped = {name for name, verdict in found.items() if "skipped" in verdict}
+    assert skipped == GPU_ONLY & set(found)
+    assert {name for name, verdict in found.items() if verdict.get("ok") is not True} == skipped
+
+
+def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
+    options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "6")
+    done = launch("--simulate", *options, str(WORKERS / "killed_rank.py"), "1")
+    assert done.returncode != 0
+    for survivor in (0, 2):
+        assert f"CollectiveTimeout: rank {survivor} waited 2 s for peer 1: signal 1 had to reach 11" in done.stderr
+
+
+def test_failing_check_ends_the_job(tmp_path: Path) -> None:
+    """The harness itself: a check that fails on one rank is an exit status, with its name."""
+    script = tmp_path / "failing.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(WORKERS)!r})\n"
+        "from harness import check, expect, run\n"
+        "@check\ndef right(): pass\n"
+        "@check\ndef wrong(): expect(1 == 2, 'one is not two')\n"
+        "@check\ndef never_reached(): pass\n"
+        "run()\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert [json.loads(line)["check"] for line in done.stdout.splitlines()] == ["right", "wrong"]
+    assert json.loads(done.stdout.splitlines()[1])["ok"] is False
+    assert "one is not two" in done.stderr
