@@ -132,12 +132,22 @@ def initialized_modules() -> list[Any]:
 class _NvshmemKernel(CompiledKernel):
     """A compiled kernel whose module is given to NVSHMEM as soon as it is loaded."""
 
+    def _refuse_outside_a_job(self) -> None:
+        if _module_init is None:
+            raise NotInitializedError(
+                f"kernel {self.name} calls NVSHMEM: call tdcoll.initialize() before launching it (and not "
+                "tdcoll.finalize())"
+            )
+
+    @property
+    def run(self) -> Any:
+        self._refuse_outside_a_job()  # a module that is loaded already points at a heap that is gone
+        return super().run
+
     def _init_handles(self) -> None:
         loaded = self.module is not None
-        if not loaded and _module_init is None:
-            raise NotInitializedError(
-                f"kernel {self.name} calls NVSHMEM: call tdcoll.initialize() before its first launch"
-            )
+        if not loaded:
+            self._refuse_outside_a_job()
         super()._init_handles()
         if not loaded:
             assert _module_init is not None

@@ -92,6 +92,8 @@ def launches(driver: NotingDriver) -> dict[str, Any]:
     seen["needing, other options"] = events_of(driver, lambda: direct[(1,)](out, num_warps=8))
     seen["modules"] = sorted(jit.initialized_modules())
     seen["leave"] = events_of(driver, lambda: jit.set_module_init(None))
+    seen["needing, between jobs"] = launch(direct)
+    seen["plain, between jobs"] = launch(plain)
     seen["join again"] = sorted(events_of(driver, join))
     seen["needing, in the second job"] = launch(direct)
     seen["needing, through helpers"] = launch(kernels.through_two_helpers)

@@ -38,9 +38,16 @@ def test_module_is_given_to_nvshmem_once_between_loading_and_the_first_launch(co
 
 
 def test_launch_before_a_job_is_refused_and_may_be_tried_again(compiled: dict[str, Any]) -> None:
-    refusal = ["NotInitializedError: kernel direct calls NVSHMEM: call tdcoll.initialize() before its first launch"]
-    assert compiled["launches"]["needing, before a job"] == refusal
-    assert compiled["launches"]["needing, before a job, again"] == refusal
+    for when in ("before a job", "before a job, again"):
+        (event,) = compiled["launches"][f"needing, {when}"]
+        assert event.startswith("NotInitializedError: kernel direct calls NVSHMEM: call tdcoll.initialize() before")
+
+
+def test_launch_of_a_loaded_kernel_after_the_job_is_refused(compiled: dict[str, Any]) -> None:
+    """Its module points at a heap that is freed."""
+    (event,) = compiled["launches"]["needing, between jobs"]
+    assert event.startswith("NotInitializedError: kernel direct")
+    assert compiled["launches"]["plain, between jobs"] == ["launch only_threads"]
 
 
 def test_second_job_initialises_loaded_modules_again(compiled: dict[str, Any]) -> None:
