@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tdcoll.errors import RankMismatchError, TdcollError
 from tdcoll.runtime.control import StoreControlPlane, all_equal
 
-PLENTY_S = 60.0
+PLENTY_S = 15.0
 
 Stores = Callable[[int], list[Any]]
 
