@@ -65,13 +65,21 @@ def test_chunks(nbytes: int, channels: int, chunk: int) -> None:
     assert (plan.channels, plan.chunk) == (channels, chunk)
 
 
-SIZES = st.one_of(st.integers(0, 300), st.integers(0, 2 * CHANNELS * TARGET_CHUNK_BYTES), st.integers(0, 1 << 45))
+SIZES = st.one_of(
+    st.integers(0, 300),
+    st.integers(0, 3 * CHANNELS * CHUNK_ALIGNMENT),
+    st.integers(0, 2 * CHANNELS * TARGET_CHUNK_BYTES),
+    st.integers(0, 1 << 45),
+)
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 
 
-@given(SIZES, NODES)
-def test_chunks_cover_the_bytes_and_none_is_empty(nbytes: int, nodes: list[int]) -> None:
-    plan = choose(nbytes, nodes_of(*nodes))
+@given(SIZES, NODES, st.sampled_from((CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES)))
+def test_chunks_cover_the_bytes_and_none_is_empty(nbytes: int, nodes: list[int], target: int) -> None:
+    """With chunks near their alignment, too, where rounding up leaves whole channels without work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "TARGET_CHUNK_BYTES", target)
+        plan = choose(nbytes, nodes_of(*nodes), "1d")
     assert 1 <= plan.channels <= CHANNELS
     assert plan.chunk > 0
     assert plan.chunk % CHUNK_ALIGNMENT == 0
