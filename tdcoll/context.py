@@ -6,6 +6,7 @@ A context owns, in symmetric memory,
 - ``staging`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, r]``;
 - ``signals`` ``[2, CHANNELS, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose chunk
   ``channel`` of rank r has landed in that slot;
+- ``flagged`` ``[2, world, words]`` int64: two slots of words that carry a flag each, for small messages inside a node;
 - ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
   the caller's as its result (see "in place" below);
 
@@ -36,6 +37,7 @@ peers that it has *entered* the call (``ready``), and nobody writes into a buffe
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Any
 
@@ -47,7 +49,13 @@ from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import all_equal
 
-__all__ = ["CHANNELS", "CollectiveContext"]
+__all__ = ["CHANNELS", "LL_MAX_BYTES", "CollectiveContext"]
+
+LL_MAX_BYTES = 16 << 10
+"""Bytes per rank up to which a context has room for the LL protocol, which doubles the bytes and saves crossings."""
+
+KEPT = 1024
+"""Call shapes that a context remembers how to launch."""
 
 CHANNELS = 32
 """Most chunks that one rank's data is cut into; each has its own signal."""
@@ -62,7 +70,7 @@ class CollectiveContext:
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         max_bytes_per_rank: the most that one rank contributes to one call, in bytes. Takes
-            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap.
+            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 64 KiB per rank of the group.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange.
             Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
@@ -100,8 +108,7 @@ class CollectiveContext:
         self._stream = stream
         if self._cuda and stream is None:
             self._stream = torch.cuda.current_stream(self.device)
-        self.plans: dict[Any, Any] = {}
-        """Launch choices by call shape: what a collective's host side computes once and finds again."""
+        self._kept: dict[Hashable, Any] = {}
 
         world = self.topology.world_size
         self.capacity = max(16, -(-max_bytes_per_rank // 16) * 16)
@@ -111,10 +118,26 @@ class CollectiveContext:
         self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
         self.signals = self._allocate((2, CHANNELS, world), torch.int64, "signals")
         self.ready = self._allocate((world,), torch.int64, "ready")
+        self.flagged = self._allocate((2, world, self._flagged_words()), torch.int64, "flagged")
+        self.flagged.zero_()
         self.signals.zero_()
         self.ready.zero_()
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
         barrier(self._group)  # nobody may signal before everybody has zeroed
+
+    def _flagged_words(self) -> int:
+        """64-bit words of a rank's segment in ``flagged``; none if ranks cannot all store to each other."""
+        owner = self._runtime
+        reachable = all(owner.heap.peer_base(pe) != 0 for pe in self._group)
+        if not all(owner.control.all_gather(self._group, "peers reachable", reachable)):
+            return 0
+        return max(1, -(-min(self.max_bytes_per_rank, LL_MAX_BYTES) // 4))
+
+    @property
+    def ll_bytes(self) -> int:
+        """The most that a rank can send by the LL protocol, in bytes; -1 where ranks cannot store to each other."""
+        words = self.flagged.shape[2]
+        return min(self.max_bytes_per_rank, LL_MAX_BYTES) if words else -1
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         tensor = self._runtime.allocate(shape, dtype, group=self._group, name=name)
@@ -144,6 +167,17 @@ class CollectiveContext:
             f"<CollectiveContext rank {self.rank}, {self.topology.describe()}, "
             f"{self.max_bytes_per_rank} bytes per rank, {state}>"
         )
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What a collective's host side computes once per ``key`` (a call shape) and finds again.
+
+        The oldest entry goes when there are more than :data:`KEPT`.
+        """
+        if (found := self._kept.get(key)) is None:
+            if len(self._kept) >= KEPT:
+                del self._kept[next(iter(self._kept))]
+            found = self._kept[key] = make()
+        return found
 
     # ------------------------------------------------------------------ life
 

@@ -250,7 +250,56 @@ def _poll(signal, compare, value, monitor, active, _semantic=None):
         for arg, wanted in ((signal, tl.int64), (value, tl.uint64), (monitor, tl.int64), (active, tl.int32))
     ]
     return core.inline_asm_elementwise(
-        asm, "=r,l,l,l,r,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
+        asm, "=&r,l,l,l,r,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+_POLL_FLAGGED = """{{
+.reg .pred done, again;
+.reg .b32 misses, phase, ahead;
+.reg .b64 word, begin, now, limit, aborted;
+mov.b32 misses, 0;
+mov.b64 begin, 0;
+mov.b32 $0, 0;
+mov.b32 $1, 1;
+setp.eq.b32 done, $5, 0;
+@done bra END;
+POLL:
+ld.relaxed.sys.global.b64 word, [$2];
+mov.b64 {{$0, ahead}}, word;
+sub.s32 ahead, ahead, $3;
+setp.ge.s32 done, ahead, 0;
+@done bra END;
+add.u32 misses, misses, 1;
+and.b32 phase, misses, 255;
+setp.ne.u32 again, phase, 0;
+@again bra POLL;
+mov.u64 now, %globaltimer;
+setp.ne.u64 again, begin, 0;
+@again bra CHECK;
+mov.b64 begin, now;
+CHECK:
+ld.relaxed.gpu.global.b64 aborted, [$4+{aborted}];
+ld.relaxed.gpu.global.b64 limit, [$4+{timeout}];
+sub.u64 now, now, begin;
+setp.ne.u64 again, aborted, 0;
+setp.ge.or.u64 done, now, limit, again;
+@!done bra POLL;
+mov.b32 $1, 0;
+END:
+}}"""
+
+
+@core.extern
+def _poll_flagged(words, flag, monitor, active, _semantic=None):
+    """Per element: (low half, 1) once the word's high half is at least ``flag``; (anything, 0) after the deadline."""
+    asm = _POLL_FLAGGED.format(aborted=8 * MONITOR_ABORTED.value, timeout=8 * MONITOR_TIMEOUT_NS.value)
+    args = [
+        core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
+        for arg, wanted in ((words, tl.int64), (flag, tl.int32), (monitor, tl.int64), (active, tl.int32))
+    ]
+    return core.inline_asm_elementwise(
+        asm, "=&r,=&r,l,r,l,r,~{memory}", args, (tl.int32, tl.int32), is_pure=False, pack=1, _semantic=_semantic
     )
 
 
@@ -306,6 +355,18 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
         seen = tl.sum(tl.where(index == first, ld(mine, "sys"), 0))
         _give_up(monitor, first, first, value, seen)
     return satisfied
+
+
+@triton.jit
+def wait_flagged(words, flag, mask, monitor, peer):
+    data, arrived = _poll_flagged(words, flag, monitor, mask.to(tl.int32))
+    satisfied = _block_and(tl.min(arrived))
+    if satisfied == 0:
+        place = tl.arange(0, words.shape[0])
+        first = tl.min(tl.where(arrived == 0, place, words.shape[0]))
+        seen = tl.sum(tl.where(place == first, ld(words, "sys"), 0)) >> 32
+        _give_up(monitor, peer, tl.where(first == words.shape[0], -1, first), flag, seen)
+    return data, satisfied
 
 
 # ---------------------------------------------------------------------- by the block

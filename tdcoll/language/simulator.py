@@ -346,6 +346,27 @@ def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
     return _int32(running.wait_all(wanted, compare, value, Monitor(monitor)))
 
 
+def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _semantic: Any = None) -> Any:
+    running = machine()
+    addresses = words.handle.data.reshape(-1)
+    active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
+    wanted = _number("wait_flagged", "flag", flag) & 0xFFFF_FFFF
+    sender = _number("wait_flagged", "peer", peer)
+    pending = [(int(addresses[place]), sender, int(place)) for place in np.flatnonzero(active)]
+    for address, _, _ in pending[:1] + pending[-1:]:
+        running.check_signal(address, "words")
+    held = Monitor(_number("wait_flagged", "monitor", monitor))
+    satisfied = running.wait_all(pending, c.CMP_GE.value, wanted << 32, held, report_shift=32)
+    data = np.zeros(addresses.shape, np.uint32)
+    for address, _, place in pending:
+        data[place] = running.memory.word(address) & 0xFFFF_FFFF
+    block = triton_interpreter.TensorHandle(data.view(np.int32).reshape(words.handle.data.shape), tl.int32)
+    return tl.tensor(block, tl.block_type(tl.int32, words.shape)), _int32(satisfied)
+
+
+wait_flagged.__doc__ = FUNCTIONS["wait_flagged"].doc
+
+
 @_device
 def copy_block(running, dst, src, nbytes):
     running.pointers.copy(dst, src, nbytes)

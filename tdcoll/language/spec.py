@@ -283,6 +283,17 @@ _FUNCTIONS = [
         "two of at least `count`. The index of the first missing signal is reported as the peer.",
     ),
     DeviceFunction(
+        "wait_flagged",
+        (("words", "ptr"), ("flag", "int"), ("mask", "value"), ("monitor", "ptr"), ("peer", "int")),
+        None,
+        "value",
+        "bounded polling of 64-bit words {32 bits of data, 32 bits of flag}",
+        "The whole block waits until every 64-bit word at the block of pointers `words`, where `mask` is true, has a "
+        "flag (its high half) of at least `flag`, counted modulo 2^32; returns the block of low halves and 1, or 0 in "
+        "place of the 1 once a deadline has expired, as `wait_signal`. A word arrives whole, so data and flag need no "
+        "order, no fence and no signal: the LL protocol of NCCL. Write such words by plain 64-bit stores.",
+    ),
+    DeviceFunction(
         "signal_block",
         (("sig_addr", "ptr"), ("signal", "u64"), ("sig_op", "int"), ("pe", "pe")),
         None,

@@ -19,14 +19,14 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tdcoll.collectives.all_gather import kernels
+from tdcoll.collectives.all_gather import kernels, kernels_ll
 from tdcoll.language.jit import bitcode_path, needs_nvshmem
 
 POINTERS = {"signals": "*i64", "ready": "*i64", "control": "*i64", "monitor": "*i64", "routes": "*i32"}
 ADDRESSES = ("source", "out", "staging")
 LANGUAGE_TYPES = {
     **dict.fromkeys(("dest", "source", "dst", "src"), "*u8"),
-    **dict.fromkeys(("signal", "signals", "monitor", "seen"), "*i64"),
+    **dict.fromkeys(("signal", "signals", "monitor", "seen", "words"), "*i64"),
     **dict.fromkeys(("out", "ok", "number", "flag"), "*i32"),
     "value": "i64",
 }
@@ -79,6 +79,20 @@ def compile_all_gather(kernel, arch: int, world: int, in_place: bool) -> dict[st
     }
 
 
+def compile_ll(arch: int, world: int, block: int) -> dict[str, object]:
+    kernel = kernels_ll.all_gather_ll
+    types = POINTERS | {"peers": "*i64"} | dict.fromkeys(("source", "out", "flagged"), "i64")
+    compiled = compile_for(kernel, arch, {"WORLD": world, "BLOCK": block}, types)
+    return {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "block": block,
+        "needs": needs_nvshmem(kernel),
+        "globaltimer": compiled.asm["ptx"].count("%globaltimer"),
+        **resources(compiled.asm["ptx"], arch),
+    }
+
+
 def compile_language_checks(arch: int) -> list[dict[str, object]]:
     """The kernels of the language checks: every function of the device language."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "workers"))
@@ -97,12 +111,13 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    results = []
+    results, ll = [], []
     for arch in (90, 100):
+        ll += [compile_ll(arch, 8, block) for block in (256, 1024)]
         for kernel in (kernels.all_gather_1d, kernels.all_gather_2d):
             results += [compile_all_gather(kernel, arch, 8, in_place) for in_place in (False, True)]
     checks = compile_language_checks(90)
-    json.dump({"triton": triton.__version__, "all_gather": results, "language": checks}, sys.stdout)
+    json.dump({"triton": triton.__version__, "all_gather": results, "ll": ll, "language": checks}, sys.stdout)
 
 
 if __name__ == "__main__":

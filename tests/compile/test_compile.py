@@ -46,8 +46,16 @@ def test_all_gather_calls_nvshmem_and_has_bounded_waits(compiled) -> None:
 
 
 def test_all_gather_spills_nothing(compiled) -> None:
-    assert {k["kernel"]: k["spilled_bytes"] for k in compiled["all_gather"] if k["spilled_bytes"]} == {}
-    assert all(k["registers"] <= 128 for k in compiled["all_gather"])
+    kernels = compiled["all_gather"] + compiled["ll"]
+    assert [k for k in kernels if k["spilled_bytes"]] == []
+    assert all(k["registers"] <= 128 for k in kernels)
+
+
+def test_ll_needs_no_nvshmem_and_has_bounded_waits(compiled) -> None:
+    assert {(k["arch"], k["block"]) for k in compiled["ll"]} == {(90, 256), (90, 1024), (100, 256), (100, 1024)}
+    for kernel in compiled["ll"]:
+        assert not kernel["needs"], kernel
+        assert kernel["globaltimer"] >= 1, kernel
 
 
 def test_every_device_function_compiles(compiled) -> None:

@@ -12,6 +12,7 @@ from harness import check, device, expect, expect_raises, rank, run, scaled, sim
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.context import LL_MAX_BYTES
 
 DTYPES = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -34,8 +35,11 @@ def everyone() -> list[int]:
     return list(range(world()))
 
 
-def algorithms() -> list[str]:
-    return ["1d"] if tdcoll.topology().ranks_per_node is None else ["1d", "2d"]
+def algorithms(nbytes: int) -> list[str]:
+    """Those that serve ``nbytes`` per rank on all ranks of this job."""
+    topology = tdcoll.topology()
+    ll = ["ll"] if topology.n_nodes == 1 and nbytes <= LL_MAX_BYTES else []
+    return [*ll, "1d", *([] if topology.ranks_per_node is None else ["2d"])]
 
 
 def small(sizes: list[int]) -> list[int]:
@@ -45,8 +49,8 @@ def small(sizes: list[int]) -> list[int]:
 @check
 def sizes() -> None:
     with tdcoll.CollectiveContext(max_bytes_per_rank=max(small(SIZES))) as ctx:
-        for algorithm in algorithms():
-            for call, nbytes in enumerate(small(SIZES)):
+        for call, nbytes in enumerate(small(SIZES)):
+            for algorithm in algorithms(nbytes):
                 mine = pattern(rank(), call, nbytes)
                 out = torch.full((world() * nbytes,), 255, dtype=torch.uint8, device=device())
                 got = tdcoll.all_gather(mine, ctx, out=out, algorithm=algorithm)
@@ -90,10 +94,13 @@ def unaligned_tensors() -> None:
                 source.copy_(pattern(rank(), shift, nbytes))
                 room = torch.full((world() * nbytes + shift + 64,), 7, dtype=torch.uint8, device=device())
                 out = room[shift : shift + world() * nbytes]
-                tdcoll.all_gather(source, ctx, out=out)
-                expect(torch.equal(out, expected(everyone(), shift, nbytes)), f"shift {shift}, {nbytes} bytes")
-                beyond = torch.cat((room[:shift], room[shift + world() * nbytes :]))
-                expect(bool((beyond == 7).all()), f"shift {shift}, {nbytes} bytes: wrote outside out")
+                for algorithm in algorithms(nbytes):
+                    out.fill_(9)
+                    tdcoll.all_gather(source, ctx, out, algorithm)
+                    what = f"{algorithm}, shift {shift}, {nbytes} bytes"
+                    expect(torch.equal(out, expected(everyone(), shift, nbytes)), what)
+                    beyond = torch.cat((room[:shift], room[shift + world() * nbytes :]))
+                    expect(bool((beyond == 7).all()), f"{what}: wrote outside out")
 
 
 @check
@@ -102,13 +109,13 @@ def in_place() -> None:
     for nbytes in small([0, 1, 48, 1000, 65536 + 3, 1 << 20]):
         buffer = tdcoll.empty(world() * nbytes, torch.uint8)
         for call in range(scaled(20, 3)):
-            for algorithm in algorithms():
+            for algorithm in algorithms(1 << 30):
                 buffer[rank() * nbytes : (rank() + 1) * nbytes] = pattern(rank(), call, nbytes)
                 got = tdcoll.all_gather_in_place(buffer, ctx, algorithm=algorithm)
                 wanted = expected(everyone(), call, nbytes)
                 expect(torch.equal(got, wanted), f"{algorithm}, {nbytes} bytes, call {call}")
                 if nbytes <= 1024:  # out of place in between: the epochs are shared
-                    other = tdcoll.all_gather(pattern(rank(), call + 1, nbytes), ctx, algorithm=algorithm)
+                    other = tdcoll.all_gather(pattern(rank(), call + 1, nbytes), ctx)
                     expect(torch.equal(other, expected(everyone(), call + 1, nbytes)), "mixed calls")
         tdcoll.free(buffer)
     ctx.close()
@@ -134,7 +141,7 @@ def many_calls_with_a_straggler() -> str:
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     chooser = random.Random(5)
     with tdcoll.CollectiveContext(max_bytes_per_rank=nbytes) as ctx:
-        algorithm = algorithms()
+        algorithm = algorithms(nbytes)
         base = torch.stack([pattern(r, 0, nbytes) for r in everyone()]).to(torch.int64)
         for call in range(calls):
             wanted = ((base + call) % 251).to(torch.uint8)
@@ -268,22 +275,24 @@ def replay_captured(nbytes: int, captured: int, replays: int) -> None:
     step = torch.zeros((), dtype=torch.int32, device=device())
     wrong = torch.zeros((), dtype=torch.int64, device=device())
 
+    kinds = [kind for kind in algorithms(nbytes) for _ in range(2)] if captured > 2 else algorithms(nbytes)
+
     def one(algorithm: str) -> None:
         step.add_(1)
         wanted = ((base + step) % 251).to(torch.uint8)
         got = tdcoll.all_gather(wanted[rank()].clone(), ctx, algorithm=algorithm)
         wrong.add_((got != wanted.view(-1)).sum())
         segment.copy_(wanted[rank()])
-        tdcoll.all_gather_in_place(buffer, ctx, algorithm=algorithm)
+        tdcoll.all_gather_in_place(buffer, ctx, algorithm="1d" if algorithm == "ll" else algorithm)
         wrong.add_((buffer != wanted.view(-1)).sum())
 
-    for algorithm in algorithms():
+    for algorithm in kinds:
         one(algorithm)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in range(captured):
-            one(algorithms()[call % len(algorithms())])
+            one(kinds[call % len(kinds)])
     for replay in range(replays):
         graph.replay()
         if replay % 7 == 3:
@@ -337,24 +346,30 @@ def streams() -> None:
         expect(torch.equal(out, expected(everyone(), call, 4096)), f"changing streams, call {call}")
 
 
-@check
-def timeout_names_the_peer() -> str:
-    """The last check: one rank stays away from a call, the others must say who."""
-    if world() == 1:
-        return "one rank waits for nobody"
+def one_stays_away(algorithm: str) -> None:
+    """One rank does not make the second call; the others must say who."""
     absent = world() - 1
-    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=2.0)
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=1.5)
     data = pattern(rank(), 0, 256)
-    tdcoll.all_gather(data, ctx, algorithm="1d")
+    tdcoll.all_gather(data, ctx, algorithm=algorithm)
     if rank() != absent:
-        error = expect_raises(
-            tdcoll.CollectiveTimeout, lambda: (tdcoll.all_gather(data, ctx, algorithm="1d"), ctx.check())
-        )
+        tdcoll.all_gather(data, ctx, algorithm=algorithm)
+        error = expect_raises(tdcoll.CollectiveTimeout, ctx.check)
         expect(error.peer == absent and error.rank == rank() and error.epoch == 2, str(error))  # type: ignore[attr-defined]
         expect_raises(tdcoll.CollectiveTimeout, lambda: tdcoll.all_gather(data, ctx))
         ctx.close()
     runtime.current().failed = True  # so that the absent rank, too, leaves without the others
-    return "peer named"
+
+
+@check
+def timeouts_name_the_peer() -> str:
+    """The last check, because its contexts are never given back."""
+    if world() == 1:
+        return "one rank waits for nobody"
+    kinds = [kind for kind in algorithms(256) if kind != "2d"]
+    for algorithm in kinds:
+        one_stays_away(algorithm)
+    return f"peer named by {', '.join(kinds)}"
 
 
 if __name__ == "__main__":

@@ -149,6 +149,19 @@ def store_through_pointer(data, flag, pe, out, SEMANTIC: tl.constexpr):
 
 
 @tdcoll.jit
+def flagged_words(words, stamp, pe, monitor, out, ok):
+    """Data and flag in one word, to a peer and from the one before."""
+    offsets = tl.arange(0, 64)
+    mask = offsets < 50
+    data = offsets - 7 + 1000 * tdl.my_pe()
+    word = (data.to(tl.int64) & 0xFFFFFFFF) | (tl.cast(stamp, tl.int64) << 32)
+    tl.store(tdl.remote_ptr(words, pe) + offsets, word, mask=mask)
+    received, satisfied = tdl.wait_flagged(words + offsets, stamp, mask, monitor, pe)
+    tl.store(out + offsets, received, mask=mask)
+    tl.store(ok, satisfied)
+
+
+@tdcoll.jit
 def copies(dst, src, nbytes):
     tdl.copy_block(dst, src, nbytes)
 
@@ -251,7 +264,9 @@ def fence_orders() -> None:
 
 
 @check
-def stores_through_pointers() -> None:
+def stores_through_pointers() -> str | None:
+    if tdcoll.topology().n_nodes > 1:
+        return "pointers reach one node"
     data, flags = tdcoll.empty((2, 64), torch.int32), tdcoll.empty(2, torch.int32)
     flags.zero_()
     tdcoll.barrier()
@@ -262,6 +277,26 @@ def stores_through_pointers() -> None:
         expect(torch.equal(out, wanted), f"semantic {semantic}: {out.tolist()[:4]}")
     tdcoll.free(data)
     tdcoll.free(flags)
+    return None
+
+
+@check
+def words_with_flags() -> str | None:
+    if tdcoll.topology().n_nodes > 1:
+        return "pointers reach one node"
+    words = tdcoll.zeros(64, torch.int64)
+    monitor = tdcoll.WaitMonitor(timeout_s=5)
+    ok = torch.zeros(1, dtype=torch.int32, device=device())
+    wanted = torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
+    for flag in (1, 2, (1 << 31) - 1):
+        out = torch.zeros(64, dtype=torch.int32, device=device())
+        flagged_words[(1,)](words, flag, neighbour(), monitor.words, out, ok)
+        expect(int(ok) == 1 and torch.equal(out[:50], wanted), f"flag {flag}: {out.tolist()[:4]}")
+        expect(not bool(out[50:].any()), "masked words were written")
+        tdcoll.barrier()
+    monitor.check()
+    tdcoll.free(words)
+    return None
 
 
 @check

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from tdcoll import runtime
-from tdcoll.collectives.all_gather import kernels
+from tdcoll.collectives.all_gather import kernels, kernels_ll
 from tdcoll.collectives.all_gather.policy import Plan, choose
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError
@@ -47,16 +47,24 @@ class _Launch:
     """One ready-made launch: everything about a call shape that does not change from call to call."""
 
     def __init__(self, ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool) -> None:
-        plan: Plan = choose(nbytes, ctx.topology, algorithm)
+        plan = choose(nbytes, ctx.topology, algorithm, ll_bytes=-1 if in_place else ctx.ll_bytes)
         if ctx._cuda and torch.cuda.is_current_stream_capturing():
             raise ContextError(
                 "all_gather: the first call of a size prepares its launch, which a CUDA graph cannot capture; make one "
                 "such call on every rank before capturing"
             )
-        routes_key = ("routes", plan.algorithm)
-        if routes_key not in ctx.plans:
-            ctx.plans[routes_key] = _routes(ctx, plan.algorithm)
-        routes, n_local, n_remote = ctx.plans[routes_key]
+        prepare = self._prepare_ll if plan.algorithm == "ll" else self._prepare_puts
+        kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
+        self.landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
+        self._grid = (programs, 1, 1)
+        self._kernel = kernel[self._grid]
+        self._num_warps = plan.num_warps
+        self._compiled: Any = None
+        self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
+
+    @staticmethod
+    def _prepare_puts(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
+        routes, n_local, n_remote = ctx.once(("routes", plan.algorithm), lambda: _routes(ctx, plan.algorithm))
         world = ctx.world_size
         if plan.algorithm == "1d":
             kernel = kernels.all_gather_1d
@@ -65,34 +73,45 @@ class _Launch:
             kernel = kernels.all_gather_2d
             senders = 1 + n_local + n_remote * n_local
         programs = plan.channels * senders + (2 if in_place else plan.channels * world)
-        self._grid = (programs, 1, 1)
-        self._kernel = kernel[self._grid]
-        self._compiled: Any = None
-        self._tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
-        self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
+        tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
         capacity = nbytes if in_place else ctx.capacity
-        self._numbers = (nbytes, plan.chunk, capacity, ctx.rank, plan.channels, n_local, n_remote)
+        numbers = (nbytes, plan.chunk, capacity, ctx.rank, plan.channels, n_local, n_remote)
         # WORLD, BLOCK, SLOT_SIGNALS, IN_PLACE
-        self._constants = (world, triton.next_power_of_2(world), ctx.signals[0].numel(), in_place)
-        self._num_warps = plan.num_warps
+        constants = (world, triton.next_power_of_2(world), ctx.signals[0].numel(), in_place)
+        return kernel, programs, tensors, numbers, constants
 
-    def __call__(self, source: int, out: int, staging: int) -> None:
+    @staticmethod
+    def _prepare_ll(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
+        peers = ctx.once("peers", lambda: _peer_addresses(ctx, ctx.flagged))
+        words = ctx.flagged.shape[2]
+        tensors = (peers, ctx.control, ctx.monitor.words)
+        numbers = (nbytes, words, ctx.rank, plan.channels)
+        # WORLD, BLOCK
+        constants = (ctx.world_size, plan.chunk // 4)
+        return kernels_ll.all_gather_ll, ctx.world_size * plan.channels, tensors, numbers, constants
+
+    def __call__(self, source: int, out: int, landing: int) -> None:
         if self._compiled is not None:
-            self._compiled(source, out, staging, *self._addresses, *self._numbers, *self._constants)
+            self._compiled(source, out, landing, *self._addresses, *self._numbers, *self._constants)
             return
-        arguments = (source, out, staging, *self._tensors, *self._numbers, *self._constants)
+        arguments = (source, out, landing, *self._tensors, *self._numbers, *self._constants)
         compiled = self._kernel(*arguments, num_warps=self._num_warps)
         if compiled is not None:
             # The same types and alignments on every call: what Triton would look up again, at 15 us a time.
             self._compiled = compiled[self._grid]
 
 
+def _peer_addresses(ctx: CollectiveContext, tensor: torch.Tensor) -> torch.Tensor:
+    """``[world]`` int64: where each rank's copy of a symmetric tensor is for this rank's loads and stores."""
+    heap = ctx._runtime.heap
+    offset = ctx._runtime.offset_of(tensor, "tensor")
+    addresses = [heap.peer_base(pe) + offset for pe in ctx.topology.pes]
+    return torch.tensor(addresses, dtype=torch.int64, device=ctx.device)
+
+
 def _launch(ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool) -> _Launch:
     key = ("all_gather", nbytes, algorithm, in_place)
-    launch = ctx.plans.get(key)
-    if launch is None:
-        launch = ctx.plans[key] = _Launch(ctx, nbytes, algorithm, in_place)
-    return launch
+    return ctx.once(key, lambda: _Launch(ctx, nbytes, algorithm, in_place))
 
 
 def _check(name: str, tensor: Any, ctx: CollectiveContext) -> None:
@@ -126,7 +145,8 @@ def all_gather(
         tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
             May hold ``tensor`` as its own segment, and must not overlap it otherwise.
-        algorithm: ``"1d"``, ``"2d"`` or ``"auto"`` (see :func:`tdcoll.collectives.all_gather.policy.choose`).
+        algorithm: ``"ll"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by size and topology (see
+            :func:`tdcoll.collectives.all_gather.policy.choose`).
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -137,8 +157,9 @@ def all_gather(
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes or algorithms.
         TypeError, ValueError: an argument is not as described.
 
-    Algorithm: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
-    Operations*); the 2D form is the usual hierarchical exchange by rails.
+    Algorithms: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
+    Operations*); the 2D form is the usual hierarchical exchange by rails; LL puts a flag beside every 32 bits (NCCL's
+    protocol of that name).
     """
     _check("tensor", tensor, ctx)
     nbytes = tensor.nbytes
@@ -154,7 +175,8 @@ def all_gather(
                 f"out must be {tensor.dtype} of shape {shape} or {stacked}; got {out.dtype} of {list(out.shape)}"
             )
         _check_overlap(tensor, out, ctx.rank)
-    _launch(ctx, nbytes, algorithm, False)(tensor.data_ptr(), out.data_ptr(), ctx.staging.data_ptr())
+    launch = _launch(ctx, nbytes, algorithm, False)
+    launch(tensor.data_ptr(), out.data_ptr(), launch.landing)
     return out
 
 
@@ -177,7 +199,7 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     Args:
         buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks; contiguous;
             its first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``.
-        algorithm: as for :func:`all_gather`.
+        algorithm: ``"1d"``, ``"2d"`` or ``"auto"``.
 
     Returns:
         ``buffer``.
@@ -187,6 +209,8 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
         ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as for :func:`all_gather`.
     """
     _check("buffer", buffer, ctx)
+    if algorithm == "ll":
+        raise ValueError("algorithm must be '1d', '2d' or 'auto' in place: 'll' goes through memory of its own")
     world = ctx.world_size
     if not buffer.dim() or buffer.shape[0] % world:
         raise ValueError(

@@ -14,7 +14,7 @@ from tdcoll.runtime.topology import Topology
 
 __all__ = ["ALGORITHMS", "Plan", "choose"]
 
-ALGORITHMS = ("auto", "1d", "2d")
+ALGORITHMS = ("auto", "ll", "1d", "2d")
 
 CHUNK_ALIGNMENT = 128
 """Bytes. Chunks start at multiples of it, so that full 128-byte lines travel."""
@@ -25,13 +25,16 @@ TARGET_CHUNK_BYTES = 8 << 10
 MANY_WARPS_FROM = 128 << 10
 """Bytes. Larger chunks are copied by 16 warps, smaller ones by 8."""
 
+LL_BLOCKS = (256, 1024)
+"""32-bit words that one LL program moves: the first that holds the message, or the last."""
+
 
 @dataclass(frozen=True)
 class Plan:
     """How one all-gather is launched.
 
     Attributes:
-        algorithm: ``"1d"`` or ``"2d"``.
+        algorithm: ``"ll"``, ``"1d"`` or ``"2d"``.
         channels: chunks that each segment is cut into.
         chunk: bytes of a chunk; the last may be shorter.
         num_warps: warps of each program.
@@ -43,14 +46,20 @@ class Plan:
     num_warps: int
 
 
-def choose(nbytes: int, topology: Topology, algorithm: str = "auto") -> Plan:
+def choose(nbytes: int, topology: Topology, algorithm: str = "auto", *, ll_bytes: int = -1) -> Plan:
     """The plan for ``nbytes`` per rank over ``topology``; the same on all of its ranks.
 
-    ``"auto"`` takes 2D where there are several nodes of several ranks each, all of one size: a segment then crosses
-    between nodes once per node pair. Everywhere else it takes 1D.
+    ``"auto"`` takes LL where it can, 2D where there are several nodes of several ranks each, all of one size (a segment
+    then crosses between nodes once per node pair), and 1D everywhere else.
+
+    Args:
+        nbytes: bytes per rank.
+        topology: the group.
+        algorithm: one of :data:`ALGORITHMS`.
+        ll_bytes: the most that the context can send by LL, -1 if its ranks cannot store to each other's memory.
 
     Raises:
-        ValueError: an unknown algorithm, or 2D over nodes of different sizes.
+        ValueError: an unknown algorithm, 2D over nodes of different sizes, LL between nodes or beyond ``ll_bytes``.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
@@ -60,8 +69,21 @@ def choose(nbytes: int, topology: Topology, algorithm: str = "auto") -> Plan:
             "algorithm='2d' needs the same number of ranks on every node; this group has "
             f"{topology.describe()}. Use algorithm='1d' or 'auto'."
         )
+    if algorithm == "ll" and (topology.n_nodes > 1 or nbytes > ll_bytes):
+        limit = f"at most {ll_bytes} bytes per rank" if ll_bytes >= 0 else "ranks that can store to each other's memory"
+        raise ValueError(
+            f"algorithm='ll' needs one node and {limit}; got {nbytes} bytes on {topology.describe()}. Use '1d' or "
+            "'auto'."
+        )
     if algorithm == "auto":
-        algorithm = "2d" if topology.n_nodes > 1 and per_node is not None and per_node > 1 else "1d"
+        if topology.n_nodes == 1 and nbytes <= ll_bytes:
+            algorithm = "ll"
+        else:
+            algorithm = "2d" if topology.n_nodes > 1 and per_node is not None and per_node > 1 else "1d"
+    if algorithm == "ll":
+        words = max(1, -(-nbytes // 4))
+        block = next((size for size in LL_BLOCKS if words <= size), LL_BLOCKS[-1])
+        return Plan("ll", -(-words // block), 4 * block, block // 128)
     channels = min(CHANNELS, max(1, -(-nbytes // TARGET_CHUNK_BYTES)))
     chunk = -(-nbytes // channels)
     chunk = max(1, -(-chunk // CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT

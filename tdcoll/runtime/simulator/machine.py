@@ -409,11 +409,19 @@ class Machine:
         )
         return seen
 
-    def wait_all(self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor) -> bool:
+    def wait_all(
+        self,
+        signals: Sequence[tuple[int, int, int]],
+        compare: int,
+        value: int,
+        monitor: Monitor,
+        report_shift: int = 0,
+    ) -> bool:
         """Wait until every signal compares true with ``value``; False when the monitor's deadline expires.
 
         Args:
             signals: address, peer and index of each; the latter two for the record.
+            report_shift: bits to drop from values in reports: what matters of them is above.
         """
         memory, scheduler, (sign, true) = self.memory, self.scheduler, COMPARE[compare]
         word = memory.word
@@ -422,7 +430,7 @@ class Machine:
 
         def describe() -> str:
             return "waits for " + ", ".join(
-                f"{memory.describe(address)} {sign} {value}, is {word(address)}"
+                f"{memory.describe(address)} {sign} {value >> report_shift}, is {word(address) >> report_shift}"
                 for address, _, _ in pending
                 if not true(word(address), value)
             )
@@ -450,7 +458,7 @@ class Machine:
         if not pending or self._timed(f"wait {len(pending)} signal(s) {sign} {value}", wait):
             return True
         address, peer, index = pending[0]
-        monitor.give_up(peer, index, value, word(address))
+        monitor.give_up(peer, index, value >> report_shift, word(address) >> report_shift)
         scheduler.notify(("monitor", monitor.address))
         return False
 

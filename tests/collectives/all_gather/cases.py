@@ -20,7 +20,7 @@ def pattern(owner: int, call: int, nbytes: int) -> torch.Tensor:
 
 
 class Gathers:
-    """Runs ``calls`` on every rank: ``o`` out of place, ``i`` in place. A result is read after the next call began.
+    """Runs ``calls`` on every rank: ``o`` out of place, ``i`` in place, ``z`` of no bytes.
 
     Args:
         algorithm: ``"1d"`` or ``"2d"``.
@@ -46,6 +46,9 @@ class Gathers:
             buffer = tdcoll.empty(world * nbytes, torch.uint8, group=self.group)
             mine = slice(ctx.rank * nbytes, (ctx.rank + 1) * nbytes)
             for call, kind in enumerate(self.calls):
+                if kind == "z":
+                    tdcoll.all_gather(buffer[:0], ctx, algorithm=self.algorithm)
+                    continue
                 data = pattern(ctx.topology.pes[ctx.rank], call, nbytes)
                 if kind == "i":
                     buffer[mine] = data

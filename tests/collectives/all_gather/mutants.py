@@ -15,9 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tdcoll.collectives.all_gather import kernels, op
-
-SOURCE = Path(kernels.__file__).read_text()
+from tdcoll.collectives.all_gather import op
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class Mutant:
         ranks_per_node: as for ``World``.
         calls: as for ``Gathers``.
         world: further arguments of ``World``.
+        module: whose source it changes.
     """
 
     name: str
@@ -41,9 +40,10 @@ class Mutant:
     ranks_per_node: int | None = None
     calls: str = "oooo"
     world: tuple[tuple[str, Any], ...] = ()
+    module: str = "kernels"
 
     def source(self) -> str:
-        source = SOURCE
+        source = Path(getattr(op, self.module).__file__).read_text()
         for old, new in self.pieces:
             assert old in source, f"mutant {self.name}: the kernels no longer contain {old!r}"
             source = source.replace(old, new)
@@ -105,6 +105,32 @@ MUTANTS = [
         (("task = program // channels\n", "task = 2 * n_local - program // channels\n"),),
         world=(("resident", 1),),
     ),
+    Mutant(
+        "ll: one slot",
+        (("slot = (epoch % 2) * WORLD * words", "slot = (epoch % 2) * 0"),),
+        "ll",
+        module="kernels_ll",
+    ),
+    Mutant(
+        "ll: a flag of the epoch before is taken",
+        (("tdl.wait_flagged(landed, epoch.to(tl.int32)", "tdl.wait_flagged(landed, (epoch - 2).to(tl.int32)"),),
+        "ll",
+        module="kernels_ll",
+    ),
+    Mutant(
+        "ll: waits for the rank it sends to",
+        (("frm = (rank - step + WORLD) % WORLD", "frm = to"),),
+        "ll",
+        world=(("resident", 1),),
+        module="kernels_ll",
+    ),
+    Mutant(
+        "ll: a call of no bytes hears from nobody",
+        (("tl.maximum((size + 3) // 4, 1)", "(size + 3) // 4"),),
+        "ll",
+        calls="ozozozo",
+        module="kernels_ll",
+    ),
 ]
 
 
@@ -120,9 +146,10 @@ def installed(mutant: Mutant, folder: Path) -> Iterator[ModuleType]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    real, op.kernels = op.kernels, module
+    real = getattr(op, mutant.module)
+    setattr(op, mutant.module, module)
     try:
         yield module
     finally:
-        op.kernels = real
+        setattr(op, mutant.module, real)
         del sys.modules[name]

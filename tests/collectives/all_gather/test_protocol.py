@@ -14,8 +14,10 @@ from .cases import Gathers
 from .mutants import MUTANTS, Mutant, installed
 
 HEAP = 1 << 18
+CALLS = {"ll": "ooozoo", "1d": "oioo", "2d": "oioo"}
 
 GRIDS = [  # algorithm, nodes, ranks per node, bytes per rank
+    ("ll", 1, 4, 201),
     ("1d", 1, 4, 200),
     ("1d", 2, 2, 200),
     ("2d", 2, 2, 200),
@@ -28,20 +30,22 @@ GRIDS = [  # algorithm, nodes, ranks per node, bytes per rank
 @pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=["0-99", "100-199"])
 @pytest.mark.parametrize(("algorithm", "nodes", "per_node", "nbytes"), GRIDS)
 def test_clean_over_seeds(algorithm: str, nodes: int, per_node: int, nbytes: int, seeds: range) -> None:
-    case = Gathers(algorithm, nbytes=nbytes)
+    case = Gathers(algorithm, CALLS[algorithm], nbytes)
     explore(case, n_pes=nodes * per_node, seeds=seeds, ranks_per_node=per_node, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("n_pes", range(1, 9))
 def test_every_world_size(n_pes: int) -> None:
-    explore(Gathers("1d", "oi"), n_pes=n_pes, seeds=3, heap_bytes=HEAP)
-    explore(Gathers("2d", "oi"), n_pes=n_pes, seeds=3, heap_bytes=HEAP)
+    for algorithm in ("ll", "1d", "2d"):
+        explore(Gathers(algorithm, CALLS[algorithm][:2]), n_pes=n_pes, seeds=3, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 16, 127, 128, 129, 1000])
-@pytest.mark.parametrize("algorithm", ["1d", "2d"])
+@pytest.mark.parametrize("algorithm", ["ll", "1d", "2d"])
 def test_every_size(algorithm: str, nbytes: int) -> None:
-    explore(Gathers(algorithm, "oi", nbytes), n_pes=4, seeds=3, ranks_per_node=2, heap_bytes=HEAP)
+    per_node = None if algorithm == "ll" else 2
+    case = Gathers(algorithm, CALLS[algorithm][:2], nbytes)
+    explore(case, n_pes=4, seeds=3, ranks_per_node=per_node, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("group", [[0, 2], [1, 3, 5], [5, 0, 3]])
@@ -55,13 +59,14 @@ def test_subgroup_in_two_dimensions() -> None:
 
 
 @pytest.mark.parametrize("calls", ["oioo", "iiii"])
-@pytest.mark.parametrize(("algorithm", "per_node"), [("1d", None), ("1d", 2), ("2d", 2)])
+@pytest.mark.parametrize(("algorithm", "per_node"), [("auto", None), ("1d", None), ("1d", 2), ("2d", 2)])
 def test_one_resident_block_is_enough(algorithm: str, per_node: int | None, calls: str) -> None:
     explore(Gathers(algorithm, calls), n_pes=4, seeds=10, ranks_per_node=per_node, heap_bytes=HEAP, resident=1)
 
 
 def test_many_calls_with_stragglers() -> None:
-    explore(Gathers("1d", "ooiioi" * 5), n_pes=3, seeds=5, heap_bytes=HEAP, stragglers=True)
+    for algorithm in ("1d", "auto"):
+        explore(Gathers(algorithm, "ooiioi" * 5), n_pes=3, seeds=5, heap_bytes=HEAP, stragglers=True)
 
 
 def test_uneven_nodes_are_refused_by_2d_on_every_rank() -> None:
@@ -86,17 +91,18 @@ def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     explore(case, seeds=10, **world)  # and the real kernels pass the same
 
 
-def test_a_killed_peer_is_named_by_all_others() -> None:
+@pytest.mark.parametrize("algorithm", ["ll", "1d"])
+def test_a_killed_peer_is_named_by_all_others(algorithm: str) -> None:
     victim, told = 2, {}
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             data = tdcoll.empty(64).view(-1)[:16]
-            tdcoll.all_gather(data, ctx)
+            tdcoll.all_gather(data, ctx, algorithm=algorithm)
             if pe == victim:
                 world.kill(pe)
             try:
-                tdcoll.all_gather(data, ctx)
+                tdcoll.all_gather(data, ctx, algorithm=algorithm)
                 ctx.check()
             except tdcoll.CollectiveTimeout as error:
                 told[pe] = error

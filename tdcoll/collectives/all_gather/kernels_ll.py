@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-gather of small messages: every word carries its own flag (LL), inside one node.
+
+Data flow, seen from rank r::
+
+    source --{data, flag} words, direct stores--> flagged[slot, r] on every other rank of this node
+    flagged[slot, s] --data--> out[s], for every other rank s;  source --> out[r]
+
+A put with a signal crosses NVLink three times: the data, their acknowledgement (the signal may not overtake them),
+the signal. Here a 64-bit word, which arrives whole, holds 32 bits of data and the low 32 bits of the epoch, so data
+and flag cross together, once, at twice the bytes: the protocol that NCCL calls LL.
+
+Flag map: ``flagged[slot, s, i]`` on rank r is written by rank s only, by one 64-bit store per epoch, and polled on r by
+one program. The words are used by nothing else, so what is in them is always a flag of this context: of this epoch, or
+of an earlier one of the same slot. (Or of the next one: then r is done with this one. Flags are compared as "at least",
+modulo 2^32.)
+
+Ordering: none is relied on, except that an aligned 64-bit store is single. Reuse of a slot is what
+:mod:`tdcoll.context` says: a rank that has all words of epoch e knows that everybody has started e. A call of no bytes
+sends one word all the same.
+
+Order of programs: program i of every rank sends to its i-th successor and then waits for its i-th predecessor, whose
+program i sends to it: no program waits for one of another index, so any number of resident blocks makes progress.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.protocol import begin_epoch
+from tdcoll.language.jit import jit
+
+__all__ = ["all_gather_ll"]
+
+
+@jit
+def _load_words(source, index, nbytes):
+    """32-bit words ``index`` of ``nbytes`` bytes at ``source``, any alignment, zeros past the end."""
+    words = tl.zeros_like(index)
+    if (source | nbytes) % 4 == 0:
+        words = tl.load(source.to(tl.pointer_type(tl.int32)) + index, mask=index < nbytes // 4, other=0)
+    else:
+        pointer = source.to(tl.pointer_type(tl.uint8))
+        for byte in tl.static_range(4):
+            place = index * 4 + byte
+            words |= tl.load(pointer + place, mask=place < nbytes, other=0).to(tl.int32) << (8 * byte)
+    return words
+
+
+@jit
+def _store_words(out, index, nbytes, words):
+    """The inverse of :func:`_load_words`."""
+    if (out | nbytes) % 4 == 0:
+        tl.store(out.to(tl.pointer_type(tl.int32)) + index, words, mask=index < nbytes // 4)
+    else:
+        pointer = out.to(tl.pointer_type(tl.uint8))
+        for byte in tl.static_range(4):
+            place = index * 4 + byte
+            tl.store(pointer + place, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), mask=place < nbytes)
+
+
+@jit(do_not_specialize=["source", "out", "flagged", "nbytes", "words", "rank", "chunks"])
+def all_gather_ll(
+    source, out, flagged, peers, control, monitor, nbytes, words, rank, chunks,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [WORLD * nbytes]`` inside one node. Programs: ``WORLD * chunks``.
+
+    Args (addresses are integers, so that one compilation serves all dtypes and alignments):
+        source, out: as for ``all_gather_1d``.
+        flagged: this rank's two slots of ``WORLD * words`` 64-bit words.
+        peers: int64, address of each rank's ``flagged``.
+        words: words from one rank's segment to the next; at least ``ceil(nbytes / 4)`` and 1.
+        chunks: programs per peer, of ``BLOCK`` words each.
+    """
+    chunk = tl.program_id(0) % chunks
+    step = tl.program_id(0) // chunks
+    to = (rank + step) % WORLD
+    frm = (rank - step + WORLD) % WORLD
+    theirs = tl.load(peers + to)
+    size = tl.cast(nbytes, tl.int32)
+    index = chunk * BLOCK + tl.arange(0, BLOCK)
+    data = _load_words(tl.cast(source, tl.int64), index, size)
+    epoch = begin_epoch(control)
+    target = tl.cast(out, tl.int64)
+    if step == 0:
+        _store_words(target + tl.cast(rank, tl.int64) * nbytes, index, size, data)
+    else:
+        mask = index < tl.maximum((size + 3) // 4, 1)
+        slot = (epoch % 2) * WORLD * words
+        sent = theirs.to(tl.pointer_type(tl.int64)) + slot + rank * words + index
+        tl.store(sent, (data.to(tl.int64) & 0xFFFFFFFF) | (epoch << 32), mask=mask)
+        landed = tl.cast(flagged, tl.int64).to(tl.pointer_type(tl.int64)) + slot + frm * words + index
+        received, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)
+        if arrived != 0:
+            _store_words(target + tl.cast(frm, tl.int64) * nbytes, index, size, received)
