@@ -8,8 +8,9 @@ Two things must happen to a kernel that calls NVSHMEM, and to no other:
    library's device state in that module points at this process's heap.
 
 Both are done in subclasses of Triton's own classes. A process-wide Triton hook would do it too, and would touch
-every other library's kernels. The launch options are checked as well: Triton's interpreter drops what it does not
-know, so a misspelt ``num_warsp=8`` would run.
+every other library's kernels. (Triton-distributed's compiler does both by itself; with it this module does neither.)
+The launch options are checked as well: Triton's interpreter drops what it does not know, so a misspelt
+``num_warsp=8`` would run.
 """
 
 from __future__ import annotations
@@ -19,23 +20,28 @@ import functools
 import importlib.util
 import inspect
 import os
+import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from tdcoll.errors import NotInitializedError
-from tdcoll.language import INTERPRETED
+from tdcoll.language import INTERPRETED, LOWERING
 
 __all__ = ["bitcode_path", "jit", "needs_nvshmem"]
 
 _LIBRARY = "libnvshmem_device"
 _DEVICE_STATE = "nvshmemi_device_state"
 """What a module that holds NVSHMEM code defines; the name alone also occurs in paths of debug information."""
+
+_LEFT_TO_TRITON_DISTRIBUTED = LOWERING == "tdcoll.language.triton_dist"
+"""Its backend links the library, and its CompiledKernel initialises the module."""
 
 _LAUNCH_OPTIONS = frozenset(
     "num_warps num_stages num_ctas maxnreg extern_libs debug launch_cooperative_grid launch_pdl "
@@ -68,11 +74,12 @@ def bitcode_path() -> str:
 # ---------------------------------------------------------------------- which kernels need NVSHMEM
 
 
-def _referenced(function: Any) -> Iterator[Any]:
-    """Every global object that the source of a Triton function names, dotted names included."""
+def _referenced(function: JITFunction) -> Iterator[Any]:
+    """Every object that a Triton function can reach: globals that its source names, dotted or not, and defaults."""
+    yield from function.fn.__defaults__ or ()
+    yield from (function.fn.__kwdefaults__ or {}).values()
     scope = {**function.fn.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
-    tree = ast.parse(inspect.cleandoc("\n" + function.src) if hasattr(function, "src") else "")
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(inspect.cleandoc("\n" + function.src))):
         if isinstance(node, ast.Name):
             yield scope.get(node.id)
         elif isinstance(node, ast.Attribute):
@@ -88,20 +95,57 @@ def _referenced(function: Any) -> Iterator[Any]:
                 yield found
 
 
-def needs_nvshmem(function: Any) -> bool:
-    """Whether a Triton function calls NVSHMEM, itself or through the Triton functions that it calls."""
-    seen: set[int] = set()
-    stack = [function]
+def needs_nvshmem(value: Any) -> bool:
+    """Whether a Triton function calls NVSHMEM, itself or through what it reaches.
+
+    That is: functions of the device language and Triton functions, also inside tuples, lists, dicts and ``constexpr``.
+    """
+    seen: dict[int, Any] = {}  # holds on to the values: the id of one that is gone may come again
+    stack = [value]
     while stack:
         current = stack.pop()
         if id(current) in seen:
             continue
-        seen.add(id(current))
-        for found in _referenced(current):
-            if getattr(found, "needs_nvshmem", False) is True:
-                return True
-            if isinstance(found, JITFunction):
-                stack.append(found)
+        seen[id(current)] = current
+        if getattr(current, "needs_nvshmem", False) is True:
+            return True
+        if isinstance(current, JITFunction):
+            stack.extend(_referenced(current))
+        elif isinstance(current, tl.constexpr):
+            stack.append(current.value)
+        elif isinstance(current, (tuple, list)):
+            stack.extend(current)
+        elif isinstance(current, dict):
+            stack.extend(current.values())
+    return False
+
+
+_MAY_HOLD_FUNCTIONS = (JITFunction, tl.constexpr, tuple, list, dict, types.FunctionType)
+_data_types: set[type] = {int, float, bool, str, type(None)}
+"""Types of arguments that cannot bring a function into a kernel; those that were seen are added."""
+_functions_that_need: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _argument_needs_nvshmem(value: Any) -> bool:
+    """As :func:`needs_nvshmem`, with a memory for functions."""
+    if not isinstance(value, (JITFunction, types.FunctionType)):
+        return needs_nvshmem(value)
+    known = _functions_that_need.get(value)
+    if known is None:
+        known = _functions_that_need[value] = needs_nvshmem(value)
+    return known
+
+
+def _arguments_need_nvshmem(values: Iterable[Any]) -> bool:
+    """Whether an argument of a launch brings a function that calls NVSHMEM. Costs a microsecond where none can."""
+    for value in values:
+        kind = type(value)
+        if kind in _data_types:
+            continue
+        if not issubclass(kind, _MAY_HOLD_FUNCTIONS):
+            _data_types.add(kind)
+        elif _argument_needs_nvshmem(value):
+            return True
     return False
 
 
@@ -155,24 +199,39 @@ class _NvshmemKernel(CompiledKernel):
             _initialized.add(self)
 
 
+def _retyped(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton's ``compile``, for kernels that get NVSHMEM's library. It may run in another thread, at any time."""
+
+    def compile_for_nvshmem(*args: Any, **kwargs: Any) -> Any:
+        kernel = compile(*args, **kwargs)
+        if type(kernel) is CompiledKernel and _LIBRARY in dict(kernel.metadata.extern_libs):
+            if _DEVICE_STATE in kernel.asm["ptx"]:
+                kernel.__class__ = _NvshmemKernel
+        return kernel
+
+    return compile_for_nvshmem
+
+
 class TdcollJITFunction(JITFunction):
     """A ``triton.jit`` function that links and initialises NVSHMEM when it calls it."""
 
     @functools.cached_property
     def calls_nvshmem(self) -> bool:
-        """Whether this kernel needs NVSHMEM's bitcode."""
+        """Whether this kernel needs NVSHMEM's bitcode whatever its arguments are."""
         return needs_nvshmem(self)
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if self.calls_nvshmem:
+        if not _LEFT_TO_TRITON_DISTRIBUTED and (
+            self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values())
+        ):
             kwargs["extern_libs"] = {**kwargs.get("extern_libs", {}), _LIBRARY: bitcode_path()}
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)
 
-    def _do_compile(self, *args: Any, **kwargs: Any) -> Any:
-        kernel = super()._do_compile(*args, **kwargs)
-        if type(kernel) is CompiledKernel and self.calls_nvshmem and _DEVICE_STATE in kernel.asm["ptx"]:
-            kernel.__class__ = _NvshmemKernel
-        return kernel
+    def create_binder(self) -> Any:
+        made = super().create_binder()  # once per device; sets `compile`
+        if not _LEFT_TO_TRITON_DISTRIBUTED:
+            self.compile = _retyped(self.compile)  # type: ignore[has-type]
+        return made
 
 
 def _checked_interpreted(function: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import kernels_to_launch as kernels
@@ -16,6 +17,7 @@ import triton
 from test_lowerings import parameters_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
+from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction, MockTensor
 
 import tdcoll
@@ -67,6 +69,41 @@ def root(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error)
+
+
+def launches_with_functions(driver: NotingDriver) -> dict[str, Any]:
+    """Launches of a kernel that calls what it is given. In a job."""
+    out = MockTensor(triton.language.int32, (4,))
+    kernel = kernels.calls_its_argument
+    given = {
+        "that needs it": kernels.helper,
+        "that needs it, deeper": kernels.through_two_helpers,
+        "in a constexpr": triton.language.constexpr(kernels.helper_of_helper),
+        "that does not need it": kernels.only_thread_helper,
+    }
+    jit.set_module_init(lambda module: driver.events.append("init"))
+    seen: dict[str, Any] = {}
+    for name, function in given.items():
+        seen[name] = events_of(driver, lambda function=function: kernel[(1,)](out, function))
+        seen[name + ", by name"] = events_of(driver, lambda function=function: kernel[(1,)](out, function=function))
+    return seen
+
+
+def launches_compiled_in_advance(driver: NotingDriver) -> dict[str, Any]:
+    """Launches of kernels that a pool compiles under Triton's AsyncCompileMode."""
+    out = MockTensor(triton.language.int32, (4,))
+    chosen = {"direct": kernels.by_its_name, "plain": kernels.only_mentions}
+    seen: dict[str, Any] = {}
+    jit.set_module_init(None)
+    with ThreadPoolExecutor(1) as pool, AsyncCompileMode(pool):
+        for kernel in chosen.values():
+            kernel.warmup(out, grid=(1,), num_warps=2)
+        seen["direct, in the mode, before a job"] = events_of(driver, lambda: chosen["direct"][(1,)](out, num_warps=2))
+        jit.set_module_init(lambda module: driver.events.append("init"))
+        seen["direct, in the mode"] = events_of(driver, lambda: chosen["direct"][(1,)](out, num_warps=2))
+    for name, kernel in chosen.items():
+        seen[name] = events_of(driver, lambda kernel=kernel: kernel[(1,)](out, num_warps=2))
+    return seen
 
 
 def launches(driver: NotingDriver) -> dict[str, Any]:
@@ -159,6 +196,8 @@ def main() -> None:
         "kernels": {name: jit.needs_nvshmem(getattr(kernels, name)) for name in (*kernels.NEED, *kernels.NEED_NOT)},
         "options": options(),
         "launches": launches(driver),
+        "with functions": launches_with_functions(driver),
+        "in advance": launches_compiled_in_advance(driver),
         "errors": errors(driver),
     }
     json.dump(report, sys.stdout)

@@ -26,6 +26,11 @@ def helper_of_helper(out):
     helper(out)
 
 
+@triton.jit
+def only_thread_helper(out):
+    tl.store(out, tdl.tid(0))
+
+
 @tdcoll.jit
 def direct(out):
     tl.store(out, tdl.my_pe())
@@ -74,6 +79,49 @@ def make_closure():
 in_a_closure = make_closure()
 
 
+in_a_tuple = (None, helper)
+in_a_list_in_a_dict = {"helpers": [only_thread_helper, helper_of_helper]}
+in_a_constexpr = tl.constexpr(helper)
+in_a_namespace = types.SimpleNamespace(helpers=(helper,))
+unrelated = {"helpers": [only_thread_helper, 1, "x"], "itself": ()}
+unrelated["itself"] = (unrelated,)
+
+
+@tdcoll.jit
+def through_a_tuple(out):
+    in_a_tuple[1](out)
+
+
+@tdcoll.jit
+def through_a_list_in_a_dict(out):
+    in_a_list_in_a_dict["helpers"][1](out)
+
+
+@tdcoll.jit
+def through_a_constexpr(out):
+    in_a_constexpr(out)
+
+
+@tdcoll.jit
+def through_a_container_of_a_namespace(out):
+    in_a_namespace.helpers[0](out)
+
+
+@tdcoll.jit
+def by_default(out, function: tl.constexpr = helper):
+    function(out)
+
+
+@tdcoll.jit
+def through_unrelated_containers(out):
+    unrelated["helpers"][0](out)
+
+
+@tdcoll.jit
+def calls_its_argument(out, function: tl.constexpr):
+    function(out)
+
+
 @tdcoll.jit
 def calls_itself(out, n: tl.constexpr):
     if n > 0:
@@ -107,8 +155,20 @@ NEED = (
     "through_two_helpers",
     "through_the_language",
     "in_a_closure",
+    "through_a_tuple",
+    "through_a_list_in_a_dict",
+    "through_a_constexpr",
+    "through_a_container_of_a_namespace",
+    "by_default",
 )
-NEED_NOT = ("calls_itself", "only_threads", "only_mentions", "of_another_library")
+NEED_NOT = (
+    "calls_itself",
+    "only_threads",
+    "only_mentions",
+    "of_another_library",
+    "through_unrelated_containers",
+    "calls_its_argument",
+)
 
 
 # ---------------------------------------------------------------------- mistakes

@@ -66,6 +66,26 @@ def test_other_kernels_are_untouched(compiled: dict[str, Any]) -> None:
     assert seen["compiled kernel is untouched"]
 
 
+def test_kernel_that_is_given_a_function_needs_what_that_needs(compiled: dict[str, Any]) -> None:
+    seen = compiled["with functions"]
+    for name in ("that needs it", "that needs it, deeper", "in a constexpr"):
+        assert [event.split()[0] for event in seen[name]] == ["load", "init", "launch"]
+    assert [event.split()[0] for event in seen["that does not need it"]] == ["load", "launch"]
+    for name in seen:
+        if not name.endswith("by name"):
+            assert seen[name + ", by name"] == ["launch calls_its_argument"]
+
+
+def test_kernel_compiled_by_a_pool_is_initialised_too(compiled: dict[str, Any]) -> None:
+    """Under Triton's AsyncCompileMode a launch gets a stand-in for the kernel that is still being compiled."""
+    seen = compiled["in advance"]
+    (refusal,) = seen["direct, in the mode, before a job"]
+    assert refusal.startswith("NotInitializedError: kernel by_its_name calls NVSHMEM")
+    assert [event.split()[0] for event in seen["direct, in the mode"]] == ["load", "init", "launch"]
+    assert seen["direct"] == ["launch by_its_name"]
+    assert [event.split()[0] for event in seen["plain"]] == ["load", "launch"]
+
+
 def test_options_are_those_of_triton(compiled: dict[str, Any]) -> None:
     assert compiled["options"] == {
         "type": "TdcollJITFunction",
