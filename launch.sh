@@ -34,7 +34,7 @@ or activated. Options come before the program; everything after it is the progra
   --rdzv HOST:PORT       where they meet: an address of the host with rank 0 and a free port on it.
                          With a loopback address several launch.sh may share one host; give each its own GPUs
                          with CUDA_VISIBLE_DEVICES.
-                         Under SLURM (one launch.sh per host: srun --ntasks-per-node 1 bash launch.sh ...) the
+                         In a step of SLURM (one launch.sh per host: srun --ntasks-per-node 1 bash launch.sh ...) the
                          three follow from SLURM's variables; an option overrides. MASTER_PORT sets the port.
 
   --timeout SECONDS      how long a wait inside a kernel may last before tdcoll raises CollectiveTimeout.
@@ -135,8 +135,14 @@ first_host() { # NODELIST
 }
 
 if [[ $program != tests ]]; then
-    # Inside an srun step its own numbers count, else the allocation's.
-    slurm_nnodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES-}}
+    # Only inside a step are there several launch.sh; a batch script runs one, on the first host of the allocation.
+    slurm_nnodes=''
+    # (SLURM numbers the batch script itself, and interactive shells, from 2^32 - 1 downwards.)
+    if [[ ${SLURM_STEP_ID-} =~ ^[0-9]{1,9}$ || -n ${SLURM_STEP_NUM_NODES-} ]]; then
+        slurm_nnodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES-}}
+    elif [[ -z $nnodes && ${SLURM_NNODES-} =~ ^[0-9]{1,9}$ ]] && ((10#$SLURM_NNODES > 1)); then
+        fail "--nnodes: expected one launch.sh on each of the $SLURM_NNODES hosts of this SLURM allocation, got one outside of a step (start it with srun --ntasks-per-node 1, or give --nnodes 1 for this host alone)"
+    fi
     if [[ -z $nnodes && -n $slurm_nnodes ]]; then
         whole_number SLURM_NNODES "$slurm_nnodes" 1
         nnodes=$((10#$slurm_nnodes))
@@ -160,7 +166,7 @@ if [[ $program != tests ]]; then
         fi
     fi
     if ((nnodes > 1)); then
-        [[ -n $rdzv ]] || fail "--rdzv: expected HOST:PORT with --nnodes $nnodes outside SLURM, got nothing"
+        [[ -n $rdzv ]] || fail "--rdzv: expected HOST:PORT with --nnodes $nnodes outside a SLURM step, got nothing"
         [[ -n $node_rank ]] || fail "--node-rank: expected 0 to $((nnodes - 1)) with --nnodes $nnodes, got nothing"
     fi
     ((${node_rank:-0} < nnodes)) || fail "--node-rank: expected 0 to $((nnodes - 1)) with --nnodes $nnodes, got $node_rank"

@@ -127,6 +127,7 @@ def test_an_ipv6_meeting_point(shell: Shell, script: Path) -> None:
 
 SLURM = {
     "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
     "SLURM_NNODES": "2",
     "SLURM_NODEID": "1",
     "SLURM_JOB_NODELIST": "gpu[007-009,12],other",
@@ -141,9 +142,7 @@ def test_slurm_says_the_hosts(shell: Shell, script: Path) -> None:
 
 
 def test_scontrol_knows_the_first_host_best(shell: Shell, script: Path) -> None:
-    shell.program(
-        "scontrol", '#!/bin/bash\n[[ "$1 $2" == "show hostnames" ]] && printf "first\\nsecond\\n"\n'
-    )
+    shell.program("scontrol", '#!/bin/bash\n[[ "$1 $2" == "show hostnames" ]] && printf "first\\nsecond\\n"\n')
     assert plan(shell, script, **SLURM).option("--master-addr") == "first"
 
 
@@ -157,8 +156,29 @@ def test_options_win_over_slurm(shell: Shell, script: Path) -> None:
 
 
 def test_an_allocation_of_one_host_is_nothing_special(shell: Shell, script: Path) -> None:
-    p = plan(shell, script, SLURM_NNODES="1", SLURM_NODEID="0", SLURM_JOB_NODELIST="gpu7", SLURM_LOCALID="0")
-    assert p.option("--rdzv-endpoint") == "localhost:0"
+    batch = {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "gpu7", "SLURM_LOCALID": "0"}
+    assert plan(shell, script, **batch).option("--rdzv-endpoint") == "localhost:0"
+    assert plan(shell, script, SLURM_STEP_ID="0", **batch).option("--rdzv-endpoint") == "localhost:0"
+
+
+def test_a_step_may_have_fewer_hosts_than_the_allocation(shell: Shell, script: Path) -> None:
+    step = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu008", "SLURM_NODEID": "0"}
+    assert plan(shell, script, **{**SLURM, **step}).option("--rdzv-endpoint") == "localhost:0"
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[008-009]", "SLURM_NNODES": "4"}
+    p = plan(shell, script, **{**SLURM, **step})
+    assert (p.option("--nnodes"), p.option("--master-addr")) == ("2", "gpu008")
+
+
+def outside_a_step() -> dict[str, str]:
+    """What a batch script sees: the allocation's hosts, of which it runs on the first."""
+    return {**{name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, "SLURM_NODEID": "0"}
+
+
+def test_a_batch_script_may_ask_for_its_host_alone(shell: Shell, script: Path) -> None:
+    assert plan(shell, "--nnodes", "1", script, **outside_a_step()).option("--rdzv-endpoint") == "localhost:0"
+    several = ("--nnodes", "2", "--node-rank", "1", "--rdzv", "h:99")
+    assert plan(shell, *several, script, **outside_a_step()).option("--node-rank") == "1"
+    assert plan(shell, "tests", **outside_a_step()).command[2] == "pytest"
 
 
 def test_emulated_nodes_timeout_and_monitor_interval(shell: Shell, script: Path) -> None:
@@ -263,9 +283,19 @@ def test_several_tasks_of_slurm_on_one_host(shell: Shell, script: Path) -> None:
 
 
 def test_slurm_without_hosts(shell: Shell, script: Path) -> None:
-    message = refusal(shell, script, SLURM_NNODES="2", SLURM_NODEID="0")
+    message = refusal(shell, script, SLURM_STEP_ID="0", SLURM_NNODES="2", SLURM_NODEID="0")
     assert "--rdzv:" in message
     assert "SLURM_JOB_NODELIST" in message
+
+
+def test_a_batch_script_of_several_hosts_outside_a_step(shell: Shell, script: Path) -> None:
+    """It would wait for ever for the other hosts, on which nothing was started."""
+    message = refusal(shell, script, **outside_a_step())
+    for word in ("--nnodes:", "2 hosts", "srun --ntasks-per-node 1", "--nnodes 1"):
+        assert word in message
+    assert "outside of a step" in refusal(shell, script, SLURM_STEP_ID="4294967291", **outside_a_step())
+    message = refusal(shell, "--nnodes", "2", script, **outside_a_step())
+    assert "--rdzv:" in message
 
 
 # --- jobs -----------------------------------------------------------------------------------------

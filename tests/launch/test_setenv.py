@@ -188,9 +188,7 @@ def test_its_own_defaults_follow_the_machine(shell: Shell) -> None:
 
 # --- what it leaves alone -------------------------------------------------------------------------
 
-STATE = (
-    'state() { set +o; shopt -p; trap -p; declare -F; printf "%q " "$IFS" "$PWD" "$@"; declare -p lines; }'
-)
+STATE = 'state() { set +o; shopt -p; trap -p; declare -F; printf "%q " "$IFS" "$PWD" "$@"; declare -p lines; }'
 SETTINGS = {
     "plain": "",
     "strict": "set -euo pipefail; shopt -s inherit_errexit",
@@ -372,9 +370,7 @@ def test_a_pytorch_that_will_not_do(shell: Shell, clone: Path) -> None:
 def test_pip_takes_the_users_arguments(shell: Shell, clone: Path) -> None:
     shell.source(root=clone, before="IFS=,", TDCOLL_PIP_ARGS="--extra-index-url https://example.org/whl")
     for line in log(shell)[1:]:
-        assert line.startswith(
-            "pip install --extra-index-url https://example.org/whl -c constraints-cpu.txt "
-        )
+        assert line.startswith("pip install --extra-index-url https://example.org/whl -c constraints-cpu.txt ")
 
 
 def test_a_failed_install_is_tried_again(shell: Shell, clone: Path) -> None:
