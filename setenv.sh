@@ -21,7 +21,7 @@
 #   NVSHMEM_*, LD_LIBRARY_PATH, PYTHONPATH    see where they are exported below
 #
 # launch.sh also sets TDCOLL_NNODES and TDCOLL_RDZV (HOST:PORT), from which this file knows whether the job has one
-# host or several.
+# host or several. Set TDCOLL_NNODES yourself if you call torchrun by hand on several.
 #
 # What it leaves: the exports below, and three variables of the shell that launch.sh reads: TDCOLL_PYTHON (the Python
 # it chose), TDCOLL_GPUS (how many GPUs are visible) and TDCOLL_MODE (gpu or simulator).
@@ -148,8 +148,8 @@ if sys.version_info < (3, 10):
     verdict = "is Python %d.%d, needs 3.10 or newer" % sys.version_info[:2]
 elif missing:
     verdict = "lacks " + ", ".join(missing)
-elif older(torch, (2, 6)):
-    verdict = "has torch " + torch + ", needs 2.6 or newer"
+elif older(torch, (2, 10)):
+    verdict = "has torch " + torch + ", needs 2.10 or newer"
 elif older(triton, (3, 6)) or not older(triton or "3.6", (4, 0)):
     verdict = "has triton " + triton + ", needs 3.6 or newer, below 4"
 else:

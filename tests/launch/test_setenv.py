@@ -252,6 +252,36 @@ def test_a_failure_returns_and_does_not_exit(shell: Shell, settings: str) -> Non
     assert done.stderr == "tdcoll: PYTHON=no-such-python: expected a Python, found no such program\n"
 
 
+@pytest.mark.parametrize(
+    ("package", "file", "version", "verdict"),
+    [
+        ("torch", "version.py", "2.9.1+cu128", "has torch 2.9.1+cu128, needs 2.10 or newer"),
+        ("torch", "version.py", "2.10.0", ""),
+        ("torch", "version.py", "3.0.0", ""),
+        ("triton", "__init__.py", "3.5.1", "has triton 3.5.1, needs 3.6 or newer, below 4"),
+        ("triton", "__init__.py", "4.0.0", "has triton 4.0.0, needs 3.6 or newer, below 4"),
+    ],
+)
+def test_versions_that_will_do(shell: Shell, package: str, file: str, version: str, verdict: str) -> None:
+    root = shell.directory / "a clone"
+    root.mkdir()
+    for name in FILES:
+        shutil.copy(REPOSITORY / name, root)
+    (root / ".venv").touch()  # so that none can be made
+    folder = shell.directory / "versions" / package
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / file).write_text(f"__version__ = '{version}'\n")
+    path = f"{folder.parent}:{shell.environment['PYTHONPATH']}"
+    done = shell.run("-c", f'source "{root}/setenv.sh"', PYTHONPATH=path)
+    if verdict:
+        assert done.returncode == 1
+        assert f"{verdict}: making" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert f"{package} {version}" in said(done.stderr)["python"]
+
+
 # --- .venv ----------------------------------------------------------------------------------------
 
 # A Python without torch, whose environments have everything as soon as pip has run in them.
