@@ -256,7 +256,7 @@ def _poll(signal, compare, value, monitor, active, _semantic=None):
 
 _POLL_FLAGGED = """{{
 .reg .pred done, again;
-.reg .b32 misses, phase, ahead;
+.reg .b32 misses, phase, seen;
 .reg .b64 word, begin, now, limit, aborted;
 mov.b32 misses, 0;
 mov.b64 begin, 0;
@@ -266,9 +266,8 @@ setp.eq.b32 done, $5, 0;
 @done bra END;
 POLL:
 ld.relaxed.sys.global.b64 word, [$2];
-mov.b64 {{$0, ahead}}, word;
-sub.s32 ahead, ahead, $3;
-setp.ge.s32 done, ahead, 0;
+mov.b64 {{$0, seen}}, word;
+setp.eq.b32 done, seen, $3;
 @done bra END;
 add.u32 misses, misses, 1;
 and.b32 phase, misses, 255;
@@ -292,7 +291,7 @@ END:
 
 @core.extern
 def _poll_flagged(words, flag, monitor, active, _semantic=None):
-    """Per element: (low half, 1) once the word's high half is at least ``flag``; (anything, 0) after the deadline."""
+    """Per element: (low half, 1) once the word's high half is ``flag``; (anything, 0) after the deadline."""
     asm = _POLL_FLAGGED.format(aborted=8 * MONITOR_ABORTED.value, timeout=8 * MONITOR_TIMEOUT_NS.value)
     args = [
         core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
@@ -304,13 +303,12 @@ def _poll_flagged(words, flag, monitor, active, _semantic=None):
 
 
 @core.extern
-def _block_and(flag, _semantic=None):
-    """1 in all threads if ``flag`` is not 0 in all threads of the block, else 0; a block barrier as well."""
+def block_and(flag, _semantic=None):
     return core.inline_asm_elementwise(
         "{ .reg .pred mine, all; setp.ne.u32 mine, $1, 0; barrier.cta.red.and.pred all, 0, mine; "
         "selp.u32 $0, 1, 0, all; }",
         "=r,r,~{memory}",
-        [flag],
+        [core.cast(_semantic.to_tensor(flag), tl.int32, _semantic=_semantic)],
         tl.int32,
         is_pure=False,
         pack=1,
@@ -320,7 +318,7 @@ def _block_and(flag, _semantic=None):
 
 @triton.jit
 def _give_up(monitor, peer, index, value, seen):
-    """The first wait of the launch that expires writes the record; every later wait returns at once."""
+    """The first wait that expires writes the record; every later wait returns at once."""
     zero = tl.cast(0, tl.int64)
     if tl.atomic_cas(monitor + MONITOR_ABORTED, zero, zero + 1, sem="relaxed", scope="gpu") == 0:
         record = tl.load(monitor + MONITOR_RECORD).to(tl.pointer_type(tl.int64))
@@ -330,12 +328,15 @@ def _give_up(monitor, peer, index, value, seen):
         tl.store(record + RECORD_EPOCH, tl.cast(value, tl.int64))
         tl.store(record + RECORD_EXPECTED, tl.cast(value, tl.int64))
         tl.store(record + RECORD_SEEN, tl.cast(seen, tl.int64))
-        st_release(record + RECORD_VALID, 1, "sys")
+        # Whichever thread made those stores, the barrier puts them before the one release.
+        syncthreads()
+        if tid(0) == 0:
+            st_release(record + RECORD_VALID, 1, "sys")
 
 
 @triton.jit
 def wait_signal(signal, compare: tl.constexpr, value, monitor, peer, index):
-    satisfied = _block_and(_poll(signal, compare, value, monitor, 1))
+    satisfied = block_and(_poll(signal, compare, value, monitor, 1))
     if satisfied == 0:
         _give_up(monitor, peer, index, value, ld(signal.to(tl.pointer_type(tl.int64)), "sys"))
     return satisfied
@@ -347,7 +348,7 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
     wanted = (index < count) & (index != skip)
     mine = signals.to(tl.pointer_type(tl.int64)) + tl.where(wanted, index, 0)
     arrived = _poll(mine, compare, value, monitor, wanted.to(tl.int32))
-    satisfied = _block_and(tl.min(arrived))
+    satisfied = block_and(tl.min(arrived))
     if satisfied == 0:
         # The one whose record counts may have seen its own signal in the last moment: -1 says "not known".
         first = tl.min(tl.where(wanted & (arrived == 0), index, BLOCK))
@@ -360,13 +361,31 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
 @triton.jit
 def wait_flagged(words, flag, mask, monitor, peer):
     data, arrived = _poll_flagged(words, flag, monitor, mask.to(tl.int32))
-    satisfied = _block_and(tl.min(arrived))
+    satisfied = block_and(tl.min(arrived))
     if satisfied == 0:
         place = tl.arange(0, words.shape[0])
         first = tl.min(tl.where(arrived == 0, place, words.shape[0]))
         seen = tl.sum(tl.where(place == first, ld(words, "sys"), 0)) >> 32
         _give_up(monitor, peer, tl.where(first == words.shape[0], -1, first), flag, seen)
     return data, satisfied
+
+
+@core.extern
+def store_flagged(words, data, flag, mask, _semantic=None):
+    args = [
+        core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
+        for arg, wanted in ((words, tl.int64), (data, tl.int32), (flag, tl.int32), (mask, tl.int32))
+    ]
+    core.inline_asm_elementwise(
+        "{ .reg .pred active; .reg .b64 word; setp.ne.b32 active, $4, 0; mov.b64 word, {$2, $3}; "
+        "@active st.relaxed.sys.global.b64 [$1], word; mov.b32 $0, 0; }",
+        "=r,l,r,r,r,~{memory}",
+        args,
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
 
 
 # ---------------------------------------------------------------------- by the block

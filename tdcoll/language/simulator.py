@@ -356,15 +356,31 @@ def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _sem
     for address, _, _ in pending[:1] + pending[-1:]:
         running.check_signal(address, "words")
     held = Monitor(_number("wait_flagged", "monitor", monitor))
-    satisfied = running.wait_all(pending, c.CMP_GE.value, wanted << 32, held, report_shift=32)
+    satisfied, seen = running.wait_flagged(pending, wanted, held)
     data = np.zeros(addresses.shape, np.uint32)
-    for address, _, place in pending:
-        data[place] = running.memory.word(address) & 0xFFFF_FFFF
+    for (_, _, place), word in zip(pending, seen, strict=True):
+        data[place] = word & 0xFFFF_FFFF
     block = triton_interpreter.TensorHandle(data.view(np.int32).reshape(words.handle.data.shape), tl.int32)
     return tl.tensor(block, tl.block_type(tl.int32, words.shape)), _int32(satisfied)
 
 
+def store_flagged(words: Any, data: Any, flag: Any, mask: Any, _semantic: Any = None) -> None:
+    machine()
+    high = np.uint64((_number("store_flagged", "flag", flag) & 0xFFFF_FFFF) << 32)
+    low = np.broadcast_to(data.handle.data, words.handle.data.shape).astype(np.uint32).astype(np.uint64)
+    word = triton_interpreter.TensorHandle((low | high).view(np.int64), tl.int64)
+    value = tl.tensor(word, tl.block_type(tl.int64, words.shape))
+    tl.store(words, value, mask=mask, _semantic=triton_interpreter.interpreter_semantic)
+
+
 wait_flagged.__doc__ = FUNCTIONS["wait_flagged"].doc
+store_flagged.__doc__ = FUNCTIONS["store_flagged"].doc
+
+
+@_device
+def block_and(running, flag):
+    syncthreads()
+    return _int32(flag != 0)
 
 
 @_device

@@ -288,10 +288,29 @@ _FUNCTIONS = [
         None,
         "value",
         "bounded polling of 64-bit words {32 bits of data, 32 bits of flag}",
-        "The whole block waits until every 64-bit word at the block of pointers `words`, where `mask` is true, has a "
-        "flag (its high half) of at least `flag`, counted modulo 2^32; returns the block of low halves and 1, or 0 in "
-        "place of the 1 once a deadline has expired, as `wait_signal`. A word arrives whole, so data and flag need no "
-        "order, no fence and no signal: the LL protocol of NCCL. Write such words by plain 64-bit stores.",
+        "The whole block waits until every 64-bit word at the block of pointers `words`, where `mask` is true, has the "
+        "flag (its high half) `flag`, an int32; returns the block of low halves and 1, or 0 in place of the 1 once a "
+        "deadline has expired, as `wait_signal`. Another flag means other data, so this waits for equality: the "
+        "protocol must not let a word be written again before it is read.",
+    ),
+    DeviceFunction(
+        "store_flagged",
+        (("words", "ptr"), ("data", "value"), ("flag", "int"), ("mask", "value")),
+        None,
+        None,
+        "st.relaxed.sys of 64-bit words {32 bits of data, 32 bits of flag}",
+        "Stores the block of int32 `data`, each beside the int32 `flag` in one 64-bit word, at the block of pointers "
+        "`words`, where `mask` is true; usually through a peer's pointer. A word arrives whole, so data and flag need "
+        "no order, no fence and no signal: the LL protocol of NCCL.",
+    ),
+    DeviceFunction(
+        "block_and",
+        (("flag", "int"),),
+        None,
+        "int32",
+        "__syncthreads_and() (PTX barrier.red.and)",
+        "Barrier of the block's threads; 1 in all of them if `flag` is not 0 in all of them, else 0. Makes a value "
+        "that threads may have read differently fit to branch on.",
     ),
     DeviceFunction(
         "signal_block",

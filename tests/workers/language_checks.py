@@ -154,11 +154,10 @@ def flagged_words(words, stamp, pe, monitor, out, ok):
     offsets = tl.arange(0, 64)
     mask = offsets < 50
     data = offsets - 7 + 1000 * tdl.my_pe()
-    word = (data.to(tl.int64) & 0xFFFFFFFF) | (tl.cast(stamp, tl.int64) << 32)
-    tl.store(tdl.remote_ptr(words, pe) + offsets, word, mask=mask)
+    tdl.store_flagged(tdl.remote_ptr(words, pe) + offsets, data, stamp, mask)
     received, satisfied = tdl.wait_flagged(words + offsets, stamp, mask, monitor, pe)
     tl.store(out + offsets, received, mask=mask)
-    tl.store(ok, satisfied)
+    tl.store(ok, tdl.block_and(satisfied == 1))
 
 
 @tdcoll.jit

@@ -59,10 +59,10 @@ _INTEGERS = [
 @jit
 def _announce(ready, routes, epoch, rank, n_local, n_remote):
     """In place: tell every rank that writes to us that this rank has entered the call."""
-    for i in range(n_local):
+    for i in tl.range(0, n_local, disable_licm=True):
         tdl.signal_block(ready + rank, epoch, tdl.SIGNAL_SET, tl.load(routes + n_local + i))
     pes = routes + 2 * n_local + n_remote
-    for i in range(n_remote):
+    for i in tl.range(0, n_remote, disable_licm=True):
         tdl.signal_block(ready + rank, epoch, tdl.SIGNAL_SET, tl.load(pes + i))
 
 
@@ -162,7 +162,9 @@ def all_gather_1d(
     mate = tl.minimum(tl.maximum(task, 0), tl.maximum(n_local - 1, 0))
     peer = tl.load(routes + mate)
     pe = tl.load(routes + n_local + mate)
-    epoch = begin_epoch(control)
+    epoch, alive = begin_epoch(control, monitor)
+    if alive == 0:
+        return
     if program < 0:
         _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
@@ -207,7 +209,9 @@ def all_gather_2d(
     mate = tl.maximum(task - 1, 0) % tl.maximum(n_local, 1)
     peer = tl.load(routes + mate)
     pe = tl.load(routes + n_local + mate)
-    epoch = begin_epoch(control)
+    epoch, alive = begin_epoch(control, monitor)
+    if alive == 0:
+        return
     if program < 0:
         _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:

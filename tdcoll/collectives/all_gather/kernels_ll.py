@@ -12,8 +12,9 @@ and flag cross together, once, at twice the bytes: the protocol that NCCL calls 
 
 Flag map: ``flagged[slot, s, i]`` on rank r is written by rank s only, by one 64-bit store per epoch, and polled on r by
 one program. The words are used by nothing else, so what is in them is always a flag of this context: of this epoch, or
-of an earlier one of the same slot. (Or of the next one: then r is done with this one. Flags are compared as "at least",
-modulo 2^32.)
+of an earlier one of the same slot. It is never a later one, because r has then said that it is done with this one: so
+flags are compared for equality. (2^32 calls later a flag comes again. A word would have to be skipped by all calls in
+between for it to be mistaken.)
 
 Ordering: none is relied on, except that an aligned 64-bit store is single. Reuse of a slot is what
 :mod:`tdcoll.context` says: a rank that has all words of epoch e knows that everybody has started e. A call of no bytes
@@ -80,7 +81,9 @@ def all_gather_ll(
     size = tl.cast(nbytes, tl.int32)
     index = chunk * BLOCK + tl.arange(0, BLOCK)
     data = _load_words(tl.cast(source, tl.int64), index, size)
-    epoch = begin_epoch(control)
+    epoch, alive = begin_epoch(control, monitor)
+    if alive == 0:
+        return
     target = tl.cast(out, tl.int64)
     if step == 0:
         _store_words(target + tl.cast(rank, tl.int64) * nbytes, index, size, data)
@@ -88,7 +91,7 @@ def all_gather_ll(
         mask = index < tl.maximum((size + 3) // 4, 1)
         slot = (epoch % 2) * WORLD * words
         sent = theirs.to(tl.pointer_type(tl.int64)) + slot + rank * words + index
-        tl.store(sent, (data.to(tl.int64) & 0xFFFFFFFF) | (epoch << 32), mask=mask)
+        tdl.store_flagged(sent, data, epoch.to(tl.int32), mask)
         landed = tl.cast(flagged, tl.int64).to(tl.pointer_type(tl.int64)) + slot + frm * words + index
         received, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)
         if arrived != 0:

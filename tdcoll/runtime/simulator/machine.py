@@ -10,7 +10,7 @@ the scheduler, and in that only a World may have a weak network. Without one eve
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -409,58 +409,89 @@ class Machine:
         )
         return seen
 
-    def wait_all(
-        self,
-        signals: Sequence[tuple[int, int, int]],
-        compare: int,
-        value: int,
-        monitor: Monitor,
-        report_shift: int = 0,
-    ) -> bool:
+    def wait_all(self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor) -> bool:
         """Wait until every signal compares true with ``value``; False when the monitor's deadline expires.
 
         Args:
             signals: address, peer and index of each; the latter two for the record.
-            report_shift: bits to drop from values in reports: what matters of them is above.
         """
-        memory, scheduler, (sign, true) = self.memory, self.scheduler, COMPARE[compare]
-        word = memory.word
-        pending = list(signals)
+        sign, true = COMPARE[compare]
+        satisfied, _ = self._wait_for(
+            signals,
+            lambda word: true(word, value),
+            monitor,
+            # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow
+            # may as well be looked at all together.
+            enough=all if compare in _GROWING else any,
+            what=lambda address, word: f"{self.memory.describe(address)} {sign} {value}, is {word}",
+            name=f"wait {len(signals)} signal(s) {sign} {value}",
+            expected=value,
+        )
+        return satisfied
+
+    def wait_flagged(
+        self, words: Sequence[tuple[int, int, int]], flag: int, monitor: Monitor
+    ) -> tuple[bool, list[int]]:
+        """Wait until every word has ``flag`` in its high half: (False when the deadline expires, the words seen)."""
+        return self._wait_for(
+            words,
+            lambda word: word >> 32 == flag,
+            monitor,
+            enough=all,
+            what=lambda address, word: f"{self.memory.describe(address)} flagged {flag}, is {word >> 32}",
+            name=f"wait {len(words)} word(s) flagged {flag}",
+            expected=flag,
+            shift=32,
+        )
+
+    def _wait_for(
+        self,
+        wanted: Sequence[tuple[int, int, int]],
+        true: Callable[[int], bool],
+        monitor: Monitor,
+        *,
+        enough: Callable[[Iterable[bool]], bool],
+        what: Callable[[int, int], str],
+        name: str,
+        expected: int,
+        shift: int = 0,
+    ) -> tuple[bool, list[int]]:
+        """Every element is a thread that polls its own word until ``true``; with each, the word that it saw then."""
+        scheduler, word = self.scheduler, self.memory.word
         self.counts[self.program.pe].waits += 1
+        seen: dict[int, int] = {}
+
+        left = {address: None for address, _, _ in wanted}  # in order
+
+        def look() -> None:
+            for address in list(left):
+                if true(value := word(address)):
+                    seen[address] = value
+                    del left[address]
 
         def describe() -> str:
-            return "waits for " + ", ".join(
-                f"{memory.describe(address)} {sign} {value >> report_shift}, is {word(address) >> report_shift}"
-                for address, _, _ in pending
-                if not true(word(address), value)
-            )
-
-        # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow
-        # may as well be looked at all together.
-        enough = all if compare in _GROWING else any
+            return "waits for " + ", ".join(what(address, word(address)) for address in left)
 
         def worth_a_look() -> bool:
-            return enough(true(word(address), value) for address, _, _ in pending) or monitor.aborted
+            return enough(true(word(address)) for address in left) or monitor.aborted
 
         def wait() -> bool:
-            nonlocal pending
             deadline_ns = scheduler.now_ns + monitor.timeout_ns
             while True:
-                keys: list[Hashable] = [address for address, _, _ in pending]
-                keys.append(("monitor", monitor.address))
+                keys: list[Hashable] = [*left, ("monitor", monitor.address)]
                 in_time = scheduler.wait(worth_a_look, describe, keys, deadline_ns - scheduler.now_ns)
-                pending = [signal for signal in pending if not true(word(signal[0]), value)]
-                if not pending:
+                look()
+                if not left:
                     return True
                 if monitor.aborted or not in_time:
                     return False
 
-        if not pending or self._timed(f"wait {len(pending)} signal(s) {sign} {value}", wait):
-            return True
-        address, peer, index = pending[0]
-        monitor.give_up(peer, index, value >> report_shift, word(address) >> report_shift)
-        scheduler.notify(("monitor", monitor.address))
-        return False
+        satisfied = not wanted or self._timed(name, wait)
+        if not satisfied:
+            address, peer, index = next(element for element in wanted if element[0] in left)
+            monitor.give_up(peer, index, expected, word(address) >> shift)
+            scheduler.notify(("monitor", monitor.address))
+        return satisfied, [seen.get(address, 0) for address, _, _ in wanted]
 
     def _timed(self, name: str, wait: Callable[[], Any]) -> Any:
         if self.trace is None:
