@@ -92,18 +92,30 @@ def _push_local(peer, pe, target, source, size, signal, epoch, ready, monitor, I
 
 
 @jit
-def _push_remote(routes, n_remote, staged, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
-    """Put a chunk to every rank of ``routes``, which are on other nodes, from symmetric memory."""
-    if not IN_PLACE:
-        tdl.copy_block(staged, source, size)
-        tdl.syncthreads()
-    for i in tl.range(0, n_remote, disable_licm=True):
+def _n_senders(n_remote, IN_PLACE: tl.constexpr):
+    """Programs per channel that put to other nodes: one that stages the chunk once, or in place one per rank."""
+    if IN_PLACE:
+        n_senders = n_remote
+    else:
+        n_senders = (n_remote > 0).to(tl.int32)
+    return n_senders
+
+
+@jit
+def _push_remote(i, routes, n_remote, staged, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
+    """Put a chunk from symmetric memory to the ranks of ``routes``, which are on other nodes; in place to the i-th."""
+    if IN_PLACE:
         peer = tl.load(routes + i)
         pe = tl.load(routes + n_remote + i)
         if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:
             tdl.putmem_signal_nbi_block(staged, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
-    if IN_PLACE:
-        tdl.quiet()
+            tdl.quiet()
+    else:
+        tdl.copy_block(staged, source, size)
+        tdl.syncthreads()
+        for k in tl.range(0, n_remote, disable_licm=True):
+            pe = tl.load(routes + n_remote + k)
+            tdl.putmem_signal_nbi_block(staged, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
 
 
 @jit
@@ -138,8 +150,8 @@ def all_gather_1d(
 ):  # fmt: skip
     """``[nbytes] -> [WORLD * nbytes]``: every rank puts its segment to every other.
 
-    Programs: ``channels`` times (n_local pushes, one remote sender if n_remote > 0, WORLD receivers), or in place
-    an announcer first and one receiver last.
+    Programs: ``channels`` times (n_local pushes, one remote sender if n_remote > 0, WORLD receivers); in place an
+    announcer first, n_remote remote senders per channel, and one receiver last.
 
     Args (addresses are integers, so that one compilation serves all dtypes and alignments):
         source: this rank's segment, ``nbytes`` bytes. In place: that segment of the buffer.
@@ -168,7 +180,7 @@ def all_gather_1d(
     if program < 0:
         _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
-        n_senders = (n_remote > 0).to(tl.int32)
+        n_senders = _n_senders(n_remote, IN_PLACE)
         size = chunk_bytes(nbytes, chunk, channel)
         offset = tl.cast(channel, tl.int64) * chunk
         row = signals + (epoch % 2) * SLOT_SIGNALS
@@ -180,7 +192,10 @@ def all_gather_1d(
                 _push_local(peer, pe, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
             else:
                 elsewhere = routes + 2 * n_local
-                _push_remote(elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
+                _push_remote(
+                    task - n_local, elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor,
+                    IN_PLACE
+                )  # fmt: skip
         else:
             _receive(
                 task - n_local - n_senders, channel, source, out, landing, capacity, nbytes, chunk,
@@ -196,8 +211,8 @@ def all_gather_2d(
 ):  # fmt: skip
     """``[nbytes] -> [WORLD * nbytes]``: between nodes along rails, then forwarded inside each node.
 
-    Programs: ``channels`` times (one rail sender, n_local pushes, n_remote * n_local forwarders, WORLD receivers), or
-    in place an announcer first and one receiver last. Arguments are those of :func:`all_gather_1d`, except that
+    Programs: ``channels`` times (one rail sender if n_remote > 0, n_local pushes, n_remote * n_local forwarders, WORLD
+    receivers); in place an announcer first, n_remote rail senders per channel, and one receiver last. Arguments are those of :func:`all_gather_1d`, except that
     ``routes`` names as remote ranks only this rank's rail: one per other node. Every node has ``n_local + 1`` ranks.
     """
     program = tl.program_id(0)
@@ -205,8 +220,10 @@ def all_gather_2d(
         program -= 1
     channel = program % channels
     task = program // channels
+    n_senders = _n_senders(n_remote, IN_PLACE)
+    given = task - n_senders  # counts what this rank gives to its node
     # Read before the epoch is: both take their time.
-    mate = tl.maximum(task - 1, 0) % tl.maximum(n_local, 1)
+    mate = tl.maximum(given, 0) % tl.maximum(n_local, 1)
     peer = tl.load(routes + mate)
     pe = tl.load(routes + n_local + mate)
     epoch, alive = begin_epoch(control, monitor)
@@ -221,25 +238,26 @@ def all_gather_2d(
         row = signals + (epoch % 2) * SLOT_SIGNALS + channel * WORLD
         landing = _landing(staging, epoch, capacity, WORLD, IN_PLACE)
         elsewhere = routes + 2 * n_local
-        if task == 0:
+        if given < 0:
             mine = landing + tl.cast(rank, tl.int64) * capacity + offset
-            _push_remote(elsewhere, n_remote, mine, source + offset, size, row + rank, epoch, ready, monitor, IN_PLACE)
-        elif task <= n_local + n_forwards:
-            # What this rank gives to its node: its own segment, and those of its rail, as they arrive.
+            _push_remote(
+                task, elsewhere, n_remote, mine, source + offset, size, row + rank, epoch, ready, monitor, IN_PLACE
+            )
+        elif given < n_local + n_forwards:
+            # Its own segment, and those of its rail, as they arrive.
             origin = rank
-            given = source + offset
-            if task > n_local:
-                origin = tl.load(elsewhere + (task - 1) // n_local - 1)
-                given = landing + tl.cast(origin, tl.int64) * capacity + offset
+            chunk_at = source + offset
             arrived = tl.cast(1, tl.int32)
-            if task > n_local:
+            if given >= n_local:
+                origin = tl.load(elsewhere + given // n_local - 1)
+                chunk_at = landing + tl.cast(origin, tl.int64) * capacity + offset
                 index = channel * WORLD + origin
                 arrived = tdl.wait_signal(row + origin, tdl.CMP_GE, epoch, monitor, origin, index)
             if arrived != 0:
                 target = landing + tl.cast(origin, tl.int64) * capacity + offset
-                _push_local(peer, pe, target, given, size, row + origin, epoch, ready, monitor, IN_PLACE)
+                _push_local(peer, pe, target, chunk_at, size, row + origin, epoch, ready, monitor, IN_PLACE)
         else:
             _receive(
-                task - 1 - n_local - n_forwards, channel, source, out, landing, capacity, nbytes, chunk,
+                given - n_local - n_forwards, channel, source, out, landing, capacity, nbytes, chunk,
                 row - channel * WORLD, epoch, rank, channels, monitor, WORLD, BLOCK, IN_PLACE
             )  # fmt: skip

@@ -66,12 +66,12 @@ class _Launch:
     def _prepare_puts(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
         routes, n_local, n_remote = ctx.once(("routes", plan.algorithm), lambda: _routes(ctx, plan.algorithm))
         world = ctx.world_size
+        senders = n_local + (n_remote if in_place else n_remote > 0)
         if plan.algorithm == "1d":
             kernel = kernels.all_gather_1d
-            senders = n_local + (n_remote > 0)
         else:
             kernel = kernels.all_gather_2d
-            senders = 1 + n_local + n_remote * n_local
+            senders += n_remote * n_local
         programs = plan.channels * senders + (2 if in_place else plan.channels * world)
         tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
         capacity = nbytes if in_place else ctx.capacity
