@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdcoll.collectives.all_gather import policy
-from tdcoll.collectives.all_gather.policy import ALGORITHMS, CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES, choose
+from tdcoll.collectives.all_gather.policy import ALGORITHMS, CHUNK_ALIGNMENT, LL_BLOCKS, TARGET_CHUNK_BYTES, choose
 from tdcoll.context import CHANNELS
 from tdcoll.runtime.topology import Topology
 
@@ -65,6 +65,56 @@ def test_chunks(nbytes: int, channels: int, chunk: int) -> None:
     assert (plan.channels, plan.chunk) == (channels, chunk)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "asked", "nbytes", "ll_bytes", "algorithm"),
+    [
+        ((8,), "auto", 0, 16 << 10, "ll"),
+        ((8,), "auto", 1, 16 << 10, "ll"),
+        ((8,), "auto", 16 << 10, 16 << 10, "ll"),
+        ((8,), "auto", (16 << 10) + 1, 16 << 10, "1d"),
+        ((1,), "auto", 8, 16 << 10, "ll"),
+        ((8,), "auto", 0, 0, "ll"),
+        ((8,), "auto", 1, 0, "1d"),
+        ((8,), "auto", 0, -1, "1d"),  # ranks that cannot store to each other's memory
+        ((4, 4), "auto", 8, 16 << 10, "2d"),
+        ((4, 2), "auto", 8, 16 << 10, "1d"),
+        ((8,), "ll", 16 << 10, 16 << 10, "ll"),
+        ((8,), "1d", 8, 16 << 10, "1d"),
+        ((8,), "2d", 8, 16 << 10, "2d"),
+    ],
+)
+def test_algorithm_of_small_messages(
+    nodes: tuple[int, ...], asked: str, nbytes: int, ll_bytes: int, algorithm: str
+) -> None:
+    assert choose(nbytes, nodes_of(*nodes), asked, ll_bytes=ll_bytes).algorithm == algorithm
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "programs", "block", "num_warps"),
+    [
+        (0, 1, LL_BLOCKS[0], 2),
+        (1, 1, LL_BLOCKS[0], 2),
+        (4 * LL_BLOCKS[0], 1, LL_BLOCKS[0], 2),
+        (4 * LL_BLOCKS[0] + 1, 1, LL_BLOCKS[1], 8),
+        (4 * LL_BLOCKS[1], 1, LL_BLOCKS[1], 8),
+        (4 * LL_BLOCKS[1] + 1, 2, LL_BLOCKS[1], 8),
+        (16 << 10, 4, LL_BLOCKS[1], 8),
+    ],
+)
+def test_blocks_of_ll(nbytes: int, programs: int, block: int, num_warps: int) -> None:
+    plan = choose(nbytes, nodes_of(8), "ll", ll_bytes=16 << 10)
+    assert (plan.channels, plan.chunk, plan.num_warps) == (programs, 4 * block, num_warps)
+
+
+@given(st.integers(0, 16 << 10))
+def test_blocks_of_ll_cover_the_words(nbytes: int) -> None:
+    plan = choose(nbytes, nodes_of(8), "ll", ll_bytes=16 << 10)
+    assert plan.channels * plan.chunk >= nbytes
+    assert (plan.channels - 1) * plan.chunk < max(nbytes, 1), "the last program has nothing to carry"
+    block = plan.chunk // 4
+    assert block & (block - 1) == 0, "Triton wants a power of two"
+
+
 SIZES = st.one_of(
     st.integers(0, 300),
     st.integers(0, 3 * CHANNELS * CHUNK_ALIGNMENT),
@@ -87,15 +137,17 @@ def test_chunks_cover_the_bytes_and_none_is_empty(nbytes: int, nodes: list[int],
     assert (plan.channels - 1) * plan.chunk < max(nbytes, 1), "the last channel has nothing to carry"
 
 
-@given(SIZES, NODES, st.sampled_from(ALGORITHMS), st.data())
-def test_all_ranks_choose_the_same(nbytes: int, nodes: list[int], algorithm: str, data: st.DataObject) -> None:
+@given(SIZES, NODES, st.sampled_from(ALGORITHMS), st.integers(-1, 1 << 20), st.data())
+def test_all_ranks_choose_the_same(
+    nbytes: int, nodes: list[int], algorithm: str, ll_bytes: int, data: st.DataObject
+) -> None:
     """In any order of ranks, for any PEs, seen from any rank."""
     node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
     pes = data.draw(st.permutations(range(100, 100 + len(node_ids))))
     answers = set()
     for rank in range(len(node_ids)):
         try:
-            answers.add(choose(nbytes, Topology.of(rank, pes, node_ids), algorithm))
+            answers.add(choose(nbytes, Topology.of(rank, pes, node_ids), algorithm, ll_bytes=ll_bytes))
         except ValueError as error:
             answers.add(str(error))
     assert len(answers) == 1
@@ -118,6 +170,16 @@ def test_a_wish_is_granted_or_refused(nbytes: int, nodes: list[int], asked: str)
 def test_refusals_say_what_and_why() -> None:
     with pytest.raises(ValueError, match=f"algorithm must be one of {', '.join(ALGORITHMS)}; got '3d'"):
         choose(1, nodes_of(4), "3d")
+    with pytest.raises(
+        ValueError, match=r"one node and at most 64 bytes per rank; got 65 bytes on 4 rank\(s\) on 1 node"
+    ):
+        choose(65, nodes_of(4), "ll", ll_bytes=64)
+    with pytest.raises(
+        ValueError, match=r"one node and at most 64 bytes per rank; got 1 bytes on 4 rank\(s\) on 2 node"
+    ):
+        choose(1, nodes_of(2, 2), "ll", ll_bytes=64)
+    with pytest.raises(ValueError, match=r"ranks that can store to each other's memory; got 1 bytes"):
+        choose(1, nodes_of(4), "ll")
     with pytest.raises(ValueError, match=r"6 rank\(s\) on 2 node\(s\) \(4 \+ 2\)\. Use algorithm='1d' or 'auto'"):
         choose(1, nodes_of(4, 2), "2d")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tdcoll.collectives import protocol
 from tdcoll.collectives.all_gather import op
 
 
@@ -25,101 +26,247 @@ class Mutant:
     Attributes:
         name: what is missing.
         pieces: replacements in the source; each must occur.
+        expect: regular expression that the failure's report must match: what goes wrong, and not just that it does.
         algorithm: whose kernel shows it.
         n_pes: ranks of the job.
         ranks_per_node: as for ``World``.
         calls: as for ``Gathers``.
         world: further arguments of ``World``.
-        module: whose source it changes.
+        module: whose source it changes: ``"kernels"`` or ``"kernels_ll"``.
+        protocol: replacements in the source of ``begin_epoch`` and its like, which the module imports.
     """
 
     name: str
     pieces: tuple[tuple[str, str], ...]
+    expect: str
     algorithm: str = "1d"
     n_pes: int = 4
     ranks_per_node: int | None = None
     calls: str = "oooo"
     world: tuple[tuple[str, Any], ...] = ()
     module: str = "kernels"
+    protocol: tuple[tuple[str, str], ...] = ()
 
-    def source(self) -> str:
-        source = Path(getattr(op, self.module).__file__).read_text()
-        for old, new in self.pieces:
-            assert old in source, f"mutant {self.name}: the kernels no longer contain {old!r}"
+    @property
+    def job(self) -> dict[str, Any]:
+        """Arguments of ``World``."""
+        return {"n_pes": self.n_pes, "ranks_per_node": self.ranks_per_node, **dict(self.world)}
+
+    def sources(self) -> tuple[str, str]:
+        """What the kernels' module and the protocol's become."""
+        return (
+            self._changed(getattr(op, self.module), self.pieces),
+            self._changed(protocol, self.protocol),
+        )
+
+    def _changed(self, module: ModuleType, pieces: tuple[tuple[str, str], ...]) -> str:
+        assert module.__file__ is not None
+        source = Path(module.__file__).read_text()
+        for old, new in pieces:
+            assert old in source, f"mutant {self.name}: {module.__name__} no longer contains {old!r}"
             source = source.replace(old, new)
         return source
 
 
+WRONG = r"AssertionError: rank \d+, call \d+ \([oi]\): \d+ wrong bytes"
+
+
+def missing(signal: str) -> str:
+    """A deadlock in which somebody waits for this array of signals."""
+    return rf"[Dd]eadlock[\s\S]*waits for pe\d+\.{signal}\["
+
+
 PUT_LOCAL = "tdl.putmem_signal_block(target, source, size, signal, epoch, tdl.SIGNAL_SET, pe)"
 PUT_REMOTE = "tdl.putmem_signal_nbi_block(staged, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)"
+SIGNAL = "tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, pe)"
+MAY_WRITE = "if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:\n"
+ADD = '    tl.atomic_add(control, share.to(tl.int64), sem="relaxed", scope="gpu")\n'
+WAIT_FLAGGED = "tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)"
+LOAD_WORDS = "tl.load(landed, mask=mask, other=0).to(tl.int32)"
+READ = '    word = tdl.ld(control, "gpu", "relaxed")\n'
 
 MUTANTS = [
-    Mutant("one slot", (("(epoch % 2)", "(epoch * 0)"),)),
-    Mutant("one row of signals", (("row = signals + (epoch % 2) * SLOT_SIGNALS", "row = signals"),)),
+    # ------------------------------------------------------------------ slots and signals
+    Mutant("one slot", (("(epoch % 2)", "(epoch * 0)"),), WRONG),
+    Mutant("one row of signals", (("row = signals + (epoch % 2) * SLOT_SIGNALS", "row = signals"),), WRONG),
     Mutant(
         "no fence between data and signal",
-        ((PUT_LOCAL, "tdl.putmem_block(target, source, size, pe); tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, pe)"),),
+        ((PUT_LOCAL, f"tdl.putmem_block(target, source, size, pe); {SIGNAL}"),),
+        WRONG,
     ),
     Mutant(
         "signal before data",
-        (
-            (
-                PUT_LOCAL,
-                "tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, pe); tdl.fence(); "
-                "tdl.putmem_block(target, source, size, pe)",
-            ),
-        ),
+        ((PUT_LOCAL, f"{SIGNAL}; tdl.fence(); tdl.putmem_block(target, source, size, pe)"),),
+        WRONG,
     ),
-    Mutant("forgotten signal", ((PUT_LOCAL, "tdl.putmem_block(target, source, size, pe)"),)),
-    Mutant("signal of the epoch before", ((PUT_LOCAL, PUT_LOCAL.replace("epoch", "epoch - 2")),)),
+    Mutant("forgotten signal", ((PUT_LOCAL, "tdl.putmem_block(target, source, size, pe)"),), missing("signals")),
+    Mutant("signal of the epoch before", ((PUT_LOCAL, PUT_LOCAL.replace("epoch", "epoch - 2")),), missing("signals")),
     Mutant(
         "the receiver does not wait",
         (("if tdl.wait_signal(signals + signal, tdl.CMP_GE, epoch,", "if tdl.wait_signal(signals, tdl.CMP_GE, 0,"),),
+        WRONG,
     ),
     Mutant(
-        "the forwarder does not wait",
-        (("tdl.wait_signal(row + origin, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + origin, tdl.CMP_GE, 0,"),),
-        "2d",
-        4,
-        2,
+        "the receiver waits for the first chunk only",
+        (("            signal = channel * WORLD + peer\n", "            signal = peer\n"),),
+        WRONG,
     ),
     Mutant(
         "the second chunk has the signal of the first",
         (("signal = row + channel * WORLD + rank", "signal = row + rank"),),
+        missing("signals"),
     ),
+    Mutant(
+        "receivers before senders",
+        (("task = program // channels\n", "task = 2 * n_local - program // channels\n"),),
+        missing("signals"),
+        world=(("resident", 1),),
+    ),
+    # ------------------------------------------------------------------ the epoch
+    Mutant(
+        "the epoch is read after it was added to",
+        (),
+        WRONG + "|" + missing("signals"),
+        protocol=((READ, ""), (ADD, ADD + READ)),
+    ),
+    Mutant(
+        "the epoch is raised by the first program",
+        (),
+        WRONG + "|" + missing("signals"),
+        protocol=(
+            ("share = _EPOCH // programs", "share = _EPOCH * (program == 0)"),
+            ("    if program == programs - 1:\n        share = _EPOCH - share * (programs - 1)\n", ""),
+        ),
+    ),
+    Mutant(
+        "the epoch is not raised",
+        (),
+        WRONG,
+        protocol=((ADD, ""),),
+    ),
+    # ------------------------------------------------------------------ between nodes
+    Mutant(
+        "remote: signal before data",
+        ((PUT_REMOTE, f"{SIGNAL}; tdl.fence(); tdl.putmem_nbi_block(staged, staged, size, pe)"),),
+        WRONG,
+        ranks_per_node=2,
+    ),
+    Mutant("remote: no data", ((PUT_REMOTE, SIGNAL),), WRONG, ranks_per_node=2),
+    Mutant(
+        "remote: no signal",
+        ((PUT_REMOTE, "tdl.putmem_nbi_block(staged, staged, size, pe)"),),
+        missing("signals"),
+        ranks_per_node=2,
+    ),
+    Mutant(
+        "remote: nothing in the slot to send from",
+        (("        tdl.copy_block(staged, source, size)\n", ""),),
+        WRONG,
+        ranks_per_node=2,
+    ),
+    Mutant(
+        "2d, remote: signal before data",
+        ((PUT_REMOTE, f"{SIGNAL}; tdl.fence(); tdl.putmem_nbi_block(staged, staged, size, pe)"),),
+        WRONG,
+        "2d",
+        ranks_per_node=2,
+    ),
+    Mutant(
+        "2d: the forwarder does not wait",
+        (("tdl.wait_signal(row + origin, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + origin, tdl.CMP_GE, 0,"),),
+        WRONG,
+        "2d",
+        ranks_per_node=2,
+    ),
+    # ------------------------------------------------------------------ in place
     Mutant(
         "in place: a rank is written to before it has entered",
         (("tdl.wait_signal(ready + peer, tdl.CMP_GE, epoch,", "tdl.wait_signal(ready + peer, tdl.CMP_GE, 0,"),),
+        WRONG,
+        calls="iiii",
+    ),
+    Mutant(
+        "in place, 2d: a rank of this node is written to before it has entered",
+        ((f"    {MAY_WRITE}        {PUT_LOCAL}", f"    if True:\n        {PUT_LOCAL}"),),
+        WRONG,
+        "2d",
+        ranks_per_node=2,
+        calls="iiii",
+    ),
+    Mutant(
+        "in place, 2d: a rank of another node is written to before it has entered",
+        ((f"        {MAY_WRITE}            {PUT_REMOTE}", f"        if True:\n            {PUT_REMOTE}"),),
+        WRONG,
+        "2d",
+        ranks_per_node=2,
+        calls="iiii",
+    ),
+    Mutant(
+        "in place: no announcement",
+        (("        _announce(ready, routes, epoch, rank, n_local, n_remote)\n", "        pass\n"),),
+        missing("ready"),
+        calls="iiii",
+    ),
+    Mutant(
+        "in place: no announcement to other nodes",
+        (
+            (
+                "    for i in tl.range(0, n_remote, disable_licm=True):\n        tdl.signal",
+                "    for i in tl.range(0, 0):\n        tdl.signal",
+            ),
+        ),
+        missing("ready"),
+        "2d",
+        ranks_per_node=2,
+        calls="iiii",
+    ),
+    Mutant(
+        "in place: the receiver waits for the first chunk only",
+        (("tdl.wait_signals(signals + c * WORLD, WORLD,", "tdl.wait_signals(signals, WORLD,"),),
+        WRONG,
         calls="iiii",
     ),
     Mutant(
         "in place: the caller's segment is still being read",
         (("tdl.quiet()", "pass"),),
+        WRONG,
         "2d",
-        4,
-        2,
+        ranks_per_node=2,
         calls="iiii",
     ),
-    Mutant(
-        "receivers before senders",
-        (("task = program // channels\n", "task = 2 * n_local - program // channels\n"),),
-        world=(("resident", 1),),
-    ),
+    # ------------------------------------------------------------------ LL
     Mutant(
         "ll: one slot",
         (("slot = (epoch % 2) * WORLD * words", "slot = (epoch % 2) * 0"),),
+        missing("flagged"),
         "ll",
         module="kernels_ll",
     ),
     Mutant(
-        "ll: a flag of the epoch before is taken",
-        (("tdl.wait_flagged(landed, epoch.to(tl.int32)", "tdl.wait_flagged(landed, (epoch - 2).to(tl.int32)"),),
+        "ll: the flags are not looked at",
+        ((f"received, arrived = {WAIT_FLAGGED}", f"received = {LOAD_WORDS}; arrived = 1"),),
+        WRONG,
+        "ll",
+        module="kernels_ll",
+    ),
+    Mutant(
+        "ll: the first flag stands for all words",
+        ((WAIT_FLAGGED, WAIT_FLAGGED.replace("mask", "mask & (index == 0)") + f"; received = {LOAD_WORDS}"),),
+        WRONG,
+        "ll",
+        module="kernels_ll",
+    ),
+    Mutant(
+        "ll: a flag of the epoch before",
+        (("tdl.store_flagged(sent, data, epoch.to", "tdl.store_flagged(sent, data, (epoch - 2).to"),),
+        missing("flagged"),
         "ll",
         module="kernels_ll",
     ),
     Mutant(
         "ll: waits for the rank it sends to",
         (("frm = (rank - step + WORLD) % WORLD", "frm = to"),),
+        missing("flagged"),
         "ll",
         world=(("resident", 1),),
         module="kernels_ll",
@@ -127,29 +274,51 @@ MUTANTS = [
     Mutant(
         "ll: a call of no bytes hears from nobody",
         (("tl.maximum((size + 3) // 4, 1)", "(size + 3) // 4"),),
+        missing("flagged"),
         "ll",
         calls="ozozozo",
         module="kernels_ll",
     ),
+    Mutant(
+        "ll: the epoch is read after it was added to",
+        (),
+        WRONG + "|" + missing("flagged"),
+        "ll",
+        module="kernels_ll",
+        protocol=((READ, ""), (ADD, ADD + READ)),
+    ),
 ]
 
 
-@contextmanager
-def installed(mutant: Mutant, folder: Path) -> Iterator[ModuleType]:
-    """Let all-gather launch the mutant's kernels."""
-    name = "all_gather_mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name)
+def _load(name: str, folder: Path, source: str) -> ModuleType:
     path = folder / f"{name}.py"
-    path.write_text(mutant.source())
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def installed(mutant: Mutant, folder: Path) -> Iterator[ModuleType]:
+    """Let all-gather launch the mutant's kernels."""
+    name = "all_gather_mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name)
+    kernels, shared = mutant.sources()
+    if mutant.protocol:
+        old = f"from {protocol.__name__} import"
+        assert old in kernels
+        kernels = kernels.replace(old, f"from {name}_protocol import")
     real = getattr(op, mutant.module)
-    setattr(op, mutant.module, module)
     try:
+        if mutant.protocol:
+            _load(f"{name}_protocol", folder, shared)
+        module = _load(name, folder, kernels)
+        setattr(op, mutant.module, module)
         yield module
     finally:
         setattr(op, mutant.module, real)
-        del sys.modules[name]
+        sys.modules.pop(name, None)
+        sys.modules.pop(f"{name}_protocol", None)
