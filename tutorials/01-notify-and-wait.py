@@ -32,7 +32,6 @@ import argparse
 import os
 
 import torch
-import torch.distributed as dist
 import triton.language as tl
 
 import tdcoll
@@ -114,15 +113,11 @@ def produce(slots, outbox, arrived, credits, monitor, begin, count, WORDS: tl.co
             tdl.syncthreads()
             slot = i % SLOTS
             target = slots + slot * WORDS
-            tdl.putmem_signal_block(
-                target, outbox, WORDS * 8, arrived + slot, i + 1, tdl.SIGNAL_SET, successor
-            )
+            tdl.putmem_signal_block(target, outbox, WORDS * 8, arrived + slot, i + 1, tdl.SIGNAL_SET, successor)
 
 
 @tdcoll.jit
-def consume(
-    slots, received, arrived, credits, monitor, begin, count, WORDS: tl.constexpr, SLOTS: tl.constexpr
-):
+def consume(slots, received, arrived, credits, monitor, begin, count, WORDS: tl.constexpr, SLOTS: tl.constexpr):
     world = tdl.n_pes()
     predecessor = (tdl.my_pe() + world - 1) % world
     word = tl.arange(0, WORDS)
@@ -164,7 +159,7 @@ def wait_for_nobody(signal, monitor):
 # ---------------
 #
 # `tdcoll.empty` gives symmetric memory, uninitialised. All ranks must have zeroed their signals before
-# anybody sends one, hence the barrier in `main` between `Queue()` and the first launch.
+# anybody sends one: `tdcoll.zeros` gives zeros, and returns when all ranks have them.
 
 WORDS, SLOTS, ITEMS = 256, 4, 24
 
@@ -176,9 +171,8 @@ class Queue:
         self.slots = tdcoll.empty((SLOTS, WORDS), torch.int64)
         self.outbox = tdcoll.empty(WORDS, torch.int64)
         # SLOTS times `arrived`, then `credits`, then one word for hello and one for nobody.
-        self.signals = tdcoll.empty(SLOTS + 3, torch.int64)
-        self.signals.zero_()
-        self.received = torch.zeros((ITEMS, WORDS), dtype=torch.int64, device=self.slots.device)
+        self.signals = tdcoll.zeros(SLOTS + 3, torch.int64)
+        self.received = torch.zeros((ITEMS, WORDS), dtype=torch.int64, device=tdcoll.device())
         self.arrived, self.credits, self.hello, self.nobody = self.signals.split([SLOTS, 1, 1, 1])
 
     def run(self, monitor, begin, count):
@@ -186,12 +180,6 @@ class Queue:
             self.slots, self.outbox, self.received, self.arrived, self.credits, monitor.words,
             begin, count, WORDS=WORDS, SLOTS=SLOTS,
         )  # fmt: skip
-
-
-def synchronize(device):
-    """Wait for the GPU. Simulated kernels are over when their launch returns."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # %%
@@ -205,9 +193,7 @@ def check_received(received, sender):
     wrong = (received != sender * 1000000 + item * 1000 + word).nonzero()
     if len(wrong):
         i, w = wrong[0].tolist()
-        raise AssertionError(
-            f"{len(wrong)} wrong words from rank {sender}; item {i}, word {w} is {received[i, w]}"
-        )
+        raise AssertionError(f"{len(wrong)} wrong words from rank {sender}; item {i}, word {w} is {received[i, w]}")
 
 
 def main():
@@ -216,23 +202,20 @@ def main():
     options = parser.parse_args()
 
     tdcoll.initialize()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    topology = tdcoll.topology()
+    rank, world = topology.rank, topology.world_size
     ring = Queue()
-    device = ring.slots.device
-    synchronize(device)
-    dist.barrier()
 
     def say(text):
-        dist.barrier()  # so that it is true of all ranks: one that failed is not here
+        tdcoll.barrier()  # so that it is true of all ranks: one that failed is not here
         if rank == 0:
             print(text, flush=True)
 
     # The monitor holds the deadline, 30 s if nothing else is said (`launch.sh --timeout`). If a wait expires,
-    # the kernel leaves a record in memory that the host can read, and `check()` raises what it says. It looks
-    # and does not wait, so the kernel has to be over.
+    # the kernel leaves a record in memory that the host can read. `check()` waits for the current stream and
+    # raises what the record says.
     monitor = tdcoll.WaitMonitor()
     hello[(1,)](ring.hello, monitor.words)
-    synchronize(device)
     monitor.check()
     say(f"hello: each of {world} rank(s) was signalled by its predecessor")
 
@@ -242,16 +225,16 @@ def main():
     if rank == options.die:
         os._exit(1)
     ring.run(monitor, half, ITEMS - half)
-    synchronize(device)
     monitor.check()
     check_received(ring.received, (rank - 1) % world)
     say(f"queue: {ITEMS} items of {WORDS * 8} bytes through {SLOTS} slots arrived exactly as they were sent")
 
-    # An impatient monitor, so that you need not wait 30 s. `expired` only looks; `check()` would raise
-    # `CollectiveTimeout`, after which tdcoll takes the job for lost.
+    # An impatient monitor, so that you need not wait 30 s. `check()` would raise `CollectiveTimeout`, after which
+    # tdcoll takes the job for lost. `expired` only looks and does not wait, so the kernel has to be over;
+    # `tdcoll.barrier()` waits for this rank's GPU, and then for the other ranks.
     impatient = tdcoll.WaitMonitor(timeout_s=0.2)
     wait_for_nobody[(1,)](ring.nobody, impatient.words)
-    synchronize(device)
+    tdcoll.barrier()
     if not impatient.expired:
         raise AssertionError("a wait for a signal that nobody sends came to an end without expiring")
     say("deadline: a wait for a signal that nobody sends ended after 0.2 s, and the host knows")

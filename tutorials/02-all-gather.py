@@ -7,7 +7,7 @@ Every rank has a piece; afterwards every rank has all pieces, in rank order. You
 
 * how to write an all-gather as one small kernel,
 * what it lacks: two slots, and an epoch that the GPU counts itself,
-* how to call tdcoll's own, in one and in two dimensions, and without a copy,
+* how to call tdcoll's own, in one and in two dimensions, for small pieces, and without a copy,
 * how the result compares with `torch.distributed`, bit by bit, and on GPUs in time as well.
 
 Run it with
@@ -79,12 +79,9 @@ class MyAllGather:
         topology = tdcoll.topology()
         self.world, self.rank = topology.world_size, topology.rank
         self.slots = tdcoll.empty((2, self.world, numel), dtype)
-        self.signals = tdcoll.empty((2, self.world), torch.int64)
-        self.signals.zero_()
+        self.signals = tdcoll.zeros((2, self.world), torch.int64)  # on all ranks, before anybody signals
         self.monitor = tdcoll.WaitMonitor()
         self.epoch = 0
-        synchronize(self.signals.device)
-        dist.barrier()  # nobody signals before all have zeroed
 
     def __call__(self, tensor):
         self.epoch += 1
@@ -136,11 +133,6 @@ def reference(tensor):
     return gathered
 
 
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # %%
 # How long does a call take?
 # --------------------------
@@ -153,7 +145,10 @@ def synchronize(device):
 
 
 def latencies(nbytes, ctx, algorithms):
-    """Microseconds per call of each algorithm, of the in-place form and of NCCL; checked after timing."""
+    """Microseconds per call of each algorithm, of the in-place form and of NCCL; checked after timing.
+
+    None for LL where the piece is too large for it.
+    """
     from tdcoll.bench.timing import graph_time_us
 
     tensor = make(ctx.rank, 0, nbytes // 4, ctx.device)
@@ -161,6 +156,9 @@ def latencies(nbytes, ctx, algorithms):
     expected = reference(tensor)
     times = []
     for name in algorithms:
+        if name == "ll" and nbytes > ctx.ll_bytes:
+            times.append(None)
+            continue
         out.zero_()
         times.append(graph_time_us(lambda name=name: tdcoll.all_gather(tensor, ctx, out, algorithm=name)))
         check(f"timed {name}", out, expected)
@@ -177,9 +175,9 @@ def compare_latencies(ctx, algorithms, say):
     """Print them for some sizes."""
     names = [*algorithms, "in place", "NCCL"]
     say(f"microseconds per call:\n{'bytes per rank':>16}" + "".join(f"{name:>10}" for name in names))
-    for nbytes in (1 << 10, 4 << 10, 64 << 10, 1 << 20):
+    for nbytes in (1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20):
         times = latencies(nbytes, ctx, algorithms)
-        say(f"{nbytes:16}" + "".join(f"{us:10.1f}" for us in times))
+        say(f"{nbytes:16}" + "".join(f"{'-':>10}" if us is None else f"{us:10.1f}" for us in times))
     ctx.check()
 
 
@@ -190,11 +188,11 @@ def compare_latencies(ctx, algorithms, say):
 
 def main():
     tdcoll.initialize()
-    rank, world = dist.get_rank(), dist.get_world_size()
     topology = tdcoll.topology()
+    rank, world = topology.rank, topology.world_size
 
     def say(text):
-        dist.barrier()  # so that it is true of all ranks: one that failed is not here
+        tdcoll.barrier()  # so that it is true of all ranks: one that failed is not here
         if rank == 0:
             print(text, flush=True)
 
@@ -203,10 +201,9 @@ def main():
     # Our own: several calls in a row, with nothing but its signals between them.
     numel, calls = 1000, 6
     mine = MyAllGather(numel, torch.int32)
-    device = mine.slots.device
+    device = tdcoll.device()
     results = [mine(make(rank, call, numel, device)).clone() for call in range(calls)]
-    synchronize(device)
-    mine.monitor.check()
+    mine.monitor.check()  # waits for the stream
     for call, result in enumerate(results):
         check("my_all_gather", result, reference(make(rank, call, numel, device)))
     say(f"my_all_gather: {calls} calls of {numel * 4} bytes per rank equal torch.distributed's")
@@ -221,19 +218,31 @@ def main():
     # nodes once, and not once per rank. "auto", the default, takes 2D where there are several nodes with
     # several ranks each. On one node both do the same; give launch.sh `--emulate-nodes 2` to see the
     # difference.
+    #
+    # "ll": for pieces of up to 16 KiB inside a node, where "auto" takes it. A put with a signal crosses the
+    # wire three times: the data, their acknowledgement (the signal must not overtake them), the signal. Here
+    # every 64-bit word, which arrives whole, holds 32 bits of data and 32 bits of the epoch, stored straight
+    # into the peer's memory. So it says itself that it has arrived, and one crossing is enough. It is twice the
+    # bytes, which is why large pieces do not go that way.
+    sizes = (0, 1, 1000, 20_000)
     algorithms = ["1d"]
     if topology.ranks_per_node is None:
         say("2d: left out, it needs the same number of ranks on every node")
     else:
         algorithms.append("2d")
     with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 20) as ctx:
+        small = [size for size in sizes if 4 * size <= ctx.ll_bytes]
+        if topology.n_nodes == 1 and small:
+            algorithms.insert(0, "ll")
         for algorithm in algorithms:
-            for call, size in enumerate((0, 1, 1000, 20_000)):
+            chosen = small if algorithm == "ll" else sizes
+            for call, size in enumerate(chosen):
                 tensor = make(rank, call, size, device)
                 gathered = tdcoll.all_gather(tensor, ctx, algorithm=algorithm)
                 ctx.check()  # waits for the stream; raises CollectiveTimeout if a peer did not answer
                 check(f"all_gather {algorithm}", gathered, reference(tensor))
-            say(f"all_gather {algorithm}: 0, 4, 4000 and 80000 bytes per rank equal torch.distributed's")
+            told = ", ".join(str(4 * size) for size in chosen)
+            say(f"all_gather {algorithm}: {told} bytes per rank equal torch.distributed's")
 
         # In a slot the result would have to be copied out. With `all_gather_in_place` you bring the buffer:
         # symmetric, and each rank has filled its own segment. There is only one of it, so the ranks first
@@ -249,7 +258,7 @@ def main():
         say("all_gather_in_place: 3 calls on one buffer equal torch.distributed's")
 
         # And for code that has `torch.distributed.all_gather_into_tensor` today: same arguments, tdcoll keeps
-        # the context.
+        # the context. (`async_op=True` is refused: a call is in the current stream's order, as any kernel is.)
         tensor = make(rank, 9, numel, device)
         out = torch.empty(world * numel, dtype=torch.int32, device=device)
         tdcoll.all_gather_into_tensor(out, tensor)

@@ -49,7 +49,8 @@ NOT_IN_TDCOLL = {
 NOT_IN_LIBSHMEM = {
     **dict.fromkeys(("tid", "ntid", "ld", "ld_acquire", "st"), "its language_extra has them"),
     **dict.fromkeys(("wait_signal", "wait_signals"), "bounded waits are tdcoll's"),
-    **dict.fromkeys(("signal_block", "copy_block"), "work by the block is tdcoll's"),
+    **dict.fromkeys(("wait_flagged", "store_flagged"), "words that carry their own flag are tdcoll's"),
+    **dict.fromkeys(("signal_block", "copy_block", "block_and"), "work by the block is tdcoll's"),
     "syncthreads": "its language_extra calls it __syncthreads",
     "st_release": "st with release order, beside ld_acquire",
 }
