@@ -44,10 +44,10 @@ from typing import Any
 import torch
 
 from tdcoll import runtime
-from tdcoll.errors import ContextError
+from tdcoll.errors import ContextError, HeapExhaustedError, NotInitializedError, RankMismatchError, TdcollError
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
-from tdcoll.runtime.control import all_equal
+from tdcoll.runtime.control import require_equal
 
 __all__ = ["CHANNELS", "LL_MAX_BYTES", "CollectiveContext"]
 
@@ -65,7 +65,9 @@ class CollectiveContext:
     """Symmetric slots, signals and the epoch for the collectives of one group on one stream.
 
     Collective over the group to make and to close; a context manager. Several may be alive at once, over the same or
-    different ranks. After a wait has expired (:class:`~tdcoll.CollectiveTimeout`) the context refuses every call.
+    different ranks. After a wait has expired (:class:`~tdcoll.CollectiveTimeout`) the context refuses every call, and
+    launches that are queued already do nothing. A ``with`` block that is left by an exception does not close it, since
+    the other ranks may be elsewhere: it refuses calls, and can still be closed.
 
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
@@ -98,38 +100,50 @@ class CollectiveContext:
             raise ValueError(f"max_bytes_per_rank must be at least 0, got {max_bytes_per_rank}")
         self._runtime = owner = runtime.current()
         self.topology = owner.topology(group)
+        self.monitor = WaitMonitor(timeout_s=timeout_s, rank=self.topology.rank)
         self.device = owner.device
         self.max_bytes_per_rank = max_bytes_per_rank
         self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else debug
         self._group = self.topology.pes
+        self._refusal: str | None = None
         self._closed = False
+        self._calls = 0
         self._cuda = self.device.type == "cuda"
         self._follows_stream = False
         self._stream = stream
         if self._cuda and stream is None:
             self._stream = torch.cuda.current_stream(self.device)
+        self.captured = False
+        """Whether a call was made while a CUDA graph was being captured: then a graph may still use the memory."""
+        self.tables: dict[Hashable, Any] = {}
+        """Device tensors that launches and captured graphs refer to, for as long as the context lives."""
         self._kept: dict[Hashable, Any] = {}
 
         world = self.topology.world_size
         self.capacity = max(16, -(-max_bytes_per_rank // 16) * 16)
-        all_equal(owner.control, self._group, "max_bytes_per_rank", max_bytes_per_rank)
-        self.monitor = WaitMonitor(timeout_s=timeout_s, rank=self.topology.rank)
+        owner.agree(self._group, "max_bytes_per_rank", max_bytes_per_rank)
         self._symmetric: list[torch.Tensor] = []
-        self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
-        self.signals = self._allocate((2, CHANNELS, world), torch.int64, "signals")
-        self.ready = self._allocate((world,), torch.int64, "ready")
-        self.flagged = self._allocate((2, world, self._flagged_words()), torch.int64, "flagged")
+        try:
+            self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
+            self.signals = self._allocate((2, CHANNELS, world), torch.int64, "signals")
+            self.ready = self._allocate((world,), torch.int64, "ready")
+            self.flagged = self._allocate((2, world, self._flagged_words()), torch.int64, "flagged")
+        except HeapExhaustedError:  # on all ranks alike
+            for tensor in self._symmetric:
+                owner.take_back(tensor)
+            raise
         self.flagged.zero_()
         self.signals.zero_()
         self.ready.zero_()
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
+        owner.held[id(self)] = self
         barrier(self._group)  # nobody may signal before everybody has zeroed
 
     def _flagged_words(self) -> int:
         """64-bit words of a rank's segment in ``flagged``; none if ranks cannot all store to each other."""
         owner = self._runtime
         reachable = all(owner.heap.peer_base(pe) != 0 for pe in self._group)
-        if not all(owner.control.all_gather(self._group, "peers reachable", reachable)):
+        if not all(owner.exchange(self._group, "peers reachable", reachable)):
             return 0
         return max(1, -(-min(self.max_bytes_per_rank, LL_MAX_BYTES) // 4))
 
@@ -163,6 +177,7 @@ class CollectiveContext:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "failed" if self.monitor.expired else "open"
+        state = "left by an exception" if state == "open" and self._refusal else state
         return (
             f"<CollectiveContext rank {self.rank}, {self.topology.describe()}, "
             f"{self.max_bytes_per_rank} bytes per rank, {state}>"
@@ -191,42 +206,80 @@ class CollectiveContext:
             self._stream.synchronize()
         self.monitor.raise_if_expired()
 
-    def begin(self, operation: str, nbytes: int, agree: tuple[Any, ...] = ()) -> None:
+    def begin(
+        self,
+        operation: str,
+        nbytes: int,
+        agree: tuple[Any, ...] = (),
+        validate: Callable[[], None] = lambda: None,
+    ) -> None:
         """What every collective does before it launches: is the call allowed here and now?
 
         Args:
             operation: its name, for messages.
-            nbytes: what this rank contributes, in bytes.
+            nbytes: what this rank contributes, in bytes; counted against the capacity.
             agree: whatever else must be the same on all ranks; compared, with ``nbytes``, in debug mode.
+            validate: raises if the other arguments are wrong on this rank. In debug mode the others hear of it.
 
         Raises:
             ContextError: closed, on another stream, or over the capacity.
             CollectiveTimeout: a wait has expired.
-            RankMismatchError: (debug) ranks disagree; raised on all of them.
+            NotInitializedError: after ``tdcoll.finalize()``.
+            RankMismatchError: (debug) ranks disagree, or another rank's arguments are wrong; raised on all of them.
         """
-        if self._closed:
-            raise ContextError(f"{operation}: the context is closed")
+        if self._refusal is not None:
+            raise ContextError(f"{operation}: {self._refusal}")
+        if self._runtime.closed:
+            raise NotInitializedError(f"{operation}: the context is of a job that tdcoll.finalize() has ended")
         self.monitor.raise_if_expired()
         if self.debug:
-            all_equal(self._runtime.control, self._group, f"{operation} arguments", (nbytes, *agree))
+            self._agree(operation, nbytes, agree, validate)
+        else:
+            self._allow(operation, nbytes)
+            validate()
+        self._calls += 1
+
+    def _agree(self, operation: str, nbytes: int, agree: tuple[Any, ...], validate: Callable[[], None]) -> None:
+        """The checks of a call in debug mode: what is wrong on one rank is an error on all."""
+        problem: Exception | None = None
+        try:
+            self._allow(operation, nbytes)
+            validate()
+        except (TdcollError, TypeError, ValueError) as error:
+            problem = error
+        # Which context and which of its calls: two contexts used in different orders show as well.
+        staging = self._runtime.offset_of(self.staging, "staging")
+        what = f"{operation} arguments"
+        answers = self._runtime.exchange(
+            self._group, what, (str(problem) if problem else None, (nbytes, *agree, staging, self._calls))
+        )
+        if problem is not None:
+            raise problem
+        for rank, (other, _) in enumerate(answers):
+            if other is not None:
+                raise RankMismatchError(f"{operation}: rank {rank} cannot make this call: {other}")
+        require_equal([arguments for _, arguments in answers], range(self.world_size), what)
+
+    def _allow(self, operation: str, nbytes: int) -> None:
         if nbytes > self.max_bytes_per_rank:
             raise ContextError(
                 f"{operation}: {nbytes} bytes per rank is over the context's capacity of "
                 f"{self.max_bytes_per_rank}; make it with max_bytes_per_rank={nbytes} or more"
             )
-        if self._cuda:
-            if torch.cuda.current_device() != self.device.index:
-                raise ContextError(
-                    f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
-                    f"{self.device}; call torch.cuda.set_device({self.device.index})"
-                )
-            # The raw handle: making a torch.cuda.Stream takes longer than all other checks together.
-            if torch._C._cuda_getCurrentRawStream(self.device.index) != self._stream.cuda_stream:
-                self._change_stream(operation)
+        if not self._cuda:
+            return
+        if torch.cuda.current_device() != self.device.index:
+            raise ContextError(
+                f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
+                f"{self.device}; call torch.cuda.set_device({self.device.index})"
+            )
+        if torch.cuda.is_current_stream_capturing():
+            self.captured = True
+        # The raw handle: making a torch.cuda.Stream takes longer than all other checks together.
+        elif torch._C._cuda_getCurrentRawStream(self.device.index) != self._stream.cuda_stream:
+            self._change_stream(operation)
 
     def _change_stream(self, operation: str) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return
         stream = torch.cuda.current_stream(self.device)
         if not self._follows_stream:
             raise ContextError(
@@ -239,19 +292,27 @@ class CollectiveContext:
     def close(self) -> None:
         """Free the symmetric memory. Collective; waits for the stream. A second call does nothing.
 
-        After an expired wait it is local, since a peer may be gone: the memory stays taken.
+        After an expired wait it is local, since a peer may be gone, and the memory stays taken.
+
+        Raises:
+            CollectiveTimeout: a wait has expired, and nobody has been told yet.
         """
         if self._closed:
             return
-        self._closed = True
-        if self._cuda and not self.monitor.expired:
+        self._closed, self._refusal = True, "the context is closed"
+        if self._runtime.closed:
+            return
+        if self._cuda:
             self._stream.synchronize()
-        if self.monitor.expired:
-            self._runtime.failed = True
+        if self.monitor.expired and not self.monitor.reported:
+            self.monitor.raise_if_expired()
+        if self._runtime.failed:
             return
         for tensor in reversed(self._symmetric):
-            self._runtime.release(tensor, group=self._group)
+            self._runtime.release(tensor)
         self._symmetric.clear()
+        self._runtime.held.pop(id(self))
+        self._runtime.held.pop(id(self.monitor))
 
     def __enter__(self) -> CollectiveContext:
         return self
@@ -261,5 +322,5 @@ class CollectiveContext:
     ) -> None:
         if kind is None:
             self.close()
-        else:  # the other ranks may not be leaving too: closing would wait for them
-            self._closed = True
+        elif self._refusal is None:  # the other ranks may not be leaving too: closing would wait for them
+            self._refusal = "its with block was left by an exception; close() it, on all ranks, to free its memory"

@@ -45,7 +45,7 @@ class RankMismatchError(TdcollError):
 
 
 class ContextError(TdcollError):
-    """A context used after close, on another stream, over its capacity, or after a timeout."""
+    """A context used after close, on another stream or device, or over its capacity."""
 
 
 class CollectiveTimeout(TdcollError):

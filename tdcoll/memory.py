@@ -58,7 +58,7 @@ def barrier(group: runtime.Group = None) -> None:
     owner = runtime.current()
     if owner.device.type == "cuda":
         torch.cuda.synchronize(owner.device)
-    owner.control.all_gather(owner.ranks_of(group), "barrier", None)
+    owner.exchange(owner.ranks_of(group), "barrier")
 
 
 def device() -> torch.device:
@@ -66,13 +66,14 @@ def device() -> torch.device:
     return runtime.current().device
 
 
-def free(tensor: torch.Tensor, *, group: runtime.Group = None) -> None:
-    """Give back what :func:`empty` made. Collective over the same ``group``; waits for this rank's GPU.
+def free(tensor: torch.Tensor) -> None:
+    """Give back what :func:`empty` made. Collective over the ranks that made it; waits for this rank's GPU.
 
     Raises:
         NotSymmetricError: not made by :func:`empty`, a view into it, or freed already.
+        RankMismatchError: ranks free different tensors.
     """
-    runtime.current().release(tensor, group=group)
+    runtime.current().release(tensor)
 
 
 def heap_info() -> HeapInfo:

@@ -45,6 +45,14 @@ class WaitMonitor:
         words[c.MONITOR_RECORD.value] = self._record.data_ptr()
         words[c.MONITOR_RANK.value] = self._runtime.rank if rank is None else rank
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
+        self._reported = False
+        # Kernels write to this memory when a wait expires, whoever still refers to it.
+        self._runtime.held[id(self)] = self
+
+    @property
+    def reported(self) -> bool:
+        """True once :class:`~tdcoll.CollectiveTimeout` has been raised for it."""
+        return self._reported
 
     @property
     def expired(self) -> bool:
@@ -68,7 +76,7 @@ class WaitMonitor:
             CollectiveTimeout: a wait has expired.
         """
         if self.expired:
-            self._runtime.failed = True
+            self._runtime.failed = self._reported = True
             host = self._host
             raise CollectiveTimeout(
                 rank=int(host[c.RECORD_RANK.value]),

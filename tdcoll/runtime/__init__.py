@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tdcoll.errors import NotInitializedError, NotSymmetricError, RankMismatchError
-from tdcoll.runtime.control import ControlPlane
+from tdcoll.errors import NotInitializedError, NotSymmetricError, RankMismatchError, TdcollError
+from tdcoll.runtime.control import ControlPlane, require_equal
 from tdcoll.runtime.heap import Arena, HeapInfo, SymmetricHeap, agree
 from tdcoll.runtime.topology import Topology
 
@@ -50,8 +50,12 @@ class Runtime:
     arena: Arena = field(init=False)
     contexts: dict[Any, Any] = field(init=False, default_factory=dict)
     """Contexts that tdcoll made itself for the drop-in calls; closed by ``finalize``."""
+    held: dict[int, Any] = field(init=False, default_factory=dict)
+    """What kernels and captured graphs may still use, by id: open contexts and monitors, kept until ``finalize``."""
     failed: bool = field(init=False, default=False)
-    """A wait has expired: peers may be gone, and nothing collective should be tried any more."""
+    """A wait has expired: peers may be gone, and nothing collective is tried any more."""
+    closed: bool = field(init=False, default=False)
+    """``finalize`` has been called."""
 
     def __post_init__(self) -> None:
         self.arena = Arena(self.heap.nbytes)
@@ -96,6 +100,32 @@ class Runtime:
 
     # ------------------------------------------------------------------ symmetric memory
 
+    def exchange(self, ranks: Sequence[int], tag: str, value: Any = None) -> list[Any]:
+        """``value`` of every rank of ``ranks``, over the control plane.
+
+        Raises:
+            NotInitializedError: after ``finalize``.
+            TdcollError: a wait has expired before, or a rank does not come.
+        """
+        if self.closed:
+            raise NotInitializedError(f"{tag}: made before tdcoll.finalize(), which has ended that job")
+        if self.failed:
+            raise TdcollError(
+                f"{tag}: a wait has expired in this process, so other ranks may be gone and nothing collective is "
+                "tried any more; end the job"
+            )
+        try:
+            return self.control.all_gather(ranks, tag, value)
+        except RankMismatchError:
+            raise
+        except TdcollError:  # whoever comes late finds an exchange that is over: the numbering is lost
+            self.failed = True
+            raise
+
+    def agree(self, ranks: Sequence[int], what: str, value: Any) -> None:
+        """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the same value."""
+        require_equal(self.exchange(ranks, what, value), ranks, what)
+
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, group: Group = None, name: str = "tensor"
     ) -> torch.Tensor:
@@ -105,32 +135,38 @@ class Runtime:
             raise ValueError(f"shape must have extents of at least 0, got {list(shape)}")
         ranks = self.ranks_of(group)
         nbytes = math.prod(shape) * dtype.itemsize
-        answers = self.control.all_gather(
-            ranks, f"allocate {name}", (nbytes, self.arena.propose(nbytes), self.arena.info)
-        )
+        proposal = (nbytes, self.arena.propose(nbytes), self.arena.info)
+        answers = self.exchange(ranks, f"allocate {name}", proposal)
         if any(answer[0] != nbytes for answer in answers):
             sizes = ", ".join(f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True))
             raise RankMismatchError(f"all ranks must ask for the same number of bytes of {name}; got {sizes}")
         if nbytes == 0:  # PyTorch gives such a tensor no address, so it takes no place in the heap
             return torch.empty(shape, dtype=dtype, device=self.device)
         offset = agree([a[1] for a in answers], nbytes, [a[2] for a in answers])
-        self.arena.take(offset, nbytes)
+        self.arena.take(offset, nbytes, ranks)
         self.heap.label(offset, nbytes, name, dtype.itemsize)
         return self.heap.view(offset, nbytes).view(dtype).view(shape)
 
-    def release(self, tensor: torch.Tensor, *, group: Group = None) -> None:
-        """Free what :meth:`allocate` gave. Collective over the same group; waits until all its ranks are here."""
+    def release(self, tensor: torch.Tensor) -> None:
+        """Free what :meth:`allocate` gave. Collective over the ranks that allocated it; waits until all are here."""
+        if tensor.nbytes == 0:
+            return
         offset = self.offset_of(tensor, "tensor")
-        if tensor.nbytes and self.arena.size_of(offset) is None:
+        owners = self.arena.owners_of(offset)
+        if owners is None:
             raise NotSymmetricError(
                 f"tensor must be the tensor that tdcoll.empty() returned, not a view into it (offset {offset}) "
                 "and not one that is freed already"
             )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.control.all_gather(self.ranks_of(group), "free", None)
+        self.agree(owners, "free: offset of the tensor", offset)
+        self.arena.release(offset)
+
+    def take_back(self, tensor: torch.Tensor) -> None:
+        """Undo :meth:`allocate` on this rank alone: when all ranks fail alike before anybody has used the memory."""
         if tensor.nbytes:
-            self.arena.release(offset)
+            self.arena.release(self.offset_of(tensor, "tensor"))
 
     def offset_of(self, tensor: torch.Tensor, argument: str) -> int:
         """Offset of ``tensor``'s first byte in the symmetric heap (0 if it has no bytes).

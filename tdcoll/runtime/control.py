@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from tdcoll.errors import RankMismatchError, TdcollError
 
-__all__ = ["ControlPlane", "StoreControlPlane", "all_equal"]
+__all__ = ["ControlPlane", "StoreControlPlane", "all_equal", "require_equal"]
 
 
 class ControlPlane(Protocol):
@@ -29,7 +29,11 @@ class ControlPlane(Protocol):
 
 def all_equal(control: ControlPlane, ranks: Sequence[int], what: str, value: Any) -> None:
     """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the same value."""
-    values = control.all_gather(ranks, what, value)
+    require_equal(control.all_gather(ranks, what, value), ranks, what)
+
+
+def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> None:
+    """Raise :class:`RankMismatchError`, naming each rank's value, unless all are the same."""
     if any(other != values[0] for other in values):
         listing = ", ".join(f"rank {rank}: {other}" for rank, other in zip(ranks, values, strict=True))
         raise RankMismatchError(f"{what} must be the same on all ranks; got {listing}")

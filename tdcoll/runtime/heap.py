@@ -80,7 +80,7 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (begin, end), sorted
-        self._used: dict[int, int] = {}  # offset -> padded size
+        self._used: dict[int, tuple[int, tuple[int, ...]]] = {}  # offset -> (padded size, owners)
 
     @staticmethod
     def padded(nbytes: int) -> int:
@@ -98,21 +98,21 @@ class Arena:
         size = self.padded(nbytes)
         return [(begin, end) for begin, end in self._free if end - begin >= size]
 
-    def take(self, offset: int, nbytes: int) -> None:
-        """Mark ``nbytes`` at ``offset`` as used. The offset must come from :func:`agree`."""
+    def take(self, offset: int, nbytes: int, owners: Sequence[int] = ()) -> None:
+        """Mark ``nbytes`` at ``offset`` as used by the ranks ``owners``. The offset must come from :func:`agree`."""
         size = self.padded(nbytes)
         for i, (begin, end) in enumerate(self._free):
             if begin <= offset and offset + size <= end:
                 self._free[i : i + 1] = [
                     piece for piece in ((begin, offset), (offset + size, end)) if piece[1] > piece[0]
                 ]
-                self._used[offset] = size
+                self._used[offset] = (size, tuple(owners))
                 return
         raise ValueError(f"offset {offset} with {size} bytes is not free")
 
     def release(self, offset: int) -> None:
         """Free the allocation at ``offset``; raises ``KeyError`` if there is none."""
-        size = self._used.pop(offset)
+        size, _ = self._used.pop(offset)
         merged: list[tuple[int, int]] = []
         for begin, end in sorted([*self._free, (offset, offset + size)]):
             if merged and merged[-1][1] == begin:
@@ -121,9 +121,17 @@ class Arena:
                 merged.append((begin, end))
         self._free = merged
 
-    def size_of(self, offset: int) -> int | None:
-        """Padded size of the allocation that starts at ``offset``, or None."""
-        return self._used.get(offset)
+    def owners_of(self, offset: int) -> tuple[int, ...] | None:
+        """Ranks that share the allocation that starts at ``offset``, or None if there is none."""
+        found = self._used.get(offset)
+        return None if found is None else found[1]
+
+    def owners_around(self, offset: int, nbytes: int) -> tuple[int, ...] | None:
+        """Ranks that share the allocation that holds ``[offset, offset + nbytes)``, or None if none holds it."""
+        for begin, (size, owners) in self._used.items():
+            if begin <= offset and offset + nbytes <= begin + size:
+                return owners
+        return None
 
 
 def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, infos: Sequence[HeapInfo]) -> int:

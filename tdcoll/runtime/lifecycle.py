@@ -183,6 +183,16 @@ def _gpu_name() -> Any:
     return socket.gethostname(), str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
+def _refuse_settings_of_one_host(hosts: set[str]) -> None:
+    """Raise where several hosts have settings, as setenv.sh makes them for one, with which NVSHMEM would hang."""
+    for variable, value in (("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"), ("NVSHMEM_REMOTE_TRANSPORT", "none")):
+        if len(hosts) > 1 and os.environ.get(variable) == value:
+            raise TdcollError(
+                f"{variable}={value} is for one host, and the job has {len(hosts)} ({', '.join(sorted(hosts))}). Start "
+                "it with launch.sh --nnodes, set TDCOLL_NNODES before sourcing setenv.sh, or set the variable yourself."
+            )
+
+
 def _join(settings: _Settings) -> runtime.Runtime:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # The default group's store: present with every backend, and used by no collective of the user's.
@@ -200,6 +210,8 @@ def _join(settings: _Settings) -> runtime.Runtime:
                 f"ranks {gpus[gpu]} and {other} use the same GPU; call torch.cuda.set_device(LOCAL_RANK) before "
                 "tdcoll.initialize()"
             )
+    if not INTERPRETED:
+        _refuse_settings_of_one_host({answer[2][0] for answer in answers})
     names = [answer[1] for answer in answers]
     node_ids = tuple(
         (name, emulated_node(names[:r].count(name), names.count(name), settings.emulate_nodes))
@@ -221,6 +233,12 @@ def _join(settings: _Settings) -> runtime.Runtime:
 
         device = torch.device("cuda", torch.cuda.current_device())
         heap = NvshmemHeap(pe=rank, n_pes=world_size, nbytes=settings.heap_bytes, device=device, control=control)
+        same_host = [r for r, answer in enumerate(answers) if answer[2][0] == answers[rank][2][0]]
+        if unreachable := [r for r in same_host if heap.peer_base(r) == 0]:
+            raise TdcollError(
+                f"rank {rank}'s GPU cannot reach the memory of rank(s) {unreachable} on the same host: peer-to-peer "
+                "access is missing (see `nvidia-smi topo -p2p r`), and tdcoll needs it inside a host"
+            )
     return runtime.Runtime(
         rank=rank,
         world_size=world_size,
@@ -239,18 +257,26 @@ def finalize() -> None:
     destroyed if :func:`initialize` made it. Does nothing when not initialised. After a
     :class:`~tdcoll.errors.CollectiveTimeout` nothing collective is tried, because a peer may be gone: the process
     only forgets the job, and should exit.
+
+    Raises:
+        CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, and nobody has been told yet.
     """
     global _job
     if _job is None:
         return
     leaving, job = runtime.current(), _job
-    _job = None
-    runtime.install(None)
+    try:
+        if not leaving.failed:
+            for context in list(leaving.contexts.values()):
+                context.close()
+            leaving.exchange(range(leaving.world_size), "finalize")
+    finally:
+        _job = None
+        runtime.install(None)
+        leaving.closed = True
     if leaving.failed:
         return
-    for context in list(leaving.contexts.values()):
-        context.close()
-    leaving.control.all_gather(range(leaving.world_size), "finalize", None)
+    leaving.held.clear()
     leaving.heap.close()
     if job.made_process_group:
         dist.destroy_process_group()

@@ -42,7 +42,7 @@ def test_allocations_are_collective_over_any_group():
         tensor = job.allocate((4,), torch.int32, group=group, name="mine")
         tensor.fill_(pe)
         offset = job.offset_of(tensor, "tensor")
-        job.release(tensor, group=group)
+        job.release(tensor)
         return offset
 
     assert World(4).run(host) == [0, 0, 0, 0]

@@ -177,7 +177,7 @@ def subgroups() -> None:
         got = tdcoll.all_gather(pattern(rank(), 1, 100), ctx)
         expect(torch.equal(got, expected(everyone(), 1, 100)), "after the subgroups")
     if extra is not None:
-        tdcoll.free(extra, group=half)
+        tdcoll.free(extra)
 
 
 @check

@@ -212,8 +212,9 @@ def all_gather_2d(
     """``[nbytes] -> [WORLD * nbytes]``: between nodes along rails, then forwarded inside each node.
 
     Programs: ``channels`` times (one rail sender if n_remote > 0, n_local pushes, n_remote * n_local forwarders, WORLD
-    receivers); in place an announcer first, n_remote rail senders per channel, and one receiver last. Arguments are those of :func:`all_gather_1d`, except that
-    ``routes`` names as remote ranks only this rank's rail: one per other node. Every node has ``n_local + 1`` ranks.
+    receivers); in place an announcer first, n_remote rail senders per channel, and one receiver last. Arguments are
+    those of :func:`all_gather_1d`, except that ``routes`` names as remote ranks only this rank's rail: one per other
+    node. Every node has ``n_local + 1`` ranks.
     """
     program = tl.program_id(0)
     if IN_PLACE:

@@ -12,7 +12,7 @@ from tdcoll import runtime
 from tdcoll.collectives.all_gather import kernels, kernels_ll
 from tdcoll.collectives.all_gather.policy import Plan, choose
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import ContextError
+from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
 
 __all__ = ["all_gather", "all_gather_in_place", "all_gather_into_tensor"]
 
@@ -48,11 +48,6 @@ class _Launch:
 
     def __init__(self, ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool) -> None:
         plan = choose(nbytes, ctx.topology, algorithm, ll_bytes=-1 if in_place else ctx.ll_bytes)
-        if ctx._cuda and torch.cuda.is_current_stream_capturing():
-            raise ContextError(
-                "all_gather: the first call of a size prepares its launch, which a CUDA graph cannot capture; make one "
-                "such call on every rank before capturing"
-            )
         prepare = self._prepare_ll if plan.algorithm == "ll" else self._prepare_puts
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
         self.landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
@@ -60,11 +55,17 @@ class _Launch:
         self._kernel = kernel[self._grid]
         self._num_warps = plan.num_warps
         self._compiled: Any = None
+        self._variant = ("compiled", plan.algorithm, self._constants, plan.num_warps)
+        self._context = ctx
         self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
 
     @staticmethod
     def _prepare_puts(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
-        routes, n_local, n_remote = ctx.once(("routes", plan.algorithm), lambda: _routes(ctx, plan.algorithm))
+        key = ("routes", plan.algorithm)
+        if key not in ctx.tables:
+            _refuse_capture(ctx)
+            ctx.tables[key] = _routes(ctx, plan.algorithm)
+        routes, n_local, n_remote = ctx.tables[key]
         world = ctx.world_size
         senders = n_local + (n_remote if in_place else n_remote > 0)
         if plan.algorithm == "1d":
@@ -82,7 +83,10 @@ class _Launch:
 
     @staticmethod
     def _prepare_ll(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
-        peers = ctx.once("peers", lambda: _peer_addresses(ctx, ctx.flagged))
+        if "peers" not in ctx.tables:
+            _refuse_capture(ctx)
+            ctx.tables["peers"] = _peer_addresses(ctx, ctx.flagged)
+        peers = ctx.tables["peers"]
         words = ctx.flagged.shape[2]
         tensors = (peers, ctx.control, ctx.monitor.words)
         numbers = (nbytes, words, ctx.rank, plan.channels)
@@ -94,11 +98,23 @@ class _Launch:
         if self._compiled is not None:
             self._compiled(source, out, landing, *self._addresses, *self._numbers, *self._constants)
             return
+        if self._variant not in self._context.tables:
+            _refuse_capture(self._context)
+            self._context.tables[self._variant] = True
         arguments = (source, out, landing, *self._tensors, *self._numbers, *self._constants)
         compiled = self._kernel(*arguments, num_warps=self._num_warps)
         if compiled is not None:
             # The same types and alignments on every call: what Triton would look up again, at 15 us a time.
             self._compiled = compiled[self._grid]
+
+
+def _refuse_capture(ctx: CollectiveContext) -> None:
+    """What comes next compiles a kernel or copies to the device, neither of which a CUDA graph can capture."""
+    if ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ContextError(
+            "all_gather: the first call of a kind on a context prepares what a CUDA graph cannot capture; make one "
+            "such call, of about the same size, on every rank before capturing"
+        )
 
 
 def _peer_addresses(ctx: CollectiveContext, tensor: torch.Tensor) -> torch.Tensor:
@@ -119,6 +135,8 @@ def _check(name: str, tensor: Any, ctx: CollectiveContext) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.device != ctx.device:
         raise ValueError(f"{name} must be on {ctx.device}, where the context is; got {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{name} must hold its values as they are; call resolve_conj() and resolve_neg() first")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous; got shape {list(tensor.shape)}"
@@ -161,31 +179,35 @@ def all_gather(
     Operations*); the 2D form is the usual hierarchical exchange by rails; LL puts a flag beside every 32 bits (NCCL's
     protocol of that name).
     """
-    _check("tensor", tensor, ctx)
-    nbytes = tensor.nbytes
-    ctx.begin("all_gather", nbytes, (str(tensor.dtype), algorithm, "out of place"))
-    shape = _gathered_shape(tensor, ctx.world_size)
+    nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+    given = out
+
+    def validate() -> None:
+        _check("tensor", tensor, ctx)
+        _launch(ctx, nbytes, algorithm, False)
+        if given is not None:
+            _check_out(tensor, given, ctx)
+
+    ctx.begin("all_gather", nbytes, (str(getattr(tensor, "dtype", None)), algorithm), validate)
     if out is None:
-        out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    else:
-        _check("out", out, ctx)
-        stacked = [ctx.world_size, *tensor.shape]
-        if out.dtype != tensor.dtype or list(out.shape) not in (shape, stacked):
-            raise ValueError(
-                f"out must be {tensor.dtype} of shape {shape} or {stacked}; got {out.dtype} of {list(out.shape)}"
-            )
-        _check_overlap(tensor, out, ctx.rank)
+        out = torch.empty(_gathered_shape(tensor, ctx.world_size), dtype=tensor.dtype, device=tensor.device)
     launch = _launch(ctx, nbytes, algorithm, False)
     launch(tensor.data_ptr(), out.data_ptr(), launch.landing)
     return out
 
 
-def _check_overlap(tensor: torch.Tensor, out: torch.Tensor, rank: int) -> None:
-    begin, nbytes, first = tensor.data_ptr(), tensor.nbytes, out.data_ptr()
-    if nbytes and first < begin + nbytes and begin < first + out.nbytes and begin != first + rank * nbytes:
+def _check_out(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> None:
+    """Raise unless ``out`` can take what the ranks give."""
+    _check("out", out, ctx)
+    shape, stacked = _gathered_shape(tensor, ctx.world_size), [ctx.world_size, *tensor.shape]
+    if out.dtype != tensor.dtype or list(out.shape) not in (shape, stacked):
         raise ValueError(
-            f"tensor must not overlap out, except as out's own segment at byte {rank * nbytes}; it lies at byte "
-            f"{begin - first}"
+            f"out must be {tensor.dtype} of shape {shape} or {stacked}; got {out.dtype} of {list(out.shape)}"
+        )
+    begin, nbytes, first, own = tensor.data_ptr(), tensor.nbytes, out.data_ptr(), ctx.rank * tensor.nbytes
+    if nbytes and first < begin + nbytes and begin < first + out.nbytes and begin != first + own:
+        raise ValueError(
+            f"tensor must not overlap out, except as out's own segment at byte {own}; it lies at byte {begin - first}"
         )
 
 
@@ -208,61 +230,93 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
         NotSymmetricError: ``buffer`` is not in the symmetric heap.
         ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as for :func:`all_gather`.
     """
-    _check("buffer", buffer, ctx)
-    if algorithm == "ll":
-        raise ValueError("algorithm must be '1d', '2d' or 'auto' in place: 'll' goes through memory of its own")
     world = ctx.world_size
-    if not buffer.dim() or buffer.shape[0] % world:
-        raise ValueError(
-            f"buffer's first extent must be divisible by the {world} rank(s); got shape {list(buffer.shape)}"
-        )
-    offset = ctx._runtime.offset_of(buffer, "buffer")
+    owner = runtime.current()
+
+    def validate() -> None:
+        _check("buffer", buffer, ctx)
+        if algorithm == "ll":
+            raise ValueError("algorithm must be '1d', '2d' or 'auto' in place: 'll' goes through memory of its own")
+        _launch(ctx, buffer.nbytes // world, algorithm, True)
+        if not buffer.dim() or buffer.shape[0] % world:
+            raise ValueError(
+                f"buffer's first extent must be divisible by the {world} rank(s); got shape {list(buffer.shape)}"
+            )
+        if buffer.nbytes:
+            owners = owner.arena.owners_around(owner.offset_of(buffer, "buffer"), buffer.nbytes)
+            if owners is None or not set(ctx.topology.pes) <= set(owners):
+                raise NotSymmetricError(
+                    "buffer must be made by tdcoll.empty() over all ranks of the context's group, and not freed; it "
+                    + ("is not allocated" if owners is None else f"belongs to ranks {list(owners)}")
+                )
+
+    known = isinstance(buffer, torch.Tensor) and buffer.device == ctx.device
+    offset = buffer.data_ptr() - owner.heap.base if known else None
+    agree = (getattr(buffer, "nbytes", None), str(getattr(buffer, "dtype", None)), algorithm, offset)
+    ctx.begin("all_gather_in_place", 0, agree, validate)
     nbytes = buffer.nbytes // world
-    ctx.begin("all_gather_in_place", 0, (nbytes, str(buffer.dtype), algorithm, offset))
     base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
     _launch(ctx, nbytes, algorithm, True)(base + ctx.rank * nbytes, 0, base)
     return buffer
 
 
-def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, group: runtime.Group = None) -> None:
-    """Drop-in for ``torch.distributed.all_gather_into_tensor(output, input, group)``, in the current stream's order.
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: runtime.Group = None,
+    async_op: bool = False,
+) -> None:
+    """Drop-in for ``torch.distributed.all_gather_into_tensor``, in the order of the current stream.
 
-    Uses a context that tdcoll makes for the group at the first call and replaces by one of at least twice the size
-    when a larger message comes; ``tdcoll.finalize()`` frees them all. Making one is collective and synchronises, so
-    make the first and the largest call before capturing a CUDA graph.
+    Uses a context that tdcoll makes for the group at the first call and replaces by a larger one when a larger message
+    comes; ``tdcoll.finalize()`` frees what is left. Making one is collective and synchronises, so make the first and
+    the largest call before capturing a CUDA graph.
 
     Args:
-        output: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input``.
-        input: ``[n, ...]``, contiguous.
+        output_tensor: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input_tensor``.
+        input_tensor: ``[n, ...]``, contiguous.
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
+        async_op: False. The call is asynchronous on the stream in any case; there is no ``Work`` to return.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
+        ValueError: ``async_op`` is true.
         Others: as :func:`all_gather`.
     """
     owner = runtime.current()
-    if not isinstance(input, torch.Tensor):
-        raise TypeError(f"input must be a torch.Tensor, got {type(input).__name__}")
+    if async_op:
+        raise ValueError("async_op must be False: the call only queues work on the current stream")
+    if not isinstance(input_tensor, torch.Tensor):
+        raise TypeError(f"input_tensor must be a torch.Tensor, got {type(input_tensor).__name__}")
     ranks = owner.ranks_of(group)
     ctx = owner.contexts.get(ranks)
-    if ctx is None or ctx.max_bytes_per_rank < input.nbytes:
-        ctx = _grow_default_context(owner, ranks, ctx, input.nbytes)
-    all_gather(input, ctx, output)
+    if ctx is None or ctx.max_bytes_per_rank < input_tensor.nbytes:
+        ctx = _grow_default_context(owner, ranks, ctx, input_tensor.nbytes)
+    all_gather(input_tensor, ctx, output_tensor)
 
 
 def _grow_default_context(
     owner: runtime.Runtime, ranks: tuple[int, ...], old: CollectiveContext | None, nbytes: int
 ) -> CollectiveContext:
+    """A context for ``nbytes`` and, where the heap has room, for twice what the old one held. Collective."""
     if owner.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ContextError(
             f"all_gather_into_tensor: a message of {nbytes} bytes needs a larger context, which cannot be made while a "
             "CUDA graph is captured; make one call of this size before"
         )
-    capacity = max(_SMALLEST_DEFAULT_CONTEXT, nbytes, 2 * old.max_bytes_per_rank if old else 0)
-    ctx = CollectiveContext(ranks, max_bytes_per_rank=capacity)
+    generous = max(_SMALLEST_DEFAULT_CONTEXT, nbytes, 2 * old.max_bytes_per_rank if old else 0)
+    if old is not None:
+        del owner.contexts[ranks]
+        if any(owner.exchange(ranks, "all_gather_into_tensor: captured", old.captured)):
+            owner.contexts[(ranks, old.max_bytes_per_rank)] = old  # for the graphs that use it, until finalize
+        else:
+            old.close()
+    try:
+        ctx = CollectiveContext(ranks, max_bytes_per_rank=generous)
+    except HeapExhaustedError:
+        if generous == nbytes:
+            raise
+        ctx = CollectiveContext(ranks, max_bytes_per_rank=nbytes)
     ctx._follows_stream = True
-    if old is not None:  # captured graphs may still use it: it lives until finalize
-        retired = (ranks, old.max_bytes_per_rank)
-        owner.contexts[retired] = old
     owner.contexts[ranks] = ctx
     return ctx

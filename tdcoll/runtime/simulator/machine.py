@@ -470,7 +470,8 @@ class Machine:
                     del left[address]
 
         def describe() -> str:
-            return "waits for " + ", ".join(what(address, word(address)) for address in left)
+            missing = [address for address in left if not true(word(address))]
+            return "waits for " + ", ".join(what(address, word(address)) for address in missing)
 
         def worth_a_look() -> bool:
             return enough(true(word(address)) for address in left) or monitor.aborted

@@ -59,5 +59,5 @@ class Gathers:
                 wrong = int((got != wanted).sum())
                 assert wrong == 0, f"rank {ctx.rank}, call {call} ({kind}): {wrong} wrong bytes"
             ctx.check()
-            tdcoll.free(buffer, group=self.group)
+            tdcoll.free(buffer)
         assert tdcoll.heap_info().used == 0

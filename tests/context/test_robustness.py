@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a context does when something has gone wrong: on one rank, on all, or before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.collectives.all_gather import op
+from tdcoll.testing import Deadlock, World
+
+HEAP = 1 << 18
+
+
+def data(pe: int, call: int, count: int = 16) -> torch.Tensor:
+    return torch.full((count,), 1000 * call + pe, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("algorithm", ["ll", "1d", "2d"])
+def test_a_rank_that_gave_up_sends_nothing_more(algorithm: str) -> None:
+    """Calls that are queued on its stream when a wait expires must not reach a peer that is only late."""
+    seen: dict[int, object] = {}
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, timeout_s=1.0 if pe == 0 else 1000.0)
+        tdcoll.all_gather(data(pe, 0), ctx, algorithm=algorithm)
+        if pe == 0:
+            out = torch.empty(32, dtype=torch.int32)
+            launch = op._launch(ctx, 64, algorithm, False)
+            for call in (1, 2, 3):  # as a stream would run them, past every check of the host
+                mine = data(pe, call)
+                launch(mine.data_ptr(), out.data_ptr(), launch.landing)
+            with pytest.raises(tdcoll.CollectiveTimeout, match="peer 1"):
+                ctx.check()
+            return
+        world.pause(3000)  # rank 0 gives up meanwhile
+        got = tdcoll.all_gather(data(pe, 1), ctx, algorithm=algorithm)
+        seen[pe] = got.tolist()
+
+    world = World(2, heap_bytes=HEAP, on_timeout="expire", ranks_per_node=1 if algorithm == "2d" else None)
+    world.run(host)
+    first = seen[1]
+    assert isinstance(first, list)
+    # Rank 0's part is of call 1, or the call expired; never of calls 2 or 3.
+    assert not {2000, 3000} & set(first), first
+
+
+@pytest.mark.parametrize("how", ["close", "with"])
+def test_closing_tells_what_nobody_has_asked_for(how: str) -> None:
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        if pe == 1:
+            return
+        tdcoll.all_gather(data(pe, 0), ctx)
+        with pytest.raises(tdcoll.CollectiveTimeout, match="peer 1"):
+            ctx.close() if how == "close" else ctx.__exit__(None, None, None)
+        assert ctx.closed
+        ctx.close()  # told once
+        with pytest.raises(tdcoll.TdcollError, match="a wait has expired"):
+            tdcoll.barrier()
+
+    World(2, heap_bytes=HEAP, on_timeout="expire").run(host)
+
+
+def test_a_failed_process_closes_its_healthy_contexts_alone() -> None:
+    def host(pe: int) -> None:
+        healthy = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        broken = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        if pe == 1:
+            return
+        tdcoll.all_gather(data(pe, 0), broken)
+        with pytest.raises(tdcoll.CollectiveTimeout):
+            broken.check()
+        healthy.close()
+        broken.close()
+
+    World(2, heap_bytes=HEAP, on_timeout="expire").run(host)
+
+
+@pytest.mark.parametrize("fits", ["nothing", "staging only"])
+def test_a_context_that_does_not_fit_takes_nothing(fits: str) -> None:
+    def host(pe: int) -> None:
+        total = tdcoll.heap_info().total
+        per_rank = total if fits == "nothing" else total // 4  # two slots of two ranks: exactly the whole heap
+        with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
+            tdcoll.CollectiveContext(max_bytes_per_rank=per_rank)
+        assert tdcoll.heap_info().used == 0
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            assert tdcoll.all_gather(data(pe, 1), ctx).tolist() == [1000] * 16 + [1001] * 16
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_contexts_outlive_their_variables() -> None:
+    """A kernel or a graph may still use the memory of a context that nobody refers to."""
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        held = runtime.current().held
+        assert ctx in held.values()
+        assert ctx.monitor in held.values()
+        ctx.close()
+        assert not held
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_in_place_wants_memory_of_the_group() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            buffer = tdcoll.empty(32, torch.int32)
+            tdcoll.all_gather_in_place(buffer[:8], ctx)  # a part will do
+            tdcoll.free(buffer)
+            with pytest.raises(tdcoll.NotSymmetricError, match="not allocated"):
+                tdcoll.all_gather_in_place(buffer, ctx)
+            own = tdcoll.empty(32, torch.int32, group=[pe])
+            with pytest.raises(tdcoll.NotSymmetricError, match=rf"belongs to ranks \[{pe}\]"):
+                tdcoll.all_gather_in_place(own, ctx)
+            with pytest.raises(ValueError, match="'ll'"):
+                tdcoll.all_gather_in_place(own, ctx, "ll")
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_ranks_must_free_the_same_tensor() -> None:
+    def host(pe: int) -> None:
+        tensors = [tdcoll.empty(16), tdcoll.empty(16)]
+        with pytest.raises(tdcoll.RankMismatchError, match="offset of the tensor"):
+            tdcoll.free(tensors[pe])
+        assert tdcoll.heap_info().allocations == 2
+        for tensor in tensors:
+            tdcoll.free(tensor)
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_a_subgroup_frees_without_being_told_who_it_is() -> None:
+    def host(pe: int) -> None:
+        if pe != 1:
+            tdcoll.free(tdcoll.empty(16, group=[2, 0]))
+            assert tdcoll.heap_info().used == 0
+
+    World(3, heap_bytes=HEAP).run(host)
+
+
+def test_lazy_views_are_refused() -> None:
+    def host(pe: int) -> None:
+        values = torch.tensor([1 + 3j, 2 + 4j])
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            with pytest.raises(ValueError, match="resolve_conj"):
+                tdcoll.all_gather(values.conj(), ctx)
+            with pytest.raises(ValueError, match="resolve_conj"):
+                tdcoll.all_gather(values.conj().imag, ctx)
+            got = tdcoll.all_gather(values.conj().resolve_conj(), ctx)
+            assert got.tolist() == [1 - 3j, 2 - 4j] * 2
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_debug_tells_all_ranks_what_is_wrong_on_one() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
+            out = torch.empty(32 if pe == 0 else 31, dtype=torch.int32)
+            kind, text = (tdcoll.RankMismatchError, "rank 1 cannot") if pe == 0 else (ValueError, "out must be")
+            with pytest.raises(kind, match=text):
+                tdcoll.all_gather(data(pe, 0), ctx, out=out)
+            assert tdcoll.all_gather(data(pe, 1), ctx).tolist() == [1000] * 16 + [1001] * 16
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_debug_sees_contexts_used_in_another_order() -> None:
+    def host(pe: int) -> None:
+        first = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True)
+        second = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True)
+        with pytest.raises(tdcoll.RankMismatchError, match="all_gather arguments"):
+            tdcoll.all_gather(data(pe, 0), first if pe == 0 else second)
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_a_bad_timeout_is_an_error_before_anything_is_exchanged() -> None:
+    def host(pe: int) -> None:
+        with pytest.raises(ValueError, match="timeout_s"):
+            tdcoll.CollectiveContext(max_bytes_per_rank=64, timeout_s=-1.0)
+        assert tdcoll.heap_info().used == 0
+
+    World(2, heap_bytes=HEAP).run(host)
+    with pytest.raises(Deadlock, match="max_bytes_per_rank"):  # on one rank only, the others wait where they say so
+        World(2, heap_bytes=HEAP).run(
+            lambda pe: None if pe else tdcoll.CollectiveContext(max_bytes_per_rank=64) and None
+        )
+
+
+def test_a_context_of_an_ended_job_is_refused() -> None:
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        runtime.current().closed = True
+        with pytest.raises(tdcoll.NotInitializedError, match="has ended"):
+            tdcoll.all_gather(data(pe, 0), ctx)
+        ctx.close()
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_the_drop_in_context_grows_as_far_as_the_heap_has_room() -> None:
+    def host(pe: int) -> None:
+        total = tdcoll.heap_info().total
+        for fraction in (64, 16, 6):  # the last does not fit twice, nor beside the one before
+            count = total // fraction // 4
+            mine = data(pe, fraction, count)
+            out = torch.empty(2 * count, dtype=torch.int32)
+            tdcoll.all_gather_into_tensor(out, mine)
+            assert out.tolist() == [1000 * fraction] * count + [1000 * fraction + 1] * count
+        contexts = runtime.current().contexts
+        assert len(contexts) == 1, "the smaller ones are freed"
+        with pytest.raises(ValueError, match="async_op"):
+            tdcoll.all_gather_into_tensor(out, mine, async_op=True)
+
+    World(2, heap_bytes=16 << 20).run(host)
