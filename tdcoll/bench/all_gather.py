@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str]) -> Options:
         "--algorithms",
         type=_names(NAMES),
         metavar="A,B",
-        help=f"some of {', '.join(NAMES)} (default: 1d and in-place, on several nodes 2d too)",
+        help=f"some of {', '.join(NAMES)} (default: 1d, in-place, and ll or, on several nodes, 2d)",
     )
     parser.add_argument(
         "--peers",
@@ -190,7 +190,7 @@ class _Job:
         self.owner = runtime.current()
         self.topology = self.owner.topology()
         self.device = self.owner.device
-        default = ["1d", *(["2d"] if self.topology.n_nodes > 1 else []), IN_PLACE]
+        default = ["1d", "2d", IN_PLACE] if self.topology.n_nodes > 1 else ["ll", "1d", IN_PLACE]
         self.algorithms = default if options.algorithms is None else options.algorithms
         self.round = 0
 

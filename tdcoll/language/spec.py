@@ -190,7 +190,8 @@ _FUNCTIONS = [
         "int32",
         "threadIdx (PTX %tid)",
         "Index of the thread in its block along `axis` (0, 1, 2). For kernels written for threads; tdcoll's own "
-        "speak in blocks.",
+        "speak in blocks. Triton makes a scalar `tl.store` in the first thread only, whatever branch it stands in: "
+        "inside `if tid(0) == 3` use puts.",
     ),
     DeviceFunction(
         "ntid",

@@ -73,9 +73,7 @@ def test_a_wrong_range_says_which_option_is_wrong(begin: str, end: str, factor: 
     ("nbytes", "world", "calls"),
     [(1, 1, (20, 21)), (1 << 20, 8, (20, 21)), (16 << 20, 8, (8, 9)), (1 << 30, 8, (2, 3))],
 )
-def test_launches_have_an_even_and_an_odd_number_of_calls(
-    nbytes: int, world: int, calls: tuple[int, int]
-) -> None:
+def test_launches_have_an_even_and_an_odd_number_of_calls(nbytes: int, world: int, calls: tuple[int, int]) -> None:
     assert calls_per_launch(nbytes, world) == calls
 
 

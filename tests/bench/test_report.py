@@ -76,9 +76,7 @@ def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     assert head["provenance"] == HEAD["provenance"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"schema": 2, "rows": []}', '{"schema": 1, "rows": [{"x": 1}]}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "rows": []}', '{"schema": 1, "rows": [{"x": 1}]}'])
 def test_other_files_are_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)

@@ -75,9 +75,7 @@ def test_table_of_the_language_is_up_to_date():
     text = (ROOT / "docs/language.md").read_text(encoding="utf-8")
     found = re.search(r"^<!-- table -->\n(.*)^<!-- /table -->$", text, re.M | re.S)
     assert found is not None
-    assert found[1].strip() == table(), (
-        "put the output of python -m tdcoll.language.spec into docs/language.md"
-    )
+    assert found[1].strip() == table(), "put the output of python -m tdcoll.language.spec into docs/language.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -87,17 +85,13 @@ def test_links_resolve(page):
 
 def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(
-        "# A title\n[a](#a-title) [b](#another) [c](page.md#a-title) [d](gone.md) [e](https://x.y/z)\n"
-    )
+    page.write_text("# A title\n[a](#a-title) [b](#another) [c](page.md#a-title) [d](gone.md) [e](https://x.y/z)\n")
     assert broken_links(page) == ["#another", "gone.md"]
 
 
 def test_every_error_is_explained():
     text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    assert [
-        name for name in errors.__all__ if f"`{name}`" not in text and f"tdcoll.{name}`" not in text
-    ] == []
+    assert [name for name in errors.__all__ if f"`{name}`" not in text and f"tdcoll.{name}`" not in text] == []
 
 
 def test_options_and_variables_exist():

@@ -22,8 +22,8 @@ def who_am_i(out):
     tl.store(out, tdl.my_pe())
     tl.store(out + 1, tdl.n_pes())
     tl.store(out + 2, tdl.ntid(0))
-    if tdl.tid(0) == 3:
-        tl.store(out + 3, tdl.tid(0) + 10 * tdl.tid(1) + 100 * tdl.tid(2))
+    if tdl.tid(0) == 3:  # a put, since Triton makes a scalar store in the first thread only
+        tdl.int_p(out + 3, tdl.tid(0) + 10 * tdl.tid(1) + 100 * tdl.tid(2), tdl.my_pe())
 
 
 @tdcoll.jit
@@ -186,9 +186,10 @@ def block(n: int) -> int:
 
 @check
 def identity() -> None:
-    out = torch.zeros(4, dtype=torch.int32, device=device())
+    out = tdcoll.zeros(4, torch.int32)
     who_am_i[(1,)](out, num_warps=4)
     expect(out.tolist() == [rank(), world(), 128, 3], str(out.tolist()))
+    tdcoll.free(out)
 
 
 @check

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
 
 from tdcoll import runtime
 from tdcoll.collectives.all_gather import kernels, kernels_ll
@@ -103,7 +104,7 @@ class _Launch:
             self._context.tables[self._variant] = True
         arguments = (source, out, landing, *self._tensors, *self._numbers, *self._constants)
         compiled = self._kernel(*arguments, num_warps=self._num_warps)
-        if compiled is not None:
+        if isinstance(compiled, CompiledKernel):  # not in the interpreter, nor while it is compiled in the background
             # The same types and alignments on every call: what Triton would look up again, at 15 us a time.
             self._compiled = compiled[self._grid]
 
