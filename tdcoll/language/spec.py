@@ -3,7 +3,7 @@
 
 Names and argument order are NVSHMEM's, as Triton-distributed's ``libshmem_device`` spells them, so that a
 kernel written for it is ported by changing its imports. ``docs/language.md`` is generated from this table
-(``python -m tdcoll.language.spec``); a test compares the table with Triton-distributed's sources, another with
+(``python -m tdcoll.language``); a test compares the table with Triton-distributed's sources, another with
 what each lowering implements.
 
 Sources: the NVSHMEM API documentation (Remote Memory Access, Signaling Operations, Memory Ordering,
@@ -344,7 +344,3 @@ def table() -> str:
         cells = (f"`{function.signature}`", f"`{function.prototype}`", function.doc)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

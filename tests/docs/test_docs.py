@@ -75,7 +75,7 @@ def test_table_of_the_language_is_up_to_date():
     text = (ROOT / "docs/language.md").read_text(encoding="utf-8")
     found = re.search(r"^<!-- table -->\n(.*)^<!-- /table -->$", text, re.M | re.S)
     assert found is not None
-    assert found[1].strip() == table(), "put the output of python -m tdcoll.language.spec into docs/language.md"
+    assert found[1].strip() == table(), "put the output of python -m tdcoll.language into docs/language.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -30,8 +30,9 @@ it, on any rank.
 In place (``IN_PLACE``): the caller's symmetric buffer takes the role of staging, on both sides, and nothing is copied.
 ``ready[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; one more program, the
 first of the grid, tells the others. The caller may overwrite its own segment as soon as the call is over, so the nbi
-puts are completed (quiet) before the launch ends. One program waits for all signals. Signals alternate between the
-slots here too: a signal word must not be set again before the rank that polls it is done with the epoch.
+puts are completed (quiet) before the launch ends. One program per chunk waits for its signals of all ranks. Signals
+alternate between the slots here too: a signal word must not be set again before the rank that polls it is done with
+the epoch.
 """
 
 import triton.language as tl
@@ -120,15 +121,12 @@ def _push_remote(i, routes, n_remote, staged, source, size, signal, epoch, ready
 
 @jit
 def _receive(
-    i, channel, source, out, landing, capacity, nbytes, chunk, signals, epoch, rank, channels, monitor,
+    i, channel, source, out, landing, capacity, nbytes, chunk, signals, epoch, rank, monitor,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr
 ):  # fmt: skip
-    """Copy out the chunk of the i-th rank after this one, or, in place, wait for everything."""
+    """Copy out the chunk of the i-th rank after this one, or, in place, wait for that chunk of all ranks."""
     if IN_PLACE:
-        arrived = tl.cast(1, tl.int32)
-        for c in range(channels):
-            if arrived != 0:
-                arrived = tdl.wait_signals(signals + c * WORLD, WORLD, rank, tdl.CMP_GE, epoch, monitor, BLOCK)
+        tdl.wait_signals(signals + channel * WORLD, WORLD, rank, tdl.CMP_GE, epoch, monitor, BLOCK)
     else:
         peer = (rank + i) % WORLD
         offset = tl.cast(channel, tl.int64) * chunk
@@ -151,7 +149,7 @@ def all_gather_1d(
     """``[nbytes] -> [WORLD * nbytes]``: every rank puts its segment to every other.
 
     Programs: ``channels`` times (n_local pushes, one remote sender if n_remote > 0, WORLD receivers); in place an
-    announcer first, n_remote remote senders per channel, and one receiver last.
+    announcer first, n_remote remote senders per channel, and one receiver per channel.
 
     Args (addresses are integers, so that one compilation serves all dtypes and alignments):
         source: this rank's segment, ``nbytes`` bytes. In place: that segment of the buffer.
@@ -199,7 +197,7 @@ def all_gather_1d(
         else:
             _receive(
                 task - n_local - n_senders, channel, source, out, landing, capacity, nbytes, chunk,
-                row, epoch, rank, channels, monitor, WORLD, BLOCK, IN_PLACE
+                row, epoch, rank, monitor, WORLD, BLOCK, IN_PLACE
             )  # fmt: skip
 
 
@@ -212,9 +210,9 @@ def all_gather_2d(
     """``[nbytes] -> [WORLD * nbytes]``: between nodes along rails, then forwarded inside each node.
 
     Programs: ``channels`` times (one rail sender if n_remote > 0, n_local pushes, n_remote * n_local forwarders, WORLD
-    receivers); in place an announcer first, n_remote rail senders per channel, and one receiver last. Arguments are
-    those of :func:`all_gather_1d`, except that ``routes`` names as remote ranks only this rank's rail: one per other
-    node. Every node has ``n_local + 1`` ranks.
+    receivers); in place an announcer first, n_remote rail senders per channel, and one receiver per channel. Arguments
+    are those of :func:`all_gather_1d`, except that ``routes`` names as remote ranks only this rank's rail: one per
+    other node. Every node has ``n_local + 1`` ranks.
     """
     program = tl.program_id(0)
     if IN_PLACE:
@@ -260,5 +258,5 @@ def all_gather_2d(
         else:
             _receive(
                 given - n_local - n_forwards, channel, source, out, landing, capacity, nbytes, chunk,
-                row - channel * WORLD, epoch, rank, channels, monitor, WORLD, BLOCK, IN_PLACE
+                row - channel * WORLD, epoch, rank, monitor, WORLD, BLOCK, IN_PLACE
             )  # fmt: skip

@@ -74,7 +74,7 @@ class _Launch:
         else:
             kernel = kernels.all_gather_2d
             senders += n_remote * n_local
-        programs = plan.channels * senders + (2 if in_place else plan.channels * world)
+        programs = plan.channels * (senders + 1) + 1 if in_place else plan.channels * (senders + world)
         tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
         capacity = nbytes if in_place else ctx.capacity
         numbers = (nbytes, plan.chunk, capacity, ctx.rank, plan.channels, n_local, n_remote)

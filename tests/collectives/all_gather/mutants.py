@@ -222,7 +222,7 @@ MUTANTS = [
     ),
     Mutant(
         "in place: the receiver waits for the first chunk only",
-        (("tdl.wait_signals(signals + c * WORLD, WORLD,", "tdl.wait_signals(signals, WORLD,"),),
+        (("tdl.wait_signals(signals + channel * WORLD, WORLD,", "tdl.wait_signals(signals, WORLD,"),),
         WRONG,
         calls="iiii",
     ),
