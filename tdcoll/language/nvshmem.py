@@ -203,18 +203,20 @@ def st_release(ptr, val, scope="gpu", _semantic=None):
 
 _COMPARISONS = ("eq", "ne", "gt", "le", "lt", "ge")  # by CMP_* value
 
-_POLL = """{{
+# A thread polls until `look` has set the predicate `done`, or another wait of the monitor has expired, or its own
+# deadline has passed. `ok`, `monitor` and `active` are operands of the asm; `prepare` and `look` are PTX.
+_POLL = """
 .reg .pred done, again;
-.reg .b32 misses, phase;
-.reg .b64 seen, begin, now, limit, aborted;
+.reg .b32 misses, phase, flag;
+.reg .b64 word, begin, now, limit, aborted;
 mov.b32 misses, 0;
 mov.b64 begin, 0;
-mov.b32 $0, 1;
-setp.eq.b32 done, $4, 0;
+mov.b32 {ok}, 1;
+{prepare}
+setp.eq.b32 done, {active}, 0;
 @done bra END;
 POLL:
-ld.acquire.sys.global.b64 seen, [$1];
-setp.{comparison}.u64 done, seen, $2;
+{look}
 @done bra END;
 add.u32 misses, misses, 1;
 and.b32 phase, misses, 255;
@@ -225,15 +227,25 @@ setp.ne.u64 again, begin, 0;
 @again bra CHECK;
 mov.b64 begin, now;
 CHECK:
-ld.relaxed.gpu.global.b64 aborted, [$3+{aborted}];
-ld.relaxed.gpu.global.b64 limit, [$3+{timeout}];
+ld.relaxed.gpu.global.b64 aborted, [{monitor}+{aborted_at}];
+ld.relaxed.gpu.global.b64 limit, [{monitor}+{timeout_at}];
 sub.u64 now, now, begin;
 setp.ne.u64 again, aborted, 0;
 setp.ge.or.u64 done, now, limit, again;
 @!done bra POLL;
-mov.b32 $0, 0;
+mov.b32 {ok}, 0;
 END:
-}}"""
+"""
+
+
+def _polling(look: str, *, ok: str, monitor: str, active: str, prepare: str = "") -> str:
+    offsets = {"aborted_at": 8 * MONITOR_ABORTED.value, "timeout_at": 8 * MONITOR_TIMEOUT_NS.value}
+    return "{" + _POLL.format(look=look, ok=ok, monitor=monitor, active=active, prepare=prepare, **offsets) + "}"
+
+
+def _cast_all(semantic: Any, *typed: tuple[Any, Any]) -> list[Any]:
+    """Arguments of an asm block, each cast to its type."""
+    return [core.cast(semantic.to_tensor(value), wanted, _semantic=semantic) for value, wanted in typed]
 
 
 @core.extern
@@ -242,61 +254,20 @@ def _poll(signal, compare, value, monitor, active, _semantic=None):
     number = core._unwrap_if_constexpr(compare)
     if number not in range(len(_COMPARISONS)):
         raise ValueError(f"compare must be a CMP_* constant, got {number!r}")
-    asm = _POLL.format(
-        comparison=_COMPARISONS[number], aborted=8 * MONITOR_ABORTED.value, timeout=8 * MONITOR_TIMEOUT_NS.value
-    )
-    args = [
-        core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
-        for arg, wanted in ((signal, tl.int64), (value, tl.uint64), (monitor, tl.int64), (active, tl.int32))
-    ]
+    look = f"ld.acquire.sys.global.b64 word, [$1];\nsetp.{_COMPARISONS[number]}.u64 done, word, $2;"
+    asm = _polling(look, ok="$0", monitor="$3", active="$4")
+    args = _cast_all(_semantic, (signal, tl.int64), (value, tl.uint64), (monitor, tl.int64), (active, tl.int32))
     return core.inline_asm_elementwise(
         asm, "=&r,l,l,l,r,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
 
 
-_POLL_FLAGGED = """{{
-.reg .pred done, again;
-.reg .b32 misses, phase, seen;
-.reg .b64 word, begin, now, limit, aborted;
-mov.b32 misses, 0;
-mov.b64 begin, 0;
-mov.b32 $0, 0;
-mov.b32 $1, 1;
-setp.eq.b32 done, $5, 0;
-@done bra END;
-POLL:
-ld.relaxed.sys.global.b64 word, [$2];
-mov.b64 {{$0, seen}}, word;
-setp.eq.b32 done, seen, $3;
-@done bra END;
-add.u32 misses, misses, 1;
-and.b32 phase, misses, 255;
-setp.ne.u32 again, phase, 0;
-@again bra POLL;
-mov.u64 now, %globaltimer;
-setp.ne.u64 again, begin, 0;
-@again bra CHECK;
-mov.b64 begin, now;
-CHECK:
-ld.relaxed.gpu.global.b64 aborted, [$4+{aborted}];
-ld.relaxed.gpu.global.b64 limit, [$4+{timeout}];
-sub.u64 now, now, begin;
-setp.ne.u64 again, aborted, 0;
-setp.ge.or.u64 done, now, limit, again;
-@!done bra POLL;
-mov.b32 $1, 0;
-END:
-}}"""
-
-
 @core.extern
 def _poll_flagged(words, flag, monitor, active, _semantic=None):
     """Per element: (low half, 1) once the word's high half is ``flag``; (anything, 0) after the deadline."""
-    asm = _POLL_FLAGGED.format(aborted=8 * MONITOR_ABORTED.value, timeout=8 * MONITOR_TIMEOUT_NS.value)
-    args = [
-        core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
-        for arg, wanted in ((words, tl.int64), (flag, tl.int32), (monitor, tl.int64), (active, tl.int32))
-    ]
+    look = "ld.relaxed.sys.global.b64 word, [$2];\nmov.b64 {$0, flag}, word;\nsetp.eq.b32 done, flag, $3;"
+    asm = _polling(look, ok="$1", monitor="$4", active="$5", prepare="mov.b32 $0, 0;")
+    args = _cast_all(_semantic, (words, tl.int64), (flag, tl.int32), (monitor, tl.int64), (active, tl.int32))
     return core.inline_asm_elementwise(
         asm, "=&r,=&r,l,r,l,r,~{memory}", args, (tl.int32, tl.int32), is_pure=False, pack=1, _semantic=_semantic
     )
@@ -372,10 +343,7 @@ def wait_flagged(words, flag, mask, monitor, peer):
 
 @core.extern
 def store_flagged(words, data, flag, mask, _semantic=None):
-    args = [
-        core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
-        for arg, wanted in ((words, tl.int64), (data, tl.int32), (flag, tl.int32), (mask, tl.int32))
-    ]
+    args = _cast_all(_semantic, (words, tl.int64), (data, tl.int32), (flag, tl.int32), (mask, tl.int32))
     core.inline_asm_elementwise(
         "{ .reg .pred active; .reg .b64 word; setp.ne.b32 active, $4, 0; mov.b64 word, {$2, $3}; "
         "@active st.relaxed.sys.global.b64 [$1], word; mov.b32 $0, 0; }",
