@@ -24,7 +24,8 @@ from tdcoll.language import constants as c
 from tdcoll.language.spec import FUNCTIONS
 from tdcoll.runtime.simulator.interpreter import machine
 from tdcoll.runtime.simulator.lanes import thread_index
-from tdcoll.runtime.simulator.machine import Machine, Monitor
+from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.monitor import Monitor
 
 _THREADS_PER_WARP = 32
 _MASK64 = 0xFFFF_FFFF_FFFF_FFFF

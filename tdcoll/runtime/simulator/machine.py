@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from tdcoll.errors import TdcollError
 from tdcoll.language import constants as c
-from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory, read_word, write_word
+from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory
+from tdcoll.runtime.simulator.monitor import Monitor
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.pointers import PointerAccess
 from tdcoll.runtime.simulator.tasks import Task
@@ -80,44 +81,6 @@ class Counts:
     store_bytes: int = 0
     inter_node_puts: int = 0
     inter_node_bytes: int = 0
-
-
-@dataclass
-class Monitor:
-    """The four words that bounded waits share with the host; see :mod:`tdcoll.monitor`."""
-
-    address: int
-
-    def __post_init__(self) -> None:
-        if self.address < NULL_PAGE:
-            raise ValueError(f"monitor must point to a monitor's words, got {self.address:#x}")
-
-    @property
-    def aborted(self) -> bool:
-        """Whether some wait of this monitor has expired."""
-        return read_word(self.address + 8 * c.MONITOR_ABORTED.value) != 0
-
-    @property
-    def timeout_ns(self) -> int:
-        """Deadline of each wait."""
-        return read_word(self.address + 8 * c.MONITOR_TIMEOUT_NS.value)
-
-    def give_up(self, peer: int, signal: int, expected: int, seen: int) -> None:
-        """Set the aborted word and write the record, unless another wait did so first."""
-        if self.aborted:
-            return
-        write_word(self.address + 8 * c.MONITOR_ABORTED.value, 1)
-        record = read_word(self.address + 8 * c.MONITOR_RECORD.value)
-        for place, value in (
-            (c.RECORD_RANK, read_word(self.address + 8 * c.MONITOR_RANK.value)),
-            (c.RECORD_PEER, peer),
-            (c.RECORD_SIGNAL, signal),
-            (c.RECORD_EPOCH, expected),
-            (c.RECORD_EXPECTED, expected),
-            (c.RECORD_SEEN, seen),
-            (c.RECORD_VALID, 1),
-        ):
-            write_word(record + 8 * place.value, value)
 
 
 class Machine:
