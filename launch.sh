@@ -214,7 +214,7 @@ if [[ $program == tests ]]; then
             esac
         done
         if [[ -n $spread ]] && "$TDCOLL_PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("xdist") is None)' 2>/dev/null; then
-            command+=(-n auto --maxprocesses 8)
+            command+=(-n auto --maxprocesses 8 --dist worksteal)
         fi
     fi
     # Without a path among the arguments pytest runs tests/, see pyproject.toml.
