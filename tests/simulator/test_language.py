@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import gathering
 
+import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.language import simulator
@@ -75,7 +76,7 @@ def _rows(job, n=8, dtype=torch.int64):
     ],
 )
 def test_argument_errors_name_the_argument(launch, message):
-    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message) as raised:
+    with pytest.raises((ValueError, TypeError, tdcoll.TdcollError), match=message) as raised:
         _run(lambda job: launch(_rows(job), torch.zeros(8, dtype=torch.int64)))
     assert any(note.startswith("raised by pe0 ") for note in raised.value.__notes__)
 
@@ -162,5 +163,5 @@ def test_a_program_sees_its_own_stores_to_a_peer():
 
 
 def test_no_assignment_twice_of_what_depends_on_the_thread():
-    with pytest.raises(NotImplementedError, match=r"t depends on tid\(\) and is assigned 2 times"):
+    with pytest.raises(tdcoll.TdcollError, match=r"t depends on tid\(\) and is assigned 2 times"):
         _run(lambda job: kernels.thread_variable[(1,)](_rows(job)))

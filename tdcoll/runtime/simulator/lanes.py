@@ -22,6 +22,8 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
+from tdcoll.errors import TdcollError
+
 __all__ = ["LaneTransformer", "lane_globals", "thread_index"]
 
 _SELECTED = "_tdcoll_selected_threads"
@@ -37,7 +39,7 @@ def thread_index(task: Any, axis: int) -> Any:
     if task.lane == _VECTOR:
         return _int32(np.arange(task.threads, dtype=np.int32))
     if task.lane is None:
-        raise NotImplementedError(
+        raise TdcollError(
             "tid() is different in each thread, and the simulator runs a program as one: use it in the test "
             "of an "
             "`if`, in the range of a `for`, or inside of them"
@@ -134,7 +136,7 @@ class LaneTransformer(triton_interpreter.ASTTransformer):
         ]
         for name in self._thread_names:
             if stored.count(name) > 1:
-                raise NotImplementedError(
+                raise TdcollError(
                     f"{node.name}: {name} depends on tid() and is assigned {stored.count(name)} times; the "
                     "simulator "
                     "supports one assignment"
@@ -190,5 +192,5 @@ class LaneTransformer(triton_interpreter.ASTTransformer):
 
     def visit_While(self, node: ast.While) -> ast.AST:
         if self._depends(node.test):
-            raise NotImplementedError("`while` on tid() is not supported in the simulator: use `if` or `for`")
+            raise TdcollError("`while` on tid() is not supported in the simulator: use `if` or `for`")
         return self.generic_visit(node)
