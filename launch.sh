@@ -3,6 +3,10 @@
 #
 # Starts a job with torchrun, on GPUs or on the simulator; `bash launch.sh --help` says how.
 
+if [ -z "${BASH_VERSION:-}" ]; then
+    echo "launch.sh: expected to be run by bash, as in: bash launch.sh script.py" >&2
+    exit 2
+fi
 set -u
 
 # These are launch.sh's to say; what an outer job left in the environment does not count.

@@ -121,7 +121,7 @@ class CollectiveContext:
 
         world = self.topology.world_size
         self.capacity = max(16, -(-max_bytes_per_rank // 16) * 16)
-        owner.agree(self._group, "max_bytes_per_rank", max_bytes_per_rank)
+        owner.agree(self._group, "CollectiveContext: max_bytes_per_rank", max_bytes_per_rank)
         self._symmetric: list[torch.Tensor] = []
         try:
             self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")

@@ -68,6 +68,7 @@ class CollectiveTimeout(TdcollError):
         self.expected, self.seen, self.timeout_s = expected, seen, timeout_s
         super().__init__(
             f"rank {rank} waited {timeout_s:g} s for peer {peer}: signal {signal} had to reach {expected} "
-            f"in epoch {epoch} and is {seen}. The peer has died, hangs, or did not make this call. "
+            f"in epoch {epoch} and is {seen}. The peer has died, hangs, did not make this call or made it with "
+            "other arguments (TDCOLL_DEBUG=1 compares them). "
             "What was being exchanged is incomplete, and the context cannot be used any more: start the job again."
         )

@@ -15,7 +15,11 @@ __all__ = ["barrier", "device", "empty", "free", "heap_info", "topology", "zeros
 
 
 def empty(
-    shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, *, group: runtime.Group = None
+    shape: Sequence[int] | int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    group: runtime.Group = None,
+    name: str = "tensor",
 ) -> torch.Tensor:
     """``-> [*shape]`` uninitialised tensor in symmetric memory: at the same offset on every rank of ``group``.
 
@@ -26,6 +30,7 @@ def empty(
         shape: extents, or one extent.
         dtype: any torch dtype.
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
+        name: what the simulator's reports call it ("pe3.signals[0]"); the same on all ranks.
 
     Raises:
         NotInitializedError: before :func:`tdcoll.initialize`.
@@ -33,17 +38,21 @@ def empty(
         RankMismatchError: ranks ask for different sizes. Nothing is allocated on any of them.
     """
     extents = (shape,) if isinstance(shape, int) else tuple(shape)
-    return runtime.current().allocate(extents, dtype, group=group)
+    return runtime.current().allocate(extents, dtype, group=group, name=name)
 
 
 def zeros(
-    shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, *, group: runtime.Group = None
+    shape: Sequence[int] | int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    group: runtime.Group = None,
+    name: str = "tensor",
 ) -> torch.Tensor:
     """``-> [*shape]`` symmetric tensor of zeros, on every rank by the time this returns: for signals and counters.
 
     As :func:`empty`, followed by :func:`barrier`: a peer may put to it, or signal it, at once.
     """
-    tensor = empty(shape, dtype, group=group)
+    tensor = empty(shape, dtype, group=group, name=name)
     tensor.zero_()
     barrier(group)
     return tensor

@@ -247,9 +247,10 @@ def main():
 #
 #     bash launch.sh --timeout 2 --monitor-interval 10 tutorials/01-notify-and-wait.py --die 1
 #
-# The other ranks raise `CollectiveTimeout`, which says who waited for whom, for which signal, what value it
-# had to reach and what it was. (torchrun ends all processes as soon as it notices that one has died; the long
-# interval lets the others speak first.)
+# The ranks that wait for it, or for one that waits, raise `CollectiveTimeout`, which says who waited for whom,
+# for which signal, what value it had to reach and what it was; a rank whose own queue is done says which ranks
+# did not come to the next barrier. (torchrun ends all processes as soon as it notices that one has died; the long
+# interval lets the others speak first. What it then calls the root cause is whoever ended first with an error.)
 #
 # What goes wrong when one of the four rules is broken depends on timing, and on a quiet machine it is often
 # nothing. The simulator can be made to try unkind timings on purpose: see docs/simulator.md.

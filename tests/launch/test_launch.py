@@ -373,3 +373,11 @@ def test_a_signal_ends_the_job(shell: Shell, number: signal.Signals) -> None:
     assert child.returncode != 0
     stat = Path("/proc", pid.read_text(), "stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_another_shell_is_told_to_use_bash() -> None:
+    done = subprocess.run(["sh", str(LAUNCH), "x.py"], capture_output=True, text=True, timeout=30)
+    if subprocess.run(["sh", "-c", "echo ${BASH_VERSION:-}"], capture_output=True, text=True).stdout.strip():
+        pytest.skip("sh is bash here")
+    assert done.returncode == 2
+    assert "expected to be run by bash" in done.stderr
