@@ -131,6 +131,7 @@ class CollectiveContext:
         except HeapExhaustedError:  # on all ranks alike
             for tensor in self._symmetric:
                 owner.take_back(tensor)
+            owner.held.pop(id(self.monitor))
             raise
         self.flagged.zero_()
         self.signals.zero_()
@@ -211,15 +212,19 @@ class CollectiveContext:
         operation: str,
         nbytes: int,
         agree: tuple[Any, ...] = (),
-        validate: Callable[[], None] = lambda: None,
-    ) -> None:
+        prepare: Callable[[], Any] = lambda: None,
+    ) -> Any:
         """What every collective does before it launches: is the call allowed here and now?
 
         Args:
             operation: its name, for messages.
             nbytes: what this rank contributes, in bytes; counted against the capacity.
             agree: whatever else must be the same on all ranks; compared, with ``nbytes``, in debug mode.
-            validate: raises if the other arguments are wrong on this rank. In debug mode the others hear of it.
+            prepare: raises if the other arguments are wrong on this rank, of which the others hear in debug mode;
+                else returns what is to be launched.
+
+        Returns:
+            What ``prepare`` returned.
 
         Raises:
             ContextError: closed, on another stream, or over the capacity.
@@ -233,18 +238,20 @@ class CollectiveContext:
             raise NotInitializedError(f"{operation}: the context is of a job that tdcoll.finalize() has ended")
         self.monitor.raise_if_expired()
         if self.debug:
-            self._agree(operation, nbytes, agree, validate)
+            prepared = self._agree(operation, nbytes, agree, prepare)
         else:
             self._allow(operation, nbytes)
-            validate()
+            prepared = prepare()
         self._calls += 1
+        return prepared
 
-    def _agree(self, operation: str, nbytes: int, agree: tuple[Any, ...], validate: Callable[[], None]) -> None:
+    def _agree(self, operation: str, nbytes: int, agree: tuple[Any, ...], prepare: Callable[[], Any]) -> Any:
         """The checks of a call in debug mode: what is wrong on one rank is an error on all."""
         problem: Exception | None = None
+        prepared = None
         try:
             self._allow(operation, nbytes)
-            validate()
+            prepared = prepare()
         except (TdcollError, TypeError, ValueError) as error:
             problem = error
         # Which context and which of its calls: two contexts used in different orders show as well.
@@ -259,6 +266,7 @@ class CollectiveContext:
             if other is not None:
                 raise RankMismatchError(f"{operation}: rank {rank} cannot make this call: {other}")
         require_equal([arguments for _, arguments in answers], range(self.world_size), what)
+        return prepared
 
     def _allow(self, operation: str, nbytes: int) -> None:
         if nbytes > self.max_bytes_per_rank:

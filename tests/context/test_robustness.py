@@ -88,6 +88,7 @@ def test_a_context_that_does_not_fit_takes_nothing(fits: str) -> None:
         with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
             tdcoll.CollectiveContext(max_bytes_per_rank=per_rank)
         assert tdcoll.heap_info().used == 0
+        assert not runtime.current().held
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             assert tdcoll.all_gather(data(pe, 1), ctx).tolist() == [1000] * 16 + [1001] * 16
 
@@ -209,7 +210,8 @@ def test_a_context_of_an_ended_job_is_refused() -> None:
 def test_the_drop_in_context_grows_as_far_as_the_heap_has_room() -> None:
     def host(pe: int) -> None:
         total = tdcoll.heap_info().total
-        for fraction in (64, 16, 6):  # the last does not fit twice, nor beside the one before
+        # A context takes four times its capacity here: the last fits neither beside the one before nor doubled.
+        for fraction in (64, 16, 6, 5):
             count = total // fraction // 4
             mine = data(pe, fraction, count)
             out = torch.empty(2 * count, dtype=torch.int32)

@@ -183,16 +183,15 @@ def all_gather(
     nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
     given = out
 
-    def validate() -> None:
+    def prepare() -> _Launch:
         _check("tensor", tensor, ctx)
-        _launch(ctx, nbytes, algorithm, False)
         if given is not None:
             _check_out(tensor, given, ctx)
+        return _launch(ctx, nbytes, algorithm, False)
 
-    ctx.begin("all_gather", nbytes, (str(getattr(tensor, "dtype", None)), algorithm), validate)
+    launch = ctx.begin("all_gather", nbytes, (str(getattr(tensor, "dtype", None)), algorithm), prepare)
     if out is None:
         out = torch.empty(_gathered_shape(tensor, ctx.world_size), dtype=tensor.dtype, device=tensor.device)
-    launch = _launch(ctx, nbytes, algorithm, False)
     launch(tensor.data_ptr(), out.data_ptr(), launch.landing)
     return out
 
@@ -234,11 +233,10 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     world = ctx.world_size
     owner = runtime.current()
 
-    def validate() -> None:
+    def prepare() -> _Launch:
         _check("buffer", buffer, ctx)
         if algorithm == "ll":
             raise ValueError("algorithm must be '1d', '2d' or 'auto' in place: 'll' goes through memory of its own")
-        _launch(ctx, buffer.nbytes // world, algorithm, True)
         if not buffer.dim() or buffer.shape[0] % world:
             raise ValueError(
                 f"buffer's first extent must be divisible by the {world} rank(s); got shape {list(buffer.shape)}"
@@ -250,14 +248,14 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
                     "buffer must be made by tdcoll.empty() over all ranks of the context's group, and not freed; it "
                     + ("is not allocated" if owners is None else f"belongs to ranks {list(owners)}")
                 )
+        return _launch(ctx, buffer.nbytes // world, algorithm, True)
 
     known = isinstance(buffer, torch.Tensor) and buffer.device == ctx.device
     offset = buffer.data_ptr() - owner.heap.base if known else None
     agree = (getattr(buffer, "nbytes", None), str(getattr(buffer, "dtype", None)), algorithm, offset)
-    ctx.begin("all_gather_in_place", 0, agree, validate)
-    nbytes = buffer.nbytes // world
+    launch = ctx.begin("all_gather_in_place", 0, agree, prepare)
     base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
-    _launch(ctx, nbytes, algorithm, True)(base + ctx.rank * nbytes, 0, base)
+    launch(base + ctx.rank * (buffer.nbytes // world), 0, base)
     return buffer
 
 
