@@ -33,6 +33,11 @@ first of the grid, tells the others. The caller may overwrite its own segment as
 puts are completed (quiet) before the launch ends. One program per chunk waits for its signals of all ranks. Signals
 alternate between the slots here too: a signal word must not be set again before the rank that polls it is done with
 the epoch.
+
+Counted (``COUNTED``, in place only): segments have room for ``nbytes`` bytes and carry fewer, as many as the 64-bit
+integer at the beginning of each says; chunks are cut at the same places whatever it says, and those past it are
+signalled and empty. The count of its own segment is there before the launch; that of another arrives with chunk 0, for
+whose signal a 2D forwarder waits first.
 """
 
 import triton.language as tl
@@ -120,6 +125,15 @@ def _push_remote(i, routes, n_remote, staged, source, size, signal, epoch, ready
 
 
 @jit
+def _used_bytes(segment, nbytes, COUNTED: tl.constexpr):
+    """Bytes that the segment at address ``segment`` carries."""
+    used = tl.cast(nbytes, tl.int64)
+    if COUNTED:
+        used = tl.minimum(tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64))), used)
+    return used
+
+
+@jit
 def _receive(
     i, channel, source, out, landing, capacity, nbytes, chunk, signals, epoch, rank, monitor,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr
@@ -145,6 +159,7 @@ def all_gather_1d(
     source, out, staging, signals, ready, control, monitor, routes,
     nbytes, chunk, capacity, rank, channels, n_local, n_remote,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, SLOT_SIGNALS: tl.constexpr, IN_PLACE: tl.constexpr,
+    COUNTED: tl.constexpr = False,
 ):  # fmt: skip
     """``[nbytes] -> [WORLD * nbytes]``: every rank puts its segment to every other.
 
@@ -179,7 +194,7 @@ def all_gather_1d(
         _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
         n_senders = _n_senders(n_remote, IN_PLACE)
-        size = chunk_bytes(nbytes, chunk, channel)
+        size = chunk_bytes(_used_bytes(source, nbytes, COUNTED), chunk, channel)
         offset = tl.cast(channel, tl.int64) * chunk
         row = signals + (epoch % 2) * SLOT_SIGNALS
         landing = _landing(staging, epoch, capacity, WORLD, IN_PLACE)
@@ -206,6 +221,7 @@ def all_gather_2d(
     source, out, staging, signals, ready, control, monitor, routes,
     nbytes, chunk, capacity, rank, channels, n_local, n_remote,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, SLOT_SIGNALS: tl.constexpr, IN_PLACE: tl.constexpr,
+    COUNTED: tl.constexpr = False,
 ):  # fmt: skip
     """``[nbytes] -> [WORLD * nbytes]``: between nodes along rails, then forwarded inside each node.
 
@@ -232,7 +248,7 @@ def all_gather_2d(
         _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
         n_forwards = n_remote * n_local
-        size = chunk_bytes(nbytes, chunk, channel)
+        size = chunk_bytes(_used_bytes(source, nbytes, COUNTED), chunk, channel)
         offset = tl.cast(channel, tl.int64) * chunk
         row = signals + (epoch % 2) * SLOT_SIGNALS + channel * WORLD
         landing = _landing(staging, epoch, capacity, WORLD, IN_PLACE)
@@ -249,9 +265,16 @@ def all_gather_2d(
             arrived = tl.cast(1, tl.int32)
             if given >= n_local:
                 origin = tl.load(elsewhere + given // n_local - 1)
-                chunk_at = landing + tl.cast(origin, tl.int64) * capacity + offset
+                segment = landing + tl.cast(origin, tl.int64) * capacity
+                chunk_at = segment + offset
                 index = channel * WORLD + origin
-                arrived = tdl.wait_signal(row + origin, tdl.CMP_GE, epoch, monitor, origin, index)
+                if COUNTED:
+                    first = row - channel * WORLD + origin
+                    arrived = tdl.wait_signal(first, tdl.CMP_GE, epoch, monitor, origin, origin)
+                if arrived != 0:
+                    arrived = tdl.wait_signal(row + origin, tdl.CMP_GE, epoch, monitor, origin, index)
+                if arrived != 0:
+                    size = chunk_bytes(_used_bytes(segment, nbytes, COUNTED), chunk, channel)
             if arrived != 0:
                 target = landing + tl.cast(origin, tl.int64) * capacity + offset
                 _push_local(peer, pe, target, chunk_at, size, row + origin, epoch, ready, monitor, IN_PLACE)

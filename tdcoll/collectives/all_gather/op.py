@@ -15,7 +15,7 @@ from tdcoll.collectives.all_gather.policy import Plan, choose
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
 
-__all__ = ["all_gather", "all_gather_in_place", "all_gather_into_tensor"]
+__all__ = ["all_gather", "all_gather_in_place", "all_gather_into_tensor", "exchange_counted"]
 
 _SMALLEST_DEFAULT_CONTEXT = 1 << 20
 
@@ -47,13 +47,17 @@ def _routes(ctx: CollectiveContext, algorithm: str) -> tuple[torch.Tensor, int, 
 class _Launch:
     """One ready-made launch: everything about a call shape that does not change from call to call."""
 
-    def __init__(self, ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool) -> None:
+    def __init__(
+        self, ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool, counted: bool = False
+    ) -> None:
         plan = choose(nbytes, ctx.topology, algorithm, ll_bytes=-1 if in_place else ctx.ll_bytes)
         prepare = self._prepare_ll if plan.algorithm == "ll" else self._prepare_puts
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
         self.landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
         self._grid = (programs, 1, 1)
         self._kernel = kernel[self._grid]
+        if counted:
+            self._constants = (*self._constants, True)
         self._num_warps = plan.num_warps
         self._compiled: Any = None
         self._variant = ("compiled", plan.algorithm, self._constants, plan.num_warps)
@@ -129,6 +133,21 @@ def _peer_addresses(ctx: CollectiveContext, tensor: torch.Tensor) -> torch.Tenso
 def _launch(ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool) -> _Launch:
     key = ("all_gather", nbytes, algorithm, in_place)
     return ctx.once(key, lambda: _Launch(ctx, nbytes, algorithm, in_place))
+
+
+def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
+    """All-gather in place of segments that say on the device how much they hold. For collectives built on it.
+
+    One epoch of ``ctx``, which the caller has begun. Afterwards every rank has every segment, up to its count.
+
+    Args:
+        address: of ``world`` segments in symmetric memory, 16-byte aligned; this rank's own is filled, and begins with
+            an int64: the bytes that it uses, itself included.
+        nbytes: from one segment to the next, a multiple of 16.
+    """
+    key = ("exchange_counted", nbytes)
+    launch = ctx.once(key, lambda: _Launch(ctx, nbytes, "auto", in_place=True, counted=True))
+    launch(address + ctx.rank * nbytes, 0, address)
 
 
 def _check(name: str, tensor: Any, ctx: CollectiveContext) -> None:
