@@ -14,12 +14,15 @@ import tempfile
 from pathlib import Path
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from tdcoll.collectives.all_gather import kernels, kernels_ll
+from tdcoll.collectives.index_match import kernels as index_match
+from tdcoll.collectives.sparse_all_reduce import kernels as sparse
 from tdcoll.language.jit import bitcode_path, needs_nvshmem
 
 POINTERS = {"signals": "*i64", "ready": "*i64", "control": "*i64", "monitor": "*i64", "routes": "*i32"}
@@ -49,11 +52,17 @@ def resources(ptx: str, arch: int) -> dict[str, int]:
     return {"registers": int(registers[1]), "spilled_bytes": int(spills[1]) + int(spills[2])}
 
 
-def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str, str]):
+def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str, str], aligned: bool = False):
+    """``aligned``: pointers, and the elements of a row, are multiples of 16, as they usually are."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     libraries = {"libnvshmem_device": bitcode_path()} if needs_nvshmem(kernel) else {}
+    hints = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if aligned and (signature[name].startswith("*") or name == "row_elements")
+    }
     return triton.compile(
-        ASTSource(kernel, signature, constants),
+        ASTSource(kernel, signature, constants, hints),
         target=GPUTarget("cuda", arch, 32),
         options={"extern_libs": libraries, "num_warps": 8},
     )
@@ -93,6 +102,93 @@ def compile_ll(arch: int, world: int, block: int) -> dict[str, object]:
     }
 
 
+INDEX_MATCH = {  # constants, as op.py has them
+    "clear": {"BLOCK": 4096},
+    "mark": {"BLOCK": 1024},
+    "unite": {"BLOCK": 512},
+    "number": {"BLOCK": 512, "TOTALS": 1024},
+    "find_leaders": {"BLOCK": 512},
+    "number_leaders": {"BLOCK": 512, "TOTALS": 1024},
+    "place_leaders": {"BLOCK": 512},
+    "emit_match": {"BLOCK": 256, "SEARCH": False},
+    "emit_match, search": {"BLOCK": 256, "SEARCH": True},
+    "pack_list": {"BLOCK": 256},
+    "invert_indices": {"BLOCK": 256},
+}
+INDEX_MATCH_TYPES = {
+    **dict.fromkeys(("lists", "entries", "status", "union", "target", "source", "local", "ids", "out"), "*i64"),
+    **dict.fromkeys(("totals", "leaders", "positions", "contributors"), "*i32"),
+}
+
+
+def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> dict[str, object]:
+    kernel = getattr(index_match, name.split(",")[0])
+    declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
+    ptx = compile_for(kernel, arch, constants, INDEX_MATCH_TYPES | declared).asm["ptx"]
+    return {
+        "kernel": name,
+        "arch": arch,
+        "needs": needs_nvshmem(kernel),
+        "wide": sorted(name for name, kind in declared.items() if kind == "i64"),
+        "popcounts": ptx.count("popc.b"),
+        "or64": len(re.findall(r"(?:atom|red)\.global\S*\.or\.b64", ptx)),
+        **resources(ptx, arch),
+    }
+
+
+_SUM = {"SEARCH": False, "REPEATED": True, "OP": sparse.SUM, "ACC": tl.float32}
+_ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
+SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
+    ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90, 100)),
+    ("reduce", {**_SUM, "SEARCH": True, "ALIGNED": False, "ROWS": 32, "WIDE": 32, "WAITED": 8}, "*fp64", (90,)),
+    ("reduce_nodes", {**_SUM, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("forward", {"SEARCH": False, "WAITED": 8}, "*fp32", (90,)),
+    ("meet", {"WAITED": 8}, "*fp32", (90,)),
+    ("plan", {"SEARCH": False, "REPEATED": True, "BLOCK": 256}, "*fp32", (90,)),
+    ("combine", {**_ROW, "ALL": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("sum_pieces", {"ACC": tl.float32, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
+    ("sum_partial", {"ACC": tl.float32, "ALIGNED": True, "WIDE": 2048}, "*bf16", (90,)),
+    (
+        "merge",
+        {"SEARCH": False, "OP": sparse.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
+        "*fp16",
+        (90, 100),
+    ),
+    ("pad", {"ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
+    ("count_first", {"BLOCK": 1024}, "*fp32", (90,)),
+    ("write_list", {"BLOCK": 1024}, "*fp32", (90,)),
+    ("copy_list", {"BLOCK": 1024}, "*fp32", (90,)),
+]
+SPARSE_TYPES = {
+    **dict.fromkeys(("ids", "own", "lists", "union", "entries", "status", "begins", "order", "control"), "*i64"),
+    **dict.fromkeys(("monitor", "signals", "count", "indices", "remembered", "stages", "outs"), "*i64"),
+    **dict.fromkeys(("totals", "counters", "targets", "work", "mates", "pes", "nodes"), "*i32"),
+    **dict.fromkeys(("node_begins", "node_ranks"), "*i32"),
+    **dict.fromkeys(("target", "num_rows"), "i64"),
+    "partial": "*fp32",
+}
+
+
+def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str) -> dict[str, object]:
+    kernel = getattr(sparse, name)
+    constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
+    types = SPARSE_TYPES | dict.fromkeys(("source", "out", "values", "like"), rows)
+    ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED"))).asm["ptx"]
+    return {
+        "kernel": name,
+        "arch": arch,
+        "rows": rows,
+        "search": constants.get("SEARCH", False),
+        "aligned": bool(constants.get("ALIGNED")),
+        "needs": needs_nvshmem(kernel),
+        "globaltimer": ptx.count("%globaltimer"),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
+        "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
+        **resources(ptx, arch),
+    }
+
+
 def compile_language_checks(arch: int) -> list[dict[str, object]]:
     """The kernels of the language checks: every function of the device language."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "workers"))
@@ -111,13 +207,16 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    results, ll = [], []
+    results, ll, matching = [], [], []
     for arch in (90, 100):
+        matching += [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()]
         ll += [compile_ll(arch, 8, block) for block in (256, 1024)]
         for kernel in (kernels.all_gather_1d, kernels.all_gather_2d):
             results += [compile_all_gather(kernel, arch, 8, in_place) for in_place in (False, True)]
+    sums = [compile_sparse(name, arch, constants, rows) for name, constants, rows, archs in SPARSE for arch in archs]
     checks = compile_language_checks(90)
-    json.dump({"triton": triton.__version__, "all_gather": results, "ll": ll, "language": checks}, sys.stdout)
+    compiled = {"all_gather": results, "ll": ll, "language": checks, "index_match": matching, "sparse": sums}
+    json.dump({"triton": triton.__version__, **compiled}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,44 @@ def test_ll_needs_no_nvshmem_and_has_bounded_waits(compiled) -> None:
         assert kernel["globaltimer"] >= 1, kernel
 
 
+def test_index_matching_compiles_without_spills_or_nvshmem(compiled) -> None:
+    kernels = compiled["index_match"]
+    assert {k["arch"] for k in kernels} == {90, 100}
+    assert {"mark", "number", "find_leaders", "place_leaders", "emit_match"} <= {k["kernel"] for k in kernels}
+    assert [k for k in kernels if k["spilled_bytes"] or k["needs"]] == []
+    assert all(k["registers"] <= 96 for k in kernels)
+
+
+def test_index_matching_says_the_right_things(compiled) -> None:
+    for kernel in compiled["index_match"]:
+        name, wide = kernel["kernel"], set(kernel["wide"])
+        assert (kernel["or64"] > 0) == (name == "mark"), kernel
+        assert name not in ("number", "emit_match") or kernel["popcounts"] > 0, kernel
+        assert name not in ("mark", "find_leaders") or {"stride", "num_rows", "signature"} <= wide, kernel
+
+
+def test_sparse_all_reduce_compiles_without_spills(compiled) -> None:
+    kernels = compiled["sparse"]
+    assert {k["arch"] for k in kernels if k["kernel"] == "reduce"} == {90, 100}
+    # Of a search, a few bytes around the call that sends a signal.
+    assert [k for k in kernels if k["spilled_bytes"] > (64 if k["search"] else 0)] == []
+    assert all(k["registers"] <= 128 for k in kernels)
+
+
+def test_sparse_all_reduce_links_nvshmem_where_it_signals(compiled) -> None:
+    signalling = {"reduce", "reduce_nodes", "forward", "meet"}
+    assert {k["kernel"] for k in compiled["sparse"] if k["needs"]} == signalling
+    assert {k["kernel"] for k in compiled["sparse"] if k["globaltimer"]} == signalling
+
+
+def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
+    kernels = [k for k in compiled["sparse"] if k["aligned"] and k["kernel"] in ("reduce", "combine")]
+    assert len(kernels) >= 4
+    for kernel in kernels:
+        assert kernel["wide_loads"] > 0, kernel
+        assert kernel["wide_stores"] > 0, kernel
+
+
 def test_every_device_function_compiles(compiled) -> None:
     kernels = {k["kernel"] for k in compiled["language"]}
     assert {"put", "get", "put_signal", "signals_to_all", "store_through_pointer", "never"} <= kernels

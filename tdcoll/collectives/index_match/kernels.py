@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index matching: which of W sorted lists hold an id, and at which place. Kernels and device functions.
+
+Input: ``lists``, int64, W lists of ``stride`` words each. Words of list q: 0 = bytes used, 1 = number of ids n_q,
+2 = signature, 3 = 0, then from word ``HEADER`` on n_q ids, strictly ascending. Only the first ``capacity`` ids of a
+list are looked at. The *union* is the ascending list of the ids that any list holds; it has U ids.
+
+Two kinds of directory answer the same questions (:func:`find`, :func:`find_in_union`)::
+
+    bitmap   entries[q, w]    one 64-bit word per 32 ids: which of the ids 32w .. 32w+31 list q holds (low half), and
+                              the place in list q of the first of them (high half). Row W: the union, likewise.
+                              Place of an id = high half + number of bits below its own: one load, whatever n is.
+    search   leaders[q, i]    ids among the first i of list q that no earlier list holds: an exclusive prefix sum.
+                              Place of an id in the union = sum over p of leaders[p, ids of list p below it].
+                              Lists, and the union, are searched by bisection: log2(n) loads.
+
+Four launches on one stream; each reads what the ones before wrote, and nothing else orders them::
+
+    bitmap   clear -> mark -> unite -> number
+    search   clear -> find_leaders -> number_leaders -> place_leaders
+
+    clear           zeroes status, and entries[0 .. W-1] or, for search, union
+    mark            one 64-bit atomic or per id: its bit, with its place in the high half if it is the word's first id.
+                    Ids of one word may come from different programs, in any order: no two of them set the same bit.
+    unite           bits of row W = or over the W rows; ids per block of words -> totals
+    number          high halves of row W = exclusive prefix sum of the words' ids; union; U -> status
+    find_leaders    leaders within a block of ids (bisection of all earlier lists) -> totals
+    number_leaders  adds the totals of earlier blocks; U += leaders of the list
+    place_leaders   union[place of each leader] = its id
+
+Cost of a build for W = 8 lists of n = 50,000 ids each and 5,000,000 rows (156,250 words: 1.25 MB per row of entries).
+These are estimates for an H200, at 3 TB/s since nearly everything stays in its 50 MB of L2 cache; they are not
+measurements::
+
+    bitmap   clear: W rows written, 10 MB                                                      3 us
+             mark: W n = 400,000 ids read, 3.2 MB, and as many atomics at 100 per ns           5 us
+             unite: W rows read, 10 MB                                                         4 us
+             number: row W read and written, 2.5 MB, and the union, 3.1 MB                     2 us
+             four launches of a CUDA graph                                                     4 us
+                                                                                        sum   18 us
+    search   find_leaders, place_leaders: n W (W-1) / 2 and n W W bisections of 16 loads each,
+             4.6 M in all. Neighbouring threads look for neighbouring ids, so the 32 loads of
+             a warp fall into few sectors, most of them in L1                                 50 us
+
+So the bitmap wins where its rows are small beside the lists. Search wins for few ids in many rows, and is all there is
+for index spaces of 2^40. See :mod:`tdcoll.collectives.index_match.policy`.
+
+Whatever the lists hold (ids out of range, unsorted, repeated, counts beyond the capacity), nothing here reads or writes
+out of bounds, places are below ``capacity`` or ``max_union``, and the ``BAD_*`` words of status say what is wrong. All
+of it is computed from the lists alone, by operations whose order does not matter: ranks that have the same lists get
+the same bits.
+"""
+
+import triton.language as tl
+
+from tdcoll.language.jit import jit
+
+__all__ = [
+    "BAD_ORDER",
+    "BAD_RANGE",
+    "BAD_SIGNATURE",
+    "HEADER",
+    "LIST_BYTES",
+    "LIST_COUNT",
+    "LIST_SIGNATURE",
+    "MAX_ROWS",
+    "STATUS_WORDS",
+    "TOTAL",
+    "UNION",
+    "clear",
+    "emit_match",
+    "find",
+    "find_in_union",
+    "find_leaders",
+    "find_sorted",
+    "list_size",
+    "mark",
+    "number",
+    "number_leaders",
+    "pack_list",
+    "place_leaders",
+    "popcount",
+    "unite",
+]
+
+# Words of a list's header.
+LIST_BYTES = tl.constexpr(0)  # bytes used, header included
+LIST_COUNT = tl.constexpr(1)  # number of ids, which may be more than there is room for
+LIST_SIGNATURE = tl.constexpr(2)  # what the ranks must agree on
+HEADER = tl.constexpr(4)  # words before the first id
+
+# Words of status.
+UNION = tl.constexpr(0)  # U, also where it is more than max_union
+MAX_ROWS = tl.constexpr(1)  # the largest count of the headers
+BAD_RANGE = tl.constexpr(2)  # 1 + the last rank that has an id outside of [0, num_rows); 0: none
+BAD_ORDER = tl.constexpr(3)  # 1 + the last rank whose ids are not strictly ascending; 0: none
+BAD_SIGNATURE = tl.constexpr(4)  # 1 + the last rank whose signature is not ours; 0: none
+TOTAL = tl.constexpr(5)  # sum of the headers' counts
+STATUS_WORDS = tl.constexpr(8)
+
+_BITS = tl.constexpr(0xFFFFFFFF)
+_ODD = tl.constexpr(0x5555555555555555)
+_PAIRS = tl.constexpr(0x3333333333333333)
+_NIBBLES = tl.constexpr(0x0F0F0F0F0F0F0F0F)
+_ONES = tl.constexpr(0x0101010101010101)
+
+_INTEGERS = ["stride", "capacity", "words", "world", "num_rows", "max_union", "signature", "size", "blocks", "width"]
+_ANY_ALIGNMENT = ["lists"]
+"""Launches are remembered, and the lists may lie elsewhere at the next one."""
+
+
+# ---------------------------------------------------------------------- device functions
+
+
+@jit
+def popcount(x):
+    """Number of bits set in each int64, as int32. LLVM knows this form and makes one instruction of it."""
+    v = x.to(tl.uint64)
+    v = v - ((v >> 1) & _ODD)
+    v = (v & _PAIRS) + ((v >> 2) & _PAIRS)
+    v = (v + (v >> 4)) & _NIBBLES
+    return ((v * _ONES) >> 56).to(tl.int32)
+
+
+@jit
+def list_size(lists, stride, q, capacity):
+    """Number of ids of list ``q`` that are there: its header's count, at least 0 and at most ``capacity``. int32."""
+    count = tl.load(lists + tl.cast(q, tl.int64) * stride + LIST_COUNT)
+    return tl.minimum(tl.maximum(count, 0), tl.cast(capacity, tl.int64)).to(tl.int32)
+
+
+@jit
+def find_sorted(x, ids, n):
+    """``(p, v)``: place (int32) and value of the last of ``n`` ascending ``ids`` that is at most ``x``.
+
+    p = 0 and v = ids[0] where all are greater, v = -1 where n = 0. ``x``: int64, a block or a scalar. About log2(n)
+    loads one after the other, without branches; places stay inside of [0, n) whatever the ids are.
+    """
+    p = (x - x).to(tl.int32)
+    left = tl.cast(n, tl.int32)
+    while left > 1:
+        half = left >> 1
+        p = tl.where(tl.load(ids + p + half) <= x, p + half, p)
+        left -= half
+    v = tl.load(ids + p, mask=(p - p) < n, other=-1)
+    return p, v
+
+
+@jit
+def _look_up(x, row, words, limit):
+    """Place of ``x`` according to a row of entries, -1 where it is not there or not below ``limit``."""
+    word = x >> 5
+    entry = tl.load(row + word, mask=(x >= 0) & (word < words), other=0)
+    bit = x & 31
+    below = entry & ((tl.cast(1, tl.int64) << bit) - 1)
+    place = (entry >> 32) + popcount(below)
+    there = (((entry >> bit) & 1) != 0) & (place < limit)
+    return tl.where(there, place, -1).to(tl.int32)
+
+
+@jit
+def find(x, q, lists, stride, capacity, entries, words, SEARCH: tl.constexpr):
+    """Place of ``x`` in list ``q``, int32; -1 where it is not there.
+
+    Args:
+        x: ids, an integer block of any shape or a scalar; any value.
+        q: the list, a scalar.
+        lists, stride, capacity: as the directory was built from.
+        entries, words: the directory's (not read if SEARCH).
+        SEARCH: which kind of directory it is.
+    """
+    x = tl.cast(x, tl.int64)
+    q = tl.cast(q, tl.int64)
+    if SEARCH:
+        n = list_size(lists, stride, q, capacity)
+        p, v = find_sorted(x, lists + q * stride + HEADER, n)
+        place = tl.where((v == x) & (p < n), p, -1)
+    else:
+        place = _look_up(x, entries + q * words, words, capacity)
+    return place
+
+
+@jit
+def find_in_union(x, union, status, world, max_union, entries, words, SEARCH: tl.constexpr):
+    """Place of ``x`` in the union, int32; -1 where it is not there, or beyond ``max_union``. Arguments as for find."""
+    x = tl.cast(x, tl.int64)
+    if SEARCH:
+        n = tl.minimum(tl.load(status + UNION), tl.cast(max_union, tl.int64)).to(tl.int32)
+        p, v = find_sorted(x, union, n)
+        place = tl.where((v == x) & (p < n), p, -1)
+    else:
+        place = _look_up(x, entries + tl.cast(world, tl.int64) * words, words, max_union)
+    return place
+
+
+# ---------------------------------------------------------------------- both kinds
+
+
+@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def clear(target, size: tl.int64, status, BLOCK: tl.constexpr):
+    """Zero ``target[:size]`` and ``status``. Programs: ceil(size / BLOCK), at least 1."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + i, tl.zeros([BLOCK], tl.int64), mask=i < size)
+    if tl.program_id(0) == 0:
+        tl.store(status + tl.arange(0, STATUS_WORDS), tl.zeros([STATUS_WORDS], tl.int64))
+
+
+@jit
+def _read_header(q, lists, stride, signature, status):
+    """What status says of headers. One program per list calls it."""
+    header = lists + tl.cast(q, tl.int64) * stride
+    count = tl.maximum(tl.load(header + LIST_COUNT), 0)
+    tl.atomic_max(status + MAX_ROWS, count, sem="relaxed")
+    tl.atomic_add(status + TOTAL, count, sem="relaxed")
+    if tl.load(header + LIST_SIGNATURE) != signature:
+        tl.atomic_max(status + BAD_SIGNATURE, tl.cast(q, tl.int64) + 1, sem="relaxed")
+
+
+@jit
+def _read_ids(q, ids, i, n, num_rows, status):
+    """``(ids[i], ids[i - 1], whether ids[i] is there and in range)``; what is wrong goes to status."""
+    inside = i < n
+    x = tl.load(ids + i, mask=inside, other=0)
+    before = tl.load(ids + i - 1, mask=inside & (i > 0), other=-1)
+    valid = (x >= 0) & (x < num_rows)
+    if tl.max((inside & (valid == 0)).to(tl.int32), axis=0) != 0:
+        tl.atomic_max(status + BAD_RANGE, tl.cast(q, tl.int64) + 1, sem="relaxed")
+    if tl.max((inside & (i > 0) & (before >= x)).to(tl.int32), axis=0) != 0:
+        tl.atomic_max(status + BAD_ORDER, tl.cast(q, tl.int64) + 1, sem="relaxed")
+    return x, before, inside & valid
+
+
+@jit
+def _sum_before(totals, count, BLOCK: tl.constexpr):
+    """Sum of the first ``count`` int32 ``totals``."""
+    partial = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        partial += tl.load(totals + i, mask=i < count, other=0)
+    return tl.sum(partial, axis=0)
+
+
+# ---------------------------------------------------------------------- bitmap
+
+
+@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def mark(
+    lists, stride: tl.int64, capacity, entries, words: tl.int64, num_rows: tl.int64, signature: tl.int64, status,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows 0 .. W-1 of ``entries``, which are zero before. Programs: (any number, W)."""
+    q = tl.program_id(1).to(tl.int64)
+    if tl.program_id(0) == 0:
+        _read_header(q, lists, stride, signature, status)
+    n = list_size(lists, stride, q, capacity)
+    row = entries + q * words
+    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        x, before, valid = _read_ids(q, lists + q * stride + HEADER, i, n, num_rows, status)
+        first = (i == 0) | ((before >> 5) != (x >> 5))
+        entry = (tl.cast(1, tl.int64) << (x & 31)) | tl.where(first, i.to(tl.int64) << 32, 0)
+        tl.atomic_or(row + (x >> 5), entry, mask=valid, sem="relaxed")
+
+
+@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def unite(entries, words: tl.int64, world, totals, BLOCK: tl.constexpr):
+    """Low halves of row W, and ``totals``: how many ids each block of words has. Programs: ceil(words / BLOCK)."""
+    w = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = w < words
+    bits = tl.zeros([BLOCK], tl.int64)
+    for q in tl.range(0, world, loop_unroll_factor=4):
+        bits |= tl.load(entries + tl.cast(q, tl.int64) * words + w, mask=inside, other=0)
+    bits &= _BITS
+    tl.store(entries + tl.cast(world, tl.int64) * words + w, bits, mask=inside)
+    tl.store(totals + tl.program_id(0), tl.sum(popcount(bits), axis=0))
+
+
+@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def number(
+    entries, words: tl.int64, world, totals, union, max_union: tl.int64, status,
+    BLOCK: tl.constexpr, TOTALS: tl.constexpr,
+):  # fmt: skip
+    """High halves of row W, the union's first ``max_union`` ids, and U. Programs as for :func:`unite`."""
+    block = tl.program_id(0)
+    offset = _sum_before(totals, block, TOTALS)
+    w = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = w < words
+    row = entries + tl.cast(world, tl.int64) * words
+    bits = tl.load(row + w, mask=inside, other=0)
+    count = popcount(bits)
+    place = (offset + tl.cumsum(count, axis=0) - count).to(tl.int64)
+    tl.store(row + w, bits | (place << 32), mask=inside)
+    here = tl.sum(count, axis=0)
+    if block == tl.num_programs(0) - 1:
+        tl.store(status + UNION, (offset + here).to(tl.int64))
+    if here > 0:
+        # A thread writes the ids of its word one after the other: a warp's stores fall close together.
+        for bit in tl.range(0, 32):
+            there = (bits >> bit) & 1
+            tl.store(union + place, w * 32 + bit, mask=(there != 0) & (place < max_union))
+            place += there
+
+
+# ---------------------------------------------------------------------- search
+
+
+@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def find_leaders(
+    lists, stride: tl.int64, capacity, leaders, totals, blocks, num_rows: tl.int64, signature: tl.int64, status,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``leaders``, counted from the start of each block, and ``totals[W, blocks]``. Programs: (any number, W)."""
+    q = tl.program_id(1).to(tl.int64)
+    if tl.program_id(0) == 0:
+        _read_header(q, lists, stride, signature, status)
+    n = list_size(lists, stride, q, capacity)
+    row = leaders + q * (tl.cast(capacity, tl.int64) + 1)
+    for block in tl.range(tl.program_id(0), n // BLOCK + 1, tl.num_programs(0)):
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        x, _before, valid = _read_ids(q, lists + q * stride + HEADER, i, n, num_rows, status)
+        leads = valid.to(tl.int32)
+        for p in tl.range(0, tl.program_id(1)):
+            place = find(x, p, lists, stride, capacity, lists, 0, True)
+            leads = tl.where(place >= 0, 0, leads)
+        tl.store(row + i, tl.cumsum(leads, axis=0) - leads, mask=i <= n)
+        tl.store(totals + q * blocks + block, tl.sum(leads, axis=0))
+
+
+@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def number_leaders(
+    lists, stride: tl.int64, capacity, leaders, totals, blocks, status, BLOCK: tl.constexpr, TOTALS: tl.constexpr
+):  # fmt: skip
+    """``leaders``, counted from the start of each list, 0 .. n_q; U. Programs: (any number, W)."""
+    q = tl.program_id(1).to(tl.int64)
+    n = list_size(lists, stride, q, capacity)
+    row = leaders + q * (tl.cast(capacity, tl.int64) + 1)
+    for block in tl.range(tl.program_id(0), n // BLOCK + 1, tl.num_programs(0)):
+        offset = _sum_before(totals + q * blocks, block, TOTALS)
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(row + i, tl.load(row + i, mask=i <= n, other=0) + offset, mask=i <= n)
+        if block == n // BLOCK:
+            own = offset + tl.load(totals + q * blocks + block)
+            tl.atomic_add(status + UNION, own.to(tl.int64), sem="relaxed")
+
+
+@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def place_leaders(
+    lists, stride: tl.int64, capacity, leaders, world, union, max_union: tl.int64, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The union's first ``max_union`` ids. Programs: (any number, W)."""
+    q = tl.program_id(1).to(tl.int64)
+    n = list_size(lists, stride, q, capacity)
+    pitch = tl.cast(capacity, tl.int64) + 1
+    row = leaders + q * pitch
+    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < n
+        x = tl.load(lists + q * stride + HEADER + i, mask=inside, other=0)
+        own = tl.load(row + i, mask=inside, other=0)
+        leads = inside & (tl.load(row + i + 1, mask=inside, other=0) > own)
+        place = tl.zeros([BLOCK], tl.int64)
+        for p in tl.range(0, world):
+            m = list_size(lists, stride, p, capacity)
+            at, v = find_sorted(x, lists + tl.cast(p, tl.int64) * stride + HEADER, m)
+            below = at + ((v < x) & (at < m)).to(tl.int32)
+            place += tl.load(leaders + tl.cast(p, tl.int64) * pitch + below, mask=leads, other=0)
+        tl.store(union + place, x, mask=leads & (place < max_union))
+
+
+# ---------------------------------------------------------------------- operations of their own
+
+
+@jit(do_not_specialize=["count", "signature"], do_not_specialize_on_alignment=["target", "source"])
+def pack_list(target, source, count: tl.int64, signature: tl.int64, BLOCK: tl.constexpr):
+    """``target`` = one list: a header, then ``source[:count]``. Programs: ceil(count / BLOCK), at least 1."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + HEADER + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
+    if tl.program_id(0) == 0:
+        word = tl.arange(0, HEADER)
+        value = tl.where(word == LIST_BYTES, (count + HEADER) * 8, 0)
+        value = tl.where(word == LIST_COUNT, count, value)
+        value = tl.where(word == LIST_SIGNATURE, signature, value)
+        tl.store(target + word, value)
+
+
+@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def emit_match(
+    lists, stride: tl.int64, capacity, entries, words: tl.int64, world, union, max_union: tl.int64, status,
+    positions, width: tl.int64, contributors, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """``positions[W, width]`` and ``contributors[max_union, W]``, -1 where there is nothing, also in the union's tail.
+
+    Programs: (any number, W + 1): row q < W writes list q's positions, row W the contributors.
+    """
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    q = tl.program_id(1).to(tl.int64)
+    if q < world:
+        n = list_size(lists, stride, q, capacity)
+        for start in tl.range(begin, width, step):
+            i = start + tl.arange(0, BLOCK)
+            x = tl.load(lists + q * stride + HEADER + i, mask=i < n, other=-1)
+            place = find_in_union(x, union, status, world, max_union, entries, words, SEARCH)
+            tl.store(positions + q * width + i, tl.where(i < n, place, -1), mask=i < width)
+    else:
+        known = tl.minimum(tl.load(status + UNION), max_union)
+        for start in tl.range(begin, max_union, step):
+            u = start + tl.arange(0, BLOCK)
+            x = tl.load(union + u, mask=u < known, other=-1)
+            tl.store(union + u, x, mask=(u >= known) & (u < max_union))
+            for p in tl.range(0, world):
+                place = find(x, p, lists, stride, capacity, entries, words, SEARCH)
+                tl.store(contributors + u * world + p, tl.where(u < known, place, -1), mask=u < max_union)
+
+
+@jit(do_not_specialize=["size", "count"])
+def invert_indices(local, size: tl.int64, ids, count: tl.int64, out, BLOCK: tl.constexpr):
+    """``out[i]`` = place of ``local[i]`` in the ``count`` ascending ``ids``, or -1. Programs: any number."""
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in tl.range(begin, size, tl.num_programs(0).to(tl.int64) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(local + i, mask=i < size, other=-1)
+        p, v = find_sorted(x, ids, count)
+        tl.store(out + i, tl.where((v == x) & (p < count), p, -1).to(tl.int64), mask=i < size)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of index matching share: lists as kernels want them, answers by plain Python, and how to ask."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import triton.language as tl
+
+import tdcoll
+from tdcoll.collectives.index_match import Directory, kernels, op
+
+SIGNATURE = 0x7D00C011
+METHODS = ("bitmap", "search")
+FILL = -77
+"""What memory holds before anything is written to it."""
+
+GUARD = 512
+"""Words before and after what a directory may write."""
+
+HEADER = kernels.HEADER.value
+Ids = Sequence[int]
+
+
+@contextmanager
+def small_blocks(block: int = 8, programs: int = 6) -> Iterator[None]:
+    """Blocks and grids so small that few ids need several of them, and that programs take several blocks each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_CLEAR_BLOCK", "_MARK_BLOCK", "_WORDS_BLOCK", "_SEARCH_BLOCK", "_EMIT_BLOCK"):
+            patch.setattr(op, name, block)
+        patch.setattr(op, "_TOTALS_BLOCK", 2)
+        patch.setattr(op, "_MAX_PROGRAMS", programs)
+        yield
+
+
+@contextmanager
+def mutated(folder: Path, *pieces: tuple[str, str]) -> Iterator[None]:
+    """Let directories be built and searched by the kernels with pieces of their source replaced."""
+    source = Path(str(kernels.__file__)).read_text()
+    for old, new in pieces:
+        assert source.count(old) == 1, f"kernels.py should hold {old!r} once"
+        source = source.replace(old, new)
+    name, path = "index_match_mutant", folder / "kernels.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(op, "kernels", module)
+            patch.setitem(globals(), "kernels", module)
+            yield
+    finally:
+        del sys.modules[name]
+
+
+# ---------------------------------------------------------------------- lists
+
+
+def pack(
+    lists: Sequence[Ids],
+    capacity: int,
+    counts: Sequence[int] | None = None,
+    signatures: Sequence[int] | None = None,
+    spare: int = 3,
+) -> torch.Tensor:
+    """int64 ``[W, HEADER + capacity + spare]``, as kernels.py describes them.
+
+    Args:
+        counts: what the headers say, if not the truth.
+        signatures: what the headers say, if not SIGNATURE.
+        spare: words after the capacity, which nobody may look at: they hold 0, which is an id.
+    """
+    packed = torch.zeros(len(lists), HEADER + capacity + spare, dtype=torch.int64)
+    packed[:, HEADER : HEADER + capacity] = FILL
+    for q, ids in enumerate(lists):
+        there = list(ids)[:capacity]
+        packed[q, 0] = 8 * (HEADER + len(there))
+        packed[q, 1] = len(ids) if counts is None else counts[q]
+        packed[q, 2] = SIGNATURE if signatures is None else signatures[q]
+        packed[q, HEADER : HEADER + len(there)] = torch.tensor(there, dtype=torch.int64)
+    return packed
+
+
+# ---------------------------------------------------------------------- asking a directory
+
+
+@tdcoll.jit
+def ask(
+    ids, size, lists, stride: tl.int64, capacity, entries, words: tl.int64, world, union, max_union, status,
+    found, in_union, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """``found[q, i]`` and ``in_union[i]`` for blocks of ids in program 0, and id by id in program 1."""
+    if tl.program_id(0) == 0:
+        i = tl.arange(0, BLOCK)
+        x = tl.load(ids + i, mask=i < size, other=-1)
+        for q in tl.range(0, world):
+            place = kernels.find(x, q, lists, stride, capacity, entries, words, SEARCH)
+            tl.store(found + q * size + i, place, mask=i < size)
+        place = kernels.find_in_union(x, union, status, world, max_union, entries, words, SEARCH)
+        tl.store(in_union + i, place, mask=i < size)
+    else:
+        for one in tl.range(0, size, 7):
+            single = tl.load(ids + one)
+            for q in tl.range(0, world):
+                at = kernels.find(single, q, lists, stride, capacity, entries, words, SEARCH)
+                tl.store(found + (world + q) * size + one, at)
+            at = kernels.find_in_union(single, union, status, world, max_union, entries, words, SEARCH)
+            tl.store(in_union + size + one, at)
+
+
+@dataclass
+class Answers:
+    """What a directory says.
+
+    Attributes:
+        union: its first min(U, max_union) ids.
+        status: its words.
+        found: place of each id asked for in each list.
+        in_union: place of each id asked for in the union.
+    """
+
+    union: list[int]
+    status: list[int]
+    found: list[list[int]]
+    in_union: list[int]
+
+    def flags(self) -> tuple[int, int, int]:
+        """BAD_RANGE, BAD_ORDER, BAD_SIGNATURE."""
+        words = kernels.BAD_RANGE, kernels.BAD_ORDER, kernels.BAD_SIGNATURE
+        return tuple(self.status[word.value] for word in words)  # type: ignore[return-value]
+
+
+def _guard(directory: Directory) -> dict[str, torch.Tensor]:
+    """Replace what a directory writes by the middle of larger tensors."""
+    guarded = {}
+    for name in ("union", "status", "_leaders", "_totals", "entries"):
+        old = getattr(directory, name)
+        if old is None or (name == "entries" and directory.search):
+            continue
+        whole = torch.full((old.numel() + 2 * GUARD,), FILL, dtype=old.dtype)
+        setattr(directory, name, whole[GUARD:-GUARD].view(old.shape))
+        guarded[name] = whole
+    if directory.search:
+        directory.entries = directory.status
+    return guarded
+
+
+def answers(directory: Directory, packed: torch.Tensor, asked: Ids) -> Answers:
+    """Build, look at the guards, and ask for some ids, each as part of a block, and some as scalars."""
+    guarded = _guard(directory)
+    before = packed.clone()
+    directory.build(packed, SIGNATURE)
+    assert torch.equal(packed, before), "the lists were written to"
+    for name, whole in guarded.items():
+        outside = torch.cat((whole[:GUARD], whole[-GUARD:]))
+        assert (outside == FILL).all(), f"{name} was written outside of its bounds"
+    ids = torch.tensor(list(asked), dtype=torch.int64)
+    world, size = directory.world, len(asked)
+    found = torch.full((2, world, size), FILL, dtype=torch.int32)
+    in_union = torch.full((2, size), FILL, dtype=torch.int32)
+    block = 1 << max(0, size - 1).bit_length()
+    ask[(2,)](
+        ids, size, packed, packed.stride(0), directory.capacity, directory.entries, directory.words, world,
+        directory.union, directory.max_union, directory.status, found, in_union, block, directory.search,
+    )  # fmt: skip
+    assert torch.equal(found[1, :, ::7], found[0, :, ::7]), "scalars and blocks differ"
+    assert torch.equal(in_union[1, ::7], in_union[0, ::7]), "scalars and blocks differ"
+    status = directory.status.tolist()
+    size = min(status[kernels.UNION.value], directory.max_union)
+    return Answers(directory.union[:size].tolist(), status, found[0].tolist(), in_union[0].tolist())
+
+
+def build(
+    method: str,
+    lists: Sequence[Ids],
+    num_rows: int,
+    asked: Ids = (0,),
+    *,
+    capacity: int | None = None,
+    max_union: int | None = None,
+    counts: Sequence[int] | None = None,
+    signatures: Sequence[int] | None = None,
+) -> Answers:
+    """What a new directory of some lists says."""
+    capacity = max(1, *map(len, lists)) if capacity is None else capacity
+    max_union = len(lists) * capacity if max_union is None else max_union
+    directory = Directory(len(lists), capacity, num_rows, max_union, "cpu", method)
+    return answers(directory, pack(lists, capacity, counts, signatures), asked)
+
+
+def places(ids: Ids, asked: Ids) -> list[int]:
+    """Where each id that is asked for is in ``ids``; -1 where it is not."""
+    there = {x: place for place, x in enumerate(ids)}
+    return [there.get(x, -1) for x in asked]
+
+
+def check_valid(
+    method: str, lists: Sequence[Ids], num_rows: int, *, capacity: int | None = None, max_union: int | None = None
+) -> None:
+    """A directory of valid lists answers as plain Python does, for ids that are there, beside them, and nowhere."""
+    wanted = sorted(set().union(*lists))
+    asked = sorted({*wanted[:200], *(x + 1 for x in wanted[:40]), -1, -(1 << 62), 0, num_rows, num_rows - 1, 1 << 62})
+    got = build(method, lists, num_rows, asked, capacity=capacity, max_union=max_union)
+    known = wanted if max_union is None else wanted[:max_union]
+    assert got.union == known
+    status = [0] * kernels.STATUS_WORDS.value
+    status[kernels.UNION.value] = len(wanted)
+    status[kernels.MAX_ROWS.value] = max(map(len, lists))
+    status[kernels.TOTAL.value] = sum(map(len, lists))
+    assert got.status == status
+    assert got.found == [places(ids, asked) for ids in lists]
+    assert got.in_union == places(known, asked)

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directories: both kinds say what plain Python says, stay in bounds, and notice what is wrong with the lists."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tdcoll.collectives.index_match import Directory, kernels
+from tdcoll.testing import World
+from tests.collectives.index_match.cases import (
+    METHODS,
+    SIGNATURE,
+    answers,
+    build,
+    check_valid,
+    mutated,
+    pack,
+    places,
+    small_blocks,
+)
+
+both = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(autouse=True)
+def _blocks_are_small() -> Iterator[None]:
+    with small_blocks():
+        yield
+
+
+def in_world(run, **options) -> None:
+    """Run something as the one PE of a simulated job; its interpreter is faster, and knows every Triton."""
+    World(1, **options).run(lambda pe: run())
+
+
+@st.composite
+def some_lists(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    world = draw(st.integers(1, 8))
+    num_rows = draw(st.sampled_from([1, 2, 31, 32, 33, 64, 100, 300, 1000]))
+    ids = st.sets(st.integers(0, num_rows - 1), max_size=25)
+    lists = [sorted(draw(ids)) for _ in range(world)]
+    return lists, num_rows
+
+
+# ---------------------------------------------------------------------- valid lists
+
+
+@both
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=some_lists(), capacity=st.integers(0, 9), room=st.integers(1, 60))
+def test_any_lists(method: str, case: tuple[list[list[int]], int], capacity: int, room: int) -> None:
+    lists, num_rows = case
+    capacity += max(1, *map(len, lists))
+    in_world(lambda: check_valid(method, lists, num_rows, capacity=capacity))
+    in_world(lambda: check_valid(method, lists, num_rows, capacity=capacity, max_union=room))
+
+
+LISTS = {
+    "all empty": ([[], [], []], 100),
+    "one rank, nothing": ([[]], 1),
+    "some empty": ([[], [5, 7], [], [7, 99]], 100),
+    "identical": ([[1, 31, 32, 63, 64, 96]] * 5, 97),
+    "one row, owned by all": ([[42]] * 8, 43),
+    "one row in all": ([[0]] * 3, 1),
+    "first and last row": ([[0, 999], [999], [0]], 1000),
+    "every row": ([list(range(70))] * 2, 70),
+    "all bits of words": ([list(range(32, 64)), list(range(31, 65))], 96),
+    "disjoint": ([list(range(q, 90, 3)) for q in range(3)], 90),
+    "nested": ([list(range(0, 96, 2 * q + 1)) for q in range(6)], 96),
+    "no rows": ([[], []], 0),
+}
+
+
+@both
+@pytest.mark.parametrize("name", LISTS)
+def test_special_lists(method: str, name: str) -> None:
+    lists, num_rows = LISTS[name]
+    in_world(lambda: check_valid(method, lists, num_rows))
+
+
+@both
+def test_seventy_ranks(method: str) -> None:
+    random.seed(2)
+    lists = [sorted(random.sample(range(300), q % 4)) for q in range(70)]
+    union = sorted(set().union(*lists))
+    got = []
+    with small_blocks(64):
+        in_world(lambda: got.append(build(method, lists, 300, union[::10])))
+    assert got[0].union == union
+    assert got[0].found == [places(ids, union[::10]) for ids in lists]
+    assert got[0].in_union == list(range(0, len(union), 10))
+
+
+@pytest.mark.parametrize("num_rows", [1 << 40, 1 << 61])
+def test_huge_index_spaces_are_searched(num_rows: int) -> None:
+    random.seed(3)
+    common = [0, num_rows // 2, num_rows - 1]
+    lists = [sorted({*common, *(random.randrange(num_rows) for _ in range(20))}) for _ in range(3)]
+    in_world(lambda: check_valid("search", lists, num_rows))
+    assert Directory(3, 23, num_rows, 69, "cpu").search
+
+
+@both
+def test_no_int32_overflows(method: str) -> None:
+    lists, num_rows = [[0, 31, 32, 63, 5_000], [31, 4_999], [1, 63]], 5_001
+    with small_blocks(64):
+        in_world(lambda: check_valid(method, lists, num_rows), check_overflow=True)
+
+
+def test_an_int32_overflow_would_be_seen(tmp_path: Path) -> None:
+    wrong = "tl.where(first, i.to(tl.int64) << 32, 0)", "tl.where(first, (i * 0x7FFFFFFF).to(tl.int64) << 1, 0)"
+    with mutated(tmp_path, wrong), pytest.raises(AssertionError, match="overflow"):
+        in_world(lambda: check_valid("bitmap", [[1, 40, 80]], 100), check_overflow=True)
+
+
+def test_the_methods_write_the_same_bits() -> None:
+    lists = [[3, 8, 90], [8, 9], [], [0, 3, 91]]
+    got = []
+    in_world(lambda: got.extend(build(method, lists, 92, range(92), max_union=5) for method in METHODS))
+    assert got[0] == got[1]
+    assert len(got[0].union) == 5
+
+
+# ---------------------------------------------------------------------- one directory, many builds
+
+
+@both
+def test_nothing_is_left_of_the_build_before(method: str) -> None:
+    directory = Directory(2, 20, 500, 40, "cpu", method)
+
+    def builds() -> None:
+        for lists in ([list(range(0, 400, 20)), [399, 499]], [[], []], [[5], [5, 6]]):
+            got = answers(directory, pack(lists, 20), range(0, 500, 3))
+            assert got.union == sorted({*lists[0], *lists[1]})
+            assert got.found == [places(ids, range(0, 500, 3)) for ids in lists]
+
+    in_world(builds)
+
+
+@both
+def test_one_directory_serves_tables_of_several_sizes(method: str) -> None:
+    directory = Directory(2, 8, 64, 16, "cpu", method)
+    pointers = []
+
+    def builds() -> None:
+        for num_rows in (64, 1000, 33, 1000, 1):
+            directory.prepare(num_rows)
+            pointers.append(directory.entries.data_ptr())
+            lists = [[0], sorted({0, num_rows // 3, num_rows - 1})]
+            directory.build(pack(lists, 8), SIGNATURE)
+            union = directory.union[: int(directory.status[kernels.UNION.value])]
+            assert union.tolist() == sorted({*lists[0], *lists[1]})
+            assert int(directory.status[kernels.BAD_RANGE.value]) == 0
+
+    in_world(builds)
+    assert len(set(pointers[1:])) == 1, "a smaller or equal table needs no new memory"
+
+
+def test_auto_changes_the_method_with_the_table() -> None:
+    directory = Directory(2, 100, 1000, 200, "cpu")
+    lists = [[1, 7, 900], [7]]
+
+    def builds() -> None:
+        for num_rows, search in ((1000, False), (1 << 40, True), (1000, False)):
+            directory.build(pack(lists, 100), SIGNATURE, num_rows)
+            assert directory.search is search
+            assert directory.union[:3].tolist() == [1, 7, 900]
+
+    in_world(builds)
+
+
+def test_memory_of_captured_graphs_is_kept() -> None:
+    directory = Directory(2, 8, 64, 16, "cpu", "bitmap")
+    before = directory.entries.data_ptr()
+    directory._captured = True
+    directory.prepare(10_000)
+    assert before in [tensor.data_ptr() for tensor in directory._in_graphs]
+
+
+# ---------------------------------------------------------------------- lists that are not as they should be
+
+
+@both
+def test_a_count_beyond_the_capacity(method: str) -> None:
+    full = [[2, 4, 6, 8], [1, 4], [4, 5, 7, 8]]
+    got = []
+    in_world(lambda: got.append(build(method, full, 10, range(-1, 12), capacity=4, counts=[1 << 40, 2, 5])))
+    assert got[0].union == [1, 2, 4, 5, 6, 7, 8]
+    assert got[0].status[kernels.MAX_ROWS.value] == 1 << 40
+    assert got[0].status[kernels.TOTAL.value] == (1 << 40) + 7
+    assert got[0].flags() == (0, 0, 0)
+    assert got[0].found[0] == [-1, -1, -1, 0, -1, 1, -1, 2, -1, 3, -1, -1, -1]
+
+
+@both
+def test_a_negative_count_is_none(method: str) -> None:
+    got = []
+    in_world(lambda: got.append(build(method, [[], [3]], 10, range(10), capacity=2, counts=[-5, 1])))
+    assert got[0].union == [3]
+    assert got[0].status[kernels.TOTAL.value] == 1
+    assert set(got[0].found[0]) == {-1}
+
+
+@both
+@pytest.mark.parametrize("bad", [-1, -(1 << 62), 10, 31, 32, 1 << 31, 1 << 40, (1 << 63) - 1])
+def test_an_id_out_of_range(method: str, bad: int) -> None:
+    got = []
+    lists = [[1, 2], sorted([3, bad]), [3, 9]]
+    in_world(lambda: got.append(build(method, lists, 10, [*range(10), bad])))
+    assert got[0].flags() == (2, 0, 0)
+    assert got[0].union == [1, 2, 3, 9], "ids out of range belong to nothing"
+    assert got[0].in_union[:10] == [-1, 0, 1, 2, -1, -1, -1, -1, -1, 3]
+
+
+@both
+@pytest.mark.parametrize("bad", [[5, 3, 20], [3, 3, 5], [40, 39, 38], [7, 200, 7], [5] * 30, [7, 40] * 15])
+def test_a_list_that_is_not_sorted_and_unique(method: str, bad: list[int]) -> None:
+    got = []
+    in_world(lambda: got.append(build(method, [[1, 2], [3], bad, [2]], 201, range(201))))
+    assert got[0].flags() == (0, 3, 0)
+    assert all(-1 <= place < len(bad) for place in got[0].found[2])
+    assert all(-1 <= place < 4 * max(2, len(bad)) for place in got[0].in_union)
+    assert all(0 <= x < 201 for x in got[0].union)
+
+
+@both
+def test_the_last_bad_rank_is_named(method: str) -> None:
+    got = []
+    lists = [[10], [2, 1], [99], [4, 4], [0]]
+    in_world(lambda: got.append(build(method, lists, 10, signatures=[SIGNATURE, 0, SIGNATURE, SIGNATURE, 1])))
+    assert got[0].flags() == (3, 4, 5)
+
+
+@both
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lists=st.lists(st.lists(st.integers(-3, 70) | st.integers(-(1 << 63), (1 << 63) - 1), max_size=20), min_size=1),
+    counts=st.integers(-(1 << 63), (1 << 63) - 1),
+    room=st.integers(1, 9),
+)
+def test_garbage_stays_in_bounds(method: str, lists: list[list[int]], counts: int, room: int) -> None:
+    lists = lists[:5]
+    got = []
+    asked = sorted({x for ids in lists for x in ids} | {0, 1})[:40]
+    said = [counts, *map(len, lists[1:])]
+    in_world(lambda: got.append(build(method, lists, 64, asked, capacity=12, counts=said, max_union=room)))
+    assert len(got[0].union) <= room
+    assert all(0 <= x < 64 for x in got[0].union)
+    assert all(-1 <= place < 12 for found in got[0].found for place in found)
+    assert all(-1 <= place < room for place in got[0].in_union)
+
+
+# ---------------------------------------------------------------------- the host's checks
+
+
+def test_arguments_of_a_directory() -> None:
+    for arguments, words in (
+        ((0, 8, 64, 16, "cpu"), "world must be at least 1"),
+        ((2, 0, 64, 16, "cpu"), "capacity must be at least 1"),
+        ((2, 8, 64, 0, "cpu"), "max_union must be at least 1"),
+        ((2, 8, -1, 16, "cpu"), "num_rows must be"),
+        ((2, 1 << 30, 64, 16, "cpu"), "below 2\\*\\*31"),
+        ((2, 8, 64, 1 << 31, "cpu"), "below 2\\*\\*31"),
+        ((2, 8, 64, 16, "cpu", "hash"), "method must be one of auto, bitmap, search"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Directory(*arguments)
+    with pytest.raises(TypeError, match="capacity must be an int"):
+        Directory(2, 8.0, 64, 16, "cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        torch.zeros(3, 12, dtype=torch.int64),
+        torch.zeros(2, 11, dtype=torch.int64),
+        torch.zeros(2, 12, dtype=torch.int32),
+        torch.zeros(12, 2, dtype=torch.int64).T,
+        torch.zeros(24, dtype=torch.int64),
+    ],
+)
+def test_lists_of_another_kind_are_refused(lists: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"lists must be int64 \[2, 12 or more\]"):
+        Directory(2, 8, 64, 16, "cpu").build(lists, 0)
+
+
+# ---------------------------------------------------------------------- what these tests catch
+
+FIRST = "first = (i == 0) | ((before >> 5) != (x >> 5))"
+EXCLUSIVE = "place = (offset + tl.cumsum(count, axis=0) - count).to(tl.int64)"
+LEADERS = "tl.store(row + i, tl.cumsum(leads, axis=0) - leads, mask=i <= n)"
+MUTANTS = {
+    "every id carries its place": ("bitmap", (FIRST, "first = i >= 0")),
+    "only the list's first id carries its place": ("bitmap", (FIRST, "first = i == 0")),
+    "bits are stored, not added": (
+        "bitmap",
+        (
+            'tl.atomic_or(row + (x >> 5), entry, mask=valid, sem="relaxed")',
+            "tl.store(row + (x >> 5), entry, mask=valid)",
+        ),
+    ),
+    "the union's prefix sum is inclusive": ("bitmap", (EXCLUSIVE, EXCLUSIVE.replace(" - count", ""))),
+    "earlier blocks are not counted": ("bitmap", ("offset = _sum_before(totals, block, TOTALS)", "offset = block * 0")),
+    "an id's own bit counts as below it": ("bitmap", ("<< bit) - 1)", "<< bit) * 2 - 1)")),
+    "places are not compared with the capacity": ("bitmap garbage", (" & (place < limit)", "")),
+    "ids out of range are marked": ("bitmap range", ("entry, mask=valid, sem", "entry, mask=i < n, sem")),
+    "the leaders' prefix sum is inclusive": ("search", (LEADERS, LEADERS.replace(" - leads", ""))),
+    "a list's last block has no end": ("search", (LEADERS, LEADERS.replace("i <= n", "i < n"))),
+    "every list leads": ("search", ("leads = tl.where(place >= 0, 0, leads)", "leads = leads + 0")),
+    "earlier blocks of leaders are not counted": (
+        "search",
+        ("offset = _sum_before(totals + q * blocks, block, TOTALS)", "offset = block * 0"),
+    ),
+    "the bisection stops early": ("search", ("while left > 1:", "while left > 2:")),
+    "the union is written beyond its room": ("search room", ("mask=leads & (place < max_union))", "mask=leads)")),
+    "counts are believed": (
+        "search count",
+        (
+            "return tl.minimum(tl.maximum(count, 0), tl.cast(capacity, tl.int64)).to(tl.int32)",
+            "return count.to(tl.int32)",
+        ),
+    ),
+    "status is not cleared": (
+        "search status",
+        ("tl.store(status + tl.arange(0, STATUS_WORDS), tl.zeros([STATUS_WORDS], tl.int64))", "pass"),
+    ),
+}
+
+
+def _case(which: str) -> None:
+    method, _, special = which.partition(" ")
+    random.seed(4)
+    lists = [sorted(random.sample(range(300), 30)) for _ in range(3)]
+    if special == "garbage":
+        test_a_list_that_is_not_sorted_and_unique(method, [7, 40] * 15)
+    elif special == "range":
+        test_an_id_out_of_range(method, 32)
+    elif special == "room":
+        in_world(lambda: check_valid(method, lists, 300, max_union=5))
+    elif special == "count":
+        in_world(lambda: build(method, [[1, 2], [1, 3]], 10, [1], capacity=2, counts=[4, 2]))
+        test_a_count_beyond_the_capacity(method)
+    else:
+        in_world(lambda: check_valid(method, lists, 300))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_is_wrong_is_caught(name: str, tmp_path: Path) -> None:
+    which, *pieces = MUTANTS[name]
+    _case(which)
+    with mutated(tmp_path, *pieces), pytest.raises(AssertionError):
+        _case(which)
