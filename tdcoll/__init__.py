@@ -2,6 +2,14 @@
 """Collectives that run inside Triton kernels over NVSHMEM symmetric memory."""
 
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place, all_gather_into_tensor
+from tdcoll.collectives.index_match import match_indices, match_lists
+from tdcoll.collectives.sparse_all_reduce import (
+    PaddedRows,
+    SparseContext,
+    sparse_all_reduce,
+    sparse_all_reduce_padded,
+    sparse_all_reduce_rows,
+)
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import (
     AlreadyInitializedError,
@@ -28,7 +36,9 @@ __all__ = [
     "HeapExhaustedError",
     "NotInitializedError",
     "NotSymmetricError",
+    "PaddedRows",
     "RankMismatchError",
+    "SparseContext",
     "TdcollError",
     "WaitMonitor",
     "__version__",
@@ -44,6 +54,11 @@ __all__ = [
     "initialize",
     "is_initialized",
     "jit",
+    "match_indices",
+    "match_lists",
+    "sparse_all_reduce",
+    "sparse_all_reduce_padded",
+    "sparse_all_reduce_rows",
     "topology",
     "zeros",
 ]

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sparse all-reduce on one rank: its launches, and what the lists of all ranks say."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tdcoll.collectives.all_gather.op import exchange_counted
+from tdcoll.collectives.index_match import kernels as match
+from tdcoll.collectives.sparse_all_reduce import kernels
+from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+from tdcoll.collectives.sparse_all_reduce.policy import Counts, choose, may_be_dense, tiles
+from tdcoll.collectives.sparse_all_reduce.rows import SUMS, Rows
+from tdcoll.errors import ContextError, RankMismatchError
+
+__all__ = ["Call", "Status"]
+
+_IDS_BLOCK, _PLAN_BLOCK = 1024, 256
+"""Ids of a program that does nothing else with them, and of one that looks each of them up."""
+
+_OPERATION = {
+    name: number.value
+    for name, number in (
+        ("sum", kernels.SUM),
+        ("mean", kernels.MEAN),
+        ("max", kernels.MAX),
+        ("min", kernels.MIN),
+        ("prod", kernels.PROD),
+    )
+}
+
+
+class Call:
+    """One sparse all-reduce on one rank: its launches, in the order of the docstring of ``kernels``.
+
+    Attributes:
+        algorithm: the choice that the context's capacity and the shape allow; see :attr:`decides_late`.
+        directory: of the lists of all ranks, after :meth:`match`.
+    """
+
+    def __init__(self, ctx: SparseContext, rows: Rows, op: str, algorithm: str) -> None:
+        self.ctx, self.rows, self.op, self.wanted = ctx, rows, op, algorithm
+        dtype, tables, topology = rows.values.dtype, ctx.tables, ctx.topology
+        self._dense_allowed = _process_group(ctx) is not None
+        self.algorithm = self.choose(None)
+        self.directory = directory = ctx.directory(rows.num_rows)
+        lists = ctx.lists(with_rows=self.algorithm == "gather")
+        self.own = lists[ctx.rank]
+        what = (rows.num_rows, rows.shape, str(dtype), op, self.algorithm)
+        self._signature = zlib.crc32(repr(what).encode()) >> 1
+        self.tiles = cut = tiles(rows.elements, dtype.itemsize)
+        signals, control, monitor = ctx.collective_words
+        self._arguments = {  # of all kernels, by the names of their parameters
+            "source": rows.values,
+            "like": rows.values,
+            "order": rows.indices,  # not read where the rows are coalesced; nor is begins
+            "begins": rows.indices,
+            "lists": lists,
+            "own": self.own,
+            "union": directory.union,
+            "entries": directory.entries,
+            "status": directory.status,
+            "work": ctx.work,
+            "counters": ctx.counters,
+            "targets": ctx.targets,
+            "mates": tables.mates,
+            "stages": tables.stages,
+            "outs": tables.outs,
+            "pes": tables.pes,
+            "nodes": tables.nodes,
+            "node_begins": tables.node_begins,
+            "node_ranks": tables.node_ranks,
+            "signals": signals,
+            "control": control,
+            "monitor": monitor,
+            "slot_signals": ctx.slot_signals,
+            "n": rows.indices.shape[0],
+            "signature": self._signature,
+            "stride": lists.shape[1],
+            "capacity": ctx.max_rows_per_rank,
+            "max_union": ctx.max_union_rows,
+            "words": directory.words,
+            "num_rows": rows.num_rows,
+            "rank": ctx.rank,
+            "world": ctx.world_size,
+            "n_mates": tables.mates.shape[0],
+            "node": topology.node,
+            "n_nodes": topology.n_nodes,
+            "row_elements": rows.elements,
+            "row_bytes": rows.row_bytes,
+            "SEARCH": directory.search,
+            "REPEATED": not rows.coalesced,
+            "OP": _OPERATION[op],
+            "ACC": getattr(tl, str(SUMS[dtype]).removeprefix("torch.")),
+            "ALIGNED": rows.row_bytes % 16 == 0,
+            "ROWS": cut.rows,
+            "WIDE": cut.wide,
+            "DEEP": cut.deep,
+            "WAITED": triton.next_power_of_2(ctx.world_size),
+        }
+        self.variant = (dtype, rows.elements, rows.values.data_ptr() % 16)
+        """What Triton specialises kernels on, besides their constants."""
+
+    def choose(self, counts: Counts | None) -> str:
+        """The algorithm, given the counts of this call if they are known."""
+        ctx, rows = self.ctx, self.rows
+        return choose(
+            self.wanted,
+            num_rows=rows.num_rows,
+            row_bytes=rows.row_bytes,
+            topology=ctx.topology,
+            max_rows_per_rank=ctx.max_rows_per_rank,
+            max_row_bytes=ctx.max_row_bytes,
+            segments_fit=ctx.holds_segments(ctx.max_row_bytes if self.wanted == "auto" else rows.row_bytes),
+            dense_allowed=self._dense_allowed,
+            counts=counts,
+        )
+
+    @property
+    def decides_late(self) -> bool:
+        """Whether the algorithm depends on the counts, which the host must read first."""
+        return self.algorithm == "dense" or (
+            self.wanted == "auto"
+            and self.algorithm == "owner"
+            and may_be_dense(self.rows.num_rows, self.ctx.max_union_rows, self._dense_allowed)
+        )
+
+    # ------------------------------------------------------------------ launches
+
+    def launch(self, kernel: Any, programs: int | tuple[int, int], **more: Any) -> None:
+        """Launch ``kernel`` with what this call knows, and ``more``; constants are named in capitals."""
+        known = self._arguments
+        values = [more[name] if name in more else known[name] for name in kernel.arg_names]
+        first = next((i for i, name in enumerate(kernel.arg_names) if name.isupper()), len(values))
+        self.ctx.launch(
+            kernel,
+            programs,
+            tuple(values[:first]),
+            tuple(values[first:]),
+            variant=self.variant,
+            num_warps=self.tiles.num_warps,
+        )
+
+    def workers(self, tasks: int) -> int:
+        """Programs for so many tasks."""
+        return max(1, min(self.ctx.most_programs, tasks))
+
+    def match(self) -> None:
+        """Own ids to everybody, everybody's ids into the directory; for gather, rows go with them."""
+        ctx, rows, known = self.ctx, self.rows, self._arguments
+        n = rows.indices.shape[0]
+        blocks = max(1, -(-n // _IDS_BLOCK))
+        row_bytes = rows.row_bytes if self.algorithm == "gather" else 0
+        if rows.coalesced:
+            self.launch(kernels.copy_list, blocks, ids=rows.indices, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
+        else:
+            ids, known["order"] = torch.sort(rows.indices, stable=True)
+            known["begins"] = torch.empty(n + 1, dtype=torch.int64, device=ctx.device)
+            totals = torch.empty(blocks, dtype=torch.int32, device=ctx.device)
+            self.launch(kernels.count_first, blocks, ids=ids, totals=totals, BLOCK=_IDS_BLOCK)
+            self.launch(kernels.write_list, blocks, ids=ids, totals=totals, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
+        if self.algorithm == "gather":
+            self._combine(0, everything=True)
+        if ctx.world_size > 1:
+            exchange_counted(ctx.collective, known["lists"].data_ptr(), 8 * known["stride"])
+        self.directory.build(known["lists"], self._signature, rows.num_rows)
+
+    def _combine(self, target: int, everything: bool) -> None:
+        rows, piece = self.rows, kernels.PIECE.value
+        n = rows.indices.shape[0]
+        self.launch(kernels.combine, self.workers(n), target=target, ALL=everything)
+        if rows.coalesced or n <= piece:
+            return
+        pieces = n // piece + 1
+        partial = torch.empty((2 * pieces, rows.elements), dtype=SUMS[rows.values.dtype], device=self.ctx.device)
+        self.launch(kernels.sum_pieces, (min(16, pieces), min(32, pieces)), partial=partial)
+        self.launch(kernels.sum_partial, self.workers(pieces), target=target, partial=partial)
+
+    def move(self, algorithm: str) -> torch.Tensor:
+        """The rows of the union ``-> [max_union, *shape]``, of which the first are theirs."""
+        ctx, rows = self.ctx, self.rows
+        if algorithm == "gather":
+            return self._merge()
+        if rows.elements:
+            n = min(rows.indices.shape[0], ctx.max_rows_per_rank)
+            self.launch(kernels.plan, max(1, -(-n // _PLAN_BLOCK)), BLOCK=_PLAN_BLOCK)
+            self._combine(ctx.stage_address, everything=False)
+            announcers = ctx.world_size - 1
+            if ctx.topology.n_nodes == 1:
+                self.launch(kernels.reduce, announcers + self.workers(-(-n // self.tiles.rows)))
+            else:
+                for step in range(ctx.topology.n_nodes):
+                    self.launch(kernels.reduce_nodes, announcers + self.workers(n), step=step)
+                self.launch(kernels.forward, announcers + self.workers(ctx.max_union_rows))
+        if ctx.world_size > 1:
+            self.launch(kernels.meet, ctx.world_size)
+        return ctx.out(ctx.max_union_rows, rows.shape, rows.values.dtype)
+
+    def _merge(self) -> torch.Tensor:
+        ctx, rows = self.ctx, self.rows
+        out = torch.empty((ctx.max_union_rows, *rows.shape), dtype=rows.values.dtype, device=ctx.device)
+        if rows.elements:
+            self.launch(kernels.merge, self.workers(-(-ctx.max_union_rows // self.tiles.rows)), out=out)
+        return out
+
+    def status(self) -> Callable[[], Status]:
+        """Start copying the status to the host; what waits for it, and for nothing that is launched later."""
+        ctx = self.ctx
+        words = ctx.status_words
+        words[:8].copy_(self.directory.status, non_blocking=True)
+        if self.decides_late:  # how many rows this rank brings after duplicates are summed: for the dense way
+            words[8:].copy_(self.own[1:2], non_blocking=True)
+        event = ctx.status_event
+        if event is not None:
+            event.record()
+
+        def wait() -> Status:
+            if event is not None:
+                event.synchronize()
+            ctx.collective.monitor.raise_if_expired()
+            return Status(words.tolist())
+
+        return wait
+
+    def densify(self, union: int, own: int) -> torch.Tensor:
+        """``-> [union, *shape]`` by a dense all-reduce of the whole table, in fp32 for 16-bit types."""
+        ctx, rows = self.ctx, self.rows
+        dtype = rows.values.dtype
+        wide = SUMS[dtype]
+        self._combine(ctx.stage_address, everything=True)
+        parts = ctx.stage(own, (rows.elements,), dtype).to(wide)
+        if self.op == "mean":
+            parts = parts / self.ctx.world_size
+        table = torch.full((rows.num_rows, rows.elements), _neutral(self.op, wide), dtype=wide, device=ctx.device)
+        begin = kernels.HEADER.value
+        table.index_copy_(0, self.own[begin : begin + own], parts)
+        operation = {"max": "MAX", "min": "MIN", "prod": "PRODUCT"}.get(self.op, "SUM")
+        torch.distributed.all_reduce(table, getattr(torch.distributed.ReduceOp, operation), group=_process_group(ctx))
+        return table.index_select(0, self.directory.union[:union]).to(dtype).view(union, *rows.shape)
+
+
+def _neutral(op: str, dtype: torch.dtype) -> float | int:
+    if op in ("sum", "mean"):
+        return 0
+    if op == "prod":
+        return 1
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+def _process_group(ctx: SparseContext) -> Any:
+    """torch.distributed's group of the context's ranks, or None if there is none that tdcoll knows of."""
+    if ctx.process_group is not None:
+        return ctx.process_group
+    dist = torch.distributed
+    if ctx.everybody and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None
+
+
+@dataclass(frozen=True)
+class Status:
+    """The words of a directory's status, on the host."""
+
+    words: list[int]
+
+    def __getitem__(self, word: Any) -> int:
+        return self.words[word.value]
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self[match.TOTAL], self[match.UNION])
+
+    def over(self, ctx: SparseContext) -> bool:
+        """More rows than the context has room for."""
+        return self[match.MAX_ROWS] > ctx.max_rows_per_rank or self[match.UNION] > ctx.max_union_rows
+
+    def raise_if_wrong(self, operation: str, ctx: SparseContext, num_rows: int) -> None:
+        """The same error on all ranks, since all have read the same lists."""
+        if self[match.BAD_SIGNATURE]:
+            raise RankMismatchError(
+                f"{operation}: ranks pass different shapes, dtypes, operations or algorithms (rank "
+                f"{self[match.BAD_SIGNATURE] - 1} differs from rank {ctx.rank}); TDCOLL_DEBUG=1 says which"
+            )
+        if self[match.BAD_ORDER]:
+            raise ValueError(
+                f"{operation}: indices of rank {self[match.BAD_ORDER] - 1} are said to be coalesced, and are not "
+                "ascending or not different"
+            )
+        if self[match.BAD_RANGE]:
+            raise ValueError(
+                f"{operation}: indices of rank {self[match.BAD_RANGE] - 1} must be in 0..{num_rows - 1}, the rows of "
+                "the tensor"
+            )
+
+    def raise_if_over(self, operation: str, ctx: SparseContext) -> None:
+        if self[match.MAX_ROWS] > ctx.max_rows_per_rank:
+            raise ContextError(
+                f"{operation}: a rank brings {self[match.MAX_ROWS]} different rows, over the context's capacity of "
+                f"{ctx.max_rows_per_rank}; make it with max_rows_per_rank={self[match.MAX_ROWS]} or more, or grow=True"
+            )
+        if self[match.UNION] > ctx.max_union_rows:
+            raise ContextError(
+                f"{operation}: the ranks bring {self[match.UNION]} different rows together, over the context's "
+                f"capacity of {ctx.max_union_rows}; make it with max_union_rows={self[match.UNION]} or more, or "
+                "grow=True"
+            )

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SparseContext: the memory that sparse all-reduces of one group on one stream share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tdcoll import runtime
+from tdcoll.collectives.index_match.kernels import STATUS_WORDS
+from tdcoll.collectives.index_match.op import Directory
+from tdcoll.collectives.launch import Launcher
+from tdcoll.collectives.sparse_all_reduce.kernels import HEADER, LISTS
+from tdcoll.collectives.sparse_all_reduce.policy import PROGRAMS_PER_SM
+from tdcoll.context import CollectiveContext
+from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.runtime.topology import Topology
+
+__all__ = ["SparseContext", "symmetric_bytes"]
+
+_WORD = 8
+
+
+def _up(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
+
+
+def _list_bytes(rows: int) -> int:
+    """Bytes of one rank's list of ``rows`` ids with its header."""
+    return _up(_WORD * (HEADER.value + rows), 16)
+
+
+def _segment_bytes(rows: int, row_bytes: int) -> int:
+    """Bytes of one rank's list followed by its rows."""
+    return _up(_list_bytes(rows) + rows * row_bytes, 16)
+
+
+def symmetric_bytes(world: int, max_rows_per_rank: int, max_row_bytes: int, max_union_rows: int | None = None) -> int:
+    """Bytes of symmetric heap that a :class:`SparseContext` takes on each rank, for signals 8 KiB and 1 KiB per rank.
+
+    The rows that come in (``max_rows_per_rank * max_row_bytes``), those that go out (``max_union_rows *
+    max_row_bytes``) and the ids of all ranks (8 bytes for each of ``world * max_rows_per_rank``).
+    """
+    union = world * max_rows_per_rank if max_union_rows is None else max_union_rows
+    lists, out, stage = _areas(world, max_rows_per_rank, max_row_bytes, union)
+    return lists + out + stage + (8 << 10) + (world << 10)
+
+
+def _areas(world: int, rows: int, row_bytes: int, union: int) -> tuple[int, int, int]:
+    """Bytes of lists, out and stage. ``out`` has a few more, for the padding of segments in its place."""
+    return world * _list_bytes(rows), _up(union * row_bytes, 16) + 16 * world, _up(rows * row_bytes, 16)
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+class _Tables:
+    """What the kernels read of the topology, on the device; made once per area."""
+
+    def __init__(self, topology: Topology, stages: list[int], outs: list[int], device: torch.device) -> None:
+        def table(values: list[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        begins = [0]
+        for members in topology.members:
+            begins.append(begins[-1] + len(members))
+        self.pes = table(list(topology.pes), torch.int32)
+        self.stages, self.outs = table(stages, torch.int64), table(outs, torch.int64)
+        self.mates = table(list(topology.members[topology.node]), torch.int32)
+        self.nodes = table(list(topology.nodes), torch.int32)
+        self.node_begins = table(begins, torch.int32)
+        self.node_ranks = table([rank for members in topology.members for rank in members], torch.int32)
+
+
+class SparseContext:
+    """Symmetric rows, lists of ids, signals and scratch for :func:`tdcoll.sparse_all_reduce` of one group.
+
+    Collective over the group to make and to close; a context manager, with the rules of
+    :class:`~tdcoll.CollectiveContext` for streams, deadlines and leaving by an exception. One context serves tensors of
+    any number of rows, any dtype and any row of at most ``max_row_bytes``.
+
+    It takes (``symmetric_bytes``) the rows that come in, those that go out and the ids of all ranks from the symmetric
+    heap, and from the GPU's other memory about ``16 * world`` bytes per row of one rank, and 8 bytes per 32 rows of
+    the largest table and rank while that is worth it (see ``docs/index-matching.md``).
+
+    Args:
+        group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
+        max_rows_per_rank: the most *different* rows that one rank brings to a call.
+        max_row_bytes: the most bytes that a row has.
+        max_union_rows: the most different rows that all ranks bring together. Default: ``world * max_rows_per_rank``,
+            which is always enough.
+        grow: a call that is over the rows makes the context larger on all ranks and goes on, instead of raising.
+            Copies of results are not affected; views (``copy=False``) of earlier calls are.
+        timeout_s, debug, stream: as for :class:`~tdcoll.CollectiveContext`. In debug mode the ranks also compare
+            shapes, dtypes and operations on every call, and a view that is used after the next call raises.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range, or this process is not in the group.
+        HeapExhaustedError: the symmetric heap is too small.
+        RankMismatchError: ranks pass different arguments.
+    """
+
+    def __init__(
+        self,
+        group: runtime.Group = None,
+        *,
+        max_rows_per_rank: int,
+        max_row_bytes: int,
+        max_union_rows: int | None = None,
+        grow: bool = False,
+        timeout_s: float | None = None,
+        debug: bool | None = None,
+        stream: Any = None,
+    ) -> None:
+        rows = _whole("max_rows_per_rank", max_rows_per_rank, 1)
+        row_bytes = _whole("max_row_bytes", max_row_bytes, 0)
+        if max_union_rows is not None:
+            _whole("max_union_rows", max_union_rows, 1)
+        self.collective = CollectiveContext(
+            group, max_bytes_per_rank=0, timeout_s=timeout_s, debug=debug, stream=stream
+        )
+        """Signals and the epoch."""
+        self.grow = bool(grow)
+        self.process_group = group if isinstance(group, torch.distributed.ProcessGroup) else None
+        self.everybody = group is None
+        self.calls = 0
+        """Calls so far: what a view of a result belongs to."""
+        world = self.collective.world_size
+        union = world * rows if max_union_rows is None else max_union_rows
+        device = self.collective.device
+        cuda = device.type == "cuda"
+        self.launch = Launcher()
+        self.most_programs = 4
+        if cuda:
+            self.most_programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        words = STATUS_WORDS.value
+        self.status_words = torch.zeros(words + 1, dtype=torch.int64, pin_memory=cuda)
+        """What the lists of a call say, on the host; and how many rows of its own this rank brought."""
+        self.status_event = torch.cuda.Event() if cuda else None
+        self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
+        """The first status that was wrong in a call of fixed size, and the number of rows of its table."""
+        self.explain: Callable[[], None] = lambda: None
+        """Raises what ``remembered`` says; set by such calls."""
+        self.last_algorithm = ""
+        self._eager: set[Hashable] = set()
+        self._area: torch.Tensor | None = None
+        try:
+            self._make_area(rows, row_bytes, union)
+        except BaseException:
+            self.collective.close()
+            raise
+        self.collective._runtime.held[id(self)] = self
+
+    def _make_area(self, rows: int, row_bytes: int, union: int) -> None:
+        """Lists, out and stage for these capacities, and the scratch that goes with them. Collective."""
+        context = self.collective
+        owner, world, device = context._runtime, context.world_size, context.device
+        lists, out, stage = _areas(world, rows, row_bytes, union)
+        pes = context.topology.pes
+        owner.agree(pes, "SparseContext: rows, row bytes, union rows, grow", (rows, row_bytes, union, self.grow))
+        self._area = area = owner.allocate((lists + out + stage,), torch.uint8, group=pes, name="sparse")
+        self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows = rows, row_bytes, union
+        self._out_at, self._stage_at = lists, lists + out
+        self.list_bytes = _list_bytes(rows)
+        offset = owner.offset_of(area, "sparse")
+        local = [context.topology.nodes[rank] == context.topology.node for rank in range(world)]
+        bases = [
+            base + offset if here and (base := owner.heap.peer_base(pe)) else 0
+            for pe, here in zip(pes, local, strict=True)
+        ]
+        reachable = all(base for base, here in zip(bases, local, strict=True) if here)
+        if not all(owner.exchange(pes, "peers reachable", reachable)):
+            owner.release(area)
+            raise ContextError(
+                "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access between "
+                "their GPUs), which the sparse all-reduce needs inside a node"
+            )
+        self.tables = _Tables(
+            context.topology,
+            [base + self._stage_at if base else 0 for base in bases],
+            [base + self._out_at if base else 0 for base in bases],
+            device,
+        )
+        self.work = torch.empty((LISTS.value, rows), dtype=torch.int32, device=device)
+        self.counters = torch.zeros(LISTS.value, dtype=torch.int32, device=device)
+        self.targets = torch.empty(rows, dtype=torch.int32, device=device)
+        self._directory: Directory | None = None
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def rank(self) -> int:
+        """This process's group rank."""
+        return self.collective.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self.collective.world_size
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks, PEs and nodes of the group."""
+        return self.collective.topology
+
+    @property
+    def device(self) -> torch.device:
+        """Where the symmetric memory lies."""
+        return self.collective.device
+
+    @property
+    def debug(self) -> bool:
+        """Whether every call is checked on all ranks."""
+        return self.collective.debug
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self.collective.closed
+
+    @property
+    def area(self) -> torch.Tensor:
+        """``[nbytes]`` uint8, symmetric: lists, then out, then stage."""
+        assert self._area is not None
+        return self._area
+
+    @property
+    def _segment_stride(self) -> int:
+        """From one list that its rows follow to the next. The same for rows of any size: ranks that pass different ones
+        must find each other's headers to see it."""
+        room = self._stage_at // self.world_size // 16 * 16
+        return min(room, _segment_bytes(self.max_rows_per_rank, self.max_row_bytes))
+
+    def lists(self, with_rows: bool = False) -> torch.Tensor:
+        """``[world, stride]`` int64: every rank's list; ``with_rows``, lists that are followed by their rows."""
+        nbytes = self._segment_stride if with_rows else self.list_bytes
+        return self.area[: self.world_size * nbytes].view(torch.int64).view(self.world_size, nbytes // _WORD)
+
+    def holds_segments(self, row_bytes: int) -> bool:
+        """Whether lists that are followed by their rows fit into lists and out."""
+        return _segment_bytes(self.max_rows_per_rank, row_bytes) <= self._segment_stride
+
+    def out(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """``[rows, *shape]`` of this rank's ``out``."""
+        return self._view(self._out_at, (rows, *shape), dtype)
+
+    def stage(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """``[rows, *shape]`` of this rank's ``stage``."""
+        return self._view(self._stage_at, (rows, *shape), dtype)
+
+    def _view(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.area[at : at + nbytes].view(dtype).view(shape)
+
+    def directory(self, num_rows: int) -> Directory:
+        """Where ids of a table of ``num_rows`` are matched."""
+        if self._directory is None:
+            self._directory = Directory(
+                self.world_size, self.max_rows_per_rank, num_rows, self.max_union_rows, self.device
+            )
+        self._directory.prepare(num_rows)
+        return self._directory
+
+    @property
+    def captured(self) -> bool:
+        """Whether a call was captured: then a CUDA graph may still use the memory."""
+        return self.collective.captured
+
+    @property
+    def collective_words(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Signals, control word and monitor, as kernels take them."""
+        context = self.collective
+        return context.signals, context.control, context.monitor.words
+
+    @property
+    def slot_signals(self) -> int:
+        """Signals of one slot."""
+        return self.collective.signals[0].numel()
+
+    @property
+    def stage_address(self) -> int:
+        """Of this rank's ``stage``."""
+        return self.area.data_ptr() + self._stage_at
+
+    def allow_capture(self, kind: Hashable, operation: str) -> None:
+        """A call of this ``kind`` is made now: outside of a CUDA graph, or one like it has been.
+
+        Raises:
+            ContextError: what comes next compiles kernels, which a graph that is being captured cannot hold.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if kind not in self._eager:
+                raise ContextError(
+                    f"{operation}: the first call of a kind on a context compiles kernels, which a CUDA graph cannot "
+                    "capture; make one such call, on every rank, before capturing"
+                )
+        else:
+            self._eager.add(kind)
+
+    def __repr__(self) -> str:
+        return (
+            f"<SparseContext rank {self.rank}, {self.topology.describe()}, {self.max_rows_per_rank} rows of "
+            f"{self.max_row_bytes} bytes per rank, {self.max_union_rows} together"
+            + (", grows" if self.grow else "")
+            + (", closed>" if self.closed else ">")
+        )
+
+    # ------------------------------------------------------------------ life
+
+    def check(self) -> None:
+        """Wait for this context's stream, and raise what went wrong on the device.
+
+        Raises:
+            CollectiveTimeout: a wait expired; names rank, peer, signal and epoch.
+            ContextError, RankMismatchError, ValueError: what a call of fixed size could not do; once.
+        """
+        self.collective.check()
+        self.explain()
+
+    def enlarge(self, rows: int, row_bytes: int, union: int) -> None:
+        """Capacities of at least these, in new memory. Collective; waits for the stream; the same on all ranks.
+
+        Raises:
+            HeapExhaustedError: no room; then the context is as it was.
+        """
+        rows, row_bytes = max(rows, self.max_rows_per_rank), max(row_bytes, self.max_row_bytes)
+        union = max(union, self.max_union_rows)
+        old = (self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows)
+        self.collective._runtime.release(self.area)
+        self._area = None
+        try:
+            self._make_area(rows, row_bytes, union)
+        except HeapExhaustedError:
+            self._make_area(*old)
+            raise
+
+    def close(self) -> None:
+        """Free the symmetric memory. Collective; waits for the stream. A second call does nothing.
+
+        After an expired wait it is local, since a peer may be gone, and the memory stays taken.
+        """
+        if self.closed:
+            return
+        owner = self.collective._runtime
+        area, self._area = self._area, None
+        self.collective.close()
+        if owner.closed or owner.failed:
+            return
+        if area is not None:
+            owner.release(area)
+        owner.held.pop(id(self))
+
+    def __enter__(self) -> SparseContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.collective.__exit__(kind, error, trace)

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse all-reduce, host side: what users call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tdcoll import runtime
+from tdcoll.collectives.index_match import kernels as match
+from tdcoll.collectives.sparse_all_reduce import kernels
+from tdcoll.collectives.sparse_all_reduce.borrowed import lend
+from tdcoll.collectives.sparse_all_reduce.call import Call, Status
+from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+from tdcoll.collectives.sparse_all_reduce.rows import Rows, check_op, rows_of_pair, rows_of_tensor
+from tdcoll.errors import ContextError
+
+__all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
+
+_log = logging.getLogger("tdcoll")
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """What :func:`sparse_all_reduce_padded` returns.
+
+    Attributes:
+        indices: int64 ``[max_union_rows]``: the rows' ids, ascending, then zeros.
+        values: ``[max_union_rows, ...]``: the rows, then zeros.
+        count: int64 ``[1]`` on the device: how many rows there are.
+    """
+
+    indices: torch.Tensor
+    values: torch.Tensor
+    count: torch.Tensor
+
+
+def _context(given: SparseContext | None) -> SparseContext | None:
+    if given is not None and not isinstance(given, SparseContext):
+        raise TypeError(f"ctx must be a tdcoll.SparseContext or None, got {type(given).__name__}")
+    return given
+
+
+def _default_context(indices: Any, row_bytes: int) -> SparseContext:
+    """tdcoll's own context of all ranks: it grows, follows the stream, and lives until ``finalize``."""
+    owner = runtime.current()
+    key = ("sparse", owner.ranks_of(None))
+    found = owner.contexts.get(key)
+    if found is None:
+        asked = owner.exchange(key[1], "sparse_all_reduce: rows, row bytes", (int(indices.shape[0]), row_bytes))
+        rows = max(256, *(n for n, _ in asked))
+        found = SparseContext(max_rows_per_rank=rows, max_row_bytes=max(b for _, b in asked), grow=True)
+        found.collective._follows_stream = True
+        owner.contexts[key] = found
+    return found
+
+
+def _with_row_room(ctx: SparseContext, operation: str, rows: Rows) -> None:
+    """Room for rows of this many bytes; every rank has rows of the same shape, so all find alike."""
+    if rows.row_bytes <= ctx.max_row_bytes:
+        return
+    if not ctx.grow:
+        raise ContextError(
+            f"{operation}: rows of {rows.row_bytes} bytes are over the context's capacity of {ctx.max_row_bytes}; make "
+            f"it with max_row_bytes={rows.row_bytes} or more, or grow=True"
+        )
+    ctx.enlarge(ctx.max_rows_per_rank, rows.row_bytes, ctx.max_union_rows)
+
+
+def _begin(
+    ctx: SparseContext, operation: str, prepare: Callable[[], Rows], op: str, algorithm: str, *facts: Any
+) -> Rows:
+    """The checks of every call."""
+
+    def checked() -> Rows:
+        rows = prepare()
+        check_op(op, rows.values.dtype)
+        return rows
+
+    agreed: tuple[Any, ...] = (op, algorithm, *facts)
+    rows: Rows = ctx.collective.begin(operation, 0, agreed, checked)
+    ctx.calls += 1
+    return rows
+
+
+def _facts(tensor: Any, shape: Any) -> tuple[Any, ...]:
+    """What debug mode compares of a tensor: dtype and extents."""
+    return str(getattr(tensor, "dtype", None)), tuple(shape)
+
+
+def _run(
+    operation: str, ctx: SparseContext, rows: Rows, op: str, algorithm: str, copy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(indices [U], values [U, *shape])``."""
+    if ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ContextError(
+            f"{operation}: the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
+            "sparse_all_reduce_padded"
+        )
+    _with_row_room(ctx, operation, rows)
+    while True:
+        call = Call(ctx, rows, op, algorithm)
+        call.match()
+        chosen = call.algorithm
+        wait = call.status()
+        values = None
+        if not call.decides_late:
+            values = call.move(chosen)
+        status = wait()
+        if values is None and status[match.BAD_SIGNATURE]:
+            call.move("owner")  # moves nothing: a rank that passes something else may have launched this already
+        status.raise_if_wrong(operation, ctx, rows.num_rows)
+        if not status.over(ctx):
+            break
+        if not ctx.grow:
+            status.raise_if_over(operation, ctx)
+        more = max(status[match.MAX_ROWS], ctx.max_rows_per_rank)
+        more += more // 4 if more > ctx.max_rows_per_rank else 0
+        ctx.enlarge(more, ctx.max_row_bytes, max(status[match.UNION], ctx.world_size * more))
+    union = status[match.UNION]
+    if values is None:
+        chosen = call.choose(status.counts)
+        values = call.densify(union, status.words[8]) if chosen == "dense" else call.move(chosen)
+    _say(ctx, operation, chosen, status)
+    values = values[:union]
+    if chosen == "owner":
+        if copy:
+            values = values.clone()
+    return call.directory.union[:union].clone(), values
+
+
+def _lend(ctx: SparseContext, operation: str, view: torch.Tensor) -> torch.Tensor:
+    """A result that is a view; in debug mode one that raises when it is used too late."""
+    if not ctx.debug or not _is_view(ctx, view):
+        return view
+    call = ctx.calls
+
+    def problem() -> str | None:
+        if ctx.closed or ctx.calls != call:
+            after = "its context was closed" if ctx.closed else "the next call on its context was made"
+            return (
+                f"{operation}: a result of copy=False was used after {after}, when its memory was no longer its own; "
+                "use it before, or copy=True"
+            )
+        return None
+
+    return lend(view, problem)
+
+
+def _is_view(ctx: SparseContext, tensor: torch.Tensor) -> bool:
+    values = tensor._values() if tensor.layout == torch.sparse_coo else tensor
+    begin = ctx.area.data_ptr()
+    return bool(values.numel()) and begin <= values.data_ptr() < begin + ctx.area.nbytes
+
+
+def _say(ctx: SparseContext, operation: str, chosen: str, status: Status) -> None:
+    """Log what was chosen, when it is not what the last call chose."""
+    if chosen != ctx.last_algorithm:
+        ctx.last_algorithm = chosen
+        if ctx.rank == 0:
+            _log.info(
+                "%s: algorithm %s for %d rows of all ranks, %d of them different, on %s",
+                operation, chosen, status[match.TOTAL], status[match.UNION], ctx.topology.describe(),
+            )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- public
+
+
+def sparse_all_reduce(
+    tensor: torch.Tensor,
+    ctx: SparseContext | None = None,
+    op: str = "sum",
+    *,
+    algorithm: str = "auto",
+    copy: bool = True,
+) -> torch.Tensor:
+    """``sparse [num_rows, ...] -> the same shape, coalesced``: rows of all ranks, those with the same index reduced.
+
+    Collective over the context's group. Every rank gets the same indices, in ascending order, and bitwise the same
+    values, in every run. A row that a rank has several times counts as the sum of them, as in any sparse tensor,
+    whatever ``op`` is; ``op`` is then taken over the ranks *that have the row*. Sums are in the order of ranks (of
+    nodes, if there are several), in fp32 for fp16 and bf16, and rounded once per level: repeated rows, node, result.
+    NaN propagates through max and min.
+
+    The call returns when the size of the result is known; the rows may still be on their way, in the order of the
+    stream. It cannot be captured in a CUDA graph: see :func:`sparse_all_reduce_padded`.
+
+    Args:
+        tensor: ``torch.sparse_coo`` with one sparse dimension and any dense ones, coalesced or not; fp16, bf16, fp32,
+            fp64, int32 or int64; on the context's device. The ranks may bring different numbers of rows, also none.
+        ctx: a :class:`SparseContext`, or None for tdcoll's own of all ranks, which grows as needed.
+        op: ``"sum"``, ``"mean"`` (each part is divided by the number of ranks, of the group and not of the row, before
+            it is added), ``"max"``, ``"min"`` or ``"prod"``.
+        algorithm: ``"owner"`` (one contributor reduces each row), ``"gather"`` (every rank is sent everything; for few
+            rows), ``"dense"`` (through torch.distributed's all-reduce; the sum is in the order that it takes), or
+            ``"auto"``: see :func:`tdcoll.collectives.sparse_all_reduce.policy.choose`.
+        copy: give the values memory of their own. False: they may be a view of the context's symmetric memory, valid
+            until the next call on the context; reading it later gives rows of other calls, and in debug mode raises.
+
+    Raises:
+        ContextError: closed, on another stream, or over the capacity: the message has the number that is needed, and
+            all ranks raise before any row is moved. While a CUDA graph is captured.
+        CollectiveTimeout: a wait expired.
+        RankMismatchError: ranks pass different shapes, dtypes, operations or algorithms.
+        NotInitializedError: before ``tdcoll.initialize()``.
+        TypeError, ValueError: an argument is not as described, or (on all ranks) an index of a rank is out of range.
+
+    Algorithm: reduction of each row by one of its contributors, chosen by hash; see
+    :mod:`tdcoll.collectives.sparse_all_reduce.kernels`.
+    """
+    ctx = _context(ctx)
+    if ctx is None:
+        is_sparse = isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
+        values = tensor.detach()._values() if is_sparse else torch.empty(0)
+        ctx = _default_context(values, values[:0].numel() + _row_bytes(values))
+    facts = _facts(tensor, getattr(tensor, "shape", ()))
+    held = ctx
+    rows = _begin(ctx, "sparse_all_reduce", lambda: rows_of_tensor(tensor, held.device), op, algorithm, *facts)
+    indices, values = _run("sparse_all_reduce", ctx, rows, op, algorithm, copy)
+    made = torch.sparse_coo_tensor(
+        indices.unsqueeze(0), values, (rows.num_rows, *rows.shape), is_coalesced=True, check_invariants=False
+    )
+    return _lend(ctx, "sparse_all_reduce", made)
+
+
+def _row_bytes(values: torch.Tensor) -> int:
+    """Bytes of one row of ``[n, ...]``."""
+    return torch.Size(values.shape[1:]).numel() * values.dtype.itemsize
+
+
+def sparse_all_reduce_rows(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    num_rows: int,
+    ctx: SparseContext | None = None,
+    op: str = "sum",
+    *,
+    coalesced: bool = False,
+    algorithm: str = "auto",
+    copy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[n], [n, ...] -> [U], [U, ...]``: :func:`sparse_all_reduce` on indices and rows.
+
+    Args:
+        indices: int64 ``[n]``, each in ``0..num_rows - 1``; any order, and repeated, unless ``coalesced``.
+        values: ``[n, ...]``, the rows.
+        num_rows: of the table, the same on all ranks.
+        ctx, op, algorithm, copy: as for :func:`sparse_all_reduce`.
+        coalesced: ``indices`` are ascending and all different, which saves sorting them. Checked, on all ranks.
+
+    Returns:
+        The indices of all ranks, ascending, and their rows.
+
+    Raises:
+        As :func:`sparse_all_reduce`.
+    """
+    ctx = _context(ctx)
+    if ctx is None:
+        known = isinstance(values, torch.Tensor) and values.dim() > 0
+        ctx = _default_context(values if known else torch.empty(0), _row_bytes(values) if known else 0)
+    facts = (*_facts(values, getattr(values, "shape", ())[1:]), num_rows)
+    held = ctx
+    name = "sparse_all_reduce_rows"
+    rows = _begin(
+        ctx, name, lambda: rows_of_pair(indices, values, num_rows, coalesced, held.device), op, algorithm, *facts
+    )
+    found, reduced = _run(name, ctx, rows, op, algorithm, copy)
+    return found, _lend(ctx, name, reduced)
+
+
+def sparse_all_reduce_padded(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    num_rows: int,
+    ctx: SparseContext,
+    op: str = "sum",
+    *,
+    coalesced: bool = False,
+    algorithm: str = "auto",
+) -> PaddedRows:
+    """``[n], [n, ...] -> [max_union_rows], [max_union_rows, ...], [1]``: the form of fixed size, for CUDA graphs.
+
+    As :func:`sparse_all_reduce_rows`, with no synchronisation at all: the results have the context's capacity, with
+    zeros after the last row (index 0 and values 0, which add nothing), and the number of rows stays on the device.
+    After one eager call with tensors of the same dtype and row shape it can be captured; indices and values may
+    change from replay to replay, their number not.
+
+    What only the lists of all ranks show (too many rows, indices out of range, other arguments on other ranks) gives 0
+    rows on every rank; :meth:`SparseContext.check` then raises it.
+
+    Args:
+        ctx: a :class:`SparseContext`. It does not grow here.
+        algorithm: ``"owner"``, ``"gather"`` or ``"auto"``, which does not choose ``"dense"`` here.
+        Others: as for :func:`sparse_all_reduce_rows`.
+
+    Returns:
+        :class:`PaddedRows`. The values may be a view of symmetric memory, valid until the next call on the context.
+
+    Raises:
+        As :func:`sparse_all_reduce`; and ContextError for the first call of its kind while a graph is captured.
+    """
+    name = "sparse_all_reduce_padded"
+    if not isinstance(ctx, SparseContext):
+        raise TypeError(f"ctx must be a tdcoll.SparseContext, got {type(ctx).__name__}")
+    facts = (*_facts(values, getattr(values, "shape", ())[1:]), num_rows)
+    rows = _begin(
+        ctx, name, lambda: rows_of_pair(indices, values, num_rows, coalesced, ctx.device), op, algorithm, *facts
+    )
+    if algorithm == "dense":
+        raise ValueError("algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'")
+    if rows.row_bytes > ctx.max_row_bytes:
+        raise ContextError(
+            f"{name}: rows of {rows.row_bytes} bytes are over the context's capacity of {ctx.max_row_bytes}; make it "
+            f"with max_row_bytes={rows.row_bytes} or more"
+        )
+    call = Call(ctx, rows, op, algorithm)
+    ctx.allow_capture((name, call.variant, op, call.algorithm, call.directory.search, coalesced), name)
+    call.match()
+    padded = call.move(call.algorithm)
+    union = torch.empty(ctx.max_union_rows, dtype=torch.int64, device=ctx.device)
+    count = torch.empty(1, dtype=torch.int64, device=ctx.device)
+    programs = call.workers(-(-ctx.max_union_rows // call.tiles.rows))
+    call.launch(kernels.pad, programs, indices=union, values=padded, count=count, remembered=ctx.remembered)
+    ctx.explain = lambda: _explain(ctx, name)
+    return PaddedRows(union, _lend(ctx, name, padded), count)
+
+
+def _explain(ctx: SparseContext, operation: str) -> None:
+    """Raise what the first call of fixed size that could not be done has left, and forget it."""
+    words = ctx.remembered.tolist()
+    if words[-1]:
+        ctx.remembered.zero_()
+        status = Status(words)
+        status.raise_if_wrong(operation, ctx, words[-1] - 1)
+        status.raise_if_over(operation, ctx)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank brings to a sparse all-reduce, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tdcoll.collectives.sparse_all_reduce.policy import OPERATIONS
+
+__all__ = ["SUMS", "Rows", "check_op", "rows_of_pair", "rows_of_tensor"]
+
+SUMS = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.int32: torch.int32,
+    torch.int64: torch.int64,
+}
+"""The dtype of sums for every dtype of values."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One rank's part of a call, checked.
+
+    Attributes:
+        indices: int64 ``[n]``, contiguous.
+        values: ``[n, elements]``, contiguous.
+        num_rows: of the table.
+        shape: of a row.
+        coalesced: indices are ascending and different.
+    """
+
+    indices: torch.Tensor
+    values: torch.Tensor
+    num_rows: int
+    shape: tuple[int, ...]
+    coalesced: bool
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def row_bytes(self) -> int:
+        return self.elements * self.values.dtype.itemsize
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    if op not in OPERATIONS:
+        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {op!r}")
+    if op == "mean" and not dtype.is_floating_point:
+        raise ValueError(f"op='mean' needs values of a floating-point dtype, got {dtype}")
+
+
+def _check_values(name: str, values: torch.Tensor, device: torch.device) -> None:
+    if values.dtype not in SUMS:
+        allowed = ", ".join(str(dtype) for dtype in SUMS)
+        raise TypeError(f"{name} must have one of the dtypes {allowed}; got {values.dtype}")
+    if values.device != device:
+        raise ValueError(f"{name} must be on {device}, where the context is; got {values.device}")
+
+
+def rows_of_tensor(tensor: Any, device: torch.device) -> Rows:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.sparse_coo:
+        raise ValueError(f"tensor must have the layout torch.sparse_coo, got {tensor.layout}")
+    if tensor.sparse_dim() != 1:
+        raise ValueError(
+            f"tensor must have one sparse dimension, the rows; got {tensor.sparse_dim()} of shape {list(tensor.shape)}"
+        )
+    _check_values("tensor", tensor, device)
+    # The parts of a tensor that is not coalesced can be had by these names only.
+    indices, values = tensor.detach()._indices()[0], tensor.detach()._values()
+    return _flat_rows(indices, values, tensor.shape[0], tensor.is_coalesced())
+
+
+def rows_of_pair(indices: Any, values: Any, num_rows: Any, coalesced: bool, device: torch.device) -> Rows:
+    for name, given in (("indices", indices), ("values", values)):
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        if given.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got the layout {given.layout}")
+    if isinstance(num_rows, bool) or not isinstance(num_rows, int):
+        raise TypeError(f"num_rows must be an int, got {num_rows!r}")
+    if num_rows < 0:
+        raise ValueError(f"num_rows must be at least 0, got {num_rows}")
+    if indices.dtype != torch.int64 or indices.dim() != 1 or indices.device != device:
+        raise ValueError(
+            f"indices must be int64 of one dimension on {device}; got {indices.dtype} of shape "
+            f"{list(indices.shape)} on {indices.device}"
+        )
+    if values.dim() < 1 or values.shape[0] != indices.shape[0]:
+        raise ValueError(
+            f"values must have a row for each of the {indices.shape[0]} indices; got shape {list(values.shape)}"
+        )
+    _check_values("values", values, device)
+    return _flat_rows(indices.detach(), values.detach(), num_rows, bool(coalesced))
+
+
+def _flat_rows(indices: torch.Tensor, values: torch.Tensor, num_rows: int, coalesced: bool) -> Rows:
+    shape = tuple(values.shape[1:])
+    elements = torch.Size(shape).numel()
+    values = values.contiguous().resolve_neg()  # kernels read the bytes
+    return Rows(indices.contiguous(), values.view(values.shape[0], elements), num_rows, shape, coalesced)
