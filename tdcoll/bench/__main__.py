@@ -3,34 +3,33 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 _USAGE = """\
-usage: bash launch.sh [--nproc N] -m tdcoll.bench all_gather [options]
+usage: bash launch.sh [--nproc N] -m tdcoll.bench BENCHMARK [options]
        python -m tdcoll.bench report FILE.json [...] [options]
 
-all_gather   measures the all-gather against its peers (on the simulator: checks it and counts its messages)
-report       Markdown tables and plots of what it wrote with --json
+all_gather          the all-gather against its peers
+sparse_all_reduce   the sum of row-sparse tensors against what NCCL and gloo can do
+index_match         matching lists of row numbers, on one GPU (--nproc 1)
+report              Markdown tables and plots of what they wrote with --json
 
-Each has a --help of its own."""
+On the simulator the benchmarks check and count. Each has a --help of its own."""
+
+_BENCHMARKS = ("all_gather", "sparse_all_reduce", "index_match")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; its exit status."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
-    if name == "all_gather":
-        from tdcoll.bench import all_gather
-
-        return all_gather.main(rest)
-    if name == "report":
-        from tdcoll.bench import report
-
-        return report.main(rest)
+    if name in (*_BENCHMARKS, "report"):
+        return int(importlib.import_module(f"tdcoll.bench.{name}").main(rest))
     if name in ("-h", "--help"):
         print(_USAGE)
         return 0
-    print(f"{_USAGE}\n\nexpected all_gather or report, got {name or 'nothing'}", file=sys.stderr)
+    print(f"{_USAGE}\n\nexpected {', '.join(_BENCHMARKS)} or report, got {name or 'nothing'}", file=sys.stderr)
     return 2
 
 

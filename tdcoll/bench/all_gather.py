@@ -11,32 +11,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import tdcoll
-from tdcoll import runtime
-from tdcoll.bench import rows as files
+from tdcoll.bench import job as jobs
 from tdcoll.bench.arithmetic import calls_per_launch, message_sizes, summarize
 from tdcoll.bench.data import Buffers
+from tdcoll.bench.job import names
 from tdcoll.bench.peers import PEERS
-from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import Row, with_ratios
 from tdcoll.bench.subjects import IN_PLACE, NAMES, Subject, all_gather_subject
-from tdcoll.bench.table import Table
+from tdcoll.bench.table import all_gather_columns
 from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_launches
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import CollectiveTimeout
 from tdcoll.language import INTERPRETED
-from tdcoll.runtime import lifecycle
 
 __all__ = ["DTYPES", "Options", "heap_bytes", "main", "measure", "parse", "simulate"]
 
@@ -66,25 +59,6 @@ class Options:
     json: Path | None
 
 
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse_names(text: str) -> list[str]:
-        names = [name for name in text.split(",") if name]
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}; got {', '.join(unknown)}")
-        return list(dict.fromkeys(names))
-
-    return parse_names
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
-        return int(text)
-
-    return parse_number
-
-
 def parse(arguments: Sequence[str]) -> Options:
     """Options from the command line; a wrong one ends the process with status 2."""
     parser = argparse.ArgumentParser(
@@ -97,54 +71,38 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default %(default)s")
     parser.add_argument(
         "--algorithms",
-        type=_names(NAMES),
+        type=names(NAMES),
         metavar="A,B",
         help=f"some of {', '.join(NAMES)} (default: 1d, in-place, and ll or, on several nodes, 2d)",
     )
     parser.add_argument(
         "--peers",
-        type=_names(tuple(PEERS)),
+        type=names(tuple(PEERS)),
         default=["nccl"],
         metavar="A,B",
         help=f"some of {', '.join(PEERS)}, or '' (default: nccl)",
     )
-    launch = parser.add_mutually_exclusive_group()
-    launch.add_argument(
-        "--graph", dest="launch", action="store_const", const="graph", help="CUDA graph replays (default)"
-    )
-    launch.add_argument("--eager", dest="launch", action="store_const", const="eager", help="eager calls")
-    launch.add_argument("--both", dest="launch", action="store_const", const="both", help="one after the other")
+    jobs.add_launches(parser, "graph")
     parser.add_argument(
         "--straggler",
         action="store_true",
         help="delay a random rank in each iteration; times hold the waiting",
     )
-    parser.add_argument(
-        "--iters",
-        type=_at_least(_TURNS),
-        default=100,
-        metavar="N",
-        help="timed launches (default %(default)s)",
-    )
-    parser.add_argument(
-        "--warmup", type=_at_least(1), default=5, metavar="N", help="untimed launches (default %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and how they were measured")
+    jobs.add_iterations(parser, "--iters", _TURNS, 100)
+    jobs.add_json(parser)
     given = parser.parse_args(arguments)
     dtype = DTYPES[given.dtype]
     try:
         sizes = message_sizes(given.begin, given.end, given.factor, dtype.itemsize)
     except ValueError as error:
         parser.error(str(error))
-    if given.json is not None and not given.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no directory {given.json.parent}")
-    launches = {"both": ["graph", "eager"], "eager": ["eager"]}.get(given.launch, ["graph"])
+    jobs.require_directory(parser, given.json)
     return Options(
         sizes=sizes,
         dtype=dtype,
         algorithms=given.algorithms,
         peers=given.peers,
-        launches=launches,
+        launches=given.launches,
         straggler=given.straggler,
         iterations=given.iters,
         warmup=given.warmup,
@@ -182,38 +140,15 @@ class _Entry:
     where: str | None = None
 
 
-class _Job:
-    """The ranks, and what they agree on."""
+class _Job(jobs.Job):
+    """The ranks, what they agree on, and what is asked for."""
 
     def __init__(self, options: Options) -> None:
+        super().__init__()
         self.options = options
-        self.owner = runtime.current()
-        self.topology = self.owner.topology()
-        self.device = self.owner.device
         default = ["1d", "2d", IN_PLACE] if self.topology.n_nodes > 1 else ["ll", "1d", IN_PLACE]
         self.algorithms = default if options.algorithms is None else options.algorithms
         self.round = 0
-
-    def gather(self, what: str, value: Any) -> list[Any]:
-        """``value`` of every rank; also a barrier between hosts."""
-        return self.owner.control.all_gather(range(self.owner.world_size), what, value)
-
-    def agree(self, what: str, action: Callable[[], Any], peer: bool) -> tuple[Any, str | None]:
-        """``(result, None)`` if the action works on every rank, else ``(None, why not)``, on every rank.
-
-        A peer may fail as it likes. What tdcoll does not support is a ValueError; anything else is raised.
-        """
-        result, problem = None, None
-        try:
-            result = action()
-        except Exception as error:
-            if isinstance(error, CollectiveTimeout) or not (peer or isinstance(error, ValueError)):
-                raise
-            problem = " ".join(f"{error}".split())[:300] or type(error).__name__
-        for rank, other in enumerate(self.gather(what, problem)):
-            if other is not None:
-                return None, other if rank == self.topology.rank or problem else f"rank {rank}: {other}"
-        return result, None
 
     def row(self, entry: _Entry, nbytes: int) -> Row:
         """The entry's row, without what was measured."""
@@ -387,16 +322,9 @@ def _in_place_storage(job: _Job) -> torch.Tensor | None:
 # ---------------------------------------------------------------------- on the simulator
 
 
-def _counts(rank: int) -> dict[str, int]:
-    """What the simulator has counted of this rank so far."""
-    from tdcoll.runtime.simulator.interpreter import machine
-
-    return dataclasses.asdict(machine().counts[rank])
-
-
 def _simulate_entry(job: _Job, entry: _Entry, nbytes: int) -> Row:
     """Two rounds of calls: the first checks, the second finds data of the first that was left behind."""
-    subject, rank = entry.subject, job.topology.pes[job.topology.rank]
+    subject = entry.subject
     entry.launch = "simulator"
     if entry.peer or subject is None:
         return job.row(entry, nbytes)
@@ -407,18 +335,17 @@ def _simulate_entry(job: _Job, entry: _Entry, nbytes: int) -> Row:
         else:
             subject.buffers.advance()
         job.gather("turn", None)
-        before = _counts(rank)
 
         def run() -> None:
             for position in range(_SIMULATED_CALLS):
                 subject.call(position)
 
-        _, entry.problem = job.agree(f"run {entry.name}", run, False)
+        def agreed() -> None:
+            _, entry.problem = job.agree(f"run {entry.name}", run, False)
+
+        counted = job.count(agreed, _SIMULATED_CALLS)
         if entry.problem:
             return job.row(entry, nbytes)
-        own = {key: (value - before[key]) / _SIMULATED_CALLS for key, value in _counts(rank).items()}
-        counts = job.gather("counts", own)
-        counted = {key: [of_rank[key] for of_rank in counts] for key in own}
         job.check(entry, _SIMULATED_CALLS)
     row = job.row(entry, nbytes)
     return dataclasses.replace(row, counts=counted, calls=(_SIMULATED_CALLS,), iterations=2)
@@ -444,30 +371,19 @@ def simulate(options: Options, show: Callable[[Row], None]) -> list[Row]:
 # ---------------------------------------------------------------------- the command
 
 
-def _initialize(options: Options) -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    usual = lifecycle.DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else lifecycle.DEFAULT_HEAP_BYTES
-    if wanted := os.environ.get("NVSHMEM_SYMMETRIC_SIZE"):
-        usual = lifecycle.parse_bytes(wanted, "NVSHMEM_SYMMETRIC_SIZE")
-    need = heap_bytes(options.sizes, world, options.algorithms)
-    tdcoll.initialize(heap_bytes=max(usual, need))
-
-
 def main(arguments: Sequence[str]) -> int:
     """The command; its exit status: 1 if a result was wrong."""
     options = parse(arguments)
-    _initialize(options)
-    owner = runtime.current()
-    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    facts = provenance()
-    title = f"all_gather, {owner.topology().describe()}, {str(options.dtype).removeprefix('torch.')}"
-    table = Table(title, options.peers, owner.simulated, visible=owner.rank == 0)
-    stream: AbstractContextManager[Any] = nullcontext() if owner.simulated else torch.cuda.stream(torch.cuda.Stream())
-    with table, stream:
-        rows = (simulate if owner.simulated else measure)(options, table.add)
-    if owner.rank == 0 and options.json is not None:
-        command = command_line(arguments, owner.world_size, owner.simulated)
-        head = {"benchmark": "all_gather", "command": command, "started": started, "provenance": facts}
-        files.save(options.json, head, rows)
-    tdcoll.finalize()
-    return 1 if any(row.check == "WRONG" for row in rows) else 0
+
+    def rows(simulated: bool, show: Callable[[Row], None]) -> list[Row]:
+        return (simulate if simulated else measure)(options, show)
+
+    return jobs.run(
+        "all_gather",
+        arguments,
+        options.json,
+        title=str(options.dtype).removeprefix("torch."),
+        heap_bytes=lambda world: heap_bytes(options.sizes, world, options.algorithms),
+        columns=lambda simulated: all_gather_columns(options.peers, simulated),
+        measure=rows,
+    )

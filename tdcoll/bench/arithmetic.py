@@ -14,8 +14,10 @@ __all__ = [
     "Summary",
     "all_gather_bus_bandwidth",
     "calls_per_launch",
+    "floor_us",
     "format_bytes",
     "message_sizes",
+    "moved_rows",
     "ratio",
     "summarize",
 ]
@@ -50,6 +52,25 @@ def summarize(times_us: Sequence[Sequence[float]]) -> Summary:
 def all_gather_bus_bandwidth(nbytes: int, world: int, time_us: float) -> float:
     """GB/s that each rank receives, and sends: ``(world - 1) * nbytes / time``, as nccl-tests defines it."""
     return (world - 1) * nbytes / time_us / 1e3
+
+
+def moved_rows(held: int, union: int, world: int) -> int:
+    """Rows that cross between ranks if a contributor of each row sums it and tells all others.
+
+    ``sum(c_u - 1) + U (W - 1)``, c_u the contributors of row u: nothing that sums each row in one place and then
+    spreads it moves fewer.
+
+    Args:
+        held: ``sum(c_u)``, distinct rows of each rank, all ranks together.
+        union: U, distinct rows of all.
+        world: W, ranks.
+    """
+    return held - union + union * (world - 1)
+
+
+def floor_us(nbytes: float, gbps: float) -> float:
+    """Microseconds that ``nbytes`` bytes take at ``gbps`` GB/s."""
+    return nbytes / gbps / 1e3
 
 
 def ratio(peer_us: float | None, ours_us: float | None) -> float | None:

@@ -113,7 +113,7 @@ def provenance() -> dict[str, Any]:
     return facts if gpu is None else {**facts, **_on_gpus()}
 
 
-def command_line(arguments: Sequence[str], world: int, simulated: bool) -> str:
+def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated: bool) -> str:
     """The command that starts this job, without the options that only say where to write."""
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world))
     words = ["bash launch.sh", f"--nproc {local}"]
@@ -124,4 +124,4 @@ def command_line(arguments: Sequence[str], world: int, simulated: bool) -> str:
     if emulated := os.environ.get("TDCOLL_EMULATE_NODES"):
         words.append(f"--emulate-nodes {emulated}")
     kept = re.sub(r"(?:^| )--json[ =]\S+", "", " ".join(arguments)).strip()
-    return " ".join([*words, "-m tdcoll.bench all_gather", *([kept] if kept else [])])
+    return " ".join([*words, "-m tdcoll.bench", benchmark, *([kept] if kept else [])])

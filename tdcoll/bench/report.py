@@ -1,30 +1,137 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tdcoll.bench report``: Markdown tables and plots of the benchmark's JSON files."""
+"""``python -m tdcoll.bench report``: Markdown tables and plots of the benchmarks' JSON files."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tdcoll.bench import rows as files
 from tdcoll.bench.arithmetic import format_bytes, ratio
-from tdcoll.bench.rows import Row
-from tdcoll.bench.table import cells, columns
+from tdcoll.bench.rows import MatchRow, Measured, Row, SparseRow
+from tdcoll.bench.table import Column, all_gather_columns, match_columns, sparse_columns
 
 __all__ = ["caption", "insert", "main", "markdown", "plot"]
 
 _LAUNCHES = {"graph": "CUDA graph replays", "eager": "eager calls", "simulator": "the simulator"}
 
 
+def _short(value: float | None) -> str:
+    """Three digits or more."""
+    return "–" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a benchmark's rows become a table.
+
+    Attributes:
+        title: of the benchmark.
+        about: what else was the same for all rows of a table; rows for which it differs get tables of their own.
+        leading: columns that say which size it is; ``where``: the same in a few words.
+        unit, scale: of times, and how many of them a microsecond is.
+        rival: whether a row of tdcoll's is compared with the peers.
+        measured: columns of the fastest of those.
+        footnote: how to read it, from one of the rows.
+        counted: columns where there are no times.
+    """
+
+    title: str
+    about: Callable[[Any], str]
+    leading: Sequence[Column]
+    where: Callable[[Any], str]
+    unit: str
+    scale: float
+    rival: Callable[[Any], bool]
+    measured: Sequence[Column]
+    footnote: Callable[[Any], str]
+    counted: Callable[[Sequence[str], bool], Sequence[Column]]
+
+
+def _indices(row: SparseRow) -> str:
+    return row.distribution + (f", repeated {row.duplicates}" if row.duplicates != "0" else "")
+
+
+def _sparse_footnote(row: SparseRow) -> str:
+    rate = f"{row.bytes_per_rank / row.floor_us / 1e3:.3g}" if row.floor_us else "the assumed"
+    floor = (
+        f"The floor is the time for the least rows that can cross between ranks, at {rate} GB/s per rank; GB/s are "
+        "those rows' bytes over the time."
+    )
+    if row.launch == "graph":
+        room = "which needs no host and has room for as many rows as all ranks could bring"
+        return f"{_MEDIANS}, of the padded form, {room}. {floor}"
+    return (
+        f"{_MEDIANS}, from an idle GPU to a sparse tensor that is there. {floor} tdcoll's best is among results with "
+        "memory of their own, which the peers' have too. Where a peer's time is less than that, the ratio is below 1."
+    )
+
+
+_MEDIANS = "Times are medians over iterations of the slowest rank"
+
+_LAYOUTS: dict[str, _Layout] = {
+    "all_gather": _Layout(
+        title="All-gather",
+        about=lambda row: "",
+        leading=[Column("bytes per rank", lambda row: format_bytes(row.bytes_per_rank))],
+        where=lambda row: f"{format_bytes(row.bytes_per_rank)} per rank",
+        unit="µs",
+        scale=1.0,
+        rival=lambda row: True,
+        measured=[Column("bus GB/s", lambda row: f"{row.busbw_gbps:.3g}")],
+        footnote=lambda row: f"{_MEDIANS}; bus bandwidth is as in nccl-tests.",
+        counted=all_gather_columns,
+    ),
+    "sparse_all_reduce": _Layout(
+        title="Sparse all-reduce",
+        about=lambda row: f", {row.num_rows:,} rows of {row.dtype}",
+        leading=[
+            Column("indices", lambda row: _indices(row)),
+            Column("rows per rank", lambda row: f"{row.rows:,}"),
+            Column("dim", lambda row: str(row.dim)),
+            Column("union", lambda row: f"{row.union_rows:,.0f}"),
+            Column("floor, ms", lambda row: f"{row.floor_us / 1e3:.3g}"),
+        ],
+        where=lambda row: f"{_indices(row)}, {row.rows:,} × {row.dim}",
+        unit="ms",
+        scale=1e-3,
+        rival=lambda row: row.copy is not False,
+        measured=[
+            Column("GB/s", lambda row: f"{row.gbps:.3g}"),
+            Column("/ floor", lambda row: "–" if row.over_floor is None else f"{row.over_floor:.2f}"),
+        ],
+        footnote=_sparse_footnote,
+        counted=sparse_columns,
+    ),
+    "index_match": _Layout(
+        title="Index matching",
+        about=lambda row: f", task {row.task}, {row.lists} lists of ids below {row.num_rows:,}",
+        leading=[
+            Column("indices", lambda row: row.distribution),
+            Column("rows per list", lambda row: f"{row.rows:,}"),
+            Column("union", lambda row: f"{row.union_rows:,.0f}"),
+        ],
+        where=lambda row: f"{row.distribution}, {row.rows:,} rows",
+        unit="µs",
+        scale=1.0,
+        rival=lambda row: True,
+        measured=[],
+        footnote=lambda row: f"{_MEDIANS}" + (", from an idle GPU." if row.launch == "eager" else "."),
+        counted=match_columns,
+    ),
+}
+
+
 def _distinct(values: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _hardware(provenance: dict[str, Any], row: Row) -> str:
+def _hardware(provenance: dict[str, Any], row: Measured) -> str:
     gpus = Counter(gpu for gpu in provenance.get("gpus", []) if gpu)
     names = " and ".join(f"{count} × {name}" for name, count in gpus.items()) or f"{row.ranks} simulated ranks"
     emulated = provenance.get("environment", {}).get("TDCOLL_EMULATE_NODES", "1")
@@ -32,9 +139,9 @@ def _hardware(provenance: dict[str, Any], row: Row) -> str:
     return f"{names} on {nodes}{' (emulated)' if emulated not in ('', '1') else ''}"
 
 
-def caption(head: dict[str, Any], row: Row) -> str:
+def caption(head: dict[str, Any], row: Measured) -> str:
     """What the rows like ``row`` of a file were measured with, in a sentence or two."""
-    facts = head["provenance"]
+    facts, layout = head["provenance"], _LAYOUTS[head["benchmark"]]
     commit = f" at {facts['commit'][:12]}" if facts.get("commit") else ""
     changed = " with uncommitted changes" if facts.get("dirty") else ""
     versions = [f"tdcoll {facts['tdcoll']}{commit}{changed}"]
@@ -49,9 +156,9 @@ def caption(head: dict[str, Any], row: Row) -> str:
         if facts.get(key):
             versions.append(f"{name} {facts[key]}")
     straggler = ", a random rank delayed in each iteration" if row.straggler else ""
-    what = head["benchmark"].replace("_", "-").capitalize()
-    where = f"{_hardware(facts, row)}, {_LAUNCHES.get(row.launch, row.launch)}{straggler}"
-    return f"**{what} on {where}.** {', '.join(versions)}; {head['started'][:10]}."
+    launch = _LAUNCHES.get(row.launch, row.launch)
+    where = f"{_hardware(facts, row)}{layout.about(row)}, {launch}{straggler}"
+    return f"**{layout.title} on {where}.** {', '.join(versions)}; {head['started'][:10]}."
 
 
 def _line(texts: Sequence[str]) -> str:
@@ -62,66 +169,93 @@ def _grid(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     return [_line(headings), _line(["---:"] * len(headings)), *map(_line, lines)]
 
 
-def _time(row: Row | None) -> str:
+def _time(row: Measured | None, scale: float) -> str:
     if row is None or row.check == "not run":
         return "–"
-    time = "–" if row.median_us is None else f"{row.median_us:.3g}" if row.median_us < 100 else f"{row.median_us:.0f}"
+    time = _short(None if row.median_us is None else row.median_us * scale)
     return time if row.check == "ok" else f"{time} WRONG"
 
 
-def _timed_table(rows: Sequence[Row]) -> list[str]:
-    """One line per size: times of all, then bus bandwidth and ratios of tdcoll's fastest."""
+def _fastest(rows: Sequence[Measured]) -> Measured | None:
+    """The fastest whose result was right."""
+    good = [row for row in rows if row.check == "ok" and row.median_us]
+    return min(good, key=lambda row: row.median_us or 0.0, default=None)
+
+
+def _ratio(peer: Measured | None, ours: Measured | None) -> str:
+    """How many times faster than the peer ours is."""
+    faster = ratio(peer.median_us if peer else None, ours.median_us if ours else None)
+    return "–" if faster is None else f"{faster:.2f}"
+
+
+def _timed_table(layout: _Layout, rows: Sequence[Measured]) -> list[str]:
+    """One line per size: times of all, then what tdcoll's fastest reaches, and ratios to it."""
+    sizes = _distinct([row.size for row in rows if not row.peer]) or _distinct([row.size for row in rows])
+    lines = {size: {row.label: row for row in rows if row.size == size} for size in sizes}
     ours = _distinct([row.label for row in rows if not row.peer])
-    peers = _distinct([row.label for row in rows if row.peer])
-    ran = [peer for peer in peers if any(row.label == peer and row.median_us for row in rows)]
-    headings = ["bytes per rank", *(f"{label}, µs" for label in (*ours, *ran))]
-    headings += ["tdcoll's best, bus GB/s", *(f"{peer} / tdcoll's best" for peer in ran)]
-    lines = []
-    for size in _distinct([row.bytes_per_rank for row in rows]):
-        found = {row.label: row for row in rows if row.bytes_per_rank == size}
-        good = [row for row in found.values() if not row.peer and row.check == "ok" and row.median_us]
-        best = min(good, key=lambda row: row.median_us or 0.0, default=None)
-        texts = [format_bytes(size), *(_time(found.get(label)) for label in (*ours, *ran))]
-        texts.append("–" if best is None or best.busbw_gbps is None else f"{best.busbw_gbps:.3g}")
-        for peer in ran:
-            other = found.get(peer)
-            faster = ratio(other.median_us if other else None, best.median_us if best else None)
-            texts.append("–" if faster is None else f"{faster:.2f}")
-        lines.append(texts)
-    return _grid(headings, lines)
+    ran = _distinct([row.label for row in rows if row.peer and row.median_us and row.size in sizes])
+    headings = [column.heading for column in layout.leading]
+    headings += [f"{label}, {layout.unit}" for label in (*ours, *ran)]
+    headings += [f"tdcoll's best{'' if c.heading[0] == '/' else ','} {c.heading}" for c in layout.measured]
+    headings += [f"{peer} / tdcoll's best" for peer in ran]
+    if len(ran) > 1:
+        headings.append("fastest peer / tdcoll's best")
+    texts = []
+    for found in lines.values():
+        best = _fastest([row for row in found.values() if not row.peer and layout.rival(row)])
+        peers = [found.get(peer) for peer in ran]
+        line = [column.text(next(iter(found.values()))) for column in layout.leading]
+        line += [_time(found.get(label), layout.scale) for label in (*ours, *ran)]
+        line += ["–" if best is None else column.text(best) for column in layout.measured]
+        line += [_ratio(peer, best) for peer in peers]
+        if len(ran) > 1:
+            line.append(_ratio(_fastest([peer for peer in peers if peer]), best))
+        texts.append(line)
+    return _grid(headings, texts)
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
-    """Why what did not run did not, and what was wrong."""
+def _notes(layout: _Layout, rows: Sequence[Measured]) -> list[str]:
+    """Why what did not run did not, what was wrong, what was of another size, and what else has to be known."""
+    sizes = _distinct([row.size for row in rows if not row.peer]) or _distinct([row.size for row in rows])
+
     notes = []
-    for label, check, note in _distinct([(r.label, r.check, r.note) for r in rows if r.check != "ok"]):
-        sizes = [r.bytes_per_rank for r in rows if (r.label, r.check, r.note) == (label, check, note)]
-        where = "" if check == "not run" else f" at {', '.join(map(format_bytes, sizes))} per rank"
-        notes.append(f"- {label}{where}: {check}{f' ({note})' if note else ''}")
+    for label, check, note in _distinct([(r.label, r.check, r.note) for r in rows if r.size in sizes]):
+        if check == "ok" and note is None:
+            continue
+        same = [row for row in rows if (row.label, row.check, row.note) == (label, check, note)]
+        everywhere = len(same) == sum(row.label == label for row in rows)
+        where = "" if everywhere and check != "WRONG" else " at " + "; ".join(map(layout.where, same))
+        said = note or "" if check == "ok" else f"{check}{f' ({note})' if note else ''}"
+        notes.append(f"- {label}{where}: {said}")
+    others = [row for row in rows if row.size not in sizes]
+    for label in _distinct([row.label for row in others]):
+        texts = [
+            f"{layout.where(row)}: {_time(row, layout.scale)} {layout.unit}" for row in others if row.label == label
+        ]
+        notes.append(f"- {label}, of other sizes: {'; '.join(texts)}")
     return notes
 
 
-def markdown(head: dict[str, Any], rows: Sequence[Row]) -> str:
+def markdown(head: dict[str, Any], rows: Sequence[Measured]) -> str:
     """Tables of one file, one for each way to launch, with captions and notes."""
+    layout = _LAYOUTS[head["benchmark"]]
     parts: list[str] = []
-    kinds = [(row.launch, row.straggler, row.ranks, row.nodes) for row in rows]
+    kinds = [(row.launch, row.straggler, row.ranks, row.nodes, layout.about(row)) for row in rows]
     for kind in _distinct(kinds):
         chosen = [row for row, its in zip(rows, kinds, strict=True) if its == kind]
         simulated = kind[0] == "simulator"
         parts += [caption(head, chosen[0]), ""]
         if simulated:
             parts += ["Per call, the most of any rank:", ""]
-            counted = [row for row in chosen if row.check != "not run"]
-            parts += _grid(columns((), True), [cells(row, (), True) for row in counted])
+            columns = layout.counted((), True)
+            lines = [[column.text(row) for column in columns] for row in chosen if row.check != "not run"]
+            parts += _grid([column.heading for column in columns], lines)
         else:
-            parts += _timed_table(chosen)
-        if notes := _notes(chosen):
+            parts += _timed_table(layout, chosen)
+        if notes := _notes(layout, [row for row in chosen if not simulated or row.check != "ok"]):
             parts += ["", *notes]
         if not simulated:
-            parts += [
-                "",
-                "Times are medians over iterations of the slowest rank; bus bandwidth is as in nccl-tests.",
-            ]
+            parts += ["", layout.footnote(chosen[0])]
         parts.append("")
     parts += ["```bash", head["command"], "```"]
     return "\n".join(parts) + "\n"
@@ -140,19 +274,97 @@ def insert(text: str, benchmark: str, content: str) -> str:
     return f"{before}{begin}\n{content}{end}{rest.split(end)[1]}"
 
 
-def plot(results: Sequence[tuple[dict[str, Any], list[Row]]], path: Path) -> None:
-    """Latency and bus bandwidth against size, one line for each algorithm and peer.
+# ---------------------------------------------------------------------- plots
+
+
+def _panel(axis: Any, lines: dict[str, list[Any]], x: Callable[[Any], int], y: Callable[[Any], float]) -> None:
+    """One line for each name, both axes logarithmic; peers' are dashed. Names without rows keep their colour."""
+    for position, (label, rows) in enumerate(lines.items()):
+        if rows := sorted(rows, key=x):
+            style = "--" if rows[0].peer else "-"
+            style += f"C{position}"
+            axis.plot([x(row) for row in rows], [y(row) for row in rows], style, marker="o", markersize=3, label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.grid(True, which="both", alpha=0.3)
+
+
+def _ticks(axis: Any, values: Sequence[int], write: Callable[[int], str], heading: str) -> None:
+    ticks = sorted(set(values))
+    axis.set_xticks(ticks, [write(value) for value in ticks], rotation=45)
+    axis.minorticks_off()
+    axis.set_xlabel(heading)
+
+
+def _plot_all_gather(plt: Any, lines: dict[str, list[Row]]) -> Any:
+    """Latency and bus bandwidth against size."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    _panel(axes[0], lines, lambda row: row.bytes_per_rank, lambda row: row.median_us)
+    _panel(axes[1], lines, lambda row: row.bytes_per_rank, lambda row: row.busbw_gbps)
+    for axis, quantity in zip(axes, ("latency, µs", "bus bandwidth, GB/s"), strict=True):
+        axis.set_ylabel(quantity)
+        _ticks(axis, [row.bytes_per_rank for rows in lines.values() for row in rows], format_bytes, "bytes per rank")
+    axes[0].legend()
+    return figure
+
+
+def _plot_panels(
+    plt: Any, lines: dict[str, list[Any]], across: Callable[[Any], str], down: Callable[[Any], str], layout: _Layout
+) -> Any:
+    """Time against rows per rank or list, a panel for each pair of ``across`` and ``down``."""
+    every = [row for rows in lines.values() for row in rows]
+    columns, rows = _distinct([across(row) for row in every]), _distinct([down(row) for row in every])
+    size = (1 + 3.6 * len(columns), 1 + 2.8 * len(rows))
+    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, layout="constrained", squeeze=False)
+    handles: dict[str, Any] = {}
+    for axis, place in zip(axes.flat, ((row, column) for row in rows for column in columns), strict=True):
+        chosen = {label: [row for row in its if (down(row), across(row)) == place] for label, its in lines.items()}
+        _panel(axis, chosen, lambda row: row.rows, lambda row: row.median_us * layout.scale)
+        here = [row for its in chosen.values() for row in its]
+        if floors := sorted({(row.rows, row.floor_us * layout.scale) for row in here if getattr(row, "floor_us", 0)}):
+            axis.plot(*zip(*floors, strict=True), ":", color="black", label="floor")
+        _ticks(axis, [row.rows for row in here if not row.peer], lambda value: f"{value:,}", "rows")
+        axis.set_ylabel(layout.unit)
+        axis.set_title(", ".join(place))
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=max(1, int(size[0] // 2.6)))
+    return figure
+
+
+def _plot_sparse(plt: Any, lines: dict[str, list[SparseRow]]) -> Any:
+    return _plot_panels(plt, lines, lambda row: f"dim {row.dim}", _indices, _LAYOUTS["sparse_all_reduce"])
+
+
+def _plot_match(plt: Any, lines: dict[str, list[MatchRow]]) -> Any:
+    return _plot_panels(
+        plt, lines, lambda row: f"task {row.task}", lambda row: row.distribution, _LAYOUTS["index_match"]
+    )
+
+
+_PLOTS: dict[str, Callable[[Any, dict[str, list[Any]]], Any]] = {
+    "all_gather": _plot_all_gather,
+    "sparse_all_reduce": _plot_sparse,
+    "index_match": _plot_match,
+}
+
+
+def plot(results: Sequence[tuple[dict[str, Any], list[Any]]], path: Path) -> None:
+    """Times against size, one line for each algorithm and peer.
 
     Raises:
-        ValueError: nothing was timed.
+        ValueError: nothing was timed, or the files are of different benchmarks.
     """
-    lines: dict[str, list[Row]] = {}
-    for number, (_, rows) in enumerate(results):
-        launches = {row.launch for _, others in results for row in others if row.median_us}
+    if len(kinds := _distinct([head["benchmark"] for head, _ in results])) > 1:
+        raise ValueError(f"a plot is of one benchmark; got {', '.join(kinds)}")
+    lines: dict[str, list[Any]] = {}
+    launches = {row.launch for _, others in results for row in others if row.median_us}
+    for position, (_, rows) in enumerate(results):
         for row in rows:
             if row.median_us and row.check == "ok":
                 launch = f", {row.launch}" if len(launches) > 1 else ""
-                source = f" ({number + 1})" if len(results) > 1 else ""
+                source = f" ({position + 1})" if len(results) > 1 else ""
                 lines.setdefault(f"{row.label}{launch}{source}", []).append(row)
     if not lines:
         raise ValueError("nothing to plot: no times in these files")
@@ -161,24 +373,7 @@ def plot(results: Sequence[tuple[dict[str, Any], list[Row]]], path: Path) -> Non
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for label, rows in lines.items():
-        rows = sorted(rows, key=lambda row: row.bytes_per_rank)
-        sizes = [row.bytes_per_rank for row in rows]
-        style = "--" if rows[0].peer else "-"
-        axes[0].plot(sizes, [row.median_us for row in rows], style, marker="o", markersize=3, label=label)
-        axes[1].plot(sizes, [row.busbw_gbps for row in rows], style, marker="o", markersize=3, label=label)
-    for axis, quantity in zip(axes, ("latency, µs", "bus bandwidth, GB/s"), strict=True):
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2)
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_xlabel("bytes per rank")
-        axis.set_ylabel(quantity)
-        axis.grid(True, which="both", alpha=0.3)
-        ticks = sorted({row.bytes_per_rank for rows in lines.values() for row in rows})
-        axis.set_xticks(ticks, [format_bytes(size) for size in ticks], rotation=45)
-        axis.minorticks_off()
-    axes[0].legend()
+    figure = _PLOTS[kinds[0]](plt, lines)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -197,7 +392,7 @@ def main(arguments: Sequence[str]) -> int:
         help="write the tables between <!-- benchmark:NAME --> and <!-- /benchmark:NAME --> of this file, "
         "instead of printing them",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="latency and bus bandwidth against size")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="times against size")
     options = parser.parse_args(arguments)
     try:
         results = [files.load(path) for path in options.files]

@@ -5,31 +5,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tdcoll.bench.arithmetic import Summary, all_gather_bus_bandwidth, ratio
 
-__all__ = ["SCHEMA", "Row", "load", "save", "with_ratios"]
+__all__ = ["KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "Row", "SparseRow", "load", "save", "with_ratios"]
 
 SCHEMA = 1
 
 
-@dataclass(frozen=True)
-class Row:
-    """One size, one algorithm, one way to launch it.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the rows of all benchmarks have.
 
     Attributes:
-        bytes_per_rank: what one rank contributes.
         ranks, nodes: of the job.
         algorithm: tdcoll's, or the peer's name.
         peer: whether it is a peer's.
         launch: ``"graph"``, ``"eager"`` or ``"simulator"``.
         check: ``"ok"``, ``"WRONG"``, or ``"not run"``, and then ``note`` says why.
         median_us, min_us, p90_us: per call; an iteration takes what its slowest rank took; None: not timed.
-        busbw_gbps: bus bandwidth at the median, as nccl-tests defines it.
         ratios: for each peer its median divided by this one.
         note: why it did not run, what was wrong, or what else has to be known.
         calls, iterations: calls timed together (alternating), and how many times.
@@ -37,7 +35,6 @@ class Row:
         counts: per call, of each rank, what the simulator counted.
     """
 
-    bytes_per_rank: int
     ranks: int
     nodes: int
     algorithm: str
@@ -47,7 +44,6 @@ class Row:
     median_us: float | None = None
     min_us: float | None = None
     p90_us: float | None = None
-    busbw_gbps: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)
     note: str | None = None
     calls: tuple[int, ...] = ()
@@ -55,38 +51,158 @@ class Row:
     straggler: bool = False
     counts: dict[str, list[float]] | None = None
 
-    def timed(self, summary: Summary) -> Row:
-        """This row with its times and bus bandwidth."""
-        busbw = all_gather_bus_bandwidth(self.bytes_per_rank, self.ranks, summary.median_us)
-        return dataclasses.replace(self, **dataclasses.asdict(summary), busbw_gbps=busbw)
-
     @property
     def label(self) -> str:
         """Name with its owner: ``"tdcoll 1d"``, or ``"nccl"``."""
         return self.algorithm if self.peer else f"tdcoll {self.algorithm}"
 
+    @property
+    def size(self) -> Hashable:
+        """What two rows of a file have to share to be compared."""
+        raise NotImplementedError
 
-def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one size, tdcoll's with their ratio to each peer of the same launch."""
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Measured):
+    """One size of an all-gather, one algorithm, one way to launch it.
+
+    Attributes:
+        bytes_per_rank: what one rank contributes.
+        busbw_gbps: bus bandwidth at the median, as nccl-tests defines it.
+    """
+
+    bytes_per_rank: int
+    busbw_gbps: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes per rank."""
+        return self.bytes_per_rank
+
+    def timed(self, summary: Summary) -> Row:
+        """This row with its times and bus bandwidth."""
+        busbw = all_gather_bus_bandwidth(self.bytes_per_rank, self.ranks, summary.median_us)
+        return dataclasses.replace(self, **dataclasses.asdict(summary), busbw_gbps=busbw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseRow(Measured):
+    """One row-sparse all-reduce.
+
+    Attributes:
+        rows: that each rank gives, repetitions counted.
+        dim: numbers in a row.
+        num_rows: of the whole tensor.
+        dtype: of the values.
+        distribution: that the indices are drawn from.
+        duplicates: ``"0"``: none; a fraction: so many of the rows repeat others of the same rank; ``"drawn"``: each is
+            drawn by itself, with repetition.
+        form: ``"coo"``: from sparse tensor to sparse tensor; ``"padded"``: the form without host synchronisation.
+        copy: whether the result is memory of its own; None where there is no choice.
+        union_rows: of the result, the mean over the inputs that are taken in turn.
+        moved_rows: least rows that cross between ranks, all of them together; see
+            :func:`~tdcoll.bench.arithmetic.moved_rows`.
+        bytes_per_rank: of ``moved_rows``, a rank's share.
+        floor_us: time for ``bytes_per_rank`` at the assumed rate.
+        wall_us: median on the host's clock, waiting for the result included.
+        gbps: ``bytes_per_rank`` over the median.
+        over_floor: the median over ``floor_us``.
+    """
+
+    rows: int
+    dim: int
+    num_rows: int
+    dtype: str
+    distribution: str
+    duplicates: str = "0"
+    form: str = "coo"
+    copy: bool | None = None
+    union_rows: float = 0.0
+    moved_rows: float = 0.0
+    bytes_per_rank: float = 0.0
+    floor_us: float = 0.0
+    wall_us: float | None = None
+    gbps: float | None = None
+    over_floor: float | None = None
+
+    @property
+    def label(self) -> str:
+        """``"tdcoll owner"``, ``"tdcoll owner, no copy"``, ``"tdcoll owner, padded"``, or a peer's name."""
+        detail = ", padded" if self.form == "padded" else ", no copy" if self.copy is False else ""
+        return super().label + ("" if self.peer else detail)
+
+    @property
+    def size(self) -> tuple[str, str, int, int]:
+        """Which rows, and how long."""
+        return self.distribution, self.duplicates, self.rows, self.dim
+
+    def timed(self, summary: Summary, wall_us: float | None) -> SparseRow:
+        """This row with its times and what follows from them."""
+        return dataclasses.replace(
+            self,
+            **dataclasses.asdict(summary),
+            wall_us=wall_us,
+            gbps=self.bytes_per_rank / summary.median_us / 1e3,
+            over_floor=ratio(summary.median_us, self.floor_us),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchRow(Measured):
+    """One index matching on one GPU.
+
+    Attributes:
+        task: ``"union"``: the union of all lists and the place of every id in it; ``"build"``: the union, and what
+            other kernels need to find places; ``"match"``: the places of one list's ids in a union that is there.
+        lists: how many; ``rows``: ids in each; ``num_rows``: they are below it.
+        distribution: that the ids are drawn from.
+        union_rows: ids of the union, the mean over the inputs that are taken in turn.
+    """
+
+    task: str
+    lists: int
+    rows: int
+    num_rows: int
+    distribution: str
+    union_rows: float
+
+    @property
+    def size(self) -> tuple[str, str, int]:
+        """Which task, on which lists."""
+        return self.task, self.distribution, self.rows
+
+    def timed(self, summary: Summary) -> MatchRow:
+        """This row with its times."""
+        return dataclasses.replace(self, **dataclasses.asdict(summary))
+
+
+KINDS: dict[str, type[Measured]] = {"all_gather": Row, "sparse_all_reduce": SparseRow, "index_match": MatchRow}
+"""The rows of each benchmark."""
+
+AnyRow = TypeVar("AnyRow", bound=Measured)
+
+
+def with_ratios(rows: Sequence[AnyRow]) -> list[AnyRow]:
+    """The rows, tdcoll's with their ratio to each peer of the same size and launch."""
     result = []
     for row in rows:
         found = {
             other.algorithm: ratio(other.median_us, row.median_us)
             for other in rows
-            if other.peer and not row.peer and other.launch == row.launch
+            if other.peer and not row.peer and (other.launch, other.size) == (row.launch, row.size)
         }
         ratios = {peer: value for peer, value in found.items() if value is not None}
         result.append(dataclasses.replace(row, ratios=ratios))
     return result
 
 
-def save(path: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
+def save(path: Path, head: dict[str, Any], rows: Sequence[Measured]) -> None:
     """Write a benchmark's rows, after ``head``: benchmark, command, started, provenance."""
     document = {"schema": SCHEMA, **head, "rows": [dataclasses.asdict(row) for row in rows]}
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
+def load(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """``(head, rows)`` of a file that :func:`save` wrote.
 
     Raises:
@@ -97,9 +213,11 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["schema"] != SCHEMA:
             raise ValueError(f"schema {document['schema']} (this version reads {SCHEMA})")
-        rows = [Row(**{**row, "calls": tuple(row["calls"])}) for row in document.pop("rows")]
-        for key in ("benchmark", "command", "started", "provenance"):
+        for key in ("command", "started", "provenance"):
             document[key]
+        if (kind := KINDS.get(document["benchmark"])) is None:
+            raise ValueError(f"benchmark {document['benchmark']} (this version knows {', '.join(KINDS)})")
+        rows = [kind(**{**row, "calls": tuple(row["calls"])}) for row in document.pop("rows")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a result of tdcoll.bench: {error}") from error
     return document, rows

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from tdcoll.bench.arithmetic import format_bytes
-from tdcoll.bench.rows import Row
 
-__all__ = ["Table", "cells", "columns"]
+__all__ = ["Column", "Table", "all_gather_columns", "match_columns", "number", "sparse_columns"]
 
-_TIMED = ("µs", "min µs", "p90 µs", "bus GB/s")
 _COUNTED = {
     "puts": "puts",
     "put_bytes": "put bytes",
@@ -24,39 +23,108 @@ _COUNTED = {
 }
 
 
-def columns(peers: Sequence[str], simulated: bool) -> list[str]:
-    """Headings; those of the simulator's counts are per call, the most of any rank."""
-    measured = [*_COUNTED.values()] if simulated else [*_TIMED, *(f"{peer} / this" for peer in peers)]
-    return ["bytes/rank", "ranks", "nodes", "algorithm", "launch", *measured, "check"]
+@dataclass(frozen=True)
+class Column:
+    """A heading, and the text under it for a row. ``width`` counts where there is no rich."""
+
+    heading: str
+    text: Callable[[Any], str]
+    width: int = 9
+    left: bool = False
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """With so many digits after the point; ``-`` if there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def cells(row: Row, peers: Sequence[str], simulated: bool) -> list[str]:
-    """The row's text under :func:`columns`."""
-    if simulated:
-        counts = row.counts or {}
-        measured = [f"{max(counts[key]):g}" if key in counts else "-" for key in _COUNTED]
-    else:
-        measured = [_number(value, 2) for value in (row.median_us, row.min_us, row.p90_us)]
-        measured.append(_number(row.busbw_gbps, 1))
-        measured += [_number(row.ratios.get(peer), 2) for peer in peers]
-    size = format_bytes(row.bytes_per_rank)
-    check = row.check if row.note is None else f"{row.check}: {row.note}"
-    return [size, str(row.ranks), str(row.nodes), row.label, row.launch, *measured, check]
+def _of(heading: str, attribute: str) -> Column:
+    return Column(heading, lambda row: str(getattr(row, attribute)))
+
+
+def _fixed(heading: str, attribute: str, digits: int) -> Column:
+    return Column(heading, lambda row: number(getattr(row, attribute), digits))
+
+
+def _labels(width: int) -> list[Column]:
+    return [
+        Column("algorithm", lambda row: row.label, width, left=True),
+        Column("launch", lambda row: row.launch, left=True),
+    ]
+
+
+def _times() -> list[Column]:
+    return [_fixed("µs", "median_us", 2), _fixed("min µs", "min_us", 2), _fixed("p90 µs", "p90_us", 2)]
+
+
+def _counts() -> list[Column]:
+    """What the simulator counted per call, the most of any rank. Loads and stores through pointers are not counted."""
+
+    def column(key: str, heading: str) -> Column:
+        return Column(heading, lambda row: f"{max(row.counts[key]):g}" if key in (row.counts or {}) else "-")
+
+    return [column(key, heading) for key, heading in _COUNTED.items()]
+
+
+def _ratios(peers: Sequence[str]) -> list[Column]:
+    def column(peer: str) -> Column:
+        return Column(f"{peer} / this", lambda row: number(row.ratios.get(peer), 2))
+
+    return [column(peer) for peer in peers]
+
+
+_CHECK = Column("check", lambda row: row.check if row.note is None else f"{row.check}: {row.note}", left=True)
+
+
+def all_gather_columns(peers: Sequence[str], simulated: bool) -> list[Column]:
+    """Columns of :class:`~tdcoll.bench.rows.Row`."""
+    measured = [*_times(), _fixed("bus GB/s", "busbw_gbps", 1), *_ratios(peers)]
+    return [
+        Column("bytes/rank", lambda row: format_bytes(row.bytes_per_rank)),
+        *(_of("ranks", "ranks"), _of("nodes", "nodes")),
+        *_labels(16),  # wide enough for "in-place" with its owner
+        *(_counts() if simulated else measured),
+        _CHECK,
+    ]
+
+
+def sparse_columns(peers: Sequence[str], simulated: bool) -> list[Column]:
+    """Columns of :class:`~tdcoll.bench.rows.SparseRow`."""
+    timed = [
+        *_times(),
+        _fixed("wall µs", "wall_us", 2),
+        _fixed("GB/s", "gbps", 1),
+        _fixed("/ floor", "over_floor", 2),
+        *_ratios(peers),
+    ]
+    return [
+        Column("indices", lambda row: row.distribution + (f", dup {row.duplicates}" if row.duplicates != "0" else "")),
+        *(_of("rows/rank", "rows"), _of("dim", "dim"), _of("ranks", "ranks"), _of("nodes", "nodes")),
+        _fixed("union", "union_rows", 0),
+        Column("MB/rank", lambda row: f"{row.bytes_per_rank / 1e6:.3g}"),
+        *_labels(22),
+        *(_counts() if simulated else timed),
+        _CHECK,
+    ]
+
+
+def match_columns(peers: Sequence[str], simulated: bool) -> list[Column]:
+    """Columns of :class:`~tdcoll.bench.rows.MatchRow`."""
+    return [
+        _of("task", "task"),
+        *(_of("indices", "distribution"), _of("lists", "lists"), _of("rows", "rows")),
+        _fixed("union", "union_rows", 0),
+        *_labels(16),
+        *([] if simulated else [*_times(), *_ratios(peers)]),
+        _CHECK,
+    ]
 
 
 class Table:
     """Prints rows. A context manager; does nothing unless ``visible``."""
 
-    def __init__(self, title: str, peers: Sequence[str], simulated: bool, visible: bool) -> None:
-        self._peers, self._simulated, self._visible = tuple(peers), simulated, visible
-        self._headings = columns(peers, simulated)
-        # Wide enough for "in-place" with its owner and for numbers such as 123456.78.
-        self._widths = [max(len(heading), 9) for heading in self._headings]
-        self._widths[3] = 16
+    def __init__(self, title: str, columns: Sequence[Column], visible: bool) -> None:
+        self._columns, self._visible = columns, visible
         self._live: Any = None
         self._table: Any = None
         if not visible:
@@ -69,20 +137,21 @@ class Table:
                 pass
             else:
                 self._table = rich.table.Table(title=title)
-                for i, heading in enumerate(self._headings):
-                    self._table.add_column(heading, justify="left" if i in (3, 4, len(self._headings) - 1) else "right")
+                for column in columns:
+                    self._table.add_column(column.heading, justify="left" if column.left else "right")
                 self._live = rich.live.Live(self._table, vertical_overflow="visible")
                 return
-        print(f"# {title}\n# {self._line(self._headings)}", flush=True)
+        print(f"# {title}\n# {self._line([column.heading for column in columns])}", flush=True)
 
     def _line(self, texts: Sequence[str]) -> str:
-        return "  ".join(text.rjust(width) for text, width in zip(texts, self._widths, strict=True)).rstrip()
+        widths = [max(len(column.heading), column.width) for column in self._columns]
+        return "  ".join(text.rjust(width) for text, width in zip(texts, widths, strict=True)).rstrip()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Any) -> None:
         """Show one more row."""
         if not self._visible:
             return
-        texts = cells(row, self._peers, self._simulated)
+        texts = [column.text(row) for column in self._columns]
         if self._live is None:
             print(f"  {self._line(texts)}", flush=True)
             return

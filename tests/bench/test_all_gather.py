@@ -74,9 +74,9 @@ def test_the_command_is_repeated_without_what_is_local(monkeypatch: pytest.Monke
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("TDCOLL_EMULATE_NODES", "2")
     for json_option in (["--json", "/somewhere/a.json"], ["--json=/somewhere/a.json"]):
-        said = command_line(["-b", "1K", *json_option, "--eager"], 4, False)
+        said = command_line("all_gather", ["-b", "1K", *json_option, "--eager"], 4, False)
         assert said == "bash launch.sh --nproc 4 --emulate-nodes 2 -m tdcoll.bench all_gather -b 1K --eager"
-    assert "--nproc 4 --simulate --nnodes 2" in command_line([], 8, True)
+    assert "--nproc 4 --simulate --nnodes 2" in command_line("all_gather", [], 8, True)
 
 
 def test_the_heap_holds_what_the_sizes_need() -> None:
