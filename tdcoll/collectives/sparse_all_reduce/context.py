@@ -163,6 +163,10 @@ class SparseContext:
         """Lists, out and stage for these capacities, and the scratch that goes with them. Collective."""
         context = self.collective
         owner, world, device = context._runtime, context.world_size, context.device
+        if max(world * rows, union) >= 1 << 31:
+            raise ValueError(
+                f"max_rows_per_rank times {world} ranks and max_union_rows must be below 2**31; got {rows} and {union}"
+            )
         lists, out, stage = _areas(world, rows, row_bytes, union)
         pes = context.topology.pes
         owner.agree(pes, "SparseContext: rows, row bytes, union rows, grow", (rows, row_bytes, union, self.grow))
@@ -329,8 +333,14 @@ class SparseContext:
         """Capacities of at least these, in new memory. Collective; waits for the stream; the same on all ranks.
 
         Raises:
-            HeapExhaustedError: no room; then the context is as it was.
+            ContextError: a captured CUDA graph uses the memory.
+            HeapExhaustedError, ValueError: no room, or too many rows; then the context is as it was.
         """
+        if self.captured:
+            raise ContextError(
+                f"SparseContext: {rows} rows of {row_bytes} bytes per rank and {union} together are over its capacity, "
+                "and it cannot grow after a call was captured in a CUDA graph, which uses its memory; make it larger"
+            )
         rows, row_bytes = max(rows, self.max_rows_per_rank), max(row_bytes, self.max_row_bytes)
         union = max(union, self.max_union_rows)
         old = (self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows)
@@ -338,7 +348,7 @@ class SparseContext:
         self._area = None
         try:
             self._make_area(rows, row_bytes, union)
-        except HeapExhaustedError:
+        except (HeapExhaustedError, ValueError):
             self._make_area(*old)
             raise
 

@@ -118,9 +118,7 @@ def _run(
             break
         if not ctx.grow:
             status.raise_if_over(operation, ctx)
-        more = max(status[match.MAX_ROWS], ctx.max_rows_per_rank)
-        more += more // 4 if more > ctx.max_rows_per_rank else 0
-        ctx.enlarge(more, ctx.max_row_bytes, max(status[match.UNION], ctx.world_size * more))
+        ctx.enlarge(*_more(ctx, status))
     union = status[match.UNION]
     if values is None:
         chosen = call.choose(status.counts)
@@ -155,6 +153,18 @@ def _is_view(ctx: SparseContext, tensor: torch.Tensor) -> bool:
     values = tensor._values() if tensor.layout == torch.sparse_coo else tensor
     begin = ctx.area.data_ptr()
     return bool(values.numel()) and begin <= values.data_ptr() < begin + ctx.area.nbytes
+
+
+def _more(ctx: SparseContext, status: Status) -> tuple[int, int, int]:
+    """Rows, row bytes and union rows for a call that was over the capacity: a quarter more of what was too small."""
+    rows, union = ctx.max_rows_per_rank, ctx.max_union_rows
+    if status[match.MAX_ROWS] > rows:  # then the union is not known yet: the lists were cut off
+        all_fit = union >= ctx.world_size * rows
+        rows = status[match.MAX_ROWS] * 5 // 4
+        union = ctx.world_size * rows if all_fit else union
+    else:
+        union = min(ctx.world_size * rows, status[match.UNION] * 5 // 4)
+    return rows, ctx.max_row_bytes, union
 
 
 def _say(ctx: SparseContext, operation: str, chosen: str, status: Status) -> None:
@@ -217,7 +227,7 @@ def sparse_all_reduce(
     if ctx is None:
         is_sparse = isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
         values = tensor.detach()._values() if is_sparse else torch.empty(0)
-        ctx = _default_context(values, values[:0].numel() + _row_bytes(values))
+        ctx = _default_context(values, _row_bytes(values))
     facts = _facts(tensor, getattr(tensor, "shape", ()))
     held = ctx
     rows = _begin(ctx, "sparse_all_reduce", lambda: rows_of_tensor(tensor, held.device), op, algorithm, *facts)
