@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 WORKERS = Path(__file__).with_name("workers")
-GPU_ONLY = {"graphs", "capture_errors", "streams"}
+GPU_ONLY = {"graphs", "capture_errors", "streams"} | {"sparse_graphs", "sparse_capture_errors", "sparse_streams"}
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -34,6 +34,7 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
     [
         pytest.param("all_gather_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="all-gather, 2 nodes of 2"),
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
+        pytest.param("sparse_checks.py", ("--nproc", "2"), id="sparse all-reduce, 2 ranks"),
     ],
 )
 def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:

@@ -50,6 +50,21 @@ def test_all_checks(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("language_checks.py", "all_gather_checks.py")
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sparse_checks(launch: Launch, ranks: int) -> None:
+    done = launch("--nproc", str(ranks), str(WORKERS / "sparse_checks.py"), timeout=TIMEOUT_S)
+    assert set(verdicts(done)) == checks_of("sparse_checks.py")
+
+
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param(n, marks=needs(n)) for n in (2, 4, 8)), pytest.param(3, marks=needs(3), id="3, uneven")]
+)
+def test_sparse_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
+    script = WORKERS / "sparse_checks.py"
+    done = launch("--nproc", str(ranks), "--emulate-nodes", "2", str(script), timeout=TIMEOUT_S)
+    assert set(verdicts(done)) == checks_of("sparse_checks.py")
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs(4)), pytest.param(3, marks=needs(3), id="3, uneven")])
 def test_emulated_nodes(launch: Launch, ranks: int) -> None:
     script = WORKERS / "all_gather_checks.py"

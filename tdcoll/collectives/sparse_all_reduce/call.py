@@ -53,7 +53,8 @@ class Call:
         self.directory = directory = ctx.directory(rows.num_rows)
         lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.own = lists[ctx.rank]
-        what = (rows.num_rows, rows.shape, str(dtype), op, self.algorithm)
+        # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
+        what = (rows.num_rows, rows.shape, str(dtype), op, self.algorithm, ctx.exchanges)
         self._signature = zlib.crc32(repr(what).encode()) >> 1
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)
         signals, control, monitor = ctx.collective_words
@@ -168,6 +169,7 @@ class Call:
             self.launch(kernels.write_list, blocks, ids=ids, totals=totals, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
         if self.algorithm == "gather":
             self._combine(0, everything=True)
+        ctx.exchanges += 1
         if ctx.world_size > 1:
             exchange_counted(ctx.collective, known["lists"].data_ptr(), 8 * known["stride"])
         self.directory.build(known["lists"], self._signature, rows.num_rows)
@@ -241,8 +243,14 @@ class Call:
         table = torch.full((rows.num_rows, rows.elements), _neutral(self.op, wide), dtype=wide, device=ctx.device)
         begin = kernels.HEADER.value
         table.index_copy_(0, self.own[begin : begin + own], parts)
+        dist, group = torch.distributed, _process_group(ctx)
         operation = {"max": "MAX", "min": "MIN", "prod": "PRODUCT"}.get(self.op, "SUM")
-        torch.distributed.all_reduce(table, getattr(torch.distributed.ReduceOp, operation), group=_process_group(ctx))
+        lossy = self.op in ("max", "min") and wide.is_floating_point  # whether they keep NaN is up to the backend
+        nan = table.isnan().to(torch.uint8) if lossy else table
+        dist.all_reduce(table, getattr(dist.ReduceOp, operation), group=group)
+        if lossy:
+            dist.all_reduce(nan, dist.ReduceOp.MAX, group=group)
+            table.masked_fill_(nan.bool(), float("nan"))
         return table.index_select(0, self.directory.union[:union]).to(dtype).view(union, *rows.shape)
 
 

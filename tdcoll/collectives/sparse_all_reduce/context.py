@@ -133,6 +133,8 @@ class SparseContext:
         self.everybody = group is None
         self.calls = 0
         """Calls so far: what a view of a result belongs to."""
+        self.exchanges = 0
+        """Exchanges of lists so far, which the ranks make together."""
         world = self.collective.world_size
         union = world * rows if max_union_rows is None else max_union_rows
         device = self.collective.device

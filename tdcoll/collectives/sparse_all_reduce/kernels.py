@@ -38,7 +38,7 @@ exchange itself lets nobody write into ``lists`` of a rank that has not begun. S
 
 Several nodes: no address of another node can be stored to. Each node reduces its own rows first, as above but among its
 ranks only; a row of several nodes then goes from node to node as a partial sum, and from the last of them to one rank
-of every other node, which hands it on inside. A row crosses between two nodes at most once per pair of them, and
+of every other node, which hands it on inside. From one node to another a row crosses at most once, and between nodes
 (nodes that have it - 1) + (nodes - 1) times in all. The order of the nodes of a row is rotated by its hash, so that all
 nodes are busy in each of the steps::
 

@@ -216,7 +216,8 @@ def sparse_all_reduce(
         ContextError: closed, on another stream, or over the capacity: the message has the number that is needed, and
             all ranks raise before any row is moved. While a CUDA graph is captured.
         CollectiveTimeout: a wait expired.
-        RankMismatchError: ranks pass different shapes, dtypes, operations or algorithms.
+        RankMismatchError: ranks pass different shapes, dtypes or operations. (Without ``debug``, arguments with which
+            the ranks make other launches, such as another algorithm, may end in CollectiveTimeout on some of them.)
         NotInitializedError: before ``tdcoll.initialize()``.
         TypeError, ValueError: an argument is not as described, or (on all ranks) an index of a rank is out of range.
 

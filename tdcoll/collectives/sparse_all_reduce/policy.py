@@ -78,9 +78,9 @@ def owner_us(counts: Counts, row_bytes: int, topology: Topology) -> float:
     per_node = world / nodes
     rows = counts.total - counts.union + counts.union * (world - 1)
     inside = rows / world * row_bytes / _STORE_GBPS / 1e3
-    # Of a row of c contributors, spread evenly, about nodes * (1 - (1 - 1/nodes)^c) nodes have it.
-    each = counts.total / max(1, counts.union)
-    having = nodes * (1 - (1 - 1 / nodes) ** each)
+    # If every rank has a row with the same probability, a node has it unless none of its ranks does.
+    has = min(1.0, counts.total / max(1, counts.union) / world)
+    having = max(1.0, nodes * (1 - (1 - has) ** per_node))
     crossings = counts.union * (having - 1 + nodes - 1)
     return inside + crossings / nodes / per_node * row_bytes / _RAIL_GBPS / 1e3
 

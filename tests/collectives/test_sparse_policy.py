@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sparse rows are summed: a table, and what must hold for any size and topology."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tdcoll.collectives.sparse_all_reduce import policy
+from tdcoll.collectives.sparse_all_reduce.policy import (
+    ALGORITHMS,
+    GATHER_BYTES,
+    TILE_BYTES,
+    Counts,
+    choose,
+    dense_us,
+    may_be_dense,
+    owner_us,
+    tiles,
+)
+from tdcoll.runtime.topology import Topology
+
+FULL, HALF, DISJOINT = "all ranks have all rows", "all ranks have half of the rows", "each rank has rows of its own"
+TABLE = 100_000
+
+
+def nodes_of(*sizes: int, rank: int = 0) -> Topology:
+    """Topology of nodes with so many ranks each."""
+    node_ids = [node for node, size in enumerate(sizes) for _ in range(size)]
+    return Topology.of(rank, range(len(node_ids)), node_ids)
+
+
+def counts_of(what: str, world: int, num_rows: int = TABLE) -> Counts:
+    if what == FULL:
+        return Counts(world * num_rows, num_rows)
+    if what == HALF:
+        return Counts(world * num_rows // 2, num_rows // 2)
+    return Counts(world * 1000, world * 1000)
+
+
+def pick(algorithm: str = "auto", nodes: tuple[int, ...] = (8,), **facts: Any) -> str:
+    """``choose`` with what a test does not care about filled in: many rows, all of which fit, and a process group."""
+    known: dict[str, Any] = {
+        "num_rows": TABLE, "row_bytes": 512, "max_rows_per_rank": TABLE, "max_row_bytes": 512,
+        "segments_fit": True, "dense_allowed": True,
+    }  # fmt: skip
+    return choose(algorithm, topology=nodes_of(*nodes), **(known | facts))
+
+
+ROWS_OF_8 = GATHER_BYTES // 16
+"""The most rows of 8 bytes, each with its id of 8, that go with the ids."""
+
+
+@pytest.mark.parametrize("nodes", [(1,), (2,), (8,), (4, 4), (1, 3)])
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "fit", "algorithm"),
+    [
+        (1, 0, True, "gather"),
+        (1, 4, True, "gather"),
+        (ROWS_OF_8, 8, True, "gather"),
+        (ROWS_OF_8 + 1, 8, True, "owner"),
+        (ROWS_OF_8, 9, True, "owner"),
+        (1, GATHER_BYTES - 8, True, "gather"),
+        (1, GATHER_BYTES - 7, True, "owner"),
+        (1, 4, False, "owner"),  # max_union_rows is less than the rows of all ranks: no room beside the ids
+        (TABLE, 512, True, "owner"),
+    ],
+)
+@pytest.mark.parametrize("dense_allowed", [True, False])
+def test_few_rows_go_with_their_ids(
+    nodes: tuple[int, ...], rows: int, row_bytes: int, fit: bool, algorithm: str, dense_allowed: bool
+) -> None:
+    facts: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "row_bytes": min(row_bytes, 4)}
+    facts |= {"segments_fit": fit, "dense_allowed": dense_allowed}
+    assert pick(nodes=nodes, **facts) == algorithm
+    few = Counts(1, 1)
+    assert pick(nodes=nodes, **facts, counts=few) == algorithm, "counts of few rows change nothing"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "what", "algorithm"),
+    [
+        ((8,), DISJOINT, "owner"),
+        ((8,), HALF, "owner"),
+        ((4, 4), DISJOINT, "owner"),
+        ((4, 4), HALF, "owner"),
+        ((8, 8, 8, 8), FULL, "dense"),
+        ((8, 8, 8, 8), DISJOINT, "owner"),
+    ],
+)
+def test_dense_where_the_counts_say_so(nodes: tuple[int, ...], what: str, algorithm: str) -> None:
+    counts = counts_of(what, sum(nodes))
+    assert pick(nodes=nodes, counts=counts) == algorithm
+    assert pick(nodes=nodes, counts=counts, dense_allowed=False) == "owner"
+    assert pick(nodes=nodes) == "owner", "not before the counts are known"
+    few = {"max_rows_per_rank": 16, "max_row_bytes": 8, "row_bytes": 8}
+    assert pick(nodes=nodes, counts=counts, **few) == "gather", "what has been sent already is not sent again"
+
+
+@pytest.mark.parametrize("asked", ["owner", "gather", "dense"])
+@pytest.mark.parametrize("nodes", [(1,), (8,), (2, 2)])
+def test_a_wish_is_granted(asked: str, nodes: tuple[int, ...]) -> None:
+    for what in (FULL, DISJOINT):
+        for rows in (1, TABLE):
+            assert pick(asked, nodes, counts=counts_of(what, sum(nodes)), max_rows_per_rank=rows) == asked
+
+
+def test_refusals_say_what_and_why() -> None:
+    for wrong in ("ring", "", None, 1, "Owner"):
+        with pytest.raises(ValueError) as raised:
+            pick(wrong)  # type: ignore[arg-type]
+        assert str(raised.value) == f"algorithm must be one of {', '.join(ALGORITHMS)}; got {wrong!r}"
+    with pytest.raises(ValueError, match=r"'gather'.*room for the rows of all ranks: max_union_rows.*8.*\(64\)"):
+        pick("gather", max_rows_per_rank=64, segments_fit=False)
+    with pytest.raises(ValueError, match=r"'dense'.*process group.*group=None after init_process_group"):
+        pick("dense", dense_allowed=False)
+    assert pick("owner", segments_fit=False, dense_allowed=False) == "owner"
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "max_union", "allowed", "answer"),
+    [
+        (1000, 500, True, True),
+        (1001, 500, True, False),
+        (1000, 1000, True, True),
+        (1, 1000, True, True),
+        (0, 1, True, True),
+        (1 << 40, 1 << 20, True, False),  # a table of 2**40 rows is never made dense
+        (1000, 1000, False, False),
+    ],
+)
+def test_whether_the_counts_must_be_known_first(num_rows: int, max_union: int, allowed: bool, answer: bool) -> None:
+    assert may_be_dense(num_rows, max_union, allowed) is answer
+
+
+# ---------------------------------------------------------------------- for any size and topology
+
+
+NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
+ROWS = st.one_of(st.integers(0, 100), st.integers(0, 1 << 20), st.integers(0, 1 << 40))
+
+
+@st.composite
+def some_counts(draw: st.DrawFn, world: int, num_rows: int) -> Counts:
+    """What can be: a union of at most all rows, each of which 1 to ``world`` ranks have."""
+    union = draw(st.integers(0, min(num_rows, 1 << 20)))
+    return Counts(draw(st.integers(union, union * world)), union)
+
+
+@given(NODES, ROWS, st.integers(0, 1 << 16), st.sampled_from(ALGORITHMS), st.booleans(), st.booleans(), st.data())
+def test_all_ranks_choose_the_same(
+    nodes: list[int], num_rows: int, row_bytes: int, asked: str, fit: bool, dense: bool, data: st.DataObject
+) -> None:
+    """In any order of ranks, for any PEs, seen from any rank."""
+    node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
+    world = len(node_ids)
+    pes = data.draw(st.permutations(range(100, 100 + world)))
+    counts = data.draw(st.none() | some_counts(world, num_rows))
+    rows = data.draw(st.integers(1, 1 << 20))
+    answers = set()
+    for rank in range(world):
+        try:
+            answers.add(
+                choose(
+                    asked,
+                    num_rows=num_rows,
+                    row_bytes=row_bytes,
+                    topology=Topology.of(rank, pes, node_ids),
+                    max_rows_per_rank=rows,
+                    max_row_bytes=2 * row_bytes,
+                    segments_fit=fit,
+                    dense_allowed=dense,
+                    counts=counts,
+                )
+            )
+        except ValueError as error:
+            answers.add(str(error))
+    assert len(answers) == 1
+
+
+@given(NODES, st.integers(1, 1 << 20), st.integers(1, 1 << 16), st.data())
+def test_auto_is_dense_exactly_where_that_is_said_to_be_faster(
+    nodes: list[int], num_rows: int, row_bytes: int, data: st.DataObject
+) -> None:
+    topology = nodes_of(*nodes)
+    counts = data.draw(some_counts(topology.world_size, num_rows))
+    got = pick(nodes=tuple(nodes), num_rows=num_rows, row_bytes=row_bytes, counts=counts, segments_fit=False)
+    faster = dense_us(num_rows, row_bytes, topology) < owner_us(counts, row_bytes, topology)
+    assert got == ("dense" if faster else "owner")
+    if got == "dense":
+        assert may_be_dense(num_rows, counts.union, True), "the host must have read the counts to know that"
+
+
+@given(NODES, st.integers(1, 1 << 20), st.integers(1, 1 << 16), st.data())
+def test_more_rows_cost_more(nodes: list[int], num_rows: int, row_bytes: int, data: st.DataObject) -> None:
+    topology = nodes_of(*nodes)
+    counts = data.draw(some_counts(topology.world_size, num_rows))
+    cost = owner_us(counts, row_bytes, topology)
+    assert cost >= 0
+    assert owner_us(Counts(counts.total * 2, counts.union * 2), row_bytes, topology) >= cost
+    assert owner_us(counts, row_bytes * 2, topology) >= cost
+    assert dense_us(num_rows * 2, row_bytes, topology) > dense_us(num_rows, row_bytes, topology) > 0
+
+
+def power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("elements", [0, 1, 2, 3, 64, 65, 100, 512, 2048, 4096, 4097, 100_000])
+def test_tiles(elements: int, itemsize: int) -> None:
+    cut = tiles(elements, itemsize)
+    room = TILE_BYTES // itemsize
+    for value in (cut.rows, cut.wide, cut.deep, cut.num_warps):
+        assert power_of_two(value), "Triton wants a power of two"
+    assert cut.rows * cut.wide <= room
+    assert cut.deep * cut.wide <= 4 * room
+    assert cut.rows <= 64
+    assert cut.deep <= 16
+    assert cut.wide == room or cut.wide >= elements, "a row that fits is one tile wide"
+    assert cut.wide < 2 * max(elements, 1), "and the tile is not for the most part empty"
+    assert cut.rows == 64 or cut.rows * cut.wide == room, "the room is used"
+
+
+@given(st.integers(0, 1 << 24), st.sampled_from((2, 4, 8)))
+def test_tiles_are_bounded(elements: int, itemsize: int) -> None:
+    cut = tiles(elements, itemsize)
+    assert all(map(power_of_two, (cut.rows, cut.wide, cut.deep)))
+    assert cut.rows * cut.wide * itemsize <= TILE_BYTES
+    assert cut.deep * cut.wide * itemsize <= 4 * TILE_BYTES
+
+
+def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
+    tree = list(ast.walk(ast.parse(inspect.getsource(policy))))
+    imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
+    assert imported == {"__future__", "dataclasses", "tdcoll.runtime.topology"}
+    assert not any(isinstance(node, ast.Import) for node in tree)
+    assert not {node.attr for node in tree if isinstance(node, ast.Attribute)} & {"rank", "node", "place"}

@@ -1,0 +1,610 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse all-reduce, as users call it, on every rank of a job."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import all_agree, check, device, expect, expect_raises, rank, run, scaled, simulated, world
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.collectives.sparse_all_reduce import policy
+from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank brings: ``ids [n]``, ``values [n, ...]``, on the device."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
+
+    def sparse(self, num_rows: int) -> torch.Tensor:
+        return torch.sparse_coo_tensor(
+            self.ids[None], self.values, (num_rows, *self.values.shape[1:]), check_invariants=False
+        )
+
+
+def everyone() -> range:
+    return range(world())
+
+
+def part(
+    of: int,
+    call: int,
+    count: int,
+    num_rows: int,
+    shape: Shape = (4,),
+    dtype: torch.dtype = torch.float32,
+    most: int = 3,
+) -> Part:
+    """Rank ``of``'s rows in a call, the same wherever it is computed: some twice, small whole numbers as values."""
+    chooser = torch.Generator().manual_seed(1000 * call + of)
+    ids = torch.randint(num_rows, (count,), generator=chooser)
+    values = torch.randint(-most, most + 1, (count, *shape), generator=chooser)
+    return Part(ids.to(device()), values.to(device()).to(dtype))
+
+
+def parts(call: int, count: int, num_rows: int, *args: Any, **more: Any) -> list[Part]:
+    """Of all ranks; each brings another number of rows."""
+    return [part(r, call, max(0, count - r), num_rows, *args, **more) for r in everyone()]
+
+
+def reduced(every: Sequence[Part], op: str = "sum") -> tuple[torch.Tensor, torch.Tensor]:
+    """``(ids [U], values [U, ...])`` in fp64 or int64 by PyTorch alone: exact for small whole numbers."""
+    wide = torch.float64 if every[0].values.is_floating_point() else torch.int64
+    union = torch.cat([p.ids for p in every]).unique()
+    shape = every[0].values.shape[1:]
+    total = torch.zeros((len(union), *shape), dtype=wide, device=device())
+    seen = torch.zeros(len(union), dtype=torch.bool, device=device())
+    for p in every:
+        at = torch.searchsorted(union, p.ids)
+        here = torch.zeros_like(total).index_add_(0, at, p.values.to(wide))
+        has = torch.zeros_like(seen).index_fill_(0, at, True)
+        both = {
+            "max": torch.maximum(total, here), "min": torch.minimum(total, here), "prod": total * here,
+        }.get(op, total + here)  # fmt: skip
+        where = [has.view(-1, *[1] * len(shape)), seen.view(-1, *[1] * len(shape))]
+        total = torch.where(where[0] & where[1], both, torch.where(where[0], here, total))
+        seen |= has
+    return union, total / len(every) if op == "mean" else total
+
+
+def compare(got: torch.Tensor, every: Sequence[Part], op: str = "sum", what: str = "") -> None:
+    ids, values = reduced(every, op)
+    expect(got.is_coalesced(), f"{what}: not coalesced")
+    compare_rows(got.indices()[0], got.values(), ids, values, what)
+
+
+def compare_rows(got_ids: torch.Tensor, got: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, what: str) -> None:
+    expect(torch.equal(got_ids, ids), f"{what}: indices {got_ids.tolist()[:20]}, not {ids.tolist()[:20]}")
+    expect(torch.equal(got, values.to(got.dtype)), f"{what}: values")
+
+
+def call(ctx: tdcoll.SparseContext | None, every: Sequence[Part], num_rows: int, op: str = "sum", **more: Any) -> None:
+    """One call on this rank's part, compared with PyTorch."""
+    got = tdcoll.sparse_all_reduce(every[rank()].sparse(num_rows), ctx, op, **more)
+    first = every[0].values
+    compare(got, every, op, f"{op}, {list(first.shape[1:])}, {first.dtype}, {num_rows} rows, {more}")
+
+
+def algorithms() -> tuple[str, ...]:
+    return ("owner", "gather", "dense", "auto")
+
+
+# ---------------------------------------------------------------------- results
+
+CASES: list[tuple[str, torch.dtype, Shape]] = [
+    ("sum", torch.float32, (4,)),
+    ("sum", torch.bfloat16, (3,)),
+    ("sum", torch.int64, (2, 2)),
+    ("mean", torch.float32, (4,)),
+    ("mean", torch.bfloat16, (8,)),
+    ("max", torch.float32, (4,)),
+    ("min", torch.bfloat16, (8,)),
+    ("prod", torch.float32, (4,)),
+    ("max", torch.int32, ()),
+]
+MORE_CASES: list[tuple[str, torch.dtype, Shape]] = [
+    ("sum", torch.float16, (64,)),
+    ("sum", torch.float64, (5,)),
+    ("sum", torch.int32, (33,)),
+    ("prod", torch.int64, (4,)),
+    ("min", torch.float16, (1,)),
+]
+
+
+@check
+def sparse_operations() -> None:
+    """Operations, dtypes, shapes, algorithms; dense goes through torch.distributed."""
+    rows = 12
+    with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=256) as ctx:
+        for number, (op, dtype, shape) in enumerate(CASES + ([] if simulated() else MORE_CASES)):
+            for algorithm in algorithms():
+                # Powers of two are exact whatever they are divided by, if that is one, too.
+                every = parts(number, rows, 20, shape, dtype, most=2)
+                if op == "mean" and world() & (world() - 1):
+                    every = [Part(p.ids, p.values * world()) for p in every]
+                call(ctx, every, 20, op, algorithm=algorithm, copy=bool(number % 2))
+        ctx.check()
+
+
+@check
+def sparse_nan() -> None:
+    """NaN of one rank is everybody's, whoever it is, and infinities are ordinary numbers."""
+    nan, inf = float("nan"), float("inf")
+    ids = torch.tensor([1], device=device())
+    with tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=64) as ctx:
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = [torch.full((1, world() + 2), float(r), device=device()) for r in everyone()]
+            for r, values in enumerate(rows):
+                values[0, r] = nan  # each rank has one of its own
+                values[0, -1] = inf if r == 0 else values[0, -1]
+            for op, last in (("max", inf), ("min", inf if world() == 1 else 1.0)):
+                for algorithm in algorithms():
+                    mine = Part(ids, rows[rank()].to(dtype)).sparse(2)
+                    got = tdcoll.sparse_all_reduce(mine, ctx, op, algorithm=algorithm).values()[0].tolist()
+                    middle = float(world() - 1) if op == "max" else 0.0
+                    expect(all(x != x for x in got[:-2]) and got[-2:] == [middle, last], f"{op}, {algorithm}: {got}")
+
+
+@check
+def sparse_few_and_none() -> None:
+    """Rows on one rank, on none; tables of 2**40 rows; rows of no elements."""
+    with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64, debug=True) as ctx:
+        for algorithm in ("owner", "gather"):
+            for shape in ((4,), (), (0,)):
+                none = [part(r, 1, 0, 10, shape) for r in everyone()]
+                call(ctx, none, 10, algorithm=algorithm)
+                call(ctx, none, 0, algorithm=algorithm)
+            some = [part(r, 2, 5 if r == world() - 1 else 0, 10) for r in everyone()]
+            call(ctx, some, 10, algorithm=algorithm)
+            call(ctx, some, 10, "max", algorithm=algorithm)
+            call(ctx, parts(3, 8, 1 << 40), 1 << 40, algorithm=algorithm)
+            call(ctx, parts(4, 8, 9), 1 << 40, algorithm=algorithm)  # many rows in common
+            call(ctx, parts(5, 8, 9), 9, algorithm=algorithm)
+        ctx.check()
+
+
+def zipf(of: int, number: int, count: int, num_rows: int, dim: int, dtype: torch.dtype) -> Part:
+    """Rows as words of a text: few of them often, on every rank; -1, 0 or 1, so that bf16 holds every sum."""
+    chooser = torch.Generator().manual_seed(77 * number + of)
+    shares = 1 / torch.arange(1, num_rows + 1, dtype=torch.float64)
+    ids = torch.multinomial(shares, count, replacement=True, generator=chooser)
+    values = torch.randint(-1, 2, (count, dim), generator=chooser)
+    return Part(ids.to(device()), values.to(device()).to(dtype))
+
+
+@check
+def sparse_text_like_rows() -> str:
+    """Repeated rows, some of them very often; the reference adds them up in a table."""
+    count, num_rows = scaled(5000, 60), scaled(100_000, 150)
+    dims = (8,) if simulated() else (64, 512)
+    found = 0
+    for dim in dims:
+        for dtype in (torch.float32, torch.bfloat16):
+            with tdcoll.SparseContext(max_rows_per_rank=count, max_row_bytes=dim * dtype.itemsize) as ctx:
+                for number in range(scaled(3, 1)):
+                    every = [zipf(r, number, count, num_rows, dim, dtype) for r in everyone()]
+                    table = torch.zeros(num_rows, dim, device=device())
+                    for p in every:
+                        table.index_add_(0, p.ids, p.values.float())
+                    union = torch.cat([p.ids for p in every]).unique()
+                    for coalesced in (False, True):
+                        mine = every[rank()].sparse(num_rows)
+                        got = tdcoll.sparse_all_reduce(mine.coalesce() if coalesced else mine, ctx, algorithm="owner")
+                        what = f"{dim} x {dtype}, coalesced {coalesced}"
+                        compare_rows(got.indices()[0], got.values(), union, table[union], what)
+                    found = len(union)
+                ctx.check()
+    return f"{count} rows per rank, {found} different ones of {num_rows}"
+
+
+@check
+def sparse_dense_by_policy() -> str:
+    """ "auto" goes through torch.distributed where the policy says that the union is most of the table."""
+    rows, dim = scaled(4096, 64), 512
+    ids = torch.arange(rows, device=device())
+    every = [Part(ids, part(r, 1, rows, rows, (dim,)).values) for r in everyone()]
+    topology, counts = tdcoll.topology(), policy.Counts(rows * world(), rows)
+    faster = policy.dense_us(rows, 4 * dim, topology) < policy.owner_us(counts, 4 * dim, topology)
+    original = policy.dense_us
+    with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=4 * dim) as ctx:
+        call(ctx, every, rows)
+        expect(ctx.last_algorithm == ("dense" if faster else "owner"), f"by the policy: {ctx.last_algorithm}")
+        for us, wanted in ((-1.0, "dense"), (1e9, "owner")):
+            policy.dense_us = lambda *_, us=us: us  # type: ignore[misc]
+            try:
+                call(ctx, every, rows)
+                expect(ctx.last_algorithm == wanted, f"at {us} us: {ctx.last_algorithm}")
+                call(ctx, every, rows << 20)
+                expect(ctx.last_algorithm == "owner", "a large table is never made dense")
+            finally:
+                policy.dense_us = original
+        ctx.check()
+    return f"dense is {'' if faster else 'not '}faster on {topology.describe()}"
+
+
+@check
+def sparse_subgroups() -> None:
+    """A strided half of the ranks, as a ProcessGroup and as a list; reversed ranks."""
+    halves = [list(range(first, world(), 2)) for first in range(min(2, world()))]
+    groups = [dist.new_group(half) for half in halves]
+    mine = rank() % 2 if world() > 1 else 0
+    half = halves[mine]
+    for group in (groups[mine], half, list(reversed(half))):
+        order = half if not isinstance(group, list) else group
+        with tdcoll.SparseContext(group, max_rows_per_rank=10, max_row_bytes=16) as ctx:
+            expect(ctx.rank == order.index(rank()), f"group rank {ctx.rank}")
+            every = [part(r, 1, 10, 15) for r in order]
+            for algorithm in ("owner", "gather"):
+                got = tdcoll.sparse_all_reduce(every[ctx.rank].sparse(15), ctx, algorithm=algorithm)
+                compare(got, every, what=f"{order}, {algorithm}")
+            dense = partial(tdcoll.sparse_all_reduce, every[ctx.rank].sparse(15), ctx, algorithm="dense")
+            if isinstance(group, list):
+                expect_raises(ValueError, dense, "algorithm='dense'", "process group")
+            else:
+                compare(dense(), every, what=f"{order}, dense")
+
+
+@check
+def sparse_many_calls_with_a_straggler() -> str:
+    """Calls in a row, each compared on the device; one rank at a time is late."""
+    calls, num_rows, rows = scaled(200, 4), scaled(500, 20), scaled(128, 8)
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    chooser = random.Random(5)
+    with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=64) as ctx:
+        base = [part(r, 0, rows, num_rows, (16,)) for r in everyone()]
+        for number in range(calls):
+            every = [Part((p.ids + number * (r + 1)) % num_rows, p.values + number % 5) for r, p in enumerate(base)]
+            late, cycles = chooser.randrange(world()), chooser.choice((0, 0, 20_000, 200_000))
+            if rank() == late and cycles and not simulated():
+                torch.cuda._sleep(cycles)
+            got = tdcoll.sparse_all_reduce(
+                every[rank()].sparse(num_rows),
+                ctx,
+                algorithm=("owner", "gather", "owner")[number % 3],
+                copy=number % 2 == 0,
+            )
+            table = torch.zeros(num_rows, 16, device=device())
+            for p in every:
+                table.index_add_(0, p.ids, p.values)
+            wrong += (torch.zeros_like(table).index_add_(0, got.indices()[0], got.values()) != table).sum()
+        ctx.check()
+    expect(int(wrong) == 0, f"{int(wrong)} wrong elements in {calls} calls")
+    return f"{calls} calls"
+
+
+# ---------------------------------------------------------------------- contexts
+
+
+@check
+def sparse_memory() -> None:
+    """Little symmetric memory beyond the rows, and all of it is given back, after growing as well."""
+    before = tdcoll.heap_info()
+    rows, row_bytes = 500, 1024
+    with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=row_bytes) as ctx:
+        used = tdcoll.heap_info().used - before.used
+        expect(used <= symmetric_bytes(world(), rows, row_bytes), f"{used} bytes of symmetric memory")
+        expect(used <= 1.05 * (rows + ctx.max_union_rows) * row_bytes, f"{used} bytes of symmetric memory")
+    with tdcoll.SparseContext(max_rows_per_rank=2, max_row_bytes=4, max_union_rows=2, grow=True) as ctx:
+        kept = []
+        for number, (count, shape) in enumerate(((1, (1,)), (9, (1,)), (3, (6,)), (30, (6,)), (2, (2,)))):
+            every = [part(r, number, count if r == 0 else 1, 99, shape) for r in everyone()]
+            kept.append((tdcoll.sparse_all_reduce(every[rank()].sparse(99), ctx), every))
+        for got, every in kept:
+            compare(got, every, what="grown")
+        used = tdcoll.heap_info().used - before.used
+        facts = (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
+        expect(used <= symmetric_bytes(world(), *facts), "what was outgrown is given back")
+    expect(tdcoll.heap_info() == before, "close() gives everything back")
+
+
+@check
+def sparse_without_context() -> None:
+    contexts = runtime.current().contexts
+    for number, (count, shape) in enumerate(((5, (2,)), (3, ()), (400, (2,)), (2, (40,)))):
+        every = [part(r, number, count if r == world() - 1 else 2, 900, shape) for r in everyone()]
+        call(None, every, 900)
+        mine = every[rank()]
+        found, rows = tdcoll.sparse_all_reduce_rows(mine.ids, mine.values, 900)
+        compare_rows(found, rows, *reduced(every), "rows without a context")
+    expect(sum("sparse" in key for key in contexts) == 1, f"{list(contexts)}")
+
+
+@check
+def sparse_views() -> None:
+    """copy=False is symmetric memory until the next call; debug mode says so."""
+    heap = runtime.current().heap
+    for debug in (False, True):
+        with tdcoll.SparseContext(max_rows_per_rank=16, max_row_bytes=64, debug=debug) as ctx:
+            every, later = (parts(number, 16, 30) for number in (1, 2))
+            weight = torch.nn.Parameter(torch.ones(30, 4, device=device()))
+            step = torch.optim.SGD([weight], lr=0.5)
+            weight.grad = view = tdcoll.sparse_all_reduce(every[rank()].sparse(30), ctx, algorithm="owner", copy=False)
+            inside = heap.base <= view._values().data_ptr() < heap.base + heap.nbytes
+            expect(inside, "a view of symmetric memory")
+            compare(view, every, what="view")
+            step.step()
+            ids, values = reduced(every)
+            wanted = torch.ones(30, 4, device=device()).index_add_(0, ids, -0.5 * values.float())
+            expect(torch.equal(weight.detach(), wanted), "an optimizer's step by a view")
+            kept = view.values()[1:]
+            call(ctx, later, 30, algorithm="owner")
+            if debug:
+                for use in (view.values, view.to_dense, kept.sum, step.step):
+                    expect_raises(tdcoll.ContextError, use, "copy=False was used after the next call")
+                expect(torch.equal(weight.detach(), wanted), "a refused step changes nothing")
+            else:
+                view.to_dense()
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def _goes_on(ctx: tdcoll.SparseContext) -> None:
+    for algorithm in ("owner", "auto"):
+        call(ctx, parts(9, 6, 40), 40, algorithm=algorithm)
+
+
+@check
+def sparse_errors_of_one_rank() -> None:
+    """What is wrong with the lists of the last rank is an error on all of them, and the context goes on."""
+    last = rank() == world() - 1
+    with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16 << 10) as ctx:
+        for algorithm in ("owner", "gather"):
+            many = Part(
+                torch.arange(9 if last else 3, device=device()), torch.ones(9 if last else 3, 4, device=device())
+            )
+            reduce_many = partial(tdcoll.sparse_all_reduce, many.sparse(40), ctx, algorithm=algorithm)
+            expect_raises(tdcoll.ContextError, reduce_many, "9 different rows", "capacity of 8", "max_rows_per_rank=9")
+            _goes_on(ctx)
+            for ids, coalesced, text in (
+                ([3, 40], False, "must be in 0..39"),
+                ([-1, 3], False, "must be in 0..39"),
+                ([9, 3], True, "not ascending"),
+                ([3, 3], True, "not different"),
+            ):
+                given = (torch.tensor(ids if last else [1, 2], device=device()), torch.ones(2, 4, device=device()), 40)
+                options = {"coalesced": coalesced, "algorithm": algorithm}
+                reduce_bad = partial(tdcoll.sparse_all_reduce_rows, *given, ctx, **options)
+                expect_raises(ValueError, reduce_bad, f"indices of rank {world() - 1} ", text)
+                _goes_on(ctx)
+    with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, max_union_rows=5) as ctx:
+        some = torch.arange(6, device=device())[:: 1 if last else 2]
+        large = partial(tdcoll.sparse_all_reduce_rows, some, torch.ones(len(some), 4, device=device()), 40, ctx)
+        expect_raises(tdcoll.ContextError, large, "6 different rows together", "max_union_rows=6")
+        call(ctx, [part(r, 1, 5, 5) for r in everyone()], 5)
+
+
+@check
+def sparse_ranks_that_disagree() -> str:
+    """Numbers of rows, dtypes, operations, shapes; without debug mode, too."""
+    if world() == 1:
+        return "one rank agrees with itself"
+    odd = rank() == world() - 1
+    ids, values = torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device())
+    for debug in (False, True):
+        with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16 << 10, debug=debug) as ctx:
+            for wrong in (
+                {"num_rows": 10},  # of which the union may be most: a rank that waits for the counts, and others do not
+                {"num_rows": 1 << 40},
+                {"values": values.int()},
+                {"values": values[:, :3]},
+                {"op": "max"},
+            ):
+                given: dict[str, Any] = {"indices": ids, "values": values, "num_rows": 40_000, "op": "sum"}
+                for algorithm in ("auto", "owner", "gather", "dense"):
+                    if algorithm == "dense" and "num_rows" in wrong:
+                        continue  # a table of 2**40 rows
+                    mine = given | (wrong if odd else {})
+                    reduce = partial(tdcoll.sparse_all_reduce_rows, ctx=ctx, algorithm=algorithm, **mine)
+                    expect_raises(tdcoll.RankMismatchError, reduce, "sparse_all_reduce_rows")
+                _goes_on(ctx)
+    return "5 kinds"
+
+
+@check
+def sparse_arguments() -> None:
+    part = Part(torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device()))
+    ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16)
+    reduce: Callable[..., Any] = tdcoll.sparse_all_reduce
+    rows: Callable[..., Any] = tdcoll.sparse_all_reduce_rows
+    expect_raises(ValueError, lambda: reduce(part.values, ctx), "tensor", "torch.sparse_coo", "strided")
+    expect_raises(TypeError, lambda: reduce(part.sparse(9).bool(), ctx), "tensor", "torch.bool")
+    expect_raises(ValueError, lambda: reduce(part.sparse(9).int(), ctx, "mean"), "mean", "torch.int32")
+    expect_raises(ValueError, lambda: reduce(part.sparse(9), ctx, "avg"), "op", "avg")
+    expect_raises(ValueError, lambda: reduce(part.sparse(9), ctx, algorithm="ring"), "algorithm", "ring")
+    expect_raises(TypeError, lambda: reduce(part.sparse(9), dist.group.WORLD), "ctx", "ProcessGroup")
+    expect_raises(ValueError, lambda: rows(part.ids.int(), part.values, 9, ctx), "indices", "int64", "int32")
+    expect_raises(ValueError, lambda: rows(part.ids, part.values[:1], 9, ctx), "values", "2", "[1, 4]")
+    expect_raises(TypeError, lambda: rows(part.ids, part.values, 9.0, ctx), "num_rows", "9.0")
+    expect_raises(tdcoll.ContextError, lambda: rows(part.ids, part.values.double(), 9, ctx), "32 bytes", "16")
+    if not simulated():
+        expect_raises(ValueError, lambda: reduce(part.sparse(9).cpu(), ctx), "tensor", "cuda", "cpu")
+        expect_raises(ValueError, lambda: rows(part.ids.cpu(), part.values, 9, ctx), "indices", "cuda", "cpu")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx), "stream")
+    call(ctx, [part] * world(), 9)
+    ctx.close()
+    expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx), "closed")
+
+
+# ---------------------------------------------------------------------- results of fixed size
+
+
+def _compare_padded(got: tdcoll.PaddedRows, every: Sequence[Part], what: str) -> None:
+    ids, values = reduced(every)
+    union = len(ids)
+    expect(got.count.device == device() and got.count.tolist() == [union], f"{what}: {got.count}, not {union}")
+    compare_rows(got.indices[:union], got.values[:union], ids, values, what)
+    expect(not got.indices[union:].any() and not got.values[union:].any(), f"{what}: padding")
+
+
+@check
+def sparse_padded() -> None:
+    with tdcoll.SparseContext(max_rows_per_rank=16, max_row_bytes=512) as ctx:
+        for algorithm in ("owner", "gather"):
+            for number in range(3):
+                every = parts(number, 16 - number, 25, dtype=(torch.float32, torch.bfloat16)[number % 2])
+                mine = every[rank()]
+                got = tdcoll.sparse_all_reduce_padded(mine.ids, mine.values, 25, ctx, algorithm=algorithm)
+                expect(got.indices.shape == (16 * world(),), f"{got.indices.shape}")
+                _compare_padded(got, every, f"padded, {algorithm}, call {number}")
+                call(ctx, every, 25, algorithm=algorithm)
+            bad = torch.tensor([25 if rank() == world() - 1 else 1], device=device())
+            ones = torch.ones(1, 4, device=device())
+            got = tdcoll.sparse_all_reduce_padded(bad, ones, 25, ctx, algorithm=algorithm)
+            expect(got.count.tolist() == [0] and not got.values.any(), "0 rows where an index is out of range")
+            expect_raises(ValueError, ctx.check, "sparse_all_reduce_padded", f"rank {world() - 1} ", "0..24")
+            ctx.check()
+        dense = partial(tdcoll.sparse_all_reduce_padded, bad, ones, 25, ctx, algorithm="dense")
+        expect_raises(ValueError, dense, "algorithm", "dense")
+
+
+def _replay(captured: int, replays: int, algorithm: str, coalesced: bool, dtype: torch.dtype, rows: int) -> None:
+    """``captured`` calls as one graph, with other rows and values in every replay, and eager calls in between."""
+    num_rows, dim = 40 * rows, 64
+    ctx = tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=dim * dtype.itemsize)
+    step = torch.zeros((), dtype=torch.int64, device=device())
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    if coalesced:
+        base = [
+            Part(torch.arange(rows, device=device()) * (r % 3 + 2), part(r, 1, rows, 9, (dim,)).values)
+            for r in everyone()
+        ]
+    else:
+        base = [part(r, 1, rows, num_rows, (dim,)) for r in everyone()]
+
+    def one() -> None:
+        step.add_(1)
+        every = []
+        for r, p in enumerate(base):
+            ids = p.ids + step % rows if coalesced else (p.ids + step * (r + 1)) % num_rows
+            every.append(Part(ids, (p.values + step % 5).to(dtype)))
+        mine = every[rank()]
+        got = tdcoll.sparse_all_reduce_padded(
+            mine.ids, mine.values, num_rows, ctx, algorithm=algorithm, coalesced=coalesced
+        )
+        table = torch.zeros(num_rows, dim, device=device())
+        there = torch.zeros(num_rows, dtype=torch.int64, device=device())
+        for p in every:
+            table.index_add_(0, p.ids, p.values.float())
+            there.index_fill_(0, p.ids, 1)
+        ours = torch.zeros_like(table).index_add_(0, got.indices, got.values.float())
+        wrong.add_((ours != table).sum() + (got.count[0] != there.sum()))
+
+    one()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(captured):
+            one()
+    for replay in range(replays):
+        graph.replay()
+        if replay % 7 == 3:
+            one()
+    ctx.check()
+    what = f"{captured} calls captured, {algorithm}, {dtype}, coalesced {coalesced}"
+    expect(int(wrong) == 0, f"{int(wrong)} wrong elements, {what}")
+    expect(int(step) >= replays * captured, f"the graph did not run, {what}")
+    ctx.close()
+
+
+@check(gpu_only=True)
+def sparse_graphs() -> None:
+    """Odd and even numbers of captured calls, of one epoch (gather) and of several (owner)."""
+    for captured in (1, 2, 3):
+        _replay(captured, 50, "owner", False, torch.float32, 300)
+        _replay(captured, 50, "gather", False, torch.float32, 20)
+        _replay(captured, 50, "owner", True, torch.bfloat16, 300)
+
+
+@check(gpu_only=True)
+def sparse_capture_errors() -> None:
+    mine = Part(torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device()))
+    ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64, grow=True)
+    padded: Callable[..., Any] = tdcoll.sparse_all_reduce_padded
+    counted = torch.zeros((), device=device())
+    for eager in (False, True):
+        if eager:
+            call(ctx, [mine] * world(), 9)
+            padded(mine.ids, mine.values, 9, ctx)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            expect_raises(
+                tdcoll.ContextError, lambda: tdcoll.sparse_all_reduce(mine.sparse(9), ctx), "CUDA graph", "padded"
+            )
+            if not eager:
+                expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 9, ctx), "before")
+            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values.double(), 9, ctx), "before")
+            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 1 << 24, ctx), "before")
+            counted.add_(1)
+        graph.replay()
+    expect(int(counted) == 2, "a refused call must not spoil the capture")
+    call(ctx, [mine] * world(), 9)
+    many = Part(torch.arange(9, device=device()), torch.ones(9, 4, device=device()))
+    grow = partial(tdcoll.sparse_all_reduce, many.sparse(9), ctx, algorithm="owner")
+    expect_raises(tdcoll.ContextError, grow, "captured in a CUDA graph")
+    ctx.close()
+
+
+@check(gpu_only=True)
+def sparse_streams() -> None:
+    """A context on a side stream, and calls without one on changing streams."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), tdcoll.SparseContext(max_rows_per_rank=100, max_row_bytes=256) as ctx:
+        for number in range(20):
+            call(ctx, parts(number, 100, 300, (64,)), 300, algorithm=("owner", "gather")[number % 2], copy=False)
+    torch.cuda.current_stream().wait_stream(side)
+    every = [parts(number, 200, 300, (64,)) for number in range(6)]
+    torch.cuda.synchronize()
+    results = []
+    for number in range(30):
+        stream = (side, torch.cuda.current_stream())[number % 2]
+        with torch.cuda.stream(stream):
+            mine = every[number % 6][rank()].sparse(300)
+            if rank() == number % world():
+                torch.cuda._sleep(100_000)
+            results.append(tdcoll.sparse_all_reduce(mine))
+    torch.cuda.synchronize()
+    for number, got in enumerate(results):
+        compare(got, every[number % 6], what=f"changing streams, call {number}")
+
+
+# ---------------------------------------------------------------------- a peer that is gone
+
+
+@check
+def sparse_timeout_names_the_peer() -> str:
+    """One rank does not make the second call; the others must say who. The contexts are never given back."""
+    if world() == 1:
+        return "one rank waits for nobody"
+    absent = world() - 1
+    for algorithm in ("owner", "gather"):
+        every = parts(1, 6, 20)
+        ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, timeout_s=1.5)
+        call(ctx, every, 20, algorithm=algorithm)
+        if rank() != absent:
+            again = partial(call, ctx, every, 20, algorithm=algorithm)
+            error = expect_raises(tdcoll.CollectiveTimeout, again)
+            expect(error.peer == absent and error.rank == rank(), str(error))  # type: ignore[attr-defined]
+            expect_raises(tdcoll.CollectiveTimeout, again)
+            ctx.close()
+        all_agree(True)
+        runtime.current().failed = False  # what failed is over, and all ranks are here
+    return f"peer {absent} named"
+
+
+if __name__ == "__main__":
+    run()
