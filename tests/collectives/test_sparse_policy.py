@@ -123,19 +123,20 @@ def test_refusals_say_what_and_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "max_union", "allowed", "answer"),
+    ("nodes", "num_rows", "max_union", "allowed", "answer"),
     [
-        (1000, 500, True, True),
-        (1001, 500, True, False),
-        (1000, 1000, True, True),
-        (1, 1000, True, True),
-        (0, 1, True, True),
-        (1 << 40, 1 << 20, True, False),  # a table of 2**40 rows is never made dense
-        (1000, 1000, False, False),
+        ((8,), 1000, 8000, True, False),  # on one node never, by the rates that were measured
+        ((1, 1, 1, 1), 1000, 1000, True, True),
+        ((1, 1, 1, 1), 1000, 1000, False, False),
+        ((1, 1, 1, 1), 1000, 10, True, False),
+        ((1, 1, 1, 1), 1 << 40, 1 << 20, True, False),  # a table of 2**40 rows is never made dense
+        ((1, 1, 1, 1), 0, 1, True, False),
     ],
 )
-def test_whether_the_counts_must_be_known_first(num_rows: int, max_union: int, allowed: bool, answer: bool) -> None:
-    assert may_be_dense(num_rows, max_union, allowed) is answer
+def test_whether_the_counts_must_be_known_first(
+    nodes: tuple[int, ...], num_rows: int, max_union: int, allowed: bool, answer: bool
+) -> None:
+    assert may_be_dense(num_rows, 512, nodes_of(*nodes), max_union, allowed) is answer
 
 
 # ---------------------------------------------------------------------- for any size and topology
@@ -193,7 +194,7 @@ def test_auto_is_dense_exactly_where_that_is_said_to_be_faster(
     faster = dense_us(num_rows, row_bytes, topology) < owner_us(counts, row_bytes, topology)
     assert got == ("dense" if faster else "owner")
     if got == "dense":
-        assert may_be_dense(num_rows, counts.union, True), "the host must have read the counts to know that"
+        assert may_be_dense(num_rows, row_bytes, topology, counts.union, True)
 
 
 @given(NODES, st.integers(1, 1 << 20), st.integers(1, 1 << 16), st.data())

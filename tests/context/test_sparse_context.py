@@ -12,6 +12,7 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.collectives.sparse_all_reduce import call as call_module
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.runtime.heap import Arena
 from tdcoll.testing import Deadlock, World
@@ -579,7 +580,11 @@ def test_rows_that_are_too_long() -> None:
         with make(max_row_bytes=16) as ctx:
             for row in ((5,), (5, 1)):
                 part = mine(pe, shape=row)
-                refused_everywhere(ctx, tdcoll.ContextError, text, lambda: tdcoll.sparse_all_reduce(part, ctx))  # noqa: B023
+                call = lambda: tdcoll.sparse_all_reduce(part, ctx, algorithm="owner")  # noqa: B023, E731
+                refused_everywhere(ctx, tdcoll.ContextError, text, call)
+                for algorithm in ("auto", "gather"):
+                    with pytest.raises(tdcoll.ContextError, match=text):
+                        tdcoll.sparse_all_reduce(part, ctx, algorithm=algorithm)
                 with pytest.raises(tdcoll.ContextError, match=text):
                     tdcoll.sparse_all_reduce_padded(part._indices()[0], part._values(), ROWS, ctx)
             reduce_and_compare(ctx)
@@ -721,6 +726,8 @@ DIFFERENT: list[tuple[str, dict[str, Any]]] = [
     ("dtype of the same size", {"values": PART.int()}),
     ("row shape of the same size", {"values": PART.reshape(2, 2, 2)}),
     ("row shape", {"values": PART[:, :3]}),
+    ("row shape, over the capacity", {"values": torch.ones(len(PART), 1000)}),
+    ("row shape, of nothing", {"values": PART[:, :0]}),
     ("op", {"op": "max"}),
 ]
 
@@ -759,6 +766,107 @@ def test_ranks_that_take_different_ways_get_no_result(warm: tuple[str, ...]) -> 
             tdcoll.sparse_all_reduce(mine(pe), ctx, algorithm="gather" if pe == 1 else "owner")
 
     everywhere(host, on_timeout="expire")
+
+
+@pytest.mark.parametrize("grow", [False, True])
+def test_longer_rows_on_one_rank_are_a_mismatch_and_not_a_reason_to_grow(grow: bool) -> None:
+    def host(pe: int) -> None:
+        with make(grow=grow) as ctx:
+            before = tdcoll.heap_info()
+            wide = torch.ones(len(IDS), 1000 if pe == 1 else DIM)
+            for algorithm in ("owner", "auto"):
+                with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different shapes"):
+                    tdcoll.sparse_all_reduce_rows(IDS, wide, ROWS, ctx, algorithm=algorithm)
+                reduce_and_compare(ctx)
+            assert tdcoll.heap_info() == before
+
+    everywhere(host)
+
+
+def test_auto_and_owner_are_different_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may turn out to be dense, with the process group, when the other waits for its rows."""
+    monkeypatch.setattr(call_module, "_process_group", lambda ctx: "some group")
+
+    def host(pe: int) -> None:
+        ids = torch.arange(64)
+        ctx = make(max_rows_per_rank=2048, max_row_bytes=64)
+        with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different"):
+            tdcoll.sparse_all_reduce_rows(ids, torch.ones(64, 16), 64, ctx, algorithm="owner" if pe else "auto")
+        ctx.close()
+
+    everywhere(host, 4, ranks_per_node=1)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_results_of_a_context_are_not_its_input(debug: bool) -> None:
+    def host(pe: int) -> None:
+        with make(max_rows_per_rank=16, max_row_bytes=16 << 10, debug=debug) as ctx:
+            for padded in (False, True):
+                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx, algorithm="owner", copy=False)
+                again = tdcoll.sparse_all_reduce_padded if padded else tdcoll.sparse_all_reduce_rows
+                with pytest.raises(ValueError, match=r"must not lie in the memory of the context.*clone"):
+                    again(ids, rows, ROWS, ctx)
+                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx, algorithm="owner", copy=False)
+                tdcoll.sparse_all_reduce_rows(ids, rows.clone(), ROWS, ctx)
+
+    everywhere(host)
+
+
+def test_growing_takes_what_is_needed_where_the_heap_has_no_room_for_more() -> None:
+    def host(pe: int) -> None:
+        many = list(range(800))
+        rows = rows_of(pe, many, (1,))
+        for grow in (False, True):
+            with make(max_rows_per_rank=8 if grow else 800, max_row_bytes=4, grow=grow) as ctx:
+                tdcoll.sparse_all_reduce(sparse(many, rows, 800), ctx)
+                assert ctx.max_rows_per_rank == 800
+
+    everywhere(host, 2, heap_bytes=28 << 10)
+
+
+def test_without_a_context_repeated_rows_count_once() -> None:
+    def host(pe: int) -> None:
+        ids = list(range(10)) * 400
+        got = tdcoll.sparse_all_reduce(sparse(ids, torch.ones(len(ids), 8), 1 << 30))
+        assert got.values().tolist() == [[800.0] * 8] * 10
+
+    everywhere(host, 2, heap_bytes=320 << 10)
+
+
+def test_rows_are_spread_whatever_the_pattern_of_their_ids() -> None:
+    """Ids that are composed of two numbers have the same low bits."""
+
+    def host(pe: int) -> None:
+        n = 64
+        with make(max_rows_per_rank=n, max_row_bytes=16, max_union_rows=n) as ctx:
+            for shift in (0, 7, 19, 31, 40):
+                ids = torch.arange(n) << shift
+                tdcoll.sparse_all_reduce_rows(ids, torch.ones(n, 4), 1 << 50, ctx, coalesced=True, algorithm="owner")
+                mine = int(ctx.counters[1])  # rows that others have as well, and that this rank reduced
+                assert n // 4 - 12 <= mine <= n // 4 + 12, (shift, mine)
+
+    everywhere(host, 4)
+
+
+@pytest.mark.parametrize("turns", [10, 40, 80])
+def test_padded_has_no_rows_once_a_wait_has_expired(turns: int) -> None:
+    """Neither those of the call before, nor some of them."""
+    counts: list[tuple[bool, int]] = []
+    world = World(3, seed=1, weak=True, on_timeout="expire")
+
+    def host(pe: int) -> None:
+        ctx = make(timeout_s=2)
+        ids = torch.arange(8)
+        tdcoll.sparse_all_reduce_padded(ids, torch.ones(8, 4), 8, ctx, algorithm="owner")
+        if pe == 2:
+            world.kill(pe, after_turns=turns)
+        got = tdcoll.sparse_all_reduce_padded(ids, torch.full((8, 4), 10.0), 8, ctx, algorithm="owner")
+        right = bool((got.values[:8] == 30).all())
+        counts.append((ctx.collective.monitor.expired, int(got.count) if not right else -1))
+
+    world.run(host)
+    assert any(expired for expired, _ in counts)
+    assert all(count <= 0 for _, count in counts), counts
 
 
 @pytest.mark.parametrize(

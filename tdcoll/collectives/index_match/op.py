@@ -20,8 +20,8 @@ _HEADER = kernels.HEADER.value
 _MAX_PROGRAMS = 4096
 """Programs of a launch over lists: several waves of a GPU. With more ids than that, programs take several blocks."""
 
-_MOST_PLACES = 1 << 31
-"""Places are 32 bits: in entries, and in what ``find`` returns."""
+MOST_PLACES = (1 << 31) - (1 << 21)
+"""Places are 32 bits: in entries, and in what ``find`` returns. Loops over them count one step further."""
 
 _CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK, _EMIT_BLOCK = 4096, 1024, 512, 512, 1024, 256
 
@@ -57,7 +57,7 @@ class Directory:
         words: words of one row of ``entries``.
 
     Raises:
-        ValueError, TypeError: an argument is out of range; W * capacity or max_union is 2**31 or more.
+        ValueError, TypeError: an argument is out of range; W * capacity or max_union is more than :data:`MOST_PLACES`.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class Directory:
                 raise TypeError(f"{name} must be an int, got {type(value).__name__}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if world * capacity >= _MOST_PLACES or max_union >= _MOST_PLACES:
+        if world * capacity > MOST_PLACES or max_union > MOST_PLACES:
             raise ValueError(
-                f"world * capacity and max_union must be below 2**31; got {world} * {capacity} and {max_union}"
+                f"world * capacity and max_union must be at most {MOST_PLACES}; got {world} * {capacity} and "
+                f"{max_union}"
             )
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
@@ -259,7 +260,7 @@ def match_indices(local: torch.Tensor, global_: torch.Tensor, *, check: bool = F
     _check_ids("global_", global_)
     if local.device != global_.device:
         raise ValueError(f"local and global_ must be on one device; got {local.device} and {global_.device}")
-    if global_.numel() >= _MOST_PLACES:
+    if global_.numel() >= MOST_PLACES:
         raise ValueError(f"global_ must have fewer than 2**31 ids, got {global_.numel()}")
     if check:
         _check_order("local", local, strictly=False)

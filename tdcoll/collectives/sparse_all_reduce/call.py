@@ -42,6 +42,8 @@ class Call:
 
     Attributes:
         algorithm: the choice that the context's capacity and the shape allow; see :attr:`decides_late`.
+        too_wide: rows are over the context's bytes. They take part in the exchange, which shows whether all ranks have
+            such rows, and move no further.
         directory: of the lists of all ranks, after :meth:`match`.
     """
 
@@ -49,12 +51,13 @@ class Call:
         self.ctx, self.rows, self.op, self.wanted = ctx, rows, op, algorithm
         dtype, tables, topology = rows.values.dtype, ctx.tables, ctx.topology
         self._dense_allowed = _process_group(ctx) is not None
+        self.too_wide = rows.row_bytes > ctx.max_row_bytes
         self.algorithm = self.choose(None)
         self.directory = directory = ctx.directory(rows.num_rows)
         lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.own = lists[ctx.rank]
         # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
-        what = (rows.num_rows, rows.shape, str(dtype), op, self.algorithm, ctx.exchanges)
+        what = (rows.num_rows, rows.shape, str(dtype), op, algorithm, self._dense_allowed, ctx.exchanges)
         self._signature = zlib.crc32(repr(what).encode()) >> 1
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)
         signals, control, monitor = ctx.collective_words
@@ -119,7 +122,9 @@ class Call:
             topology=ctx.topology,
             max_rows_per_rank=ctx.max_rows_per_rank,
             max_row_bytes=ctx.max_row_bytes,
-            segments_fit=ctx.holds_segments(ctx.max_row_bytes if self.wanted == "auto" else rows.row_bytes),
+            segments_fit=ctx.holds_segments(
+                ctx.max_row_bytes if self.wanted == "auto" else min(rows.row_bytes, ctx.max_row_bytes)
+            ),
             dense_allowed=self._dense_allowed,
             counts=counts,
         )
@@ -127,11 +132,11 @@ class Call:
     @property
     def decides_late(self) -> bool:
         """Whether the algorithm depends on the counts, which the host must read first."""
-        return self.algorithm == "dense" or (
-            self.wanted == "auto"
-            and self.algorithm == "owner"
-            and may_be_dense(self.rows.num_rows, self.ctx.max_union_rows, self._dense_allowed)
-        )
+        ctx, rows = self.ctx, self.rows
+        if self.wanted == "auto" and self.algorithm == "owner":
+            table = (rows.num_rows, rows.row_bytes, ctx.topology)
+            return self.too_wide or may_be_dense(*table, ctx.max_union_rows, self._dense_allowed)
+        return self.too_wide or self.algorithm == "dense"
 
     # ------------------------------------------------------------------ launches
 
@@ -158,7 +163,8 @@ class Call:
         ctx, rows, known = self.ctx, self.rows, self._arguments
         n = rows.indices.shape[0]
         blocks = max(1, -(-n // _IDS_BLOCK))
-        row_bytes = rows.row_bytes if self.algorithm == "gather" else 0
+        with_rows = self.algorithm == "gather" and not self.too_wide
+        row_bytes = rows.row_bytes if with_rows else 0
         if rows.coalesced:
             self.launch(kernels.copy_list, blocks, ids=rows.indices, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
         else:
@@ -167,7 +173,7 @@ class Call:
             totals = torch.empty(blocks, dtype=torch.int32, device=ctx.device)
             self.launch(kernels.count_first, blocks, ids=ids, totals=totals, BLOCK=_IDS_BLOCK)
             self.launch(kernels.write_list, blocks, ids=ids, totals=totals, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
-        if self.algorithm == "gather":
+        if with_rows:
             self._combine(0, everything=True)
         ctx.exchanges += 1
         if ctx.world_size > 1:
@@ -187,23 +193,27 @@ class Call:
 
     def move(self, algorithm: str) -> torch.Tensor:
         """The rows of the union ``-> [max_union, *shape]``, of which the first are theirs."""
-        ctx, rows = self.ctx, self.rows
         if algorithm == "gather":
             return self._merge()
-        if rows.elements:
-            n = min(rows.indices.shape[0], ctx.max_rows_per_rank)
-            self.launch(kernels.plan, max(1, -(-n // _PLAN_BLOCK)), BLOCK=_PLAN_BLOCK)
-            self._combine(ctx.stage_address, everything=False)
-            announcers = ctx.world_size - 1
-            if ctx.topology.n_nodes == 1:
-                self.launch(kernels.reduce, announcers + self.workers(-(-n // self.tiles.rows)))
-            else:
-                for step in range(ctx.topology.n_nodes):
-                    self.launch(kernels.reduce_nodes, announcers + self.workers(n), step=step)
-                self.launch(kernels.forward, announcers + self.workers(ctx.max_union_rows))
+        self.reduce()
+        return self.ctx.out(self.ctx.max_union_rows, self.rows.shape, self.rows.values.dtype)
+
+    def reduce(self) -> None:
+        """Rows to those who reduce them, and the sums to all. The same epochs on all ranks, whatever their rows are;
+        nothing moves where the lists are not valid."""
+        ctx = self.ctx
+        n = min(self.rows.indices.shape[0], ctx.max_rows_per_rank)
+        self.launch(kernels.plan, max(1, -(-n // _PLAN_BLOCK)), BLOCK=_PLAN_BLOCK)
+        self._combine(ctx.stage_address, everything=False)
+        announcers = ctx.world_size - 1
+        if ctx.topology.n_nodes == 1:
+            self.launch(kernels.reduce, announcers + self.workers(-(-n // self.tiles.rows)))
+        else:
+            for step in range(ctx.topology.n_nodes):
+                self.launch(kernels.reduce_nodes, announcers + self.workers(n), step=step)
+            self.launch(kernels.forward, announcers + self.workers(ctx.max_union_rows))
         if ctx.world_size > 1:
             self.launch(kernels.meet, ctx.world_size)
-        return ctx.out(ctx.max_union_rows, rows.shape, rows.values.dtype)
 
     def _merge(self) -> torch.Tensor:
         ctx, rows = self.ctx, self.rows

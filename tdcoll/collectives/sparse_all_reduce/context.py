@@ -11,7 +11,7 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS
-from tdcoll.collectives.index_match.op import Directory
+from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
 from tdcoll.collectives.launch import Launcher
 from tdcoll.collectives.sparse_all_reduce.kernels import HEADER, LISTS
 from tdcoll.collectives.sparse_all_reduce.policy import PROGRAMS_PER_SM
@@ -165,9 +165,10 @@ class SparseContext:
         """Lists, out and stage for these capacities, and the scratch that goes with them. Collective."""
         context = self.collective
         owner, world, device = context._runtime, context.world_size, context.device
-        if max(world * rows, union) >= 1 << 31:
+        if max(world * rows, union) > MOST_PLACES:
             raise ValueError(
-                f"max_rows_per_rank times {world} ranks and max_union_rows must be below 2**31; got {rows} and {union}"
+                f"max_rows_per_rank times {world} ranks and max_union_rows must be at most {MOST_PLACES}; got {rows} "
+                f"and {union}"
             )
         lists, out, stage = _areas(world, rows, row_bytes, union)
         pes = context.topology.pes
@@ -338,7 +339,8 @@ class SparseContext:
             ContextError: a captured CUDA graph uses the memory.
             HeapExhaustedError, ValueError: no room, or too many rows; then the context is as it was.
         """
-        if self.captured:
+        owner, pes = self.collective._runtime, self.topology.pes
+        if any(owner.exchange(pes, "SparseContext: captured", self.captured)):
             raise ContextError(
                 f"SparseContext: {rows} rows of {row_bytes} bytes per rank and {union} together are over its capacity, "
                 "and it cannot grow after a call was captured in a CUDA graph, which uses its memory; make it larger"
@@ -346,7 +348,7 @@ class SparseContext:
         rows, row_bytes = max(rows, self.max_rows_per_rank), max(row_bytes, self.max_row_bytes)
         union = max(union, self.max_union_rows)
         old = (self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows)
-        self.collective._runtime.release(self.area)
+        owner.release(self.area)
         self._area = None
         try:
             self._make_area(rows, row_bytes, union)
@@ -362,8 +364,8 @@ class SparseContext:
         if self.closed:
             return
         owner = self.collective._runtime
-        area, self._area = self._area, None
         self.collective.close()
+        area, self._area = self._area, None
         if owner.closed or owner.failed:
             return
         if area is not None:

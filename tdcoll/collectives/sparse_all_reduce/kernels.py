@@ -107,6 +107,9 @@ _NUMBERS = (
 ).split()
 """What differs from rank to rank and from call to call; one compilation serves them all."""
 
+_USERS = ["ids", "order", "begins"]
+"""What may be the caller's memory, at any address; rows are, too, and their alignment pays."""
+
 
 # ---------------------------------------------------------------------- pack
 
@@ -133,7 +136,7 @@ def _is_first(ids, index, n):
     return inside & ((index == 0) | (here != before)), here
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def count_first(ids, totals, n, BLOCK: tl.constexpr):
     """``ids [n]`` sorted ``-> totals [blocks]``: distinct ids of each block that do not begin before it."""
     block = tl.program_id(0)
@@ -142,7 +145,7 @@ def count_first(ids, totals, n, BLOCK: tl.constexpr):
     tl.store(totals + block, tl.sum(first.to(tl.int32), axis=0))
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def write_list(ids, totals, own, begins, counters, n, capacity, signature, row_bytes, BLOCK: tl.constexpr):
     """``ids [n]`` sorted ``-> own``: each once, with the header; ``begins[k]``: where the k-th begins in ``ids``.
 
@@ -172,7 +175,7 @@ def _zero_counters(counters):
         tl.store(counters + i, 0)
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def copy_list(ids, own, counters, n, capacity, signature, row_bytes, BLOCK: tl.constexpr):
     """``ids [n]``, sorted, each once, ``-> own``, with the header; zeroes ``counters``. Programs as many as blocks."""
     block = tl.program_id(0)
@@ -188,17 +191,24 @@ def copy_list(ids, own, counters, n, capacity, signature, row_bytes, BLOCK: tl.c
 
 
 @jit
-def _hash(ids):
-    """A number in 0..65535 for each id: Knuth's multiplicative hash of 31 bits of it."""
+def _choose(ids, count, FACTOR: tl.constexpr):
+    """A number in ``0..count - 1`` for each id: Knuth's multiplicative hash of all bits of the id, folded to 31."""
     key = (ids ^ (ids >> 31)) & 0x7FFFFFFF
-    return ((key * 2654435761) >> 16) & 0xFFFF
+    key ^= key >> 15
+    mixed = ((key * FACTOR) >> 16) & 0xFFFF
+    return ((mixed * count) >> 16).to(tl.int32)
+
+
+@jit
+def _pick(ids, count):
+    """Which of ``count`` ranks works on a row."""
+    return _choose(ids, count, 2654435761)
 
 
 @jit
 def _turn(ids, n_nodes):
-    """The node that is first in the order of nodes of each id: bits of the hash that :func:`_hash` does not use."""
-    key = (ids ^ (ids >> 31)) & 0x7FFFFFFF
-    return (((key * 2246822519) >> 20) & 0xFFFF) % n_nodes
+    """The node that is first in the order of nodes of each id."""
+    return _choose(ids, n_nodes, 2246822519)
 
 
 @jit
@@ -218,7 +228,7 @@ def _valid(status, capacity, max_union):
     return fits & (bad == 0)
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def plan(
     lists, union, entries, status, begins, targets, work, counters, mates,
     stride, capacity, words, max_union, rank, world, n_mates,
@@ -242,7 +252,7 @@ def plan(
             have += (match.find(ids, tl.load(mates + m), lists, stride, capacity, entries, words, SEARCH) >= 0).to(
                 tl.int32
             )
-        pick = (_hash(ids) % tl.maximum(have, 1)).to(tl.int32)
+        pick = _pick(ids, have)
         seen = tl.zeros([BLOCK], tl.int32)
         owner = tl.zeros([BLOCK], tl.int32) - 1
         for m in tl.range(0, n_mates):
@@ -294,7 +304,10 @@ def _part(values, world, ACC: tl.constexpr, OP: tl.constexpr):
     """What a rank brings: its value, or for the mean its share."""
     part = values.to(ACC)
     if OP == MEAN:
-        part = part / tl.cast(world, ACC)
+        if ACC == tl.float32:
+            part = tl.div_rn(part, tl.cast(world, ACC))  # "/" is not rounded to the nearest
+        else:
+            part = part / tl.cast(world, ACC)
     return part
 
 
@@ -305,7 +318,7 @@ def _end_of_ids(own, capacity):
     return own + (8 * (HEADER + count) + 15) // 16 * 16
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def combine(
     source, order, begins, own, target: tl.int64, work, counters, capacity, row_elements,
     ALL: tl.constexpr, REPEATED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, DEEP: tl.constexpr,
@@ -315,7 +328,8 @@ def combine(
 
     Any number of programs. ``ALL``: every row of the list ``own``, else those of the work list STAGED. ``target`` 0:
     the place after the ids of ``own``. A sum takes ``DEEP`` rows at a time, in an order that depends on nothing but
-    their number. Rows of which there are more than :data:`PIECE` go to the work list LONG.
+    their number and, beyond :data:`PIECE`, the number of rows before them. Rows of which there are more than
+    :data:`PIECE` go to the work list LONG.
 
     Args:
         source: ``[n, row_elements]``.
@@ -383,7 +397,7 @@ def _slot(piece, begin):
     return 2 * piece + (begin > piece * PIECE).to(tl.int64)
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def sum_pieces(
     source, order, begins, partial, work, counters, capacity, row_elements,
     ACC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
@@ -407,7 +421,7 @@ def sum_pieces(
                 tl.store(place + columns, sum, mask=columns < row_elements)
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def sum_partial(
     like, begins, partial, own, target: tl.int64, work, counters, capacity, row_elements,
     ACC: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
@@ -477,7 +491,7 @@ def _announce(program, begun, epoch, pes, rank, world):
     tdl.signal_block(begun + rank, epoch, tdl.SIGNAL_SET, tl.load(pes + (rank + 1 + program) % world))
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def reduce(
     source, order, begins, stages, outs, lists, entries, work, counters, targets, signals, control, monitor, pes,
     slot_signals, stride, capacity, words, rank, world, row_elements,
@@ -553,7 +567,7 @@ def reduce(
                         _store_everywhere(result, at, inside, columns, outs, rank, world, source, row_elements, ALIGNED)
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def meet(signals, control, monitor, pes, slot_signals, rank, world, WAITED: tl.constexpr):
     """All ranks are done with what they launched before. Programs: ``world``."""
     program = tl.program_id(0)
@@ -593,7 +607,7 @@ def _owner_in(id, node, nodes, world, lists, stride, capacity, entries, words, S
     for q in tl.range(0, world):
         has = match.find(id, q, lists, stride, capacity, entries, words, SEARCH) >= 0
         have += (has & (tl.load(nodes + q) == node)).to(tl.int32)
-    pick = (_hash(id) % tl.maximum(have, 1)).to(tl.int32)
+    pick = _pick(id, have)
     seen = tl.cast(0, tl.int32)
     owner = tl.cast(0, tl.int32)
     for q in tl.range(0, world):
@@ -609,7 +623,7 @@ def _entrance(id, node, node_begins, node_ranks):
     """The rank of ``node`` that takes the final row for its node when it comes from another."""
     begin = tl.load(node_begins + node)
     size = tl.load(node_begins + node + 1) - begin
-    return tl.load(node_ranks + begin + (_hash(id) % size).to(tl.int32))
+    return tl.load(node_ranks + begin + _pick(id, size))
 
 
 @jit
@@ -623,7 +637,7 @@ def _hand_on(out, offset, row_bytes, outs, rank, node, node_begins, node_ranks):
             tdl.copy_block(tl.load(outs + mate) + offset, out + offset, row_bytes)
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def reduce_nodes(
     source, order, begins, stages, outs, lists, entries, work, counters, targets, signals, control, monitor, pes,
     nodes, node_begins, node_ranks,
@@ -658,7 +672,7 @@ def reduce_nodes(
             item = tl.where(k < n_single, tl.cast(k, tl.int64), tl.cast(capacity, tl.int64) + k - n_single)
             row = tl.load(work + item).to(tl.int64)
             id = tl.load(lists + rank * tl.cast(stride, tl.int64) + HEADER + row)
-            turn = _turn(id, n_nodes).to(tl.int32)
+            turn = _turn(id, n_nodes)
             if (node - turn + n_nodes) % n_nodes == step:
                 earlier, following, _ = _steps_of(
                     id, turn, step, nodes, n_nodes, world, lists, stride, capacity, entries, words, SEARCH
@@ -704,7 +718,7 @@ def reduce_nodes(
         tdl.quiet()
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def forward(
     outs, lists, union, entries, status, signals, control, monitor, pes, nodes, node_begins, node_ranks,
     slot_signals, stride, capacity, words, max_union, rank, world, node, n_nodes, row_bytes,
@@ -725,7 +739,7 @@ def forward(
             size = tl.cast(0, tl.int64)
         for k in tl.range(program - (world - 1), size, tl.num_programs(0) - (world - 1)):
             id = tl.load(union + k)
-            turn = _turn(id, n_nodes).to(tl.int32)
+            turn = _turn(id, n_nodes)
             _, _, last = _steps_of(id, turn, 0, nodes, n_nodes, world, lists, stride, capacity, entries, words, SEARCH)
             if ((turn + last) % n_nodes != node) & (_entrance(id, node, node_begins, node_ranks) == rank):
                 _hand_on(out, tl.cast(k, tl.int64) * row_bytes, row_bytes, outs, rank, node, node_begins, node_ranks)
@@ -734,7 +748,7 @@ def forward(
 # ---------------------------------------------------------------------- few rows, and results
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def merge(
     out, lists, union, entries, status, stride, capacity, words, max_union, world, row_elements,
     SEARCH: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
@@ -772,19 +786,20 @@ def merge(
                 )
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def pad(
-    indices, values, count, union, status, remembered, capacity, max_union, num_rows: tl.int64, row_elements,
+    indices, values, count, union, status, remembered, monitor, capacity, max_union, num_rows: tl.int64, row_elements,
     ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The form of fixed size: ``indices [max_union]`` and ``count [1]`` from the union, zeros past its end in both.
 
     ``values [max_union, row_elements]`` has the rows of the union already. Lists that are not valid count 0 rows, and
-    the first such status, with ``num_rows``, is kept in ``remembered``.
+    the first such status, with ``num_rows``, is kept in ``remembered``. So do rows that a wait which has expired has
+    kept from coming.
     """
     size = tl.load(status + match.UNION)
     valid = _valid(status, capacity, max_union)
-    if valid == 0:
+    if (valid == 0) | (tl.load(monitor + tdl.MONITOR_ABORTED) != 0):
         size = tl.cast(0, tl.int64)
     if tl.program_id(0) == 0:
         tl.store(count, size)

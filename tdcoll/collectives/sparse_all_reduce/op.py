@@ -17,7 +17,7 @@ from tdcoll.collectives.sparse_all_reduce.borrowed import lend
 from tdcoll.collectives.sparse_all_reduce.call import Call, Status
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.rows import Rows, check_op, rows_of_pair, rows_of_tensor
-from tdcoll.errors import ContextError
+from tdcoll.errors import ContextError, HeapExhaustedError
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
 
@@ -45,30 +45,37 @@ def _context(given: SparseContext | None) -> SparseContext | None:
     return given
 
 
-def _default_context(indices: Any, row_bytes: int) -> SparseContext:
+_FEW_ROWS = 256
+"""Rows of tdcoll's own context where the heap has no room for as many as the first call brings at most."""
+
+
+def _default_context(values: Any, num_rows: Any) -> SparseContext:
     """tdcoll's own context of all ranks: it grows, follows the stream, and lives until ``finalize``."""
     owner = runtime.current()
     key = ("sparse", owner.ranks_of(None))
     found = owner.contexts.get(key)
     if found is None:
-        asked = owner.exchange(key[1], "sparse_all_reduce: rows, row bytes", (int(indices.shape[0]), row_bytes))
-        rows = max(256, *(n for n, _ in asked))
-        found = SparseContext(max_rows_per_rank=rows, max_row_bytes=max(b for _, b in asked), grow=True)
+        n, row_bytes = 0, 0
+        if isinstance(values, torch.Tensor) and values.layout == torch.strided and values.dim():
+            n, row_bytes = values.shape[0], torch.Size(values.shape[1:]).numel() * values.dtype.itemsize
+        n = min(n, num_rows) if isinstance(num_rows, int) else n  # repeated rows count once
+        asked = owner.exchange(key[1], "sparse_all_reduce: rows, row bytes", (n, row_bytes))
+        most, row_bytes = max(_FEW_ROWS, *(n for n, _ in asked)), max(b for _, b in asked)
+        try:
+            found = SparseContext(max_rows_per_rank=most, max_row_bytes=row_bytes, grow=True)
+        except HeapExhaustedError:  # on all ranks alike; there may be fewer different rows
+            found = SparseContext(max_rows_per_rank=_FEW_ROWS, max_row_bytes=row_bytes, grow=True)
         found.collective._follows_stream = True
         owner.contexts[key] = found
     return found
 
 
-def _with_row_room(ctx: SparseContext, operation: str, rows: Rows) -> None:
-    """Room for rows of this many bytes; every rank has rows of the same shape, so all find alike."""
-    if rows.row_bytes <= ctx.max_row_bytes:
-        return
-    if not ctx.grow:
+def _refuse_capture(operation: str) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ContextError(
-            f"{operation}: rows of {rows.row_bytes} bytes are over the context's capacity of {ctx.max_row_bytes}; make "
-            f"it with max_row_bytes={rows.row_bytes} or more, or grow=True"
+            f"{operation}: the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
+            "sparse_all_reduce_padded"
         )
-    ctx.enlarge(ctx.max_rows_per_rank, rows.row_bytes, ctx.max_union_rows)
 
 
 def _begin(
@@ -79,6 +86,12 @@ def _begin(
     def checked() -> Rows:
         rows = prepare()
         check_op(op, rows.values.dtype)
+        for part in (rows.indices, rows.values):
+            if _is_view(ctx, part):
+                raise ValueError(
+                    f"{operation}: rows that are reduced must not lie in the memory of the context that reduces them, "
+                    "as results of copy=False do; clone() them"
+                )
         return rows
 
     agreed: tuple[Any, ...] = (op, algorithm, *facts)
@@ -96,12 +109,6 @@ def _run(
     operation: str, ctx: SparseContext, rows: Rows, op: str, algorithm: str, copy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(indices [U], values [U, *shape])``."""
-    if ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ContextError(
-            f"{operation}: the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
-            "sparse_all_reduce_padded"
-        )
-    _with_row_room(ctx, operation, rows)
     while True:
         call = Call(ctx, rows, op, algorithm)
         call.match()
@@ -111,23 +118,23 @@ def _run(
         if not call.decides_late:
             values = call.move(chosen)
         status = wait()
-        if values is None and status[match.BAD_SIGNATURE]:
-            call.move("owner")  # moves nothing: a rank that passes something else may have launched this already
+        if values is None and status[match.BAD_SIGNATURE] and chosen != "gather":
+            call.reduce()  # moves nothing: a rank that passes something else may have launched this already
         status.raise_if_wrong(operation, ctx, rows.num_rows)
-        if not status.over(ctx):
+        if not (status.over(ctx) or call.too_wide):
             break
         if not ctx.grow:
             status.raise_if_over(operation, ctx)
-        ctx.enlarge(*_more(ctx, status))
+            _raise_too_wide(operation, ctx, rows)
+        _enlarge(ctx, status, rows)
     union = status[match.UNION]
     if values is None:
         chosen = call.choose(status.counts)
         values = call.densify(union, status.words[8]) if chosen == "dense" else call.move(chosen)
     _say(ctx, operation, chosen, status)
-    values = values[:union]
-    if chosen == "owner":
-        if copy:
-            values = values.clone()
+    whole, values = values, values[:union]
+    if copy and (chosen == "owner" or 2 * values.nbytes < whole.nbytes):  # nor is much more than the result kept alive
+        values = values.clone()
     return call.directory.union[:union].clone(), values
 
 
@@ -155,16 +162,30 @@ def _is_view(ctx: SparseContext, tensor: torch.Tensor) -> bool:
     return bool(values.numel()) and begin <= values.data_ptr() < begin + ctx.area.nbytes
 
 
-def _more(ctx: SparseContext, status: Status) -> tuple[int, int, int]:
-    """Rows, row bytes and union rows for a call that was over the capacity: a quarter more of what was too small."""
-    rows, union = ctx.max_rows_per_rank, ctx.max_union_rows
-    if status[match.MAX_ROWS] > rows:  # then the union is not known yet: the lists were cut off
-        all_fit = union >= ctx.world_size * rows
-        rows = status[match.MAX_ROWS] * 5 // 4
-        union = ctx.world_size * rows if all_fit else union
-    else:
-        union = min(ctx.world_size * rows, status[match.UNION] * 5 // 4)
-    return rows, ctx.max_row_bytes, union
+def _raise_too_wide(operation: str, ctx: SparseContext, rows: Rows) -> None:
+    raise ContextError(
+        f"{operation}: rows of {rows.row_bytes} bytes are over the context's capacity of {ctx.max_row_bytes}; make it "
+        f"with max_row_bytes={rows.row_bytes} or more, or grow=True"
+    )
+
+
+def _enlarge(ctx: SparseContext, status: Status, rows: Rows) -> None:
+    """Room for a call that was over the capacity, and a quarter more of what was too small if the heap has it."""
+    for quarters in (5, 4):
+        most, union = ctx.max_rows_per_rank, ctx.max_union_rows
+        if status[match.MAX_ROWS] > most:  # then the union is not known yet: the lists were cut off
+            all_fit = union >= ctx.world_size * most
+            most = status[match.MAX_ROWS] * quarters // 4
+            union = ctx.world_size * most if all_fit else union
+        elif status[match.UNION] > union:
+            union = min(ctx.world_size * most, status[match.UNION] * quarters // 4)
+        try:
+            ctx.enlarge(most, rows.row_bytes, union)
+        except HeapExhaustedError:  # on all ranks alike
+            if quarters == 4:
+                raise
+        else:
+            return
 
 
 def _say(ctx: SparseContext, operation: str, chosen: str, status: Status) -> None:
@@ -224,11 +245,11 @@ def sparse_all_reduce(
     Algorithm: reduction of each row by one of its contributors, chosen by hash; see
     :mod:`tdcoll.collectives.sparse_all_reduce.kernels`.
     """
+    _refuse_capture("sparse_all_reduce")
     ctx = _context(ctx)
     if ctx is None:
         is_sparse = isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
-        values = tensor.detach()._values() if is_sparse else torch.empty(0)
-        ctx = _default_context(values, _row_bytes(values))
+        ctx = _default_context(*((tensor.detach()._values(), tensor.shape[0]) if is_sparse else (None, None)))
     facts = _facts(tensor, getattr(tensor, "shape", ()))
     held = ctx
     rows = _begin(ctx, "sparse_all_reduce", lambda: rows_of_tensor(tensor, held.device), op, algorithm, *facts)
@@ -237,11 +258,6 @@ def sparse_all_reduce(
         indices.unsqueeze(0), values, (rows.num_rows, *rows.shape), is_coalesced=True, check_invariants=False
     )
     return _lend(ctx, "sparse_all_reduce", made)
-
-
-def _row_bytes(values: torch.Tensor) -> int:
-    """Bytes of one row of ``[n, ...]``."""
-    return torch.Size(values.shape[1:]).numel() * values.dtype.itemsize
 
 
 def sparse_all_reduce_rows(
@@ -270,13 +286,13 @@ def sparse_all_reduce_rows(
     Raises:
         As :func:`sparse_all_reduce`.
     """
+    name = "sparse_all_reduce_rows"
+    _refuse_capture(name)
     ctx = _context(ctx)
     if ctx is None:
-        known = isinstance(values, torch.Tensor) and values.dim() > 0
-        ctx = _default_context(values if known else torch.empty(0), _row_bytes(values) if known else 0)
+        ctx = _default_context(values, num_rows)
     facts = (*_facts(values, getattr(values, "shape", ())[1:]), num_rows)
     held = ctx
-    name = "sparse_all_reduce_rows"
     rows = _begin(
         ctx, name, lambda: rows_of_pair(indices, values, num_rows, coalesced, held.device), op, algorithm, *facts
     )
@@ -302,7 +318,8 @@ def sparse_all_reduce_padded(
     change from replay to replay, their number not.
 
     What only the lists of all ranks show (too many rows, indices out of range, other arguments on other ranks) gives 0
-    rows on every rank; :meth:`SparseContext.check` then raises it.
+    rows on every rank, and so does a wait that has expired on the rank where it has; :meth:`SparseContext.check` then
+    raises it.
 
     Args:
         ctx: a :class:`SparseContext`. It does not grow here.
@@ -325,12 +342,10 @@ def sparse_all_reduce_padded(
     if algorithm == "dense":
         raise ValueError("algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'")
     if rows.row_bytes > ctx.max_row_bytes:
-        raise ContextError(
-            f"{name}: rows of {rows.row_bytes} bytes are over the context's capacity of {ctx.max_row_bytes}; make it "
-            f"with max_row_bytes={rows.row_bytes} or more"
-        )
+        _raise_too_wide(name, ctx, rows)
     call = Call(ctx, rows, op, algorithm)
-    ctx.allow_capture((name, call.variant, op, call.algorithm, call.directory.search, coalesced), name)
+    pieces = not coalesced and rows.indices.shape[0] > kernels.PIECE.value
+    ctx.allow_capture((name, call.variant, op, call.algorithm, call.directory.search, coalesced, pieces), name)
     call.match()
     padded = call.move(call.algorithm)
     union = torch.empty(ctx.max_union_rows, dtype=torch.int64, device=ctx.device)

@@ -93,15 +93,18 @@ def dense_us(num_rows: int, row_bytes: int, topology: Topology) -> float:
     return 2 * (world - 1) / world * table / rate + _DENSE_PASSES * table / _MEMORY_GBPS
 
 
-def may_be_dense(num_rows: int, max_union_rows: int, allowed: bool) -> bool:
+def may_be_dense(num_rows: int, row_bytes: int, topology: Topology, max_union_rows: int, allowed: bool) -> bool:
     """Whether a call could turn out to be better off dense, so that the counts must be read before rows are moved.
 
     Args:
-        num_rows: of the table.
+        num_rows, row_bytes: of the table.
+        topology: the group.
         max_union_rows: the most that the context takes.
         allowed: whether there is a process group to do it with.
     """
-    return allowed and 2 * max_union_rows >= num_rows
+    union = min(max_union_rows, num_rows)
+    most = Counts(union * topology.world_size, union)  # every rank has all of them
+    return allowed and dense_us(num_rows, row_bytes, topology) < owner_us(most, row_bytes, topology)
 
 
 def choose(

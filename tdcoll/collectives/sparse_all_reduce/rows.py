@@ -104,6 +104,8 @@ def rows_of_pair(indices: Any, values: Any, num_rows: Any, coalesced: bool, devi
 
 
 def _flat_rows(indices: torch.Tensor, values: torch.Tensor, num_rows: int, coalesced: bool) -> Rows:
+    if indices.shape[0] >= 1 << 31:
+        raise ValueError(f"a rank must bring fewer than 2**31 rows, got {indices.shape[0]}")
     shape = tuple(values.shape[1:])
     elements = torch.Size(shape).numel()
     values = values.contiguous().resolve_neg()  # kernels read the bytes

@@ -266,8 +266,8 @@ def test_arguments_of_a_directory() -> None:
         ((2, 0, 64, 16, "cpu"), "capacity must be at least 1"),
         ((2, 8, 64, 0, "cpu"), "max_union must be at least 1"),
         ((2, 8, -1, 16, "cpu"), "num_rows must be"),
-        ((2, 1 << 30, 64, 16, "cpu"), "below 2\\*\\*31"),
-        ((2, 8, 64, 1 << 31, "cpu"), "below 2\\*\\*31"),
+        ((2, 1 << 30, 64, 16, "cpu"), "at most"),
+        ((2, 8, 64, 1 << 31, "cpu"), "at most"),
         ((2, 8, 64, 16, "cpu", "hash"), "method must be one of auto, bitmap, search"),
     ):
         with pytest.raises(ValueError, match=words):

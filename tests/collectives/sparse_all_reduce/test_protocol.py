@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels under adverse schedules and deliveries, broken kernels, dead peers, and how many rows move."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll.runtime.simulator.pointers import PointerAccess
+from tdcoll.testing import World, explore, first_failure
+
+from .cases import HEAP, Reduces, small_pieces, some_part
+from .mutants import ANY, MUTANTS, Mutant, installed
+from .reference import Rows, coalesce
+
+
+@pytest.fixture(autouse=True)
+def pieces() -> Iterator[None]:
+    with small_pieces():
+        yield
+
+
+GRIDS = {  # calls, ranks per node, seeds
+    "owner 4": ("ooo", [4], 30),
+    "owner 2+2": ("oo", [2, 2], 20),
+    "owner 1+1+1": ("oo", [1, 1, 1], 20),
+    "owner 2+2+1": ("oo", [2, 2, 1], 8),
+    "gather 4": ("ggg", [4], 20),
+    "gather 2+2": ("ggg", [2, 2], 12),
+    "both 3": ("ogoggo", [3], 8),
+}
+
+
+@pytest.mark.parametrize("half", [0, 1], ids=["even", "odd"])
+@pytest.mark.parametrize(("algorithms", "layout", "seeds"), GRIDS.values(), ids=GRIDS)
+def test_clean_over_seeds(algorithms: str, layout: list[int], seeds: int, half: int) -> None:
+    """Ranks with many rows, few and none, and who has which changes from call to call."""
+    case = Reduces(algorithms)
+    explore(case, n_pes=sum(layout), seeds=range(half, seeds, 2), ranks_per_node=layout, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("rows", [(0,), (0, 0, 0, 5), (5, 0, 0, 0)], ids=["nobody", "the last", "the first"])
+@pytest.mark.parametrize("layout", [[4], [2, 2]], ids=["4", "2+2"])
+def test_ranks_without_rows(layout: list[int], rows: tuple[int, ...]) -> None:
+    explore(Reduces("oog", rows), n_pes=4, seeds=2, ranks_per_node=layout, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("rows", [(12,), (0, 12, 1)], ids=["alike", "uneven"])
+def test_rows_of_one_rank_only(rows: tuple[int, ...]) -> None:
+    """Index spaces so large that nothing is shared, searched by bisection."""
+    explore(Reduces("oo", rows, 1 << 40, coalesced=True), n_pes=3, seeds=6, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("layout", [[4], [2, 2], [2, 1]], ids=["4", "2+2", "2+1"])
+def test_one_resident_block_is_enough(layout: list[int]) -> None:
+    case = Reduces("oog")
+    explore(case, n_pes=sum(layout), seeds=4, ranks_per_node=layout, heap_bytes=HEAP, resident=1)
+
+
+@pytest.mark.parametrize("layout", [[3], [2, 1]], ids=["3", "2+1"])
+def test_many_calls_with_stragglers(layout: list[int]) -> None:
+    case = Reduces("oogogoo", (2, 0, 5))
+    explore(case, n_pes=3, seeds=2, ranks_per_node=layout, heap_bytes=HEAP, stragglers=True)
+
+
+@pytest.mark.parametrize("group", [[1, 3], [5, 0, 3]])
+def test_subgroups(group: list[int]) -> None:
+    explore(Reduces("oog", group=group), n_pes=6, seeds=5, ranks_per_node=2, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("layout", [[3], [2, 1], [1, 1, 1]], ids=["3", "2+1", "1+1+1"])
+def test_floats_have_the_same_bits_in_every_schedule(layout: list[int]) -> None:
+    """Compared with the reference, which knows no schedule: fp16, so that every rounding shows."""
+    case = Reduces("og", (6,), dtype=torch.float16, exact=False, coalesced=True)
+    explore(case, n_pes=3, seeds=6, ranks_per_node=layout, heap_bytes=HEAP)
+
+
+# ---------------------------------------------------------------------- negative controls
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    """Some seed fails as it should; what others fail with depends on who gets ahead of whom."""
+    otherwise = "nothing noticed"
+    with installed(mutant, tmp_path):
+        for seed in range(mutant.seeds):
+            failure = first_failure(mutant.case, seeds=[seed], heap_bytes=HEAP, **mutant.world)
+            if failure is not None:
+                if re.search(mutant.expect, failure.report):
+                    return
+                otherwise = failure.report
+    pytest.fail(f"{mutant.name} does not fail as it should: {otherwise}")
+
+
+SAME_AS_MUTANTS = {f"{id(m.case)} {m.world}": m for m in MUTANTS if m.case is not ANY}
+
+
+@pytest.mark.parametrize("mutant", SAME_AS_MUTANTS.values(), ids=[m.name for m in SAME_AS_MUTANTS.values()])
+def test_real_kernels_pass_where_mutants_are_caught(mutant: Mutant) -> None:
+    explore(mutant.case, seeds=2, heap_bytes=HEAP, **mutant.world)
+
+
+# ---------------------------------------------------------------------- dead peers
+
+
+class Killed:
+    """One call that succeeds, then one in which a rank dies, and what that tells the others.
+
+    Args:
+        algorithm: of both calls.
+        after_turns: how far into the second call the victim gets.
+    """
+
+    def __init__(self, algorithm: str, after_turns: int = 0) -> None:
+        self.algorithm, self.after_turns, self.victim = algorithm, after_turns, 2
+        self.told: dict[int, tdcoll.CollectiveTimeout] = {}
+
+    def __call__(self, world: World) -> None:
+        self.told.clear()
+        world.run(lambda pe: self.host(world, pe))
+
+    def host(self, world: World, pe: int) -> None:
+        part = some_part(pe, 4, 6, (2,), torch.float32)
+        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=8) as ctx:
+
+            def call() -> None:
+                tdcoll.sparse_all_reduce_rows(*part, 6, ctx, algorithm=self.algorithm)
+                ctx.check()
+
+            call()
+            tdcoll.barrier()  # what the victim has sent has arrived
+            if pe == self.victim:
+                world.kill(pe, after_turns=self.after_turns)
+            try:
+                call()
+            except tdcoll.CollectiveTimeout as error:
+                self.told[pe] = error
+                with pytest.raises(tdcoll.CollectiveTimeout):
+                    call()
+                ctx.close()
+
+
+@pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1, 1]], ids=["4", "2+2", "1+1+1+1"])
+@pytest.mark.parametrize("algorithm", ["owner", "gather"])
+def test_a_killed_peer_is_named_by_all_others(algorithm: str, layout: list[int]) -> None:
+    case = Killed(algorithm)
+    case(World(4, ranks_per_node=layout, heap_bytes=HEAP, on_timeout="expire"))
+    assert sorted(case.told) == [0, 1, 3]
+    epochs = 1  # exchange
+    if algorithm == "owner":  # the steps, meet, and with several nodes handing on
+        epochs += len(layout) + 1 + (len(layout) > 1)
+    for rank, error in case.told.items():
+        assert (error.rank, error.peer) == (rank, case.victim)
+        assert error.epoch == error.expected == epochs + 1
+        assert error.seen < error.expected
+
+
+@pytest.mark.parametrize("after_turns", [3, 10, 30, 60, 90])
+@pytest.mark.parametrize("layout", [[4], [2, 2]], ids=["4", "2+2"])
+def test_a_peer_that_dies_in_the_middle_hangs_nobody(layout: list[int], after_turns: int) -> None:
+    case = Killed("owner", after_turns)
+    for seed in range(2):
+        case(World(4, ranks_per_node=layout, heap_bytes=HEAP, on_timeout="expire", seed=seed, weak=True))
+        assert case.told, "everybody got through, so nobody died in the middle"
+        assert case.victim in {error.peer for error in case.told.values()}
+
+
+# ---------------------------------------------------------------------- what moves
+
+
+def _parts(world: int, elements: int) -> list[Rows]:
+    return [some_part(rank, 7 - rank % 3, 11, (elements,), torch.float32) for rank in range(world)]
+
+
+def _moved(layout: list[int], elements: int, algorithm: str = "owner") -> tuple[World, int]:
+    """The world in which rows of ``elements`` were reduced, and how many elements came through pointers to peers."""
+    parts = _parts(sum(layout), elements)
+    loaded = 0
+    real = PointerAccess.before_load
+
+    def before_load(self: Any, addresses: Any, mask: Any, *, polls: bool) -> None:
+        nonlocal loaded
+        inside = None if polls else self._symmetric(addresses, mask, "load from")
+        if inside is not None:
+            loaded += int((self._pes(addresses[inside]) != self._machine.program.pe).sum())
+        real(self, addresses, mask, polls=polls)
+
+    def host(pe: int) -> None:
+        with tdcoll.SparseContext(max_rows_per_rank=7, max_row_bytes=64) as ctx:
+            tdcoll.sparse_all_reduce_rows(*parts[pe], 11, ctx, algorithm=algorithm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PointerAccess, "before_load", before_load)
+        world = World(len(parts), ranks_per_node=layout, heap_bytes=HEAP, seed=0, weak=True)
+        world.run(host)
+    return world, loaded
+
+
+def _having(layout: list[int]) -> list[tuple[int, int]]:
+    """Of every row of the union, how many ranks have it, and how many nodes."""
+    nodes = [node for node, size in enumerate(layout) for _ in range(size)]
+    lists = [set(coalesce(part).indices.tolist()) for part in _parts(len(nodes), 1)]
+    ranks = {id: [rank for rank, ids in enumerate(lists) if id in ids] for id in set().union(*lists)}
+    return [(len(having), len({nodes[rank] for rank in having})) for having in ranks.values()]
+
+
+@pytest.mark.parametrize("world", [2, 4, 6])
+def test_rows_that_move_inside_a_node(world: int) -> None:
+    """Each comes in from all that have it but one, and goes out to all but one."""
+    having = _having([world])
+    moved, loaded = _moved([world], 5)
+    assert loaded == 5 * sum(ranks - 1 for ranks, _ in having)
+    assert sum(counts.store_bytes for counts in moved.counts) == 20 * len(having) * (world - 1)
+
+
+@pytest.mark.parametrize("layout", [[2, 2], [1, 1, 1], [2, 2, 1], [3, 1], [1, 1, 1, 1]], ids=str)
+def test_rows_that_cross_between_nodes(layout: list[int]) -> None:
+    """(nodes that have the row - 1) + (nodes - 1) times each: what larger rows add to the bytes that cross."""
+    having = _having(layout)
+    small, large = (sum(c.inter_node_bytes for c in _moved(layout, elements)[0].counts) for elements in (1, 9))
+    crossings = sum(nodes - 1 + len(layout) - 1 for _, nodes in having)
+    assert large - small == 4 * 8 * crossings
