@@ -19,7 +19,7 @@ from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.topology import emulated_node
 
-__all__ = ["finalize", "initialize", "is_initialized", "parse_bytes"]
+__all__ = ["finalize", "initialize", "is_initialized", "join", "parse_bytes"]
 
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_HEAP_BYTES = 1 << 30
@@ -114,25 +114,58 @@ def initialize(
         TdcollError: no GPU and not interpreted, NVSHMEM's bindings are missing, or a rank did not come.
         ValueError: an argument or environment variable is out of range.
     """
-    global _job, _generation
     if (existing := runtime.current_or_none()) is not None:
         asked = {"heap_bytes": heap_bytes, "timeout_s": timeout_s, "emulate_nodes": emulate_nodes}
         _refuse_other_job(existing, asked)
         return
     settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes)
+    _refuse_no_gpu()
+    made_process_group = _ensure_process_group()
+    try:
+        # The default group's store: present with every backend, and used by no collective of the user's.
+        store = dist.distributed_c10d._get_default_store()
+        _install(settings, store, dist.get_rank(), dist.get_world_size(), made_process_group)
+    except BaseException:
+        if made_process_group:
+            dist.destroy_process_group()
+        raise
+
+
+def join(
+    store: Any, rank: int, world_size: int, *, heap_bytes: int | None = None, timeout_s: float | None = None
+) -> None:
+    """:func:`initialize` for the making of the default process group, when there is a store and no group yet.
+
+    Args:
+        store: of ``torch.distributed``, the same for all ranks.
+        rank, world_size: what the default process group will say.
+        heap_bytes, timeout_s: as for :func:`initialize`.
+
+    Raises:
+        AlreadyInitializedError: this process has joined a job before.
+        Others: as :func:`initialize`.
+    """
+    if runtime.current_or_none() is not None:
+        raise AlreadyInitializedError("tdcoll is initialised already; call tdcoll.finalize() first")
+    settings = _Settings.read(heap_bytes, timeout_s, None)
+    _refuse_no_gpu()
+    _install(settings, store, rank, world_size, made_process_group=False)
+
+
+def _refuse_no_gpu() -> None:
     if not INTERPRETED and not torch.cuda.is_available():
         raise TdcollError(
             "no CUDA GPU is visible to PyTorch. To use the simulator, start through launch.sh or set "
             "TRITON_INTERPRET=1 before triton is first imported."
         )
-    made_process_group = _ensure_process_group()
-    try:
-        _generation += 1
-        joined = _join(settings)
-    except BaseException:
-        if made_process_group:
-            dist.destroy_process_group()
-        raise
+
+
+def _install(settings: _Settings, store: Any, rank: int, world_size: int, made_process_group: bool) -> None:
+    global _job, _generation
+    _generation += 1
+    # A connection of its own: a wait of ours must not hold up what PyTorch asks of the store meanwhile.
+    store = dist.PrefixStore(f"tdcoll{_generation}", store.clone() if hasattr(store, "clone") else store)
+    joined = _join(settings, store, rank, world_size)
     runtime.install(joined)
     _job = _Job(settings, made_process_group)
 
@@ -193,10 +226,7 @@ def _refuse_settings_of_one_host(hosts: set[str]) -> None:
             )
 
 
-def _join(settings: _Settings) -> runtime.Runtime:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    # The default group's store: present with every backend, and used by no collective of the user's.
-    store = dist.PrefixStore(f"tdcoll{_generation}", dist.distributed_c10d._get_default_store())
+def _join(settings: _Settings, store: Any, rank: int, world_size: int) -> runtime.Runtime:
     control = StoreControlPlane(store, rank, settings.timeout_s)
     everyone = range(world_size)
     answers = control.all_gather(everyone, "initialize", (settings, _node_name(), _gpu_name()))

@@ -176,6 +176,7 @@ def name_the_rank(out):
 
 CALLS: dict[str, Callable[[], object]] = {
     "CollectiveContext": lambda: tdcoll.CollectiveContext(max_bytes_per_rank=1),
+    "SparseContext": lambda: tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=4),
     "WaitMonitor": tdcoll.WaitMonitor,
     "all_gather_into_tensor": lambda: tdcoll.all_gather_into_tensor(torch.zeros(1), torch.zeros(1)),
     "barrier": tdcoll.barrier,
@@ -183,11 +184,14 @@ CALLS: dict[str, Callable[[], object]] = {
     "empty": lambda: tdcoll.empty(1),
     "free": lambda: tdcoll.free(torch.zeros(1)),
     "heap_info": tdcoll.heap_info,
+    "sparse_all_reduce": lambda: tdcoll.sparse_all_reduce(torch.zeros(1).to_sparse()),
+    "sparse_all_reduce_rows": lambda: tdcoll.sparse_all_reduce_rows(torch.zeros(1).long(), torch.zeros(1), 1),
     "topology": tdcoll.topology,
     "zeros": lambda: tdcoll.zeros(1),
 }
-NEED_NO_JOB = {"finalize", "initialize", "is_initialized", "jit", "__version__"}
-TAKE_A_CONTEXT = {"all_gather", "all_gather_in_place"}
+NEED_NO_JOB = {"finalize", "initialize", "is_initialized", "jit", "match_indices", "match_lists", "__version__"}
+TAKE_A_CONTEXT = {"all_gather", "all_gather_in_place", "sparse_all_reduce_padded"}
+RETURNED = {"PaddedRows"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -199,7 +203,7 @@ def test_calls_outside_of_a_job(name: str) -> None:
 
 def test_no_public_call_is_forgotten() -> None:
     public = {name for name in tdcoll.__all__ if not name.endswith(("Error", "Timeout"))}
-    assert public == {*CALLS, *NEED_NO_JOB, *TAKE_A_CONTEXT}
+    assert public == {*CALLS, *NEED_NO_JOB, *TAKE_A_CONTEXT, *RETURNED}
 
 
 def test_kernel_outside_of_a_job() -> None:

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse gradients over tdcoll for training code that keeps its process group: a DDP hook and a reducer of its own."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tdcoll import runtime
+from tdcoll.distributed.inner import sparse_sum_by_gather
+from tdcoll.distributed.served import SparseSums
+from tdcoll.distributed.work import Task, TaskWork, record_stream, worker
+
+__all__ = ["SparseGradientReducer", "sparse_hook"]
+
+_log = logging.getLogger("tdcoll")
+
+_FIRST_ROWS = 1024
+"""Rows per rank that a reducer's context begins with."""
+
+
+class _Sums(SparseSums):
+    """Of one set of ranks, with a stream; kept by the job until ``tdcoll.finalize()``."""
+
+    stream: Any = None
+
+
+def _group(given: Any) -> Any:
+    group = dist.group.WORLD if given is None else given
+    if group is None:
+        raise ValueError("there is no default process group; call init_process_group first, or pass a group")
+    return group
+
+
+def _sums(group: Any) -> _Sums:
+    owner = runtime.current()
+    key = ("tdcoll.distributed", owner.ranks_of(group))
+    found = owner.contexts.get(key)
+    if found is None:
+        found = owner.contexts[key] = _Sums(owner, key[1], timeout_s=None)
+        if owner.device.type == "cuda":
+            found.stream = torch.cuda.Stream(owner.device)
+    return found
+
+
+def _submit(sums: _Sums, tensor: torch.Tensor) -> Task:
+    """The mean over the ranks, made by the worker on the sums' own stream; the task's result is ``[mean]``."""
+    if sums.stream is not None:
+        record_stream(tensor, sums.stream)
+    return worker.submit(Task(lambda: [sums(tensor, "mean")], sums.stream))
+
+
+# DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
+def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Communication hook for ``DistributedDataParallel``: sparse gradients by tdcoll, dense ones as without a hook.
+
+    ``model.register_comm_hook(None, tdcoll.distributed.sparse_hook)`` after ``tdcoll.initialize()``, with any backend.
+    Gradients are averaged. A sparse one is reduced on a stream of its own while the backward pass goes on. DDP itself
+    wants every sparse table used in every backward pass; see :class:`SparseGradientReducer` where that does not hold.
+
+    Args:
+        state: the process group of the model, or None for the default one.
+        bucket: ``torch.distributed.GradBucket``.
+
+    Returns:
+        A future of the averaged gradient.
+
+    Raises:
+        NotInitializedError: before ``tdcoll.initialize()``.
+    """
+    group = _group(state)
+    gradient = bucket.buffer()
+    if gradient.layout != torch.sparse_coo:
+        gradient.div_(group.size())
+        work = dist.all_reduce(gradient, group=group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+    sums = _sums(group)
+    why = SparseSums.refusal(gradient, "mean")
+    if why is None and not sums.prepare(gradient):
+        why = "the symmetric heap has no room for it"
+    if why is not None:
+        _log.warning("sparse_hook: a gradient goes through the process group: %s", why)
+        future: Any = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
+        future.set_result(sparse_sum_by_gather(group, gradient, "mean"))
+        return future
+    return _submit(sums, gradient).future.then(lambda done: done.value()[0])
+
+
+# ---------------------------------------------------------------------- without DDP
+
+
+def _is_sparse_table(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+class _Table:
+    """One table and what becomes of its gradient in the current step."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name, self.parameter = name, parameter
+        self.taken: torch.Tensor | None = None
+        self.task: Task | None = None
+
+    def empty(self) -> torch.Tensor:
+        """A gradient without rows."""
+        like = self.parameter
+        return torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64, device=like.device),
+            like.detach().new_empty((0, *like.shape[1:])),
+            like.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+
+class SparseGradientReducer:
+    """Averages the gradients of a module's sparse embedding tables over the ranks, while the backward pass runs.
+
+    For users who keep their backend, with ``DistributedDataParallel`` for the rest of the module or without::
+
+        tdcoll.initialize()
+        reducer = SparseGradientReducer(model)  # before DDP: DDP then leaves the tables alone
+        ddp = DistributedDataParallel(model)
+        loss(ddp(batch)).backward()
+        reducer.finish()                        # before clipping, GradScaler.unscale_ or step, optimizer.step
+        optimizer.step()
+
+    A table's gradient is reduced as soon as it is there and those of the tables behind it in the module are, on a
+    stream of its own. A rank on which a table was not used, or has no rows, brings none. A table that no rank has rows
+    of keeps no gradient. A table that two modules share is one table.
+
+    The weights are made equal to those of rank 0.
+
+    Args:
+        module: whose ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` are meant.
+        group: the process group; None for the default one.
+        rows_per_rank: different rows that one rank brings, as far as is known; the memory for them grows when needed.
+
+    Raises:
+        ValueError: there are no such tables.
+        NotInitializedError: before ``tdcoll.initialize()``.
+        HeapExhaustedError: no room in the symmetric heap.
+    """
+
+    def __init__(self, module: nn.Module, group: Any = None, *, rows_per_rank: int = _FIRST_ROWS) -> None:
+        self._group = _group(group)
+        tables: dict[nn.Parameter, str] = {}
+        for prefix, part in module.named_modules():
+            if _is_sparse_table(part):
+                tables.setdefault(part.weight, f"{prefix}.weight" if prefix else "weight")
+        if not tables:
+            raise ValueError("module has no nn.Embedding or nn.EmbeddingBag with sparse=True")
+        self._tables = [_Table(name, parameter) for parameter, name in reversed(tables.items())]
+        self._names = [
+            name
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if any(parameter is table for table in tables)
+        ]
+        self._sums = _sums(self._group)
+        row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
+        self._sums.open(rows_per_rank, row_bytes)
+        self._synchronising = True
+        self._next = 0
+        self._hooks = [
+            table.parameter.register_post_accumulate_grad_hook(lambda _, table=table: self._take(table))
+            for table in self._tables
+        ]
+        first = dist.get_global_rank(self._group, 0)
+        for parameter in tables:
+            dist.broadcast(parameter.detach(), first, group=self._group)
+        _leave_to_us(module, self._names)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the next one outside is reduced together with them."""
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
+
+    def _take(self, table: _Table) -> None:
+        """The gradient of a table is there."""
+        if not self._synchronising:
+            return
+        if table.taken is not None:
+            raise RuntimeError(
+                f"SparseGradientReducer: a second backward pass reached {table.name} before finish(); call finish() "
+                "after each, or accumulate in `with reducer.no_sync():`"
+            )
+        table.taken, table.parameter.grad = self._sparse(table), None
+        self._advance()
+
+    @staticmethod
+    def _sparse(table: _Table) -> torch.Tensor:
+        gradient = table.parameter.grad
+        if gradient is None:
+            return table.empty()
+        if gradient.layout != torch.sparse_coo:
+            raise TypeError(
+                f"SparseGradientReducer: the gradient of {table.name} is {gradient.layout}: a table that is also used "
+                "in another way than by lookups with sparse=True has a dense gradient, which DDP reduces"
+            )
+        return gradient
+
+    def _advance(self) -> None:
+        """Submit what can be: in the same order on all ranks, whatever order the gradients come in."""
+        while self._next < len(self._tables) and (taken := self._tables[self._next].taken) is not None:
+            self._tables[self._next].task = _submit(self._sums, taken)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Wait until every table's ``grad`` is the average over the ranks. Collective, once per step.
+
+        On a GPU the current stream waits, and the host only for the sizes of the results.
+
+        Raises:
+            RuntimeError: inside of :meth:`no_sync`.
+            CollectiveTimeout: a rank did not take part.
+            HeapExhaustedError: there is no room for as many rows; on all ranks.
+        """
+        if not self._synchronising:
+            raise RuntimeError("SparseGradientReducer: finish() inside of no_sync()")
+        for table in self._tables:
+            if table.taken is None:
+                table.taken, table.parameter.grad = self._sparse(table), None
+        self._advance()
+        try:
+            for table in self._tables:
+                assert table.task is not None
+                TaskWork(table.task).wait()
+                (mean,) = table.task.result
+                table.parameter.grad = mean if mean._nnz() else None
+        finally:
+            self._next = 0
+            for table in self._tables:
+                table.taken = table.task = None
+
+    def close(self) -> None:
+        """Take the hooks off. Local."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _leave_to_us(module: nn.Module, names: list[str]) -> None:
+    """Tell DDP not to touch these parameters of ``module``, besides those that it was told of before."""
+    known = list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*known, *names])

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inner group: gloo for CPU tensors, NCCL for CUDA tensors, and what is added to them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup
+
+__all__ = ["NamedWork", "RollCall", "add_backends", "gather_into", "sparse_sum_by_gather"]
+
+_ROLL_CALL_S = 5.0
+
+
+def add_backends(
+    groups: tuple[Any, ...],
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    ranks: list[int],
+    nccl: Any,
+    split: bool,
+) -> dict[str, str]:
+    """Make gloo and, where there are GPUs, NCCL, and register them with ``groups``. Collective.
+
+    Args:
+        groups: ProcessGroups that get the same backends.
+        store, rank, size, timeout: of the group.
+        name, ranks: of the group; ``ranks`` is empty for the default group.
+        nccl: ``ProcessGroupNCCL.Options`` or None.
+        split: whether NCCL may split the default group's communicator, as ``new_group`` does.
+
+    Returns:
+        The backend's name for each type of device.
+
+    Raises:
+        RuntimeError: PyTorch was built without gloo.
+    """
+    if not dist.is_gloo_available():
+        raise RuntimeError('backend "tdcoll" needs gloo for CPU tensors, which this PyTorch was built without')
+    kinds = ProcessGroup.BackendType
+    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    gloo.options.global_ranks_in_group = ranks
+    gloo.options.group_name = name
+    gloo._set_sequence_number_for_group()
+    made = {"cpu": (kinds.GLOO, gloo)}
+    if torch.cuda.is_available():
+        made["cuda"] = made["cpu"]
+        if dist.is_nccl_available():
+            made["cuda"] = kinds.NCCL, _nccl(store, rank, size, timeout, name, ranks, nccl, split)
+    default = made.get("cuda", made["cpu"])[0]
+    for group in groups:
+        group._set_default_backend(default)
+        for device, (kind, backend) in made.items():
+            group._register_backend(torch.device(device), kind, backend)
+    return {device: "nccl" if kind == kinds.NCCL else "gloo" for device, (kind, _) in made.items()}
+
+
+def _nccl(
+    store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int], given: Any, split: bool
+) -> Any:
+    """As ``torch.distributed`` makes it, splitting the default group's communicator where torch does."""
+    c10d = dist.distributed_c10d
+    options = copy.deepcopy(given) if given is not None else dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    # Ranks outside of a new group split the default group's communicator if it is bound to a device: so must we.
+    if split and ranks and dist.is_initialized() and c10d._get_default_group().bound_device_id:
+        if source := c10d._get_split_source(c10d._get_default_group()):
+            options.split_from = source
+            options.split_color = c10d._process_group_color(ranks)
+    options.global_ranks_in_group = ranks
+    options.group_name = name
+    backend = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+    """``group``'s all-gather into one tensor, under the name that this PyTorch has for it. Its work."""
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base
+    return gather(out, tensor, AllgatherOptions() if opts is None else opts)
+
+
+def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Tensor:
+    """The sum or mean of a COO tensor by all-gathers of dense ones, for a group that has none of sparse tensors.
+
+    All indices and all values go to all ranks, padded to the most that a rank has; each adds up for itself. Waits for
+    the number of rows on the host.
+    """
+    world = group.size()
+    tensor = tensor.detach().coalesce()
+    indices, values = tensor.indices(), tensor.values()
+    counts = torch.empty(world, dtype=torch.int64, device=values.device)
+    gather_into(group, counts, counts.new_full((1,), indices.shape[1])).wait()
+    number = [int(count) for count in counts.tolist()]
+    most = max(number)
+    own_indices = indices.new_zeros((indices.shape[0], most))
+    own_indices[:, : indices.shape[1]] = indices
+    own_values = values.new_zeros((most, *values.shape[1:]))
+    own_values[: values.shape[0]] = values / world if op == "mean" else values
+    all_indices = indices.new_empty((world * indices.shape[0], most))
+    all_values = values.new_empty((world * most, *values.shape[1:]))
+    gather_into(group, all_indices, own_indices).wait()
+    gather_into(group, all_values, own_values).wait()
+    per_rank = zip(all_indices.chunk(world), all_values.chunk(world), number, strict=True)
+    pieces = [(i[:, :n], v[:n]) for i, v, n in per_rank]
+    gathered = torch.sparse_coo_tensor(
+        torch.cat([i for i, _ in pieces], 1), torch.cat([v for _, v in pieces]), tensor.shape, check_invariants=False
+    )
+    return gathered.coalesce()
+
+
+class RollCall:
+    """Who is still there, when a call of the inner group has failed.
+
+    gloo says which connection was closed, not which rank it was. Every rank to which that happens answers here, over
+    the store; who does not is named.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._seconds = min(_ROLL_CALL_S, timeout.total_seconds())
+
+    def name(self, operation: str, error: BaseException) -> dist.DistBackendError:
+        """``error`` as an error that names the ranks which do not answer."""
+        try:
+            missing = self._missing()
+        except RuntimeError:
+            who = "the store does not answer either: the rank that holds it, usually rank 0, may have died"
+        else:
+            who = (
+                f"peer(s) {', '.join(map(str, missing))} did not answer within {self._seconds:g} s and may have died"
+                if missing
+                else "all ranks are still there and have had an error too"
+            )
+        return dist.DistBackendError(f"rank {self._rank}: {operation} failed; {who}. The inner group said: {error}")
+
+    def _missing(self) -> list[int]:
+        self._store.set(str(self._rank), "here")
+        keys = [str(rank) for rank in range(self._size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._seconds))
+        except RuntimeError:
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        return []
+
+
+class NamedWork(dist.Work):
+    """A work of the inner group whose failure names the ranks that are gone."""
+
+    def __init__(self, work: Any, operation: str, name: Callable[[str, BaseException], BaseException]) -> None:
+        super().__init__()
+        self._work, self._operation, self._name = work, operation, name
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            return bool(self._work.wait(timeout) if timeout else self._work.wait())
+        except RuntimeError as error:
+            raise self._name(self._operation, error) from error
+
+    def get_future(self) -> Any:
+        def value(done: Any) -> Any:
+            try:
+                return done.value()
+            except RuntimeError as error:
+                raise self._name(self._operation, error) from error
+
+        return self._work.get_future().then(value)
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = self._work.result()
+        return found
+
+    def synchronize(self) -> None:
+        self._work.synchronize()

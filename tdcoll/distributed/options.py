@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process group of backend ``tdcoll`` is told: which kinds of call tdcoll's kernels serve, and how large."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["KINDS", "SERVES", "Options"]
+
+KINDS = ("all_gather", "sparse_all_reduce", "barrier")
+"""The kinds of call that tdcoll's kernels can serve."""
+
+SERVES = "TDCOLL_BACKEND_SERVES"
+"""Environment variable: default of :attr:`Options.serves`."""
+
+DEFAULT_MAX_BYTES_PER_RANK = 4 << 20
+"""Above it NCCL's all-gather is as fast, and the slots of a context would take much of the symmetric heap."""
+
+
+def _kinds(text: str, source: str) -> tuple[str, ...]:
+    """``"all"``, ``"none"`` or names with commas between them, as kinds in the order of :data:`KINDS`."""
+    names = [name.strip() for name in text.lower().split(",") if name.strip()]
+    if names == ["all"]:
+        return KINDS
+    if names == ["none"]:
+        return ()
+    if not names or (unknown := [name for name in names if name not in KINDS]):
+        what = f"; unknown: {', '.join(unknown)}" if names else ""
+        raise ValueError(
+            f"{source} must be 'all', 'none' or some of {', '.join(KINDS)} with commas; got {text!r}{what}"
+        )
+    return tuple(kind for kind in KINDS if kind in names)
+
+
+@dataclass(frozen=True)
+class Options:
+    """``pg_options`` of ``init_process_group("tdcoll")`` and ``new_group``. The same on all ranks of the group.
+
+    Attributes:
+        serves: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
+            the rest goes to the inner group. None: ``TDCOLL_BACKEND_SERVES``, else ``"all"``.
+        max_bytes_per_rank: all-gathers of more bytes per rank go to the inner group.
+        heap_bytes: symmetric heap of each rank, bytes; of the default group only. None: as for
+            :func:`tdcoll.initialize`.
+        nccl: ``ProcessGroupNCCL.Options`` of the inner group for CUDA tensors.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    serves: str | None = None
+    max_bytes_per_rank: int = DEFAULT_MAX_BYTES_PER_RANK
+    heap_bytes: int | None = None
+    nccl: Any = None
+
+    def __post_init__(self) -> None:
+        if self.serves is not None:
+            _kinds(self.serves, "serves")
+        if isinstance(self.max_bytes_per_rank, bool) or not isinstance(self.max_bytes_per_rank, int):
+            raise TypeError(f"max_bytes_per_rank must be an int, got {self.max_bytes_per_rank!r}")
+        if self.max_bytes_per_rank < 0:
+            raise ValueError(f"max_bytes_per_rank must be at least 0, got {self.max_bytes_per_rank}")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that tdcoll serves, by this and the environment."""
+        if self.serves is not None:
+            return _kinds(self.serves, "serves")
+        return _kinds(os.environ.get(SERVES) or "all", SERVES)
+
+    @classmethod
+    def of(cls, given: Any) -> Options:
+        """``pg_options`` as given: None, :class:`Options`, or options of NCCL, which go to the inner group."""
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        if type(given).__module__.startswith("torch"):
+            return cls(nccl=given)
+        raise TypeError(
+            f"pg_options must be tdcoll.distributed.Options or ProcessGroupNCCL.Options, got {type(given).__name__}"
+        )

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts of one set of ranks for calls that come through ``torch.distributed``: made when needed, and growing.
+
+What is decided here is decided from sizes that are the same on all ranks, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tdcoll.collectives.all_gather import all_gather
+from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
+from tdcoll.collectives.sparse_all_reduce.rows import SUMS
+from tdcoll.context import CollectiveContext
+from tdcoll.distributed.work import worker
+from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.runtime import Runtime
+
+__all__ = ["Gathers", "SparseSums"]
+
+_SMALLEST_CONTEXT = 1 << 20
+_FEWEST_ROWS = 256
+
+
+def _on(device: torch.device) -> Any:
+    """``device`` as the current one, where it is a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Gathers:
+    """All-gathers of one set of ranks.
+
+    Args:
+        owner: the job.
+        ranks: global ranks, in the order of the group.
+        max_bytes: a context never holds more per rank.
+        timeout_s: deadline of waits, seconds.
+    """
+
+    def __init__(self, owner: Runtime, ranks: Sequence[int], *, max_bytes: int, timeout_s: float) -> None:
+        self._owner, self._ranks, self._timeout_s = owner, tuple(ranks), timeout_s
+        self.limit = max_bytes
+        """The most bytes per rank that can be served; less than asked for once the heap has had no room."""
+        self.context: CollectiveContext | None = None
+        self._kept: list[CollectiveContext] = []
+
+    def prepare(self, nbytes: int) -> bool:
+        """Have a context for ``nbytes`` per rank; whether there is one. Collective, when it has to be made."""
+        old = self.context
+        if old is not None and nbytes <= old.max_bytes_per_rank:
+            return True
+        if nbytes > self.limit:
+            return False
+        cuda = self._owner.device.type == "cuda"
+        if cuda and torch.cuda.is_current_stream_capturing():
+            raise ContextError(
+                f"all_gather: {nbytes} bytes per rank need a larger context, which cannot be made while a CUDA graph "
+                "is captured; make one call of this size before"
+            )
+        worker.drain()
+        generous = min(self.limit, max(_SMALLEST_CONTEXT, nbytes, 2 * old.max_bytes_per_rank if old else 0))
+        for capacity in dict.fromkeys((generous, nbytes)):
+            try:
+                with _on(self._owner.device):
+                    made = CollectiveContext(self._ranks, max_bytes_per_rank=capacity, timeout_s=self._timeout_s)
+            except HeapExhaustedError:  # on all ranks
+                continue
+            made._follows_stream = True
+            self.context = made
+            break
+        else:
+            self.limit = nbytes - 1
+            return False
+        if old is not None:
+            if any(self._owner.exchange(self._ranks, "all_gather: captured", old.captured)):
+                self._kept.append(old)  # for the graphs that use it
+            else:
+                old.close()
+        return True
+
+    def __call__(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """``tensor [n, ...] of every rank -> out [world * n, ...]``, on the current stream; after :meth:`prepare`."""
+        context = self.context
+        assert context is not None
+        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        source = tensor.resolve_conj().resolve_neg().contiguous()
+        if _overlaps_elsewhere(target, source, context.rank):
+            source = source.clone()
+        all_gather(source.view(-1), context, target.view(-1))
+        if target is not out:
+            out.copy_(target)
+
+    def meet(self) -> None:
+        """Hear from every rank, on the current stream; after :meth:`prepare`."""
+        context = self.context
+        assert context is not None
+        all_gather(torch.empty(0, dtype=torch.uint8, device=context.device), context)
+
+    def check(self) -> None:
+        """Raise what the kernels that are finished have left."""
+        if self.context is not None:
+            self.context.monitor.raise_if_expired()
+
+    def close(self) -> None:
+        """Free the contexts. Collective."""
+        for context in (*self._kept, *((self.context,) if self.context else ())):
+            context.close()
+        self._kept, self.context = [], None
+
+    def describe(self) -> str:
+        context = self.context
+        return "no context yet" if context is None else f"context of {context.max_bytes_per_rank} bytes per rank"
+
+
+def _overlaps_elsewhere(out: torch.Tensor, tensor: torch.Tensor, rank: int) -> bool:
+    """Whether ``tensor`` lies in ``out`` and is not the segment that this rank's data goes to."""
+    begin, first = tensor.data_ptr(), out.data_ptr()
+    overlap = tensor.nbytes and first < begin + tensor.nbytes and begin < first + out.nbytes
+    return bool(overlap) and begin != first + rank * tensor.nbytes
+
+
+class SparseSums:
+    """Sparse all-reduces of one set of ranks, as ``torch.distributed`` means them: the tensor becomes the sum.
+
+    Args:
+        owner: the job.
+        ranks: global ranks, in the order of the group.
+        timeout_s: deadline of waits, seconds.
+    """
+
+    def __init__(self, owner: Runtime, ranks: Sequence[int], *, timeout_s: float | None) -> None:
+        self._owner, self._ranks, self._timeout_s = owner, tuple(ranks), timeout_s
+        self.context: SparseContext | None = None
+        self.exhausted = False
+        """The symmetric heap has no room for any context, which all ranks have found alike."""
+
+    @staticmethod
+    def refusal(tensor: torch.Tensor, op: str) -> str | None:
+        """Why a sparse tensor cannot be summed here, from what is the same on all ranks; None if it can."""
+        dtype = tensor.dtype
+        if dtype not in SUMS:
+            return f"{dtype} is not among the dtypes of tdcoll's sums"
+        if op not in ("sum", "mean"):
+            return f"{op} of sparse tensors is not defined by torch.distributed"
+        if op == "mean" and not dtype.is_floating_point:
+            return f"the mean of {dtype} is not defined"
+        return None
+
+    def prepare(self, tensor: torch.Tensor) -> bool:
+        """Have a context; whether there is one. Collective, the first time."""
+        if self.context is None and not self.exhausted:
+            worker.drain()
+            indices, values = _parts(tensor)
+            row_bytes = torch.Size(values.shape[1:]).numel() * values.dtype.itemsize
+            asked = self._owner.exchange(self._ranks, "sparse all-reduce: rows", (indices.shape[1], row_bytes))
+            try:
+                self.open(max(_FEWEST_ROWS, *(rows for rows, _ in asked)), max(nbytes for _, nbytes in asked))
+            except HeapExhaustedError:  # on all ranks
+                self.exhausted = True
+        return self.context is not None
+
+    def open(self, rows_per_rank: int, row_bytes: int) -> None:
+        """Make the context, if there is none, with room for this much to begin with. Collective.
+
+        Raises:
+            HeapExhaustedError: on all ranks.
+        """
+        if self.context is not None:
+            return
+        worker.drain()
+        with _on(self._owner.device):
+            self.context = SparseContext(
+                self._ranks,
+                max_rows_per_rank=rows_per_rank,
+                max_row_bytes=row_bytes,
+                grow=True,
+                timeout_s=self._timeout_s,
+            )
+            self.context.collective._follows_stream = True
+
+    def __call__(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """The sum or mean over the ranks of a COO tensor, coalesced; after :meth:`prepare`.
+
+        Several sparse dimensions are one of all their indices.
+
+        Raises:
+            HeapExhaustedError: it needs a larger context than the heap has room for; on all ranks.
+        """
+        assert self.context is not None
+        indices, values = _parts(tensor)
+        sparse_shape = tensor.shape[: tensor.sparse_dim()]
+        coalesced = tensor.is_coalesced()
+        num_rows = sparse_shape.numel()
+        flat = indices[0] if len(sparse_shape) == 1 else _linear(indices, sparse_shape)
+        found, summed = sparse_all_reduce_rows(
+            flat.contiguous(), values.contiguous(), num_rows, self.context, op, coalesced=coalesced
+        )
+        found = found.unsqueeze(0) if len(sparse_shape) == 1 else _separate(found, sparse_shape)
+        if tensor.device.type == "cpu":
+            self.context.collective.monitor.raise_if_expired()
+        return torch.sparse_coo_tensor(
+            found, summed.view(-1, *values.shape[1:]), tensor.shape, is_coalesced=True, check_invariants=False
+        )
+
+    def check(self) -> None:
+        """Raise what the kernels that are finished have left."""
+        if self.context is not None:
+            self.context.collective.monitor.raise_if_expired()
+
+    def close(self) -> None:
+        """Free the context. Collective."""
+        if self.context is not None:
+            self.context.close()
+            self.context = None
+
+    def describe(self) -> str:
+        context = self.context
+        if context is None:
+            return "no context yet"
+        return f"context of {context.max_rows_per_rank} rows of {context.max_row_bytes} bytes per rank"
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``indices [sparse dims, n], values [n, ...]`` of a tensor that may not be coalesced."""
+    tensor = tensor.detach()
+    return tensor._indices(), tensor._values()
+
+
+def _linear(indices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """``[dims, n] -> [n]``: the place in the flattened shape."""
+    linear = indices.new_zeros(indices.shape[1])
+    for extent, index in zip(shape, indices, strict=True):
+        linear = linear * extent + index
+    return linear
+
+
+def _separate(linear: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The inverse of :func:`_linear`."""
+    columns = []
+    for extent in reversed(shape):
+        columns.append(linear % extent)
+        linear = linear // extent
+    return torch.stack(columns[::-1])

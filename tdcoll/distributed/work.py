@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Work`` of calls that tdcoll serves, and the thread that makes those which have to wait on the host.
+
+A call has to wait on the host when it runs in the simulator, or when the size of its result must be known (the sparse
+all-reduce). Where such a call is asynchronous, it is made by :data:`worker`, one thread for the process, in the order
+in which the calls were issued: that order is the same on all ranks that take part, so the calls meet.
+
+Everything that exchanges values over the control plane outside of that thread first lets it finish (``worker.drain``).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tdcoll.errors import CollectiveTimeout
+
+__all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Task", "TaskWork", "as_backend_error", "worker"]
+
+
+class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
+    """:class:`tdcoll.CollectiveTimeout`, as ``torch.distributed`` wants it: also a ``DistBackendError``."""
+
+
+def as_backend_error(error: BaseException) -> BaseException:
+    """A :class:`~tdcoll.CollectiveTimeout` as :class:`BackendTimeout`; any other as it is."""
+    if not isinstance(error, CollectiveTimeout) or isinstance(error, BackendTimeout):
+        return error
+    raised = BackendTimeout(
+        rank=error.rank,
+        peer=error.peer,
+        signal=error.signal,
+        epoch=error.epoch,
+        expected=error.expected,
+        seen=error.seen,
+        timeout_s=error.timeout_s,
+    )
+    raised.__cause__ = error
+    return raised
+
+
+def _seconds(timeout: timedelta | None) -> float | None:
+    """Seconds of a ``Work.wait`` timeout; None where it means no limit."""
+    seconds = timeout.total_seconds() if timeout is not None else 0.0
+    return seconds if seconds > 0 else None
+
+
+def _expired(seconds: float) -> dist.DistBackendError:
+    return dist.DistBackendError(f"Work.wait: not complete after {seconds:g} s")
+
+
+# ---------------------------------------------------------------------- the thread
+
+
+class Task:
+    """One call that the worker makes.
+
+    Args:
+        make: makes the call; its result is that of the work, a list of tensors.
+        stream: CUDA stream that it is made on, behind what the calling stream has now; None without a GPU.
+    """
+
+    def __init__(self, make: Callable[[], list[torch.Tensor]], stream: Any = None) -> None:
+        self._make: Callable[[], list[torch.Tensor]] | None = make
+        self.stream = stream
+        self.event: Any = None
+        """Recorded behind the call, on its stream; when it is there."""
+        self._before: Any = None
+        if stream is not None:
+            self._before = torch.cuda.current_stream(stream.device).record_event()
+        self.done = threading.Event()
+        self.result: list[torch.Tensor] = []
+        self.error: BaseException | None = None
+        devices = None if stream is None else [stream.device]
+        self.future: Any = torch.futures.Future(devices=devices)
+
+    def run(self) -> None:
+        """Make the call; by the worker."""
+        make, self._make = self._make, None
+        assert make is not None
+        try:
+            if self.stream is None:
+                self.result = make()
+            else:
+                with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+                    self.stream.wait_event(self._before)
+                    self.result = make()
+                    self.event = self.stream.record_event()
+                    self.future.set_result(self.result)
+        except BaseException as error:
+            self.error = as_backend_error(error)
+        self.done.set()
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        elif self.stream is None:
+            self.future.set_result(self.result)
+
+
+class _Worker:
+    """Makes tasks one after the other, in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Task | None = None
+
+    def submit(self, task: Task) -> Task:
+        """Let the thread make ``task`` when it has made those before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tdcoll.distributed", daemon=True)
+            self._thread.start()
+        self._last = task
+        self._tasks.put(task)
+        return task
+
+    def drain(self) -> None:
+        """Return when all tasks so far are made, well or not. Nothing to do for the thread itself."""
+        last = self._last
+        if last is not None and threading.current_thread() is not self._thread:
+            last.done.wait()
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get().run()
+
+
+worker = _Worker()
+"""One for the process: calls of different groups that share ranks must keep their order too."""
+
+
+# ---------------------------------------------------------------------- what callers get
+
+
+class _Work(dist.Work):
+    """What ``torch.distributed.Work`` documents, for calls that have results on one device."""
+
+    def __init__(self, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._result = result
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def source_rank(self) -> int:
+        raise RuntimeError("source_rank() is for receives from any rank")
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+
+class CompletedWork(_Work):
+    """Of a synchronous call: nothing is left to wait for but the current stream."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        device = self._result[0].device if self._result else torch.device("cpu")
+        future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        future.set_result(self._result)
+        return future
+
+
+class StreamWork(_Work):
+    """Of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait for it.
+
+    Args:
+        result: tensors that the call writes.
+        stream: on which it is queued, last.
+        blocks: ``wait()`` blocks the host as well, as a barrier's does.
+        check: raises what is known to have gone wrong.
+    """
+
+    def __init__(
+        self, result: list[torch.Tensor], stream: Any, *, blocks: bool, check: Callable[[], None], keep: Any = None
+    ) -> None:
+        super().__init__(result)
+        self._stream, self._blocks, self._check, self._keep = stream, blocks, check, keep
+        self._event = stream.record_event()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if (seconds := _seconds(timeout)) is not None:
+            deadline = time.monotonic() + seconds
+            while not self._event.query():
+                if time.monotonic() > deadline:
+                    self._raise_wrong()
+                    raise _expired(seconds)
+                time.sleep(0.0002)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        if self._blocks:
+            self._event.synchronize()
+        if self._blocks or seconds is not None:
+            self._raise_wrong()
+        self._keep = None
+        return True
+
+    def _raise_wrong(self) -> None:
+        try:
+            self._check()
+        except CollectiveTimeout as error:
+            raise as_backend_error(error) from error
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def exception(self) -> Any:
+        try:
+            self._check()
+        except CollectiveTimeout as error:
+            return as_backend_error(error)
+        return None
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):  # its event is recorded there
+            future.set_result(self._result)
+        return future
+
+
+class TaskWork(_Work):
+    """Of a call that the worker makes."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__([])
+        self._task = task
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        task, seconds = self._task, _seconds(timeout)
+        if not task.done.wait(seconds):
+            assert seconds is not None
+            raise _expired(seconds)
+        if task.error is not None:
+            raise task.error
+        if task.stream is not None:
+            current = torch.cuda.current_stream(task.stream.device)
+            current.wait_event(task.event)
+            for tensor in task.result:
+                record_stream(tensor, current)
+        return True
+
+    def is_completed(self) -> bool:
+        task = self._task
+        return task.done.is_set() and (task.event is None or bool(task.event.query()))
+
+    def exception(self) -> Any:
+        return self._task.error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._task.result
+
+    def get_future(self) -> Any:
+        # An exception that is *set* is a value to C++ (DDP's reducer would take it for the gradient); one that a
+        # callback raises is an error.
+        return self._task.future.then(lambda done: done.value())
+
+
+def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    """Tell the allocator that ``stream`` uses ``tensor``, dense or sparse."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.detach()
+        tensor._indices().record_stream(stream)
+        tensor._values().record_stream(stream)
+    else:
+        tensor.record_stream(stream)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backend "tdcoll" and sparse gradients: jobs of several processes on the simulator, and what can be seen alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdcoll
+from tdcoll import distributed, runtime
+from tdcoll.distributed import BackendTimeout, Options, explain
+from tdcoll.distributed.options import KINDS, SERVES
+from tdcoll.distributed.work import Task, TaskWork, as_backend_error, worker
+
+WORKERS = Path(__file__).parents[1] / "workers"
+GPU_ONLY = {"streams", "graphs"}
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_checks(launch: Launch) -> None:
+    done = launch("--simulate", "--nproc", "3", str(WORKERS / "distributed_checks.py"), timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {verdict["check"]: verdict for verdict in map(json.loads, done.stdout.splitlines())}
+    text = (WORKERS / "distributed_checks.py").read_text(encoding="utf-8")
+    assert list(found) == re.findall(r"^@check(?:\(.*\))?\ndef (\w+)", text, re.MULTILINE)
+    assert {name for name, verdict in found.items() if verdict.get("ok") is not True} == GPU_ONLY
+    assert "methods" in found["pytorchs_own_cases"]["note"]
+
+
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        ("sparse", r"BackendTimeout: rank {rank} waited 3 s for peer 1: signal "),
+        ("dense", r"DistBackendError: rank {rank}: all_reduce failed; peer\(s\) 1 did not answer within 3 s"),
+    ],
+)
+def test_a_rank_killed_in_training_is_named(launch: Launch, when: str, words: str) -> None:
+    # torchrun ends the survivors when it next looks: they must have timed out by then.
+    script = str(WORKERS / "killed_in_training.py")
+    done = launch("--simulate", "--nproc", "3", "--monitor-interval", "14", script, when, "1")
+    assert done.returncode != 0
+    for survivor in (0, 2):
+        said = re.search(rf"rank {survivor} after (\d+) s: .*{words.format(rank=survivor)}", done.stderr)
+        assert said, done.stderr
+        assert int(said[1]) <= 4
+        assert f"rank {survivor} then: BackendTimeout: rank {survivor} waited 3 s for peer 1" in done.stderr
+
+
+ALONE = """
+import sys, torch, torch.distributed as dist
+import tdcoll.distributed
+dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2))
+dist.all_reduce(tensor)
+assert tensor.to_dense().tolist() == [[0, 0], [2, 2], [0, 0]]
+out = torch.empty(3)
+dist.all_gather([out], torch.arange(3.0))
+assert out.tolist() == [0, 1, 2]
+dist.barrier()
+print(tdcoll.distributed.explain())
+dist.destroy_process_group()
+"""
+
+
+def test_without_gpu_or_simulator_all_is_the_inner_groups() -> None:
+    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    surroundings["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALONE],
+        env=surroundings, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for kind in KINDS:
+        assert f"  {kind}: inner group; no GPU, and not the simulator" in done.stdout
+    assert "by tdcoll" not in done.stdout
+    assert "is served by gloo" in done.stderr  # a warning: it is not what was asked for
+
+
+@pytest.fixture
+def alone():
+    """A default group of this process only."""
+
+    def start(**more: object) -> object:
+        dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1, **more)
+        return dist.group.WORLD
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert runtime.current_or_none() is None
+
+
+def test_one_rank(alone) -> None:
+    group = alone(timeout=timedelta(seconds=20), pg_options=Options(heap_bytes=8 << 20))
+    assert runtime.current().timeout_s == 20
+    assert tdcoll.heap_info().total == 8 << 20
+    tensor = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2))
+    dist.all_reduce(tensor)
+    assert tensor.to_dense().tolist() == [[0, 0], [2, 2], [0, 0]]
+    out = torch.empty(3)
+    dist.all_gather([out], torch.arange(3.0))
+    assert "1 sparse_all_reduce by tdcoll" in explain(group)
+    assert "1 all_gather by gloo (one rank)" in explain()
+    tdcoll.finalize()
+    dist.all_reduce(tensor)
+    assert "1 sparse_all_reduce by gloo (tdcoll.finalize() was called)" in explain()
+
+
+def test_deadline_of_waits_is_the_groups_or_the_variables(alone, monkeypatch) -> None:
+    monkeypatch.setenv("TDCOLL_TIMEOUT_S", "7")
+    alone()
+    assert runtime.current().timeout_s == 7
+
+
+def test_serves_by_the_environment(alone, monkeypatch) -> None:
+    monkeypatch.setenv(SERVES, "barrier, all_gather")
+    group = alone()
+    assert "  sparse_all_reduce: inner group; told to serve barrier, all_gather" in explain(group)
+    assert "  all_gather: tdcoll" in explain(group)
+
+
+def test_nothing_is_joined_for_nothing(alone, monkeypatch) -> None:
+    monkeypatch.setenv(SERVES, "none")
+    alone()
+    assert runtime.current_or_none() is None
+    assert "told to serve nothing" in explain()
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [("all", KINDS), ("none", ()), ("barrier,all_gather", ("all_gather", "barrier")), ("ALL_GATHER", ("all_gather",))],
+)
+def test_kinds(text: str, kinds: tuple[str, ...], monkeypatch) -> None:
+    assert Options(serves=text).kinds == kinds
+    monkeypatch.setenv(SERVES, text)
+    assert Options().kinds == kinds
+    assert Options(serves="none").kinds == ()
+
+
+def test_options_out_of_range() -> None:
+    for wrong in ("", "everything", "all,none", "all_gather,broadcast"):
+        with pytest.raises(ValueError, match="serves must be"):
+            Options(serves=wrong)
+    with pytest.raises(ValueError, match="max_bytes_per_rank"):
+        Options(max_bytes_per_rank=-1)
+    with pytest.raises(TypeError, match="max_bytes_per_rank"):
+        Options(max_bytes_per_rank=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="pg_options"):
+        Options.of({"serves": "all"})
+    with pytest.raises(ValueError, match="process group"):
+        explain()
+
+
+def test_the_backend_is_registered() -> None:
+    assert dist.Backend("tdcoll") == "tdcoll"
+    assert dist.Backend.backend_capability["tdcoll"] == ["cpu", "cuda"]
+    assert dist.Backend.default_device_backend_map["cuda"] == "nccl"  # nothing is taken over
+    assert set(distributed.__all__) <= set(dir(distributed))
+
+
+def timeout() -> tdcoll.CollectiveTimeout:
+    return tdcoll.CollectiveTimeout(rank=0, peer=3, signal=1, epoch=2, expected=2, seen=0, timeout_s=1)
+
+
+def test_errors_of_the_worker_reach_whoever_waits() -> None:
+    """In the order of the tasks, as errors, also for C++, to which a *set* exception would be a value."""
+
+    def fail() -> list[torch.Tensor]:
+        raise timeout()
+
+    bad, good = TaskWork(worker.submit(Task(fail))), TaskWork(worker.submit(Task(lambda: [torch.ones(1)])))
+    worker.drain()
+    assert good.is_completed()
+    assert good.wait()
+    assert good.is_success()
+    with pytest.raises(BackendTimeout, match="peer 3") as caught:
+        bad.wait()
+    assert isinstance(caught.value, dist.DistBackendError)
+    assert isinstance(caught.value, tdcoll.CollectiveTimeout)
+    assert caught.value.peer == 3
+    assert not bad.is_success()
+    assert bad.exception() is caught.value
+    assert as_backend_error(caught.value) is caught.value
+    with pytest.raises(RuntimeError, match=r"BackendTimeout.*peer 3"):
+        bad.get_future().then(lambda done: done.value()).wait()

@@ -1,0 +1,636 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backend "tdcoll" as torch.distributed's users call it, and sparse gradients, on every rank of a job of 3 or more."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+import time
+import types
+import unittest
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from harness import check, device, expect, expect_raises, rank, run, world
+from torch import nn
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.distributed import BackendTimeout, Options, SparseGradientReducer, TdcollProcessGroup, explain, sparse_hook
+from tdcoll.distributed.work import as_backend_error
+
+warnings.simplefilter("ignore")
+
+DDP = nn.parallel.DistributedDataParallel
+DTYPES = [
+    torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool,
+    torch.complex64, torch.float8_e4m3fn,
+]  # fmt: skip
+LINES: list[str] = []
+
+
+class Remember(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        LINES.append(record.getMessage())
+
+
+def served(kind: str, group=None) -> int:
+    """Calls of a kind that tdcoll's kernels have served."""
+    group = group or dist.group.WORLD
+    return sum(count for (k, side, _), count in group._counts.items() if (k, side) == (kind, "tdcoll"))
+
+
+def by_inner(kind: str, group=None) -> dict[str, int]:
+    """Calls of a kind that the inner group has served, by reason."""
+    counts = (group or dist.group.WORLD)._counts
+    return {why: count for (k, side, why), count in counts.items() if k == kind and side != "tdcoll"}
+
+
+def data(owner: int, count: int, dtype: torch.dtype = torch.float32, call: int = 0) -> torch.Tensor:
+    """``[count]`` of small integers in which owner, position and call show; on this rank's device."""
+    numbers = (torch.arange(count, device=device()) * 3 + owner * 7 + call) % (2 if dtype is torch.bool else 13)
+    return numbers.to(dtype)
+
+
+def raw(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    expect(got.shape == wanted.shape and got.dtype == wanted.dtype and raw(got) == raw(wanted), f"{what}: {got}")
+
+
+def everyone() -> range:
+    return range(world())
+
+
+def single(out: torch.Tensor, tensor: torch.Tensor, **more):
+    """torch.distributed's all-gather into one tensor, under the name that this PyTorch has for it."""
+    return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, tensor, **more)
+
+
+# ---------------------------------------------------------------------- all-gather
+
+
+@check
+def gathers_into_one_tensor() -> None:
+    before = served("all_gather")
+    for call, dtype in enumerate(DTYPES):
+        wanted = torch.cat([data(r, 10, dtype, call) for r in everyone()])
+        out = torch.empty(world() * 10, dtype=dtype, device=device())
+        single(out, data(rank(), 10, dtype, call))
+        same(out, wanted, f"{dtype}")
+        stacked = torch.empty(world(), 5, 2, dtype=dtype, device=device())
+        work = single(stacked, data(rank(), 10, dtype, call).view(5, 2), async_op=True)
+        work.wait()
+        same(stacked.view(-1), wanted, f"stacked, async, {dtype}")
+    own = torch.zeros(world() * 4, device=device())
+    own[rank() * 4 : rank() * 4 + 4] = data(rank(), 4)
+    single(own, own[rank() * 4 : rank() * 4 + 4])
+    same(own, torch.cat([data(r, 4) for r in everyone()]), "own segment of the output")
+    room = torch.zeros(world() * 4, device=device())
+    room[2:6] = data(rank(), 4)
+    single(room, room[2:6])
+    same(room, torch.cat([data(r, 4) for r in everyone()]), "input elsewhere in the output")
+    strided = data(rank(), 12).view(6, 2)[:, 0]
+    out = torch.empty(world() * 6, 2, device=device())[:, 1]
+    single(out, strided)
+    same(out.contiguous(), torch.cat([data(r, 12).view(6, 2)[:, 0] for r in everyone()]), "strided")
+    empty = torch.empty(0, device=device())
+    single(torch.empty(0, device=device()), empty)
+    expect_raises(ValueError, lambda: single(torch.empty(5, device=device()), data(rank(), 4)), "elements")
+    expect(served("all_gather") - before == 2 * len(DTYPES) + 4, explain())
+
+
+@check
+def gathers_lists() -> None:
+    before = served("all_gather")
+    for asynchronous in (False, True):
+        pieces = [torch.empty(2, 3, device=device()) for _ in everyone()]
+        work = dist.all_gather(pieces, data(rank(), 6).view(2, 3), async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        for r in everyone():
+            same(pieces[r], data(r, 6).view(2, 3), f"piece {r}")
+        uneven = [torch.empty(3 * r, dtype=torch.int64, device=device()) for r in everyone()]
+        work = dist.all_gather(uneven, data(rank(), 3 * rank(), torch.int64), async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        for r in everyone():
+            same(uneven[r], data(r, 3 * r, torch.int64), f"uneven piece {r}")
+    expect(served("all_gather") - before == 4, explain())
+    wrong = [torch.empty(4, device=device()) for _ in everyone()]
+    expect_raises(ValueError, lambda: dist.all_gather(wrong, data(rank(), 3)), "as large as")
+
+
+@check
+def gathers_several_at_once() -> None:
+    before = served("all_gather")
+    outs = [torch.empty(world() * n, device=device()) for n in (3, 5)]
+    with dist.distributed_c10d._coalescing_manager(dist.group.WORLD, async_ops=True) as pending:
+        for out, n in zip(outs, (3, 5), strict=True):
+            single(out, data(rank(), n))
+    pending.wait()
+    for out, n in zip(outs, (3, 5), strict=True):
+        same(out, torch.cat([data(r, n) for r in everyone()]), f"coalesced {n}")
+    expect(served("all_gather") - before == 1, explain())
+
+
+@check
+def functional_collectives_and_compile() -> None:
+    before = served("all_gather")
+    wanted = torch.cat([data(r, 4) for r in everyone()])
+    same(functional.all_gather_tensor(data(rank(), 4), 0, dist.group.WORLD).wait(), wanted, "functional")
+    group = dist.group.WORLD
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def doubled(tensor: torch.Tensor) -> torch.Tensor:
+        return functional.all_gather_tensor(tensor * 2, 0, group) + 1
+
+    same(doubled(data(rank(), 4)), wanted * 2 + 1, "compiled")
+    expect(served("all_gather") - before == 2, explain())
+
+
+@check
+def pytorchs_own_cases() -> str:
+    """The methods of c10d's test class for all_gather, barrier and sparse all_reduce, on this backend."""
+    if importlib.util.find_spec("expecttest") is None:  # a test dependency of PyTorch's, of which nothing is used here
+        stub = types.ModuleType("expecttest")
+        stub.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = stub
+    os.environ.setdefault("BACKEND", "gloo" if device().type == "cpu" else "nccl")  # which cases they are
+    os.environ.setdefault("TEMP_DIR", "/tmp")
+    os.environ.setdefault("INIT_METHOD", "env://")
+    try:
+        from torch.testing._internal.common_distributed import simple_sparse_reduce_tests
+        from torch.testing._internal.common_utils import TestCase
+        from torch.testing._internal.distributed.distributed_test import DistributedTest
+    except ImportError as error:
+        return f"not in this PyTorch: {error}"
+
+    class Cases(DistributedTest._DistTestBase, TestCase):
+        rank = rank()
+
+        def _barrier(self, *_args, **_kwargs) -> None:
+            dist.barrier()
+
+        def call_dist_op(self, _title, _is_async, op, *args, tensor_shapes=None) -> None:
+            op(*args)  # without the profiler
+
+    on = "_cuda" if device().type == "cuda" else ""
+    names = [f"test_all_gather{on}", f"test_all_gather{on}_complex"]
+    if not on:
+        names += ["test_all_gather_full_group", "test_sparse_all_reduce_sum"]
+    before = served("all_gather"), served("sparse_all_reduce")
+    for name in names:
+        torch.manual_seed(1)  # as its setUp does
+        getattr(Cases(name), name)()
+    if not on:  # test_all_gather_group, which wants 8 ranks to use 2
+        cases = Cases("test_all_gather_group")
+        cases._test_all_gather_helper(*cases._init_group_test())
+    for inputs, outputs in simple_sparse_reduce_tests(rank(), world()):
+        tensor = inputs[0].to(device())
+        dist.all_reduce(tensor)
+        same(tensor.to_dense(), outputs[0].to(device()).to_dense(), f"sparse case {tensor.shape}")
+    gathered, summed = served("all_gather") - before[0], served("sparse_all_reduce") - before[1]
+    expect(gathered >= 2 * world(), f"tdcoll served {gathered} all-gathers of PyTorch's cases")
+    expect(summed >= 6, f"tdcoll served {summed} sparse all-reduces of PyTorch's cases")
+    return f"{len(names)} methods"
+
+
+# ---------------------------------------------------------------------- sparse all-reduce
+
+
+def sparse(owner: int, dtype: torch.dtype = torch.float32, rows: int = 20) -> torch.Tensor:
+    """``[rows, 3]``, not coalesced: rows of all ranks, of one, and one twice."""
+    indices = torch.tensor([[0, owner + 2, 0, rows - 1 - owner]], device=device())
+    return torch.sparse_coo_tensor(indices, data(owner, 12, dtype).view(4, 3), (rows, 3), check_invariants=False)
+
+
+def dense_sum(**more) -> torch.Tensor:
+    return sum(sparse(r, **more).to_dense() for r in everyone())
+
+
+@check
+def sparse_sums() -> None:
+    before = served("sparse_all_reduce")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64):
+        tensor = sparse(rank(), dtype)
+        dist.all_reduce(tensor)
+        expect(tensor.is_coalesced(), "the result is coalesced")
+        same(tensor.to_dense(), dense_sum(dtype=dtype), f"{dtype}")
+    tensor = sparse(rank())
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    same(tensor.to_dense(), dense_sum(), "async")
+    expect(work.result()[0] is tensor and work.get_future().wait()[0] is tensor, "result and future are the tensor")
+    mean = sparse(rank())
+    mean._values().mul_(world())
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    expect(torch.allclose(mean.to_dense(), dense_sum()), f"average: {mean}")
+    nothing = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0, 3), (20, 3), device=device())
+    dist.all_reduce(nothing)
+    expect(nothing._nnz() == 0, "nobody has rows")
+    one = sparse(0) if rank() == 0 else nothing.clone()
+    dist.all_reduce(one)
+    same(one.to_dense(), sparse(0).to_dense(), "one rank has rows")
+    indices = torch.tensor([[rank(), 1], [0, 2]], device=device())
+    matrix = torch.sparse_coo_tensor(indices, torch.ones(2, 2, device=device()), (world(), 3, 2))
+    wanted = torch.zeros(world(), 3, 2, device=device())
+    wanted[:, 0] += 1
+    wanted[1, 2] += world()
+    dist.all_reduce(matrix)
+    same(matrix.to_dense(), wanted, "two sparse dimensions")
+    expect(served("sparse_all_reduce") - before == 11, explain())
+    expect_raises(RuntimeError, lambda: dist.all_reduce(sparse(rank()), dist.ReduceOp.MAX))
+    expect(any("max" in why for why in by_inner("sparse_all_reduce")), explain())
+
+
+@check
+def growth() -> None:
+    """Contexts become as large as is asked for; beyond the limit the inner group serves."""
+    group = dist.new_group(pg_options=Options(max_bytes_per_rank=3000))
+    for count in (100, 700):
+        out = torch.empty(world() * count, device=device())
+        single(out, data(rank(), count), group=group)
+        same(out, torch.cat([data(r, count) for r in everyone()]), f"{count}")
+    out = torch.empty(world() * 800, device=device())
+    single(out, data(rank(), 800), group=group)
+    same(out, torch.cat([data(r, 800) for r in everyone()]), "800, by the inner group")
+    expect((served("all_gather", group), by_inner("all_gather", group)) == (2, {"more than 3000 bytes per rank": 1}),
+           explain(group))  # fmt: skip
+    for rows, dim in ((10, 1), (600, 1), (600, 5)):
+        indices = (torch.arange(rows, device=device()) + rank() * rows)[None]
+        tensor = torch.sparse_coo_tensor(indices, data(rank(), rows * dim).view(rows, dim), (5000, dim))
+        wanted = torch.zeros(5000, dim, device=device())
+        for r in everyone():
+            wanted[r * rows : (r + 1) * rows] = data(r, rows * dim).view(rows, dim)
+        dist.all_reduce(tensor, group=group)
+        same(tensor.to_dense(), wanted, f"{rows} rows of {dim}")
+    expect(served("sparse_all_reduce", group) == 3, explain(group))
+    dist.destroy_process_group(group)
+
+
+# ---------------------------------------------------------------------- work, groups
+
+
+@check
+def works() -> None:
+    tensor = data(rank(), 3)
+    out = torch.empty(world() * 3, device=device())
+    if rank() == 0:
+        time.sleep(0.3)
+    work = single(out, tensor, async_op=True)
+    then = work.get_future().then(lambda done: done.value()[0].sum())
+    expect(work.wait() is True, "wait returns True")
+    wanted = torch.cat([data(r, 3) for r in everyone()])
+    same(work.result()[0], wanted, "result")
+    same(then.wait(), wanted.sum(), "a future's callback")
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    expect(work.is_completed() and work.is_success() and work.exception() is None, "complete")
+
+    # Asynchronous: what is issued in between is not held up, or this would never end.
+    peer_out = torch.empty(1, device=device())
+    if rank() == 0:
+        work = single(out, tensor, async_op=True)
+        dist.send(torch.ones(1, device=device()), 1)
+        work.wait()
+    else:
+        if rank() == 1:
+            dist.recv(peer_out, 0)
+        single(out, tensor)
+    same(out, wanted, "around a send")
+
+    if device().type == "cpu":
+        if rank() == 0:
+            time.sleep(0.5)
+        late = dist.barrier(async_op=True)
+        if rank() != 0:
+            expect(not late.is_completed(), "a barrier before all ranks are there is not complete")
+            expect_raises(dist.DistBackendError, lambda: late.wait(timedelta(milliseconds=20)), "0.02 s")
+        late.wait()
+    expect(issubclass(BackendTimeout, (dist.DistBackendError,)), "a timeout is torch.distributed's error as well")
+    kept = ValueError("x")
+    expect(as_backend_error(kept) is kept, "other errors stay what they are")
+
+
+@check
+def subgroups() -> None:
+    pair = dist.new_group([0, 2])
+    if rank() in (0, 2):
+        out = torch.empty(8, device=device())
+        single(out, data(rank(), 4), group=pair)
+        same(out, torch.cat([data(0, 4), data(2, 4)]), "pair")
+        tensor = sparse(rank())
+        dist.all_reduce(tensor, group=pair)
+        same(tensor.to_dense(), sparse(0).to_dense() + sparse(2).to_dense(), "sparse in a pair")
+        dist.barrier(pair)
+        expect(served("all_gather", pair) == served("barrier", pair) == 1, explain(pair))
+        dist.destroy_process_group(pair)
+    mixed = dist.new_group(backend=f"cpu:gloo,{device().type}:tdcoll" if device().type == "cuda" else "cpu:tdcoll")
+    expect(isinstance(mixed, TdcollProcessGroup), f"{mixed}")
+    single(torch.empty(world(), device=device()), data(rank(), 1), group=mixed)
+    expect(served("all_gather", mixed) == 1, explain(mixed))
+    alone = dist.new_group([rank()], use_local_synchronization=True)
+    mine = sparse(rank())
+    dist.all_reduce(mine, group=alone)
+    same(mine.to_dense(), sparse(rank()).to_dense(), "alone")
+    reverse = dist.group.WORLD.split_group(list(everyone())[::-1], group_name="reverse")
+    gathered = torch.empty(world(), device=device())
+    reverse.all_gather_single(gathered, data(rank(), 1)).wait()
+    same(gathered, torch.cat([data(r, 1) for r in reversed(everyone())]), "split, in another order")
+    expect(dist.group.WORLD.split_group([(rank() + 1) % world()], group_name=f"not {rank()}") is None, "not in it")
+    reverse.shutdown()
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh(device().type, (world(),))
+    before = served("all_gather")
+    whole = DTensor.from_local(data(rank(), 4), mesh, [Shard(0)]).full_tensor()
+    same(whole, torch.cat([data(r, 4) for r in everyone()]), "DTensor on a DeviceMesh")
+    expect(served("all_gather") > before, "a mesh of all ranks uses the default group")
+
+
+@check
+def inner_collectives() -> None:
+    """Nothing that worked stops working."""
+    total = torch.full((3,), float(rank()), device=device())
+    dist.all_reduce(total)
+    same(total, torch.full((3,), float(sum(everyone())), device=device()), "all_reduce")
+    work = dist.all_reduce(total, dist.ReduceOp.MAX, async_op=True)
+    work.wait()
+    expect(work.is_completed(), "complete")
+    tensor = data(rank(), 4)
+    dist.broadcast(tensor, 1)
+    same(tensor, data(1, 4), "broadcast")
+    objects: list[object] = [None] * world()
+    dist.all_gather_object(objects, {"rank": rank()})
+    expect(objects == [{"rank": r} for r in everyone()], f"{objects}")
+    pieces = [torch.empty(4, device=device()) for _ in everyone()] if rank() == 0 else None
+    dist.gather(data(rank(), 4), pieces)
+    if pieces is not None:
+        same(pieces[2], data(2, 4), "gather")
+    dist.reduce(total, 0)
+    back = torch.empty(4, device=device())
+    dist.scatter(back, [data(r, 4) for r in everyone()] if rank() == 0 else None)
+    same(back, data(rank(), 4), "scatter")
+    swapped = torch.empty(world(), device=device())
+    dist.all_to_all_single(swapped, data(rank(), world()))
+    same(swapped, torch.stack([data(r, world())[rank()] for r in everyone()]), "all_to_all_single")
+    dist.barrier(timeout=timedelta(seconds=20))
+    expect("a timeout of its own" in by_inner("barrier"), explain())
+    expect(dist.get_backend() == "tdcoll", dist.get_backend())
+
+
+@check
+def options_and_words() -> None:
+    before = len(LINES)
+    group = dist.new_group(pg_options=Options(serves="none"))
+    out = torch.empty(world() * 2, device=device())
+    for _ in range(3):
+        single(out, data(rank(), 2), group=group)
+        tensor = sparse(rank())
+        dist.all_reduce(tensor, group=group)
+    same(out, torch.cat([data(r, 2) for r in everyone()]), "inner all_gather")
+    same(tensor.to_dense(), dense_sum(), "inner sparse all_reduce")
+    mean = sparse(rank())
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
+    expect(torch.allclose(mean.to_dense() * world(), dense_sum()), "inner sparse average")
+    dist.barrier(group)
+    expect(not any(served(kind, group) for kind in ("all_gather", "sparse_all_reduce", "barrier")), explain(group))
+    text = explain(group)
+    for kind in ("all_gather", "sparse_all_reduce", "barrier"):
+        expect(f"  {kind}: inner group; told to serve nothing" in text, text)
+    if rank() == 0:
+        lines = [line for line in LINES[before:] if f"of group {group.group_name} " in line]
+        expect(len(lines) == 3 and all("is served by gloo" in line or "is served by nccl" in line for line in lines),
+               f"one line per kind: {lines}")  # fmt: skip
+    some = dist.new_group(pg_options=Options(serves="barrier"))
+    single(out, data(rank(), 2), group=some)
+    dist.barrier(some)
+    expect((served("all_gather", some), served("barrier", some)) == (0, 1), explain(some))
+    expect("  all_gather: inner group; told to serve barrier" in explain(some), explain(some))
+    expect("  all_gather: tdcoll" in explain() and "  everything else: inner group" in explain(), explain())
+    plain = dist.new_group(backend="gloo")
+    expect("tdcoll serves none" in explain(plain), explain(plain))
+    expect_raises(
+        tdcoll.RankMismatchError,
+        lambda: dist.new_group(pg_options=Options(serves="all" if rank() else "none")),
+        "serves and max_bytes_per_rank",
+    )
+    expect_raises(TypeError, lambda: dist.new_group(pg_options={"serves": "all"}), "pg_options")
+
+
+# ---------------------------------------------------------------------- DDP
+
+
+class Model(nn.Module):
+    """Tables and a dense layer, of small integers: sums are exact in any order."""
+
+    def __init__(self, sparse_tables: bool, tables: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tables = nn.ModuleList(nn.Embedding(16, 4, sparse=sparse_tables) for _ in range(tables))
+        self.dense = nn.Linear(4, 2)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-3, 4, parameter.shape))
+        self.to(device())
+
+    def forward(self, lookups: dict[int, torch.Tensor]) -> torch.Tensor:
+        rows = [self.tables[table](ids).sum(0) for table, ids in lookups.items()]
+        return self.dense(sum(rows, torch.zeros(4, device=device())))
+
+
+def lookups(step: int, tables: int = 1) -> dict[int, torch.Tensor]:
+    ids = (torch.arange(5, device=device()) * (rank() + 1) + step) % 16
+    return {table: (ids + table) % 16 for table in range(tables)}
+
+
+def train(model: nn.Module, batches: list[dict[int, torch.Tensor]], finish=lambda: None) -> list[torch.Tensor]:
+    """The weights afterwards; exact in fp32 for a few steps, since world and learning rate are such."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches:
+        optimizer.zero_grad()
+        (model(batch).sum() * world()).backward()
+        finish()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def dense_run(batches: list[dict[int, torch.Tensor]], tables: int = 1) -> list[torch.Tensor]:
+    return train(DDP(Model(False, tables), find_unused_parameters=True), batches)
+
+
+def equal(got: list[torch.Tensor], wanted: list[torch.Tensor], what: str) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        same(one, other, what)
+
+
+@check
+def ddp_with_the_backend() -> None:
+    batches = [lookups(step, 2) for step in range(3)]
+    before = served("sparse_all_reduce")
+    equal(train(DDP(Model(True, 2)), batches), dense_run(batches, 2), "DDP")
+    expect(served("sparse_all_reduce") - before == 6, explain())
+
+    accumulated = []
+    for sparse_tables in (True, False):
+        model = DDP(Model(sparse_tables))
+        with model.no_sync():
+            model(lookups(0)).sum().backward()
+        model(lookups(1)).sum().backward()
+        accumulated.append([parameter.grad.to_dense() for parameter in model.parameters()])
+    equal(*accumulated, "no_sync")
+
+
+@check
+def ddp_hook_with_another_backend() -> None:
+    group = dist.new_group(backend="gloo" if device().type == "cpu" else "cpu:gloo,cuda:nccl")
+    batches = [lookups(step, 2) for step in range(3)]
+    model = DDP(Model(True, 2), process_group=group)
+    model.register_comm_hook(group, sparse_hook)
+    equal(train(model, batches), dense_run(batches, 2), "sparse_hook")
+    context = runtime.current().contexts["tdcoll.distributed", tuple(everyone())].context
+    expect(context.calls == 6, f"{context.calls} calls were tdcoll's")
+
+
+@check
+def reducer() -> None:
+    """Tables that a rank does not use, that nobody uses, and ranks without rows."""
+    batches = [lookups(step, 3) for step in range(4)]
+    for table in (0, 1):
+        if rank() == table:
+            del batches[1][table]
+    del batches[2][1]
+    batches[3] = {0: batches[3][0]} if rank() == 2 else {}
+    model = Model(True, 3)
+    if rank() != 0:
+        with torch.no_grad():
+            model.tables[0].weight.zero_()  # it is rank 0's weights that count
+    sums = SparseGradientReducer(model, rows_per_rank=2)
+    got = train(DDP(model, find_unused_parameters=True), batches, sums.finish)
+    equal(got, dense_run(batches, 3), "reducer")
+    grads = [table.weight.grad is None for table in model.tables]
+    expect(grads == [False, True, True], f"a table that nobody used has no gradient: {grads}")
+    sums.close()
+
+
+@check
+def reducer_accumulates_and_scales() -> None:
+    wanted = None
+    for sparse_tables in (False, True):
+        model = Model(sparse_tables, 2)
+        model.tables[1].weight = model.tables[0].weight  # shared
+        sums = SparseGradientReducer(model) if sparse_tables else None
+        ddp = DDP(model)
+        scaler = torch.amp.GradScaler(device().type, init_scale=8.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(2):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                if sums is None:
+                    scaler.scale(ddp(lookups(step, 2)).sum() * world()).backward()
+                else:
+                    with sums.no_sync():
+                        scaler.scale(ddp(lookups(step, 2)).sum() * world()).backward()
+            scaler.scale(ddp(lookups(step + 5, 2)).sum() * world()).backward()
+            if sums is not None:
+                sums.finish()
+            scaler.step(optimizer)
+            scaler.update()
+        got = [parameter.detach().clone() for parameter in model.parameters()]
+        if wanted is None:
+            wanted = got
+        else:
+            equal(got, wanted, "accumulated, shared and scaled")
+            expect(len(got) == 3, "one shared table")
+            found_inf = model.tables[0].weight.grad
+            found_inf._values()[0, 0] = float("inf") if rank() == 1 else 1.0
+            sums.finish()
+            expect(not torch.isfinite(model.tables[0].weight.grad._values()).all(), "infinity reaches all ranks")
+
+
+@check
+def reducer_says_what_is_wrong() -> None:
+    model = Model(True)
+    sums = SparseGradientReducer(model)
+    model(lookups(0)).sum().backward()
+    expect_raises(RuntimeError, lambda: model(lookups(0)).sum().backward(), "second backward", "tables.0.weight")
+    sums.finish()
+    with sums.no_sync():
+        expect_raises(RuntimeError, sums.finish, "no_sync")
+    sums.close()
+    expect_raises(ValueError, lambda: SparseGradientReducer(Model(False)), "sparse=True")
+    tied = Model(True)
+    sums = SparseGradientReducer(tied)
+    loss = tied(lookups(0)).sum() + tied.tables[0].weight.sum()
+    expect_raises(TypeError, loss.backward, "tables.0.weight", "dense gradient")
+    sums.close()
+
+
+# ---------------------------------------------------------------------- GPUs
+
+
+@check(gpu_only=True)
+def streams() -> None:
+    """A call waits for the current stream, and wait() makes the current stream wait for it."""
+    side = torch.cuda.Stream()
+    for stream in (torch.cuda.current_stream(), side):
+        with torch.cuda.stream(stream):
+            for asynchronous in (False, True):
+                tensor = torch.zeros(1 << 16, device=device())
+                out = torch.empty(world() << 16, device=device())
+                torch.cuda._sleep(20_000_000)
+                tensor.fill_(rank() + 1)
+                work = single(out, tensor, async_op=asynchronous)
+                if asynchronous:
+                    work.wait()
+                total = out.sum()
+                expect(int(total) == sum(r + 1 for r in everyone()) << 16, f"{asynchronous}: {int(total)}")
+    torch.cuda.synchronize()
+
+
+@check(gpu_only=True)
+def graphs() -> None:
+    tensor, out = torch.empty(256, device=device()), torch.empty(world() * 256, device=device())
+    single(out, tensor)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            single(out, tensor)
+    for call in range(5):
+        tensor.copy_(data(rank(), 256, call=call))
+        graph.replay()
+        same(out, torch.cat([data(r, 256, call=call) for r in everyone()]), f"replay {call}")
+
+
+def again() -> None:
+    """Everything can be left, and joined once more."""
+    fresh = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())  # gloo joins on a store only once
+    where = {"store": fresh, "rank": rank(), "world_size": world(), "timeout": timedelta(seconds=60)}
+    dist.destroy_process_group()
+    dist.init_process_group("tdcoll", **where, pg_options=Options(heap_bytes=32 << 20))
+    out = torch.empty(world(), device=device())
+    single(out, data(rank(), 1))
+    same(out, torch.cat([data(r, 1) for r in everyone()]), "after joining again")
+    expect(tdcoll.heap_info().total == 32 << 20, "heap_bytes")
+    dist.destroy_process_group()
+    expect(not tdcoll.is_initialized(), "destroy_process_group leaves the job")
+
+
+if __name__ == "__main__":
+    logging.getLogger("tdcoll").addHandler(Remember())
+    logging.getLogger("tdcoll").setLevel(logging.INFO)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60))
+    run()
+    again()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank is killed in the middle of DDP training over backend "tdcoll"; the others must end naming it.
+
+`bash launch.sh --monitor-interval 60 tests/workers/killed_in_training.py {dense,sparse} [VICTIM]`
+
+`dense`: the model has no sparse table, and it is the inner group's all-reduce that fails. `sparse`: it dies when its
+dense gradients are on their way, and the others wait for its rows. What the survivors were told goes to standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tdcoll
+from tdcoll.distributed import BackendTimeout
+
+STEPS_BEFORE = 2
+TIMEOUT_S = 3
+
+
+def die() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    when, victim = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("tdcoll", timeout=timedelta(seconds=TIMEOUT_S))
+    rank = dist.get_rank()
+    table, dense = nn.Embedding(50, 8, sparse=when == "sparse"), nn.Linear(8, 4)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(table, dense).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1000):
+        dying = step == STEPS_BEFORE and rank == victim
+        optimizer.zero_grad()
+        began = time.monotonic()
+        try:
+            loss = model(torch.arange(10, device=device) * (rank + 1) % 50).sum()
+            if dying and when == "dense":
+                die()
+            if dying and when == "sparse":
+                table.weight.register_hook(lambda gradient: (time.sleep(0.5), die(), gradient)[2])
+            loss.backward()
+        except RuntimeError as error:
+            report(rank, error, time.monotonic() - began)
+            try:  # and a call of tdcoll's own kernels says so as well, in the exception that is documented
+                (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(
+                    torch.empty(dist.get_world_size(), device=device), torch.ones(1, device=device)
+                )
+                dist.barrier()
+            except (dist.DistBackendError, tdcoll.TdcollError) as error:
+                kind = "BackendTimeout" if isinstance(error, BackendTimeout) else type(error).__name__
+                print(f"rank {rank} then: {kind}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
+            raise
+        optimizer.step()
+
+
+def report(rank: int, error: RuntimeError, seconds: float) -> None:
+    print(f"rank {rank} after {seconds:.0f} s: {error}".replace("\n", " "), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
