@@ -78,9 +78,12 @@ class CollectiveContext:
             Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
         stream: the CUDA stream that all calls are made on. Default: the current one. Calls made while a CUDA graph is
             being captured are not checked: replay the graph on this stream.
+        tuning: a :class:`~tdcoll.collectives.all_gather.tuning.Table` that says which algorithms are the fastest.
+            Default: that of the file ``TDCOLL_TUNING``, else tdcoll's own.
 
     Raises:
-        ValueError: an argument is out of range, or this process is not in the group.
+        ValueError: an argument is out of range, this process is not in the group, or the file of the tuning table is
+            not one.
         HeapExhaustedError: the symmetric heap is too small.
         RankMismatchError: ranks pass different arguments.
     """
@@ -93,6 +96,7 @@ class CollectiveContext:
         timeout_s: float | None = None,
         debug: bool | None = None,
         stream: Any = None,
+        tuning: Any = None,
     ) -> None:
         if isinstance(max_bytes_per_rank, bool) or not isinstance(max_bytes_per_rank, int):
             raise TypeError(f"max_bytes_per_rank must be an int, got {max_bytes_per_rank!r}")
@@ -122,6 +126,9 @@ class CollectiveContext:
         world = self.topology.world_size
         self.capacity = max(16, -(-max_bytes_per_rank // 16) * 16)
         owner.agree(self._group, "CollectiveContext: max_bytes_per_rank", max_bytes_per_rank)
+        from tdcoll.collectives.all_gather.tuning import agree  # here: collectives import contexts, not the reverse
+
+        self.tuning = agree(owner, self._group, group, tuning)
         self._symmetric: list[torch.Tensor] = []
         try:
             self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")

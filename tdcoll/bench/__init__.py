@@ -8,5 +8,8 @@
 - :mod:`.all_gather` measures :mod:`.subjects` and :mod:`.peers` on :mod:`.data`, of which every misplaced or stale byte
   shows;
 - :mod:`.sparse_all_reduce` measures tdcoll and :mod:`.sparse_peers` on :mod:`.sparse_data`, with :mod:`.entries`;
-- :mod:`.index_match` likewise, on one GPU, also against a kernel of :mod:`.kernels`.
+- :mod:`.index_match` likewise, on one GPU, also against a kernel of :mod:`.kernels`;
+- :mod:`.signal` measures signals with the other kernels there;
+- :mod:`.tune` makes a tuning table by what :mod:`.all_gather` does with candidates;
+- :mod:`.projection` turns the simulator's counts into the time of a cluster.
 """

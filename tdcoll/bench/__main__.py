@@ -14,11 +14,13 @@ usage: bash launch.sh [--nproc N] -m tdcoll.bench BENCHMARK [options]
 all_gather          the all-gather against its peers
 sparse_all_reduce   the sum of row-sparse tensors against what NCCL and gloo can do
 index_match         matching lists of row numbers, on one GPU (--nproc 1)
+signal              how long a signal takes, one-way and all-to-all
+tune                a table of the fastest all-gathers on this machine, for TDCOLL_TUNING
 report              Markdown tables and plots of what they wrote with --json
 
 On the simulator the benchmarks check and count. Each has a --help of its own."""
 
-_BENCHMARKS = ("all_gather", "sparse_all_reduce", "index_match")
+_BENCHMARKS = ("all_gather", "sparse_all_reduce", "index_match", "signal", "tune")
 
 
 def main(arguments: Sequence[str]) -> int:

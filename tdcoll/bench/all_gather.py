@@ -23,7 +23,8 @@ from tdcoll.bench import job as jobs
 from tdcoll.bench.arithmetic import calls_per_launch, message_sizes, summarize
 from tdcoll.bench.data import Buffers
 from tdcoll.bench.job import names
-from tdcoll.bench.peers import PEERS
+from tdcoll.bench.peers import FCOLLECT, PEERS
+from tdcoll.bench.projection import Cluster, Counts, Projected, lines, project_all_gather
 from tdcoll.bench.rows import Row, with_ratios
 from tdcoll.bench.subjects import IN_PLACE, NAMES, Subject, all_gather_subject
 from tdcoll.bench.table import all_gather_columns
@@ -31,14 +32,17 @@ from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_launche
 from tdcoll.context import CollectiveContext
 from tdcoll.language import INTERPRETED
 
-__all__ = ["DTYPES", "Options", "heap_bytes", "main", "measure", "parse", "simulate"]
+__all__ = [
+    *("DTYPES", "TURNS", "Job", "Measurement", "Options", "heap_bytes", "in_place_storage", "main", "measure"),
+    *("measure_size", "parse", "simulate"),
+]
 
 DTYPES = {
     name: getattr(torch, name)
     for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 }
 
-_TURNS = 4
+TURNS = 4
 """Turns that each subject takes per size; even, so that both launches are the last of as many turns."""
 
 _SIMULATED_CALLS = 3
@@ -57,6 +61,7 @@ class Options:
     iterations: int
     warmup: int
     json: Path | None
+    project: Cluster | None = None
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -88,9 +93,11 @@ def parse(arguments: Sequence[str]) -> Options:
         action="store_true",
         help="delay a random rank in each iteration; times hold the waiting",
     )
-    jobs.add_iterations(parser, "--iters", _TURNS, 100)
+    jobs.add_iterations(parser, "--iters", TURNS, 100)
+    jobs.add_project(parser)
     jobs.add_json(parser)
     given = parser.parse_args(arguments)
+    jobs.check_project(parser, given.project)
     dtype = DTYPES[given.dtype]
     try:
         sizes = message_sizes(given.begin, given.end, given.factor, dtype.itemsize)
@@ -107,6 +114,7 @@ def parse(arguments: Sequence[str]) -> Options:
         iterations=given.iters,
         warmup=given.warmup,
         json=given.json,
+        project=given.project,
     )
 
 
@@ -114,19 +122,21 @@ def _sets(nbytes: int, world: int) -> int:
     return _SIMULATED_CALLS if INTERPRETED else calls_per_launch(nbytes, world)[1]
 
 
-def heap_bytes(sizes: Sequence[int], world: int, algorithms: Sequence[str] | None) -> int:
-    """Symmetric heap that the sizes need: a context's slots, and buffers for the calls in place."""
+def heap_bytes(sizes: Sequence[int], world: int, algorithms: Sequence[str] | None, peers: Sequence[str] = ()) -> int:
+    """Symmetric heap that the sizes need: a context's slots, and buffers for calls in place and of NVSHMEM."""
     in_place = algorithms is None or IN_PLACE in algorithms
     staged = max(2 * world * (size + 16) for size in sizes)
     buffers = max(Buffers.storage_bytes(size, world, _sets(size, world)) for size in sizes)
-    return staged + (buffers if in_place else 0) + (1 << 20)
+    inputs = max(Buffers.storage_bytes(size, 1, _sets(size, world)) for size in sizes)
+    theirs = buffers + inputs if FCOLLECT in peers and not INTERPRETED else 0
+    return staged + (buffers if in_place else 0) + theirs + (1 << 20)
 
 
 # ---------------------------------------------------------------------- what is measured
 
 
 @dataclass
-class _Entry:
+class Measurement:
     """A subject in one way of launching it, or why there is none."""
 
     name: str
@@ -135,12 +145,13 @@ class _Entry:
     subject: Subject | None = None
     problem: str | None = None
     launches: list[Launch] = field(default_factory=list)
+    results: list[list[torch.Tensor]] = field(default_factory=list)
     times_us: list[float] = field(default_factory=list)
     errors: int = 0
     where: str | None = None
 
 
-class _Job(jobs.Job):
+class Job(jobs.Job):
     """The ranks, what they agree on, and what is asked for."""
 
     def __init__(self, options: Options) -> None:
@@ -150,7 +161,7 @@ class _Job(jobs.Job):
         self.algorithms = default if options.algorithms is None else options.algorithms
         self.round = 0
 
-    def row(self, entry: _Entry, nbytes: int) -> Row:
+    def row(self, entry: Measurement, nbytes: int) -> Row:
         """The entry's row, without what was measured."""
         return Row(
             bytes_per_rank=nbytes,
@@ -164,53 +175,56 @@ class _Job(jobs.Job):
             straggler=self.options.straggler and not self.owner.simulated,
         )
 
-    def check(self, entry: _Entry, calls: int) -> None:
+    def check(self, entry: Measurement, calls: int) -> None:
         """Check the last launch's results on all ranks."""
         assert entry.subject is not None
         for errors, where in self.gather("check", entry.subject.buffers.errors(calls)):
             entry.errors += errors
             entry.where = entry.where or where or None
 
-    def begin_turn(self, entry: _Entry) -> None:
+    def begin_turn(self, entry: Measurement) -> None:
         """New inputs and no results, on every rank."""
         assert entry.subject is not None
         # Far from all rounds before, those of other subjects included.
         self.round += 10_000
         entry.subject.buffers.fill(self.round)
 
-    def subjects(self, nbytes: int, context: CollectiveContext, storage: torch.Tensor | None) -> list[_Entry]:
+    def buffers(
+        self,
+        nbytes: int,
+        storage: torch.Tensor | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+        separate: bool = False,
+    ) -> Buffers:
+        """Of one launch; see :class:`~tdcoll.bench.data.Buffers`."""
+        world, rank = self.topology.world_size, self.topology.rank
+        sets = _sets(nbytes, world)
+        return Buffers(nbytes, world, rank, sets, self.options.dtype, self.device, storage, allocate, separate)
+
+    def subjects(self, nbytes: int, context: CollectiveContext, storage: torch.Tensor | None) -> list[Measurement]:
         """Everything that is asked for, made where it can be."""
-        world, rank, sets = (
-            self.topology.world_size,
-            self.topology.rank,
-            _sets(nbytes, self.topology.world_size),
-        )
         shared: list[Buffers] = []
 
-        def plain(allocate: Callable[[int], torch.Tensor] | None = None) -> Buffers:
-            def make() -> Buffers:
-                return Buffers(nbytes, world, rank, sets, self.options.dtype, self.device, allocate=allocate)
-
+        def plain(allocate: Callable[[int], torch.Tensor] | None = None, separate: bool = False) -> Buffers:
             if allocate is not None:
-                return make()
+                return self.buffers(nbytes, allocate=allocate, separate=separate)
             if not shared:
-                shared.append(make())
+                shared.append(self.buffers(nbytes))
             return shared[0]
 
         def ours(name: str) -> Subject:
             if name != IN_PLACE:
                 return all_gather_subject(name, context, plain())
             assert storage is not None
-            buffers = Buffers(nbytes, world, rank, sets, self.options.dtype, self.device, storage)
-            return all_gather_subject(name, context, buffers)
+            return all_gather_subject(name, context, self.buffers(nbytes, storage))
 
         entries = []
         for name in self.algorithms:
             subject, problem = self.agree(f"make {name}", partial(ours, name), False)
-            entries.append(_Entry(name, False, "", subject, problem))
+            entries.append(Measurement(name, False, "", subject, problem))
         for name in self.options.peers:
             subject, problem = self.agree(f"make {name}", partial(PEERS[name], plain, self.device), True)
-            entries.append(_Entry(name, True, "", subject, problem))
+            entries.append(Measurement(name, True, "", subject, problem))
         return entries
 
 
@@ -225,7 +239,7 @@ def _eager(call: Callable[[int], object], calls: int) -> Launch:
     return Launch(run, calls)
 
 
-def _prepare(job: _Job, entry: _Entry, nbytes: int) -> None:
+def _prepare(job: Job, entry: Measurement, nbytes: int) -> None:
     """Call it, and capture it if that is asked: what a launch needs before it can be timed."""
     subject = entry.subject
     assert subject is not None
@@ -238,18 +252,22 @@ def _prepare(job: _Job, entry: _Entry, nbytes: int) -> None:
         torch.cuda.synchronize()
         if entry.launch == "eager":
             return [_eager(subject.call, calls) for calls in numbers]
-        return [capture(subject.call, calls) for calls in numbers]
+        launches = []
+        for calls in numbers:
+            launches.append(capture(subject.call, calls))
+            entry.results.append(list(subject.buffers.results))  # which a peer may have made itself
+        return launches
 
     made, entry.problem = job.agree(f"prepare {entry.name}", run, entry.peer)
     entry.launches = made or []
 
 
-def _turn(job: _Job, entry: _Entry, line_up: LineUp, straggler: Straggler | None, turn: int) -> None:
+def _turn(job: Job, entry: Measurement, line_up: LineUp, straggler: Straggler | None, turn: int) -> None:
     """One turn of one entry: new data, launches, check."""
     options = job.options
     subject = entry.subject
     assert subject is not None
-    iterations = options.iterations // _TURNS + (turn < options.iterations % _TURNS)
+    iterations = options.iterations // TURNS + (turn < options.iterations % TURNS)
     job.begin_turn(entry)
     torch.cuda.synchronize()
     job.gather("turn", None)
@@ -258,23 +276,28 @@ def _turn(job: _Job, entry: _Entry, line_up: LineUp, straggler: Straggler | None
     if turn == 0:
         time_launches(entry.launches, options.warmup, line_up, advance)
     entry.times_us += time_launches(entry.launches, iterations, line_up, advance, straggler, last)
+    if entry.results:
+        subject.buffers.results[:] = entry.results[last]
     job.check(entry, entry.launches[last].calls)
 
 
-def _measure_size(
-    job: _Job, nbytes: int, storage: torch.Tensor | None, line_up: LineUp, straggler: Straggler | None
+def measure_size(
+    job: Job, nbytes: int, storage: torch.Tensor | None, line_up: LineUp, straggler: Straggler | None
 ) -> list[Row]:
+    """Rows of one size, of all that the job's ``subjects`` makes. Collective."""
     options = job.options
     with CollectiveContext(max_bytes_per_rank=nbytes) as context:
         made = job.subjects(nbytes, context, storage)
         entries = [
-            dataclasses.replace(e, launch=launch, launches=[], times_us=[]) for launch in options.launches for e in made
+            dataclasses.replace(e, launch=launch, launches=[], times_us=[], results=[])
+            for launch in options.launches
+            for e in made
         ]
         for entry in entries:
             if entry.subject is not None:
                 _prepare(job, entry, nbytes)
         running = [entry for entry in entries if entry.launches]
-        for turn in range(_TURNS):
+        for turn in range(TURNS):
             for entry in running:
                 _turn(job, entry, line_up, straggler, turn)
                 context.check()
@@ -286,7 +309,7 @@ def _measure_size(
                 row = dataclasses.replace(row, calls=calls, iterations=options.iterations)
                 row = row.timed(summarize(job.gather("times", entry.times_us)))
             rows.append(row)
-            entry.launches = []  # graphs go before what they use
+            entry.launches, entry.results = [], []  # graphs go before what they use
         torch.cuda.synchronize()
         for entry in made:
             if entry.subject is not None:
@@ -296,14 +319,14 @@ def _measure_size(
 
 def measure(options: Options, show: Callable[[Row], None]) -> list[Row]:
     """Rows of all sizes, from GPUs; each goes to ``show`` as soon as it is known. Collective."""
-    job = _Job(options)
+    job = Job(options)
     world = job.topology.world_size
-    storage = _in_place_storage(job)
+    storage = in_place_storage(job)
     straggler = Straggler(job.topology.rank, world) if options.straggler else None
     rows = []
     with LineUp() as line_up:
         for nbytes in options.sizes:
-            for row in _measure_size(job, nbytes, storage, line_up, straggler):
+            for row in measure_size(job, nbytes, storage, line_up, straggler):
                 rows.append(row)
                 show(row)
     if storage is not None:
@@ -311,7 +334,8 @@ def measure(options: Options, show: Callable[[Row], None]) -> list[Row]:
     return rows
 
 
-def _in_place_storage(job: _Job) -> torch.Tensor | None:
+def in_place_storage(job: Job) -> torch.Tensor | None:
+    """Symmetric memory for calls in place, if there are any. Collective."""
     if IN_PLACE not in job.algorithms:
         return None
     world = job.topology.world_size
@@ -322,7 +346,7 @@ def _in_place_storage(job: _Job) -> torch.Tensor | None:
 # ---------------------------------------------------------------------- on the simulator
 
 
-def _simulate_entry(job: _Job, entry: _Entry, nbytes: int) -> Row:
+def _simulate_entry(job: Job, entry: Measurement, nbytes: int) -> Row:
     """Two rounds of calls: the first checks, the second finds data of the first that was left behind."""
     subject = entry.subject
     entry.launch = "simulator"
@@ -353,8 +377,8 @@ def _simulate_entry(job: _Job, entry: _Entry, nbytes: int) -> Row:
 
 def simulate(options: Options, show: Callable[[Row], None]) -> list[Row]:
     """Rows of all sizes, from the simulator: checks and counts, no times. Collective."""
-    job = _Job(options)
-    storage = _in_place_storage(job)
+    job = Job(options)
+    storage = in_place_storage(job)
     rows = []
     for nbytes in options.sizes:
         with CollectiveContext(max_bytes_per_rank=nbytes) as context:
@@ -366,6 +390,17 @@ def simulate(options: Options, show: Callable[[Row], None]) -> list[Row]:
     if storage is not None:
         tdcoll.free(storage)
     return rows
+
+
+def _projection(on: Cluster, rows: Sequence[Row]) -> list[str]:
+    """What the counted rows would take on a cluster."""
+    projected: list[Projected] = []
+    for nbytes in dict.fromkeys(row.bytes_per_rank for row in rows):
+        mine = [row for row in rows if row.bytes_per_rank == nbytes and not row.peer]
+        same = [row for row in mine if (row.ranks, row.nodes) == (on.ranks, on.nodes) and row.counts]
+        counted = {row.algorithm: Counts.counted(row.counts) for row in same if row.counts}
+        projected += project_all_gather(nbytes, [row.algorithm for row in mine], counted, on)
+    return lines(projected, on)
 
 
 # ---------------------------------------------------------------------- the command
@@ -383,7 +418,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         options.json,
         title=str(options.dtype).removeprefix("torch."),
-        heap_bytes=lambda world: heap_bytes(options.sizes, world, options.algorithms),
+        heap_bytes=lambda world: heap_bytes(options.sizes, world, options.algorithms, options.peers),
         columns=lambda simulated: all_gather_columns(options.peers, simulated),
         measure=rows,
+        project=None if options.project is None else partial(_projection, options.project),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tdcoll.runtime.lifecycle import parse_bytes
 
 __all__ = [
+    "Floor",
     "Summary",
     "all_gather_bus_bandwidth",
     "calls_per_launch",
@@ -71,6 +72,25 @@ def moved_rows(held: int, union: int, world: int) -> int:
 def floor_us(nbytes: float, gbps: float) -> float:
     """Microseconds that ``nbytes`` bytes take at ``gbps`` GB/s."""
     return nbytes / gbps / 1e3
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What bounds an all-gather inside a node from below.
+
+    Attributes:
+        launch_us: an empty kernel, as it is launched.
+        crossing_us: a store until the other GPU sees it.
+        gbps: rate at which a rank can store to all others.
+    """
+
+    launch_us: float
+    crossing_us: float
+    gbps: float
+
+    def us(self, nbytes: int, world: int) -> float:
+        """A launch and a crossing, or all that a rank sends at the full rate: whichever takes longer."""
+        return max(self.launch_us + (self.crossing_us if world > 1 else 0.0), floor_us((world - 1) * nbytes, self.gbps))
 
 
 def ratio(peer_us: float | None, ours_us: float | None) -> float | None:

@@ -64,6 +64,7 @@ class Buffers:
         storage: bytes for results that hold their inputs as their own segments, as calls in place have them;
             None: inputs lie elsewhere.
         allocate: makes bytes, where it is not ``torch.empty``.
+        separate: each input is an allocation of its own.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Buffers:
         device: torch.device,
         storage: torch.Tensor | None = None,
         allocate: Callable[[int], torch.Tensor] | None = None,
+        separate: bool = False,
     ) -> None:
         def plain(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.uint8, device=device)
@@ -85,16 +87,20 @@ class Buffers:
         self._pattern = pattern = Pattern(nbytes, device)
         self._nbytes = nbytes
         self._stride = _padded(world * nbytes)
-        if storage is None:
+        if storage is not None:
+            self._results = storage[: sets * self._stride]
+            own = self._results.view(sets, self._stride)[:, rank * nbytes : (rank + 1) * nbytes]
+            self._inputs, self._changing = [*own], [own.view(pattern.word)]
+        elif separate:
+            self._results = plain(sets * self._stride)
+            self._inputs = [make(nbytes) for _ in range(sets)]
+            self._changing = [given.view(pattern.word) for given in self._inputs]
+        else:
             self._results = make(sets * self._stride)
             input_stride = _padded(nbytes)
             given = make(sets * input_stride)
-            self._inputs = given.view(sets, input_stride)[:, :nbytes]
-            self._changing = given.view(pattern.word)
-        else:
-            self._results = storage[: sets * self._stride]
-            self._inputs = self._results.view(sets, self._stride)[:, rank * nbytes : (rank + 1) * nbytes]
-            self._changing = self._inputs.view(pattern.word)
+            self._inputs = [*given.view(sets, input_stride)[:, :nbytes]]
+            self._changing = [given.view(pattern.word)]
         results = self._results.view(sets, self._stride)[:, : world * nbytes]
         self.inputs = [self._inputs[i].view(dtype) for i in range(sets)]
         """``[n]``: this rank's contribution to each call."""
@@ -116,7 +122,8 @@ class Buffers:
     def advance(self) -> None:
         """The inputs of the next round, by one addition on the current stream."""
         self.round += 1
-        self._changing.add_(self._pattern.step)
+        for words in self._changing:
+            words.add_(self._pattern.step)
 
     def errors(self, calls: int) -> tuple[int, str]:
         """Number of wrong words in the results of the first ``calls`` calls, and where the first is."""

@@ -18,6 +18,7 @@ import torch
 import tdcoll
 from tdcoll import runtime
 from tdcoll.bench import rows as files
+from tdcoll.bench.projection import Cluster, cluster
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import AnyRow
 from tdcoll.bench.sparse_data import Vocabulary
@@ -31,8 +32,10 @@ __all__ = [
     "add_iterations",
     "add_json",
     "add_launches",
+    "add_project",
     "add_rows",
     "at_least",
+    "check_project",
     "check_rows",
     "each",
     "names",
@@ -153,6 +156,23 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and how they were measured")
 
 
+def add_project(parser: argparse.ArgumentParser) -> None:
+    """The option that asks for a projection."""
+    parser.add_argument(
+        "--project",
+        type=cluster,
+        metavar="nodes=N,ranks=N,latency_us=X,GBps=X[,intra_latency_us=X,intra_GBps=X,put_us=X]",
+        help="on the simulator: from the counts, the time that a cluster of this shape would take (alpha-beta model; "
+        "ranks of all nodes together; latency and rate of a rank between nodes, and inside)",
+    )
+
+
+def check_project(parser: argparse.ArgumentParser, wanted: Cluster | None) -> None:
+    """End with status 2 where there are no counts to project from."""
+    if wanted is not None and not INTERPRETED:
+        parser.error("--project needs the counts of the simulator: start with launch.sh --simulate")
+
+
 def require_directory(parser: argparse.ArgumentParser, path: Path | None) -> None:
     """End with status 2 unless ``--json`` can be written."""
     if path is not None and not path.absolute().parent.is_dir():
@@ -218,6 +238,7 @@ def run(
     heap_bytes: Callable[[int], int],
     columns: Callable[[bool], Sequence[Column]],
     measure: Callable[[bool, Callable[[AnyRow], None]], Sequence[AnyRow]],
+    project: Callable[[Sequence[AnyRow]], Sequence[str]] | None = None,
 ) -> int:
     """Join, measure, show, write, leave. The exit status: 1 if a result was wrong.
 
@@ -227,6 +248,7 @@ def run(
         heap_bytes: symmetric heap that it needs, from the number of ranks.
         columns: of the table, from whether there are no times.
         measure: makes the rows, and shows each as soon as it is known; told whether it is simulated.
+        project: what follows from the rows, as lines of Markdown; they are printed and written as well.
     """
     usual = lifecycle.DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else lifecycle.DEFAULT_HEAP_BYTES
     if wanted := os.environ.get("NVSHMEM_SYMMETRIC_SIZE"):
@@ -239,7 +261,7 @@ def run(
     table = Table(heading, columns(owner.simulated), visible=owner.rank == 0)
     stream: AbstractContextManager[Any] = nullcontext() if owner.simulated else torch.cuda.stream(torch.cuda.Stream())
     command = command_line(benchmark, arguments, owner.world_size, owner.simulated)
-    head = {"benchmark": benchmark, "command": command, "started": started, "provenance": facts}
+    head: dict[str, Any] = {"benchmark": benchmark, "command": command, "started": started, "provenance": facts}
     shown: list[AnyRow] = []
     saved = time.monotonic()
 
@@ -253,6 +275,9 @@ def run(
 
     with table, stream:
         rows = measure(owner.simulated, show)
+    if project is not None and owner.rank == 0:
+        head["projection"] = list(project(rows))
+        print("\n" + "\n".join(head["projection"]), flush=True)
     if json is not None and owner.rank == 0:
         files.save(json, head, rows)
     tdcoll.finalize()

@@ -1,11 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matching row numbers by comparing each with each, as published methods do: only something to compare with."""
+"""Kernels that only the benchmarks need: signals back and forth, and something to compare index matching with.
+
+Signals count up for as long as their memory lives: ``counter``, in device memory, holds the last value, so a replay of
+a captured launch goes on where the one before ended. Waits are bounded and compare with >=.
+"""
 
 import triton.language as tl
 
+import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 
-__all__ = ["match_by_equality"]
+__all__ = ["match_by_equality", "ping_pong", "signal_all"]
+
+
+@jit
+def _send(signal, address, value, pe, DIRECT: tl.constexpr):
+    """``signal`` of PE ``pe`` becomes ``value``: by the library, or by a store to its ``address``."""
+    if DIRECT:
+        tdl.st_release(address.to(tl.pointer_type(tl.int64)), value, "sys")
+    else:
+        tdl.signal_block(signal, value, tdl.SIGNAL_SET, pe)
+
+
+@jit(do_not_specialize=["rank", "peer", "pe", "first", "rounds"])
+def ping_pong(signals, addresses, counter, monitor, rank, peer, pe, first, rounds, DIRECT: tl.constexpr):
+    """``rounds`` times there and back between two ranks, one after the other; one program on each.
+
+    Args:
+        signals: int64, one for each rank: ``signals[r]`` is written by rank r.
+        addresses: int64: where ``signals[rank]`` is on each rank, for this rank's stores.
+        counter: int64, this GPU's own; ``monitor``: words of the waits' monitor.
+        rank, peer, pe: this rank, the other one, and its PE; ``first``: not 0 on the one that begins.
+        DIRECT: send by stores to the peer's memory.
+    """
+    before = tl.load(counter)
+    address = tl.load(addresses + peer)
+    alive = tl.cast(1, tl.int32)
+    for i in tl.range(0, rounds):
+        value = before + i + 1
+        if alive != 0:
+            if first != 0:
+                _send(signals + rank, address, value, pe, DIRECT)
+            alive = tdl.wait_signal(signals + peer, tdl.CMP_GE, value, monitor, peer, peer)
+            if first == 0:
+                if alive != 0:
+                    _send(signals + rank, address, value, pe, DIRECT)
+    tl.store(counter, before + rounds)
+
+
+@jit(do_not_specialize=["rank", "rounds"])
+def signal_all(
+    signals, addresses, pes, counter, monitor, rank, rounds,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """``rounds`` times: every rank signals every other, and waits for all of them. One program.
+
+    Args:
+        signals: two rows of WORLD, taken in turn: a rank can be one round ahead, and of two signals to one word the
+            later may arrive first.
+        addresses: BLOCK of them, those that are no other rank's being of words that nobody reads.
+        pes: int32, PE of each rank. Others: as for :func:`ping_pong`.
+        BLOCK: a power of two of at least WORLD.
+        DIRECT: all stores at once, a thread for each rank; else one signal after the other, the next rank first.
+    """
+    before = tl.load(counter)
+    targets = tl.load(addresses + tl.arange(0, BLOCK)).to(tl.pointer_type(tl.int64))
+    alive = tl.cast(1, tl.int32)
+    for i in tl.range(0, rounds):
+        value = before + i + 1
+        row = (value % 2) * WORLD
+        if alive != 0:
+            if DIRECT:
+                tdl.st_release(targets + row, value, "sys")
+            else:
+                for step in tl.range(1, WORLD, disable_licm=True):
+                    pe = tl.load(pes + (rank + step) % WORLD)
+                    tdl.signal_block(signals + row + rank, value, tdl.SIGNAL_SET, pe)
+            alive = tdl.wait_signals(signals + row, WORLD, rank, tdl.CMP_GE, value, monitor, BLOCK)
+    tl.store(counter, before + rounds)
 
 
 @jit(do_not_specialize=["size", "count"])

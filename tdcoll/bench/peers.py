@@ -4,18 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+import tdcoll
 from tdcoll.bench.data import Buffers
 from tdcoll.bench.subjects import Subject
+from tdcoll.bench.timing import pause
+from tdcoll.errors import HeapExhaustedError
 
-__all__ = ["PEERS", "MakeBuffers"]
+__all__ = ["FCOLLECT", "PEERS", "MakeBuffers", "require_joined"]
 
-MakeBuffers = Callable[[Callable[[int], torch.Tensor] | None], Buffers]
-"""Buffers from an allocator of bytes, or from None: ordinary ones, which subjects may share."""
+FCOLLECT = "fcollect"
+
+
+class MakeBuffers(Protocol):
+    """Buffers from an allocator of bytes, or from None: ordinary ones, which subjects may share."""
+
+    def __call__(self, allocate: Callable[[int], torch.Tensor] | None, separate: bool = False) -> Buffers: ...
 
 
 def _backend(device: torch.device) -> Any:
@@ -68,8 +76,131 @@ def _nccl_symmetric(make_buffers: MakeBuffers, device: torch.device) -> Subject:
     return Subject("nccl-symmetric", True, buffers, _gather(buffers), close)
 
 
+# ---------------------------------------------------------------------- torch's symmetric memory
+
+
+def require_joined(call: Callable[[int], object], stream: Any) -> None:
+    """Raise unless what ``call`` does on ``stream``, a stream of its own, is waited for by the current stream.
+
+    Else it would go on when the clock has stopped. The stream is kept busy before, so its work ends late for certain.
+    """
+    with torch.cuda.stream(stream):
+        pause(2000.0)
+    call(0)
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    if not stream.query():
+        raise RuntimeError("its work goes on when the stream that it is timed on is through: it cannot be timed")
+
+
+def _symmetric_memory(device: torch.device) -> Any:
+    """The module, where it can be used."""
+    if device.type != "cuda":
+        raise RuntimeError("needs GPUs")
+    _backend(device)
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric
+
+
+def _symmetric_buffers(symmetric: Any, make_buffers: MakeBuffers, device: torch.device) -> Buffers:
+    """Inputs in torch's symmetric memory: an allocation each, because handles speak of whole allocations."""
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        made: torch.Tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        symmetric.rendezvous(made, dist.group.WORLD)
+        return made
+
+    return make_buffers(allocate, separate=True)
+
+
+def _torch_low_contention(make_buffers: MakeBuffers, device: torch.device) -> Subject:
+    """``torch.ops.symm_mem._low_contention_all_gather``: copy engines pull from symmetric inputs, on torch's stream.
+
+    It makes its result itself.
+    """
+    symmetric = _symmetric_memory(device)
+    buffers = _symmetric_buffers(symmetric, make_buffers, device)
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+    def call(i: int) -> None:
+        made = torch.ops.symm_mem._low_contention_all_gather(buffers.inputs[i], group)
+        buffers.results[i] = torch.ops._c10d_functional.wait_tensor(made)
+
+    require_joined(call, symmetric._get_backend_stream())
+    return Subject("torch-symm", True, buffers, call)
+
+
+def _torch_one_shot(make_buffers: MakeBuffers, device: torch.device) -> Subject:
+    """All in one kernel, from torch's own pieces: barrier, ``torch.cat`` of all ranks' symmetric inputs, barrier.
+
+    On the current stream.
+    """
+    symmetric = _symmetric_memory(device)
+    buffers = _symmetric_buffers(symmetric, make_buffers, device)
+    handles = [symmetric.rendezvous(given, dist.group.WORLD) for given in buffers.inputs]
+    remote = [
+        [handle.get_buffer(rank, given.shape, given.dtype) for rank in range(buffers.world)]
+        for handle, given in zip(handles, buffers.inputs, strict=True)
+    ]
+
+    def call(i: int) -> None:
+        handles[i].barrier(channel=0)
+        torch.cat(remote[i], out=buffers.results[i])
+        handles[i].barrier(channel=0)
+
+    return Subject("torch-symm-cat", True, buffers, call)
+
+
+# ---------------------------------------------------------------------- NVSHMEM
+
+
+def _fcollect(make_buffers: MakeBuffers, device: torch.device) -> Subject:
+    """NVSHMEM's own all-gather, ``nvshmem.core.fcollect``, on the current stream.
+
+    By the binding that it calls (without the look-ups of its Python, which tdcoll has not either), between symmetric
+    addresses, in the widest type that divides the size. ``NVSHMEM_FCOLLECT_ALGO`` and its thresholds are the user's.
+    """
+    if device.type != "cuda":
+        raise RuntimeError("needs GPUs")
+    import nvshmem.bindings.nvshmem as bindings
+    import nvshmem.core as core
+
+    held: list[torch.Tensor] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        held.append(tdcoll.empty(nbytes, torch.uint8))
+        return held[-1]
+
+    def close() -> None:
+        torch.cuda.synchronize()
+        while held:
+            tdcoll.free(held.pop())
+
+    try:
+        buffers = make_buffers(allocate)
+    except HeapExhaustedError:  # on all ranks alike
+        close()
+        raise
+    nbytes = buffers.inputs[0].nbytes
+    width = next(width for width in (8, 4, 2, 1) if nbytes % width == 0)
+    function = getattr(bindings, f"int{8 * width}_fcollect_on_stream")
+    team, count = int(core.Teams.TEAM_WORLD), nbytes // width
+    addresses = [(r.data_ptr(), i.data_ptr()) for r, i in zip(buffers.results, buffers.inputs, strict=True)]
+
+    def call(i: int) -> None:
+        result, given = addresses[i]
+        function(team, result, given, count, torch.cuda.current_stream().cuda_stream)
+
+    return Subject(FCOLLECT, True, buffers, call, close)
+
+
 PEERS: dict[str, Callable[[MakeBuffers, torch.device], Subject]] = {
     "nccl": _nccl,
     "nccl-symmetric": _nccl_symmetric,
+    "torch-symm": _torch_low_contention,
+    "torch-symm-cat": _torch_one_shot,
+    FCOLLECT: _fcollect,
 }
 """Makes each peer's subject; raises what keeps it from running. Collective."""

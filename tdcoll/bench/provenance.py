@@ -105,7 +105,7 @@ def provenance() -> dict[str, Any]:
         "gpus": gpus,
         "simulated": owner.simulated,
         "environment": {
-            name: value.replace(host, "<host>") if host else value
+            name: Path(value).name if name == "TDCOLL_TUNING" else value.replace(host, "<host>") if host else value
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLES) and name not in _OF_THE_LAUNCHER
         },
@@ -123,5 +123,5 @@ def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated
         words.append(f"--nnodes {world // int(local)}")
     if emulated := os.environ.get("TDCOLL_EMULATE_NODES"):
         words.append(f"--emulate-nodes {emulated}")
-    kept = re.sub(r"(?:^| )--json[ =]\S+", "", " ".join(arguments)).strip()
+    kept = re.sub(r"(?:^| )(?:--json|--output|-o)[ =]\S+", "", " ".join(arguments)).strip()
     return " ".join([*words, "-m tdcoll.bench", benchmark, *([kept] if kept else [])])

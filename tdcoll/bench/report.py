@@ -4,19 +4,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tdcoll.bench import rows as files
-from tdcoll.bench.arithmetic import format_bytes, ratio
+from tdcoll.bench.arithmetic import Floor, all_gather_bus_bandwidth, format_bytes, ratio
 from tdcoll.bench.rows import MatchRow, Measured, Row, SparseRow
-from tdcoll.bench.table import Column, all_gather_columns, match_columns, sparse_columns
+from tdcoll.bench.table import (
+    Column,
+    all_gather_columns,
+    match_columns,
+    signal_columns,
+    signal_name,
+    sparse_columns,
+)
 
-__all__ = ["caption", "insert", "main", "markdown", "plot"]
+__all__ = ["FLOORS", "caption", "insert", "main", "markdown", "plot"]
 
 _LAUNCHES = {"graph": "CUDA graph replays", "eager": "eager calls", "simulator": "the simulator"}
 
@@ -124,7 +133,27 @@ _LAYOUTS: dict[str, _Layout] = {
         footnote=lambda row: f"{_MEDIANS}" + (", from an idle GPU." if row.launch == "eager" else "."),
         counted=match_columns,
     ),
+    "signal": _Layout(
+        title="Signals",
+        about=lambda row: "",
+        leading=[
+            Column("signals", lambda row: signal_name(row)),
+            Column("rounds in a launch", lambda row: str(row.rounds)),
+        ],
+        where=lambda row: f"{signal_name(row)}, {row.rounds} round(s)",
+        unit="µs",
+        scale=1.0,
+        rival=lambda row: True,
+        measured=[],
+        footnote=lambda row: (
+            f"{_MEDIANS}. One-way is half of the time there and back, seeing the signal included. With one round in a "
+            "launch the launch counts, too."
+        ),
+        counted=lambda peers, simulated: signal_columns(simulated),
+    ),
 }
+
+_LAYOUTS["tune"] = dataclasses.replace(_LAYOUTS["all_gather"], title="All-gather, candidates of a tuning table")
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
@@ -188,7 +217,20 @@ def _ratio(peer: Measured | None, ours: Measured | None) -> str:
     return "–" if faster is None else f"{faster:.2f}"
 
 
-def _timed_table(layout: _Layout, rows: Sequence[Measured]) -> list[str]:
+FLOORS = {"NVIDIA H200": Floor(launch_us=0.8, crossing_us=1.0, gbps=341.0)}
+"""Of GPUs with NVLink to all others of the node: launch and rate are measured; the crossing is about what a store and
+the load that sees it take, and a result of the signal benchmark says it better."""
+
+
+def _floor(head: dict[str, Any], rows: Sequence[Measured], floor: Floor | None) -> Floor | None:
+    """That of these rows, if there is one: inside a node, of GPUs all of one kind."""
+    gpus = set(head["provenance"].get("gpus", []))
+    if not all(isinstance(row, Row) and row.nodes == 1 and row.launch != "simulator" for row in rows):
+        return None
+    return floor or (FLOORS.get(gpus.pop()) if len(gpus) == 1 else None)
+
+
+def _timed_table(layout: _Layout, rows: Sequence[Measured], floor: Floor | None = None) -> list[str]:
     """One line per size: times of all, then what tdcoll's fastest reaches, and ratios to it."""
     sizes = _distinct([row.size for row in rows if not row.peer]) or _distinct([row.size for row in rows])
     lines = {size: {row.label: row for row in rows if row.size == size} for size in sizes}
@@ -196,6 +238,8 @@ def _timed_table(layout: _Layout, rows: Sequence[Measured]) -> list[str]:
     ran = _distinct([row.label for row in rows if row.peer and row.median_us and row.size in sizes])
     headings = [column.heading for column in layout.leading]
     headings += [f"{label}, {layout.unit}" for label in (*ours, *ran)]
+    if floor is not None:
+        headings += [f"floor, {layout.unit}", "tdcoll's best / floor"]
     headings += [f"tdcoll's best{'' if c.heading[0] == '/' else ','} {c.heading}" for c in layout.measured]
     headings += [f"{peer} / tdcoll's best" for peer in ran]
     if len(ran) > 1:
@@ -206,6 +250,10 @@ def _timed_table(layout: _Layout, rows: Sequence[Measured]) -> list[str]:
         peers = [found.get(peer) for peer in ran]
         line = [column.text(next(iter(found.values()))) for column in layout.leading]
         line += [_time(found.get(label), layout.scale) for label in (*ours, *ran)]
+        if floor is not None:
+            row: Any = next(iter(found.values()))
+            least = floor.us(row.bytes_per_rank, row.ranks)
+            line += [_short(least), "–" if best is None or not best.median_us else f"{best.median_us / least:.2f}"]
         line += ["–" if best is None else column.text(best) for column in layout.measured]
         line += [_ratio(peer, best) for peer in peers]
         if len(ran) > 1:
@@ -236,8 +284,12 @@ def _notes(layout: _Layout, rows: Sequence[Measured]) -> list[str]:
     return notes
 
 
-def markdown(head: dict[str, Any], rows: Sequence[Measured]) -> str:
-    """Tables of one file, one for each way to launch, with captions and notes."""
+def markdown(head: dict[str, Any], rows: Sequence[Measured], floor: Floor | None = None) -> str:
+    """Tables of one file, one for each way to launch, with captions and notes.
+
+    Args:
+        floor: what all-gathers inside a node are compared with, in place of that of :data:`FLOORS`.
+    """
     layout = _LAYOUTS[head["benchmark"]]
     parts: list[str] = []
     kinds = [(row.launch, row.straggler, row.ranks, row.nodes, layout.about(row)) for row in rows]
@@ -251,14 +303,24 @@ def markdown(head: dict[str, Any], rows: Sequence[Measured]) -> str:
             lines = [[column.text(row) for column in columns] for row in chosen if row.check != "not run"]
             parts += _grid([column.heading for column in columns], lines)
         else:
-            parts += _timed_table(layout, chosen)
+            least = _floor(head, chosen, floor)
+            parts += _timed_table(layout, chosen, least)
         if notes := _notes(layout, [row for row in chosen if not simulated or row.check != "ok"]):
             parts += ["", *notes]
         if not simulated:
-            parts += ["", layout.footnote(chosen[0])]
+            parts += ["", layout.footnote(chosen[0]) + (f" {_floor_note(least)}" if least else "")]
         parts.append("")
+    if projection := head.get("projection"):
+        parts += [*projection, ""]
     parts += ["```bash", head["command"], "```"]
     return "\n".join(parts) + "\n"
+
+
+def _floor_note(floor: Floor) -> str:
+    return (
+        f"The floor is a launch ({floor.launch_us:g} µs) and one crossing ({floor.crossing_us:.3g} µs), or what a rank "
+        f"sends at {floor.gbps:g} GB/s, whichever takes longer."
+    )
 
 
 def insert(text: str, benchmark: str, content: str) -> str:
@@ -297,14 +359,22 @@ def _ticks(axis: Any, values: Sequence[int], write: Callable[[int], str], headin
     axis.set_xlabel(heading)
 
 
-def _plot_all_gather(plt: Any, lines: dict[str, list[Row]]) -> Any:
-    """Latency and bus bandwidth against size."""
+def _plot_all_gather(plt: Any, lines: dict[str, list[Row]], floor: Floor | None = None) -> Any:
+    """Latency and bus bandwidth against size, with the floor as a line where all rows are of one number of ranks."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     _panel(axes[0], lines, lambda row: row.bytes_per_rank, lambda row: row.median_us)
     _panel(axes[1], lines, lambda row: row.bytes_per_rank, lambda row: row.busbw_gbps)
+    every = [row for rows in lines.values() for row in rows]
+    if floor is not None and len(worlds := {row.ranks for row in every}) == 1:
+        (world,) = worlds
+        least = {nbytes: floor.us(nbytes, world) for nbytes in sorted({row.bytes_per_rank for row in every})}
+        axes[0].plot(list(least), list(least.values()), ":", color="black", label="floor")
+        rates = [all_gather_bus_bandwidth(nbytes, world, us) for nbytes, us in least.items()]
+        if world > 1:
+            axes[1].plot(list(least), rates, ":", color="black", label="floor")
     for axis, quantity in zip(axes, ("latency, µs", "bus bandwidth, GB/s"), strict=True):
         axis.set_ylabel(quantity)
-        _ticks(axis, [row.bytes_per_rank for rows in lines.values() for row in rows], format_bytes, "bytes per rank")
+        _ticks(axis, [row.bytes_per_rank for row in every], format_bytes, "bytes per rank")
     axes[0].legend()
     return figure
 
@@ -343,15 +413,33 @@ def _plot_match(plt: Any, lines: dict[str, list[MatchRow]]) -> Any:
     )
 
 
+def _plot_signal(plt: Any, lines: dict[str, list[Any]]) -> Any:
+    """Bars: what each pair, and all together, take."""
+    places = _distinct([(signal_name(row), row.rounds) for rows in lines.values() for row in rows])
+    figure, axis = plt.subplots(figsize=(2 + 0.9 * len(places), 4.2), layout="constrained")
+    width = 0.8 / len(lines)
+    for position, (label, rows) in enumerate(lines.items()):
+        at = [places.index((signal_name(row), row.rounds)) + (position + 0.5) * width - 0.4 for row in rows]
+        axis.bar(at, [row.median_us for row in rows], width, label=label)
+    names = [name + ("" if rounds > 1 else "\n(a launch)") for name, rounds in places]
+    axis.set_xticks(range(len(places)), names, rotation=45, ha="right")
+    axis.set_ylabel("µs")
+    axis.grid(True, axis="y", alpha=0.3)
+    axis.legend()
+    return figure
+
+
 _PLOTS: dict[str, Callable[[Any, dict[str, list[Any]]], Any]] = {
     "all_gather": _plot_all_gather,
+    "tune": _plot_all_gather,
     "sparse_all_reduce": _plot_sparse,
     "index_match": _plot_match,
+    "signal": _plot_signal,
 }
 
 
-def plot(results: Sequence[tuple[dict[str, Any], list[Any]]], path: Path) -> None:
-    """Times against size, one line for each algorithm and peer.
+def plot(results: Sequence[tuple[dict[str, Any], list[Any]]], path: Path, floor: Floor | None = None) -> None:
+    """Times against size, one line for each algorithm and peer; ``floor`` as for :func:`markdown`.
 
     Raises:
         ValueError: nothing was timed, or the files are of different benchmarks.
@@ -373,9 +461,56 @@ def plot(results: Sequence[tuple[dict[str, Any], list[Any]]], path: Path) -> Non
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure = _PLOTS[kinds[0]](plt, lines)
+    make: Callable[..., Any] = _PLOTS[kinds[0]]
+    if make is _plot_all_gather:
+        floors = {_floor(head, [row for row in rows if row.median_us], floor) for head, rows in results}
+        make = partial(make, floor=floors.pop() if len(floors) == 1 else None)
+    figure = make(plt, lines)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _positive(text: str) -> float:
+    try:
+        if (value := float(text)) > 0:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+
+
+def _given_floor(options: argparse.Namespace, results: Sequence[tuple[dict[str, Any], list[Any]]]) -> Floor | None:
+    """The floor that options and a file of the signal benchmark give; None: that of the GPUs, if it is known.
+
+    Raises:
+        ValueError: something is missing.
+    """
+    crossings = [
+        row.median_us
+        for head, rows in results
+        if head["benchmark"] == "signal"
+        for row in rows
+        if row.pattern == "one-way" and row.same_node and row.median_us and row.check == "ok"
+    ]
+    given = {
+        "launch_us": options.floor_launch_us,
+        "crossing_us": options.floor_crossing_us or min(crossings, default=None),
+        "gbps": options.floor_GBps,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    gpus = {gpu for head, _ in results for gpu in head["provenance"].get("gpus", [])}
+    usual = FLOORS.get(gpus.pop()) if len(gpus) == 1 else None
+    if usual is not None:
+        return dataclasses.replace(usual, **given)
+    if len(given) == 3:
+        return Floor(**given)
+    if options.floor_launch_us or options.floor_crossing_us or options.floor_GBps:
+        raise ValueError(
+            "of these GPUs the floor is not known: give --floor-launch-us, --floor-crossing-us, --floor-GBps"
+        )
+    return None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -393,13 +528,26 @@ def main(arguments: Sequence[str]) -> int:
         "instead of printing them",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="times against size")
+    for name, metavar, what in (
+        ("launch-us", "X", "an empty kernel takes"),
+        ("crossing-us", "X", "a store takes until another GPU sees it; a file of the signal benchmark says it, too"),
+        ("GBps", "X", "rate at which a rank can store to all others"),
+    ):
+        parser.add_argument(
+            f"--floor-{name}",
+            dest=f"floor_{name.replace('-', '_')}",
+            type=_positive,
+            metavar=metavar,
+            help=f"floor of all-gathers inside a node: {what} (known for {', '.join(FLOORS)}; else give all three)",
+        )
     options = parser.parse_args(arguments)
     try:
         results = [files.load(path) for path in options.files]
+        floor = _given_floor(options, results)
         contents: dict[str, str] = {}
         for head, rows in results:
             name = head["benchmark"]
-            contents[name] = "\n".join([*([contents[name]] if name in contents else []), markdown(head, rows)])
+            contents[name] = "\n".join([*([contents[name]] if name in contents else []), markdown(head, rows, floor)])
         if options.readme is None:
             print("\n".join(contents.values()), end="")
         else:
@@ -408,7 +556,8 @@ def main(arguments: Sequence[str]) -> int:
                 text = insert(text, name, content)
             options.readme.write_text(text, encoding="utf-8")
         if options.plot is not None:
-            plot(results, options.plot)
+            drawn = [(head, rows) for head, rows in results if head["benchmark"] != "signal"]
+            plot(drawn or results, options.plot, floor)
     except ImportError as error:
         print(f"--plot needs matplotlib ({error}): install tdcoll[bench]", file=sys.stderr)
         return 1

@@ -12,7 +12,10 @@ from typing import Any, TypeVar
 
 from tdcoll.bench.arithmetic import Summary, all_gather_bus_bandwidth, ratio
 
-__all__ = ["KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "Row", "SparseRow", "load", "save", "with_ratios"]
+__all__ = [
+    *("KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "Row", "SignalRow", "SparseRow", "load", "save"),
+    "with_ratios",
+]
 
 SCHEMA = 1
 
@@ -176,7 +179,40 @@ class MatchRow(Measured):
         return dataclasses.replace(self, **dataclasses.asdict(summary))
 
 
-KINDS: dict[str, type[Measured]] = {"all_gather": Row, "sparse_all_reduce": SparseRow, "index_match": MatchRow}
+@dataclass(frozen=True, kw_only=True)
+class SignalRow(Measured):
+    """Signals, without data.
+
+    Attributes:
+        pattern: ``"one-way"``: from rank 0 to ``peer_rank``, half of the time there and back; ``"all-to-all"``: every
+            rank signals every other and waits for all.
+        peer_rank: the other rank; None with all-to-all.
+        same_node: whether it is on rank 0's node; with all-to-all, whether all are.
+        rounds: how often in one launch; 1: the launch counts as well, more: it hardly does.
+    """
+
+    pattern: str
+    peer_rank: int | None = None
+    same_node: bool = True
+    rounds: int = 1
+
+    @property
+    def size(self) -> tuple[str, int | None, int]:
+        """Between whom, and how often in one launch."""
+        return self.pattern, self.peer_rank, self.rounds
+
+    def timed(self, summary: Summary) -> SignalRow:
+        """This row with its times."""
+        return dataclasses.replace(self, **dataclasses.asdict(summary))
+
+
+KINDS: dict[str, type[Measured]] = {
+    "all_gather": Row,
+    "tune": Row,
+    "sparse_all_reduce": SparseRow,
+    "index_match": MatchRow,
+    "signal": SignalRow,
+}
 """The rows of each benchmark."""
 
 AnyRow = TypeVar("AnyRow", bound=Measured)

@@ -26,8 +26,9 @@ from tdcoll.bench import job as jobs
 from tdcoll.bench.arithmetic import calls_per_launch, floor_us
 from tdcoll.bench.entries import TURNS, Entry, Plan, Subject, measure_entries, simulate_entry
 from tdcoll.bench.job import names
+from tdcoll.bench.projection import Cluster, Counts, Projected, lines, project_sparse
 from tdcoll.bench.rows import SparseRow, with_ratios
-from tdcoll.bench.sparse_data import Rows, SparseData, Vocabulary, fraction
+from tdcoll.bench.sparse_data import INPUTS, Rows, SparseData, Vocabulary, fraction
 from tdcoll.bench.sparse_peers import PEERS
 from tdcoll.bench.table import sparse_columns
 from tdcoll.bench.timing import LineUp, Straggler
@@ -65,6 +66,7 @@ class Options:
     warmup: int
     floor_gbps: float
     json: Path | None
+    project: Cluster | None = None
 
     @property
     def forms(self) -> list[tuple[str, bool | None]]:
@@ -136,8 +138,10 @@ def parse(arguments: Sequence[str]) -> Options:
         metavar="X",
         help="rate that a GPU could send at, for the floor (default %(default)s)",
     )
+    jobs.add_project(parser)
     jobs.add_json(parser)
     given = parser.parse_args(arguments)
+    jobs.check_project(parser, given.project)
     jobs.require_directory(parser, given.json)
     if given.duplicates != ["drawn"]:
         jobs.check_rows(parser, given)
@@ -285,6 +289,25 @@ def simulate(options: Options, show: Callable[[SparseRow], None]) -> list[Sparse
     return rows
 
 
+def _projection(options: Options, on: Cluster, rows: Sequence[SparseRow]) -> list[str]:
+    """What the counted rows would take on a cluster, whose ranks have row numbers of the same kind."""
+    projected: list[Projected] = []
+    for distribution, duplicates, count, dim in dict.fromkeys(row.size for row in rows):
+        vocabulary = Vocabulary(distribution, options.num_rows, torch.device("cpu"))
+        inputs = [
+            [vocabulary.rows(count, duplicates, rank, number) for rank in range(on.ranks)] for number in range(INPUTS)
+        ]
+        mine = [row for row in rows if row.size == (distribution, duplicates, count, dim) and not row.peer]
+        same = [row for row in mine if (row.ranks, row.nodes) == (on.ranks, on.nodes) and row.form == "coo"]
+        counted = {row.algorithm: Counts.counted(row.counts) for row in same if row.counts}
+        algorithms = list(dict.fromkeys(row.algorithm for row in mine))
+        repeated = f", repeated {duplicates}" if duplicates != "0" else ""
+        size = f"{distribution}{repeated}, {count:,} × {dim}"
+        row_bytes = dim * options.dtype.itemsize
+        projected += project_sparse(size, algorithms, inputs, row_bytes, count, counted, on)
+    return lines(projected, on)
+
+
 # ---------------------------------------------------------------------- the command
 
 
@@ -303,4 +326,5 @@ def main(arguments: Sequence[str]) -> int:
         heap_bytes=partial(heap_bytes, options),
         columns=partial(sparse_columns, options.peers),
         measure=rows,
+        project=None if options.project is None else partial(_projection, options, options.project),
     )

@@ -11,7 +11,10 @@ from typing import Any
 
 from tdcoll.bench.arithmetic import format_bytes
 
-__all__ = ["Column", "Table", "all_gather_columns", "match_columns", "number", "sparse_columns"]
+__all__ = [
+    *("Column", "Table", "all_gather_columns", "match_columns", "number", "signal_columns", "signal_name"),
+    "sparse_columns",
+]
 
 _COUNTED = {
     "puts": "puts",
@@ -118,6 +121,26 @@ def match_columns(peers: Sequence[str], simulated: bool) -> list[Column]:
         *([] if simulated else [*_times(), *_ratios(peers)]),
         _CHECK,
     ]
+
+
+def signal_columns(simulated: bool) -> list[Column]:
+    """Columns of :class:`~tdcoll.bench.rows.SignalRow`."""
+    return [
+        Column("signals", lambda row: signal_name(row), 16, left=True),
+        _of("ranks", "ranks"),
+        _of("nodes", "nodes"),
+        _of("rounds", "rounds"),
+        *_labels(20),
+        *(_counts() if simulated else _times()),
+        _CHECK,
+    ]
+
+
+def signal_name(row: Any) -> str:
+    """``"0 to 3"``, ``"0 to 5, other node"``, ``"all-to-all"``."""
+    if row.peer_rank is None:
+        return str(row.pattern)
+    return f"0 to {row.peer_rank}" + ("" if row.same_node else ", other node")
 
 
 class Table:

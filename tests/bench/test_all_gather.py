@@ -73,7 +73,7 @@ def test_an_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_is_repeated_without_what_is_local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("TDCOLL_EMULATE_NODES", "2")
-    for json_option in (["--json", "/somewhere/a.json"], ["--json=/somewhere/a.json"]):
+    for json_option in (["--json", "/somewhere/a.json"], ["--json=/somewhere/a.json"], ["-o", "/somewhere/t.json"]):
         said = command_line("all_gather", ["-b", "1K", *json_option, "--eager"], 4, False)
         assert said == "bash launch.sh --nproc 4 --emulate-nodes 2 -m tdcoll.bench all_gather -b 1K --eager"
     assert "--nproc 4 --simulate --nnodes 2" in command_line("all_gather", [], 8, True)
@@ -132,10 +132,13 @@ def test_the_simulator_has_no_times() -> None:
 
 
 def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
+    file, table = tmp_path / "result.json", tmp_path / "table.json"
+    table.write_text('{"tuning": "all_gather", "version": 1, "tables": []}')
     done = launch(
         *("--simulate", "--nproc", "2", "-m", "tdcoll.bench", "all_gather"),
         *("-b", "1K", "-e", "1K", "--algorithms", "1d,in-place", "--json", str(file)),
+        *("--project", "nodes=1,ranks=2,latency_us=5,GBps=50,intra_GBps=100"),
+        env={"TDCOLL_TUNING": str(table)},
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
@@ -146,5 +149,8 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     ]
     assert result["rows"][0]["counts"]["put_bytes"] == [1024, 1024]
     assert "tdcoll in-place" in done.stdout
+    assert "| 1 KB per rank | 1d | counted | 1 | 1,024 | 1 | 0 | 0 | 2.01 | 1.00 × 1d |" in done.stdout
+    assert result["projection"][4] in done.stdout
     assert result["provenance"]["simulated"] is True
+    assert result["provenance"]["environment"]["TDCOLL_TUNING"] == "table.json"
     assert str(tmp_path) not in file.read_text()

@@ -12,8 +12,8 @@ import pytest
 
 from tdcoll.bench import report
 from tdcoll.bench.__main__ import main
-from tdcoll.bench.arithmetic import Summary
-from tdcoll.bench.rows import Row, load, save, with_ratios
+from tdcoll.bench.arithmetic import Floor, Summary
+from tdcoll.bench.rows import Row, SignalRow, load, save, with_ratios
 
 HEAD: dict[str, Any] = {
     "benchmark": "all_gather",
@@ -185,3 +185,106 @@ def test_a_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     empty = write(tmp_path / "b.json", [row(8, "1d", None)])
     assert main(["report", str(empty), "--plot", str(tmp_path / "b.png")]) == 1
     assert "nothing to plot" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- floors
+
+
+def on_h200s() -> dict[str, Any]:
+    return {**HEAD, "provenance": {**HEAD["provenance"], "gpus": ["NVIDIA H200"] * 8}}
+
+
+def test_a_floor_is_latency_or_bandwidth() -> None:
+    floor = Floor(launch_us=0.8, crossing_us=1.2, gbps=350.0)
+    assert floor.us(64, 8) == 2.0
+    assert floor.us(100_000, 8) == 2.0  # exactly: 7 * 100 KB at 350 GB/s
+    assert floor.us(1_000_000, 8) == pytest.approx(20.0)
+    assert floor.us(1_000_000, 1) == 0.8
+
+
+def test_tables_of_known_gpus_have_a_floor() -> None:
+    lines = report.markdown(on_h200s(), example()).splitlines()
+    assert [line for line in lines if line.startswith("|")] == [
+        "| bytes per rank | tdcoll 1d, µs | tdcoll in-place, µs | nccl, µs | floor, µs | tdcoll's best / floor "
+        "| tdcoll's best, bus GB/s | nccl / tdcoll's best |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| 1 KB | 4 | 6 | 16 | 1.8 | 2.22 | 1.79 | 4.00 |",
+        "| 4 KB | 40 | 30 | 15 | 1.8 | 16.67 | 0.956 | 0.50 |",
+    ]
+    assert "The floor is a launch (0.8 µs) and one crossing (1 µs), or what a rank sends at 341 GB/s" in "\n".join(
+        lines
+    )
+
+
+def test_other_tables_have_none() -> None:
+    mixed = {**HEAD, "provenance": {**HEAD["provenance"], "gpus": ["NVIDIA H200", "NVIDIA H100"] * 4}}
+    several = [dataclasses.replace(r, nodes=2) for r in example()]
+    for head, rows in ((HEAD, example()), (mixed, example()), (on_h200s(), several)):
+        assert "floor" not in report.markdown(head, rows)
+    assert "floor" not in report.markdown(on_h200s(), several, Floor(1, 1, 1))
+
+
+def signal_file(path: Path, **more: Any) -> Path:
+    fields: dict[str, Any] = {"ranks": 8, "nodes": 1, "peer": False, "launch": "graph", "check": "ok", **more}
+    rows = [
+        SignalRow(**fields, algorithm=send, pattern=pattern, peer_rank=peer).timed(Summary(us, us, us))
+        for send, pattern, peer, us in (
+            *(
+                ("signal_block", "one-way", 1, 1.9),
+                ("st_release", "one-way", 1, 1.2),
+                ("st_release", "one-way", 2, 1.1),
+            ),
+            ("st_release", "all-to-all", None, 0.5),
+        )
+    ]
+    save(path, {**HEAD, "benchmark": "signal"}, rows)
+    return path
+
+
+def test_the_floor_is_given_or_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = str(write(tmp_path / "known.json", example(), on_h200s()))
+    unknown = str(write(tmp_path / "unknown.json", example()))
+    signals = str(signal_file(tmp_path / "signals.json"))
+
+    def said(*arguments: str) -> str:
+        assert main(["report", *arguments]) == 0
+        return capsys.readouterr().out
+
+    # Options go before what signals say, and that before what is known of the GPUs.
+    assert "a launch (0.8 µs) and one crossing (2.5 µs)" in said(known, "--floor-crossing-us", "2.5")
+    assert "floor" not in said(unknown, signals)
+    given = ["--floor-launch-us", "2", "--floor-GBps", "100"]
+    assert "a launch (2 µs) and one crossing (1.1 µs), or what a rank sends at 100 GB/s" in said(
+        unknown, signals, *given
+    )
+    assert "one crossing (3 µs)" in said(unknown, signals, *given, "--floor-crossing-us", "3")
+    assert main(["report", unknown, *given]) == 1
+    assert "of these GPUs the floor is not known" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", known, "--floor-GBps", "0"])
+    assert "expected a number above 0" in capsys.readouterr().err
+
+
+def test_the_floor_is_a_line_of_both_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    real = Figure.savefig
+
+    def savefig(self: Any, *arguments: Any, **named: Any) -> None:
+        drawn.append(self)
+        real(self, *arguments, **named)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    for head in (on_h200s(), HEAD):
+        report.plot([(head, example())], tmp_path / "a.png")
+    known, unknown = drawn
+    for axis, expected in zip(known.axes, ([1.8, 1.8], [7 * 1.024 / 1.8, 7 * 4.096 / 1.8]), strict=True):
+        (line,) = [line for line in axis.get_lines() if line.get_label() == "floor"]
+        assert list(line.get_ydata()) == pytest.approx(expected)
+        assert (axis.get_xscale(), axis.get_yscale()) == ("log", "log")
+    labels = [line.get_label() for line in known.axes[0].get_lines()]
+    assert labels == ["tdcoll 1d", "tdcoll in-place", "nccl", "floor"]
+    assert [axis.get_ylabel() for axis in known.axes] == ["latency, µs", "bus bandwidth, GB/s"]
+    assert not [line for axis in unknown.axes for line in axis.get_lines() if line.get_label() == "floor"]

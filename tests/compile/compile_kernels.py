@@ -20,6 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from tdcoll.bench import kernels as bench
 from tdcoll.collectives.all_gather import kernels, kernels_ll
 from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.sparse_all_reduce import kernels as sparse
@@ -189,6 +190,23 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
     }
 
 
+SIGNALS = {"ping_pong": {}, "signal_all": {"WORLD": 8, "BLOCK": 8}}
+SIGNAL_TYPES = {"pes": "*i32", **dict.fromkeys(("signals", "addresses", "counter", "monitor"), "*i64")}
+
+
+def compile_signals(arch: int, name: str, direct: bool) -> dict[str, object]:
+    ptx = compile_for(getattr(bench, name), arch, {**SIGNALS[name], "DIRECT": direct}, SIGNAL_TYPES).asm["ptx"]
+    return {
+        "kernel": name,
+        "arch": arch,
+        "direct": direct,
+        "links": "nvshmemi_device_state" in ptx,
+        "releases": ptx.count("st.release.sys"),
+        "globaltimer": ptx.count("%globaltimer"),
+        **resources(ptx, arch),
+    }
+
+
 def compile_language_checks(arch: int) -> list[dict[str, object]]:
     """The kernels of the language checks: every function of the device language."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "workers"))
@@ -207,8 +225,9 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    results, ll, matching = [], [], []
+    results, ll, matching, signals = [], [], [], []
     for arch in (90, 100):
+        signals += [compile_signals(arch, name, direct) for name in SIGNALS for direct in (False, True)]
         matching += [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()]
         ll += [compile_ll(arch, 8, block) for block in (256, 1024)]
         for kernel in (kernels.all_gather_1d, kernels.all_gather_2d):
@@ -216,6 +235,7 @@ def main() -> None:
     sums = [compile_sparse(name, arch, constants, rows) for name, constants, rows, archs in SPARSE for arch in archs]
     checks = compile_language_checks(90)
     compiled = {"all_gather": results, "ll": ll, "language": checks, "index_match": matching, "sparse": sums}
+    compiled["signals"] = signals
     json.dump({"triton": triton.__version__, **compiled}, sys.stdout)
 
 

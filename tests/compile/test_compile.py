@@ -96,6 +96,16 @@ def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
         assert kernel["wide_stores"] > 0, kernel
 
 
+def test_kernels_of_the_signal_benchmark(compiled) -> None:
+    kernels = compiled["signals"]
+    assert len(kernels) == 8
+    for kernel in kernels:
+        assert kernel["links"] != kernel["direct"], kernel
+        assert kernel["releases"] >= 1, kernel
+        assert kernel["globaltimer"] >= 1, kernel
+        assert kernel["spilled_bytes"] == 0, kernel
+
+
 def test_every_device_function_compiles(compiled) -> None:
     kernels = {k["kernel"] for k in compiled["language"]}
     assert {"put", "get", "put_signal", "signals_to_all", "store_through_pointer", "never"} <= kernels

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from triton.compiler import CompiledKernel
 
 from tdcoll import runtime
 from tdcoll.collectives.all_gather import kernels, kernels_ll
-from tdcoll.collectives.all_gather.policy import Plan, choose
+from tdcoll.collectives.all_gather.policy import HANDED_OVER, Plan, choose
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
 
 __all__ = ["all_gather", "all_gather_in_place", "all_gather_into_tensor", "exchange_counted"]
 
 _SMALLEST_DEFAULT_CONTEXT = 1 << 20
+
+_log = logging.getLogger("tdcoll")
 
 
 def _routes(ctx: CollectiveContext, algorithm: str) -> tuple[torch.Tensor, int, int]:
@@ -47,14 +50,15 @@ def _routes(ctx: CollectiveContext, algorithm: str) -> tuple[torch.Tensor, int, 
 class _Launch:
     """One ready-made launch: everything about a call shape that does not change from call to call."""
 
-    def __init__(
-        self, ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool, counted: bool = False
-    ) -> None:
-        plan = choose(nbytes, ctx.topology, algorithm, ll_bytes=-1 if in_place else ctx.ll_bytes)
+    group = None
+    """A process group that does it instead; see :class:`_HandOver`."""
+
+    def __init__(self, ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool, counted: bool = False) -> None:
         prepare = self._prepare_ll if plan.algorithm == "ll" else self._prepare_puts
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
         self.landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
         self._grid = (programs, 1, 1)
+        self._function = kernel
         self._kernel = kernel[self._grid]
         if counted:
             self._constants = (*self._constants, True)
@@ -112,6 +116,43 @@ class _Launch:
             # The same types and alignments on every call: what Triton would look up again, at 15 us a time.
             self._compiled = compiled[self._grid]
 
+    def prepare(self) -> None:
+        """Compile and load what a CUDA graph may capture before any call of this kind is made."""
+        if self._variant in self._context.tables:
+            return
+        address = self._context.staging.data_ptr()  # an address like others: only its type counts
+        arguments = (address, address, address, *self._tensors, *self._numbers, *self._constants)
+        compiled = self._function.warmup(*arguments, grid=self._grid, num_warps=self._num_warps)
+        if isinstance(compiled, CompiledKernel):
+            self._compiled = compiled[self._grid]
+            self._context.tables[self._variant] = True
+
+
+class _HandOver:
+    """In the place of a launch: torch.distributed's all-gather, because a tuning table says that it is faster."""
+
+    landing = 0
+
+    def __init__(self, ctx: CollectiveContext, nbytes: int, graph: bool) -> None:
+        self.group, self._context = ctx.tuning.group, ctx
+        if "handed over" not in ctx.tables:
+            ctx.tables["handed over"] = True
+            if ctx.rank == 0:
+                _log.info(
+                    "all_gather: the tuning table leaves %d bytes per rank%s on %s to torch.distributed (%s)",
+                    nbytes, " in CUDA graphs" if graph else "", ctx.topology.describe(), self.group.name(),
+                )  # fmt: skip
+
+    def prepare(self) -> None:
+        """A first call, which makes the communicator: that cannot be captured."""
+        mine = torch.zeros(1, dtype=torch.uint8, device=self._context.device)
+        self.gather(mine, mine.new_empty(self._context.world_size))
+
+    def gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """The call. As bytes: they are moved as they are, and not all dtypes are known there."""
+        given, result = tensor.reshape(-1).view(torch.uint8), out.reshape(-1).view(torch.uint8)
+        torch.distributed.all_gather_into_tensor(result, given, group=self.group)
+
 
 def _refuse_capture(ctx: CollectiveContext) -> None:
     """What comes next compiles a kernel or copies to the device, neither of which a CUDA graph can capture."""
@@ -130,9 +171,36 @@ def _peer_addresses(ctx: CollectiveContext, tensor: torch.Tensor) -> torch.Tenso
     return torch.tensor(addresses, dtype=torch.int64, device=ctx.device)
 
 
-def _launch(ctx: CollectiveContext, nbytes: int, algorithm: str, in_place: bool) -> _Launch:
-    key = ("all_gather", nbytes, algorithm, in_place)
-    return ctx.once(key, lambda: _Launch(ctx, nbytes, algorithm, in_place))
+def _launch(ctx: CollectiveContext, nbytes: int, algorithm: str | Plan, in_place: bool) -> _Launch | _HandOver:
+    graph = bool(ctx.tuning.entries) and ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    key = ("all_gather", nbytes, algorithm, in_place, graph)
+    return ctx.once(key, lambda: _make_launch(ctx, nbytes, algorithm, in_place, graph))
+
+
+def _make_launch(
+    ctx: CollectiveContext, nbytes: int, algorithm: str | Plan, in_place: bool, graph: bool
+) -> _Launch | _HandOver:
+    """The launch of such calls; with a table also that of the same calls in a CUDA graph, where no more can be made."""
+
+    def plan_of(graph: bool) -> Plan:
+        ll_bytes, tuning = -1 if in_place else ctx.ll_bytes, ctx.tuning
+        facts = {"graph": graph, "in_place": in_place, "hand_over": tuning.group is not None}
+        return choose(nbytes, ctx.topology, algorithm, ll_bytes=ll_bytes, entries=tuning.entries, **facts)
+
+    def launch_of(plan: Plan, graph: bool) -> _Launch | _HandOver:
+        if plan.algorithm == HANDED_OVER:
+            return _HandOver(ctx, nbytes, graph)
+        return _Launch(ctx, nbytes, plan, in_place)
+
+    plan = plan_of(graph)
+    launch = launch_of(plan, graph)
+    if ctx.tuning.entries and not graph:
+        captured = plan_of(True)
+        other = launch if captured == plan else launch_of(captured, True)
+        if other is not launch:
+            other.prepare()
+        ctx.once(("all_gather", nbytes, algorithm, in_place, True), lambda: other)
+    return launch
 
 
 def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
@@ -146,7 +214,7 @@ def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
         nbytes: from one segment to the next, a multiple of 16.
     """
     key = ("exchange_counted", nbytes)
-    launch = ctx.once(key, lambda: _Launch(ctx, nbytes, "auto", in_place=True, counted=True))
+    launch = ctx.once(key, lambda: _Launch(ctx, nbytes, choose(nbytes, ctx.topology), in_place=True, counted=True))
     launch(address + ctx.rank * nbytes, 0, address)
 
 
@@ -172,7 +240,7 @@ def all_gather(
     tensor: torch.Tensor,
     ctx: CollectiveContext,
     out: torch.Tensor | None = None,
-    algorithm: str = "auto",
+    algorithm: str | Plan = "auto",
 ) -> torch.Tensor:
     """``[n, ...] -> [world * n, ...]``: the tensors of all ranks, concatenated in rank order.
 
@@ -183,8 +251,9 @@ def all_gather(
         tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
             May hold ``tensor`` as its own segment, and must not overlap it otherwise.
-        algorithm: ``"ll"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by size and topology (see
-            :func:`tdcoll.collectives.all_gather.policy.choose`).
+        algorithm: ``"ll"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by the context's tuning table, size and
+            topology (see :func:`tdcoll.collectives.all_gather.policy.choose`). A
+            :class:`~tdcoll.collectives.all_gather.policy.Plan` fixes chunks and warps as well.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -202,7 +271,7 @@ def all_gather(
     nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
     given = out
 
-    def prepare() -> _Launch:
+    def prepare() -> _Launch | _HandOver:
         _check("tensor", tensor, ctx)
         if given is not None:
             _check_out(tensor, given, ctx)
@@ -211,6 +280,9 @@ def all_gather(
     launch = ctx.begin("all_gather", nbytes, (str(getattr(tensor, "dtype", None)), algorithm), prepare)
     if out is None:
         out = torch.empty(_gathered_shape(tensor, ctx.world_size), dtype=tensor.dtype, device=tensor.device)
+    if launch.group is not None:
+        launch.gather(tensor, out)
+        return out
     launch(tensor.data_ptr(), out.data_ptr(), launch.landing)
     return out
 
@@ -230,7 +302,7 @@ def _check_out(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) 
         )
 
 
-def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm: str = "auto") -> torch.Tensor:
+def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm: str | Plan = "auto") -> torch.Tensor:
     """``[world * n, ...] -> the same``, without a copy: ``buffer`` is symmetric, each rank has filled its own segment.
 
     Peers put straight into ``buffer``. What they overwrite there may still be read by this rank's earlier work, so a
@@ -240,7 +312,7 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     Args:
         buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks; contiguous;
             its first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``.
-        algorithm: ``"1d"``, ``"2d"`` or ``"auto"``.
+        algorithm: ``"1d"``, ``"2d"``, ``"auto"`` or a plan.
 
     Returns:
         ``buffer``.
@@ -252,9 +324,9 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     world = ctx.world_size
     owner = runtime.current()
 
-    def prepare() -> _Launch:
+    def prepare() -> _Launch | _HandOver:
         _check("buffer", buffer, ctx)
-        if algorithm == "ll":
+        if algorithm == "ll" or (isinstance(algorithm, Plan) and algorithm.algorithm == "ll"):
             raise ValueError("algorithm must be '1d', '2d' or 'auto' in place: 'll' goes through memory of its own")
         if not buffer.dim() or buffer.shape[0] % world:
             raise ValueError(
@@ -273,6 +345,9 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     offset = buffer.data_ptr() - owner.heap.base if known else None
     agree = (getattr(buffer, "nbytes", None), str(getattr(buffer, "dtype", None)), algorithm, offset)
     launch = ctx.begin("all_gather_in_place", 0, agree, prepare)
+    if launch.group is not None:
+        launch.gather(buffer.chunk(world)[ctx.rank], buffer)
+        return buffer
     base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
     launch(base + ctx.rank * (buffer.nbytes // world), 0, base)
     return buffer

@@ -2,7 +2,8 @@
 """Which all-gather to launch, and how: pure functions of facts that are the same on every rank.
 
 Two ranks that choose differently wait for signals that nobody sends. So nothing here may look at the rank, the clock,
-the device or an environment variable: only at the operation's size, the topology's shape and the caller's wish.
+the device or an environment variable: only at the operation's size, the topology's shape, the caller's wish and the
+entries of a tuning table, which the ranks have compared (:mod:`.tuning`). What no entry decides, the rules here do.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from dataclasses import dataclass
 from tdcoll.context import CHANNELS
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["ALGORITHMS", "Plan", "choose"]
+__all__ = ["ALGORITHMS", "HANDED_OVER", "Entry", "Plan", "choose"]
 
 ALGORITHMS = ("auto", "ll", "1d", "2d")
+
+HANDED_OVER = "nccl"
+"""In a tuning table and a plan: leave this call to torch.distributed."""
 
 CHUNK_ALIGNMENT = 128
 """Bytes. Chunks start at multiples of it, so that full 128-byte lines travel."""
@@ -34,7 +38,7 @@ class Plan:
     """How one all-gather is launched.
 
     Attributes:
-        algorithm: ``"ll"``, ``"1d"`` or ``"2d"``.
+        algorithm: ``"ll"``, ``"1d"`` or ``"2d"``; ``"nccl"``: it is not, torch.distributed does it.
         channels: chunks that each segment is cut into.
         chunk: bytes of a chunk; the last may be shorter.
         num_warps: warps of each program.
@@ -46,46 +50,153 @@ class Plan:
     num_warps: int
 
 
-def choose(nbytes: int, topology: Topology, algorithm: str = "auto", *, ll_bytes: int = -1) -> Plan:
-    """The plan for ``nbytes`` per rank over ``topology``; the same on all of its ranks.
+@dataclass(frozen=True)
+class Entry:
+    """What a tuning table says of calls of one kind up to one size; None is left to the rules.
 
-    ``"auto"`` takes LL where it can, 2D where there are several nodes of several ranks each, all of one size (a segment
-    then crosses between nodes once per node pair), and 1D everywhere else.
-
-    Args:
-        nbytes: bytes per rank.
-        topology: the group.
-        algorithm: one of :data:`ALGORITHMS`.
-        ll_bytes: the most that the context can send by LL, -1 if its ranks cannot store to each other's memory.
-
-    Raises:
-        ValueError: an unknown algorithm, 2D over nodes of different sizes, LL between nodes or beyond ``ll_bytes``.
+    Attributes:
+        ranks_per_node, nodes: the group that it was measured on.
+        launch: ``"graph"``, captured in a CUDA graph, or ``"eager"``.
+        in_place: whether the call is.
+        up_to: the most bytes per rank that it holds for; None: any number.
+        algorithm: as in :class:`Plan`.
+        channels, chunk: chunks of a segment, or bytes of one; at most one of the two.
+        num_warps: warps of each program.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
-    per_node = topology.ranks_per_node
-    if algorithm == "2d" and per_node is None:
-        raise ValueError(
+
+    ranks_per_node: int
+    nodes: int
+    launch: str
+    in_place: bool
+    up_to: int | None
+    algorithm: str
+    channels: int | None = None
+    chunk: int | None = None
+    num_warps: int | None = None
+
+
+_BY_THE_RULES = Entry(0, 0, "", False, None, "")
+
+
+def _entry(nbytes: int, topology: Topology, entries: tuple[Entry, ...], graph: bool, in_place: bool) -> Entry | None:
+    """The first entry that holds for such a call."""
+    kind = (topology.ranks_per_node, topology.n_nodes, "graph" if graph else "eager", in_place)
+    for entry in entries:
+        if (entry.ranks_per_node, entry.nodes, entry.launch, entry.in_place) == kind:
+            if entry.up_to is None or nbytes <= entry.up_to:
+                return entry
+    return None
+
+
+def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int) -> str | None:
+    """Why the algorithm cannot be had for such a call."""
+    if algorithm == "2d" and topology.ranks_per_node is None:
+        return (
             "algorithm='2d' needs the same number of ranks on every node; this group has "
             f"{topology.describe()}. Use algorithm='1d' or 'auto'."
         )
     if algorithm == "ll" and (topology.n_nodes > 1 or nbytes > ll_bytes):
         limit = f"at most {ll_bytes} bytes per rank" if ll_bytes >= 0 else "ranks that can store to each other's memory"
-        raise ValueError(
+        return (
             f"algorithm='ll' needs one node and {limit}; got {nbytes} bytes on {topology.describe()}. Use '1d' or "
             "'auto'."
         )
-    if algorithm == "auto":
-        if topology.n_nodes == 1 and nbytes <= ll_bytes:
-            algorithm = "ll"
-        else:
-            algorithm = "2d" if topology.n_nodes > 1 and per_node is not None and per_node > 1 else "1d"
-    if algorithm == "ll":
-        words = max(1, -(-nbytes // 4))
+    return None
+
+
+def _by_rules(nbytes: int, topology: Topology, ll_bytes: int) -> str:
+    """The algorithm that is taken where no table says anything."""
+    if topology.n_nodes == 1 and nbytes <= ll_bytes:
+        return "ll"
+    per_node = topology.ranks_per_node
+    return "2d" if topology.n_nodes > 1 and per_node is not None and per_node > 1 else "1d"
+
+
+def _plan_ll(nbytes: int, entry: Entry) -> Plan:
+    words = max(1, -(-nbytes // 4))
+    if entry.chunk is not None:
+        block = entry.chunk // 4
+    elif entry.channels is not None:
+        block = max(LL_BLOCKS[0], 1 << (-(-words // entry.channels) - 1).bit_length())
+    else:
         block = next((size for size in LL_BLOCKS if words <= size), LL_BLOCKS[-1])
-        return Plan("ll", -(-words // block), 4 * block, block // 128)
-    channels = min(CHANNELS, max(1, -(-nbytes // TARGET_CHUNK_BYTES)))
+    return Plan("ll", -(-words // block), 4 * block, entry.num_warps or max(1, min(8, block // 128)))
+
+
+def _plan_puts(nbytes: int, algorithm: str, entry: Entry) -> Plan:
+    wanted = entry.channels or -(-nbytes // (entry.chunk or TARGET_CHUNK_BYTES))
+    channels = min(CHANNELS, max(1, wanted))
     chunk = -(-nbytes // channels)
     chunk = max(1, -(-chunk // CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
     channels = max(1, -(-nbytes // chunk))
-    return Plan(algorithm, channels, chunk, 16 if chunk >= MANY_WARPS_FROM else 8)
+    return Plan(algorithm, channels, chunk, entry.num_warps or (16 if chunk >= MANY_WARPS_FROM else 8))
+
+
+def _check_plan(nbytes: int, topology: Topology, plan: Plan, ll_bytes: int) -> None:
+    """Raise unless the plan, which somebody has made by hand, can be launched."""
+    if plan.algorithm not in ALGORITHMS[1:]:
+        raise ValueError(f"a Plan's algorithm must be one of {', '.join(ALGORITHMS[1:])}; got {plan.algorithm!r}")
+    if refusal := _refusal(nbytes, topology, plan.algorithm, ll_bytes):
+        raise ValueError(refusal)
+    ll = plan.algorithm == "ll"
+    aligned = plan.chunk & (plan.chunk - 1) == 0 and plan.chunk >= 4 if ll else plan.chunk % 16 == 0
+    if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < nbytes:
+        raise ValueError(
+            f"a Plan's chunks must be {'a power of two' if ll else 'a multiple of 16'} bytes and cover all {nbytes} "
+            f"bytes; got {plan.channels} of {plan.chunk} bytes"
+        )
+    if plan.channels < 1 or (not ll and plan.channels > CHANNELS):
+        raise ValueError(f"a Plan's channels must be 1 to {CHANNELS}, got {plan.channels}")
+
+
+def choose(
+    nbytes: int,
+    topology: Topology,
+    algorithm: str | Plan = "auto",
+    *,
+    ll_bytes: int = -1,
+    entries: tuple[Entry, ...] = (),
+    graph: bool = False,
+    in_place: bool = False,
+    hand_over: bool = False,
+) -> Plan:
+    """The plan for ``nbytes`` per rank over ``topology``; the same on all of its ranks.
+
+    ``"auto"`` takes what the first entry for such a call says, if that can be had. Without one it takes LL where it
+    can, 2D where there are several nodes of several ranks each, all of one size (a segment then crosses between nodes
+    once per node pair), and 1D everywhere else. Chunks and warps are an entry's too, if it is of that algorithm.
+
+    Args:
+        nbytes: bytes per rank.
+        topology: the group.
+        algorithm: one of :data:`ALGORITHMS`; or a plan, which is checked and taken as it is.
+        ll_bytes: the most that the context can send by LL, -1 if its ranks cannot store to each other's memory.
+        entries: of a tuning table, for these GPUs.
+        graph: whether the call is captured in a CUDA graph.
+        in_place: whether it is in place.
+        hand_over: whether torch.distributed could take it.
+
+    Raises:
+        ValueError: an unknown algorithm, 2D over nodes of different sizes, LL between nodes or beyond ``ll_bytes``, a
+            plan that cannot be launched.
+    """
+    if isinstance(algorithm, Plan):
+        _check_plan(nbytes, topology, algorithm, ll_bytes)
+        return algorithm
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
+    entry = _entry(nbytes, topology, entries, graph, in_place)
+    if algorithm == "auto":
+        if entry is not None and entry.algorithm == HANDED_OVER:
+            if hand_over and nbytes:
+                return Plan(HANDED_OVER, 0, 0, 0)
+            entry = None
+        if entry is not None and _refusal(nbytes, topology, entry.algorithm, ll_bytes) is None:
+            algorithm = entry.algorithm
+        else:
+            algorithm = _by_rules(nbytes, topology, ll_bytes)
+    elif refusal := _refusal(nbytes, topology, algorithm, ll_bytes):
+        raise ValueError(refusal)
+    if entry is None or entry.algorithm != algorithm:
+        entry = _BY_THE_RULES
+    return _plan_ll(nbytes, entry) if algorithm == "ll" else _plan_puts(nbytes, algorithm, entry)

@@ -27,12 +27,12 @@ def pieces() -> Iterator[None]:
 
 
 GRIDS = {  # calls, ranks per node, seeds
-    "owner 4": ("ooo", [4], 30),
-    "owner 2+2": ("oo", [2, 2], 20),
-    "owner 1+1+1": ("oo", [1, 1, 1], 20),
-    "owner 2+2+1": ("oo", [2, 2, 1], 8),
-    "gather 4": ("ggg", [4], 20),
-    "gather 2+2": ("ggg", [2, 2], 12),
+    "owner 4": ("ooo", [4], 16),
+    "owner 2+2": ("oo", [2, 2], 12),
+    "owner 1+1+1": ("oo", [1, 1, 1], 8),
+    "owner 2+2+1": ("oo", [2, 2, 1], 6),
+    "gather 4": ("ggg", [4], 8),
+    "gather 2+2": ("ggg", [2, 2], 6),
     "both 3": ("ogoggo", [3], 8),
 }
 

@@ -180,13 +180,13 @@ ONE_NODE = [[1], [2], [3], [4], [5], [8]]
 SEVERAL = [[1, 1], [2, 1], [2, 2], [1, 3], [1, 1, 1], [2, 2, 1], [1, 1, 1, 1], [3, 1, 2], [2, 2, 2, 2]]
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=24)
 @given(case=cases(ONE_NODE, 30), small_pieces=st.booleans(), weak=st.booleans())
 def test_any_case_on_one_node(case: Any, small_pieces: bool, weak: bool) -> None:
     _any_case(case, small_pieces, weak)
 
 
-@settings(quick, max_examples=25)
+@settings(quick, max_examples=14)
 @given(case=cases(SEVERAL, 6), small_pieces=st.booleans(), weak=st.booleans())
 def test_any_case_on_several_nodes(case: Any, small_pieces: bool, weak: bool) -> None:
     _any_case(case, small_pieces, weak)

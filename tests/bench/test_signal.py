@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latency of signals: the kernels, what they count, the measuring path, and that a wrong signal shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tdcoll.bench import report, signal
+from tdcoll.bench.__main__ import main
+from tdcoll.bench.rows import SignalRow, load, save
+from tdcoll.testing import World, explore
+
+HEAD: dict[str, Any] = {
+    "benchmark": "signal",
+    "command": "bash launch.sh --nproc 4 -m tdcoll.bench signal",
+    "started": "2031-02-03T04:05:06",
+    "provenance": {"tdcoll": "0.1.0", "gpus": ["NVIDIA Test"] * 4, "environment": {}},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--rounds 1", "expected a whole number of at least 2"),
+        ("--sends put", "expected some of signal_block, st_release"),
+        ("--patterns ring", "expected some of one-way, all-to-all"),
+        ("--iters 1", "expected a whole number of at least 2"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        signal.parse(arguments.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def simulated(world: World, arguments: str = "--rounds 4") -> list[SignalRow]:
+    options = signal.parse(arguments.split())
+    return world.run(lambda _: signal.simulate(options, lambda row: None))[0]
+
+
+def test_counts() -> None:
+    rows = simulated(World(4))
+    assert {row.check for row in rows} == {"ok"}
+    assert [(row.pattern, row.peer_rank, row.rounds, row.algorithm) for row in rows] == [
+        *(("one-way", peer, 4, send) for peer in (1, 2, 3) for send in signal.SENDS),
+        *(("all-to-all", None, rounds, send) for rounds in (4, 1) for send in signal.SENDS),
+    ]
+    counts = {(row.peer_rank, row.rounds, row.algorithm): row.counts for row in rows}
+    assert counts[2, 4, "signal_block"]["signals"] == [4, 0, 4, 0]
+    assert counts[2, 4, "signal_block"]["waits"] == [4, 0, 4, 0]
+    assert counts[2, 4, "st_release"]["signals"] == [0] * 4
+    assert counts[None, 4, "signal_block"]["signals"] == [12] * 4
+    assert counts[None, 1, "st_release"]["waits"] == [1] * 4
+
+
+def test_stores_stay_inside_a_node() -> None:
+    rows = simulated(World(4, ranks_per_node=2), "--rounds 2")
+    found = {(row.peer_rank, row.rounds, row.algorithm): row for row in rows}
+    assert found[1, 2, "st_release"].check == "ok"
+    assert found[1, 2, "st_release"].same_node
+    assert not found[2, 2, "signal_block"].same_node
+    assert [key for key, row in found.items() if row.check != "ok"] == [
+        (peer, rounds, "st_release") for peer, rounds in ((2, 2), (3, 2), (None, 2), (None, 1))
+    ]
+    assert found[2, 2, "st_release"].note == "needs ranks that can store to each other's memory"
+    assert found[3, 2, "signal_block"].check == "ok"
+
+
+def test_with_late_deliveries() -> None:
+    """With one row of signals the first seed fails: a signal overtakes the one of the round before."""
+
+    def case(world: World) -> None:
+        assert {row.check for row in simulated(world, "--rounds 3")} == {"ok"}
+
+    explore(case, n_pes=3, seeds=6)
+
+
+def test_a_signal_that_is_not_what_it_should_be_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = signal._Bench.launch
+
+    def spoilt(self: Any, row: SignalRow) -> None:
+        real(self, row)
+        if self.topology.rank == 1:
+            self.signals[1, 0] += 1
+
+    monkeypatch.setattr(signal._Bench, "launch", spoilt)
+    row = simulated(World(2), "--rounds 3 --patterns all-to-all --sends st_release")[0]
+    assert row.check == "WRONG"
+    assert row.note == "rank 1: expected signals of 3, got {0: 4}, counted 3"
+
+
+def test_the_measuring_path(clock: Any, on_gpus: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = signal._Bench.launch
+
+    def timed(self: Any, row: SignalRow) -> None:
+        real(self, row)
+        if self.takes_part(row):
+            clock.passes(2.0 + row.rounds * (3.0 if row.pattern == "one-way" else 1.5))
+
+    monkeypatch.setattr(signal._Bench, "launch", timed)
+    options = signal.parse(["--rounds", "4", "--iters", "3", "--warmup", "1"])
+    shown: list[SignalRow] = []
+    rows = on_gpus(lambda pe: signal.measure(options, shown.append if pe == 0 else lambda row: None), 3)[0]
+    assert shown == rows
+    assert {row.check for row in rows} == {"ok"}
+    assert {row.launch for row in rows} == {"graph"}
+    for row in rows:
+        if row.pattern == "one-way":
+            assert row.median_us == pytest.approx((2 + 4 * 3) / 8)
+            assert row.calls == (1, 2)
+        else:
+            assert row.median_us == pytest.approx(2 / row.rounds + 1.5)
+            assert row.calls == ((20, 21) if row.rounds == 1 else (1, 2))
+
+
+def example() -> list[SignalRow]:
+    from tdcoll.bench.arithmetic import Summary
+
+    made = []
+    places = (("one-way", 3, 500, 1.25), ("all-to-all", None, 500, 2.5), ("all-to-all", None, 1, 3.3))
+    for pattern, peer, rounds, us in places:
+        for send, more in (("signal_block", 0.5), ("st_release", 0.0)):
+            where: dict[str, Any] = {"pattern": pattern, "peer_rank": peer, "rounds": rounds}
+            row = SignalRow(ranks=4, nodes=1, algorithm=send, peer=False, launch="graph", check="ok", **where)
+            made.append(row.timed(Summary(us + more, us, us + 1)))
+    return made
+
+
+def test_the_report(tmp_path: Path) -> None:
+    save(tmp_path / "s.json", HEAD, example())
+    head, rows = load(tmp_path / "s.json")
+    assert rows == example()
+    assert [line for line in report.markdown(head, rows).splitlines() if line.startswith("|")] == [
+        "| signals | rounds in a launch | tdcoll signal_block, µs | tdcoll st_release, µs |",
+        "| ---: | ---: | ---: | ---: |",
+        "| 0 to 3 | 500 | 1.75 | 1.25 |",
+        "| all-to-all | 500 | 3 | 2.5 |",
+        "| all-to-all | 1 | 3.8 | 3.3 |",
+    ]
+    pytest.importorskip("matplotlib")
+    assert main(["report", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.png")]) == 0
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning: what is tried, what is taken, and the table that comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tdcoll.bench import all_gather as benchmark
+from tdcoll.bench import tune
+from tdcoll.bench.__main__ import main
+from tdcoll.bench.arithmetic import Summary
+from tdcoll.bench.rows import Row
+from tdcoll.bench.tune import Candidate, candidates, pick, sections
+from tdcoll.collectives.all_gather.policy import Plan
+from tdcoll.collectives.all_gather.tuning import SIMULATOR, Table
+from tdcoll.runtime.topology import Topology
+
+FOUR = Topology.of(0, range(4), [0] * 4)
+TWO_BY_TWO = Topology.of(0, range(4), [0, 0, 1, 1])
+
+LL, PUTS, NCCL = Candidate("ll"), Candidate("1d"), Candidate("nccl")
+WIDE = Candidate("1d", channels=32, num_warps=8)
+
+
+# ---------------------------------------------------------------------- what is tried
+
+
+def test_what_is_tried() -> None:
+    found = candidates(4096, FOUR, ll_bytes=4096, channels=(1, 4, 8), warps=(4, 8))
+    assert [c.name for c in found] == [
+        *("ll", "ll 512 B chunks 4 warps", "ll 1 KB chunks 4 warps", "ll 1 KB chunks 8 warps"),
+        *("ll 2 KB chunks 4 warps", "ll 2 KB chunks 8 warps", "ll 4 KB chunks 4 warps"),  # 4 KB with 8 is the rules'
+        *("1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps", "1d 4 chunks 8 warps"),  # 1 with 8 is the rules'
+    ]
+    plans = [c.plan(4096, FOUR, 4096) for c in found]
+    assert len(set(plans)) == len(plans)
+
+
+def test_what_cannot_be_had_is_not_tried() -> None:
+    def algorithms(*arguments: Any, **options: Any) -> set[str]:
+        return {c.algorithm for c in candidates(*arguments, **options)}
+
+    assert algorithms(1 << 20, FOUR, ll_bytes=16 << 10) == {"1d"}
+    assert algorithms(64, FOUR, ll_bytes=64) == {"ll", "1d"}
+    assert algorithms(64, FOUR, ll_bytes=64, in_place=True) == {"1d"}
+    assert algorithms(64, TWO_BY_TWO, ll_bytes=-1) == {"1d", "2d"}
+    assert algorithms(64, Topology.of(0, range(3), [0, 0, 1]), ll_bytes=-1) == {"1d"}
+
+
+# ---------------------------------------------------------------------- what is taken
+
+
+def usual(nbytes: int) -> str:
+    return "ll" if nbytes <= 4096 else "1d"
+
+
+def test_the_fastest_is_taken_where_it_is_clear() -> None:
+    times = [
+        (1024, {LL: 3.0, PUTS: 5.0, NCCL: 9.0}),
+        (8192, {WIDE: 6.0, PUTS: 9.0, NCCL: 9.0}),
+        (1 << 20, {NCCL: 5.0, WIDE: 6.0}),
+    ]
+    assert pick(times, usual, 0.03) == [(1024, LL), (8192, WIDE), (1 << 20, NCCL)]
+
+
+def test_noise_changes_nothing() -> None:
+    """Within the margin the rules' own stays, and then what the size before has."""
+    times = [
+        (1024, {LL: 3.05, Candidate("ll", chunk=512): 3.0}),
+        (4096, {LL: 3.6, Candidate("ll", chunk=512): 3.5, WIDE: 3.55}),
+        (8192, {WIDE: 5.0, PUTS: 6.0}),
+        (16384, {WIDE: 7.2, PUTS: 7.0}),
+        (65536, {WIDE: 9.1, NCCL: 9.0}),
+        (1 << 20, {WIDE: 30.0, NCCL: 29.0}),
+    ]
+    assert [c for _, c in pick(times, usual, 0.03)] == [LL, LL, WIDE, WIDE, WIDE, NCCL]
+    # Without a margin each size has its own.
+    assert [c for _, c in pick(times, usual, 0.0)] == [*[Candidate("ll", chunk=512)] * 2, WIDE, PUTS, NCCL, NCCL]
+
+
+def test_nccl_must_be_faster_by_more_than_the_margin_to_get_a_size_and_keeps_it_likewise() -> None:
+    times = [(n, {WIDE: us, NCCL: 10.0}) for n, us in ((1, 10.2), (2, 10.4), (3, 9.9), (4, 9.6))]
+    assert [c for _, c in pick(times, lambda nbytes: "2d", 0.03)] == [WIDE, NCCL, NCCL, WIDE]
+
+
+def row(nbytes: int, candidate: Candidate, us: float | None, launch: str = "graph", check: str = "ok") -> Row:
+    kind: dict[str, Any] = {"algorithm": candidate.name, "peer": candidate == NCCL, "launch": launch, "check": check}
+    made = Row(ranks=4, nodes=1, bytes_per_rank=nbytes, **kind)
+    return made if us is None else made.timed(Summary(us, us, us))
+
+
+def test_sections_of_a_table() -> None:
+    inside = Candidate("1d", in_place=True, channels=8, num_warps=4)
+    rows = [
+        *(row(1024, LL, 3.0), row(1024, PUTS, 5.0), row(1024, NCCL, 9.0)),
+        *(row(4096, LL, 3.5), row(4096, PUTS, 5.0), row(4096, NCCL, 9.0)),
+        *(row(16384, WIDE, 2.0, check="WRONG"), row(16384, PUTS, 6.0), row(16384, NCCL, None, check="not run")),
+        *(row(65536, WIDE, 7.0), row(65536, PUTS, 9.0), row(65536, NCCL, 6.0)),
+        *(row(1024, LL, 12.0, "eager"), row(1024, NCCL, 20.0, "eager")),
+        row(65536, inside, 5.0),
+    ]
+    known = {c.name: c for c in (LL, PUTS, NCCL, WIDE, inside)}
+    made = sections(rows, known, FOUR, "NVIDIA Test", 0.03, "a test")
+    said = {
+        (s.launch, s.in_place): [(e.up_to, e.algorithm, e.channels, e.chunk, e.num_warps) for e in s.entries]
+        for s in made
+    }
+    assert said == {
+        ("graph", False): [
+            (4096, "ll", None, None, None),
+            (16384, "1d", None, None, None),
+            (None, "nccl", None, None, None),
+        ],
+        ("graph", True): [(65536, "1d", 8, None, 4)],
+        ("eager", False): [(1024, "ll", None, None, None)],
+    }
+    assert Table.parse(Table(tuple(made)).text()).sections == tuple(made)
+    assert {(s.architecture, s.ranks_per_node, s.nodes, s.source) for s in made} == {("NVIDIA Test", 4, 1, "a test")}
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "-o FILE is needed"),
+        ("-o no/such/folder/t.json", "there is no directory no/such/folder"),
+        ("-o pyproject.toml", "expected a tuning table in JSON"),
+        ("--dry-run --warps 3", "--warps: expected some of 1, 2, 4, 8, 16, 32; got 3"),
+        ("--dry-run --algorithms auto", "expected some of ll, 1d, 2d"),
+        ("--dry-run --margin -1", "expected a number of percent"),
+        ("--dry-run -b 2K -e 1K", "-b must be at most -e"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    with pytest.raises(SystemExit) as ended:
+        tune.parse(arguments.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_simulator_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "-o", str(tmp_path / "t.json")]) == 2
+    assert "the simulator has no times" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_listing() -> None:
+    arguments = "--dry-run -b 1K -e 64K -f 64 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
+    assert tune.listing(tune.parse(arguments.split()), FOUR, True).splitlines() == [
+        "tune, 4 rank(s) on 1 node(s) (4): 30 measurements of 40 iterations, graph and eager",
+        "1 KB per rank: ll, ll 512 B chunks 4 warps, ll 1 KB chunks 4 warps, 1d, 1d 1 chunks 4 warps, in-place 1d, "
+        "in-place 1d 1 chunks 4 warps, nccl",
+        "64 KB per rank: 1d, 1d 1 chunks 4 warps, 1d 4 chunks 4 warps, in-place 1d, in-place 1d 1 chunks 4 warps, "
+        "in-place 1d 4 chunks 4 warps, nccl",
+    ]
+
+
+def test_measuring_writes_a_table(
+    clock: Any, on_gpus: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With calls of which the test says how long they take: the fastest get into the table, and the rest stays."""
+    took, quick = {"ll": 3.0, "1d": 5.0}, Plan("1d", 4, 1024, 4)
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, context: Any, *rest: Any, algorithm: Any) -> Any:
+            clock.passes(2.5 if algorithm == quick else took[algorithm.algorithm])
+            return function(tensor, context, *rest, algorithm=algorithm)
+
+        return call
+
+    monkeypatch.setattr(tune, "all_gather", timed(tune.all_gather))
+    monkeypatch.setattr(tune, "all_gather_in_place", timed(tune.all_gather_in_place))
+    monkeypatch.setattr(benchmark, "calls_per_launch", lambda nbytes, world: (2, 3))
+    file = tmp_path / "t.json"
+    kept = Table.parse(
+        '{"tuning": "all_gather", "version": 1, "tables": [{"architecture": "NVIDIA Test", "ranks_per_node": 2, '
+        '"nodes": 1, "launch": "eager", "in_place": false, "entries": [{"up_to": 64, "algorithm": "1d"}]}]}'
+    )
+    file.write_text(kept.text())
+    arguments = f"-b 1K -e 4K --channels 1,4 --warps 4 --algorithms ll,1d --in-place --graph --iters 4 -o {file}"
+    options = tune.parse(arguments.split())
+    shown: list[Row] = []
+    monkeypatch.setattr(benchmark, "INTERPRETED", False)
+
+    def host(pe: int) -> list[Row]:
+        return tune.measure(options, arguments.split(), shown.append if pe == 0 else lambda row: None)
+
+    rows = on_gpus(host, 2)[0]
+    assert shown == rows
+    assert {row.check for row in rows if not row.peer} == {"ok"}
+    assert {row.note for row in rows if row.peer} == {"needs GPUs"}
+    assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 2
+    table = Table.load(file)
+    assert table.sections[0] == kept.sections[0]
+    said = {
+        (s.architecture, s.launch, s.in_place): [(e.up_to, e.algorithm, e.channels, e.num_warps) for e in s.entries]
+        for s in table.sections[1:]
+    }
+    assert said == {
+        (SIMULATOR, "graph", False): [(1024, "ll", None, None), (4096, "1d", 4, 4)],
+        (SIMULATOR, "graph", True): [(1024, "1d", None, None), (4096, "1d", 4, 4)],
+    }
+    assert "tune -b 1K -e 4K" in table.sections[1].source
+    assert str(tmp_path) not in table.sections[1].source
