@@ -72,6 +72,13 @@ def test_emulated_nodes(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("all_gather_checks.py")
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs(n)) for n in (3, 4, 8)])
+def test_distributed_checks(launch: Launch, ranks: int) -> None:
+    script = WORKERS / "distributed_checks.py"
+    done = launch("--nproc", str(ranks), str(script), timeout=TIMEOUT_S)
+    assert set(verdicts(done)) == checks_of("distributed_checks.py")
+
+
 def devices() -> list[str]:
     """What CUDA_VISIBLE_DEVICES calls the GPUs that this process sees."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
