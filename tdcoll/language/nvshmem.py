@@ -368,11 +368,15 @@ def signal_block(sig_addr, signal, sig_op, pe):
 
 
 @triton.jit
-def _copy_as(dst, src, nbytes, dtype: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_as(dst, src, nbytes, dtype: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     size: tl.constexpr = dtype.primitive_bitwidth // 8
     target = dst.to(tl.pointer_type(dtype))
     source = src.to(tl.pointer_type(dtype))
     count = nbytes // size
+    if ALIGNED:  # said of the pointers: Triton forgets what it is told of the addresses that they are made from
+        target = tl.multiple_of(target, 16)
+        source = tl.multiple_of(source, 16)
+        count = tl.multiple_of(count, 16 // size)
     lane = tl.arange(0, BLOCK)
     begin = tl.cast(0, tl.int64)
     while begin < count:
@@ -389,9 +393,9 @@ def copy_block(dst, src, nbytes):
     size = tl.cast(nbytes, tl.int64)
     odd = to | frm | size
     if odd % 16 == 0:
-        _copy_as(tl.multiple_of(to, 16), tl.multiple_of(frm, 16), tl.multiple_of(size, 16), tl.int32, 4096)
+        _copy_as(to, frm, size, tl.int32, 4096, True)
     else:
         if odd % 4 == 0:
-            _copy_as(to, frm, size, tl.int32, 2048)
+            _copy_as(to, frm, size, tl.int32, 2048, False)
         else:
-            _copy_as(to, frm, size, tl.int8, 2048)
+            _copy_as(to, frm, size, tl.int8, 2048, False)

@@ -101,8 +101,16 @@ FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
         ((*FIRST, "architecture"), 90, "tables[0]: architecture: expected a text, got 90"),
         ((*FIRST, "source"), 1, "tables[0]: source: expected a text"),
         (("tables", 1, "launch"), "eager", "t.json: tables[1]: expected another architecture, ranks_per_node, nodes"),
-        ((*ENTRY, "algorithm"), "3d", 't.json: tables[0].entries[1]: algorithm: expected one of "ll", "1d", "2d", '),
-        ((*ENTRY, "algorithm"), "auto", 'entries[1]: algorithm: expected one of "ll", "1d", "2d", "nccl", got "auto"'),
+        (
+            (*ENTRY, "algorithm"),
+            "3d",
+            't.json: tables[0].entries[1]: algorithm: expected one of "ll", "direct", "1d", "2d", ',
+        ),
+        (
+            (*ENTRY, "algorithm"),
+            "auto",
+            'entries[1]: algorithm: expected one of "ll", "direct", "1d", "2d", "nccl", got "auto"',
+        ),
         ((*ENTRY, "algorithm"), "nccl", "entries[1]: expected no channels with algorithm 'nccl'"),
         ((*ENTRY, "up_to"), "much", 'entries[1]: up_to: expected a number of bytes, such as 65536 or "64 KB", got "mu'),
         ((*ENTRY, "up_to"), 16384, "entries[1]: up_to: expected more than the 16384 bytes of the entry before"),
@@ -246,7 +254,7 @@ def test_chunks_of_an_entry_cover_the_bytes(nbytes: int, algorithm: str, channel
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan("nccl", 1, 128, 4), "a Plan's algorithm must be one of ll, 1d, 2d; got 'nccl'"),
+        (Plan("nccl", 1, 128, 4), "a Plan's algorithm must be one of ll, direct, 1d, 2d; got 'nccl'"),
         (Plan("ll", 1, 4096, 4), "algorithm='ll' needs one node and"),
         (Plan("1d", 2, 100, 4), "must be a multiple of 16 bytes and cover all 1000 bytes; got 2 of 100 bytes"),
         (Plan("1d", 2, 480, 4), "cover all 1000 bytes; got 2 of 480"),

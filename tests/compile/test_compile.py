@@ -46,7 +46,7 @@ def test_all_gather_calls_nvshmem_and_has_bounded_waits(compiled) -> None:
 
 
 def test_all_gather_spills_nothing(compiled) -> None:
-    kernels = compiled["all_gather"] + compiled["ll"]
+    kernels = compiled["all_gather"] + compiled["ll"] + compiled["direct"]
     assert [k for k in kernels if k["spilled_bytes"]] == []
     assert all(k["registers"] <= 128 for k in kernels)
 
@@ -56,6 +56,15 @@ def test_ll_needs_no_nvshmem_and_has_bounded_waits(compiled) -> None:
     for kernel in compiled["ll"]:
         assert not kernel["needs"], kernel
         assert kernel["globaltimer"] >= 1, kernel
+
+
+def test_direct_stores_need_no_nvshmem_and_are_wide(compiled) -> None:
+    assert len(compiled["direct"]) == 4
+    for kernel in compiled["direct"]:
+        assert not kernel["needs"], kernel
+        assert kernel["globaltimer"] >= 1, kernel
+        assert kernel["release_sys"] >= 1, kernel
+        assert kernel["wide_stores"] >= 1, kernel
 
 
 def test_index_matching_compiles_without_spills_or_nvshmem(compiled) -> None:

@@ -38,8 +38,9 @@ def everyone() -> list[int]:
 def algorithms(nbytes: int) -> list[str]:
     """Those that serve ``nbytes`` per rank on all ranks of this job."""
     topology = tdcoll.topology()
-    ll = ["ll"] if topology.n_nodes == 1 and nbytes <= LL_MAX_BYTES else []
-    return [*ll, "1d", *([] if topology.ranks_per_node is None else ["2d"])]
+    one_node = topology.n_nodes == 1
+    ll = ["ll"] if one_node and nbytes <= LL_MAX_BYTES else []
+    return [*ll, *(["direct"] if one_node else []), "1d", *([] if topology.ranks_per_node is None else ["2d"])]
 
 
 def small(sizes: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ import triton
 from triton.compiler import CompiledKernel
 
 from tdcoll import runtime
-from tdcoll.collectives.all_gather import kernels, kernels_ll
+from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll
 from tdcoll.collectives.all_gather.policy import HANDED_OVER, Plan, choose
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
@@ -54,7 +54,8 @@ class _Launch:
     """A process group that does it instead; see :class:`_HandOver`."""
 
     def __init__(self, ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool, counted: bool = False) -> None:
-        prepare = self._prepare_ll if plan.algorithm == "ll" else self._prepare_puts
+        prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct}
+        prepare = prepares.get(plan.algorithm, self._prepare_puts)
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
         self.landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
         self._grid = (programs, 1, 1)
@@ -89,6 +90,19 @@ class _Launch:
         # WORLD, BLOCK, SLOT_SIGNALS, IN_PLACE
         constants = (world, triton.next_power_of_2(world), ctx.signals[0].numel(), in_place)
         return kernel, programs, tensors, numbers, constants
+
+    @staticmethod
+    def _prepare_direct(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
+        if "deltas" not in ctx.tables:
+            _refuse_capture(ctx)
+            heap = ctx._runtime.heap
+            deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
+            ctx.tables["deltas"] = torch.tensor(deltas, dtype=torch.int64, device=ctx.device)
+        tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, ctx.tables["deltas"])
+        numbers = (nbytes, plan.chunk, nbytes if in_place else ctx.capacity, ctx.rank, plan.channels)
+        # WORLD, SLOT_SIGNALS, IN_PLACE
+        constants = (ctx.world_size, ctx.signals[0].numel(), in_place)
+        return kernels_direct.all_gather_direct, ctx.world_size * plan.channels, tensors, numbers, constants
 
     @staticmethod
     def _prepare_ll(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
@@ -185,6 +199,7 @@ def _make_launch(
     def plan_of(graph: bool) -> Plan:
         ll_bytes, tuning = -1 if in_place else ctx.ll_bytes, ctx.tuning
         facts = {"graph": graph, "in_place": in_place, "hand_over": tuning.group is not None}
+        facts["direct"] = ctx.ll_bytes >= 0
         return choose(nbytes, ctx.topology, algorithm, ll_bytes=ll_bytes, entries=tuning.entries, **facts)
 
     def launch_of(plan: Plan, graph: bool) -> _Launch | _HandOver:
@@ -251,8 +266,8 @@ def all_gather(
         tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
             May hold ``tensor`` as its own segment, and must not overlap it otherwise.
-        algorithm: ``"ll"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by the context's tuning table, size and
-            topology (see :func:`tdcoll.collectives.all_gather.policy.choose`). A
+        algorithm: ``"ll"``, ``"direct"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by the context's tuning
+            table, size and topology (see :func:`tdcoll.collectives.all_gather.policy.choose`). A
             :class:`~tdcoll.collectives.all_gather.policy.Plan` fixes chunks and warps as well.
 
     Returns:
@@ -265,8 +280,8 @@ def all_gather(
         TypeError, ValueError: an argument is not as described.
 
     Algorithms: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
-    Operations*); the 2D form is the usual hierarchical exchange by rails; LL puts a flag beside every 32 bits (NCCL's
-    protocol of that name).
+    Operations*), or by stores and a released flag inside a node; the 2D form is the usual hierarchical exchange by
+    rails; LL puts a flag beside every 32 bits (NCCL's protocol of that name).
     """
     nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
     given = out
@@ -327,7 +342,9 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     def prepare() -> _Launch | _HandOver:
         _check("buffer", buffer, ctx)
         if algorithm == "ll" or (isinstance(algorithm, Plan) and algorithm.algorithm == "ll"):
-            raise ValueError("algorithm must be '1d', '2d' or 'auto' in place: 'll' goes through memory of its own")
+            raise ValueError(
+                "algorithm must be 'direct', '1d', '2d' or 'auto' in place: 'll' goes through memory of its own"
+            )
         if not buffer.dim() or buffer.shape[0] % world:
             raise ValueError(
                 f"buffer's first extent must be divisible by the {world} rank(s); got shape {list(buffer.shape)}"

@@ -15,7 +15,7 @@ from tdcoll.runtime.topology import Topology
 
 __all__ = ["ALGORITHMS", "HANDED_OVER", "Entry", "Plan", "choose"]
 
-ALGORITHMS = ("auto", "ll", "1d", "2d")
+ALGORITHMS = ("auto", "ll", "direct", "1d", "2d")
 
 HANDED_OVER = "nccl"
 """In a tuning table and a plan: leave this call to torch.distributed."""
@@ -38,7 +38,7 @@ class Plan:
     """How one all-gather is launched.
 
     Attributes:
-        algorithm: ``"ll"``, ``"1d"`` or ``"2d"``; ``"nccl"``: it is not, torch.distributed does it.
+        algorithm: ``"ll"``, ``"direct"``, ``"1d"`` or ``"2d"``; ``"nccl"``: it is not, torch.distributed does it.
         channels: chunks that each segment is cut into.
         chunk: bytes of a chunk; the last may be shorter.
         num_warps: warps of each program.
@@ -88,7 +88,7 @@ def _entry(nbytes: int, topology: Topology, entries: tuple[Entry, ...], graph: b
     return None
 
 
-def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int) -> str | None:
+def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int, direct: bool) -> str | None:
     """Why the algorithm cannot be had for such a call."""
     if algorithm == "2d" and topology.ranks_per_node is None:
         return (
@@ -100,6 +100,11 @@ def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int) -> 
         return (
             f"algorithm='ll' needs one node and {limit}; got {nbytes} bytes on {topology.describe()}. Use '1d' or "
             "'auto'."
+        )
+    if algorithm == "direct" and (topology.n_nodes > 1 or not direct):
+        return (
+            "algorithm='direct' needs one node whose ranks can store to each other's memory; got "
+            f"{topology.describe()}. Use '1d' or 'auto'."
         )
     return None
 
@@ -132,11 +137,11 @@ def _plan_puts(nbytes: int, algorithm: str, entry: Entry) -> Plan:
     return Plan(algorithm, channels, chunk, entry.num_warps or (16 if chunk >= MANY_WARPS_FROM else 8))
 
 
-def _check_plan(nbytes: int, topology: Topology, plan: Plan, ll_bytes: int) -> None:
+def _check_plan(nbytes: int, topology: Topology, plan: Plan, ll_bytes: int, direct: bool) -> None:
     """Raise unless the plan, which somebody has made by hand, can be launched."""
     if plan.algorithm not in ALGORITHMS[1:]:
         raise ValueError(f"a Plan's algorithm must be one of {', '.join(ALGORITHMS[1:])}; got {plan.algorithm!r}")
-    if refusal := _refusal(nbytes, topology, plan.algorithm, ll_bytes):
+    if refusal := _refusal(nbytes, topology, plan.algorithm, ll_bytes, direct):
         raise ValueError(refusal)
     ll = plan.algorithm == "ll"
     aligned = plan.chunk & (plan.chunk - 1) == 0 and plan.chunk >= 4 if ll else plan.chunk % 16 == 0
@@ -155,6 +160,7 @@ def choose(
     algorithm: str | Plan = "auto",
     *,
     ll_bytes: int = -1,
+    direct: bool = False,
     entries: tuple[Entry, ...] = (),
     graph: bool = False,
     in_place: bool = False,
@@ -171,17 +177,18 @@ def choose(
         topology: the group.
         algorithm: one of :data:`ALGORITHMS`; or a plan, which is checked and taken as it is.
         ll_bytes: the most that the context can send by LL, -1 if its ranks cannot store to each other's memory.
+        direct: whether the ranks of a node can store to each other's memory.
         entries: of a tuning table, for these GPUs.
         graph: whether the call is captured in a CUDA graph.
         in_place: whether it is in place.
         hand_over: whether torch.distributed could take it.
 
     Raises:
-        ValueError: an unknown algorithm, 2D over nodes of different sizes, LL between nodes or beyond ``ll_bytes``, a
-            plan that cannot be launched.
+        ValueError: an unknown algorithm, 2D over nodes of different sizes, LL beyond ``ll_bytes``, LL or direct stores
+            between nodes, a plan that cannot be launched.
     """
     if isinstance(algorithm, Plan):
-        _check_plan(nbytes, topology, algorithm, ll_bytes)
+        _check_plan(nbytes, topology, algorithm, ll_bytes, direct)
         return algorithm
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
@@ -191,11 +198,11 @@ def choose(
             if hand_over and nbytes:
                 return Plan(HANDED_OVER, 0, 0, 0)
             entry = None
-        if entry is not None and _refusal(nbytes, topology, entry.algorithm, ll_bytes) is None:
+        if entry is not None and _refusal(nbytes, topology, entry.algorithm, ll_bytes, direct) is None:
             algorithm = entry.algorithm
         else:
             algorithm = _by_rules(nbytes, topology, ll_bytes)
-    elif refusal := _refusal(nbytes, topology, algorithm, ll_bytes):
+    elif refusal := _refusal(nbytes, topology, algorithm, ll_bytes, direct):
         raise ValueError(refusal)
     if entry is None or entry.algorithm != algorithm:
         entry = _BY_THE_RULES

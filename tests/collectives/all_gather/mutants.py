@@ -32,7 +32,7 @@ class Mutant:
         ranks_per_node: as for ``World``.
         calls: as for ``Gathers``.
         world: further arguments of ``World``.
-        module: whose source it changes: ``"kernels"`` or ``"kernels_ll"``.
+        module: whose source it changes: ``"kernels"``, ``"kernels_ll"`` or ``"kernels_direct"``.
         protocol: replacements in the source of ``begin_epoch`` and its like, which the module imports.
     """
 
@@ -286,6 +286,58 @@ MUTANTS = [
         "ll",
         module="kernels_ll",
         protocol=((READ, ""), (ADD, ADD + READ)),
+    ),
+    # ------------------------------------------------------------------ direct stores
+    Mutant(
+        "direct: one slot",
+        (("landing += (epoch % 2) * WORLD * capacity", "landing += (epoch % 2) * 0"),),
+        WRONG,
+        "direct",
+        module="kernels_direct",
+    ),
+    Mutant(
+        "direct: the receiver does not wait",
+        (("tdl.wait_signal(row + frm, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + frm, tdl.CMP_GE, 0,"),),
+        WRONG,
+        "direct",
+        module="kernels_direct",
+    ),
+    Mutant(
+        "direct: the signal does not order the data",
+        (('tdl.st_release(theirs, epoch, "sys")', 'tdl.st(theirs, epoch, "sys")'),),
+        WRONG,
+        "direct",
+        module="kernels_direct",
+    ),
+    Mutant(
+        "direct: the signal orders the data for this GPU only",
+        (('tdl.st_release(theirs, epoch, "sys")', 'tdl.st_release(theirs, epoch, "gpu")'),),
+        WRONG,
+        "direct",
+        module="kernels_direct",
+    ),
+    Mutant(
+        "direct: forgotten signal",
+        (("            _release(row + rank, to_delta, epoch)\n", ""),),
+        missing("signals"),
+        "direct",
+        module="kernels_direct",
+    ),
+    Mutant(
+        "direct, in place: a rank is written to before it has entered",
+        (("tdl.wait_signal(ready + to, tdl.CMP_GE, epoch,", "tdl.wait_signal(ready + to, tdl.CMP_GE, 0,"),),
+        WRONG,
+        "direct",
+        calls="iiii",
+        module="kernels_direct",
+    ),
+    Mutant(
+        "direct, in place: nobody says that it has entered",
+        (("_release(ready + rank, frm_delta, epoch)", "pass"),),
+        missing("ready"),
+        "direct",
+        calls="iiii",
+        module="kernels_direct",
     ),
 ]
 

@@ -15,10 +15,11 @@ from .cases import Gathers
 from .mutants import MUTANTS, Mutant, installed
 
 HEAP = 1 << 18
-CALLS = {"ll": "oo", "1d": "oi", "2d": "oi"}
+CALLS = {"ll": "oo", "direct": "oi", "1d": "oi", "2d": "oi"}
 
 GRIDS = [  # algorithm, nodes, ranks per node, calls, bytes per rank
     ("ll", 1, 4, "ooozo", 201),
+    ("direct", 1, 4, "oioiz", 200),
     ("1d", 1, 4, "oioo", 200),
     ("1d", 2, 2, "oioo", 200),
     ("2d", 2, 2, "oioo", 200),
@@ -37,14 +38,14 @@ def test_clean_over_seeds(algorithm: str, nodes: int, per_node: int, calls: str,
 
 @pytest.mark.parametrize("n_pes", range(1, 9))
 def test_every_world_size(n_pes: int) -> None:
-    for algorithm in ("ll", "1d", "2d"):
+    for algorithm in ("ll", "direct", "1d", "2d"):
         explore(Gathers(algorithm, CALLS[algorithm]), n_pes=n_pes, seeds=3, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 16, 127, 128, 129, 1000])
-@pytest.mark.parametrize("algorithm", ["ll", "1d", "2d"])
+@pytest.mark.parametrize("algorithm", ["ll", "direct", "1d", "2d"])
 def test_every_size(algorithm: str, nbytes: int) -> None:
-    per_node = None if algorithm == "ll" else 2
+    per_node = None if algorithm in ("ll", "direct") else 2
     case = Gathers(algorithm, CALLS[algorithm], nbytes)
     explore(case, n_pes=4, seeds=3, ranks_per_node=per_node, heap_bytes=HEAP)
 
@@ -60,13 +61,15 @@ def test_subgroup_in_two_dimensions() -> None:
 
 
 @pytest.mark.parametrize("calls", ["oioo", "iiii"])
-@pytest.mark.parametrize(("algorithm", "per_node"), [("auto", None), ("1d", None), ("1d", 2), ("2d", 2)])
+@pytest.mark.parametrize(
+    ("algorithm", "per_node"), [("auto", None), ("direct", None), ("1d", None), ("1d", 2), ("2d", 2)]
+)
 def test_one_resident_block_is_enough(algorithm: str, per_node: int | None, calls: str) -> None:
     explore(Gathers(algorithm, calls), n_pes=4, seeds=10, ranks_per_node=per_node, heap_bytes=HEAP, resident=1)
 
 
 def test_many_calls_with_stragglers() -> None:
-    for algorithm in ("1d", "auto"):
+    for algorithm in ("1d", "direct", "auto"):
         explore(Gathers(algorithm, "ooiioi" * 5), n_pes=3, seeds=5, heap_bytes=HEAP, stragglers=True)
 
 
