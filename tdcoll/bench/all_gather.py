@@ -26,7 +26,7 @@ from tdcoll.bench.job import names
 from tdcoll.bench.peers import FCOLLECT, PEERS
 from tdcoll.bench.projection import Cluster, Counts, Projected, lines, project_all_gather
 from tdcoll.bench.rows import Row, with_ratios
-from tdcoll.bench.subjects import IN_PLACE, NAMES, Subject, all_gather_subject
+from tdcoll.bench.subjects import BACKEND, IN_PLACE, NAMES, Subject, all_gather_subject, backend_subject
 from tdcoll.bench.table import all_gather_columns
 from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_launches
 from tdcoll.context import CollectiveContext
@@ -123,13 +123,17 @@ def _sets(nbytes: int, world: int) -> int:
 
 
 def heap_bytes(sizes: Sequence[int], world: int, algorithms: Sequence[str] | None, peers: Sequence[str] = ()) -> int:
-    """Symmetric heap that the sizes need: a context's slots, and buffers for calls in place and of NVSHMEM."""
+    """Symmetric heap that the sizes need: a context's slots, and buffers for calls in place and of NVSHMEM.
+
+    Of the heap the backend takes a quarter at most.
+    """
     in_place = algorithms is None or IN_PLACE in algorithms
     staged = max(2 * world * (size + 16) for size in sizes)
     buffers = max(Buffers.storage_bytes(size, world, _sets(size, world)) for size in sizes)
     inputs = max(Buffers.storage_bytes(size, 1, _sets(size, world)) for size in sizes)
     theirs = buffers + inputs if FCOLLECT in peers and not INTERPRETED else 0
-    return staged + (buffers if in_place else 0) + theirs + (1 << 20)
+    served = 4 * (staged + (4 << 20)) if algorithms is not None and BACKEND in algorithms else 0
+    return staged + (buffers if in_place else 0) + theirs + served + (1 << 20)
 
 
 # ---------------------------------------------------------------------- what is measured
@@ -213,6 +217,8 @@ class Job(jobs.Job):
             return shared[0]
 
         def ours(name: str) -> Subject:
+            if name == BACKEND:
+                return backend_subject(plain())
             if name != IN_PLACE:
                 return all_gather_subject(name, context, plain())
             assert storage is not None

@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from tdcoll.bench.data import Buffers
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
 from tdcoll.collectives.all_gather.policy import ALGORITHMS
 from tdcoll.context import CollectiveContext
 
-__all__ = ["IN_PLACE", "NAMES", "Subject", "all_gather_subject", "no_close"]
+__all__ = ["BACKEND", "IN_PLACE", "NAMES", "Subject", "all_gather_subject", "backend_subject", "no_close"]
 
 IN_PLACE = "in-place"
-NAMES = (*ALGORITHMS, IN_PLACE)
+BACKEND = "backend"
+NAMES = (*ALGORITHMS, IN_PLACE, BACKEND)
 
 
 def no_close() -> None:
@@ -50,3 +53,23 @@ def all_gather_subject(name: str, context: CollectiveContext, buffers: Buffers) 
         all_gather_in_place(buffers.results[i], context)
 
     return Subject(name, False, buffers, call_in_place if name == IN_PLACE else call)
+
+
+def backend_subject(buffers: Buffers) -> Subject:
+    """``torch.distributed.all_gather_into_tensor`` of a process group with backend ``"tdcoll"``.
+
+    Raises:
+        RuntimeError: tdcoll's kernels do not serve the group.
+    """
+    from tdcoll.distributed import Options, explain  # registers the backend
+
+    options = Options(serves="all_gather", max_bytes_per_rank=max(1, buffers.inputs[0].nbytes))
+    group = dist.new_group(backend="tdcoll", pg_options=options)
+    if "all_gather: tdcoll" not in (explained := explain(group)):
+        dist.destroy_process_group(group)
+        raise RuntimeError(f"not served by tdcoll: {explained}")
+
+    def call(i: int) -> None:
+        dist.all_gather_into_tensor(buffers.results[i], buffers.inputs[i], group=group)
+
+    return Subject(BACKEND, False, buffers, call, lambda: dist.destroy_process_group(group))

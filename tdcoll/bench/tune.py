@@ -97,8 +97,11 @@ class Candidate:
     def plan(self, nbytes: int, topology: Topology, ll_bytes: int) -> Plan:
         """What it makes of a call. Raises ValueError where it cannot be had."""
         entries = (self.entry(topology, "eager", None),)
+        direct = ll_bytes >= 0  # both need ranks that can store to each other's memory
         ll_bytes = -1 if self.in_place else ll_bytes
-        return choose(nbytes, topology, self.algorithm, ll_bytes=ll_bytes, entries=entries, in_place=self.in_place)
+        return choose(
+            nbytes, topology, self.algorithm, ll_bytes=ll_bytes, direct=direct, entries=entries, in_place=self.in_place
+        )
 
 
 # ---------------------------------------------------------------------- what is measured: pure

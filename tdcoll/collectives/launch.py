@@ -8,7 +8,16 @@ from typing import Any
 
 from triton.compiler import CompiledKernel
 
-__all__ = ["Launcher"]
+__all__ = ["Launcher", "require_all"]
+
+
+def require_all(kernel: Any, arguments: tuple[Any, ...]) -> None:
+    """Raise ``TypeError`` unless ``arguments`` has one for each parameter of ``kernel``, those with a default included:
+    a compiled kernel knows of no defaults, and it is only there from the second call on, on a GPU."""
+    if len(arguments) != len(kernel.arg_names):
+        raise TypeError(
+            f"{kernel.__name__} has {len(kernel.arg_names)} parameters and was given {len(arguments)} arguments"
+        )
 
 
 class Launcher:
@@ -42,6 +51,7 @@ class Launcher:
         if compiled is not None:
             compiled[grid](*arguments, *constants)
             return
+        require_all(kernel, (*arguments, *constants))
         made = kernel[grid](*arguments, *constants, num_warps=num_warps)
         if isinstance(made, CompiledKernel):  # not in the interpreter, nor while it is compiled in the background
             self._compiled[key] = made

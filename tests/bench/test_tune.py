@@ -35,6 +35,7 @@ def test_what_is_tried() -> None:
     assert [c.name for c in found] == [
         *("ll", "ll 512 B chunks 4 warps", "ll 1 KB chunks 4 warps", "ll 1 KB chunks 8 warps"),
         *("ll 2 KB chunks 4 warps", "ll 2 KB chunks 8 warps", "ll 4 KB chunks 4 warps"),  # 4 KB with 8 is the rules'
+        *("direct", "direct 1 chunks 4 warps", "direct 4 chunks 4 warps", "direct 4 chunks 8 warps"),
         *("1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps", "1d 4 chunks 8 warps"),  # 1 with 8 is the rules'
     ]
     plans = [c.plan(4096, FOUR, 4096) for c in found]
@@ -45,9 +46,10 @@ def test_what_cannot_be_had_is_not_tried() -> None:
     def algorithms(*arguments: Any, **options: Any) -> set[str]:
         return {c.algorithm for c in candidates(*arguments, **options)}
 
-    assert algorithms(1 << 20, FOUR, ll_bytes=16 << 10) == {"1d"}
-    assert algorithms(64, FOUR, ll_bytes=64) == {"ll", "1d"}
-    assert algorithms(64, FOUR, ll_bytes=64, in_place=True) == {"1d"}
+    assert algorithms(1 << 20, FOUR, ll_bytes=16 << 10) == {"direct", "1d"}
+    assert algorithms(64, FOUR, ll_bytes=64) == {"ll", "direct", "1d"}
+    assert algorithms(64, FOUR, ll_bytes=64, in_place=True) == {"direct", "1d"}
+    assert algorithms(64, FOUR, ll_bytes=-1) == {"1d"}
     assert algorithms(64, TWO_BY_TWO, ll_bytes=-1) == {"1d", "2d"}
     assert algorithms(64, Topology.of(0, range(3), [0, 0, 1]), ll_bytes=-1) == {"1d"}
 

@@ -92,9 +92,9 @@ def test_algorithm_of_small_messages(
 @pytest.mark.parametrize(
     ("nbytes", "programs", "block", "num_warps"),
     [
-        (0, 1, LL_BLOCKS[0], 2),
-        (1, 1, LL_BLOCKS[0], 2),
-        (4 * LL_BLOCKS[0], 1, LL_BLOCKS[0], 2),
+        (0, 1, LL_BLOCKS[0], 8),
+        (1, 1, LL_BLOCKS[0], 8),
+        (4 * LL_BLOCKS[0], 1, LL_BLOCKS[0], 8),
         (4 * LL_BLOCKS[0] + 1, 1, LL_BLOCKS[1], 8),
         (4 * LL_BLOCKS[1], 1, LL_BLOCKS[1], 8),
         (4 * LL_BLOCKS[1] + 1, 2, LL_BLOCKS[1], 8),

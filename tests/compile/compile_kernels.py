@@ -160,7 +160,7 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90, 100)),
     ("reduce", {**_SUM, "SEARCH": True, "ALIGNED": False, "ROWS": 32, "WIDE": 32, "WAITED": 8}, "*fp64", (90,)),
-    ("reduce_nodes", {**_SUM, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("reduce_nodes", {**_SUM, "ALIGNED": True, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("forward", {"SEARCH": False, "WAITED": 8}, "*fp32", (90,)),
     ("meet", {"WAITED": 8}, "*fp32", (90,)),
     ("plan", {"SEARCH": False, "REPEATED": True, "BLOCK": 256}, "*fp32", (90,)),

@@ -295,8 +295,15 @@ def works() -> None:
         torch.cuda.synchronize()
     expect(work.is_completed() and work.is_success() and work.exception() is None, "complete")
 
-    # Asynchronous: what is issued in between is not held up, or this would never end.
+    # Asynchronous: what is issued in between is not held up, or this would never end. (The first message between two
+    # ranks is sent before: for that NCCL makes a communicator, which waits for all that the GPU is doing.)
     peer_out = torch.empty(1, device=device())
+    if rank() == 0:
+        dist.send(torch.ones(1, device=device()), 1)
+    elif rank() == 1:
+        dist.recv(peer_out, 0)
+    if device().type == "cuda":
+        torch.cuda.synchronize()
     if rank() == 0:
         work = single(out, tensor, async_op=True)
         dist.send(torch.ones(1, device=device()), 1)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from triton.compiler import CompiledKernel
 from tdcoll import runtime
 from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll
 from tdcoll.collectives.all_gather.policy import HANDED_OVER, Plan, choose
+from tdcoll.collectives.launch import require_all
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
 
@@ -55,14 +57,12 @@ class _Launch:
 
     def __init__(self, ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool, counted: bool = False) -> None:
         prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct}
-        prepare = prepares.get(plan.algorithm, self._prepare_puts)
+        prepare = prepares.get(plan.algorithm) or partial(self._prepare_puts, counted=counted)
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
         self.landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
         self._grid = (programs, 1, 1)
         self._function = kernel
         self._kernel = kernel[self._grid]
-        if counted:
-            self._constants = (*self._constants, True)
         self._num_warps = plan.num_warps
         self._compiled: Any = None
         self._variant = ("compiled", plan.algorithm, self._constants, plan.num_warps)
@@ -70,7 +70,9 @@ class _Launch:
         self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
 
     @staticmethod
-    def _prepare_puts(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
+    def _prepare_puts(
+        ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool, counted: bool
+    ) -> tuple[Any, ...]:
         key = ("routes", plan.algorithm)
         if key not in ctx.tables:
             _refuse_capture(ctx)
@@ -87,8 +89,8 @@ class _Launch:
         tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
         capacity = nbytes if in_place else ctx.capacity
         numbers = (nbytes, plan.chunk, capacity, ctx.rank, plan.channels, n_local, n_remote)
-        # WORLD, BLOCK, SLOT_SIGNALS, IN_PLACE
-        constants = (world, triton.next_power_of_2(world), ctx.signals[0].numel(), in_place)
+        # WORLD, BLOCK, SLOT_SIGNALS, IN_PLACE, COUNTED
+        constants = (world, triton.next_power_of_2(world), ctx.signals[0].numel(), in_place, counted)
         return kernel, programs, tensors, numbers, constants
 
     @staticmethod
@@ -125,6 +127,7 @@ class _Launch:
             _refuse_capture(self._context)
             self._context.tables[self._variant] = True
         arguments = (source, out, landing, *self._tensors, *self._numbers, *self._constants)
+        require_all(self._function, arguments)
         compiled = self._kernel(*arguments, num_warps=self._num_warps)
         if isinstance(compiled, CompiledKernel):  # not in the interpreter, nor while it is compiled in the background
             # The same types and alignments on every call: what Triton would look up again, at 15 us a time.

@@ -125,7 +125,7 @@ def _plan_ll(nbytes: int, entry: Entry) -> Plan:
         block = max(LL_BLOCKS[0], 1 << (-(-words // entry.channels) - 1).bit_length())
     else:
         block = next((size for size in LL_BLOCKS if words <= size), LL_BLOCKS[-1])
-    return Plan("ll", -(-words // block), 4 * block, entry.num_warps or max(1, min(8, block // 128)))
+    return Plan("ll", -(-words // block), 4 * block, entry.num_warps or max(1, min(8, block // 32)))
 
 
 def _plan_puts(nbytes: int, algorithm: str, entry: Entry) -> Plan:
