@@ -117,6 +117,8 @@ class CollectiveContext:
         self._stream = stream
         if self._cuda and stream is None:
             self._stream = torch.cuda.current_stream(self.device)
+        self.capturing = False
+        """Whether the last call was made while a CUDA graph was being captured."""
         self.captured = False
         """Whether a call was made while a CUDA graph was being captured: then a graph may still use the memory."""
         self.tables: dict[Hashable, Any] = {}
@@ -261,6 +263,7 @@ class CollectiveContext:
             prepared = prepare()
         except (TdcollError, TypeError, ValueError) as error:
             problem = error
+        agree = tuple(str(fact) if isinstance(fact, torch.dtype) else fact for fact in agree)
         # Which context and which of its calls: two contexts used in different orders show as well.
         staging = self._runtime.offset_of(self.staging, "staging")
         what = f"{operation} arguments"
@@ -283,15 +286,16 @@ class CollectiveContext:
             )
         if not self._cuda:
             return
-        if torch.cuda.current_device() != self.device.index:
+        index: int = self.device.index
+        if torch._C._cuda_getDevice() != index:  # the raw calls: CUDA runs already, and they take a third of the time
             raise ContextError(
                 f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
                 f"{self.device}; call torch.cuda.set_device({self.device.index})"
             )
-        if torch.cuda.is_current_stream_capturing():
+        self.capturing = torch._C._cuda_isCurrentStreamCapturing()
+        if self.capturing:
             self.captured = True
-        # The raw handle: making a torch.cuda.Stream takes longer than all other checks together.
-        elif torch._C._cuda_getCurrentRawStream(self.device.index) != self._stream.cuda_stream:
+        elif torch._C._cuda_getCurrentRawStream(index) != self._stream.cuda_stream:
             self._change_stream(operation)
 
     def _change_stream(self, operation: str) -> None:

@@ -47,7 +47,7 @@ def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:
 
 def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
     # torchrun looks once, this long after it started the ranks: they must have started, and timed out, by then.
-    options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "15")
+    options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "25")
     done = launch("--simulate", *options, str(WORKERS / "killed_rank.py"), "1")
     assert done.returncode != 0
     for survivor in (0, 2):

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
+from triton import knobs
 from triton.compiler import CompiledKernel
 
-__all__ = ["Launcher", "require_all"]
+__all__ = ["Launcher", "ReadyKernel", "require_all"]
 
 
 def require_all(kernel: Any, arguments: tuple[Any, ...]) -> None:
@@ -20,11 +22,35 @@ def require_all(kernel: Any, arguments: tuple[Any, ...]) -> None:
         )
 
 
+class ReadyKernel:
+    """A compiled and loaded kernel, launched on the current stream of its device.
+
+    What Triton looks up at each launch and does not change is looked up once: that halves what the host takes.
+
+    Args:
+        compiled: what a launch of the kernel returned; it knows of no defaults of parameters.
+        device: index of the GPU.
+    """
+
+    def __init__(self, compiled: CompiledKernel, device: int) -> None:
+        _ = compiled[(1, 1, 1)]  # loads it
+        self._compiled, self._device = compiled, device
+        self._function, self._metadata = compiled.function, compiled.packed_metadata
+
+    def __call__(self, *arguments: Any, grid: tuple[int, int, int]) -> None:
+        """Launch it. All of the kernel's arguments, constants included; addresses may stand for tensors."""
+        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler's
+            self._compiled[grid](*arguments)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._compiled.run(*grid, stream, self._function, self._metadata, None, None, None, *arguments)
+
+
 class Launcher:
     """Remembers what Triton compiled for a kernel. One per device and owner; forgotten with its owner."""
 
     def __init__(self) -> None:
-        self._compiled: dict[Hashable, CompiledKernel] = {}
+        self._ready: dict[Hashable, ReadyKernel] = {}
 
     def __call__(
         self,
@@ -47,11 +73,13 @@ class Launcher:
         """
         grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         key = (id(kernel), constants, num_warps, variant)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[grid](*arguments, *constants)
+        ready = self._ready.get(key)
+        if ready is not None:
+            # Triton asks the driver about every tensor, which takes longer than the launch; not about addresses.
+            plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+            ready(*plain, *constants, grid=grid)
             return
         require_all(kernel, (*arguments, *constants))
         made = kernel[grid](*arguments, *constants, num_warps=num_warps)
         if isinstance(made, CompiledKernel):  # not in the interpreter, nor while it is compiled in the background
-            self._compiled[key] = made
+            self._ready[key] = ReadyKernel(made, torch.cuda.current_device())

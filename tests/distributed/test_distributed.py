@@ -48,12 +48,12 @@ def test_checks(launch: Launch) -> None:
 def test_a_rank_killed_in_training_is_named(launch: Launch, when: str, words: str) -> None:
     # torchrun ends the survivors when it next looks: they must have timed out by then.
     script = str(WORKERS / "killed_in_training.py")
-    done = launch("--simulate", "--nproc", "3", "--monitor-interval", "14", script, when, "1")
+    done = launch("--simulate", "--nproc", "3", "--monitor-interval", "25", script, when, "1")
     assert done.returncode != 0
     for survivor in (0, 2):
         said = re.search(rf"rank {survivor} after (\d+) s: .*{words.format(rank=survivor)}", done.stderr)
         assert said, done.stderr
-        assert int(said[1]) <= 4
+        assert int(said[1]) <= 15  # of 3; for other processes on the same cores
         assert f"rank {survivor} then: BackendTimeout: rank {survivor} waited 3 s for peer 1" in done.stderr
 
 

@@ -64,7 +64,7 @@ def test_all_gather_runs_on_two_emulated_nodes(launch):
 
 
 def test_a_rank_that_leaves_is_named_by_the_others(launch):
-    done = launch("--simulate", "--nproc", "2", "--timeout", "3", "--monitor-interval", "15", str(NOTIFY), "--die", "1")
+    done = launch("--simulate", "--nproc", "2", "--timeout", "3", "--monitor-interval", "25", str(NOTIFY), "--die", "1")
     assert done.returncode != 0
     assert "CollectiveTimeout: rank 0 waited 3 s for peer 1" in done.stderr
     assert "queue:" not in done.stdout

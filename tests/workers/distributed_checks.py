@@ -373,6 +373,8 @@ def inner_collectives() -> None:
     same(total, torch.full((3,), float(sum(everyone())), device=device()), "all_reduce")
     work = dist.all_reduce(total, dist.ReduceOp.MAX, async_op=True)
     work.wait()
+    if device().type == "cuda":
+        torch.cuda.synchronize()
     expect(work.is_completed(), "complete")
     tensor = data(rank(), 4)
     dist.broadcast(tensor, 1)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from triton.compiler import CompiledKernel
 from tdcoll import runtime
 from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll
 from tdcoll.collectives.all_gather.policy import HANDED_OVER, Plan, choose
-from tdcoll.collectives.launch import require_all
+from tdcoll.collectives.launch import ReadyKernel, require_all
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
 
-__all__ = ["all_gather", "all_gather_in_place", "all_gather_into_tensor", "exchange_counted"]
+__all__ = [
+    *("all_gather", "all_gather_in_place", "all_gather_into_tensor", "all_gather_unchecked", "exchange_counted"),
+]
 
 _SMALLEST_DEFAULT_CONTEXT = 1 << 20
 
@@ -57,17 +59,17 @@ class _Launch:
 
     def __init__(self, ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool, counted: bool = False) -> None:
         prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct}
-        prepare = prepares.get(plan.algorithm) or partial(self._prepare_puts, counted=counted)
+        prepare = prepares.get(plan.algorithm) or functools.partial(self._prepare_puts, counted=counted)
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
         self.landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
         self._grid = (programs, 1, 1)
         self._function = kernel
         self._kernel = kernel[self._grid]
         self._num_warps = plan.num_warps
-        self._compiled: Any = None
+        self._compiled: ReadyKernel | None = None
         self._variant = ("compiled", plan.algorithm, self._constants, plan.num_warps)
         self._context = ctx
-        self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
+        self._rest = (*(tensor.data_ptr() for tensor in self._tensors), *self._numbers, *self._constants)
 
     @staticmethod
     def _prepare_puts(
@@ -121,7 +123,7 @@ class _Launch:
 
     def __call__(self, source: int, out: int, landing: int) -> None:
         if self._compiled is not None:
-            self._compiled(source, out, landing, *self._addresses, *self._numbers, *self._constants)
+            self._compiled(source, out, landing, *self._rest, grid=self._grid)
             return
         if self._variant not in self._context.tables:
             _refuse_capture(self._context)
@@ -131,7 +133,7 @@ class _Launch:
         compiled = self._kernel(*arguments, num_warps=self._num_warps)
         if isinstance(compiled, CompiledKernel):  # not in the interpreter, nor while it is compiled in the background
             # The same types and alignments on every call: what Triton would look up again, at 15 us a time.
-            self._compiled = compiled[self._grid]
+            self._compiled = ReadyKernel(compiled, self._context.device.index)
 
     def prepare(self) -> None:
         """Compile and load what a CUDA graph may capture before any call of this kind is made."""
@@ -141,7 +143,7 @@ class _Launch:
         arguments = (address, address, address, *self._tensors, *self._numbers, *self._constants)
         compiled = self._function.warmup(*arguments, grid=self._grid, num_warps=self._num_warps)
         if isinstance(compiled, CompiledKernel):
-            self._compiled = compiled[self._grid]
+            self._compiled = ReadyKernel(compiled, self._context.device.index)
             self._context.tables[self._variant] = True
 
 
@@ -189,7 +191,7 @@ def _peer_addresses(ctx: CollectiveContext, tensor: torch.Tensor) -> torch.Tenso
 
 
 def _launch(ctx: CollectiveContext, nbytes: int, algorithm: str | Plan, in_place: bool) -> _Launch | _HandOver:
-    graph = bool(ctx.tuning.entries) and ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    graph = ctx.capturing and bool(ctx.tuning.entries)
     key = ("all_gather", nbytes, algorithm, in_place, graph)
     return ctx.once(key, lambda: _make_launch(ctx, nbytes, algorithm, in_place, graph))
 
@@ -250,8 +252,11 @@ def _check(name: str, tensor: Any, ctx: CollectiveContext) -> None:
         )
 
 
-def _gathered_shape(tensor: torch.Tensor, world: int) -> list[int]:
-    return [world * tensor.shape[0], *tensor.shape[1:]] if tensor.dim() else [world]
+@functools.lru_cache(maxsize=1024)
+def _gathered_shapes(shape: torch.Size, world: int) -> tuple[torch.Size, torch.Size]:
+    """What ``out`` may be for tensors of this shape: concatenated, or stacked."""
+    concatenated = (world * shape[0], *shape[1:]) if shape else (world,)
+    return torch.Size(concatenated), torch.Size((world, *shape))
 
 
 def all_gather(
@@ -295,26 +300,38 @@ def all_gather(
             _check_out(tensor, given, ctx)
         return _launch(ctx, nbytes, algorithm, False)
 
-    launch = ctx.begin("all_gather", nbytes, (str(getattr(tensor, "dtype", None)), algorithm), prepare)
+    launch = ctx.begin("all_gather", nbytes, (getattr(tensor, "dtype", None), algorithm), prepare)
     if out is None:
-        out = torch.empty(_gathered_shape(tensor, ctx.world_size), dtype=tensor.dtype, device=tensor.device)
+        out = torch.empty(_gathered_shapes(tensor.shape, ctx.world_size)[0], dtype=tensor.dtype, device=tensor.device)
     if launch.group is not None:
         launch.gather(tensor, out)
-        return out
-    launch(tensor.data_ptr(), out.data_ptr(), launch.landing)
+    else:
+        launch(tensor.data_ptr(), out.data_ptr(), launch.landing)
     return out
+
+
+def all_gather_unchecked(tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor) -> None:
+    """:func:`all_gather` for callers that have checked both tensors themselves: as it says, but of any shapes."""
+    nbytes = tensor.nbytes
+    launch = ctx.begin("all_gather", nbytes, (tensor.dtype, "auto"), lambda: _launch(ctx, nbytes, "auto", False))
+    if launch.group is not None:
+        launch.gather(tensor, out)
+    else:
+        launch(tensor.data_ptr(), out.data_ptr(), launch.landing)
 
 
 def _check_out(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> None:
     """Raise unless ``out`` can take what the ranks give."""
     _check("out", out, ctx)
-    shape, stacked = _gathered_shape(tensor, ctx.world_size), [ctx.world_size, *tensor.shape]
-    if out.dtype != tensor.dtype or list(out.shape) not in (shape, stacked):
+    shapes = _gathered_shapes(tensor.shape, ctx.world_size)
+    if out.dtype != tensor.dtype or out.shape not in shapes:
+        shape, stacked = (list(shape) for shape in shapes)
         raise ValueError(
             f"out must be {tensor.dtype} of shape {shape} or {stacked}; got {out.dtype} of {list(out.shape)}"
         )
-    begin, nbytes, first, own = tensor.data_ptr(), tensor.nbytes, out.data_ptr(), ctx.rank * tensor.nbytes
-    if nbytes and first < begin + nbytes and begin < first + out.nbytes and begin != first + own:
+    begin, nbytes, first = tensor.data_ptr(), tensor.nbytes, out.data_ptr()
+    own = ctx.rank * nbytes
+    if nbytes and first < begin + nbytes and begin < first + ctx.world_size * nbytes and begin != first + own:
         raise ValueError(
             f"tensor must not overlap out, except as out's own segment at byte {own}; it lies at byte {begin - first}"
         )

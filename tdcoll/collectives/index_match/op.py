@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,12 @@ MOST_PLACES = (1 << 31) - (1 << 21)
 """Places are 32 bits: in entries, and in what ``find`` returns. Loops over them count one step further."""
 
 _CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK, _EMIT_BLOCK = 4096, 1024, 512, 512, 1024, 256
+
+
+@functools.cache
+def _launcher(device: int | None) -> Launcher:
+    """What the kernels of this package are launched with on one GPU; they depend on nothing that comes and goes."""
+    return Launcher()
 
 
 def _blocks(size: int, block: int) -> int:
@@ -82,7 +89,7 @@ class Directory:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
         self.world, self.capacity, self.max_union, self.method = world, capacity, max_union, method
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with its index
         self.union = torch.empty(max_union, dtype=torch.int64, device=self.device)
         self.status = torch.zeros(kernels.STATUS_WORDS.value, dtype=torch.int64, device=self.device)
         self._buffer = self.status  # stands for entries where there are none
@@ -90,7 +97,7 @@ class Directory:
         self._leaders: torch.Tensor | None = None
         self._in_graphs: list[torch.Tensor] = []
         self._captured = False
-        self._launch = Launcher()
+        self._launch = _launcher(self.device.index)
         self.num_rows = -1
         self.prepare(num_rows)
 
@@ -270,7 +277,11 @@ def match_indices(local: torch.Tensor, global_: torch.Tensor, *, check: bool = F
     if local.numel():
         programs = min(_MAX_PROGRAMS, _blocks(local.numel(), _EMIT_BLOCK))
         with torch.cuda.device_of(local):
-            kernels.invert_indices[(programs,)](local, local.numel(), global_, global_.numel(), out, _EMIT_BLOCK)
+            arguments = (local, local.numel(), global_, global_.numel(), out)
+            alignment = local.data_ptr() % 16, global_.data_ptr() % 16
+            _launcher(local.device.index)(
+                kernels.invert_indices, programs, arguments, (_EMIT_BLOCK,), variant=alignment
+            )
     return out
 
 
@@ -344,17 +355,17 @@ def match_lists(
         max_union = max(1, min(sum(row.numel() for row in rows), num_rows))
     packed = torch.empty(world, _HEADER + capacity, dtype=torch.int64, device=device)
     with torch.cuda.device_of(packed):
-        for q, row in enumerate(rows):
+        launch = _launcher(device.index)
+        for target, row in zip(packed.unbind(0), rows, strict=True):
             programs = _blocks(row.numel(), _EMIT_BLOCK)
-            kernels.pack_list[(programs,)](packed[q], row.contiguous(), row.numel(), 0, _EMIT_BLOCK)
+            launch(kernels.pack_list, programs, (target, row.contiguous(), row.numel(), 0), (_EMIT_BLOCK,))
         directory = Directory(world, capacity, num_rows, max_union, device, method)
         directory.build(packed, 0)
         positions = torch.empty(world, width, dtype=torch.int32, device=device)
         contributors = torch.empty(max_union, world, dtype=torch.int32, device=device)
         programs = min(_blocks(max(width, max_union), _EMIT_BLOCK), max(1, _MAX_PROGRAMS // (world + 1)))
-        kernels.emit_match[(programs, world + 1)](
-            packed, packed.stride(0), capacity, directory.entries, directory.words, world, directory.union, max_union,
-            directory.status, positions, width, contributors, _EMIT_BLOCK, directory.search,
-        )  # fmt: skip
+        found = (directory.entries, directory.words, world, directory.union, max_union, directory.status)
+        arguments = (packed, packed.stride(0), capacity, *found, positions, width, contributors)
+        launch(kernels.emit_match, (programs, world + 1), arguments, (_EMIT_BLOCK, directory.search))
     size = directory.status[kernels.UNION.value : kernels.UNION.value + 1]
     return IndexMatch(directory.union, size, positions, contributors, directory.status)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,13 @@ _OPERATION = {
         ("prod", kernels.PROD),
     )
 }
+
+
+@functools.cache
+def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of a kernel's parameters: those of its arguments, and of its constants, which are in capitals."""
+    names = tuple(kernel.arg_names)
+    return tuple(name for name in names if not name.isupper()), tuple(name for name in names if name.isupper())
 
 
 class Call:
@@ -142,14 +150,13 @@ class Call:
 
     def launch(self, kernel: Any, programs: int | tuple[int, int], **more: Any) -> None:
         """Launch ``kernel`` with what this call knows, and ``more``; constants are named in capitals."""
-        known = self._arguments
-        values = [more[name] if name in more else known[name] for name in kernel.arg_names]
-        first = next((i for i, name in enumerate(kernel.arg_names) if name.isupper()), len(values))
+        value_of = {**self._arguments, **more}.__getitem__
+        plain, constant = _parameters(kernel)
         self.ctx.launch(
             kernel,
             programs,
-            tuple(values[:first]),
-            tuple(values[first:]),
+            tuple(map(value_of, plain)),
+            tuple(map(value_of, constant)),
             variant=self.variant,
             num_warps=self.tiles.num_warps,
         )
