@@ -393,7 +393,9 @@ def inner_collectives() -> None:
     swapped = torch.empty(world(), device=device())
     dist.all_to_all_single(swapped, data(rank(), world()))
     same(swapped, torch.stack([data(r, world())[rank()] for r in everyone()]), "all_to_all_single")
-    dist.barrier(timeout=timedelta(seconds=20))
+    options = dist.BarrierOptions()  # dist.barrier(timeout=...) of newer PyTorch
+    options.timeout = timedelta(seconds=20)
+    dist.group.WORLD.barrier(options).wait()
     expect("a timeout of its own" in by_inner("barrier"), explain())
     expect(dist.get_backend() == "tdcoll", dist.get_backend())
 
