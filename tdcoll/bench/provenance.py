@@ -38,15 +38,17 @@ def _output(*command: str) -> str | None:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """Commit of the running tdcoll and whether its files differ; ``TDCOLL_COMMIT`` without git."""
+    """Commit of the running tdcoll, and whether its files differ; ``TDCOLL_COMMIT`` before git, of which copies lie."""
+    if told := os.environ.get("TDCOLL_COMMIT"):
+        return told, None
     root = Path(tdcoll.__file__).resolve().parents[1]
     top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
     # It may be installed below somebody else's repository.
     if top is None or Path(top).resolve() != root or not (root / "pyproject.toml").is_file():
-        return os.environ.get("TDCOLL_COMMIT") or None, None
+        return None, None
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return commit or os.environ.get("TDCOLL_COMMIT") or None, None if changes is None else bool(changes)
+    return commit or None, None if changes is None else bool(changes)
 
 
 def _package(*names: str) -> str | None:

@@ -44,7 +44,7 @@ class _Layout:
         about: what else was the same for all rows of a table; rows for which it differs get tables of their own.
         leading: columns that say which size it is; ``where``: the same in a few words.
         unit, scale: of times, and how many of them a microsecond is.
-        rival: whether a row of tdcoll's is compared with the peers.
+        rival: whether a row of tdcoll's is compared with the peers; if there is none, all are.
         measured: columns of the fastest of those.
         footnote: how to read it, from one of the rows.
         counted: columns where there are no times.
@@ -77,7 +77,7 @@ def _sparse_footnote(row: SparseRow) -> str:
         return f"{_MEDIANS}, of the padded form, {room}. {floor}"
     return (
         f"{_MEDIANS}, from an idle GPU to a sparse tensor that is there. {floor} tdcoll's best is among results with "
-        "memory of their own, which the peers' have too. Where a peer's time is less than that, the ratio is below 1."
+        "memory of their own, as the peers' have, if there are any. Where a peer's time is less, the ratio is below 1."
     )
 
 
@@ -246,7 +246,8 @@ def _timed_table(layout: _Layout, rows: Sequence[Measured], floor: Floor | None 
         headings.append("fastest peer / tdcoll's best")
     texts = []
     for found in lines.values():
-        best = _fastest([row for row in found.values() if not row.peer and layout.rival(row)])
+        mine = [row for row in found.values() if not row.peer]
+        best = _fastest([row for row in mine if layout.rival(row)] or mine)
         peers = [found.get(peer) for peer in ran]
         line = [column.text(next(iter(found.values()))) for column in layout.leading]
         line += [_time(found.get(label), layout.scale) for label in (*ours, *ran)]
@@ -513,6 +514,17 @@ def _given_floor(options: argparse.Namespace, results: Sequence[tuple[dict[str, 
     return None
 
 
+def _only(rows: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """The rows of these algorithms and peers.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if chosen := [row for row in rows if row.algorithm in names]:
+        return chosen
+    raise ValueError(f"--only: expected some of {', '.join(_distinct([row.algorithm for row in rows]))}")
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command; its exit status."""
     parser = argparse.ArgumentParser(
@@ -528,6 +540,12 @@ def main(arguments: Sequence[str]) -> int:
         "instead of printing them",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="times against size")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="show these algorithms and peers (default: all)",
+    )
     for name, metavar, what in (
         ("launch-us", "X", "an empty kernel takes"),
         ("crossing-us", "X", "a store takes until another GPU sees it; a file of the signal benchmark says it, too"),
@@ -545,6 +563,8 @@ def main(arguments: Sequence[str]) -> int:
         results = [files.load(path) for path in options.files]
         floor = _given_floor(options, results)
         contents: dict[str, str] = {}
+        if options.only is not None:
+            results = [(head, _only(rows, options.only)) for head, rows in results]
         for head, rows in results:
             name = head["benchmark"]
             contents[name] = "\n".join([*([contents[name]] if name in contents else []), markdown(head, rows, floor)])

@@ -24,6 +24,11 @@ from tdcoll.runtime import Runtime
 __all__ = ["Gathers", "SparseSums"]
 
 _SMALLEST_CONTEXT = 1 << 20
+
+_BESIDE_OTHERS = 64
+"""Programs of a launch that goes on beside a backward pass, and may wait for ranks whose own is behind: half of the SMs
+of an H100 stay free. (With programs on all of them the backward pass stood still for as long.)
+"""
 _FEWEST_ROWS = 256
 
 
@@ -203,6 +208,7 @@ class SparseSums:
                 max_rows_per_rank=rows_per_rank,
                 max_row_bytes=row_bytes,
                 grow=True,
+                max_programs=_BESIDE_OTHERS,
                 timeout_s=self._timeout_s,
             )
             self.context.collective._follows_stream = True

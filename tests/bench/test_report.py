@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tdcoll.bench import report
+from tdcoll.bench import provenance, report
 from tdcoll.bench.__main__ import main
 from tdcoll.bench.arithmetic import Floor, Summary
 from tdcoll.bench.rows import Row, SignalRow, load, save, with_ratios
@@ -175,6 +175,24 @@ def test_two_files_are_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[
     first, second = write(tmp_path / "a.json", example()), write(tmp_path / "b.json", example())
     assert main(["report", str(first), str(second)]) == 0
     assert capsys.readouterr().out.count("| bytes per rank |") == 2
+
+
+def test_some_of_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write(tmp_path / "a.json", example()))
+    names = list(dict.fromkeys(row.algorithm for row in example()))
+    assert main(["report", path, "--only", names[0]]) == 0
+    shown = capsys.readouterr().out.splitlines()[2]
+    assert names[0] in shown
+    assert not any(name in shown for name in names[1:])
+    assert main(["report", path, "--only", "nothing"]) == 1
+    assert f"--only: expected some of {', '.join(names)}" in capsys.readouterr().err
+
+
+def test_the_commit_that_is_told_goes_before_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TDCOLL_COMMIT", "0123")
+    assert provenance._commit() == ("0123", None)
+    monkeypatch.delenv("TDCOLL_COMMIT")
+    assert provenance._commit()[0] != "0123"
 
 
 def test_a_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,13 @@ def test_the_table_compares_results_with_memory_of_their_own_and_shows_what_lose
     assert "ratio is below 1" in text
 
 
+def test_without_copies_views_are_compared() -> None:
+    rows = [row for row in example() if row.peer or row.copy is False]
+    lines = report.markdown(head("sparse_all_reduce"), with_ratios(rows)).splitlines()
+    heading = lines[2].split(" | ")
+    assert lines[4].split(" | ")[heading.index("published / tdcoll's best")] == "6.00"  # 900 and 150 us
+
+
 def test_the_padded_form_and_duplicates_and_dtypes_have_tables_and_lines_of_their_own() -> None:
     padded = [dataclasses.replace(r, form="padded", copy=None, launch="graph") for r in example() if not r.peer]
     repeated = [dataclasses.replace(r, duplicates="drawn") for r in example()]

@@ -99,6 +99,8 @@ class SparseContext:
             which is always enough.
         grow: a call that is over the rows makes the context larger on all ranks and goes on, instead of raising.
             Copies of results are not affected; views (``copy=False``) of earlier calls are.
+        max_programs: the most programs of one launch that moves rows. Default: as many as pay, 4 per SM. Programs
+            wait for other ranks on the GPU: with fewer than there are SMs, what runs beside them goes on meanwhile.
         timeout_s, debug, stream: as for :class:`~tdcoll.CollectiveContext`. In debug mode the ranks also compare
             shapes, dtypes and operations on every call, and a view that is used after the next call raises.
 
@@ -116,6 +118,7 @@ class SparseContext:
         max_row_bytes: int,
         max_union_rows: int | None = None,
         grow: bool = False,
+        max_programs: int | None = None,
         timeout_s: float | None = None,
         debug: bool | None = None,
         stream: Any = None,
@@ -124,6 +127,8 @@ class SparseContext:
         row_bytes = _whole("max_row_bytes", max_row_bytes, 0)
         if max_union_rows is not None:
             _whole("max_union_rows", max_union_rows, 1)
+        if max_programs is not None:
+            _whole("max_programs", max_programs, 1)
         self.collective = CollectiveContext(
             group, max_bytes_per_rank=0, timeout_s=timeout_s, debug=debug, stream=stream
         )
@@ -140,9 +145,8 @@ class SparseContext:
         device = self.collective.device
         cuda = device.type == "cuda"
         self.launch = Launcher()
-        self.most_programs = 4
-        if cuda:
-            self.most_programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self.most_programs = most if max_programs is None else min(most, max_programs)
         words = STATUS_WORDS.value
         self.status_words = torch.zeros(words + 1, dtype=torch.int64, pin_memory=cuda)
         """What the lists of a call say, on the host; and how many rows of its own this rank brought."""
