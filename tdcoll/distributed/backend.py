@@ -33,7 +33,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed.inner import NamedWork, RollCall, add_backends, gather_into, sparse_sum_by_gather
 from tdcoll.distributed.options import KINDS, Options
-from tdcoll.distributed.served import Gathers, SparseSums
+from tdcoll.distributed.served import Gathers, SparseSums, plain
 from tdcoll.distributed.work import (
     CompletedWork,
     StreamWork,
@@ -108,12 +108,13 @@ class _Facts:
         owns_job: whether this group has joined the job, and leaves it.
     """
 
-    def __init__(self, control: StoreControlPlane, size: int, kinds: tuple[str, ...], max_bytes: int) -> None:
+    def __init__(self, control: StoreControlPlane, size: int, kinds: tuple[str, ...], agreed: tuple[Any, ...]) -> None:
         self._control, self._everyone = control, range(size)
         self.kinds, self.owns_job = kinds, False
         self.reason: str | None = None
-        answers = control.all_gather(self._everyone, "backend tdcoll", ((kinds, max_bytes), self._local_obstacle(size)))
-        require_equal([what for what, _ in answers], self._everyone, "serves and max_bytes_per_rank of backend tdcoll")
+        answers = control.all_gather(self._everyone, "backend tdcoll", (agreed, self._local_obstacle(size)))
+        what = "serves, max_bytes_per_rank, heap_bytes and timeout of backend tdcoll"
+        require_equal([given for given, _ in answers], self._everyone, what)
         self._give_up([obstacle for _, obstacle in answers])
 
     def _local_obstacle(self, size: int) -> str | None:
@@ -208,18 +209,19 @@ class TdcollProcessGroup(ProcessGroup):
         self._members = tuple(ranks) or tuple(range(size))
         self._rank, self._size = rank, size
         self._own_store = dist.PrefixStore("tdcoll/", store)
-        plain = self._plain = ProcessGroup(store, rank, size)
+        inner = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without what is overridden here."""
-        self._names = add_backends((self, plain), store, rank, size, timeout, name, ranks, options.nccl, split)
+        self._names = add_backends((self, inner), store, rank, size, timeout, name, ranks, options.nccl, split)
         self._roll_call = RollCall(dist.PrefixStore("roll-call/", self._own_store), rank, size, timeout)
         control = StoreControlPlane(self._own_store, rank, timeout.total_seconds())
-        facts = self._facts = _Facts(control, size, options.kinds, options.max_bytes_per_rank)
         timeout_s = _deadline(timeout)
+        agreed = (options.kinds, options.max_bytes_per_rank, options.heap_bytes, timeout_s)
+        facts = self._facts = _Facts(control, size, options.kinds, agreed)
         if not ranks:
             facts.join(store, rank, size, options.heap_bytes, timeout_s)
         self._job = runtime.current_or_none() if facts.kinds else None
         self._device: torch.device | None = None
-        self._stream: Any = None
+        self._streams: dict[str, Any] = {}
         self._closed = False
         self._coalescing = False
         self._counts: dict[tuple[str, str, str], int] = {}
@@ -293,12 +295,30 @@ class TdcollProcessGroup(ProcessGroup):
         if not self._closed:
             self._closed = True
             worker.drain()
+            expired = self._expired()
             self._leave()
+            super().shutdown()
+            if expired is not None:
+                raise expired
+            return
         super().shutdown()
 
     def abort(self) -> None:
         self._closed = True
         super().abort()
+
+    def _expired(self) -> BaseException | None:
+        """A wait that has expired and of which nobody has heard; waits for the GPU."""
+        job = self._job
+        if job is None or job.closed or job.failed:
+            return None
+        if job.device.type == "cuda":
+            torch.cuda.synchronize(job.device)
+        try:
+            self._check()
+        except CollectiveTimeout as error:
+            return as_backend_error(error)
+        return None
 
     def _leave(self) -> None:
         """Free what tdcoll holds for this group. Collective; after an error, what is left of it."""
@@ -362,10 +382,17 @@ class TdcollProcessGroup(ProcessGroup):
                 raise
             raise self._roll_call.name(operation, error) from error
 
-    def _internal_stream(self) -> Any:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return self._stream
+    def _internal_stream(self, of: str) -> Any:
+        """The stream of what the main thread launches, and that of the worker's tasks. Not one for both: the order in
+        which two threads get to it differs from rank to rank, and calls of two ranks would wait behind each other."""
+        if of not in self._streams:
+            self._streams[of] = torch.cuda.Stream(self._device)
+        return self._streams[of]
+
+    def _check(self) -> None:
+        """Raise what finished kernels of this group have left, of any kind of call."""
+        self._gathers.check()
+        self._sums.check()
 
     def _serve(
         self,
@@ -374,7 +401,6 @@ class TdcollProcessGroup(ProcessGroup):
         *,
         asynchronous: bool,
         waits: bool,
-        check: Callable[[], None],
         blocks: bool = False,
     ) -> Any:
         """Make a call with tdcoll, now or by the worker. Its work.
@@ -384,7 +410,6 @@ class TdcollProcessGroup(ProcessGroup):
             touched: tensors that it reads and writes.
             asynchronous: whether the caller goes on before it is complete.
             waits: whether it waits on the host.
-            check: raises what finished kernels have left.
             blocks: whether ``wait()`` of its work waits on the host too.
         """
         device = self._device
@@ -401,9 +426,9 @@ class TdcollProcessGroup(ProcessGroup):
                 result = self._run(make)
                 if blocks:
                     torch.cuda.current_stream(device).synchronize()
-                    self._run_check(check)
+                    self._run_check(self._check)
                 return CompletedWork(result)
-            stream = self._internal_stream()
+            stream = self._internal_stream("worker" if waits else "main")
             if not torch.cuda.is_current_stream_capturing():
                 for tensor in touched:
                     record_stream(tensor, stream)
@@ -412,7 +437,7 @@ class TdcollProcessGroup(ProcessGroup):
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 result = self._run(make)
-            return StreamWork(result, stream, blocks=blocks, check=check, keep=touched)
+            return StreamWork(result, stream, blocks=blocks, check=self._check, keep=touched)
 
     @staticmethod
     def _run(make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -461,7 +486,7 @@ class TdcollProcessGroup(ProcessGroup):
             return [out for out, _ in pairs]
 
         touched = [tensor for pair in pairs for tensor in pair]
-        return self._serve(make, touched, asynchronous=asynchronous, waits=False, check=gathers.check)
+        return self._serve(make, touched, asynchronous=asynchronous, waits=False)
 
     def _gather_at_once(self, output: torch.Tensor, input: torch.Tensor) -> bool:
         """The short way of a synchronous call like one that was made before: whether it was taken."""
@@ -485,6 +510,7 @@ class TdcollProcessGroup(ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
+        output, input = plain(output), plain(input)
         if opts is not None and not opts.asyncOp and self._gather_at_once(output, input):
             return CompletedWork([output])
         work = self._gather([(output, input)], opts is None or opts.asyncOp)
@@ -498,13 +524,14 @@ class TdcollProcessGroup(ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         """``[n_i, ...] -> [world * n_i, ...]`` for every i."""
+        outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
         work = None
         if inputs:
             work = self._gather(list(zip(outputs, inputs, strict=True)), opts is None or opts.asyncOp)
         if work is not None:
             return work
-        plain = self._plain
-        call = getattr(plain, "all_gather_single_coalesced", None) or plain.allgather_into_tensor_coalesced
+        inner = self._plain
+        call = getattr(inner, "all_gather_single_coalesced", None) or inner.allgather_into_tensor_coalesced
         opts = AllgatherOptions() if opts is None else opts
         return self._call_inner("all_gather", _device_of(inputs), lambda: call(outputs, inputs, opts))
 
@@ -514,6 +541,7 @@ class TdcollProcessGroup(ProcessGroup):
         """``[n_rank, ...] of every rank -> a list of all of them``; of one input."""
         if isinstance(inputs, torch.Tensor):
             outputs, inputs, opts = [outputs], [inputs], None
+        outputs, inputs = [[plain(out) for out in pieces] for pieces in outputs], [plain(tensor) for tensor in inputs]
         opts = AllgatherOptions() if opts is None else opts
         work = self._gather_list(outputs[0], inputs[0], opts.asyncOp) if len(inputs) == len(outputs) == 1 else None
         if work is not None:
@@ -560,13 +588,13 @@ class TdcollProcessGroup(ProcessGroup):
                 gathers.check()
             return pieces
 
-        return self._serve(make, [*pieces, tensor], asynchronous=asynchronous, waits=False, check=gathers.check)
+        return self._serve(make, [*pieces, tensor], asynchronous=asynchronous, waits=False)
 
     # ------------------------------------------------------------------ all-reduce
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """The inner group's all-reduce; of a sparse COO tensor, tdcoll's."""
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensors = [plain(tensor) for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
         if not isinstance(opts, AllreduceOptions):
             op, opts = opts, AllreduceOptions()
             if op is not None:
@@ -595,13 +623,14 @@ class TdcollProcessGroup(ProcessGroup):
                 "for; use tdcoll.sparse_all_reduce_padded"
             )
         self._say("sparse_all_reduce", "tdcoll", "")
+        self._run_check(self._gathers.check)
         sums = self._sums
 
         def make() -> list[torch.Tensor]:
             tensor.data = sums(tensor, op)
             return [tensor]
 
-        return self._serve(make, [tensor], asynchronous=opts.asyncOp, waits=True, check=sums.check)
+        return self._serve(make, [tensor], asynchronous=opts.asyncOp, waits=True)
 
     def _sparse_inner(self, tensors: list[torch.Tensor], op: str, opts: Any, why: str) -> Any:
         """gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
@@ -658,7 +687,7 @@ class TdcollProcessGroup(ProcessGroup):
                 gathers.check()
             return []
 
-        return self._serve(make, [], asynchronous=opts.asyncOp, waits=False, check=gathers.check, blocks=True)
+        return self._serve(make, [], asynchronous=opts.asyncOp, waits=False, blocks=True)
 
     # ------------------------------------------------------------------ words
 

@@ -47,11 +47,14 @@ def _sums(group: Any) -> _Sums:
     return found
 
 
-def _submit(sums: _Sums, tensor: torch.Tensor) -> Task:
-    """The mean over the ranks, made by the worker on the sums' own stream; the task's result is ``[mean]``."""
+def _submit(sums: _Sums, tensor: torch.Tensor, after: Any = None) -> Task:
+    """The mean over the ranks, made by the worker on the sums' own stream; the task's result is ``[mean]``.
+
+    ``after``: the event behind which the tensor is there; None: what the current stream has now.
+    """
     if sums.stream is not None:
         record_stream(tensor, sums.stream)
-    return worker.submit(Task(lambda: [sums(tensor, "mean")], sums.stream))
+    return worker.submit(Task(lambda: [sums(tensor, "mean")], sums.stream, after))
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
@@ -103,6 +106,8 @@ class _Table:
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
         self.taken: torch.Tensor | None = None
+        self.there: Any = None
+        """On a GPU: the event behind which ``taken`` is."""
         self.task: Task | None = None
 
     def empty(self) -> torch.Tensor:
@@ -192,8 +197,13 @@ class SparseGradientReducer:
                 f"SparseGradientReducer: a second backward pass reached {table.name} before finish(); call finish() "
                 "after each, or accumulate in `with reducer.no_sync():`"
             )
-        table.taken, table.parameter.grad = self._sparse(table), None
+        self._hold(table)
         self._advance()
+
+    def _hold(self, table: _Table) -> None:
+        table.taken, table.parameter.grad = self._sparse(table), None
+        if table.taken.is_cuda:
+            table.there = torch.cuda.current_stream(table.taken.device).record_event()
 
     @staticmethod
     def _sparse(table: _Table) -> torch.Tensor:
@@ -210,7 +220,8 @@ class SparseGradientReducer:
     def _advance(self) -> None:
         """Submit what can be: in the same order on all ranks, whatever order the gradients come in."""
         while self._next < len(self._tables) and (taken := self._tables[self._next].taken) is not None:
-            self._tables[self._next].task = _submit(self._sums, taken)
+            table = self._tables[self._next]
+            table.task = _submit(self._sums, taken, table.there)
             self._next += 1
 
     def finish(self) -> None:
@@ -227,7 +238,7 @@ class SparseGradientReducer:
             raise RuntimeError("SparseGradientReducer: finish() inside of no_sync()")
         for table in self._tables:
             if table.taken is None:
-                table.taken, table.parameter.grad = self._sparse(table), None
+                self._hold(table)
         self._advance()
         try:
             for table in self._tables:
@@ -238,7 +249,7 @@ class SparseGradientReducer:
         finally:
             self._next = 0
             for table in self._tables:
-                table.taken = table.task = None
+                table.taken = table.task = table.there = None
 
     def close(self) -> None:
         """Take the hooks off. Local."""

@@ -163,6 +163,8 @@ class NamedWork(dist.Work):
         try:
             return bool(self._work.wait(timeout) if timeout else self._work.wait())
         except RuntimeError as error:
+            if timeout and "onnection" not in str(error):  # the caller's own patience says nothing of the others
+                raise
             raise self._name(self._operation, error) from error
 
     def get_future(self) -> Any:

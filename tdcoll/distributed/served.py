@@ -21,7 +21,7 @@ from tdcoll.distributed.work import worker
 from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.runtime import Runtime
 
-__all__ = ["Gathers", "SparseSums"]
+__all__ = ["Gathers", "SparseSums", "plain"]
 
 _SMALLEST_CONTEXT = 1 << 20
 
@@ -35,6 +35,16 @@ _FEWEST_ROWS = 256
 def _on(device: torch.device) -> Any:
     """``device`` as the current one, where it is a GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, for the results of functional collectives: waited for. PyTorch's dispatcher, which does that
+    for its own backends, is not on the way here."""
+    if type(tensor) is torch.Tensor:
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 class Gathers:
@@ -58,6 +68,8 @@ class Gathers:
         """Have a context for ``nbytes`` per rank; whether there is one. Collective, when it has to be made."""
         old = self.context
         if old is not None and nbytes <= old.max_bytes_per_rank:
+            if old.debug:
+                worker.drain()  # debug mode exchanges values on the host at every call, as the worker does
             return True
         if nbytes > self.limit:
             return False
@@ -92,7 +104,8 @@ class Gathers:
         """``tensor [n, ...] of every rank -> out [world * n, ...]``, on the current stream; after :meth:`prepare`."""
         context = self.context
         assert context is not None
-        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        usable = out.is_contiguous() and not out.is_conj() and not out.is_neg()
+        target = out if usable else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         source = tensor.resolve_conj().resolve_neg().contiguous()
         if _overlaps_elsewhere(target, source, context.rank):
             source = source.clone()
@@ -108,6 +121,7 @@ class Gathers:
         context = self.context
         if (
             context is None
+            or context.debug
             or tensor.nbytes > context.max_bytes_per_rank
             or tensor.device != context.device
             or out.device != context.device
@@ -118,6 +132,8 @@ class Gathers:
             or not (tensor.is_contiguous() and out.is_contiguous())
             or tensor.is_conj()
             or tensor.is_neg()
+            or out.is_conj()
+            or out.is_neg()
             or _overlaps_elsewhere(out, tensor, context.rank)
         ):
             return False
@@ -131,9 +147,9 @@ class Gathers:
         all_gather(torch.empty(0, dtype=torch.uint8, device=context.device), context)
 
     def check(self) -> None:
-        """Raise what the kernels that are finished have left."""
-        if self.context is not None:
-            self.context.monitor.raise_if_expired()
+        """Raise what the kernels that are finished have left, also those of graphs that use an outgrown context."""
+        for context in (*self._kept, *((self.context,) if self.context else ())):
+            context.monitor.raise_if_expired()
 
     def close(self) -> None:
         """Free the contexts. Collective."""
@@ -234,7 +250,11 @@ class SparseSums:
         if tensor.device.type == "cpu":
             self.context.collective.monitor.raise_if_expired()
         return torch.sparse_coo_tensor(
-            found, summed.view(-1, *values.shape[1:]), tensor.shape, is_coalesced=True, check_invariants=False
+            found,
+            summed.view(found.shape[1], *values.shape[1:]),
+            tensor.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
 
     def check(self) -> None:

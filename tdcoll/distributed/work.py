@@ -65,16 +65,17 @@ class Task:
     Args:
         make: makes the call; its result is that of the work, a list of tensors.
         stream: CUDA stream that it is made on, behind what the calling stream has now; None without a GPU.
+        after: an event to be made behind instead.
     """
 
-    def __init__(self, make: Callable[[], list[torch.Tensor]], stream: Any = None) -> None:
+    def __init__(self, make: Callable[[], list[torch.Tensor]], stream: Any = None, after: Any = None) -> None:
         self._make: Callable[[], list[torch.Tensor]] | None = make
         self.stream = stream
         self.event: Any = None
         """Recorded behind the call, on its stream; when it is there."""
         self._before: Any = None
         if stream is not None:
-            self._before = torch.cuda.current_stream(stream.device).record_event()
+            self._before = after or torch.cuda.current_stream(stream.device).record_event()
         self.done = threading.Event()
         self.result: list[torch.Tensor] = []
         self.error: BaseException | None = None

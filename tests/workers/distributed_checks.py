@@ -328,6 +328,23 @@ def works() -> None:
 
 
 @check
+def tensors_of_other_kinds() -> None:
+    """Results of functional collectives that nobody has waited for, negative views, rows without elements."""
+    wanted = torch.cat([data(r, 4) for r in everyone()])
+    for _ in range(2):  # the second synchronous call goes the short way
+        pending = functional.all_gather_tensor(data(rank(), 4), 0, dist.group.WORLD)
+        out = torch.empty(world() ** 2 * 4, device=device())
+        single(out, pending)
+        same(out, wanted.repeat(world()), "of a pending result")
+        negative = torch._neg_view(torch.zeros(world() * 4, device=device()))
+        single(negative, data(rank(), 4))
+        same(negative.resolve_neg(), wanted, "into a negative view")
+    empty = torch.sparse_coo_tensor([[rank(), 0]], torch.empty(2, 0, device=device()), (world(), 0)).to(device())
+    dist.all_reduce(empty)
+    expect(empty.indices().tolist() == [list(everyone())], f"rows without elements: {empty.indices()}")
+
+
+@check
 def subgroups() -> None:
     pair = dist.new_group([0, 2])
     if rank() in (0, 2):
@@ -434,7 +451,12 @@ def options_and_words() -> None:
     expect_raises(
         tdcoll.RankMismatchError,
         lambda: dist.new_group(pg_options=Options(serves="all" if rank() else "none")),
-        "serves and max_bytes_per_rank",
+        "serves, max_bytes_per_rank",
+    )
+    expect_raises(
+        tdcoll.RankMismatchError,
+        lambda: dist.new_group(pg_options=Options(heap_bytes=(8 + rank()) << 20)),
+        "heap_bytes",
     )
     expect_raises(TypeError, lambda: dist.new_group(pg_options={"serves": "all"}), "pg_options")
 

@@ -67,7 +67,8 @@ class _Launch:
         self._kernel = kernel[self._grid]
         self._num_warps = plan.num_warps
         self._compiled: ReadyKernel | None = None
-        self._variant = ("compiled", plan.algorithm, self._constants, plan.num_warps)
+        # Addresses of nothing are 32-bit to Triton, as small numbers are.
+        self._variant = ("compiled", plan.algorithm, self._constants, plan.num_warps, nbytes > 0, nbytes >> 31 > 0)
         self._context = ctx
         self._rest = (*(tensor.data_ptr() for tensor in self._tensors), *self._numbers, *self._constants)
 

@@ -26,6 +26,8 @@ __all__ = ["Call", "Status"]
 _IDS_BLOCK, _PLAN_BLOCK = 1024, 256
 """Ids of a program that does nothing else with them, and of one that looks each of them up."""
 
+_KINDS_KEPT = 256
+
 _OPERATION = {
     name: number.value
     for name, number in (
@@ -45,40 +47,27 @@ def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(name for name in names if not name.isupper()), tuple(name for name in names if name.isupper())
 
 
-class Call:
-    """One sparse all-reduce on one rank: its launches, in the order of the docstring of ``kernels``.
+class _Kind:
+    """What calls of one kind on a context have in common, which the host need not find out again.
 
     Attributes:
-        algorithm: the choice that the context's capacity and the shape allow; see :attr:`decides_late`.
-        too_wide: rows are over the context's bytes. They take part in the exchange, which shows whether all ranks have
-            such rows, and move no further.
-        directory: of the lists of all ranks, after :meth:`match`.
+        algorithm, too_wide, tiles, own: as in :class:`Call`.
+        arguments: of all kernels, by the names of their parameters, as far as they are the same.
+        seed: of the signature.
     """
 
-    def __init__(self, ctx: SparseContext, rows: Rows, op: str, algorithm: str) -> None:
-        self.ctx, self.rows, self.op, self.wanted = ctx, rows, op, algorithm
+    def __init__(self, ctx: SparseContext, rows: Rows, op: str, wanted: str, dense_allowed: bool) -> None:
         dtype, tables, topology = rows.values.dtype, ctx.tables, ctx.topology
-        self._dense_allowed = _process_group(ctx) is not None
         self.too_wide = rows.row_bytes > ctx.max_row_bytes
-        self.algorithm = self.choose(None)
-        self.directory = directory = ctx.directory(rows.num_rows)
+        self.algorithm = _choose(ctx, rows, wanted, dense_allowed, None)
         lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.own = lists[ctx.rank]
-        # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
-        what = (rows.num_rows, rows.shape, str(dtype), op, algorithm, self._dense_allowed, ctx.exchanges)
-        self._signature = zlib.crc32(repr(what).encode()) >> 1
+        self.seed = zlib.crc32(repr((rows.num_rows, rows.shape, str(dtype), op, wanted, dense_allowed)).encode())
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)
         signals, control, monitor = ctx.collective_words
-        self._arguments = {  # of all kernels, by the names of their parameters
-            "source": rows.values,
-            "like": rows.values,
-            "order": rows.indices,  # not read where the rows are coalesced; nor is begins
-            "begins": rows.indices,
+        self.arguments = {
             "lists": lists,
             "own": self.own,
-            "union": directory.union,
-            "entries": directory.entries,
-            "status": directory.status,
             "work": ctx.work,
             "counters": ctx.counters,
             "targets": ctx.targets,
@@ -93,12 +82,9 @@ class Call:
             "control": control,
             "monitor": monitor,
             "slot_signals": ctx.slot_signals,
-            "n": rows.indices.shape[0],
-            "signature": self._signature,
             "stride": lists.shape[1],
             "capacity": ctx.max_rows_per_rank,
             "max_union": ctx.max_union_rows,
-            "words": directory.words,
             "num_rows": rows.num_rows,
             "rank": ctx.rank,
             "world": ctx.world_size,
@@ -107,7 +93,6 @@ class Call:
             "n_nodes": topology.n_nodes,
             "row_elements": rows.elements,
             "row_bytes": rows.row_bytes,
-            "SEARCH": directory.search,
             "REPEATED": not rows.coalesced,
             "OP": _OPERATION[op],
             "ACC": getattr(tl, str(SUMS[dtype]).removeprefix("torch.")),
@@ -117,25 +102,75 @@ class Call:
             "DEEP": cut.deep,
             "WAITED": triton.next_power_of_2(ctx.world_size),
         }
-        self.variant = (dtype, rows.elements, rows.values.data_ptr() % 16)
+
+
+def _kind(ctx: SparseContext, rows: Rows, op: str, wanted: str, dense_allowed: bool) -> _Kind:
+    """Of such a call; the context forgets them when its memory changes."""
+    key = (rows.num_rows, rows.shape, rows.values.dtype, rows.coalesced, op, wanted, dense_allowed)
+    if (found := ctx.kinds.get(key)) is None:
+        if len(ctx.kinds) >= _KINDS_KEPT:
+            ctx.kinds.clear()
+        found = ctx.kinds[key] = _Kind(ctx, rows, op, wanted, dense_allowed)
+    return found
+
+
+def _choose(ctx: SparseContext, rows: Rows, wanted: str, dense_allowed: bool, counts: Counts | None) -> str:
+    """The algorithm, given the counts of this call if they are known."""
+    return choose(
+        wanted,
+        num_rows=rows.num_rows,
+        row_bytes=rows.row_bytes,
+        topology=ctx.topology,
+        max_rows_per_rank=ctx.max_rows_per_rank,
+        max_row_bytes=ctx.max_row_bytes,
+        segments_fit=ctx.holds_segments(
+            ctx.max_row_bytes if wanted == "auto" else min(rows.row_bytes, ctx.max_row_bytes)
+        ),
+        dense_allowed=dense_allowed,
+        counts=counts,
+    )
+
+
+class Call:
+    """One sparse all-reduce on one rank: its launches, in the order of the docstring of ``kernels``.
+
+    Attributes:
+        algorithm: the choice that the context's capacity and the shape allow; see :attr:`decides_late`.
+        too_wide: rows are over the context's bytes. They take part in the exchange, which shows whether all ranks have
+            such rows, and move no further.
+        tiles: how kernels that move rows cut them.
+        own: this rank's list.
+        directory: of the lists of all ranks, after :meth:`match`.
+    """
+
+    def __init__(self, ctx: SparseContext, rows: Rows, op: str, algorithm: str) -> None:
+        self.ctx, self.rows, self.op, self.wanted = ctx, rows, op, algorithm
+        self._dense_allowed = _process_group(ctx) is not None
+        kind = _kind(ctx, rows, op, algorithm, self._dense_allowed)
+        self.algorithm, self.too_wide, self.tiles, self.own = kind.algorithm, kind.too_wide, kind.tiles, kind.own
+        self.directory = directory = ctx.directory(rows.num_rows)
+        # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
+        self._signature = zlib.crc32(b"%d" % ctx.exchanges, kind.seed) >> 1
+        self._arguments = {
+            **kind.arguments,
+            "source": rows.values,
+            "like": rows.values,
+            "order": rows.indices,  # not read where the rows are coalesced; nor is begins
+            "begins": rows.indices,
+            "n": rows.indices.shape[0],
+            "signature": self._signature,
+            "union": directory.union,
+            "entries": directory.entries,
+            "status": directory.status,
+            "words": directory.words,
+            "SEARCH": directory.search,
+        }
+        self.variant = (rows.values.dtype, rows.elements, rows.values.data_ptr() % 16)
         """What Triton specialises kernels on, besides their constants."""
 
     def choose(self, counts: Counts | None) -> str:
         """The algorithm, given the counts of this call if they are known."""
-        ctx, rows = self.ctx, self.rows
-        return choose(
-            self.wanted,
-            num_rows=rows.num_rows,
-            row_bytes=rows.row_bytes,
-            topology=ctx.topology,
-            max_rows_per_rank=ctx.max_rows_per_rank,
-            max_row_bytes=ctx.max_row_bytes,
-            segments_fit=ctx.holds_segments(
-                ctx.max_row_bytes if self.wanted == "auto" else min(rows.row_bytes, ctx.max_row_bytes)
-            ),
-            dense_allowed=self._dense_allowed,
-            counts=counts,
-        )
+        return _choose(self.ctx, self.rows, self.wanted, self._dense_allowed, counts)
 
     @property
     def decides_late(self) -> bool:

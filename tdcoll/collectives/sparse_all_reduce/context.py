@@ -156,6 +156,8 @@ class SparseContext:
         self.explain: Callable[[], None] = lambda: None
         """Raises what ``remembered`` says; set by such calls."""
         self.last_algorithm = ""
+        self.kinds: dict[Hashable, Any] = {}
+        """What calls of one kind have in common, for as long as the memory is the same."""
         self._eager: set[Hashable] = set()
         self._area: torch.Tensor | None = None
         try:
@@ -177,6 +179,7 @@ class SparseContext:
         lists, out, stage = _areas(world, rows, row_bytes, union)
         pes = context.topology.pes
         owner.agree(pes, "SparseContext: rows, row bytes, union rows, grow", (rows, row_bytes, union, self.grow))
+        self.kinds.clear()
         self._area = area = owner.allocate((lists + out + stage,), torch.uint8, group=pes, name="sparse")
         self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows = rows, row_bytes, union
         self._out_at, self._stage_at = lists, lists + out
@@ -370,6 +373,7 @@ class SparseContext:
         owner = self.collective._runtime
         self.collective.close()
         area, self._area = self._area, None
+        self.kinds.clear()
         if owner.closed or owner.failed:
             return
         if area is not None:
