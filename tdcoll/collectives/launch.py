@@ -39,7 +39,8 @@ class ReadyKernel:
 
     def __call__(self, *arguments: Any, grid: tuple[int, int, int]) -> None:
         """Launch it. All of the kernel's arguments, constants included; addresses may stand for tensors."""
-        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler's
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's: chains, functions or None
             self._compiled[grid](*arguments)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
