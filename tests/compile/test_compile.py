@@ -92,7 +92,7 @@ def test_sparse_all_reduce_compiles_without_spills(compiled) -> None:
 
 
 def test_sparse_all_reduce_links_nvshmem_where_it_signals(compiled) -> None:
-    signalling = {"reduce", "reduce_nodes", "forward", "meet"}
+    signalling = {"reduce", "reduce_nodes", "reduce_nodes_of_single", "forward", "meet"}
     assert {k["kernel"] for k in compiled["sparse"] if k["needs"]} == signalling
     assert {k["kernel"] for k in compiled["sparse"] if k["globaltimer"]} == signalling
 

@@ -251,8 +251,9 @@ class Call:
         if ctx.topology.n_nodes == 1:
             self.launch(kernels.reduce, announcers + self.workers(-(-n // self.tiles.rows)))
         else:
+            kernel = kernels.reduce_nodes_of_single if self.rows.elements == 1 else kernels.reduce_nodes
             for step in range(ctx.topology.n_nodes):
-                self.launch(kernels.reduce_nodes, announcers + self.workers(n), step=step)
+                self.launch(kernel, announcers + self.workers(n), step=step)
             self.launch(kernels.forward, announcers + self.workers(ctx.max_union_rows))
         if ctx.world_size > 1:
             self.launch(kernels.meet, ctx.world_size)

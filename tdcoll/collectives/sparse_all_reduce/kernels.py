@@ -637,14 +637,13 @@ def _hand_on(out, offset, row_bytes, outs, rank, node, node_begins, node_ranks):
             tdl.copy_block(tl.load(outs + mate) + offset, out + offset, row_bytes)
 
 
-# row_elements is not specialised: where it is the constant 1, Triton 3.6 fails in its pass that coalesces accesses.
-@jit(do_not_specialize=[*_NUMBERS, "row_elements"], do_not_specialize_on_alignment=_USERS)
+@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
 def reduce_nodes(
     source, order, begins, stages, outs, lists, entries, work, counters, targets, signals, control, monitor, pes,
     nodes, node_begins, node_ranks,
     slot_signals, stride, capacity, words, rank, world, node, n_nodes, step, row_elements,
-    SEARCH: tl.constexpr, REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr, WAITED: tl.constexpr,
+    SEARCH: tl.constexpr, REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr,
+    WAITED: tl.constexpr,
 ):  # fmt: skip
     """Several nodes, one step: see the module's docstring. Arguments as for :func:`reduce`, and
 
@@ -679,7 +678,7 @@ def reduce_nodes(
                     id, turn, step, nodes, n_nodes, world, lists, stride, capacity, entries, words, SEARCH
                 )
                 at = tl.load(targets + row).to(tl.int64)
-                result = _rows_of(out + at * row_bytes, source, ALIGNED)
+                result = _rows_of(out, source) + at * row_elements
                 for column in tl.range(0, row_elements, WIDE):
                     columns = column + tl.arange(0, WIDE)
                     inside = columns < row_elements
@@ -689,7 +688,7 @@ def reduce_nodes(
                         q = tl.load(node_ranks + m)
                         position = match.find(id, q, lists, stride, capacity, entries, words, SEARCH).to(tl.int64)
                         if position >= 0:
-                            address = _rows_of(tl.load(stages + q) + position * row_bytes, source, ALIGNED)
+                            address = _rows_of(tl.load(stages + q), source) + position * row_elements
                             if q == rank:
                                 if REPEATED:
                                     begin = tl.load(begins + row)
@@ -717,6 +716,13 @@ def reduce_nodes(
                         tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(pes + entrance))
                     _hand_on(out, offset, row_bytes, outs, rank, node, node_begins, node_ranks)
         tdl.quiet()
+
+
+# Triton 3.6 fails to coalesce the accesses of this kernel where row_elements is the constant 1, as it makes of any 1.
+reduce_nodes_of_single = jit(do_not_specialize=[*_NUMBERS, "row_elements"], do_not_specialize_on_alignment=_USERS)(
+    reduce_nodes.fn
+)
+"""The same for rows of one element."""
 
 
 @jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)
