@@ -518,11 +518,12 @@ def _only(rows: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """The rows of these algorithms and peers.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there is none of some name.
     """
-    if chosen := [row for row in rows if row.algorithm in names]:
-        return chosen
-    raise ValueError(f"--only: expected some of {', '.join(_distinct([row.algorithm for row in rows]))}")
+    known = _distinct([row.algorithm for row in rows])
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--only: expected some of {', '.join(known)}; got {', '.join(unknown)}")
+    return [row for row in rows if row.algorithm in names]
 
 
 def main(arguments: Sequence[str]) -> int:

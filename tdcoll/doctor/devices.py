@@ -13,7 +13,9 @@ __all__ = ["DEVICE_CHECKS"]
 def gpus(facts: Facts) -> list[Line]:
     name = "GPUs"
     if facts.simulated:
-        if facts.environment.get("TRITON_INTERPRET"):
+        # setenv.sh sets the variable itself where it finds no GPU: then nobody has asked for the simulator.
+        by_itself = "TRITON_INTERPRET=1" in facts.environment.get("TDCOLL_SETENV", "").split()
+        if facts.environment.get("TRITON_INTERPRET") and not by_itself:
             return [
                 ok(name, f"not used: TRITON_INTERPRET={facts.environment['TRITON_INTERPRET']} asks for the simulator")
             ]

@@ -155,6 +155,15 @@ def test_every_line_can_go_wrong():
     assert text.startswith("in a container; without CAP_SYS_PTRACE")
 
 
+def test_the_simulator_that_setenv_chose_hides_no_missing_driver():
+    chosen = environment(SIMULATOR, TRITON_INTERPRET="1", TDCOLL_SETENV="NVSHMEM_X=2 TRITON_INTERPRET=1")
+    wished = environment(SIMULATOR, TRITON_INTERPRET="1", TDCOLL_SETENV="NVSHMEM_X=2")
+    for changes, status, text in ((chosen, "note", "8 on the PCI bus"), (wished, "ok", "not used: TRITON_INTERPRET=1")):
+        lines = diagnose(replace(SIMULATOR, **changes, pci_gpus=8))
+        (line,) = [line for line in lines if line.name == "GPUs"]
+        assert (line.status, line.text[: len(text)]) == (status, text)
+
+
 @pytest.mark.parametrize(
     ("visible", "host_gpus", "simulated"),
     [(None, 2, False), (None, 0, True), ("", 2, True), ("1", 2, False), ("2", 2, True), ("-1", 2, True), ("GPU-1", 2, False)],

@@ -21,4 +21,7 @@ def test_example_of_the_page(tmp_path, capsys):
     module.test_ring_needs_its_fence()
     printed = capsys.readouterr().out
     assert re.search(r"seed \d+, weak, .*AssertionError: call \d: \[.*\] should be \d \[raised by pe\d host\]", printed)
+    (shown,) = re.findall(r"^seed 0, .*", PAGE.read_text(encoding="utf-8"), re.M)
+    number, host = re.search(r"should be (\d) \[raised by (pe\d host)\]", shown).groups()
+    assert f"should be {number} [raised by {host}]" in printed
     assert re.search(r"replay\(case, \d+, n_pes=4\), with trace=", printed)
