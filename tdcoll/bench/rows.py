@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(ABC):
     """What the rows of all benchmarks have.
 
     Attributes:
@@ -60,9 +61,9 @@ class Measured:
         return self.algorithm if self.peer else f"tdcoll {self.algorithm}"
 
     @property
+    @abstractmethod
     def size(self) -> Hashable:
         """What two rows of a file have to share to be compared."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

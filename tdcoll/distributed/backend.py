@@ -292,16 +292,15 @@ class TdcollProcessGroup(ProcessGroup):
         return super()._end_coalescing(device)
 
     def shutdown(self) -> None:
+        expired = None
         if not self._closed:
             self._closed = True
             worker.drain()
             expired = self._expired()
             self._leave()
-            super().shutdown()
-            if expired is not None:
-                raise expired
-            return
         super().shutdown()
+        if expired is not None:
+            raise expired
 
     def abort(self) -> None:
         self._closed = True

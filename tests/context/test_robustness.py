@@ -31,7 +31,7 @@ def test_a_rank_that_gave_up_sends_nothing_more(algorithm: str) -> None:
             launch = op._launch(ctx, 64, algorithm, False)
             for call in (1, 2, 3):  # as a stream would run them, past every check of the host
                 mine = data(pe, call)
-                launch(mine.data_ptr(), out.data_ptr(), launch.landing)
+                launch.gather(mine, out)
             runtime.current().control.all_gather((0, 1), "given up", None)
             with pytest.raises(tdcoll.CollectiveTimeout, match="peer 1"):
                 ctx.check()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll import distributed, runtime
 from tdcoll.distributed import BackendTimeout, Options, explain
+from tdcoll.distributed.inner import NamedWork
 from tdcoll.distributed.options import KINDS, SERVES
 from tdcoll.distributed.work import Task, TaskWork, as_backend_error, worker
 
@@ -85,6 +86,53 @@ def test_without_gpu_or_simulator_all_is_the_inner_groups() -> None:
         assert f"  {kind}: inner group; no GPU, and not the simulator" in done.stdout
     assert "by tdcoll" not in done.stdout
     assert "is served by gloo" in done.stderr  # a warning: it is not what was asked for
+
+
+EXPIRED = """
+import torch, torch.distributed as dist
+from tdcoll.distributed import BackendTimeout
+from tdcoll.monitor import c
+dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2)))
+dist.group.WORLD._sums.context.collective.monitor._host[c.RECORD_VALID.value] = 1  # as a kernel does whose wait expires
+try:
+    dist.destroy_process_group()
+except BackendTimeout as error:
+    print("told:", error)
+"""
+
+
+def test_an_expired_wait_that_nobody_heard_of_is_raised_at_the_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EXPIRED], capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^told: rank 0 waited \d+ s for peer", done.stdout, re.MULTILINE), done.stdout
+
+
+class FailedWork:
+    """Of an inner group."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise RuntimeError(self._message)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "message", "named"),
+    [
+        (None, "Timed out waiting", True),
+        (timedelta(milliseconds=5), "Timed out waiting", False),
+        (timedelta(milliseconds=5), "Connection closed by peer", True),
+    ],
+)
+def test_a_callers_own_patience_accuses_nobody(timeout: timedelta | None, message: str, named: bool) -> None:
+    work = NamedWork(FailedWork(message), "all_reduce", lambda operation, error: RuntimeError(f"named: {operation}"))
+    with pytest.raises(RuntimeError, match="^named: all_reduce$" if named else f"^{message}$"):
+        work.wait(timeout)
 
 
 @pytest.fixture

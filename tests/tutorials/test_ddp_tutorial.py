@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import shutil
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from changes import changed_text, load
 
 from tdcoll.collectives.sparse_all_reduce import kernels
 
@@ -24,24 +24,15 @@ CPU = torch.device("cpu")
 
 def changed(folder: Path, *changes: tuple[str, str]) -> Path:
     """The tutorial with changes to its text, each of which must apply, beside the one that it imports."""
-    text = DDP.read_text(encoding="utf-8")
-    for old, new in changes:
-        assert old in text, f"{DDP.name} does not contain {old!r} any more"
-        text = text.replace(old, new)
     shutil.copy(DDP.with_name("03-sparse-all-reduce.py"), folder)
     copy = folder / DDP.name
-    copy.write_text(text, encoding="utf-8")
+    copy.write_text(changed_text(DDP, *changes), encoding="utf-8")
     return copy
 
 
 @pytest.fixture(scope="module")
 def tutorial():
-    spec = importlib.util.spec_from_file_location("ddp_tutorial", DDP)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(DDP)
 
 
 @pytest.fixture(scope="module")

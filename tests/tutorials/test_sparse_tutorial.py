@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 from itertools import pairwise
@@ -12,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from changes import load_changed
 
 import tdcoll
 from tdcoll.testing import World
@@ -20,25 +20,9 @@ SPARSE = Path(__file__).resolve().parents[2] / "tutorials" / "03-sparse-all-redu
 SMALL = ("--vocabulary", "100", "--dim", "4", "--batch", "6", "--steps", "3")
 
 
-def load(path: Path, folder: Path, *changes: tuple[str, str]) -> ModuleType:
-    """A tutorial as a module, with changes to its text, each of which must apply."""
-    text = path.read_text(encoding="utf-8")
-    for old, new in changes:
-        assert old in text, f"{path.name} does not contain {old!r} any more"
-        text = text.replace(old, new)
-    copy = folder / f"changed_{path.stem.replace('-', '_')}.py"
-    copy.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(copy.stem, copy)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def tutorial(tmp_path_factory):
-    return load(SPARSE, tmp_path_factory.mktemp("tutorial"))
+    return load_changed(SPARSE, tmp_path_factory.mktemp("tutorial"))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +73,7 @@ def test_runs_on_gpus(launch):
 
 @pytest.mark.parametrize("module", ["topics", "no_such_module"], ids=["topics", "sources"])
 def test_text_is_zipfian(tmp_path, module):
-    tutorial = load(SPARSE, tmp_path, ("import topics", f"import {module} as topics"))
+    tutorial = load_changed(SPARSE, tmp_path, ("import topics", f"import {module} as topics"))
     text = tutorial.Text(tutorial.read_text(), 1000)
     assert len(text.ids) > 30_000
     counts = torch.bincount(text.ids, minlength=1000).double()
@@ -269,7 +253,7 @@ SUM = 'tdcoll.sparse_all_reduce(grad, ctx, algorithm="owner", copy=False)'
 )
 def test_training_that_sums_wrongly_is_caught(tmp_path, change, complaint):
     with pytest.raises(AssertionError, match=complaint):
-        train(load(SPARSE, tmp_path, change), 2)
+        train(load_changed(SPARSE, tmp_path, change), 2)
 
 
 def test_ranks_that_differ_in_one_bit_are_caught(tutorial):

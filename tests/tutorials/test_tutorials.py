@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from changes import load_changed
 
 import tdcoll
 from tdcoll import runtime
@@ -16,22 +16,6 @@ from tdcoll.testing import World, explore, first_failure
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 NOTIFY, ALL_GATHER = TUTORIALS / "01-notify-and-wait.py", TUTORIALS / "02-all-gather.py"
-
-
-def load(path: Path, folder: Path, *changes: tuple[str, str]) -> ModuleType:
-    """A tutorial as a module, with changes to its text, each of which must apply."""
-    text = path.read_text(encoding="utf-8")
-    for old, new in changes:
-        assert old in text, f"{path.name} does not contain {old!r} any more"
-        text = text.replace(old, new)
-    copy = folder / f"changed_{path.stem.replace('-', '_')}.py"
-    copy.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(copy.stem, copy)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def meet() -> None:
@@ -82,7 +66,7 @@ def test_runs_on_gpus(launch, tutorial):
 
 
 def test_check_of_the_queue_fails_on_wrong_data(tmp_path):
-    module = load(NOTIFY, tmp_path)
+    module = load_changed(NOTIFY, tmp_path)
     received = 3 * 1000000 + torch.arange(module.ITEMS)[:, None] * 1000 + torch.arange(module.WORDS)
     module.check_received(received, 3)
     with pytest.raises(AssertionError, match="from rank 2"):
@@ -93,7 +77,7 @@ def test_check_of_the_queue_fails_on_wrong_data(tmp_path):
 
 
 def test_check_of_the_all_gather_fails_on_wrong_data(tmp_path):
-    module = load(ALL_GATHER, tmp_path)
+    module = load_changed(ALL_GATHER, tmp_path)
     right = torch.cat([module.make(rank, 1, 10, torch.device("cpu")) for rank in range(3)])
     module.check("right", right.view(3, 10), right)
     wrong = torch.cat([right[10:20], right[:10], right[20:]])
@@ -125,7 +109,7 @@ SMALL = ("WORDS, SLOTS, ITEMS = 256, 4, 24", "WORDS, SLOTS, ITEMS = 16, 2, 18")
 
 @pytest.mark.parametrize("options", [{"n_pes": 1}, {"n_pes": 3}, {"n_pes": 3, "ranks_per_node": 1}], ids=str)
 def test_queue_is_right_in_any_order(tmp_path, options):
-    explore(queue_case(load(NOTIFY, tmp_path, SMALL)), seeds=25, **options)
+    explore(queue_case(load_changed(NOTIFY, tmp_path, SMALL)), seeds=25, **options)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +122,11 @@ def test_queue_is_right_in_any_order(tmp_path, options):
     ],
 )
 def test_queue_without_a_rule_is_caught(tmp_path, change):
-    assert first_failure(queue_case(load(NOTIFY, tmp_path, SMALL, change)), n_pes=3, seeds=60) is not None
+    assert first_failure(queue_case(load_changed(NOTIFY, tmp_path, SMALL, change)), n_pes=3, seeds=60) is not None
 
 
 def test_dead_neighbour_is_named(tmp_path):
-    module = load(NOTIFY, tmp_path, SMALL)
+    module = load_changed(NOTIFY, tmp_path, SMALL)
     world = World(2, seed=3, weak=True)
 
     def host(pe):
@@ -190,7 +174,7 @@ def no_process_group(monkeypatch):
     ids=str,
 )
 def test_my_all_gather_is_right_in_any_order(tmp_path, options):
-    explore(gather_case(load(ALL_GATHER, tmp_path)), seeds=25, **options)
+    explore(gather_case(load_changed(ALL_GATHER, tmp_path)), seeds=25, **options)
 
 
 @pytest.mark.usefixtures("no_process_group")
@@ -203,4 +187,4 @@ def test_my_all_gather_is_right_in_any_order(tmp_path, options):
     ],
 )
 def test_my_all_gather_without_a_rule_is_caught(tmp_path, change):
-    assert first_failure(gather_case(load(ALL_GATHER, tmp_path, change)), n_pes=4, seeds=60) is not None
+    assert first_failure(gather_case(load_changed(ALL_GATHER, tmp_path, change)), n_pes=4, seeds=60) is not None

@@ -61,7 +61,7 @@ class _Launch:
         prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct}
         prepare = prepares.get(plan.algorithm) or functools.partial(self._prepare_puts, counted=counted)
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
-        self.landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
+        self._landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
         self._grid = (programs, 1, 1)
         self._function = kernel
         self._kernel = kernel[self._grid]
@@ -136,6 +136,10 @@ class _Launch:
             # The same types and alignments on every call: what Triton would look up again, at 15 us a time.
             self._compiled = ReadyKernel(compiled, self._context.device.index)
 
+    def gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """The call, out of place."""
+        self(tensor.data_ptr(), out.data_ptr(), self._landing)
+
     def prepare(self) -> None:
         """Compile and load what a CUDA graph may capture before any call of this kind is made."""
         if self._variant in self._context.tables:
@@ -150,8 +154,6 @@ class _Launch:
 
 class _HandOver:
     """In the place of a launch: torch.distributed's all-gather, because a tuning table says that it is faster."""
-
-    landing = 0
 
     def __init__(self, ctx: CollectiveContext, nbytes: int, graph: bool) -> None:
         self.group, self._context = ctx.tuning.group, ctx
@@ -304,10 +306,7 @@ def all_gather(
     launch = ctx.begin("all_gather", nbytes, (getattr(tensor, "dtype", None), algorithm), prepare)
     if out is None:
         out = torch.empty(_gathered_shapes(tensor.shape, ctx.world_size)[0], dtype=tensor.dtype, device=tensor.device)
-    if launch.group is not None:
-        launch.gather(tensor, out)
-    else:
-        launch(tensor.data_ptr(), out.data_ptr(), launch.landing)
+    launch.gather(tensor, out)
     return out
 
 
@@ -315,10 +314,7 @@ def all_gather_unchecked(tensor: torch.Tensor, ctx: CollectiveContext, out: torc
     """:func:`all_gather` for callers that have checked both tensors themselves: as it says, but of any shapes."""
     nbytes = tensor.nbytes
     launch = ctx.begin("all_gather", nbytes, (tensor.dtype, "auto"), lambda: _launch(ctx, nbytes, "auto", False))
-    if launch.group is not None:
-        launch.gather(tensor, out)
-    else:
-        launch(tensor.data_ptr(), out.data_ptr(), launch.landing)
+    launch.gather(tensor, out)
 
 
 def _check_out(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> None:

@@ -319,9 +319,9 @@ def _process_group(group: runtime.Group, everybody: bool, device: torch.device) 
         if not everybody:
             return None
         group = dist.group.WORLD
-    if group.name() == "tdcoll":
-        return None  # it would come back here
     try:
+        if group.name() == "tdcoll":
+            return None  # it would come back here
         backend = group._get_backend(device).name()
     except (AttributeError, RuntimeError):  # none for such devices, or a group of another kind
         return None
