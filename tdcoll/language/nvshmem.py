@@ -386,11 +386,24 @@ def _copy_as(dst, src, nbytes, dtype: tl.constexpr, BLOCK: tl.constexpr, ALIGNED
         begin += BLOCK
 
 
+@core.extern
+def _size_of_copy(nbytes, _semantic=None):
+    """``nbytes`` as int64. Triton 3.6 crashes over a loop whose constant mask lets nothing pass, as that of a copy of
+    0 or 1 bytes does, and it makes constants of arguments that are 1: so a small constant is made a value."""
+    size = core.cast(_semantic.to_tensor(nbytes), tl.int64, _semantic=_semantic)
+    constant = core._unwrap_if_constexpr(nbytes)
+    if not isinstance(constant, int) or constant >= 16:
+        return size
+    return core.inline_asm_elementwise(
+        "mov.b64 $0, $1;", "=l,l", [size], tl.int64, is_pure=True, pack=1, _semantic=_semantic
+    )
+
+
 @triton.jit
 def copy_block(dst, src, nbytes):
     to = dst.to(tl.int64)
     frm = src.to(tl.int64)
-    size = tl.cast(nbytes, tl.int64)
+    size = _size_of_copy(nbytes)
     odd = to | frm | size
     if odd % 16 == 0:
         _copy_as(to, frm, size, tl.int32, 4096, True)

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def doctor(*arguments: str, flags: tuple[str, ...] = (), path: str = "", **variables: str) -> Ended:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("NVSHMEM_", "TDCOLL_"))}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)])), **variables}
+    found = os.environ.get("PYTHONPATH", "")
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT), found])), **variables}
     return run([sys.executable, *flags, "-m", "tdcoll", "doctor", *arguments], 150, environment=environment)
 
 
