@@ -4,7 +4,7 @@
 A context owns, in symmetric memory,
 
 - ``staging`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, r]``;
-- ``signals`` ``[2, CHANNELS, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose chunk
+- ``signals`` ``[2, channels, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose chunk
   ``channel`` of rank r has landed in that slot;
 - ``flagged`` ``[2, world, words]`` int64: two slots of words that carry a flag each, for small messages inside a node;
 - ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
@@ -49,7 +49,7 @@ from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import require_equal
 
-__all__ = ["CHANNELS", "LL_MAX_BYTES", "CollectiveContext"]
+__all__ = ["CHANNELS", "LL_MAX_BYTES", "MAX_PROGRAMS", "CollectiveContext"]
 
 LL_MAX_BYTES = 16 << 10
 """Bytes per rank up to which a context has room for the LL protocol, which doubles the bytes and saves crossings."""
@@ -57,8 +57,11 @@ LL_MAX_BYTES = 16 << 10
 KEPT = 1024
 """Call shapes that a context remembers how to launch."""
 
-CHANNELS = 32
-"""Most chunks that one rank's data is cut into; each has its own signal."""
+CHANNELS = 512
+"""Most chunks that one rank's data is cut into, if a context is not made for fewer; each has its own signal."""
+
+MAX_PROGRAMS = 1 << 20
+"""Programs of one launch on a context, at most: each adds its share, at least 1, of so many to the control word."""
 
 
 class CollectiveContext:
@@ -72,7 +75,9 @@ class CollectiveContext:
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         max_bytes_per_rank: the most that one rank contributes to one call, in bytes. Takes
-            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 64 KiB per rank of the group.
+            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 72 KiB per rank of the group.
+        channels: the most chunks that one rank's data is cut into, for 16 bytes of symmetric heap each per rank of the
+            group. A large message is copied out while it arrives, the better the more chunks it has.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange.
             Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
@@ -93,6 +98,7 @@ class CollectiveContext:
         group: runtime.Group = None,
         *,
         max_bytes_per_rank: int,
+        channels: int = CHANNELS,
         timeout_s: float | None = None,
         debug: bool | None = None,
         stream: Any = None,
@@ -102,11 +108,16 @@ class CollectiveContext:
             raise TypeError(f"max_bytes_per_rank must be an int, got {max_bytes_per_rank!r}")
         if max_bytes_per_rank < 0:
             raise ValueError(f"max_bytes_per_rank must be at least 0, got {max_bytes_per_rank}")
+        if isinstance(channels, bool) or not isinstance(channels, int):
+            raise TypeError(f"channels must be an int, got {channels!r}")
+        if not 1 <= channels <= CHANNELS:
+            raise ValueError(f"channels must be 1 to {CHANNELS}, got {channels}")
         self._runtime = owner = runtime.current()
         self.topology = owner.topology(group)
         self.monitor = WaitMonitor(timeout_s=timeout_s, rank=self.topology.rank)
         self.device = owner.device
         self.max_bytes_per_rank = max_bytes_per_rank
+        self.channels = channels
         self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else debug
         self._group = self.topology.pes
         self._refusal: str | None = None
@@ -134,7 +145,7 @@ class CollectiveContext:
         self._symmetric: list[torch.Tensor] = []
         try:
             self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
-            self.signals = self._allocate((2, CHANNELS, world), torch.int64, "signals")
+            self.signals = self._allocate((2, channels, world), torch.int64, "signals")
             self.ready = self._allocate((world,), torch.int64, "ready")
             self.flagged = self._allocate((2, world, self._flagged_words()), torch.int64, "flagged")
         except HeapExhaustedError:  # on all ranks alike

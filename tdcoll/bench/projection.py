@@ -15,6 +15,7 @@ that has the most of them::
     2D          max(between + intra_latency + last / intra_GBps, inside)
                 last: what a rank forwards of the chunks that come last, one from each other node
     LL          intra_latency + 2 * (ranks - 1) * bytes / intra_GBps    (stores, each with a flag: they are not puts)
+    direct      intra_latency + (ranks - 1) * bytes / intra_GBps        (stores as well)
     in place    one crossing (latency, or intra_latency in a single node) more: the peers say that they are there
 
     sparse, gather   an all-gather in place of lists with their rows
@@ -44,6 +45,7 @@ from tdcoll.bench.arithmetic import format_bytes, ratio
 from tdcoll.bench.subjects import IN_PLACE
 from tdcoll.collectives.all_gather.policy import Plan, choose
 from tdcoll.collectives.index_match.kernels import HEADER
+from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS
 from tdcoll.context import LL_MAX_BYTES
 from tdcoll.runtime.topology import Topology
 
@@ -146,16 +148,17 @@ class Counts:
 
 def plan_of(name: str, nbytes: int, topology: Topology) -> Plan:
     """What ``name``, an algorithm or ``"in-place"``, is for a call. Raises ValueError where it cannot be had."""
+    stores = topology.n_nodes == 1
     if name == IN_PLACE:
-        return choose(nbytes, topology, "auto")
-    return choose(nbytes, topology, name, ll_bytes=LL_MAX_BYTES if topology.n_nodes == 1 else -1)
+        return choose(nbytes, topology, "auto", direct=stores, in_place=True)
+    return choose(nbytes, topology, name, ll_bytes=LL_MAX_BYTES if stores else -1, direct=stores)
 
 
 def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: bool) -> Counts:
     """Of each rank, in a group with as many ranks on every node. ``nbytes`` per rank."""
     nodes, world = topology.n_nodes, topology.world_size
     per_node = world // nodes
-    if plan.algorithm == "ll":
+    if plan.algorithm in ("ll", "direct"):
         return Counts(0, 0, 0, 0, 0)
     if plan.algorithm == "1d":
         segments, between, told = world - 1, world - per_node, world - 1
@@ -173,8 +176,9 @@ def all_gather_us(counts: Counts, plan: Plan, nbytes: float, on: Cluster, in_pla
     entering = (on.latency_us if on.nodes > 1 else on.intra_latency_us) if in_place and on.ranks > 1 else 0.0
     if on.ranks == 1:
         return 0.0
-    if plan.algorithm == "ll":
-        return on.intra_latency_us + 2 * (on.ranks - 1) * nbytes / on.intra_gbps / 1e3
+    if plan.algorithm in ("ll", "direct"):
+        sent = (2 if plan.algorithm == "ll" else 1) * (on.ranks - 1) * nbytes
+        return entering + on.intra_latency_us + sent / on.intra_gbps / 1e3
     inside_bytes = counts.put_bytes - counts.inter_node_bytes
     inside = on.intra_latency_us + inside_bytes / on.intra_gbps / 1e3 if on.per_node > 1 else 0.0
     if on.nodes == 1:
@@ -254,7 +258,7 @@ def sparse_counts(
     gather = algorithm == "gather"
     used = sum(list_bytes(torch.unique(part).numel(), gather) for part in indices) / world
     room = -(-int(list_bytes(capacity_rows, gather)) // 16) * 16
-    plan = choose(room, topology)
+    plan = choose(room, topology, channels=EXCHANGE_CHANNELS)
     exchange = all_gather_counts(plan, used, topology, True)
     if gather:
         return SparseCounts(exchange, plan, used, 0.0, 0.0)

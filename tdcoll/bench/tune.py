@@ -48,8 +48,11 @@ __all__ = ["Candidate", "Options", "candidates", "main", "parse", "pick", "secti
 _LL_CHUNKS = (512, 1024, 2048, 4096, 8192)
 """Bytes that one program of LL moves."""
 
-_LEAST_CHUNK = 1024
-"""Bytes; smaller chunks are not tried."""
+CHANNEL_COUNTS = (1, 4, 16, 64, 256)
+"""Chunks of a segment that are tried, by default."""
+
+_LEAST_CHUNK, _MOST_CHUNK = 1 << 10, 1 << 20
+"""Bytes; smaller and larger chunks are not tried."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def candidates(
     in_place: bool = False,
     ll_bytes: int,
     algorithms: Sequence[str] = ALGORITHMS[1:],
-    channels: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    channels: Sequence[int] = CHANNEL_COUNTS,
     warps: Sequence[int] = (2, 4, 8, 16),
 ) -> list[Candidate]:
     """What could be the fastest: different plans that can be had, of each algorithm that of the rules first."""
@@ -136,7 +139,7 @@ def candidates(
                 Candidate(algorithm, in_place, channels=count, num_warps=n)
                 for count in channels
                 for n in warps
-                if count == 1 or nbytes >= count * _LEAST_CHUNK
+                if (count == 1 or nbytes >= count * _LEAST_CHUNK) and nbytes <= count * _MOST_CHUNK
             ]
         for candidate in tried:
             try:
@@ -173,7 +176,8 @@ def pick(
 
 def _usual(topology: Topology, in_place: bool, nbytes: int) -> str:
     """The algorithm that the rules take."""
-    return choose(nbytes, topology, ll_bytes=-1 if in_place else LL_MAX_BYTES).algorithm
+    ll_bytes = -1 if in_place else LL_MAX_BYTES
+    return choose(nbytes, topology, ll_bytes=ll_bytes, direct=True, in_place=in_place).algorithm
 
 
 def sections(
@@ -265,7 +269,9 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         *("--algorithms", "-a"), type=names(some), default=list(some), metavar="A,B", help=f"some of {', '.join(some)}"
     )
-    parser.add_argument("--channels", type=jobs.positive, default="1,2,4,8,16,32", metavar="N,N", help="chunks")
+    parser.add_argument(
+        "--channels", type=jobs.positive, default=",".join(map(str, CHANNEL_COUNTS)), metavar="N,N", help="chunks"
+    )
     parser.add_argument("--warps", type=jobs.positive, default="2,4,8,16", metavar="N,N", help="warps of a program")
     parser.add_argument(
         "--peers", type=names((HANDED_OVER,)), default=[HANDED_OVER], metavar="A", help="nccl (default), or ''"
@@ -334,7 +340,7 @@ def _candidates(options: Options, nbytes: int, topology: Topology, ll_bytes: int
             nbytes,
             topology,
             in_place=in_place,
-            ll_bytes=-1 if in_place else ll_bytes,
+            ll_bytes=ll_bytes,
             algorithms=options.algorithms,
             channels=options.channels,
             warps=options.warps,

@@ -4,11 +4,12 @@
 import triton.language as tl
 
 import tdcoll.language as tdl
+from tdcoll.context import MAX_PROGRAMS
 from tdcoll.language.jit import jit
 
 __all__ = ["EPOCH_SHIFT", "begin_epoch", "chunk_bytes"]
 
-EPOCH_SHIFT = tl.constexpr(20)
+EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
 """The control word holds the number of finished epochs above this bit, and how far the next one is below it."""
 _EPOCH = tl.constexpr(1 << EPOCH_SHIFT.value)
 

@@ -126,7 +126,7 @@ def test_one_node() -> None:
     assert times(3000, ["ll", "1d", "in-place", "auto"], on) == {
         "ll": pytest.approx(2 + 2 * 21 / 300),
         "1d": pytest.approx(2 + 21 / 300),
-        "in-place (1d)": pytest.approx(2 + 2 + 21 / 300),
+        "in-place (direct)": pytest.approx(2 + 2 + 21 / 300),
         "auto (ll)": pytest.approx(2 + 2 * 21 / 300),
     }
     assert "ll" not in times(1 << 20, ["ll", "1d"], on)

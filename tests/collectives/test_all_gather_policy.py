@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdcoll.collectives.all_gather import policy
-from tdcoll.collectives.all_gather.policy import ALGORITHMS, CHUNK_ALIGNMENT, LL_BLOCKS, TARGET_CHUNK_BYTES, choose
-from tdcoll.context import CHANNELS
+from tdcoll.collectives.all_gather.policy import (
+    ALGORITHMS,
+    CHUNK_ALIGNMENT,
+    LL_BLOCKS,
+    TARGET_CHUNK_BYTES,
+    Plan,
+    choose,
+)
+from tdcoll.context import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 
 M, G = 1 << 20, 1 << 30
@@ -56,13 +63,60 @@ def test_algorithm_of_large_messages(nbytes: int, nodes: tuple[int, ...], asked:
         (TARGET_CHUNK_BYTES, 1, TARGET_CHUNK_BYTES),
         (TARGET_CHUNK_BYTES + 1, 2, TARGET_CHUNK_BYTES // 2 + CHUNK_ALIGNMENT),
         (4 * TARGET_CHUNK_BYTES, 4, TARGET_CHUNK_BYTES),
-        (CHANNELS * TARGET_CHUNK_BYTES, CHANNELS, TARGET_CHUNK_BYTES),
+        (64 * TARGET_CHUNK_BYTES, 64, TARGET_CHUNK_BYTES),
+        (M, 64, M // 64),
+        (4 * M, 64, 64 << 10),
+        (16 * M, 256, 64 << 10),
+        (32 * M, CHANNELS, 64 << 10),
         (G, CHANNELS, G // CHANNELS),
     ],
 )
 def test_chunks(nbytes: int, channels: int, chunk: int) -> None:
-    plan = choose(nbytes, nodes_of(8), "1d")
-    assert (plan.channels, plan.chunk) == (channels, chunk)
+    for algorithm in ("1d", "direct"):
+        plan = choose(nbytes, nodes_of(8), algorithm, direct=True)
+        assert (plan.channels, plan.chunk) == (channels, chunk)
+        assert plan.num_warps == (16 if nbytes >= 16 * M else 8)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "channels", "chunk"),
+    [(256 << 10, 32, 8 << 10), (M, 32, 32 << 10), (64 * M, 256, 256 << 10), (G, CHANNELS, G // CHANNELS)],
+)
+def test_chunks_between_nodes(nbytes: int, channels: int, chunk: int) -> None:
+    for algorithm in ("1d", "2d"):
+        plan = choose(nbytes, nodes_of(4, 4), algorithm)
+        assert (plan.channels, plan.chunk) == (channels, chunk)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "room", "channels"), [((8,), 32, 32), ((8,), 512, 512), ((8,) * 256, 512, 255), ((1,) * 16384, 512, 31)]
+)
+def test_chunks_have_signals_and_all_programs_a_share_of_the_epoch(
+    nodes: tuple[int, ...], room: int, channels: int
+) -> None:
+    topology = nodes_of(*nodes)
+    plan = choose(G, topology, "1d", channels=room)
+    assert plan.channels == channels
+    assert plan.channels * (2 * topology.world_size + 1) < MAX_PROGRAMS
+    with pytest.raises(ValueError, match=f"channels must be 1 to {channels}, got {channels + 1}"):
+        choose(1, topology, Plan("1d", channels + 1, 128, 4), channels=room)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nbytes", "direct", "algorithm"),
+    [
+        ((8,), (16 << 10) + 1, True, "direct"),
+        ((8,), 8 * M - 1, True, "direct"),
+        ((8,), 8 * M, True, "1d"),
+        ((8,), M, False, "1d"),
+        ((4, 4), M, True, "2d"),
+    ],
+)
+def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct: bool, algorithm: str) -> None:
+    plan = choose(nbytes, nodes_of(*nodes), ll_bytes=16 << 10 if len(nodes) == 1 else -1, direct=direct)
+    assert plan.algorithm == algorithm
+    if len(nodes) == 1:
+        assert choose(nbytes, nodes_of(*nodes), direct=direct, in_place=True).algorithm == algorithm
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
         ((*ENTRY, "up_to"), "much", 'entries[1]: up_to: expected a number of bytes, such as 65536 or "64 KB", got "mu'),
         ((*ENTRY, "up_to"), 16384, "entries[1]: up_to: expected more than the 16384 bytes of the entry before"),
         ((*ENTRY, "up_to"), None, "entries[1]: up_to: expected a number of bytes: null is for the last entry"),
-        ((*ENTRY, "channels"), 33, "entries[1]: channels: expected 1 to 32, got 33"),
+        ((*ENTRY, "channels"), 513, "entries[1]: channels: expected 1 to 512, got 513"),
         ((*ENTRY, "chunk"), "8 KB", "entries[1]: expected channels or chunk, got both"),
         ((*ENTRY, "num_warps"), 3, "entries[1]: num_warps: expected one of 1, 2, 4, 8, 16, 32, got 3"),
         ((*ENTRY, "warps"), 4, "entries[1]: expected no fields but up_to, algorithm, channels, chunk, num_warps"),
@@ -250,7 +250,7 @@ def test_chunks_of_an_entry_cover_the_bytes(nbytes: int, algorithm: str, channel
         (Plan("ll", 1, 4096, 4), "algorithm='ll' needs one node and"),
         (Plan("1d", 2, 100, 4), "must be a multiple of 16 bytes and cover all 1000 bytes; got 2 of 100 bytes"),
         (Plan("1d", 2, 480, 4), "cover all 1000 bytes; got 2 of 480"),
-        (Plan("1d", CHANNELS + 1, 128, 4), "channels must be 1 to 32, got 33"),
+        (Plan("1d", CHANNELS + 1, 128, 4), f"channels must be 1 to {CHANNELS}, got {CHANNELS + 1}"),
     ],
 )
 def test_plans_that_cannot_be_launched(plan: Plan, message: str) -> None:
@@ -299,7 +299,7 @@ def test_the_environment_names_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert gathered(None) == [12] * 4
     assert gathered(Table(())) == [0] * 4  # an argument goes before it
     file.write_text(changed((*ENTRY, "channels"), 0))
-    with pytest.raises(ValueError, match=r"mine\.json: tables\[0\]\.entries\[1\]: channels: expected 1 to 32, got 0"):
+    with pytest.raises(ValueError, match=r"mine\.json: tables\[0\]\.entries\[1\]: channels: expected 1 to 512, got 0"):
         gathered(None)
     monkeypatch.setenv("TDCOLL_TUNING", "")
     assert gathered(None) == [0] * 4

@@ -15,6 +15,7 @@ from tdcoll.collectives.sparse_all_reduce import policy
 from tdcoll.collectives.sparse_all_reduce.policy import (
     ALGORITHMS,
     GATHER_BYTES,
+    GATHERED_BYTES,
     TILE_BYTES,
     Counts,
     choose,
@@ -52,29 +53,30 @@ def pick(algorithm: str = "auto", nodes: tuple[int, ...] = (8,), **facts: Any) -
     return choose(algorithm, topology=nodes_of(*nodes), **(known | facts))
 
 
-ROWS_OF_8 = GATHER_BYTES // 16
-"""The most rows of 8 bytes, each with its id of 8, that go with the ids."""
+def few_bytes(nodes: tuple[int, ...]) -> int:
+    """The most bytes of a rank's rows and ids that go together."""
+    return GATHER_BYTES if len(nodes) > 1 else max(GATHER_BYTES, GATHERED_BYTES // max(1, sum(nodes) - 1))
 
 
-@pytest.mark.parametrize("nodes", [(1,), (2,), (8,), (4, 4), (1, 3)])
+@pytest.mark.parametrize("nodes", [(1,), (2,), (8,), (4, 4), (1, 3), (200,)])
 @pytest.mark.parametrize(
-    ("rows", "row_bytes", "fit", "algorithm"),
+    ("rows", "over", "fit", "algorithm"),
     [
+        (1, None, True, "gather"),
         (1, 0, True, "gather"),
-        (1, 4, True, "gather"),
-        (ROWS_OF_8, 8, True, "gather"),
-        (ROWS_OF_8 + 1, 8, True, "owner"),
-        (ROWS_OF_8, 9, True, "owner"),
-        (1, GATHER_BYTES - 8, True, "gather"),
-        (1, GATHER_BYTES - 7, True, "owner"),
-        (1, 4, False, "owner"),  # max_union_rows is less than the rows of all ranks: no room beside the ids
-        (TABLE, 512, True, "owner"),
+        (1, 1, True, "owner"),
+        (1000, 0, True, "gather"),
+        (1000, 1, True, "owner"),
+        (1, None, False, "owner"),  # max_union_rows is less than the rows of all ranks: no room beside the ids
+        (16 * TABLE, None, True, "owner"),
     ],
 )
 @pytest.mark.parametrize("dense_allowed", [True, False])
 def test_few_rows_go_with_their_ids(
-    nodes: tuple[int, ...], rows: int, row_bytes: int, fit: bool, algorithm: str, dense_allowed: bool
+    nodes: tuple[int, ...], rows: int, over: int | None, fit: bool, algorithm: str, dense_allowed: bool
 ) -> None:
+    """``over``: bytes of a row over what just fits; None: rows of 4 bytes."""
+    row_bytes = 4 if over is None else few_bytes(nodes) // rows - 8 + over
     facts: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "row_bytes": min(row_bytes, 4)}
     facts |= {"segments_fit": fit, "dense_allowed": dense_allowed}
     assert pick(nodes=nodes, **facts) == algorithm

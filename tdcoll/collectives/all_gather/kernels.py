@@ -23,9 +23,10 @@ a signal of its own and a forwarder has *acquired* the chunk (``wait_signal``) b
 are nbi: their source is this rank's own staging segment, which is written next two epochs later, after the receiver
 has confirmed by starting the next call (see :mod:`tdcoll.context`). So no quiet at the end.
 
-Order of programs: all that only send, then the forwarders, then the receivers. A GPU starts programs in grid order,
-so a launch with fewer resident blocks than programs still makes progress: no program waits for one that comes after
-it, on any rank.
+Order of programs: first all that put to other nodes; then chunk by chunk those that put it inside the node, those that
+forward it, and those that receive it. So the chunks of a large message are copied out while later ones are on their
+way. A GPU starts programs in grid order, so a launch with fewer resident blocks than programs still makes progress: no
+program waits for one that comes after it, on any rank.
 
 In place (``IN_PLACE``): the caller's symmetric buffer takes the role of staging, on both sides, and nothing is copied.
 ``ready[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; one more program, the
@@ -108,6 +109,30 @@ def _n_senders(n_remote, IN_PLACE: tl.constexpr):
 
 
 @jit
+def _task(channels, n_senders, n_pushes, WORLD: tl.constexpr, IN_PLACE: tl.constexpr):
+    """``(program, channel, given)``: which chunk this program is for, and what it does with it.
+
+    ``program`` counts from -1, the announcer, in place. ``given`` is negative for senders to other nodes; then come
+    ``n_pushes`` that put inside this node; then receivers.
+    """
+    program = tl.program_id(0)
+    per_chunk = n_pushes
+    if IN_PLACE:
+        program -= 1
+        per_chunk += 1
+    else:
+        per_chunk += WORLD
+    inside = program - n_senders * channels
+    if inside < 0:
+        channel = program % channels
+        given = program // channels - n_senders
+    else:
+        channel = inside // per_chunk
+        given = inside % per_chunk
+    return program, channel, given
+
+
+@jit
 def _push_remote(i, routes, n_remote, staged, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
     """Put a chunk from symmetric memory to the ranks of ``routes``, which are on other nodes; in place to the i-th."""
     if IN_PLACE:
@@ -163,8 +188,8 @@ def all_gather_1d(
 ):  # fmt: skip
     """``[nbytes] -> [WORLD * nbytes]``: every rank puts its segment to every other.
 
-    Programs: ``channels`` times (n_local pushes, one remote sender if n_remote > 0, WORLD receivers); in place an
-    announcer first, n_remote remote senders per channel, and one receiver per channel.
+    Programs: ``channels`` times one remote sender if n_remote > 0, then ``channels`` times (n_local pushes, WORLD
+    receivers); in place an announcer first, n_remote remote senders per channel, and one receiver per channel.
 
     Args (addresses are integers, so that one compilation serves all dtypes and alignments):
         source: this rank's segment, ``nbytes`` bytes. In place: that segment of the buffer.
@@ -178,13 +203,10 @@ def all_gather_1d(
         capacity: bytes from one rank's segment to the next in a slot. In place: ``nbytes``.
         BLOCK: a power of two of at least WORLD.
     """
-    program = tl.program_id(0)
-    if IN_PLACE:
-        program -= 1
-    channel = program % channels
-    task = program // channels
+    n_senders = _n_senders(n_remote, IN_PLACE)
+    program, channel, given = _task(channels, n_senders, n_local, WORLD, IN_PLACE)
     # Read before the epoch is: both take their time.
-    mate = tl.minimum(tl.maximum(task, 0), tl.maximum(n_local - 1, 0))
+    mate = tl.minimum(tl.maximum(given, 0), tl.maximum(n_local - 1, 0))
     peer = tl.load(routes + mate)
     pe = tl.load(routes + n_local + mate)
     epoch, alive = begin_epoch(control, monitor)
@@ -193,25 +215,24 @@ def all_gather_1d(
     if program < 0:
         _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
-        n_senders = _n_senders(n_remote, IN_PLACE)
         size = chunk_bytes(_used_bytes(source, nbytes, COUNTED), chunk, channel)
         offset = tl.cast(channel, tl.int64) * chunk
         row = signals + (epoch % 2) * SLOT_SIGNALS
         landing = _landing(staging, epoch, capacity, WORLD, IN_PLACE)
-        if task < n_local + n_senders:
+        if given < n_local:
             mine = landing + tl.cast(rank, tl.int64) * capacity + offset
             signal = row + channel * WORLD + rank
-            if task < n_local:
+            if given >= 0:
                 _push_local(peer, pe, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
             else:
                 elsewhere = routes + 2 * n_local
                 _push_remote(
-                    task - n_local, elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor,
+                    given + n_senders, elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor,
                     IN_PLACE
                 )  # fmt: skip
         else:
             _receive(
-                task - n_local - n_senders, channel, source, out, landing, capacity, nbytes, chunk,
+                given - n_local, channel, source, out, landing, capacity, nbytes, chunk,
                 row, epoch, rank, monitor, WORLD, BLOCK, IN_PLACE
             )  # fmt: skip
 
@@ -225,18 +246,14 @@ def all_gather_2d(
 ):  # fmt: skip
     """``[nbytes] -> [WORLD * nbytes]``: between nodes along rails, then forwarded inside each node.
 
-    Programs: ``channels`` times (one rail sender if n_remote > 0, n_local pushes, n_remote * n_local forwarders, WORLD
-    receivers); in place an announcer first, n_remote rail senders per channel, and one receiver per channel. Arguments
-    are those of :func:`all_gather_1d`, except that ``routes`` names as remote ranks only this rank's rail: one per
+    Programs: ``channels`` times one rail sender if n_remote > 0, then ``channels`` times (n_local pushes, n_remote *
+    n_local forwarders, WORLD receivers); in place an announcer first, n_remote rail senders per channel, and one
+    receiver per channel. Arguments are those of :func:`all_gather_1d`, except that ``routes`` names as remote ranks only this rank's rail: one per
     other node. Every node has ``n_local + 1`` ranks.
     """
-    program = tl.program_id(0)
-    if IN_PLACE:
-        program -= 1
-    channel = program % channels
-    task = program // channels
     n_senders = _n_senders(n_remote, IN_PLACE)
-    given = task - n_senders  # counts what this rank gives to its node
+    n_forwards = n_remote * n_local
+    program, channel, given = _task(channels, n_senders, n_local + n_forwards, WORLD, IN_PLACE)
     # Read before the epoch is: both take their time.
     mate = tl.maximum(given, 0) % tl.maximum(n_local, 1)
     peer = tl.load(routes + mate)
@@ -247,7 +264,6 @@ def all_gather_2d(
     if program < 0:
         _announce(ready, routes, epoch, rank, n_local, n_remote)
     else:
-        n_forwards = n_remote * n_local
         size = chunk_bytes(_used_bytes(source, nbytes, COUNTED), chunk, channel)
         offset = tl.cast(channel, tl.int64) * chunk
         row = signals + (epoch % 2) * SLOT_SIGNALS + channel * WORLD
@@ -256,8 +272,9 @@ def all_gather_2d(
         if given < 0:
             mine = landing + tl.cast(rank, tl.int64) * capacity + offset
             _push_remote(
-                task, elsewhere, n_remote, mine, source + offset, size, row + rank, epoch, ready, monitor, IN_PLACE
-            )
+                given + n_senders, elsewhere, n_remote, mine, source + offset, size, row + rank, epoch, ready, monitor,
+                IN_PLACE
+            )  # fmt: skip
         elif given < n_local + n_forwards:
             # Its own segment, and those of its rail, as they arrive.
             origin = rank

@@ -14,8 +14,9 @@ Ordering: the block's stores of a chunk come before its barrier, and that before
 its threads; the receiver acquires the signal. Nothing else is relied on. Reuse of a slot is what
 :mod:`tdcoll.context` says.
 
-Order of programs: program i of a channel sends to the i-th successor and then waits for the i-th predecessor, whose
-program i sends to it; so any number of resident blocks makes progress.
+Order of programs: chunk by chunk, so that those of a large message are copied out while later ones are on their way.
+Program i of a channel sends to the i-th successor and then waits for the i-th predecessor, whose program i sends to it;
+so any number of resident blocks makes progress.
 
 In place (``IN_PLACE``): the symmetric buffer takes the role of staging, and nothing is copied. The program of channel 0
 first tells the rank that it waits for that this rank has entered the call (``ready``), and every program writes to a
@@ -50,8 +51,8 @@ def all_gather_direct(
     Args: those of ``all_gather_1d`` (addresses are integers, so that one compilation serves all dtypes), and
         deltas: int64 ``[WORLD]``: from an address in this rank's symmetric memory to the same in each rank's.
     """
-    channel = tl.program_id(0) % channels
-    step = tl.program_id(0) // channels
+    channel = tl.program_id(0) // WORLD
+    step = tl.program_id(0) % WORLD
     to = (rank + step) % WORLD
     frm = (rank - step + WORLD) % WORLD
     to_delta = tl.load(deltas + to)

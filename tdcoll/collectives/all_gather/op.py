@@ -205,10 +205,18 @@ def _make_launch(
     """The launch of such calls; with a table also that of the same calls in a CUDA graph, where no more can be made."""
 
     def plan_of(graph: bool) -> Plan:
-        ll_bytes, tuning = -1 if in_place else ctx.ll_bytes, ctx.tuning
-        facts = {"graph": graph, "in_place": in_place, "hand_over": tuning.group is not None}
-        facts["direct"] = ctx.ll_bytes >= 0
-        return choose(nbytes, ctx.topology, algorithm, ll_bytes=ll_bytes, entries=tuning.entries, **facts)
+        return choose(
+            nbytes,
+            ctx.topology,
+            algorithm,
+            ll_bytes=-1 if in_place else ctx.ll_bytes,
+            direct=ctx.ll_bytes >= 0,
+            channels=ctx.channels,
+            entries=ctx.tuning.entries,
+            graph=graph,
+            in_place=in_place,
+            hand_over=ctx.tuning.group is not None,
+        )
 
     def launch_of(plan: Plan, graph: bool) -> _Launch | _HandOver:
         if plan.algorithm == HANDED_OVER:
@@ -237,7 +245,11 @@ def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
         nbytes: from one segment to the next, a multiple of 16.
     """
     key = ("exchange_counted", nbytes)
-    launch = ctx.once(key, lambda: _Launch(ctx, nbytes, choose(nbytes, ctx.topology), in_place=True, counted=True))
+
+    def make() -> _Launch:
+        return _Launch(ctx, nbytes, choose(nbytes, ctx.topology, channels=ctx.channels), in_place=True, counted=True)
+
+    launch = ctx.once(key, make)
     launch(address + ctx.rank * nbytes, 0, address)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tdcoll.context import CHANNELS
+from tdcoll.context import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["ALGORITHMS", "HANDED_OVER", "Entry", "Plan", "choose"]
@@ -24,10 +24,20 @@ CHUNK_ALIGNMENT = 128
 """Bytes. Chunks start at multiples of it, so that full 128-byte lines travel."""
 
 TARGET_CHUNK_BYTES = 8 << 10
-"""Chunks of about this size keep one block's copy short beside the crossing."""
+"""Chunks of about this size keep one block's copy short beside the crossing; those of large messages are larger."""
+
+USUAL_CHANNELS = 64, 32
+"""Chunks are made larger before there are more of them than this, in one node and between nodes."""
+
+LARGE_CHUNKS = 8, 32
+"""Times :data:`TARGET_CHUNK_BYTES`, likewise: no larger while there are signals for more chunks, so that a large
+message is copied out, or forwarded, while it arrives. A put between nodes costs more than one inside."""
 
 MANY_WARPS_FROM = 128 << 10
 """Bytes. Larger chunks are copied by 16 warps, smaller ones by 8."""
+
+LARGE = 8 << 20
+"""Bytes per rank. Messages from here on are copied by 16 warps, and put rather than stored inside a node."""
 
 LL_BLOCKS = (256, 1024)
 """32-bit words that one LL program moves: the first that holds the message, or the last."""
@@ -109,12 +119,20 @@ def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int, dir
     return None
 
 
-def _by_rules(nbytes: int, topology: Topology, ll_bytes: int) -> str:
+def _by_rules(nbytes: int, topology: Topology, ll_bytes: int, direct: bool) -> str:
     """The algorithm that is taken where no table says anything."""
     if topology.n_nodes == 1 and nbytes <= ll_bytes:
         return "ll"
+    if topology.n_nodes == 1 and direct and nbytes < LARGE:
+        return "direct"
     per_node = topology.ranks_per_node
     return "2d" if topology.n_nodes > 1 and per_node is not None and per_node > 1 else "1d"
+
+
+def _most_channels(topology: Topology, channels: int) -> int:
+    """Chunks of one segment, at most: a launch has up to ``2 * world + 1`` programs for each, and all of its programs
+    must have a share of one epoch."""
+    return max(1, min(channels, (MAX_PROGRAMS - 1) // (2 * topology.world_size + 1)))
 
 
 def _plan_ll(nbytes: int, entry: Entry) -> Plan:
@@ -128,16 +146,19 @@ def _plan_ll(nbytes: int, entry: Entry) -> Plan:
     return Plan("ll", -(-words // block), 4 * block, entry.num_warps or max(1, min(8, block // 32)))
 
 
-def _plan_puts(nbytes: int, algorithm: str, entry: Entry) -> Plan:
-    wanted = entry.channels or -(-nbytes // (entry.chunk or TARGET_CHUNK_BYTES))
-    channels = min(CHANNELS, max(1, wanted))
+def _plan_puts(nbytes: int, topology: Topology, algorithm: str, entry: Entry, most: int) -> Plan:
+    several = topology.n_nodes > 1
+    usual = min(max(TARGET_CHUNK_BYTES, nbytes // USUAL_CHANNELS[several]), LARGE_CHUNKS[several] * TARGET_CHUNK_BYTES)
+    wanted = entry.channels or -(-nbytes // (entry.chunk or usual))
+    channels = min(most, max(1, wanted))
     chunk = -(-nbytes // channels)
     chunk = max(1, -(-chunk // CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
     channels = max(1, -(-nbytes // chunk))
-    return Plan(algorithm, channels, chunk, entry.num_warps or (16 if chunk >= MANY_WARPS_FROM else 8))
+    many = nbytes >= LARGE or chunk >= MANY_WARPS_FROM
+    return Plan(algorithm, channels, chunk, entry.num_warps or (16 if many else 8))
 
 
-def _check_plan(nbytes: int, topology: Topology, plan: Plan, ll_bytes: int, direct: bool) -> None:
+def _check_plan(nbytes: int, topology: Topology, plan: Plan, ll_bytes: int, direct: bool, most: int) -> None:
     """Raise unless the plan, which somebody has made by hand, can be launched."""
     if plan.algorithm not in ALGORITHMS[1:]:
         raise ValueError(f"a Plan's algorithm must be one of {', '.join(ALGORITHMS[1:])}; got {plan.algorithm!r}")
@@ -150,8 +171,8 @@ def _check_plan(nbytes: int, topology: Topology, plan: Plan, ll_bytes: int, dire
             f"a Plan's chunks must be {'a power of two' if ll else 'a multiple of 16'} bytes and cover all {nbytes} "
             f"bytes; got {plan.channels} of {plan.chunk} bytes"
         )
-    if plan.channels < 1 or (not ll and plan.channels > CHANNELS):
-        raise ValueError(f"a Plan's channels must be 1 to {CHANNELS}, got {plan.channels}")
+    if plan.channels < 1 or (not ll and plan.channels > most):
+        raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
 
 
 def choose(
@@ -161,6 +182,7 @@ def choose(
     *,
     ll_bytes: int = -1,
     direct: bool = False,
+    channels: int = CHANNELS,
     entries: tuple[Entry, ...] = (),
     graph: bool = False,
     in_place: bool = False,
@@ -169,8 +191,9 @@ def choose(
     """The plan for ``nbytes`` per rank over ``topology``; the same on all of its ranks.
 
     ``"auto"`` takes what the first entry for such a call says, if that can be had. Without one it takes LL where it
-    can, 2D where there are several nodes of several ranks each, all of one size (a segment then crosses between nodes
-    once per node pair), and 1D everywhere else. Chunks and warps are an entry's too, if it is of that algorithm.
+    can, direct stores for other messages of less than :data:`LARGE` bytes in one node, 2D where there are several nodes
+    of several ranks each, all of one size (a segment then crosses between nodes once per node pair), and 1D everywhere
+    else. Chunks and warps are an entry's too, if it is of that algorithm.
 
     Args:
         nbytes: bytes per rank.
@@ -178,6 +201,7 @@ def choose(
         algorithm: one of :data:`ALGORITHMS`; or a plan, which is checked and taken as it is.
         ll_bytes: the most that the context can send by LL, -1 if its ranks cannot store to each other's memory.
         direct: whether the ranks of a node can store to each other's memory.
+        channels: the most chunks that the context has signals for.
         entries: of a tuning table, for these GPUs.
         graph: whether the call is captured in a CUDA graph.
         in_place: whether it is in place.
@@ -187,8 +211,9 @@ def choose(
         ValueError: an unknown algorithm, 2D over nodes of different sizes, LL beyond ``ll_bytes``, LL or direct stores
             between nodes, a plan that cannot be launched.
     """
+    most = _most_channels(topology, channels)
     if isinstance(algorithm, Plan):
-        _check_plan(nbytes, topology, algorithm, ll_bytes, direct)
+        _check_plan(nbytes, topology, algorithm, ll_bytes, direct, most)
         return algorithm
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
@@ -201,9 +226,9 @@ def choose(
         if entry is not None and _refusal(nbytes, topology, entry.algorithm, ll_bytes, direct) is None:
             algorithm = entry.algorithm
         else:
-            algorithm = _by_rules(nbytes, topology, ll_bytes)
+            algorithm = _by_rules(nbytes, topology, ll_bytes, direct)
     elif refusal := _refusal(nbytes, topology, algorithm, ll_bytes, direct):
         raise ValueError(refusal)
     if entry is None or entry.algorithm != algorithm:
         entry = _BY_THE_RULES
-    return _plan_ll(nbytes, entry) if algorithm == "ll" else _plan_puts(nbytes, algorithm, entry)
+    return _plan_ll(nbytes, entry) if algorithm == "ll" else _plan_puts(nbytes, topology, algorithm, entry, most)

@@ -14,7 +14,7 @@ from tdcoll.collectives.index_match.kernels import STATUS_WORDS
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
 from tdcoll.collectives.launch import Launcher
 from tdcoll.collectives.sparse_all_reduce.kernels import HEADER, LISTS
-from tdcoll.collectives.sparse_all_reduce.policy import PROGRAMS_PER_SM
+from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.runtime.topology import Topology
@@ -130,7 +130,7 @@ class SparseContext:
         if max_programs is not None:
             _whole("max_programs", max_programs, 1)
         self.collective = CollectiveContext(
-            group, max_bytes_per_rank=0, timeout_s=timeout_s, debug=debug, stream=stream
+            group, max_bytes_per_rank=0, channels=EXCHANGE_CHANNELS, timeout_s=timeout_s, debug=debug, stream=stream
         )
         """Signals and the epoch."""
         self.grow = bool(grow)

@@ -118,7 +118,7 @@ MUTANTS = [
     ),
     Mutant(
         "receivers before senders",
-        (("task = program // channels\n", "task = 2 * n_local - program // channels\n"),),
+        (("given = inside % per_chunk\n", "given = per_chunk - 1 - inside % per_chunk\n"),),
         missing("signals"),
         world=(("resident", 1),),
     ),
