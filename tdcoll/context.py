@@ -51,7 +51,7 @@ from tdcoll.runtime.control import require_equal
 
 __all__ = ["CHANNELS", "LL_MAX_BYTES", "MAX_PROGRAMS", "CollectiveContext"]
 
-LL_MAX_BYTES = 16 << 10
+LL_MAX_BYTES = 64 << 10
 """Bytes per rank up to which a context has room for the LL protocol, which doubles the bytes and saves crossings."""
 
 KEPT = 1024
@@ -75,7 +75,7 @@ class CollectiveContext:
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         max_bytes_per_rank: the most that one rank contributes to one call, in bytes. Takes
-            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 72 KiB per rank of the group.
+            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 264 KiB per rank of the group.
         channels: the most chunks that one rank's data is cut into, for 16 bytes of symmetric heap each per rank of the
             group. A large message is copied out while it arrives, the better the more chunks it has.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.

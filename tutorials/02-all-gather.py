@@ -221,7 +221,7 @@ def main():
     # several ranks each. On one node both do the same; give launch.sh `--emulate-nodes 2` to see the
     # difference.
     #
-    # "ll": for pieces of up to 16 KiB inside a node, where "auto" takes it. A put with a signal crosses the
+    # "ll": for pieces of up to 64 KiB inside a node, where "auto" takes it. A put with a signal crosses the
     # wire three times: the data, their acknowledgement (the signal must not overtake them), the signal. Here
     # every 64-bit word, which arrives whole, holds 32 bits of data and 32 bits of the epoch, stored straight
     # into the peer's memory. So it says itself that it has arrived, and one crossing is enough. It is twice the

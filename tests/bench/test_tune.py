@@ -33,8 +33,8 @@ WIDE = Candidate("1d", channels=32, num_warps=8)
 def test_what_is_tried() -> None:
     found = candidates(4096, FOUR, ll_bytes=4096, channels=(1, 4, 8), warps=(4, 8))
     assert [c.name for c in found] == [
-        *("ll", "ll 512 B chunks 4 warps", "ll 1 KB chunks 4 warps", "ll 1 KB chunks 8 warps"),
-        *("ll 2 KB chunks 4 warps", "ll 2 KB chunks 8 warps", "ll 4 KB chunks 4 warps"),  # 4 KB with 8 is the rules'
+        *("ll", "ll 512 B chunks 4 warps", "ll 1 KB chunks 4 warps", "ll 2 KB chunks 4 warps"),  # 1 KB with 8: rules
+        *("ll 2 KB chunks 8 warps", "ll 4 KB chunks 4 warps", "ll 4 KB chunks 8 warps"),
         *("direct", "direct 1 chunks 4 warps", "direct 4 chunks 4 warps", "direct 4 chunks 8 warps"),
         *("1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps", "1d 4 chunks 8 warps"),  # 1 with 8 is the rules'
     ]
@@ -157,12 +157,12 @@ def test_the_simulator_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_listing() -> None:
-    arguments = "--dry-run -b 1K -e 64K -f 64 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
+    arguments = "--dry-run -b 1K -e 128K -f 128 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
     assert tune.listing(tune.parse(arguments.split()), FOUR, True).splitlines() == [
         "tune, 4 rank(s) on 1 node(s) (4): 30 measurements of 40 iterations, graph and eager",
         "1 KB per rank: ll, ll 512 B chunks 4 warps, ll 1 KB chunks 4 warps, 1d, 1d 1 chunks 4 warps, in-place 1d, "
         "in-place 1d 1 chunks 4 warps, nccl",
-        "64 KB per rank: 1d, 1d 1 chunks 4 warps, 1d 4 chunks 4 warps, in-place 1d, in-place 1d 1 chunks 4 warps, "
+        "128 KB per rank: 1d, 1d 1 chunks 4 warps, 1d 4 chunks 4 warps, in-place 1d, in-place 1d 1 chunks 4 warps, "
         "in-place 1d 4 chunks 4 warps, nccl",
     ]
 

@@ -14,7 +14,7 @@ from tdcoll.collectives.all_gather import policy
 from tdcoll.collectives.all_gather.policy import (
     ALGORITHMS,
     CHUNK_ALIGNMENT,
-    LL_BLOCKS,
+    LL_BLOCK,
     TARGET_CHUNK_BYTES,
     Plan,
     choose,
@@ -144,20 +144,12 @@ def test_algorithm_of_small_messages(
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "programs", "block", "num_warps"),
-    [
-        (0, 1, LL_BLOCKS[0], 8),
-        (1, 1, LL_BLOCKS[0], 8),
-        (4 * LL_BLOCKS[0], 1, LL_BLOCKS[0], 8),
-        (4 * LL_BLOCKS[0] + 1, 1, LL_BLOCKS[1], 8),
-        (4 * LL_BLOCKS[1], 1, LL_BLOCKS[1], 8),
-        (4 * LL_BLOCKS[1] + 1, 2, LL_BLOCKS[1], 8),
-        (16 << 10, 4, LL_BLOCKS[1], 8),
-    ],
+    ("nbytes", "programs"),
+    [(0, 1), (1, 1), (4 * LL_BLOCK, 1), (4 * LL_BLOCK + 1, 2), (16 << 10, 16), (64 << 10, 64)],
 )
-def test_blocks_of_ll(nbytes: int, programs: int, block: int, num_warps: int) -> None:
-    plan = choose(nbytes, nodes_of(8), "ll", ll_bytes=16 << 10)
-    assert (plan.channels, plan.chunk, plan.num_warps) == (programs, 4 * block, num_warps)
+def test_blocks_of_ll(nbytes: int, programs: int) -> None:
+    plan = choose(nbytes, nodes_of(8), "ll", ll_bytes=64 << 10)
+    assert (plan.channels, plan.chunk, plan.num_warps) == (programs, 4 * LL_BLOCK, 8)
 
 
 @given(st.integers(0, 16 << 10))

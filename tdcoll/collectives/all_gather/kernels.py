@@ -248,8 +248,8 @@ def all_gather_2d(
 
     Programs: ``channels`` times one rail sender if n_remote > 0, then ``channels`` times (n_local pushes, n_remote *
     n_local forwarders, WORLD receivers); in place an announcer first, n_remote rail senders per channel, and one
-    receiver per channel. Arguments are those of :func:`all_gather_1d`, except that ``routes`` names as remote ranks only this rank's rail: one per
-    other node. Every node has ``n_local + 1`` ranks.
+    receiver per channel. Arguments are those of :func:`all_gather_1d`, except that ``routes`` names as remote ranks
+    only this rank's rail: one per other node. Every node has ``n_local + 1`` ranks.
     """
     n_senders = _n_senders(n_remote, IN_PLACE)
     n_forwards = n_remote * n_local

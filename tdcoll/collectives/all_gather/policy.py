@@ -39,8 +39,8 @@ MANY_WARPS_FROM = 128 << 10
 LARGE = 8 << 20
 """Bytes per rank. Messages from here on are copied by 16 warps, and put rather than stored inside a node."""
 
-LL_BLOCKS = (256, 1024)
-"""32-bit words that one LL program moves: the first that holds the message, or the last."""
+LL_BLOCK = 256
+"""32-bit words that one LL program moves: one for each thread of 8 warps."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ def _plan_ll(nbytes: int, entry: Entry) -> Plan:
     if entry.chunk is not None:
         block = entry.chunk // 4
     elif entry.channels is not None:
-        block = max(LL_BLOCKS[0], 1 << (-(-words // entry.channels) - 1).bit_length())
+        block = max(LL_BLOCK, 1 << (-(-words // entry.channels) - 1).bit_length())
     else:
-        block = next((size for size in LL_BLOCKS if words <= size), LL_BLOCKS[-1])
+        block = LL_BLOCK
     return Plan("ll", -(-words // block), 4 * block, entry.num_warps or max(1, min(8, block // 32)))
 
 
