@@ -6,7 +6,7 @@ A context owns, in symmetric memory,
 - ``staging`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, r]``;
 - ``signals`` ``[2, channels, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose chunk
   ``channel`` of rank r has landed in that slot;
-- ``flagged`` ``[2, world, words]`` int64: two slots of words that carry a flag each, for small messages inside a node;
+- ``flagged`` ``[2, world, words]`` int64: two slots of words that carry a flag each, for small messages inside nodes;
 - ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
   the caller's as its result (see "in place" below);
 
@@ -49,10 +49,13 @@ from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import require_equal
 
-__all__ = ["CHANNELS", "LL_MAX_BYTES", "MAX_PROGRAMS", "CollectiveContext"]
+__all__ = ["CHANNELS", "LL_MAX_BYTES", "LL_MAX_BYTES_BETWEEN_NODES", "MAX_PROGRAMS", "CollectiveContext"]
 
 LL_MAX_BYTES = 64 << 10
 """Bytes per rank up to which a context has room for the LL protocol, which doubles the bytes and saves crossings."""
+
+LL_MAX_BYTES_BETWEEN_NODES = 16 << 10
+"""The same for a group on several nodes, which has more ranks, and longer crossings between."""
 
 KEPT = 1024
 """Call shapes that a context remembers how to launch."""
@@ -161,18 +164,24 @@ class CollectiveContext:
         barrier(self._group)  # nobody may signal before everybody has zeroed
 
     def _flagged_words(self) -> int:
-        """64-bit words of a rank's segment in ``flagged``; none if ranks cannot all store to each other."""
-        owner = self._runtime
-        reachable = all(owner.heap.peer_base(pe) != 0 for pe in self._group)
-        if not all(owner.exchange(self._group, "peers reachable", reachable)):
+        """64-bit words of a rank's segment in ``flagged``; none if ranks of a node cannot store to each other."""
+        owner, topology = self._runtime, self.topology
+        mates = [topology.pes[rank] for rank in topology.members[topology.node]]
+        reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
+        if not all(owner.exchange(self._group, "peers reachable", reachable)) or topology.ranks_per_node is None:
             return 0
-        return max(1, -(-min(self.max_bytes_per_rank, LL_MAX_BYTES) // 4))
+        return max(1, -(-min(self.max_bytes_per_rank, self._most_flagged) // 4))
+
+    @property
+    def _most_flagged(self) -> int:
+        return LL_MAX_BYTES if self.topology.n_nodes == 1 else LL_MAX_BYTES_BETWEEN_NODES
 
     @property
     def ll_bytes(self) -> int:
-        """The most that a rank can send by the LL protocol, in bytes; -1 where ranks cannot store to each other."""
+        """The most that a rank can send by the LL protocol, in bytes; -1 where ranks of a node cannot store to each
+        other, or nodes have different numbers of ranks."""
         words = self.flagged.shape[2]
-        return min(self.max_bytes_per_rank, LL_MAX_BYTES) if words else -1
+        return min(self.max_bytes_per_rank, self._most_flagged) if words else -1
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         tensor = self._runtime.allocate(shape, dtype, group=self._group, name=name)

@@ -14,7 +14,8 @@ that has the most of them::
     1D          max(between, inside)
     2D          max(between + intra_latency + last / intra_GBps, inside)
                 last: what a rank forwards of the chunks that come last, one from each other node
-    LL          intra_latency + 2 * (ranks - 1) * bytes / intra_GBps    (stores, each with a flag: they are not puts)
+    LL          intra_latency + 2 * (ranks - 1) * bytes / intra_GBps    (stores, each with a flag: they are not puts);
+                over nodes: between + intra_latency + 2 * what came from other nodes, to each mate / intra_GBps
     direct      intra_latency + (ranks - 1) * bytes / intra_GBps        (stores as well)
     in place    one crossing (latency, or intra_latency in a single node) more: the peers say that they are there
 
@@ -43,10 +44,10 @@ import torch
 
 from tdcoll.bench.arithmetic import format_bytes, ratio
 from tdcoll.bench.subjects import IN_PLACE
-from tdcoll.collectives.all_gather.policy import Plan, choose
+from tdcoll.collectives.all_gather.policy import Plan, choose, put_chunks
 from tdcoll.collectives.index_match.kernels import HEADER
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS
-from tdcoll.context import LL_MAX_BYTES
+from tdcoll.context import CHANNELS, LL_MAX_BYTES, LL_MAX_BYTES_BETWEEN_NODES
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Cluster", "Counts", "Projected", "all_gather_counts", "all_gather_us", "cluster", "lines"]
@@ -151,7 +152,8 @@ def plan_of(name: str, nbytes: int, topology: Topology) -> Plan:
     stores = topology.n_nodes == 1
     if name == IN_PLACE:
         return choose(nbytes, topology, "auto", direct=stores, in_place=True)
-    return choose(nbytes, topology, name, ll_bytes=LL_MAX_BYTES if stores else -1, direct=stores)
+    ll_bytes = LL_MAX_BYTES if stores else LL_MAX_BYTES_BETWEEN_NODES
+    return choose(nbytes, topology, name, ll_bytes=ll_bytes, direct=stores)
 
 
 def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: bool) -> Counts:
@@ -159,7 +161,9 @@ def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: b
     nodes, world = topology.n_nodes, topology.world_size
     per_node = world // nodes
     if plan.algorithm in ("ll", "direct"):
-        return Counts(0, 0, 0, 0, 0)
+        puts = (nodes - 1) * put_chunks(int(nbytes), plan, CHANNELS).channels if nodes > 1 else 0
+        sent = (nodes - 1) * nbytes
+        return Counts(puts, sent, puts, puts, sent)
     if plan.algorithm == "1d":
         segments, between, told = world - 1, world - per_node, world - 1
     else:  # to the rail, to the mates, and what comes from the rail to the mates
@@ -176,7 +180,7 @@ def all_gather_us(counts: Counts, plan: Plan, nbytes: float, on: Cluster, in_pla
     entering = (on.latency_us if on.nodes > 1 else on.intra_latency_us) if in_place and on.ranks > 1 else 0.0
     if on.ranks == 1:
         return 0.0
-    if plan.algorithm in ("ll", "direct"):
+    if plan.algorithm in ("ll", "direct") and on.nodes == 1:
         sent = (2 if plan.algorithm == "ll" else 1) * (on.ranks - 1) * nbytes
         return entering + on.intra_latency_us + sent / on.intra_gbps / 1e3
     inside_bytes = counts.put_bytes - counts.inter_node_bytes
@@ -184,6 +188,8 @@ def all_gather_us(counts: Counts, plan: Plan, nbytes: float, on: Cluster, in_pla
     if on.nodes == 1:
         return entering + inside
     between = on.latency_us + on.put_us * counts.inter_node_puts + counts.inter_node_bytes / on.gbps / 1e3
+    if plan.algorithm == "ll" and on.per_node > 1:
+        between += on.intra_latency_us + 2 * (on.nodes - 1) * (on.per_node - 1) * nbytes / on.intra_gbps / 1e3
     if plan.algorithm == "2d" and on.per_node > 1:
         last = (on.nodes - 1) * (on.per_node - 1) * nbytes / plan.channels
         between += on.intra_latency_us + last / on.intra_gbps / 1e3

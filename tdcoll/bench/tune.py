@@ -39,7 +39,7 @@ from tdcoll.bench.timing import LineUp
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
 from tdcoll.collectives.all_gather.policy import ALGORITHMS, HANDED_OVER, Entry, Plan, choose
 from tdcoll.collectives.all_gather.tuning import Section, Table, architectures
-from tdcoll.context import LL_MAX_BYTES, CollectiveContext
+from tdcoll.context import LL_MAX_BYTES, LL_MAX_BYTES_BETWEEN_NODES, CollectiveContext
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime.topology import Topology
 
@@ -176,7 +176,8 @@ def pick(
 
 def _usual(topology: Topology, in_place: bool, nbytes: int) -> str:
     """The algorithm that the rules take."""
-    ll_bytes = -1 if in_place else LL_MAX_BYTES
+    most = LL_MAX_BYTES if topology.n_nodes == 1 else LL_MAX_BYTES_BETWEEN_NODES
+    ll_bytes = -1 if in_place else most
     return choose(nbytes, topology, ll_bytes=ll_bytes, direct=True, in_place=in_place).algorithm
 
 
@@ -440,7 +441,8 @@ def listing(options: Options, topology: Topology, ll: bool) -> str:
     """
     lines, total = [], 0
     for nbytes in options.sizes:
-        ll_bytes = min(nbytes, LL_MAX_BYTES) if ll else -1
+        most = LL_MAX_BYTES if topology.n_nodes == 1 else LL_MAX_BYTES_BETWEEN_NODES
+        ll_bytes = min(nbytes, most) if ll else -1
         found = _candidates(options, nbytes, topology, ll_bytes)
         total += len(found) * len(options.launches)
         lines.append(f"{format_bytes(nbytes)} per rank: {', '.join(candidate.name for candidate in found)}")
@@ -456,7 +458,7 @@ def main(arguments: Sequence[str]) -> int:
         owner = runtime.current()
         topology = owner.topology()
         if owner.rank == 0:
-            print(listing(options, topology, topology.n_nodes == 1), flush=True)
+            print(listing(options, topology, topology.ranks_per_node is not None), flush=True)
         tdcoll.finalize()
         return 0
     if INTERPRETED:

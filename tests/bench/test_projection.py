@@ -59,7 +59,7 @@ def test_gpus_have_no_counts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (4, 2), (3, 3), (6, 2)])
 def test_counts_of_all_gathers_are_the_simulators(ranks: int, nodes: int) -> None:
-    options = all_gather.parse(["-b", "1K", "-e", "16K", "-f", "16", "--algorithms", "1d,2d,in-place", "--peers="])
+    options = all_gather.parse(["-b", "1K", "-e", "16K", "-f", "16", "--algorithms", "ll,1d,2d,in-place", "--peers="])
     world = World(ranks, ranks_per_node=ranks // nodes)
     found = world.run(lambda _: all_gather.simulate(options, lambda row: None))[0]
     on = Cluster(nodes, ranks, 1.0, 1.0)

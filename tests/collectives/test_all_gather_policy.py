@@ -130,7 +130,11 @@ def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct:
         ((8,), "auto", 0, 0, "ll"),
         ((8,), "auto", 1, 0, "1d"),
         ((8,), "auto", 0, -1, "1d"),  # ranks that cannot store to each other's memory
-        ((4, 4), "auto", 8, 16 << 10, "2d"),
+        ((4, 4), "auto", 8, 16 << 10, "ll"),
+        ((4, 4), "auto", (16 << 10) + 1, 16 << 10, "2d"),
+        ((4, 4), "auto", 8, -1, "2d"),
+        ((1, 1, 1), "auto", 8, 16 << 10, "1d"),  # nobody to pass it on to
+        ((1, 1, 1), "ll", 8, 16 << 10, "ll"),
         ((4, 2), "auto", 8, 16 << 10, "1d"),
         ((8,), "ll", 16 << 10, 16 << 10, "ll"),
         ((8,), "1d", 8, 16 << 10, "1d"),
@@ -217,14 +221,14 @@ def test_refusals_say_what_and_why() -> None:
     with pytest.raises(ValueError, match=f"algorithm must be one of {', '.join(ALGORITHMS)}; got '3d'"):
         choose(1, nodes_of(4), "3d")
     with pytest.raises(
-        ValueError, match=r"one node and at most 64 bytes per rank; got 65 bytes on 4 rank\(s\) on 1 node"
+        ValueError, match=r"on every node and at most 64 bytes per rank; got 65 bytes on 4 rank\(s\) on 1 node"
     ):
         choose(65, nodes_of(4), "ll", ll_bytes=64)
     with pytest.raises(
-        ValueError, match=r"one node and at most 64 bytes per rank; got 1 bytes on 4 rank\(s\) on 2 node"
+        ValueError, match=r"same number of ranks on every node and .*; got 1 bytes on 6 rank\(s\) on 2 node"
     ):
-        choose(1, nodes_of(2, 2), "ll", ll_bytes=64)
-    with pytest.raises(ValueError, match=r"ranks that can store to each other's memory; got 1 bytes"):
+        choose(1, nodes_of(4, 2), "ll", ll_bytes=64)
+    with pytest.raises(ValueError, match=r"ranks that can store to each other's memory inside each node; got 1 bytes"):
         choose(1, nodes_of(4), "ll")
     with pytest.raises(ValueError, match=r"6 rank\(s\) on 2 node\(s\) \(4 \+ 2\)\. Use algorithm='1d' or 'auto'"):
         choose(1, nodes_of(4, 2), "2d")

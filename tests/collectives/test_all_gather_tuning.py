@@ -247,7 +247,7 @@ def test_chunks_of_an_entry_cover_the_bytes(nbytes: int, algorithm: str, channel
     ("plan", "message"),
     [
         (Plan("nccl", 1, 128, 4), "a Plan's algorithm must be one of ll, direct, 1d, 2d; got 'nccl'"),
-        (Plan("ll", 1, 4096, 4), "algorithm='ll' needs one node and"),
+        (Plan("ll", 1, 4096, 4), "algorithm='ll' needs the same number of ranks on every node and"),
         (Plan("1d", 2, 100, 4), "must be a multiple of 16 bytes and cover all 1000 bytes; got 2 of 100 bytes"),
         (Plan("1d", 2, 480, 4), "cover all 1000 bytes; got 2 of 480"),
         (Plan("1d", CHANNELS + 1, 128, 4), f"channels must be 1 to {CHANNELS}, got {CHANNELS + 1}"),

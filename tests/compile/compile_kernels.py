@@ -89,10 +89,16 @@ def compile_all_gather(kernel, arch: int, world: int, in_place: bool) -> dict[st
     }
 
 
-def compile_ll(arch: int, world: int, block: int) -> dict[str, object]:
-    kernel = kernels_ll.all_gather_ll
-    types = POINTERS | {"peers": "*i64"} | dict.fromkeys(("source", "out", "flagged"), "i64")
-    compiled = compile_for(kernel, arch, {"WORLD": world, "BLOCK": block}, types)
+def compile_ll(arch: int, world: int, block: int, over_nodes: bool) -> dict[str, object]:
+    types, constants = POINTERS | {"peers": "*i64"}, {"WORLD": world, "BLOCK": block}
+    if over_nodes:
+        kernel = kernels_ll.all_gather_ll_2d
+        types |= {"flagged": "*i64"} | dict.fromkeys(ADDRESSES, "i64")
+        constants["SLOT_SIGNALS"] = 16 * world
+    else:
+        kernel = kernels_ll.all_gather_ll
+        types |= dict.fromkeys(("source", "out", "flagged"), "i64")
+    compiled = compile_for(kernel, arch, constants, types)
     return {
         "kernel": kernel.__name__,
         "arch": arch,
@@ -247,7 +253,7 @@ def main() -> None:
     for arch in (90, 100):
         signals += [compile_signals(arch, name, direct) for name in SIGNALS for direct in (False, True)]
         matching += [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()]
-        ll += [compile_ll(arch, 8, block) for block in (256, 1024)]
+        ll += [compile_ll(arch, 8, block, over) for block in (256, 1024) for over in (False, True)]
         for kernel in (kernels.all_gather_1d, kernels.all_gather_2d):
             results += [compile_all_gather(kernel, arch, 8, in_place) for in_place in (False, True)]
     sums = [compile_sparse(name, arch, constants, rows) for name, constants, rows, archs in SPARSE for arch in archs]

@@ -51,11 +51,14 @@ def test_all_gather_spills_nothing(compiled) -> None:
     assert all(k["registers"] <= 128 for k in kernels)
 
 
-def test_ll_needs_no_nvshmem_and_has_bounded_waits(compiled) -> None:
-    assert {(k["arch"], k["block"]) for k in compiled["ll"]} == {(90, 256), (90, 1024), (100, 256), (100, 1024)}
+def test_ll_needs_nvshmem_between_nodes_only_and_has_bounded_waits(compiled) -> None:
+    found = sorted((k["kernel"], k["arch"], k["block"]) for k in compiled["ll"])
+    kernels = ("all_gather_ll", "all_gather_ll_2d")
+    assert found == [(kernel, arch, block) for kernel in kernels for arch in (90, 100) for block in (256, 1024)]
     for kernel in compiled["ll"]:
-        assert not kernel["needs"], kernel
+        assert kernel["needs"] == (kernel["kernel"] == "all_gather_ll_2d"), kernel
         assert kernel["globaltimer"] >= 1, kernel
+        assert kernel["spilled_bytes"] == 0, kernel
 
 
 def test_direct_stores_need_no_nvshmem_and_are_wide(compiled) -> None:

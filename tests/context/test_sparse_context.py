@@ -551,7 +551,7 @@ def refused_everywhere(ctx: tdcoll.SparseContext, error: type[Exception], text: 
 
 @pytest.mark.parametrize(
     ("algorithm", "ranks_per_node", "debug"),
-    [("owner", None, False), ("auto", None, True), ("owner", 2, False)],
+    [("owner", None, False), ("auto", 2, True), ("owner", 2, False)],
 )
 def test_more_rows_than_fit_is_an_error_on_all_ranks(algorithm: str, ranks_per_node: int | None, debug: bool) -> None:
     """Only rank 1 brings too many. Nothing moves, and the context goes on."""

@@ -47,7 +47,7 @@ import tdcoll.language as tdl
 from tdcoll.collectives.protocol import begin_epoch, chunk_bytes
 from tdcoll.language.jit import jit
 
-__all__ = ["all_gather_1d", "all_gather_2d"]
+__all__ = ["all_gather_1d", "all_gather_2d", "push_remote"]
 
 _INTEGERS = [
     "source",
@@ -133,7 +133,7 @@ def _task(channels, n_senders, n_pushes, WORLD: tl.constexpr, IN_PLACE: tl.const
 
 
 @jit
-def _push_remote(i, routes, n_remote, staged, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
+def push_remote(i, routes, n_remote, staged, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
     """Put a chunk from symmetric memory to the ranks of ``routes``, which are on other nodes; in place to the i-th."""
     if IN_PLACE:
         peer = tl.load(routes + i)
@@ -226,7 +226,7 @@ def all_gather_1d(
                 _push_local(peer, pe, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
             else:
                 elsewhere = routes + 2 * n_local
-                _push_remote(
+                push_remote(
                     given + n_senders, elsewhere, n_remote, mine, source + offset, size, signal, epoch, ready, monitor,
                     IN_PLACE
                 )  # fmt: skip
@@ -271,7 +271,7 @@ def all_gather_2d(
         elsewhere = routes + 2 * n_local
         if given < 0:
             mine = landing + tl.cast(rank, tl.int64) * capacity + offset
-            _push_remote(
+            push_remote(
                 given + n_senders, elsewhere, n_remote, mine, source + offset, size, row + rank, epoch, ready, monitor,
                 IN_PLACE
             )  # fmt: skip

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather of small messages: every word carries its own flag (LL), inside one node.
+"""All-gather of small messages: every word carries its own flag (LL), inside nodes.
 
-Data flow, seen from rank r::
+Data flow in one node, seen from rank r::
 
     source --{data, flag} words, direct stores--> flagged[slot, r] on every other rank of this node
     flagged[slot, s] --data--> out[s], for every other rank s;  source --> out[r]
@@ -22,15 +22,28 @@ sends one word all the same.
 
 Order of programs: program i of every rank sends to its i-th successor and then waits for its i-th predecessor, whose
 program i sends to it: no program waits for one of another index, so any number of resident blocks makes progress.
+
+Several nodes, all of one size: along *rails* (same place, other nodes) go puts with signals, as in 2D, since between
+nodes nobody can store; inside the node, whatever comes from there and what is the rank's own goes on as flagged words::
+
+    source --> own staging --nbi put+signal--> staging[slot, r] on r's rail, in chunks of several programs' words
+    source --{data, flag}--> flagged[slot, r] on every other rank of this node;  source --> out[r]
+    staging[slot, s] --{data, flag}--> flagged[slot, s] there, for each s on r's rail;  staging[slot, s] --> out[s]
+    flagged[slot, s] --data--> out[s], for every other rank s
+
+``signals[slot, chunk, s]`` is set to the epoch by s, and polled by the programs whose words that chunk holds;
+``flagged[slot, s]`` is written by s, or by the rank of this node on s's rail. Programs: first those that put, then
+those that store, then those that wait for flags: none waits for a later one, on any rank.
 """
 
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.protocol import begin_epoch
+from tdcoll.collectives.all_gather.kernels import push_remote
+from tdcoll.collectives.protocol import begin_epoch, chunk_bytes
 from tdcoll.language.jit import jit
 
-__all__ = ["all_gather_ll"]
+__all__ = ["all_gather_ll", "all_gather_ll_2d"]
 
 
 @jit
@@ -96,3 +109,69 @@ def all_gather_ll(
         received, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)
         if arrived != 0:
             _store_words(target + tl.cast(frm, tl.int64) * nbytes, index, size, received)
+
+
+@jit(
+    do_not_specialize=[
+        *("source", "out", "staging", "nbytes", "words", "capacity", "chunk", "rank", "channels", "blocks"),
+        *("n_local", "n_remote"),
+    ]
+)
+def all_gather_ll_2d(
+    source, out, staging, flagged, peers, signals, control, monitor, routes,
+    nbytes, words, capacity, chunk, rank, channels, blocks, n_local, n_remote,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, SLOT_SIGNALS: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [WORLD * nbytes]`` over several nodes of ``n_local + 1`` ranks each.
+
+    Programs: ``channels`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those of the
+    rail, WORLD - 1 - n_remote receivers).
+
+    Args: those of :func:`all_gather_ll` and of ``all_gather_2d``, except
+        flagged: a pointer. peers: those of this node count.
+        routes: as for ``all_gather_2d``; after it the group ranks whose words come flagged.
+        chunk: bytes of a put between nodes, a multiple of ``4 * BLOCK``; there are ``channels``.
+        blocks: programs for each segment, of ``BLOCK`` words each.
+    """
+    program = tl.program_id(0)
+    block = (program - channels) % blocks
+    task = (program - channels) // blocks
+    epoch, alive = begin_epoch(control, monitor)
+    if alive == 0:
+        return
+    size = tl.cast(nbytes, tl.int32)
+    landing = tl.cast(staging, tl.int64) + (epoch % 2) * WORLD * capacity
+    row = signals + (epoch % 2) * SLOT_SIGNALS
+    slot = (epoch % 2) * WORLD * words
+    elsewhere = routes + 2 * n_local
+    if program < channels:
+        offset = tl.cast(program, tl.int64) * chunk
+        staged = landing + tl.cast(rank, tl.int64) * capacity + offset
+        signal = row + program * WORLD + rank
+        part = chunk_bytes(nbytes, chunk, program)
+        push_remote(0, elsewhere, n_remote, staged, source + offset, part, signal, epoch, signals, monitor, False)
+    else:
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        mask = index < tl.maximum((size + 3) // 4, 1)
+        target = tl.cast(out, tl.int64)
+        if task <= n_remote:
+            origin = tl.cast(rank, tl.int32)
+            at = tl.cast(source, tl.int64)
+            arrived = tl.cast(1, tl.int32)
+            if task > 0:
+                origin = tl.load(elsewhere + task - 1)
+                at = landing + tl.cast(origin, tl.int64) * capacity
+                signal = block * BLOCK * 4 // chunk * WORLD + origin
+                arrived = tdl.wait_signal(row + signal, tdl.CMP_GE, epoch, monitor, origin, signal)
+            if arrived != 0:
+                data = _load_words(at, index, size)
+                for k in tl.range(0, n_local, disable_licm=True):
+                    theirs = tl.load(peers + tl.load(routes + k)).to(tl.pointer_type(tl.int64))
+                    tdl.store_flagged(theirs + slot + origin * words + index, data, epoch.to(tl.int32), mask)
+                _store_words(target + tl.cast(origin, tl.int64) * nbytes, index, size, data)
+        else:
+            origin = tl.load(elsewhere + n_remote + task - 1)
+            landed = flagged + slot + origin * words + index
+            received, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, origin)
+            if arrived != 0:
+                _store_words(target + tl.cast(origin, tl.int64) * nbytes, index, size, received)

@@ -13,7 +13,7 @@ from triton.compiler import CompiledKernel
 
 from tdcoll import runtime
 from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll
-from tdcoll.collectives.all_gather.policy import HANDED_OVER, Plan, choose
+from tdcoll.collectives.all_gather.policy import HANDED_OVER, Plan, choose, put_chunks
 from tdcoll.collectives.launch import ReadyKernel, require_all
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
@@ -28,18 +28,18 @@ _log = logging.getLogger("tdcoll")
 
 
 def _routes(ctx: CollectiveContext, algorithm: str) -> tuple[torch.Tensor, int, int]:
-    """The kernel's ``routes`` with ``n_local`` and ``n_remote``.
+    """The kernel's ``routes`` with ``n_local`` and ``n_remote``; for LL also the ranks whose words come flagged.
 
     Every rank starts with its successor, so that no rank is everybody's first target.
     """
     topology = ctx.topology
     mates = topology.members[topology.node]
     local = [mates[(topology.place + i) % len(mates)] for i in range(1, len(mates))]
-    if algorithm == "2d":
+    successors = [(topology.rank + i) % topology.world_size for i in range(1, topology.world_size)]
+    if algorithm in ("2d", "ll"):
         nodes = [(topology.node + i) % topology.n_nodes for i in range(1, topology.n_nodes)]
         remote = [topology.members[node][topology.place] for node in nodes]
     else:
-        successors = [(topology.rank + i) % topology.world_size for i in range(1, topology.world_size)]
         remote = [rank for rank in successors if topology.nodes[rank] != topology.node]
     entries = [
         *local,
@@ -47,6 +47,8 @@ def _routes(ctx: CollectiveContext, algorithm: str) -> tuple[torch.Tensor, int, 
         *remote,
         *(topology.pes[rank] for rank in remote),
     ]
+    if algorithm == "ll":
+        entries += [rank for rank in successors if rank not in remote]
     table = torch.tensor(entries or [0], dtype=torch.int32, device=ctx.device)
     return table, len(local), len(remote)
 
@@ -61,7 +63,8 @@ class _Launch:
         prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct}
         prepare = prepares.get(plan.algorithm) or functools.partial(self._prepare_puts, counted=counted)
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
-        self._landing = ctx.flagged.data_ptr() if plan.algorithm == "ll" else ctx.staging.data_ptr()
+        in_words = plan.algorithm == "ll" and ctx.topology.n_nodes == 1
+        self._landing = ctx.flagged.data_ptr() if in_words else ctx.staging.data_ptr()
         self._grid = (programs, 1, 1)
         self._function = kernel
         self._kernel = kernel[self._grid]
@@ -114,13 +117,21 @@ class _Launch:
         if "peers" not in ctx.tables:
             _refuse_capture(ctx)
             ctx.tables["peers"] = _peer_addresses(ctx, ctx.flagged)
-        peers = ctx.tables["peers"]
+        peers, world = ctx.tables["peers"], ctx.world_size
         words = ctx.flagged.shape[2]
-        tensors = (peers, ctx.control, ctx.monitor.words)
-        numbers = (nbytes, words, ctx.rank, plan.channels)
-        # WORLD, BLOCK
-        constants = (ctx.world_size, plan.chunk // 4)
-        return kernels_ll.all_gather_ll, ctx.world_size * plan.channels, tensors, numbers, constants
+        tensors: tuple[torch.Tensor, ...] = (peers, ctx.control, ctx.monitor.words)
+        numbers: tuple[int, ...] = (nbytes, words, ctx.rank, plan.channels)
+        constants: tuple[int, ...] = (world, plan.chunk // 4)  # WORLD, BLOCK, and over nodes SLOT_SIGNALS
+        if ctx.topology.n_nodes == 1:
+            return kernels_ll.all_gather_ll, world * plan.channels, tensors, numbers, constants
+        if ("routes", "ll") not in ctx.tables:
+            ctx.tables["routes", "ll"] = _routes(ctx, "ll")
+        routes, n_local, n_remote = ctx.tables["routes", "ll"]
+        puts = put_chunks(nbytes, plan, ctx.channels)
+        tensors = (ctx.flagged, peers, ctx.signals, *tensors[1:], routes)
+        numbers = (nbytes, words, ctx.capacity, puts.chunk, ctx.rank, puts.channels, plan.channels, n_local, n_remote)
+        constants = (*constants, ctx.signals[0].numel())
+        return kernels_ll.all_gather_ll_2d, puts.channels + plan.channels * world, tensors, numbers, constants
 
     def __call__(self, source: int, out: int, landing: int) -> None:
         if self._compiled is not None:

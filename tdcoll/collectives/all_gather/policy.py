@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tdcoll.context import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["ALGORITHMS", "HANDED_OVER", "Entry", "Plan", "choose"]
+__all__ = ["ALGORITHMS", "HANDED_OVER", "Entry", "Plan", "choose", "put_chunks"]
 
 ALGORITHMS = ("auto", "ll", "direct", "1d", "2d")
 
@@ -105,11 +105,13 @@ def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int, dir
             "algorithm='2d' needs the same number of ranks on every node; this group has "
             f"{topology.describe()}. Use algorithm='1d' or 'auto'."
         )
-    if algorithm == "ll" and (topology.n_nodes > 1 or nbytes > ll_bytes):
-        limit = f"at most {ll_bytes} bytes per rank" if ll_bytes >= 0 else "ranks that can store to each other's memory"
+    if algorithm == "ll" and (topology.ranks_per_node is None or nbytes > ll_bytes):
+        limit = f"at most {ll_bytes} bytes per rank"
+        if ll_bytes < 0:
+            limit = "ranks that can store to each other's memory inside each node"
         return (
-            f"algorithm='ll' needs one node and {limit}; got {nbytes} bytes on {topology.describe()}. Use '1d' or "
-            "'auto'."
+            f"algorithm='ll' needs the same number of ranks on every node and {limit}; got {nbytes} bytes on "
+            f"{topology.describe()}. Use '1d' or 'auto'."
         )
     if algorithm == "direct" and (topology.n_nodes > 1 or not direct):
         return (
@@ -121,12 +123,13 @@ def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int, dir
 
 def _by_rules(nbytes: int, topology: Topology, ll_bytes: int, direct: bool) -> str:
     """The algorithm that is taken where no table says anything."""
-    if topology.n_nodes == 1 and nbytes <= ll_bytes:
+    one_node, per_node = topology.n_nodes == 1, topology.ranks_per_node
+    in_two = not one_node and per_node is not None and per_node > 1
+    if nbytes <= ll_bytes and (one_node or in_two):
         return "ll"
-    if topology.n_nodes == 1 and direct and nbytes < LARGE:
+    if one_node and direct and nbytes < LARGE:
         return "direct"
-    per_node = topology.ranks_per_node
-    return "2d" if topology.n_nodes > 1 and per_node is not None and per_node > 1 else "1d"
+    return "2d" if in_two else "1d"
 
 
 def _most_channels(topology: Topology, channels: int) -> int:
@@ -144,6 +147,12 @@ def _plan_ll(nbytes: int, entry: Entry) -> Plan:
     else:
         block = LL_BLOCK
     return Plan("ll", -(-words // block), 4 * block, entry.num_warps or max(1, min(8, block // 32)))
+
+
+def put_chunks(nbytes: int, plan: Plan, channels: int) -> Plan:
+    """How LL's puts between nodes are cut: at most ``channels`` chunks, each of whole programs' words."""
+    chunk = -(-max(TARGET_CHUNK_BYTES, -(-nbytes // channels)) // plan.chunk) * plan.chunk
+    return Plan("2d", max(1, -(-nbytes // chunk)), chunk, plan.num_warps)
 
 
 def _plan_puts(nbytes: int, topology: Topology, algorithm: str, entry: Entry, most: int) -> Plan:
@@ -191,15 +200,16 @@ def choose(
     """The plan for ``nbytes`` per rank over ``topology``; the same on all of its ranks.
 
     ``"auto"`` takes what the first entry for such a call says, if that can be had. Without one it takes LL where it
-    can, direct stores for other messages of less than :data:`LARGE` bytes in one node, 2D where there are several nodes
-    of several ranks each, all of one size (a segment then crosses between nodes once per node pair), and 1D everywhere
-    else. Chunks and warps are an entry's too, if it is of that algorithm.
+    can, unless each node has one rank; direct stores for other messages of less than :data:`LARGE` bytes in one node;
+    2D where there are several nodes of several ranks each, all of one size (a segment then crosses between nodes once
+    per node pair); and 1D everywhere else. Chunks and warps are an entry's too, if it is of that algorithm.
 
     Args:
         nbytes: bytes per rank.
         topology: the group.
         algorithm: one of :data:`ALGORITHMS`; or a plan, which is checked and taken as it is.
-        ll_bytes: the most that the context can send by LL, -1 if its ranks cannot store to each other's memory.
+        ll_bytes: the most that the context can send by LL, -1 if its ranks cannot store to each other's memory inside
+            each node.
         direct: whether the ranks of a node can store to each other's memory.
         channels: the most chunks that the context has signals for.
         entries: of a tuning table, for these GPUs.
@@ -208,7 +218,7 @@ def choose(
         hand_over: whether torch.distributed could take it.
 
     Raises:
-        ValueError: an unknown algorithm, 2D over nodes of different sizes, LL beyond ``ll_bytes``, LL or direct stores
+        ValueError: an unknown algorithm, 2D or LL over nodes of different sizes, LL beyond ``ll_bytes``, direct stores
             between nodes, a plan that cannot be launched.
     """
     most = _most_channels(topology, channels)

@@ -235,7 +235,7 @@ def sparse_all_reduce(
 
     Raises:
         ContextError: closed, on another stream, or over the capacity: the message has the number that is needed, and
-            all ranks raise before any row is moved. While a CUDA graph is captured.
+            all ranks raise before any row is reduced. While a CUDA graph is captured.
         CollectiveTimeout: a wait expired.
         RankMismatchError: ranks pass different shapes, dtypes or operations. (Without ``debug``, arguments with which
             the ranks make other launches, such as another algorithm, may end in CollectiveTimeout on some of them.)

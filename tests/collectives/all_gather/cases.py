@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 import tdcoll
+from tdcoll.collectives.all_gather.policy import Plan
 from tdcoll.testing import World
 
 NBYTES = 200
@@ -23,14 +24,14 @@ class Gathers:
     """Runs ``calls`` on every rank: ``o`` out of place, ``i`` in place, ``z`` of no bytes.
 
     Args:
-        algorithm: ``"1d"`` or ``"2d"``.
+        algorithm: of the calls, or a plan.
         calls: kinds of calls, in order.
         nbytes: bytes per rank.
         group: ranks that take part; None for all.
     """
 
     def __init__(
-        self, algorithm: str, calls: str = "oioo", nbytes: int = NBYTES, group: Sequence[int] | None = None
+        self, algorithm: str | Plan, calls: str = "oioo", nbytes: int = NBYTES, group: Sequence[int] | None = None
     ) -> None:
         self.algorithm, self.calls, self.nbytes, self.group = algorithm, calls, nbytes, group
 

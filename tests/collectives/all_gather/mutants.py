@@ -287,6 +287,48 @@ MUTANTS = [
         module="kernels_ll",
         protocol=((READ, ""), (ADD, ADD + READ)),
     ),
+    # ------------------------------------------------------------------ LL over nodes
+    Mutant(
+        "ll, nodes: passed on before it is there",
+        (("tdl.wait_signal(row + signal, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + signal, tdl.CMP_GE, 0,"),),
+        WRONG,
+        "ll",
+        ranks_per_node=2,
+        module="kernels_ll",
+    ),
+    Mutant(
+        "ll, nodes: one slot between nodes",
+        (("tl.cast(staging, tl.int64) + (epoch % 2) * WORLD * capacity", "tl.cast(staging, tl.int64)"),),
+        WRONG,
+        "ll",
+        ranks_per_node=2,
+        module="kernels_ll",
+    ),
+    Mutant(
+        "ll, nodes: one slot of signals",
+        (("row = signals + (epoch % 2) * SLOT_SIGNALS", "row = signals"),),
+        WRONG,
+        "ll",
+        ranks_per_node=2,
+        module="kernels_ll",
+    ),
+    Mutant(
+        "ll, nodes: what comes from elsewhere is not passed on",
+        (("for k in tl.range(0, n_local, disable_licm=True)", "for k in tl.range(0, tl.where(task > 0, 0, n_local))"),),
+        missing("flagged"),
+        "ll",
+        ranks_per_node=2,
+        module="kernels_ll",
+    ),
+    Mutant(
+        "ll, nodes: those that wait for flags come first",
+        (("task = (program - channels) // blocks", "task = WORLD - 1 - (program - channels) // blocks"),),
+        missing("flagged"),
+        "ll",
+        ranks_per_node=2,
+        world=(("resident", 1),),
+        module="kernels_ll",
+    ),
     # ------------------------------------------------------------------ direct stores
     Mutant(
         "direct: one slot",

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import tdcoll
+from tdcoll.collectives.all_gather import policy
+from tdcoll.collectives.all_gather.policy import Plan
 from tdcoll.testing import World, explore, first_failure
 
 from .cases import Gathers
@@ -20,6 +22,8 @@ CALLS = {"ll": "oo", "direct": "oi", "1d": "oi", "2d": "oi"}
 
 GRIDS = [  # algorithm, nodes, ranks per node, calls, bytes per rank, seeds that every run tries
     ("ll", 1, 4, "ooozo", 201, 50),
+    ("ll", 2, 2, "oozo", 201, 34),
+    ("ll", 3, 2, "ooo", 64, 20),
     ("direct", 1, 4, "oioiz", 200, 50),
     ("1d", 1, 4, "oioo", 200, 100),
     ("1d", 2, 2, "oioo", 200, 100),
@@ -47,9 +51,17 @@ def test_every_world_size(n_pes: int) -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 16, 127, 128, 129, 1000])
 @pytest.mark.parametrize("algorithm", ["ll", "direct", "1d", "2d"])
 def test_every_size(algorithm: str, nbytes: int) -> None:
-    per_node = None if algorithm in ("ll", "direct") else 2
     case = Gathers(algorithm, CALLS[algorithm], nbytes)
-    explore(case, n_pes=4, seeds=3, ranks_per_node=per_node, heap_bytes=HEAP)
+    for per_node in {"ll": (None, 2), "direct": (None,)}.get(algorithm, (2,)):
+        explore(case, n_pes=4, seeds=3, ranks_per_node=per_node, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("nbytes", [201, 999])
+def test_ll_over_nodes_in_many_pieces(nbytes: int) -> None:
+    """16 words for each program, two programs' words for each put."""
+    plan = Plan("ll", -(-nbytes // 64), 64, 1)
+    assert policy.put_chunks(nbytes, plan, 512).chunk == 128
+    explore(Gathers(plan, "ooo", nbytes), n_pes=4, seeds=5, ranks_per_node=2, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("group", [[0, 2], [1, 3, 5], [5, 0, 3]])
@@ -60,6 +72,7 @@ def test_subgroups(group: list[int]) -> None:
 def test_subgroup_in_two_dimensions() -> None:
     """Two of the three ranks of each node, listed so that the group's nodes are not the job's."""
     explore(Gathers("2d", group=[4, 3, 0, 1]), n_pes=6, seeds=40, ranks_per_node=3, heap_bytes=HEAP)
+    explore(Gathers("ll", "ooo", group=[4, 3, 0, 1]), n_pes=6, seeds=10, ranks_per_node=3, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("calls", ["oioo", "iiii"])
@@ -70,17 +83,22 @@ def test_one_resident_block_is_enough(algorithm: str, per_node: int | None, call
     explore(Gathers(algorithm, calls), n_pes=4, seeds=10, ranks_per_node=per_node, heap_bytes=HEAP, resident=1)
 
 
+def test_one_resident_block_is_enough_for_ll_over_nodes() -> None:
+    explore(Gathers("ll", "oooo"), n_pes=4, seeds=10, ranks_per_node=2, heap_bytes=HEAP, resident=1)
+
+
 def test_many_calls_with_stragglers() -> None:
     for algorithm in ("1d", "direct", "auto"):
         explore(Gathers(algorithm, "ooiioi" * 5), n_pes=3, seeds=5, heap_bytes=HEAP, stragglers=True)
 
 
-def test_uneven_nodes_are_refused_by_2d_on_every_rank() -> None:
+@pytest.mark.parametrize("algorithm", ["2d", "ll"])
+def test_uneven_nodes_are_refused_on_every_rank(algorithm: str) -> None:
     def host(pe: int) -> None:
         with pytest.raises(
             ValueError, match=r"same number of ranks on every node.*3 rank\(s\) on 2 node\(s\) \(2 \+ 1\)"
         ):
-            Gathers("2d").host(pe)
+            Gathers(algorithm).host(pe)
 
     World(3, ranks_per_node=[2, 1], heap_bytes=HEAP).run(host)
     explore(Gathers("auto"), n_pes=3, seeds=20, ranks_per_node=[2, 1], heap_bytes=HEAP)
