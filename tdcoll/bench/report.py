@@ -221,13 +221,20 @@ FLOORS = {"NVIDIA H200": Floor(launch_us=0.8, crossing_us=1.0, gbps=341.0)}
 """Of GPUs with NVLink to all others of the node: launch and rate are measured; the crossing is about what a store and
 the load that sees it take, and a result of the signal benchmark says it better."""
 
+PAIR_GBPS = {"NVIDIA H200": 361.0}
+"""The rate between two GPUs that have nobody else to send to, both ways at once: the same for stores, bulk copies (TMA)
+and copy engines."""
+
 
 def _floor(head: dict[str, Any], rows: Sequence[Measured], floor: Floor | None) -> Floor | None:
     """That of these rows, if there is one: inside a node, of GPUs all of one kind."""
     gpus = set(head["provenance"].get("gpus", []))
     if not all(isinstance(row, Row) and row.nodes == 1 and row.launch != "simulator" for row in rows):
         return None
-    return floor or (FLOORS.get(gpus.pop()) if len(gpus) == 1 else None)
+    if floor is not None or len(gpus) != 1 or (name := gpus.pop()) not in FLOORS:
+        return floor
+    pair = all(row.ranks == 2 for row in rows)
+    return dataclasses.replace(FLOORS[name], gbps=PAIR_GBPS[name]) if pair else FLOORS[name]
 
 
 def _timed_table(layout: _Layout, rows: Sequence[Measured], floor: Floor | None = None) -> list[str]:

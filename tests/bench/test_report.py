@@ -234,6 +234,13 @@ def test_tables_of_known_gpus_have_a_floor() -> None:
     )
 
 
+def test_two_ranks_have_the_rate_of_a_pair() -> None:
+    rows = [dataclasses.replace(row, ranks=2) for row in example()]
+    assert "or what a rank sends at 361 GB/s" in report.markdown(on_h200s(), rows)
+    own = Floor(launch_us=1, crossing_us=2, gbps=99)
+    assert "or what a rank sends at 99 GB/s" in report.markdown(on_h200s(), rows, own)
+
+
 def test_other_tables_have_none() -> None:
     mixed = {**HEAD, "provenance": {**HEAD["provenance"], "gpus": ["NVIDIA H200", "NVIDIA H100"] * 4}}
     several = [dataclasses.replace(r, nodes=2) for r in example()]
