@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str]) -> Options:
         "--algorithms",
         type=names(NAMES),
         metavar="A,B",
-        help=f"some of {', '.join(NAMES)} (default: 1d, in-place, and ll or, on several nodes, 2d)",
+        help=f"some of {', '.join(NAMES)} (default: auto, 1d, in-place, and on several nodes 2d)",
     )
     parser.add_argument(
         "--peers",
@@ -161,7 +161,7 @@ class Job(jobs.Job):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self.options = options
-        default = ["1d", "2d", IN_PLACE] if self.topology.n_nodes > 1 else ["ll", "1d", IN_PLACE]
+        default = ["auto", "1d", *(["2d"] if self.topology.n_nodes > 1 else []), IN_PLACE]
         self.algorithms = default if options.algorithms is None else options.algorithms
         self.round = 0
 

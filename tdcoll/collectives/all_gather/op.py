@@ -367,7 +367,7 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     Args:
         buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks; contiguous;
             its first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``.
-        algorithm: ``"1d"``, ``"2d"``, ``"auto"`` or a plan.
+        algorithm: ``"direct"``, ``"1d"``, ``"2d"``, ``"auto"`` or a plan.
 
     Returns:
         ``buffer``.
