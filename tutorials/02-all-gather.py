@@ -217,11 +217,12 @@ def main():
     #
     # "1d": everybody puts to everybody, as above. "2d": between nodes a piece goes only to the rank with the
     # same place on each other node (its *rail*), which forwards it inside its node. So it crosses between two
-    # nodes once, and not once per rank. "auto", the default, takes 2D where there are several nodes with
-    # several ranks each. On one node both do the same; give launch.sh `--emulate-nodes 2` to see the
+    # nodes once, and not once per rank. "auto", the default, takes 2D for large pieces where there are several
+    # nodes with several ranks each. On one node both do the same; give launch.sh `--emulate-nodes 2` to see the
     # difference.
     #
-    # "ll": for pieces of up to 64 KiB inside a node, where "auto" takes it. A put with a signal crosses the
+    # "ll": for pieces of up to 64 KiB in one node (less over several), where "auto" takes it. Between nodes it
+    # puts along the rails as 2D does; what it saves, it saves inside a node. A put with a signal crosses the
     # wire three times: the data, their acknowledgement (the signal must not overtake them), the signal. Here
     # every 64-bit word, which arrives whole, holds 32 bits of data and 32 bits of the epoch, stored straight
     # into the peer's memory. So it says itself that it has arrived, and one crossing is enough. It is twice the
@@ -234,7 +235,7 @@ def main():
         algorithms.append("2d")
     with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 20) as ctx:
         small = [size for size in sizes if 4 * size <= ctx.ll_bytes]
-        if topology.n_nodes == 1 and small:
+        if small:
             algorithms.insert(0, "ll")
         for algorithm in algorithms:
             chosen = small if algorithm == "ll" else sizes

@@ -9,7 +9,6 @@ odd number of calls.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +65,7 @@ class Options:
 
 def parse(arguments: Sequence[str]) -> Options:
     """Options from the command line; a wrong one ends the process with status 2."""
-    parser = argparse.ArgumentParser(
+    parser = jobs.Parser(
         prog="bash launch.sh [--nproc N] -m tdcoll.bench all_gather",
         description="Latency and bus bandwidth of all-gathers, checked. Sizes: bytes per rank, such as 64M.",
     )

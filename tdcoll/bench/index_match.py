@@ -15,7 +15,6 @@ CUDA graph replays where that is possible, and calls one at a time from an idle 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +67,7 @@ class Options:
 def parse(arguments: Sequence[str]) -> Options:
     """Options from the command line; a wrong one ends the process with status 2."""
     small = INTERPRETED
-    parser = argparse.ArgumentParser(
+    parser = jobs.Parser(
         prog="bash launch.sh --nproc 1 -m tdcoll.bench index_match",
         description="Time of matching sorted lists of row numbers on one GPU, checked. On the simulator: the check.",
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,7 @@ from tdcoll.runtime import lifecycle
 
 __all__ = [
     "Job",
+    "Parser",
     "add_iterations",
     "add_json",
     "add_launches",
@@ -62,6 +64,19 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
         return list(dict.fromkeys(given))
 
     return parse_names
+
+
+class Parser(argparse.ArgumentParser):
+    """One that speaks on rank 0 only: all ranks of a job read the same command line."""
+
+    patience_s = 10.0
+    """Seconds that the others leave rank 0 to say what is wrong: the launcher ends all ranks when one has failed."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super()._print_message(message, file)
+        elif file is sys.stderr:
+            time.sleep(self.patience_s)
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -14,9 +14,10 @@ that has the most of them::
     1D          max(between, inside)
     2D          max(between + intra_latency + last / intra_GBps, inside)
                 last: what a rank forwards of the chunks that come last, one from each other node
-    LL          intra_latency + 2 * (ranks - 1) * bytes / intra_GBps    (stores, each with a flag: they are not puts);
-                over nodes: between + intra_latency + 2 * what came from other nodes, to each mate / intra_GBps
-    direct      intra_latency + (ranks - 1) * bytes / intra_GBps        (stores as well)
+    LL          intra_latency / 2 + 2 * (ranks - 1) * bytes / intra_GBps    (stores, each with a flag: they are not
+                puts, and not waited for before a signal; on H200s they take half the time);
+                over nodes: between + intra_latency / 2 + 2 * what came from other nodes, to each mate / intra_GBps
+    direct      intra_latency + (ranks - 1) * bytes / intra_GBps        (stores and signals)
     in place    one crossing (latency, or intra_latency in a single node) more: the peers say that they are there
 
     sparse, gather   an all-gather in place of lists with their rows
@@ -181,15 +182,16 @@ def all_gather_us(counts: Counts, plan: Plan, nbytes: float, on: Cluster, in_pla
     if on.ranks == 1:
         return 0.0
     if plan.algorithm in ("ll", "direct") and on.nodes == 1:
-        sent = (2 if plan.algorithm == "ll" else 1) * (on.ranks - 1) * nbytes
-        return entering + on.intra_latency_us + sent / on.intra_gbps / 1e3
+        flagged = plan.algorithm == "ll"
+        sent = (1 + flagged) * (on.ranks - 1) * nbytes
+        return entering + on.intra_latency_us / (1 + flagged) + sent / on.intra_gbps / 1e3
     inside_bytes = counts.put_bytes - counts.inter_node_bytes
     inside = on.intra_latency_us + inside_bytes / on.intra_gbps / 1e3 if on.per_node > 1 else 0.0
     if on.nodes == 1:
         return entering + inside
     between = on.latency_us + on.put_us * counts.inter_node_puts + counts.inter_node_bytes / on.gbps / 1e3
     if plan.algorithm == "ll" and on.per_node > 1:
-        between += on.intra_latency_us + 2 * (on.nodes - 1) * (on.per_node - 1) * nbytes / on.intra_gbps / 1e3
+        between += on.intra_latency_us / 2 + 2 * (on.nodes - 1) * (on.per_node - 1) * nbytes / on.intra_gbps / 1e3
     if plan.algorithm == "2d" and on.per_node > 1:
         last = (on.nodes - 1) * (on.per_node - 1) * nbytes / plan.channels
         between += on.intra_latency_us + last / on.intra_gbps / 1e3

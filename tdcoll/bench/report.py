@@ -306,7 +306,7 @@ def markdown(head: dict[str, Any], rows: Sequence[Measured], floor: Floor | None
         simulated = kind[0] == "simulator"
         parts += [caption(head, chosen[0]), ""]
         if simulated:
-            parts += ["Per call, the most of any rank:", ""]
+            parts += ["Per call, the most of any rank (LL and direct stores are no puts, and are not counted):", ""]
             columns = layout.counted((), True)
             lines = [[column.text(row) for column in columns] for row in chosen if row.check != "not run"]
             parts += _grid([column.heading for column in columns], lines)

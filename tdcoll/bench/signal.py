@@ -13,7 +13,6 @@ CUDA graph replays. The check: afterwards the signals have the values that so ma
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ class Options:
 
 def parse(arguments: Sequence[str]) -> Options:
     """Options from the command line; a wrong one ends the process with status 2."""
-    parser = argparse.ArgumentParser(
+    parser = jobs.Parser(
         prog="bash launch.sh [--nproc N] -m tdcoll.bench signal",
         description="Latency of signals, checked: CUDA graph replays. On the simulator: checks and counts.",
     )

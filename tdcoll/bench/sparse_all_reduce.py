@@ -87,7 +87,7 @@ def _rate(text: str) -> float:
 def parse(arguments: Sequence[str]) -> Options:
     """Options from the command line; a wrong one ends the process with status 2."""
     small = INTERPRETED
-    parser = argparse.ArgumentParser(
+    parser = jobs.Parser(
         prog="bash launch.sh [--nproc N] -m tdcoll.bench sparse_all_reduce",
         description="Time of row-sparse all-reduces from sparse tensor to sparse tensor, checked. On the simulator: "
         "checks and counts, of small sizes.",

@@ -258,7 +258,7 @@ def _percent(text: str) -> float:
 
 def parse(arguments: Sequence[str]) -> Options:
     """Options from the command line; a wrong one ends the process with status 2."""
-    parser = argparse.ArgumentParser(
+    parser = jobs.Parser(
         prog="bash launch.sh [--nproc N] -m tdcoll.bench tune",
         description="Measures which all-gather is the fastest on this machine, and writes a table for TDCOLL_TUNING. "
         "Sizes: bytes per rank, such as 64M.",

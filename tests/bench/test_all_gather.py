@@ -154,3 +154,20 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     assert result["provenance"]["simulated"] is True
     assert result["provenance"]["environment"]["TDCOLL_TUNING"] == "table.json"
     assert str(tmp_path) not in file.read_text()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_speaks_for_all(rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others wait until it has, since the first that ends ends all."""
+    waits: list[float] = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("time.sleep", waits.append)
+    for arguments, status in ((["--begin", "x"], 2), (["--help"], 0)):
+        with pytest.raises(SystemExit) as ended:
+            benchmark.parse(arguments)
+        assert ended.value.code == status
+        said = capsys.readouterr()
+        assert bool(said.out + said.err) == (rank == "0")
+        assert bool(waits) == (rank != "0")
+        if status == 2:
+            assert ("-b must be a positive number" in said.err) == (rank == "0")

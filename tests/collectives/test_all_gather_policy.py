@@ -132,6 +132,8 @@ def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct:
         ((8,), "auto", 0, -1, "1d"),  # ranks that cannot store to each other's memory
         ((4, 4), "auto", 8, 16 << 10, "ll"),
         ((4, 4), "auto", (16 << 10) + 1, 16 << 10, "2d"),
+        ((8, 8, 8, 8), "auto", 8 << 10, 16 << 10, "ll"),
+        ((8, 8, 8, 8), "auto", (8 << 10) + 1, 16 << 10, "2d"),  # too much to pass on twice over
         ((4, 4), "auto", 8, -1, "2d"),
         ((1, 1, 1), "auto", 8, 16 << 10, "1d"),  # nobody to pass it on to
         ((1, 1, 1), "ll", 8, 16 << 10, "ll"),

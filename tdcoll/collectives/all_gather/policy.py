@@ -43,6 +43,11 @@ LL_BLOCK = 256
 """32-bit words that one LL program moves: one for each thread of 8 warps."""
 
 
+LL_RESULT_BYTES = 256 << 10
+"""Of all ranks together. Over several nodes LL is taken up to here: beyond, what comes from other nodes and is passed
+on as twice the bytes costs more than the crossings that it saves. By the model of ``bench --project``; not measured."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one all-gather is launched.
@@ -125,7 +130,7 @@ def _by_rules(nbytes: int, topology: Topology, ll_bytes: int, direct: bool) -> s
     """The algorithm that is taken where no table says anything."""
     one_node, per_node = topology.n_nodes == 1, topology.ranks_per_node
     in_two = not one_node and per_node is not None and per_node > 1
-    if nbytes <= ll_bytes and (one_node or in_two):
+    if nbytes <= ll_bytes and (one_node or (in_two and nbytes * topology.world_size <= LL_RESULT_BYTES)):
         return "ll"
     if one_node and direct and nbytes < LARGE:
         return "direct"
