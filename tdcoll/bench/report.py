@@ -233,7 +233,7 @@ def _floor(head: dict[str, Any], rows: Sequence[Measured], floor: Floor | None) 
         return None
     if floor is not None or len(gpus) != 1 or (name := gpus.pop()) not in FLOORS:
         return floor
-    pair = all(row.ranks == 2 for row in rows)
+    pair = name in PAIR_GBPS and all(row.ranks == 2 for row in rows)
     return dataclasses.replace(FLOORS[name], gbps=PAIR_GBPS[name]) if pair else FLOORS[name]
 
 

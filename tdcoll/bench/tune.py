@@ -39,7 +39,7 @@ from tdcoll.bench.timing import LineUp
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
 from tdcoll.collectives.all_gather.policy import ALGORITHMS, HANDED_OVER, Entry, Plan, choose
 from tdcoll.collectives.all_gather.tuning import Section, Table, architectures
-from tdcoll.context import LL_MAX_BYTES, LL_MAX_BYTES_BETWEEN_NODES, CollectiveContext
+from tdcoll.context import CHANNELS, LL_MAX_BYTES, LL_MAX_BYTES_BETWEEN_NODES, CollectiveContext
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime.topology import Topology
 
@@ -51,8 +51,8 @@ _LL_CHUNKS = (512, 1024, 2048, 4096, 8192)
 CHANNEL_COUNTS = (1, 4, 16, 64, 256)
 """Chunks of a segment that are tried, by default."""
 
-_LEAST_CHUNK, _MOST_CHUNK = 1 << 10, 1 << 20
-"""Bytes; smaller and larger chunks are not tried."""
+_LEAST_CHUNK = 1 << 10
+"""Bytes; smaller chunks are not tried."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def candidates(
                 Candidate(algorithm, in_place, channels=count, num_warps=n)
                 for count in channels
                 for n in warps
-                if (count == 1 or nbytes >= count * _LEAST_CHUNK) and nbytes <= count * _MOST_CHUNK
+                if count == 1 or nbytes >= count * _LEAST_CHUNK
             ]
         for candidate in tried:
             try:
@@ -300,6 +300,8 @@ def parse(arguments: Sequence[str]) -> Options:
         sizes = message_sizes(given.begin, given.end, given.factor, 1)
     except ValueError as error:
         parser.error(str(error))
+    if wrong := [n for n in given.channels if n > CHANNELS]:
+        parser.error(f"--channels: expected at most {CHANNELS}, got {wrong[0]}")
     if wrong := [n for n in given.warps if n not in (1, 2, 4, 8, 16, 32)]:
         parser.error(f"--warps: expected some of 1, 2, 4, 8, 16, 32; got {wrong[0]}")
     if not given.dry_run and given.output is None:
@@ -437,7 +439,7 @@ def listing(options: Options, topology: Topology, ll: bool) -> str:
     """What would be measured, as text.
 
     Args:
-        ll: whether all ranks could store to each other's memory.
+        ll: whether the ranks of each node could store to each other's memory, and nodes are of one size.
     """
     lines, total = [], 0
     for nbytes in options.sizes:

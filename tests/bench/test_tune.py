@@ -134,6 +134,7 @@ def test_sections_of_a_table() -> None:
         ("", "-o FILE is needed"),
         ("-o no/such/folder/t.json", "there is no directory no/such/folder"),
         ("-o pyproject.toml", "expected a tuning table in JSON"),
+        ("--dry-run --channels 4,513", "--channels: expected at most 512, got 513"),
         ("--dry-run --warps 3", "--warps: expected some of 1, 2, 4, 8, 16, 32; got 3"),
         ("--dry-run --algorithms auto", "expected some of ll, direct, 1d, 2d"),
         ("--dry-run --margin -1", "expected a number of percent"),

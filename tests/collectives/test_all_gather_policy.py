@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -102,10 +103,20 @@ def test_chunks_have_signals_and_all_programs_a_share_of_the_epoch(
         choose(1, topology, Plan("1d", channels + 1, 128, 4), channels=room)
 
 
+def test_a_plan_for_ll_has_no_programs_with_nothing_to_carry() -> None:
+    """Over several nodes they would wait for the signals of puts that nobody makes."""
+    choose(1000, nodes_of(2, 2), Plan("ll", 1, 1024, 8), ll_bytes=1000)
+    with pytest.raises(ValueError, match="channels must be 1 to 1, got 9"):
+        choose(1000, nodes_of(2, 2), Plan("ll", 9, 1024, 8), ll_bytes=1000)
+    with pytest.raises(ValueError, match="chunks of more than 4 bytes for 72 rank"):
+        choose(65536, nodes_of(72), Plan("ll", 16384, 4, 1), ll_bytes=65536)
+
+
 @pytest.mark.parametrize(
     ("nodes", "nbytes", "direct", "algorithm"),
     [
-        ((8,), (16 << 10) + 1, True, "direct"),
+        ((8,), 64 << 10, True, "ll"),
+        ((8,), (64 << 10) + 1, True, "direct"),
         ((8,), 8 * M - 1, True, "direct"),
         ((8,), 8 * M, True, "1d"),
         ((8,), M, False, "1d"),
@@ -113,10 +124,12 @@ def test_chunks_have_signals_and_all_programs_a_share_of_the_epoch(
     ],
 )
 def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct: bool, algorithm: str) -> None:
-    plan = choose(nbytes, nodes_of(*nodes), ll_bytes=16 << 10 if len(nodes) == 1 else -1, direct=direct)
+    plan = choose(nbytes, nodes_of(*nodes), ll_bytes=64 << 10 if len(nodes) == 1 else -1, direct=direct)
     assert plan.algorithm == algorithm
     if len(nodes) == 1:
-        assert choose(nbytes, nodes_of(*nodes), direct=direct, in_place=True).algorithm == algorithm
+        in_place = choose(nbytes, nodes_of(*nodes), direct=direct, in_place=True)
+        assert in_place.algorithm == ("direct" if direct else "1d")
+        assert in_place.channels <= 64
 
 
 @pytest.mark.parametrize(
@@ -197,9 +210,13 @@ def test_all_ranks_choose_the_same(
     node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
     pes = data.draw(st.permutations(range(100, 100 + len(node_ids))))
     answers = set()
+    facts: dict[str, Any] = {
+        "direct": data.draw(st.booleans()), "in_place": data.draw(st.booleans()), "graph": data.draw(st.booleans()),
+        "channels": data.draw(st.integers(1, CHANNELS)),
+    }  # fmt: skip
     for rank in range(len(node_ids)):
         try:
-            answers.add(choose(nbytes, Topology.of(rank, pes, node_ids), algorithm, ll_bytes=ll_bytes))
+            answers.add(choose(nbytes, Topology.of(rank, pes, node_ids), algorithm, ll_bytes=ll_bytes, **facts))
         except ValueError as error:
             answers.add(str(error))
     assert len(answers) == 1

@@ -197,7 +197,7 @@ ENTRIES = (*EXAMPLE.sections[0].entries, *EXAMPLE.sections[1].entries, *EXAMPLE.
         ((1 << 20) + 1, {"graph": True}, choose((1 << 20) + 1, nodes_of(4))),  # beyond the last entry
         (64, {"in_place": True, "ll_bytes": -1}, Plan("1d", 1, 128, 8)),
         (8 << 20, {"in_place": True, "ll_bytes": -1}, Plan("1d", 8, 1 << 20, 16)),
-        (8 << 20, {"in_place": True, "ll_bytes": -1, "graph": True}, choose(8 << 20, nodes_of(4))),
+        (8 << 20, {"in_place": True, "ll_bytes": -1, "graph": True}, choose(8 << 20, nodes_of(4), in_place=True)),
         (64, {"ll_bytes": -1}, Plan("1d", 1, 128, 8)),  # ranks that cannot store to each other
         (64, {"algorithm": "1d"}, Plan("1d", 1, 128, 8)),  # a wish goes before the table
         (1 << 20, {"algorithm": "1d"}, Plan("1d", 16, 64 << 10, 8)),  # whose chunks it gets

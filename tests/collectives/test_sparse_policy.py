@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from tdcoll.collectives.sparse_all_reduce import policy
 from tdcoll.collectives.sparse_all_reduce.policy import (
     ALGORITHMS,
-    GATHER_BYTES,
-    GATHERED_BYTES,
     TILE_BYTES,
     Counts,
     choose,
@@ -53,12 +51,11 @@ def pick(algorithm: str = "auto", nodes: tuple[int, ...] = (8,), **facts: Any) -
     return choose(algorithm, topology=nodes_of(*nodes), **(known | facts))
 
 
-def few_bytes(nodes: tuple[int, ...]) -> int:
-    """The most bytes of a rank's rows and ids that go together."""
-    return GATHER_BYTES if len(nodes) > 1 else max(GATHER_BYTES, GATHERED_BYTES // max(1, sum(nodes) - 1))
+FEW_BYTES = {(1,): 8 << 20, (2,): 8 << 20, (8,): 1198372, (4, 4): 65536, (1, 3): 65536, (200,): 65536}
+"""The most bytes of a rank's rows and ids that go together, by the ranks of each node."""
 
 
-@pytest.mark.parametrize("nodes", [(1,), (2,), (8,), (4, 4), (1, 3), (200,)])
+@pytest.mark.parametrize("nodes", FEW_BYTES)
 @pytest.mark.parametrize(
     ("rows", "over", "fit", "algorithm"),
     [
@@ -76,12 +73,18 @@ def test_few_rows_go_with_their_ids(
     nodes: tuple[int, ...], rows: int, over: int | None, fit: bool, algorithm: str, dense_allowed: bool
 ) -> None:
     """``over``: bytes of a row over what just fits; None: rows of 4 bytes."""
-    row_bytes = 4 if over is None else few_bytes(nodes) // rows - 8 + over
+    row_bytes = 4 if over is None else FEW_BYTES[nodes] // rows - 8 + over
     facts: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "row_bytes": min(row_bytes, 4)}
     facts |= {"segments_fit": fit, "dense_allowed": dense_allowed}
     assert pick(nodes=nodes, **facts) == algorithm
     few = Counts(1, 1)
     assert pick(nodes=nodes, **facts, counts=few) == algorithm, "counts of few rows change nothing"
+
+
+def test_beside_others_few_rows_go_with_their_ids() -> None:
+    facts: dict[str, Any] = {"max_row_bytes": 56, "row_bytes": 56, "beside_others": True}
+    assert pick(nodes=(8,), max_rows_per_rank=1024, **facts) == "gather"
+    assert pick(nodes=(8,), max_rows_per_rank=1025, **facts) == "owner"
 
 
 @pytest.mark.parametrize(

@@ -359,3 +359,36 @@ def test_timeout_names_group_ranks() -> None:
     error = world.run(host)[3]
     assert error is not None
     assert (error.rank, error.peer) == (0, 1)
+
+
+# ---------------------------------------------------------------------- channels
+
+
+def test_channels_are_a_number_of_chunks_that_ranks_agree_on() -> None:
+    def host(pe: int) -> None:
+        for wrong, error in ((0, ValueError), (CHANNELS + 1, ValueError), (True, TypeError), ("4", TypeError)):
+            with pytest.raises(error, match=r"^channels must be"):
+                tdcoll.CollectiveContext(max_bytes_per_rank=64, channels=wrong)  # type: ignore[arg-type]
+        with pytest.raises(tdcoll.RankMismatchError, match=r"signals.*rank 3"):
+            tdcoll.CollectiveContext(max_bytes_per_rank=64, channels=8 if pe == 3 else 4)
+        for channels in (1, 3):
+            with tdcoll.CollectiveContext(max_bytes_per_rank=40_000, channels=channels) as ctx:
+                assert ctx.signals.shape == (2, channels, N)
+                data = torch.arange(10_000) * (pe + 1)
+                for algorithm in ("auto", "ll", "direct", "1d", "2d"):
+                    small = data[: ctx.ll_bytes // 8] if algorithm == "ll" else data[:5000]
+                    got = tdcoll.all_gather(small, ctx, algorithm=algorithm)
+                    assert torch.equal(got, torch.cat([torch.arange(len(small)) * (p + 1) for p in range(N)]))
+
+    everywhere(host)
+
+
+def test_a_context_of_few_channels_over_nodes() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=40_000, channels=1) as ctx:
+            for algorithm in ("ll", "1d", "2d"):
+                data = torch.arange(ctx.ll_bytes // 8) * (pe + 1)
+                got = tdcoll.all_gather(data, ctx, algorithm=algorithm)
+                assert torch.equal(got, torch.cat([torch.arange(len(data)) * (p + 1) for p in range(N)]))
+
+    everywhere(host, ranks_per_node=2)

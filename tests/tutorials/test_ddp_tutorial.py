@@ -82,7 +82,7 @@ def test_runs(launch, tmp_path):
     assert list(found["losses"]) == ["one process, fp64", "tdcoll, sparse", "gloo, dense", "gloo with sparse_hook"]
     assert all(len(losses) == 3 for losses in found["losses"].values())
     moved = found["bytes_per_rank_and_step"]
-    assert moved["algorithm"] == "gather"
+    assert moved["algorithm"] == "owner"
     assert 0 < moved["table, sparse"] < moved["table, dense"] == 500 * 256
     assert "step_ms" not in found
     assert "hidden" not in found

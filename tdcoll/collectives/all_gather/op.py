@@ -360,9 +360,9 @@ def _check_out(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) 
 def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm: str | Plan = "auto") -> torch.Tensor:
     """``[world * n, ...] -> the same``, without a copy: ``buffer`` is symmetric, each rank has filled its own segment.
 
-    Peers put straight into ``buffer``. What they overwrite there may still be read by this rank's earlier work, so a
-    rank first says that it has entered the call, and is not written to before: one more crossing (about 2 us over
-    NVLink), and no staging, no copy and no limit by ``ctx.max_bytes_per_rank``. It pays for large messages.
+    Peers put or store straight into ``buffer``. What they overwrite there may still be read by this rank's earlier
+    work, so a rank first says that it has entered the call, and is not written to before: one more crossing (about 1 us
+    over NVLink), and no staging, no copy and no limit by ``ctx.max_bytes_per_rank``. It pays for messages of megabytes.
 
     Args:
         buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks; contiguous;

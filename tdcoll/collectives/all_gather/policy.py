@@ -31,13 +31,14 @@ USUAL_CHANNELS = 64, 32
 
 LARGE_CHUNKS = 8, 32
 """Times :data:`TARGET_CHUNK_BYTES`, likewise: no larger while there are signals for more chunks, so that a large
-message is copied out, or forwarded, while it arrives. A put between nodes costs more than one inside."""
+message is copied out, or forwarded, while it arrives. A put between nodes costs more than one inside. In place in one
+node nothing is copied out, and chunks may be as large as they get."""
 
 MANY_WARPS_FROM = 128 << 10
-"""Bytes. Larger chunks are copied by 16 warps, smaller ones by 8."""
+"""Bytes. Larger chunks are copied by 16 warps, smaller ones by 8, if the message is not :data:`LARGE`."""
 
 LARGE = 8 << 20
-"""Bytes per rank. Messages from here on are copied by 16 warps, and put rather than stored inside a node."""
+"""Bytes per rank. Messages from here on are copied by 16 warps, and out of place put rather than stored in a node."""
 
 LL_BLOCK = 256
 """32-bit words that one LL program moves: one for each thread of 8 warps."""
@@ -126,13 +127,13 @@ def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int, dir
     return None
 
 
-def _by_rules(nbytes: int, topology: Topology, ll_bytes: int, direct: bool) -> str:
+def _by_rules(nbytes: int, topology: Topology, ll_bytes: int, direct: bool, in_place: bool) -> str:
     """The algorithm that is taken where no table says anything."""
     one_node, per_node = topology.n_nodes == 1, topology.ranks_per_node
     in_two = not one_node and per_node is not None and per_node > 1
     if nbytes <= ll_bytes and (one_node or (in_two and nbytes * topology.world_size <= LL_RESULT_BYTES)):
         return "ll"
-    if one_node and direct and nbytes < LARGE:
+    if one_node and direct and (in_place or nbytes < LARGE):
         return "direct"
     return "2d" if in_two else "1d"
 
@@ -160,9 +161,11 @@ def put_chunks(nbytes: int, plan: Plan, channels: int) -> Plan:
     return Plan("2d", max(1, -(-nbytes // chunk)), chunk, plan.num_warps)
 
 
-def _plan_puts(nbytes: int, topology: Topology, algorithm: str, entry: Entry, most: int) -> Plan:
+def _plan_puts(nbytes: int, topology: Topology, algorithm: str, entry: Entry, most: int, in_place: bool) -> Plan:
     several = topology.n_nodes > 1
-    usual = min(max(TARGET_CHUNK_BYTES, nbytes // USUAL_CHANNELS[several]), LARGE_CHUNKS[several] * TARGET_CHUNK_BYTES)
+    usual = max(TARGET_CHUNK_BYTES, -(-nbytes // USUAL_CHANNELS[several]))
+    if several or not in_place:
+        usual = min(usual, LARGE_CHUNKS[several] * TARGET_CHUNK_BYTES)
     wanted = entry.channels or -(-nbytes // (entry.chunk or usual))
     channels = min(most, max(1, wanted))
     chunk = -(-nbytes // channels)
@@ -185,8 +188,12 @@ def _check_plan(nbytes: int, topology: Topology, plan: Plan, ll_bytes: int, dire
             f"a Plan's chunks must be {'a power of two' if ll else 'a multiple of 16'} bytes and cover all {nbytes} "
             f"bytes; got {plan.channels} of {plan.chunk} bytes"
         )
-    if plan.channels < 1 or (not ll and plan.channels > most):
+    if ll:  # no more than carry something: others would wait for puts that nobody makes
+        most = max(1, -(-nbytes // plan.chunk))
+    if not 1 <= plan.channels <= most:
         raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
+    if ll and (plan.channels + 1) * topology.world_size >= MAX_PROGRAMS:
+        raise ValueError(f"a Plan for 'll' must have chunks of more than {plan.chunk} bytes for {topology.describe()}")
 
 
 def choose(
@@ -204,10 +211,15 @@ def choose(
 ) -> Plan:
     """The plan for ``nbytes`` per rank over ``topology``; the same on all of its ranks.
 
-    ``"auto"`` takes what the first entry for such a call says, if that can be had. Without one it takes LL where it
-    can, unless each node has one rank; direct stores for other messages of less than :data:`LARGE` bytes in one node;
-    2D where there are several nodes of several ranks each, all of one size (a segment then crosses between nodes once
-    per node pair); and 1D everywhere else. Chunks and warps are an entry's too, if it is of that algorithm.
+    ``"auto"`` takes what the first entry for such a call says, if that can be had. Without one it takes
+
+    - LL where it can, in one node, and over nodes of several ranks each up to :data:`LL_RESULT_BYTES`;
+    - in one node direct stores for other messages of less than :data:`LARGE` bytes, and in place for all;
+    - 2D where there are several nodes of several ranks each, all of one size: a segment then crosses between nodes once
+      per node pair;
+    - 1D everywhere else.
+
+    Chunks and warps are an entry's too, if it is of that algorithm.
 
     Args:
         nbytes: bytes per rank.
@@ -241,9 +253,11 @@ def choose(
         if entry is not None and _refusal(nbytes, topology, entry.algorithm, ll_bytes, direct) is None:
             algorithm = entry.algorithm
         else:
-            algorithm = _by_rules(nbytes, topology, ll_bytes, direct)
+            algorithm = _by_rules(nbytes, topology, ll_bytes, direct, in_place)
     elif refusal := _refusal(nbytes, topology, algorithm, ll_bytes, direct):
         raise ValueError(refusal)
     if entry is None or entry.algorithm != algorithm:
         entry = _BY_THE_RULES
-    return _plan_ll(nbytes, entry) if algorithm == "ll" else _plan_puts(nbytes, topology, algorithm, entry, most)
+    if algorithm == "ll":
+        return _plan_ll(nbytes, entry)
+    return _plan_puts(nbytes, topology, algorithm, entry, most, in_place)

@@ -127,6 +127,7 @@ def _choose(ctx: SparseContext, rows: Rows, wanted: str, dense_allowed: bool, co
             ctx.max_row_bytes if wanted == "auto" else min(rows.row_bytes, ctx.max_row_bytes)
         ),
         dense_allowed=dense_allowed,
+        beside_others=ctx.beside_others,
         counts=counts,
     )
 

@@ -147,6 +147,9 @@ class SparseContext:
         self.launch = Launcher()
         most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.most_programs = most if max_programs is None else min(most, max_programs)
+        owner, pes = self.collective._runtime, self.collective.topology.pes
+        self.beside_others = any(owner.exchange(pes, "SparseContext: max_programs", max_programs is not None))
+        """Whether a rank limits its programs, which need not be the same on all."""
         words = STATUS_WORDS.value
         self.status_words = torch.zeros(words + 1, dtype=torch.int64, pin_memory=cuda)
         """What the lists of a call say, on the host; and how many rows of its own this rank brought."""

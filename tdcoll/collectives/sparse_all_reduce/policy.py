@@ -125,6 +125,7 @@ def choose(
     max_row_bytes: int,
     segments_fit: bool,
     dense_allowed: bool,
+    beside_others: bool = False,
     counts: Counts | None = None,
 ) -> str:
     """``"owner"``, ``"gather"`` or ``"dense"``; the same on all ranks.
@@ -137,6 +138,8 @@ def choose(
             that pass rows of different sizes must exchange their lists in one way, in order to find out.
         segments_fit: whether it can hold everybody's rows beside everybody's ids, which gather needs.
         dense_allowed: whether there is a process group for a dense all-reduce.
+        beside_others: whether a rank limits its programs: then no rows beyond :data:`GATHER_BYTES` travel in the
+            exchange of lists, which has a program for each chunk and rank.
         counts: of this call, if they are known; without them dense is not chosen.
 
     Raises:
@@ -157,7 +160,8 @@ def choose(
     if algorithm != "auto":
         return algorithm
     others = max(1, topology.world_size - 1)
-    few = max(GATHER_BYTES, GATHERED_BYTES // others) if topology.n_nodes == 1 else GATHER_BYTES
+    cheap = topology.n_nodes == 1 and not beside_others
+    few = max(GATHER_BYTES, GATHERED_BYTES // others) if cheap else GATHER_BYTES
     if segments_fit and max_rows_per_rank * (max_row_bytes + 8) <= few:
         return "gather"
     if counts is not None and dense_allowed:

@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import triton.language as tl
 
 import tdcoll
-from tdcoll.collectives.all_gather import policy
+from tdcoll.collectives.all_gather import kernels, policy
 from tdcoll.collectives.all_gather.policy import Plan
 from tdcoll.testing import World, explore, first_failure
 
@@ -24,6 +26,7 @@ GRIDS = [  # algorithm, nodes, ranks per node, calls, bytes per rank, seeds that
     ("ll", 1, 4, "ooozo", 201, 50),
     ("ll", 2, 2, "oozo", 201, 34),
     ("ll", 3, 2, "ooo", 64, 20),
+    ("auto", 2, 2, "oioiz", 100, 20),  # LL, and 2D in place
     ("direct", 1, 4, "oioiz", 200, 50),
     ("1d", 1, 4, "oioo", 200, 100),
     ("1d", 2, 2, "oioo", 200, 100),
@@ -102,6 +105,31 @@ def test_uneven_nodes_are_refused_on_every_rank(algorithm: str) -> None:
 
     World(3, ranks_per_node=[2, 1], heap_bytes=HEAP).run(host)
     explore(Gathers("auto"), n_pes=3, seeds=20, ranks_per_node=[2, 1], heap_bytes=HEAP)
+
+
+@tdcoll.jit(do_not_specialize=["channels", "n_senders", "n_pushes"])
+def tasks_of_a_grid(out, channels, n_senders, n_pushes, WORLD: tl.constexpr, IN_PLACE: tl.constexpr):
+    _, channel, given = kernels._task(channels, n_senders, n_pushes, WORLD, IN_PLACE)
+    tl.store(out + 2 * tl.program_id(0), channel)
+    tl.store(out + 2 * tl.program_id(0) + 1, given)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("n_senders", "n_pushes"), [(0, 3), (1, 3), (2, 0), (1, 9)])
+def test_programs_come_chunk_by_chunk(n_senders: int, n_pushes: int, in_place: bool) -> None:
+    """After those that send to other nodes: each chunk is put, forwarded and received before the next."""
+    channels, world = 5, 4
+    receivers = 1 if in_place else world
+    grid = in_place + channels * (n_senders + n_pushes + receivers)
+    out = torch.full((grid, 2), -99, dtype=torch.int32)
+
+    def host(pe: int) -> None:
+        tasks_of_a_grid[(grid,)](out, channels, n_senders, n_pushes, world, in_place)
+
+    World(1, heap_bytes=HEAP).run(host)
+    told = [tuple(pair) for pair in out[int(in_place) :].tolist()]
+    sent = [(channel, given) for given in range(-n_senders, 0) for channel in range(channels)]
+    assert told == sent + [(channel, given) for channel in range(channels) for given in range(n_pushes + receivers)]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
