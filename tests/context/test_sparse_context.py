@@ -1315,6 +1315,7 @@ def test_failed_context_refuses_every_call_and_closes_alone(algorithm: str, padd
         for call in range(2):
             reduce_and_compare(ctx, call, algorithm=algorithm)
         ctx.check()
+        tdcoll.barrier()  # the others are done with these calls, too
         if pe == 1:
             world.kill(1)
 
