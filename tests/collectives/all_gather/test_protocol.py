@@ -69,7 +69,7 @@ def test_ll_over_nodes_in_many_pieces(nbytes: int) -> None:
 
 @pytest.mark.parametrize("group", [[0, 2], [1, 3, 5], [5, 0, 3]])
 def test_subgroups(group: list[int]) -> None:
-    explore(Gathers("1d", group=group), n_pes=6, seeds=20, ranks_per_node=2, heap_bytes=HEAP)
+    explore(Gathers("1d", group=group), n_pes=6, seeds=10, ranks_per_node=2, heap_bytes=HEAP)
 
 
 def test_subgroup_in_two_dimensions() -> None:
@@ -92,7 +92,7 @@ def test_one_resident_block_is_enough_for_ll_over_nodes() -> None:
 
 def test_many_calls_with_stragglers() -> None:
     for algorithm in ("1d", "direct", "auto"):
-        explore(Gathers(algorithm, "ooiioi" * 5), n_pes=3, seeds=5, heap_bytes=HEAP, stragglers=True)
+        explore(Gathers(algorithm, "ooiioi" * 5), n_pes=3, seeds=3, heap_bytes=HEAP, stragglers=True)
 
 
 @pytest.mark.parametrize("algorithm", ["2d", "ll"])
@@ -145,7 +145,7 @@ SAME_AS_MUTANTS = {f"{m.algorithm} {m.calls} {m.job}": m for m in MUTANTS}
 
 @pytest.mark.parametrize("mutant", SAME_AS_MUTANTS.values(), ids=SAME_AS_MUTANTS)
 def test_real_kernels_pass_where_mutants_are_caught(mutant: Mutant) -> None:
-    explore(Gathers(mutant.algorithm, mutant.calls), seeds=20, heap_bytes=HEAP, **mutant.job)
+    explore(Gathers(mutant.algorithm, mutant.calls), seeds=10, heap_bytes=HEAP, **mutant.job)
 
 
 @pytest.mark.parametrize("algorithm", ["ll", "1d"])
