@@ -49,7 +49,7 @@ from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import require_equal
 
-__all__ = ["CHANNELS", "LL_MAX_BYTES", "LL_MAX_BYTES_BETWEEN_NODES", "MAX_PROGRAMS", "CollectiveContext"]
+__all__ = ["CHANNELS", "MAX_PROGRAMS", "CollectiveContext", "most_ll_bytes"]
 
 LL_MAX_BYTES = 64 << 10
 """Bytes per rank up to which a context has room for the LL protocol, which doubles the bytes and saves crossings."""
@@ -65,6 +65,11 @@ CHANNELS = 512
 
 MAX_PROGRAMS = 1 << 20
 """Programs of one launch on a context, at most: each adds its share, at least 1, of so many to the control word."""
+
+
+def most_ll_bytes(n_nodes: int) -> int:
+    """Bytes per rank up to which a context of a group on so many nodes has room for LL."""
+    return LL_MAX_BYTES if n_nodes == 1 else LL_MAX_BYTES_BETWEEN_NODES
 
 
 class CollectiveContext:
@@ -170,18 +175,14 @@ class CollectiveContext:
         reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
         if not all(owner.exchange(self._group, "peers reachable", reachable)) or topology.ranks_per_node is None:
             return 0
-        return max(1, -(-min(self.max_bytes_per_rank, self._most_flagged) // 4))
-
-    @property
-    def _most_flagged(self) -> int:
-        return LL_MAX_BYTES if self.topology.n_nodes == 1 else LL_MAX_BYTES_BETWEEN_NODES
+        return max(1, -(-min(self.max_bytes_per_rank, most_ll_bytes(self.topology.n_nodes)) // 4))
 
     @property
     def ll_bytes(self) -> int:
         """The most that a rank can send by the LL protocol, in bytes; -1 where ranks of a node cannot store to each
         other, or nodes have different numbers of ranks."""
         words = self.flagged.shape[2]
-        return min(self.max_bytes_per_rank, self._most_flagged) if words else -1
+        return min(self.max_bytes_per_rank, most_ll_bytes(self.topology.n_nodes)) if words else -1
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         tensor = self._runtime.allocate(shape, dtype, group=self._group, name=name)

@@ -48,7 +48,7 @@ from tdcoll.bench.subjects import IN_PLACE
 from tdcoll.collectives.all_gather.policy import Plan, choose, put_chunks
 from tdcoll.collectives.index_match.kernels import HEADER
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS
-from tdcoll.context import CHANNELS, LL_MAX_BYTES, LL_MAX_BYTES_BETWEEN_NODES
+from tdcoll.context import CHANNELS, most_ll_bytes
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Cluster", "Counts", "Projected", "all_gather_counts", "all_gather_us", "cluster", "lines"]
@@ -153,8 +153,7 @@ def plan_of(name: str, nbytes: int, topology: Topology) -> Plan:
     stores = topology.n_nodes == 1
     if name == IN_PLACE:
         return choose(nbytes, topology, "auto", direct=stores, in_place=True)
-    ll_bytes = LL_MAX_BYTES if stores else LL_MAX_BYTES_BETWEEN_NODES
-    return choose(nbytes, topology, name, ll_bytes=ll_bytes, direct=stores)
+    return choose(nbytes, topology, name, ll_bytes=most_ll_bytes(topology.n_nodes), direct=stores)
 
 
 def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: bool) -> Counts:

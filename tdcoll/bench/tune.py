@@ -39,7 +39,7 @@ from tdcoll.bench.timing import LineUp
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
 from tdcoll.collectives.all_gather.policy import ALGORITHMS, HANDED_OVER, Entry, Plan, choose
 from tdcoll.collectives.all_gather.tuning import Section, Table, architectures
-from tdcoll.context import CHANNELS, LL_MAX_BYTES, LL_MAX_BYTES_BETWEEN_NODES, CollectiveContext
+from tdcoll.context import CHANNELS, CollectiveContext, most_ll_bytes
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime.topology import Topology
 
@@ -176,8 +176,7 @@ def pick(
 
 def _usual(topology: Topology, in_place: bool, nbytes: int) -> str:
     """The algorithm that the rules take."""
-    most = LL_MAX_BYTES if topology.n_nodes == 1 else LL_MAX_BYTES_BETWEEN_NODES
-    ll_bytes = -1 if in_place else most
+    ll_bytes = -1 if in_place else most_ll_bytes(topology.n_nodes)
     return choose(nbytes, topology, ll_bytes=ll_bytes, direct=True, in_place=in_place).algorithm
 
 
@@ -443,8 +442,7 @@ def listing(options: Options, topology: Topology, ll: bool) -> str:
     """
     lines, total = [], 0
     for nbytes in options.sizes:
-        most = LL_MAX_BYTES if topology.n_nodes == 1 else LL_MAX_BYTES_BETWEEN_NODES
-        ll_bytes = min(nbytes, most) if ll else -1
+        ll_bytes = min(nbytes, most_ll_bytes(topology.n_nodes)) if ll else -1
         found = _candidates(options, nbytes, topology, ll_bytes)
         total += len(found) * len(options.launches)
         lines.append(f"{format_bytes(nbytes)} per rank: {', '.join(candidate.name for candidate in found)}")

@@ -12,7 +12,7 @@ from harness import check, device, expect, expect_raises, rank, run, scaled, sim
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.context import LL_MAX_BYTES, LL_MAX_BYTES_BETWEEN_NODES
+from tdcoll.context import most_ll_bytes
 
 DTYPES = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -39,7 +39,7 @@ def algorithms(nbytes: int) -> list[str]:
     """Those that serve ``nbytes`` per rank on all ranks of this job."""
     topology = tdcoll.topology()
     one_node = topology.n_nodes == 1
-    most = LL_MAX_BYTES if one_node else LL_MAX_BYTES_BETWEEN_NODES
+    most = most_ll_bytes(topology.n_nodes)
     ll = ["ll"] if topology.ranks_per_node is not None and nbytes <= most else []
     return [*ll, *(["direct"] if one_node else []), "1d", *([] if topology.ranks_per_node is None else ["2d"])]
 
