@@ -6,7 +6,8 @@ A context owns, in symmetric memory,
 - ``staging`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, r]``;
 - ``signals`` ``[2, channels, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose chunk
   ``channel`` of rank r has landed in that slot;
-- ``flagged`` ``[2, world, words]`` int64: two slots of words that carry a flag each, for small messages inside nodes;
+- ``flagged`` ``[2, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small messages
+  inside nodes;
 - ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
   the caller's as its result (see "in place" below);
 
@@ -48,11 +49,13 @@ from tdcoll.errors import ContextError, HeapExhaustedError, NotInitializedError,
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import require_equal
+from tdcoll.runtime.topology import Topology
 
 __all__ = ["CHANNELS", "MAX_PROGRAMS", "CollectiveContext", "most_ll_bytes"]
 
-LL_MAX_BYTES = 64 << 10
-"""Bytes per rank up to which a context has room for the LL protocol, which doubles the bytes and saves crossings."""
+LL_SENT_BYTES = 1 << 20
+"""Of one rank to all others of its node: up to there a context has room for the LL protocol, which sends a third more
+and saves crossings."""
 
 LL_MAX_BYTES_BETWEEN_NODES = 16 << 10
 """The same for a group on several nodes, which has more ranks, and longer crossings between."""
@@ -67,9 +70,11 @@ MAX_PROGRAMS = 1 << 20
 """Programs of one launch on a context, at most: each adds its share, at least 1, of so many to the control word."""
 
 
-def most_ll_bytes(n_nodes: int) -> int:
-    """Bytes per rank up to which a context of a group on so many nodes has room for LL."""
-    return LL_MAX_BYTES if n_nodes == 1 else LL_MAX_BYTES_BETWEEN_NODES
+def most_ll_bytes(topology: Topology) -> int:
+    """Bytes per rank up to which a context of such a group has room for LL."""
+    if topology.n_nodes > 1:
+        return LL_MAX_BYTES_BETWEEN_NODES
+    return LL_SENT_BYTES // max(1, topology.world_size - 1)
 
 
 class CollectiveContext:
@@ -83,7 +88,7 @@ class CollectiveContext:
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         max_bytes_per_rank: the most that one rank contributes to one call, in bytes. Takes
-            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 264 KiB per rank of the group.
+            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 6 MiB besides.
         channels: the most chunks that one rank's data is cut into, for 16 bytes of symmetric heap each per rank of the
             group. A large message is copied out while it arrives, the better the more chunks it has.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
@@ -155,7 +160,7 @@ class CollectiveContext:
             self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
             self.signals = self._allocate((2, channels, world), torch.int64, "signals")
             self.ready = self._allocate((world,), torch.int64, "ready")
-            self.flagged = self._allocate((2, world, self._flagged_words()), torch.int64, "flagged")
+            self.flagged = self._allocate((2, world, self._flagged_words(), 2), torch.int64, "flagged")
         except HeapExhaustedError:  # on all ranks alike
             for tensor in self._symmetric:
                 owner.take_back(tensor)
@@ -169,20 +174,20 @@ class CollectiveContext:
         barrier(self._group)  # nobody may signal before everybody has zeroed
 
     def _flagged_words(self) -> int:
-        """64-bit words of a rank's segment in ``flagged``; none if ranks of a node cannot store to each other."""
+        """128-bit words of a rank's segment in ``flagged``; none if ranks of a node cannot store to each other."""
         owner, topology = self._runtime, self.topology
         mates = [topology.pes[rank] for rank in topology.members[topology.node]]
         reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
         if not all(owner.exchange(self._group, "peers reachable", reachable)) or topology.ranks_per_node is None:
             return 0
-        return max(1, -(-min(self.max_bytes_per_rank, most_ll_bytes(self.topology.n_nodes)) // 4))
+        return max(1, -(-min(self.max_bytes_per_rank, most_ll_bytes(topology)) // 12))
 
     @property
     def ll_bytes(self) -> int:
         """The most that a rank can send by the LL protocol, in bytes; -1 where ranks of a node cannot store to each
         other, or nodes have different numbers of ranks."""
         words = self.flagged.shape[2]
-        return min(self.max_bytes_per_rank, most_ll_bytes(self.topology.n_nodes)) if words else -1
+        return min(self.max_bytes_per_rank, most_ll_bytes(self.topology)) if words else -1
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         tensor = self._runtime.allocate(shape, dtype, group=self._group, name=name)

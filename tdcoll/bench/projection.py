@@ -14,11 +14,12 @@ that has the most of them::
     1D          max(between, inside)
     2D          max(between + intra_latency + last / intra_GBps, inside)
                 last: what a rank forwards of the chunks that come last, one from each other node
-    LL          intra_latency / 2 + 2 * (ranks - 1) * bytes / intra_GBps    (stores, each with a flag: they are not
+    LL          intra_latency / 2 + 4/3 * (ranks - 1) * bytes / intra_GBps  (stores, each with a flag: they are not
                 puts, and not waited for before a signal; on H200s they take half the time);
-                over nodes: between + intra_latency / 2 + 2 * what came from other nodes, to each mate / intra_GBps
+                over nodes: between + intra_latency / 2 + 4/3 * what came from other nodes, to each mate / intra_GBps
     direct      intra_latency + (ranks - 1) * bytes / intra_GBps        (stores and signals)
-    in place    one crossing (latency, or intra_latency in a single node) more: the peers say that they are there
+    in place    one crossing (latency, or intra_latency in a single node) more: the peers say that they are there;
+                not for LL, which lands in memory of its own
 
     sparse, gather   an all-gather in place of lists with their rows
     sparse, owner    an all-gather in place of lists; then one latency for each further launch, in which every rank
@@ -53,6 +54,10 @@ from tdcoll.runtime.topology import Topology
 
 __all__ = ["Cluster", "Counts", "Projected", "all_gather_counts", "all_gather_us", "cluster", "lines"]
 __all__ += ["plan_of", "project_all_gather", "project_sparse", "sparse_counts", "sparse_us"]
+
+
+_FLAGGED = 4 / 3
+"""Bytes that LL stores for each byte of data."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +156,9 @@ class Counts:
 def plan_of(name: str, nbytes: int, topology: Topology) -> Plan:
     """What ``name``, an algorithm or ``"in-place"``, is for a call. Raises ValueError where it cannot be had."""
     stores = topology.n_nodes == 1
-    if name == IN_PLACE:
-        return choose(nbytes, topology, "auto", direct=stores, in_place=True)
-    return choose(nbytes, topology, name, ll_bytes=most_ll_bytes(topology.n_nodes), direct=stores)
+    in_place = name == IN_PLACE
+    wanted = "auto" if in_place else name
+    return choose(nbytes, topology, wanted, ll_bytes=most_ll_bytes(topology), direct=stores, in_place=in_place)
 
 
 def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: bool) -> Counts:
@@ -177,20 +182,24 @@ def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: b
 
 def all_gather_us(counts: Counts, plan: Plan, nbytes: float, on: Cluster, in_place: bool) -> float:
     """Projected µs of a call; see the module's docstring."""
-    entering = (on.latency_us if on.nodes > 1 else on.intra_latency_us) if in_place and on.ranks > 1 else 0.0
     if on.ranks == 1:
         return 0.0
+    entering = 0.0
+    if in_place and plan.algorithm != "ll":
+        entering = on.latency_us if on.nodes > 1 else on.intra_latency_us
     if plan.algorithm in ("ll", "direct") and on.nodes == 1:
-        flagged = plan.algorithm == "ll"
-        sent = (1 + flagged) * (on.ranks - 1) * nbytes
-        return entering + on.intra_latency_us / (1 + flagged) + sent / on.intra_gbps / 1e3
+        sent, latency = (on.ranks - 1) * nbytes, on.intra_latency_us
+        if plan.algorithm == "ll":
+            sent, latency = _FLAGGED * sent, latency / 2
+        return entering + latency + sent / on.intra_gbps / 1e3
     inside_bytes = counts.put_bytes - counts.inter_node_bytes
     inside = on.intra_latency_us + inside_bytes / on.intra_gbps / 1e3 if on.per_node > 1 else 0.0
     if on.nodes == 1:
         return entering + inside
     between = on.latency_us + on.put_us * counts.inter_node_puts + counts.inter_node_bytes / on.gbps / 1e3
     if plan.algorithm == "ll" and on.per_node > 1:
-        between += on.intra_latency_us / 2 + 2 * (on.nodes - 1) * (on.per_node - 1) * nbytes / on.intra_gbps / 1e3
+        passed_on = _FLAGGED * (on.nodes - 1) * (on.per_node - 1) * nbytes
+        between += on.intra_latency_us / 2 + passed_on / on.intra_gbps / 1e3
     if plan.algorithm == "2d" and on.per_node > 1:
         last = (on.nodes - 1) * (on.per_node - 1) * nbytes / plan.channels
         between += on.intra_latency_us + last / on.intra_gbps / 1e3

@@ -37,7 +37,7 @@ from tdcoll.bench.subjects import IN_PLACE, Subject
 from tdcoll.bench.table import all_gather_columns
 from tdcoll.bench.timing import LineUp
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
-from tdcoll.collectives.all_gather.policy import ALGORITHMS, HANDED_OVER, Entry, Plan, choose
+from tdcoll.collectives.all_gather.policy import ALGORITHMS, HANDED_OVER, LL_WORD_BYTES, Entry, Plan, choose
 from tdcoll.collectives.all_gather.tuning import Section, Table, architectures
 from tdcoll.context import CHANNELS, CollectiveContext, most_ll_bytes
 from tdcoll.language import INTERPRETED
@@ -45,7 +45,7 @@ from tdcoll.runtime.topology import Topology
 
 __all__ = ["Candidate", "Options", "candidates", "main", "parse", "pick", "sections"]
 
-_LL_CHUNKS = (512, 1024, 2048, 4096, 8192)
+_LL_CHUNKS = tuple(LL_WORD_BYTES * words for words in (64, 128, 256, 512, 1024))
 """Bytes that one program of LL moves."""
 
 CHANNEL_COUNTS = (1, 4, 16, 64, 256)
@@ -101,7 +101,6 @@ class Candidate:
         """What it makes of a call. Raises ValueError where it cannot be had."""
         entries = (self.entry(topology, "eager", None),)
         direct = ll_bytes >= 0  # both need ranks that can store to each other's memory
-        ll_bytes = -1 if self.in_place else ll_bytes
         return choose(
             nbytes, topology, self.algorithm, ll_bytes=ll_bytes, direct=direct, entries=entries, in_place=self.in_place
         )
@@ -127,12 +126,12 @@ def candidates(
             continue  # 1D with other names
         tried = [Candidate(algorithm, in_place)]
         if algorithm == "ll":
-            room = max(_LL_CHUNKS[0], 1 << max(0, nbytes - 1).bit_length())
+            room = 2 * max(_LL_CHUNKS[0], nbytes)
             tried += [
                 Candidate(algorithm, in_place, chunk=chunk, num_warps=n)
                 for chunk in _LL_CHUNKS
                 for n in warps
-                if 128 * n <= chunk <= room
+                if 32 * LL_WORD_BYTES * n <= chunk < room
             ]
         else:
             tried += [
@@ -176,8 +175,7 @@ def pick(
 
 def _usual(topology: Topology, in_place: bool, nbytes: int) -> str:
     """The algorithm that the rules take."""
-    ll_bytes = -1 if in_place else most_ll_bytes(topology.n_nodes)
-    return choose(nbytes, topology, ll_bytes=ll_bytes, direct=True, in_place=in_place).algorithm
+    return choose(nbytes, topology, ll_bytes=most_ll_bytes(topology), direct=True, in_place=in_place).algorithm
 
 
 def sections(
@@ -442,7 +440,7 @@ def listing(options: Options, topology: Topology, ll: bool) -> str:
     """
     lines, total = [], 0
     for nbytes in options.sizes:
-        ll_bytes = min(nbytes, most_ll_bytes(topology.n_nodes)) if ll else -1
+        ll_bytes = min(nbytes, most_ll_bytes(topology)) if ll else -1
         found = _candidates(options, nbytes, topology, ll_bytes)
         total += len(found) * len(options.launches)
         lines.append(f"{format_bytes(nbytes)} per rank: {', '.join(candidate.name for candidate in found)}")

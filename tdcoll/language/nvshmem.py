@@ -264,12 +264,17 @@ def _poll(signal, compare, value, monitor, active, _semantic=None):
 
 @core.extern
 def _poll_flagged(words, flag, monitor, active, _semantic=None):
-    """Per element: (low half, 1) once the word's high half is ``flag``; (anything, 0) after the deadline."""
-    look = "ld.relaxed.sys.global.b64 word, [$2];\nmov.b64 {$0, flag}, word;\nsetp.eq.b32 done, flag, $3;"
-    asm = _polling(look, ok="$1", monitor="$4", active="$5", prepare="mov.b32 $0, 0;")
+    """Per element: (data, data, data, 1) once the word's last 32 bits are ``flag``; (anything, 0) after the deadline."""
+    prepare = ".reg .b128 wide;\n.reg .b64 low, high;\nmov.b32 $0, 0;\nmov.b32 $1, 0;\nmov.b32 $2, 0;"
+    look = (
+        "ld.relaxed.sys.global.b128 wide, [$4];\nmov.b128 {low, high}, wide;\n"
+        "mov.b64 {$0, $1}, low;\nmov.b64 {$2, flag}, high;\nsetp.eq.b32 done, flag, $5;"
+    )
+    asm = _polling(look, ok="$3", monitor="$6", active="$7", prepare=prepare)
     args = _cast_all(_semantic, (words, tl.int64), (flag, tl.int32), (monitor, tl.int64), (active, tl.int32))
+    outputs = "=&r,=&r,=&r,=&r,l,r,l,r,~{memory}"
     return core.inline_asm_elementwise(
-        asm, "=&r,=&r,l,r,l,r,~{memory}", args, (tl.int32, tl.int32), is_pure=False, pack=1, _semantic=_semantic
+        asm, outputs, args, (tl.int32,) * 4, is_pure=False, pack=1, _semantic=_semantic
     )
 
 
@@ -331,23 +336,26 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
 
 @triton.jit
 def wait_flagged(words, flag, mask, monitor, peer):
-    data, arrived = _poll_flagged(words, flag, monitor, mask.to(tl.int32))
+    first, second, third, arrived = _poll_flagged(words, flag, monitor, mask.to(tl.int32))
     satisfied = block_and(tl.min(arrived))
     if satisfied == 0:
         place = tl.arange(0, words.shape[0])
-        first = tl.min(tl.where(arrived == 0, place, words.shape[0]))
-        seen = tl.sum(tl.where(place == first, ld(words, "sys"), 0)) >> 32
-        _give_up(monitor, peer, tl.where(first == words.shape[0], -1, first), flag, seen)
-    return data, satisfied
+        missing = tl.min(tl.where(arrived == 0, place, words.shape[0]))
+        flags = (tl.cast(words, tl.int64) + 12).to(tl.pointer_type(tl.int32))
+        seen = tl.sum(tl.where(place == missing, ld(flags, "sys"), 0))
+        _give_up(monitor, peer, tl.where(missing == words.shape[0], -1, missing), flag, seen)
+    return first, second, third, satisfied
 
 
 @core.extern
-def store_flagged(words, data, flag, mask, _semantic=None):
-    args = _cast_all(_semantic, (words, tl.int64), (data, tl.int32), (flag, tl.int32), (mask, tl.int32))
+def store_flagged(words, first, second, third, flag, mask, _semantic=None):
+    data = [(part, tl.int32) for part in (first, second, third, flag)]
+    args = _cast_all(_semantic, (words, tl.int64), *data, (mask, tl.int32))
     core.inline_asm_elementwise(
-        "{ .reg .pred active; .reg .b64 word; setp.ne.b32 active, $4, 0; mov.b64 word, {$2, $3}; "
-        "@active st.relaxed.sys.global.b64 [$1], word; mov.b32 $0, 0; }",
-        "=r,l,r,r,r,~{memory}",
+        "{ .reg .pred active; .reg .b64 low, high; .reg .b128 wide; setp.ne.b32 active, $6, 0; "
+        "mov.b64 low, {$2, $3}; mov.b64 high, {$4, $5}; mov.b128 wide, {low, high}; "
+        "@active st.relaxed.sys.global.b128 [$1], wide; mov.b32 $0, 0; }",
+        "=r,l,r,r,r,r,r,~{memory}",
         args,
         tl.int32,
         is_pure=False,

@@ -355,23 +355,29 @@ def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _sem
     sender = _number("wait_flagged", "peer", peer)
     pending = [(int(addresses[place]), sender, int(place)) for place in np.flatnonzero(active)]
     for address, _, _ in pending[:1] + pending[-1:]:
-        running.check_signal(address, "words")
+        running.check_flagged(address)
     held = Monitor(_number("wait_flagged", "monitor", monitor))
     satisfied, seen = running.wait_flagged(pending, wanted, held)
-    data = np.zeros(addresses.shape, np.uint32)
+    parts = np.zeros((3, addresses.size), np.uint32)
     for (_, _, place), word in zip(pending, seen, strict=True):
-        data[place] = word & 0xFFFF_FFFF
-    block = triton_interpreter.TensorHandle(data.view(np.int32).reshape(words.handle.data.shape), tl.int32)
-    return tl.tensor(block, tl.block_type(tl.int32, words.shape)), _int32(satisfied)
+        for part in range(3):
+            parts[part, place] = word >> (32 * part) & 0xFFFF_FFFF
+    kind, shape = tl.block_type(tl.int32, words.shape), words.handle.data.shape
+    blocks = [triton_interpreter.TensorHandle(part.view(np.int32).reshape(shape), tl.int32) for part in parts]
+    return (*(tl.tensor(block, kind) for block in blocks), _int32(satisfied))
 
 
-def store_flagged(words: Any, data: Any, flag: Any, mask: Any, _semantic: Any = None) -> None:
-    machine()
-    high = np.uint64((_number("store_flagged", "flag", flag) & 0xFFFF_FFFF) << 32)
-    low = np.broadcast_to(data.handle.data, words.handle.data.shape).astype(np.uint32).astype(np.uint64)
-    word = triton_interpreter.TensorHandle((low | high).view(np.int64), tl.int64)
-    value = tl.tensor(word, tl.block_type(tl.int64, words.shape))
-    tl.store(words, value, mask=mask, _semantic=triton_interpreter.interpreter_semantic)
+def store_flagged(
+    words: Any, first: Any, second: Any, third: Any, flag: Any, mask: Any, _semantic: Any = None
+) -> None:
+    running = machine()
+    addresses = words.handle.data.reshape(-1).astype(np.uint64)
+    active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
+    parts = np.empty((addresses.size, 4), np.uint32)
+    for place, part in enumerate((first, second, third)):
+        parts[:, place] = np.broadcast_to(part.handle.data, words.handle.data.shape).reshape(-1)
+    parts[:, 3] = _number("store_flagged", "flag", flag) & 0xFFFF_FFFF
+    running.pointers.store_flagged(addresses, parts, active)
 
 
 wait_flagged.__doc__ = FUNCTIONS["wait_flagged"].doc

@@ -288,21 +288,29 @@ _FUNCTIONS = [
         (("words", "ptr"), ("flag", "int"), ("mask", "value"), ("monitor", "ptr"), ("peer", "int")),
         None,
         "value",
-        "bounded polling of 64-bit words {32 bits of data, 32 bits of flag}",
-        "The whole block waits until every 64-bit word at the block of pointers `words`, where `mask` is true, has the "
-        "flag (its high half) `flag`, an int32; returns the block of low halves and 1, or 0 in place of the 1 once a "
-        "deadline has expired, as `wait_signal`. Another flag means other data, so this waits for equality: the "
-        "protocol must not let a word be written again before it is read.",
+        "bounded polling of 128-bit words {3 x 32 bits of data, 32 bits of flag}",
+        "The whole block waits until every 128-bit word at the block of addresses `words`, where `mask` is true, has "
+        "the flag (its last 32 bits) `flag`, an int32; returns the blocks of first, second and third 32 bits and 1, or "
+        "0 in place of the 1 once a deadline has expired, as `wait_signal`. Another flag means other data, so this "
+        "waits for equality: the protocol must not let a word be written again before it is read.",
     ),
     DeviceFunction(
         "store_flagged",
-        (("words", "ptr"), ("data", "value"), ("flag", "int"), ("mask", "value")),
+        (
+            ("words", "ptr"),
+            ("first", "value"),
+            ("second", "value"),
+            ("third", "value"),
+            ("flag", "int"),
+            ("mask", "value"),
+        ),
         None,
         None,
-        "st.relaxed.sys of 64-bit words {32 bits of data, 32 bits of flag}",
-        "Stores the block of int32 `data`, each beside the int32 `flag` in one 64-bit word, at the block of pointers "
-        "`words`, where `mask` is true; usually through a peer's pointer. A word arrives whole, so data and flag need "
-        "no order, no fence and no signal: the LL protocol of NCCL.",
+        "st.relaxed.sys of 128-bit words {3 x 32 bits of data, 32 bits of flag}",
+        "Stores the blocks of int32 `first`, `second` and `third`, element by element beside the int32 `flag` in one "
+        "128-bit word, at the block of addresses `words` (multiples of 16), where `mask` is true; usually through a "
+        "peer's pointer. A word arrives whole, so data and flag need no order, no fence and no signal: the LL protocol "
+        "of NCCL, with 128-bit words instead of 64-bit ones.",
     ),
     DeviceFunction(
         "block_and",

@@ -115,7 +115,7 @@ def test_a_small_all_gather_over_nodes_is_latency() -> None:
     found = times(1000, ["1d", "2d"], on)
     assert found["1d"] == pytest.approx(5 + 24 / 50)
     assert found["2d"] == pytest.approx(5 + 3 / 50 + 2 + 21 / 300)
-    assert times(1000, ["ll"], on)["ll"] == pytest.approx(5 + 3 / 50 + 1 + 2 * 21 / 300)
+    assert times(1000, ["ll"], on)["ll"] == pytest.approx(5 + 3 / 50 + 1 + 4 / 3 * 21 / 300)
     costly = Cluster(4, 32, latency_us=5.0, gbps=50.0, intra_latency_us=2.0, intra_gbps=300.0, put_us=0.5)
     found = times(1000, ["1d", "2d"], costly)
     assert found["1d"] == pytest.approx(5 + 24 / 50 + 24 * 0.5)
@@ -125,11 +125,13 @@ def test_a_small_all_gather_over_nodes_is_latency() -> None:
 def test_one_node() -> None:
     on = Cluster(1, 8, latency_us=5.0, gbps=50.0, intra_latency_us=2.0, intra_gbps=300.0)
     assert times(3000, ["ll", "1d", "in-place", "auto"], on) == {
-        "ll": pytest.approx(1 + 2 * 21 / 300),
+        "ll": pytest.approx(1 + 4 / 3 * 21 / 300),
         "1d": pytest.approx(2 + 21 / 300),
-        "in-place (direct)": pytest.approx(2 + 2 + 21 / 300),
-        "auto (ll)": pytest.approx(1 + 2 * 21 / 300),
+        "in-place (ll)": pytest.approx(1 + 4 / 3 * 21 / 300),
+        "auto (ll)": pytest.approx(1 + 4 / 3 * 21 / 300),
     }
+    m = (1 << 20) / 1e3
+    assert times(1 << 20, ["in-place"], on) == {"in-place (direct)": pytest.approx(2 + 2 + 7 * m / 300)}
     assert "ll" not in times(1 << 20, ["ll", "1d"], on)
 
 

@@ -33,8 +33,8 @@ WIDE = Candidate("1d", channels=32, num_warps=8)
 def test_what_is_tried() -> None:
     found = candidates(4096, FOUR, ll_bytes=4096, channels=(1, 4, 8), warps=(4, 8))
     assert [c.name for c in found] == [
-        *("ll", "ll 512 B chunks 4 warps", "ll 1 KB chunks 4 warps", "ll 2 KB chunks 4 warps"),  # 1 KB with 8: rules
-        *("ll 2 KB chunks 8 warps", "ll 4 KB chunks 4 warps", "ll 4 KB chunks 8 warps"),
+        *("ll", "ll 1536 B chunks 4 warps", "ll 3 KB chunks 4 warps"),  # 3 KB with 8 is the rules'
+        *("ll 6 KB chunks 4 warps", "ll 6 KB chunks 8 warps"),
         *("direct", "direct 1 chunks 4 warps", "direct 4 chunks 4 warps", "direct 4 chunks 8 warps"),
         *("1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps", "1d 4 chunks 8 warps"),  # 1 with 8 is the rules'
     ]
@@ -48,7 +48,7 @@ def test_what_cannot_be_had_is_not_tried() -> None:
 
     assert algorithms(1 << 20, FOUR, ll_bytes=16 << 10) == {"direct", "1d"}
     assert algorithms(64, FOUR, ll_bytes=64) == {"ll", "direct", "1d"}
-    assert algorithms(64, FOUR, ll_bytes=64, in_place=True) == {"direct", "1d"}
+    assert algorithms(64, FOUR, ll_bytes=64, in_place=True) == {"ll", "direct", "1d"}
     assert algorithms(64, FOUR, ll_bytes=-1) == {"1d"}
     assert algorithms(64, TWO_BY_TWO, ll_bytes=-1) == {"1d", "2d"}
     assert algorithms(64, Topology.of(0, range(3), [0, 0, 1]), ll_bytes=-1) == {"1d"}
@@ -73,8 +73,8 @@ def test_the_fastest_is_taken_where_it_is_clear() -> None:
 def test_noise_changes_nothing() -> None:
     """Within the margin the rules' own stays, and then what the size before has."""
     times = [
-        (1024, {LL: 3.05, Candidate("ll", chunk=512): 3.0}),
-        (4096, {LL: 3.6, Candidate("ll", chunk=512): 3.5, WIDE: 3.55}),
+        (1024, {LL: 3.05, Candidate("ll", chunk=1536): 3.0}),
+        (4096, {LL: 3.6, Candidate("ll", chunk=1536): 3.5, WIDE: 3.55}),
         (8192, {WIDE: 5.0, PUTS: 6.0}),
         (16384, {WIDE: 7.2, PUTS: 7.0}),
         (65536, {WIDE: 9.1, NCCL: 9.0}),
@@ -82,7 +82,7 @@ def test_noise_changes_nothing() -> None:
     ]
     assert [c for _, c in pick(times, usual, 0.03)] == [LL, LL, WIDE, WIDE, WIDE, NCCL]
     # Without a margin each size has its own.
-    assert [c for _, c in pick(times, usual, 0.0)] == [*[Candidate("ll", chunk=512)] * 2, WIDE, PUTS, NCCL, NCCL]
+    assert [c for _, c in pick(times, usual, 0.0)] == [*[Candidate("ll", chunk=1536)] * 2, WIDE, PUTS, NCCL, NCCL]
 
 
 def test_nccl_must_be_faster_by_more_than_the_margin_to_get_a_size_and_keeps_it_likewise() -> None:
@@ -158,12 +158,12 @@ def test_the_simulator_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_listing() -> None:
-    arguments = "--dry-run -b 1K -e 128K -f 128 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
+    arguments = "--dry-run -b 1K -e 512K -f 512 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
     assert tune.listing(tune.parse(arguments.split()), FOUR, True).splitlines() == [
-        "tune, 4 rank(s) on 1 node(s) (4): 30 measurements of 40 iterations, graph and eager",
-        "1 KB per rank: ll, ll 512 B chunks 4 warps, ll 1 KB chunks 4 warps, 1d, 1d 1 chunks 4 warps, in-place 1d, "
-        "in-place 1d 1 chunks 4 warps, nccl",
-        "128 KB per rank: 1d, 1d 1 chunks 4 warps, 1d 4 chunks 4 warps, in-place 1d, in-place 1d 1 chunks 4 warps, "
+        "tune, 4 rank(s) on 1 node(s) (4): 32 measurements of 40 iterations, graph and eager",
+        "1 KB per rank: ll, ll 1536 B chunks 4 warps, 1d, 1d 1 chunks 4 warps, in-place ll, "
+        "in-place ll 1536 B chunks 4 warps, in-place 1d, in-place 1d 1 chunks 4 warps, nccl",
+        "512 KB per rank: 1d, 1d 1 chunks 4 warps, 1d 4 chunks 4 warps, in-place 1d, in-place 1d 1 chunks 4 warps, "
         "in-place 1d 4 chunks 4 warps, nccl",
     ]
 
@@ -202,7 +202,7 @@ def test_measuring_writes_a_table(
     assert shown == rows
     assert {row.check for row in rows if not row.peer} == {"ok"}
     assert {row.note for row in rows if row.peer} == {"needs GPUs"}
-    assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 2
+    assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 2  # of 1 and 4 KB
     table = Table.load(file)
     assert table.sections[0] == kept.sections[0]
     said = {
@@ -211,7 +211,7 @@ def test_measuring_writes_a_table(
     }
     assert said == {
         (SIMULATOR, "graph", False): [(1024, "ll", None, None), (4096, "1d", 4, 4)],
-        (SIMULATOR, "graph", True): [(1024, "1d", None, None), (4096, "1d", 4, 4)],
+        (SIMULATOR, "graph", True): [(1024, "ll", None, None), (4096, "1d", 4, 4)],
     }
     assert "tune -b 1K -e 4K" in table.sections[1].source
     assert str(tmp_path) not in table.sections[1].source

@@ -105,11 +105,13 @@ def test_chunks_have_signals_and_all_programs_a_share_of_the_epoch(
 
 def test_a_plan_for_ll_has_no_programs_with_nothing_to_carry() -> None:
     """Over several nodes they would wait for the signals of puts that nobody makes."""
-    choose(1000, nodes_of(2, 2), Plan("ll", 1, 1024, 8), ll_bytes=1000)
+    choose(1000, nodes_of(2, 2), Plan("ll", 1, 1536, 4), ll_bytes=1000)
     with pytest.raises(ValueError, match="channels must be 1 to 1, got 9"):
-        choose(1000, nodes_of(2, 2), Plan("ll", 9, 1024, 8), ll_bytes=1000)
-    with pytest.raises(ValueError, match="chunks of more than 4 bytes for 72 rank"):
-        choose(65536, nodes_of(72), Plan("ll", 16384, 4, 1), ll_bytes=65536)
+        choose(1000, nodes_of(2, 2), Plan("ll", 9, 1536, 4), ll_bytes=1000)
+    with pytest.raises(ValueError, match="chunks of more than 12 bytes for 72 rank"):
+        choose(1 << 18, nodes_of(72), Plan("ll", 21846, 12, 1), ll_bytes=1 << 18)
+    with pytest.raises(ValueError, match="chunks must be 12 times a power of two bytes and cover all 100 bytes; got 1 o"):
+        choose(100, nodes_of(4), Plan("ll", 1, 128, 1), ll_bytes=100)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,8 @@ def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct:
         in_place = choose(nbytes, nodes_of(*nodes), direct=direct, in_place=True)
         assert in_place.algorithm == ("direct" if direct else "1d")
         assert in_place.channels <= 64
+        small = choose(64 << 10, nodes_of(*nodes), ll_bytes=64 << 10, direct=direct, in_place=True)
+        assert small.algorithm == "ll"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +149,8 @@ def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct:
         ((8,), "auto", 0, -1, "1d"),  # ranks that cannot store to each other's memory
         ((4, 4), "auto", 8, 16 << 10, "ll"),
         ((4, 4), "auto", (16 << 10) + 1, 16 << 10, "2d"),
-        ((8, 8, 8, 8), "auto", 8 << 10, 16 << 10, "ll"),
-        ((8, 8, 8, 8), "auto", (8 << 10) + 1, 16 << 10, "2d"),  # too much to pass on twice over
+        ((8, 8, 8, 8, 8, 8, 8, 8), "auto", 8 << 10, 16 << 10, "ll"),
+        ((8, 8, 8, 8, 8, 8, 8, 8), "auto", (8 << 10) + 1, 16 << 10, "2d"),  # too much to pass on with its flags
         ((4, 4), "auto", 8, -1, "2d"),
         ((1, 1, 1), "auto", 8, 16 << 10, "1d"),  # nobody to pass it on to
         ((1, 1, 1), "ll", 8, 16 << 10, "ll"),
@@ -164,11 +168,11 @@ def test_algorithm_of_small_messages(
 
 @pytest.mark.parametrize(
     ("nbytes", "programs"),
-    [(0, 1), (1, 1), (4 * LL_BLOCK, 1), (4 * LL_BLOCK + 1, 2), (16 << 10, 16), (64 << 10, 64)],
+    [(0, 1), (1, 1), (12 * LL_BLOCK, 1), (12 * LL_BLOCK + 1, 2), (16 << 10, 6), (64 << 10, 22)],
 )
 def test_blocks_of_ll(nbytes: int, programs: int) -> None:
     plan = choose(nbytes, nodes_of(8), "ll", ll_bytes=64 << 10)
-    assert (plan.channels, plan.chunk, plan.num_warps) == (programs, 4 * LL_BLOCK, 8)
+    assert (plan.channels, plan.chunk, plan.num_warps) == (programs, 12 * LL_BLOCK, 8)
 
 
 @given(st.integers(0, 16 << 10))
@@ -176,7 +180,8 @@ def test_blocks_of_ll_cover_the_words(nbytes: int) -> None:
     plan = choose(nbytes, nodes_of(8), "ll", ll_bytes=16 << 10)
     assert plan.channels * plan.chunk >= nbytes
     assert (plan.channels - 1) * plan.chunk < max(nbytes, 1), "the last program has nothing to carry"
-    block = plan.chunk // 4
+    block = plan.chunk // 12
+    assert 12 * block == plan.chunk
     assert block & (block - 1) == 0, "Triton wants a power of two"
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.all_gather import tuning
+from tdcoll.collectives.all_gather import policy, tuning
 from tdcoll.collectives.all_gather.policy import CHUNK_ALIGNMENT, Entry, Plan, choose
 from tdcoll.collectives.all_gather.tuning import SIMULATOR, Section, Table
 from tdcoll.context import CHANNELS
@@ -48,7 +48,7 @@ def nodes_of(*sizes: int, rank: int = 0) -> Topology:
 EXAMPLE = Table(
     (
         section(
-            entry(16 << 10, "ll", chunk=4096, num_warps=8), entry((4 << 20) + 1, "1d", channels=16), entry(None, "nccl")
+            entry(16 << 10, "ll", chunk=3072, num_warps=8), entry((4 << 20) + 1, "1d", channels=16), entry(None, "nccl")
         ),
         section(entry(1 << 20, "1d", "graph", num_warps=4), source="somewhere"),
         section(entry(None, "1d", in_place=True, chunk=1 << 20), architecture="sm_90"),
@@ -63,7 +63,7 @@ def test_a_table_comes_back_as_it_was() -> None:
     assert Table.parse(EXAMPLE.text()) == EXAMPLE
     assert Table.parse(Table(()).text()).sections == ()
     lines = EXAMPLE.text().splitlines()
-    assert '    {"up_to": "16 KB", "algorithm": "ll", "chunk": "4 KB", "num_warps": 8},' in lines
+    assert '    {"up_to": "16 KB", "algorithm": "ll", "chunk": "3 KB", "num_warps": 8},' in lines
     assert '    {"up_to": 4194305, "algorithm": "1d", "channels": 16},' in lines
     assert '    {"up_to": null, "algorithm": "nccl"}' in lines
 
@@ -119,14 +119,9 @@ FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
         ((*ENTRY, "chunk"), "8 KB", "entries[1]: expected channels or chunk, got both"),
         ((*ENTRY, "num_warps"), 3, "entries[1]: num_warps: expected one of 1, 2, 4, 8, 16, 32, got 3"),
         ((*ENTRY, "warps"), 4, "entries[1]: expected no fields but up_to, algorithm, channels, chunk, num_warps"),
-        ((*FIRST, "entries", 0, "chunk"), 3000, "entries[0]: chunk: expected a power of two of at least 1024 bytes"),
-        ((*FIRST, "entries", 0, "chunk"), 512, "entries[0]: chunk: expected a power of two of at least 1024 bytes"),
+        ((*FIRST, "entries", 0, "chunk"), 4096, "entries[0]: chunk: expected 12 times a power of two, and 3072 (a word"),
+        ((*FIRST, "entries", 0, "chunk"), 1536, "entries[0]: chunk: expected 12 times a power of two, and 3072 (a word"),
         (("tables", 2, "entries", 0, "chunk"), 130, "tables[2].entries[0]: chunk: expected a multiple of 128 bytes"),
-        (
-            ("tables", 2, "entries", 0, "algorithm"),
-            "ll",
-            "algorithm: expected another algorithm: 'll' is not for calls",
-        ),
     ],
 )
 def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str) -> None:
@@ -187,8 +182,8 @@ ENTRIES = (*EXAMPLE.sections[0].entries, *EXAMPLE.sections[1].entries, *EXAMPLE.
 @pytest.mark.parametrize(
     ("nbytes", "facts", "plan"),
     [
-        (64, {}, Plan("ll", 1, 4096, 8)),
-        (16 << 10, {}, Plan("ll", 4, 4096, 8)),
+        (64, {}, Plan("ll", 1, 3072, 8)),
+        (16 << 10, {}, Plan("ll", 6, 3072, 8)),
         ((16 << 10) + 1, {}, Plan("1d", 15, 1152, 8)),
         (4 << 20, {}, Plan("1d", 16, 256 << 10, 16)),
         ((4 << 20) + 2, {"hand_over": True}, Plan("nccl", 0, 0, 0)),
@@ -227,15 +222,16 @@ def test_nothing_is_handed_over_that_has_no_bytes() -> None:
     st.one_of(st.none(), st.integers(7, 20)),
 )
 def test_chunks_of_an_entry_cover_the_bytes(nbytes: int, algorithm: str, channels: int | None, chunk: int | None):
-    how = {"chunk": 1 << chunk} if chunk is not None and channels is None else {"channels": channels}
+    unit = 3 if algorithm == "ll" else 1
+    how = {"chunk": unit << chunk} if chunk is not None and channels is None else {"channels": channels}
     nbytes = nbytes % ((16 << 10) + 1) if algorithm == "ll" else nbytes
     plan = choose(nbytes, nodes_of(4), entries=(entry(None, algorithm, **how),), ll_bytes=16 << 10)
     assert plan.algorithm == algorithm
     assert plan.channels * plan.chunk >= nbytes
     assert (plan.channels - 1) * plan.chunk < max(nbytes, 1)
     if algorithm == "ll":
-        assert plan.chunk & (plan.chunk - 1) == 0
-        assert plan.chunk >= 4 * 32 * plan.num_warps or plan.num_warps == 1
+        assert policy.is_ll_chunk(plan.chunk)
+        assert plan.chunk >= 12 * 32 * plan.num_warps or plan.num_warps == 1
     else:
         assert plan.channels <= CHANNELS
         assert plan.chunk % CHUNK_ALIGNMENT == 0
@@ -455,7 +451,5 @@ def test_a_caller_may_give_a_plan() -> None:
                 tdcoll.all_gather(torch.zeros(8), ctx, algorithm=Plan("1d", 1, 128, 4 if pe else 8))
             with pytest.raises(ValueError, match="cover all 32 bytes"):
                 tdcoll.all_gather(torch.zeros(8), ctx, algorithm=Plan("1d", 1, 16, 4))
-            with pytest.raises(ValueError, match="in place"):
-                tdcoll.all_gather_in_place(ctx.ready, ctx, algorithm=Plan("ll", 1, 512, 4))
 
     simulated.run(host)

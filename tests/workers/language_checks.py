@@ -12,6 +12,7 @@ from harness import check, device, expect, expect_raises, rank, run, world
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
+from tdcoll.language import INTERPRETED
 from tdcoll.language.spec import FUNCTIONS
 
 NBYTES = 1003  # no multiple of anything
@@ -154,10 +155,28 @@ def flagged_words(words, stamp, pe, monitor, out, ok):
     offsets = tl.arange(0, 64)
     mask = offsets < 50
     data = offsets - 7 + 1000 * tdl.my_pe()
-    tdl.store_flagged(tdl.remote_ptr(words, pe) + offsets, data, stamp, mask)
-    received, satisfied = tdl.wait_flagged(words + offsets, stamp, mask, monitor, pe)
-    tl.store(out + offsets, received, mask=mask)
+    tdl.store_flagged(tdl.remote_ptr(words, pe) + 2 * offsets, data, data + 1, -data, stamp, mask)
+    first, second, third, satisfied = tdl.wait_flagged(words + 2 * offsets, stamp, mask, monitor, pe)
+    tl.store(out + offsets, first, mask=mask)
+    tl.store(out + 64 + offsets, second, mask=mask)
+    tl.store(out + 128 + offsets, third, mask=mask)
     tl.store(ok, tdl.block_and(satisfied == 1))
+
+
+@tdcoll.jit(do_not_specialize=["rounds"])
+def words_in_one_piece(words, rounds, pe, monitor, torn):
+    """As many rounds as fast as they go: a word has data of its own flag only, or it was not stored in one piece."""
+    offsets = tl.arange(0, 256)
+    mask = offsets < 256
+    count = tl.zeros_like(offsets)
+    for turn in range(1, rounds + 1):
+        sent = tdl.remote_ptr(words, pe) + 2 * (offsets + 256 * (turn % 2))
+        landed = words + 2 * (offsets + 256 * (turn % 2))
+        tdl.store_flagged(sent, offsets + turn, offsets ^ turn, offsets - turn, turn, mask)
+        first, second, third, _ = tdl.wait_flagged(landed, turn, mask, monitor, pe)
+        right = (first == offsets + turn) & (second == offsets ^ turn) & (third == offsets - turn)
+        count += (right == 0).to(tl.int32)
+    tl.store(torn, tl.sum(count))
 
 
 @tdcoll.jit
@@ -284,17 +303,26 @@ def stores_through_pointers() -> str | None:
 def words_with_flags() -> str | None:
     if tdcoll.topology().n_nodes > 1:
         return "pointers reach one node"
-    words = tdcoll.zeros(64, torch.int64)
+    words = tdcoll.zeros(1024, torch.int64)
     monitor = tdcoll.WaitMonitor(timeout_s=5)
     ok = torch.zeros(1, dtype=torch.int32, device=device())
     wanted = torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
     for flag in (1, 2, (1 << 31) - 1):
-        out = torch.zeros(64, dtype=torch.int32, device=device())
+        out = torch.zeros((3, 64), dtype=torch.int32, device=device())
         flagged_words[(1,)](words, flag, neighbour(), monitor.words, out, ok)
-        expect(int(ok) == 1 and torch.equal(out[:50], wanted), f"flag {flag}: {out.tolist()[:4]}")
-        expect(not bool(out[50:].any()), "masked words were written")
+        received = all(torch.equal(*pair) for pair in zip(out[:, :50], (wanted, wanted + 1, -wanted), strict=True))
+        expect(int(ok) == 1 and received, f"flag {flag}: {out[:, :4].tolist()}")
+        expect(not bool(out[:, 50:].any()), "masked words were written")
         tdcoll.barrier()
     monitor.check()
+    words.zero_()
+    tdcoll.barrier()
+    torn = torch.ones(1, dtype=torch.int32, device=device())
+    partner = world() - 1 - rank()  # each other's, so neither is more than one round ahead
+    words_in_one_piece[(1,)](words, 3 if INTERPRETED else 20_000, partner, monitor.words, torn)
+    monitor.check()
+    expect(int(torn) == 0, f"{int(torn)} words came in pieces")
+    tdcoll.barrier()
     tdcoll.free(words)
     return None
 

@@ -3,20 +3,22 @@
 
 Data flow in one node, seen from rank r::
 
-    source --{data, flag} words, direct stores--> flagged[slot, r] on every other rank of this node
+    source --{data, data, data, flag} words, direct stores--> flagged[slot, r] on every other rank of this node
     flagged[slot, s] --data--> out[s], for every other rank s;  source --> out[r]
 
 A put with a signal crosses NVLink three times: the data, their acknowledgement (the signal may not overtake them),
-the signal. Here a 64-bit word, which arrives whole, holds 32 bits of data and the low 32 bits of the epoch, so data
-and flag cross together, once, at twice the bytes: the protocol that NCCL calls LL.
+the signal. Here a 128-bit word, which arrives whole, holds 96 bits of data and the low 32 bits of the epoch, so data
+and flag cross together, once, at 4/3 of the bytes: the protocol that NCCL calls LL, whose words are of 64 bits, half of
+them flag, and LL128, whose words are the 128 bytes that a warp stores at once.
 
-Flag map: ``flagged[slot, s, i]`` on rank r is written by rank s only, by one 64-bit store per epoch, and polled on r by
+Flag map: ``flagged[slot, s, i]`` on rank r is written by rank s only, by one 128-bit store per epoch, and polled on r by
 one program. The words are used by nothing else, so what is in them is always a flag of this context: of this epoch, or
 of an earlier one of the same slot. It is never a later one, because r has then said that it is done with this one: so
 flags are compared for equality. (2^32 calls later a flag comes again. A word would have to be skipped by all calls in
 between for it to be mistaken.)
 
-Ordering: none is relied on, except that an aligned 64-bit store is single. Reuse of a slot is what
+Ordering: none is relied on, except that an aligned 128-bit store (``st.relaxed.sys.b128``) is single, as is the load
+that polls it. Reuse of a slot is what
 :mod:`tdcoll.context` says: a rank that has all words of epoch e knows that everybody has started e. A call of no bytes
 sends one word all the same.
 
@@ -27,8 +29,8 @@ Several nodes, all of one size: along *rails* (same place, other nodes) go puts 
 nodes nobody can store; inside the node, whatever comes from there and what is the rank's own goes on as flagged words::
 
     source --> own staging --nbi put+signal--> staging[slot, r] on r's rail, in chunks of several programs' words
-    source --{data, flag}--> flagged[slot, r] on every other rank of this node;  source --> out[r]
-    staging[slot, s] --{data, flag}--> flagged[slot, s] there, for each s on r's rail;  staging[slot, s] --> out[s]
+    source --{data.., flag}--> flagged[slot, r] on every other rank of this node;  source --> out[r]
+    staging[slot, s] --{data.., flag}--> flagged[slot, s] there, for each s on r's rail;  staging[slot, s] --> out[s]
     flagged[slot, s] --data--> out[s], for every other rank s
 
 ``signals[slot, chunk, s]`` is set to the epoch by s, and polled by the programs whose words that chunk holds;
@@ -72,6 +74,29 @@ def _store_words(out, index, nbytes, words):
             tl.store(pointer + place, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), mask=place < nbytes)
 
 
+@jit
+def _load_data(source, word, nbytes):
+    """What the 128-bit words ``word`` carry: three 32-bit words each."""
+    first = _load_words(source, 3 * word, nbytes)
+    second = _load_words(source, 3 * word + 1, nbytes)
+    third = _load_words(source, 3 * word + 2, nbytes)
+    return first, second, third
+
+
+@jit
+def _store_data(out, word, nbytes, first, second, third):
+    """The inverse of :func:`_load_data`."""
+    _store_words(out, 3 * word, nbytes, first)
+    _store_words(out, 3 * word + 1, nbytes, second)
+    _store_words(out, 3 * word + 2, nbytes, third)
+
+
+@jit
+def _carry(word, nbytes):
+    """Which of the 128-bit words carry something. One does in a call of no bytes: every call hears from every peer."""
+    return word < tl.maximum((nbytes + 11) // 12, 1)
+
+
 @jit(do_not_specialize=["source", "out", "flagged", "nbytes", "words", "rank", "chunks"])
 def all_gather_ll(
     source, out, flagged, peers, control, monitor, nbytes, words, rank, chunks,
@@ -81,9 +106,9 @@ def all_gather_ll(
 
     Args (addresses are integers, so that one compilation serves all dtypes and alignments):
         source, out: as for ``all_gather_1d``.
-        flagged: this rank's two slots of ``WORLD * words`` 64-bit words.
+        flagged: this rank's two slots of ``WORLD * words`` 128-bit words.
         peers: int64, address of each rank's ``flagged``.
-        words: words from one rank's segment to the next; at least ``ceil(nbytes / 4)`` and 1.
+        words: words from one rank's segment to the next; at least ``ceil(nbytes / 12)`` and 1.
         chunks: programs per peer, of ``BLOCK`` words each.
     """
     chunk = tl.program_id(0) % chunks
@@ -93,22 +118,22 @@ def all_gather_ll(
     theirs = tl.load(peers + to)
     size = tl.cast(nbytes, tl.int32)
     index = chunk * BLOCK + tl.arange(0, BLOCK)
-    data = _load_words(tl.cast(source, tl.int64), index, size)
+    first, second, third = _load_data(tl.cast(source, tl.int64), index, size)
     epoch, alive = begin_epoch(control, monitor)
     if alive == 0:
         return
     target = tl.cast(out, tl.int64)
     if step == 0:
-        _store_words(target + tl.cast(rank, tl.int64) * nbytes, index, size, data)
+        _store_data(target + tl.cast(rank, tl.int64) * nbytes, index, size, first, second, third)
     else:
-        mask = index < tl.maximum((size + 3) // 4, 1)
+        mask = _carry(index, size)
         slot = (epoch % 2) * WORLD * words
-        sent = theirs.to(tl.pointer_type(tl.int64)) + slot + rank * words + index
-        tdl.store_flagged(sent, data, epoch.to(tl.int32), mask)
-        landed = tl.cast(flagged, tl.int64).to(tl.pointer_type(tl.int64)) + slot + frm * words + index
-        received, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)
+        sent = theirs + 16 * (slot + rank * words + index)
+        tdl.store_flagged(sent, first, second, third, epoch.to(tl.int32), mask)
+        landed = tl.cast(flagged, tl.int64) + 16 * (slot + frm * words + index)
+        first, second, third, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)
         if arrived != 0:
-            _store_words(target + tl.cast(frm, tl.int64) * nbytes, index, size, received)
+            _store_data(target + tl.cast(frm, tl.int64) * nbytes, index, size, first, second, third)
 
 
 @jit(
@@ -128,9 +153,9 @@ def all_gather_ll_2d(
     rail, WORLD - 1 - n_remote receivers).
 
     Args: those of :func:`all_gather_ll` and of ``all_gather_2d``, except
-        flagged: a pointer. peers: those of this node count.
+        peers: those of this node count.
         routes: as for ``all_gather_2d``; after it the group ranks whose words come flagged.
-        chunk: bytes of a put between nodes, a multiple of ``4 * BLOCK``; there are ``channels``.
+        chunk: bytes of a put between nodes, a multiple of ``12 * BLOCK``; there are ``channels``.
         blocks: programs for each segment, of ``BLOCK`` words each.
     """
     program = tl.program_id(0)
@@ -152,7 +177,7 @@ def all_gather_ll_2d(
         push_remote(0, elsewhere, n_remote, staged, source + offset, part, signal, epoch, signals, monitor, False)
     else:
         index = block * BLOCK + tl.arange(0, BLOCK)
-        mask = index < tl.maximum((size + 3) // 4, 1)
+        mask = _carry(index, size)
         target = tl.cast(out, tl.int64)
         if task <= n_remote:
             origin = tl.cast(rank, tl.int32)
@@ -161,17 +186,17 @@ def all_gather_ll_2d(
             if task > 0:
                 origin = tl.load(elsewhere + task - 1)
                 at = landing + tl.cast(origin, tl.int64) * capacity
-                signal = block * BLOCK * 4 // chunk * WORLD + origin
+                signal = block * BLOCK * 12 // chunk * WORLD + origin
                 arrived = tdl.wait_signal(row + signal, tdl.CMP_GE, epoch, monitor, origin, signal)
             if arrived != 0:
-                data = _load_words(at, index, size)
+                first, second, third = _load_data(at, index, size)
                 for k in tl.range(0, n_local, disable_licm=True):
-                    theirs = tl.load(peers + tl.load(routes + k)).to(tl.pointer_type(tl.int64))
-                    tdl.store_flagged(theirs + slot + origin * words + index, data, epoch.to(tl.int32), mask)
-                _store_words(target + tl.cast(origin, tl.int64) * nbytes, index, size, data)
+                    sent = tl.load(peers + tl.load(routes + k)) + 16 * (slot + origin * words + index)
+                    tdl.store_flagged(sent, first, second, third, epoch.to(tl.int32), mask)
+                _store_data(target + tl.cast(origin, tl.int64) * nbytes, index, size, first, second, third)
         else:
             origin = tl.load(elsewhere + n_remote + task - 1)
-            landed = flagged + slot + origin * words + index
-            received, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, origin)
+            landed = tl.cast(flagged, tl.int64) + 16 * (slot + origin * words + index)
+            first, second, third, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, origin)
             if arrived != 0:
-                _store_words(target + tl.cast(origin, tl.int64) * nbytes, index, size, received)
+                _store_data(target + tl.cast(origin, tl.int64) * nbytes, index, size, first, second, third)

@@ -13,7 +13,7 @@ from triton.compiler import CompiledKernel
 
 from tdcoll import runtime
 from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll
-from tdcoll.collectives.all_gather.policy import HANDED_OVER, Plan, choose, put_chunks
+from tdcoll.collectives.all_gather.policy import HANDED_OVER, LL_WORD_BYTES, Plan, choose, put_chunks
 from tdcoll.collectives.launch import ReadyKernel, require_all
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
@@ -63,8 +63,9 @@ class _Launch:
         prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct}
         prepare = prepares.get(plan.algorithm) or functools.partial(self._prepare_puts, counted=counted)
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
-        in_words = plan.algorithm == "ll" and ctx.topology.n_nodes == 1
-        self._landing = ctx.flagged.data_ptr() if in_words else ctx.staging.data_ptr()
+        self._in_words = plan.algorithm == "ll"
+        in_words_only = self._in_words and ctx.topology.n_nodes == 1
+        self._landing = ctx.flagged.data_ptr() if in_words_only else ctx.staging.data_ptr()
         self._grid = (programs, 1, 1)
         self._function = kernel
         self._kernel = kernel[self._grid]
@@ -121,7 +122,8 @@ class _Launch:
         words = ctx.flagged.shape[2]
         tensors: tuple[torch.Tensor, ...] = (peers, ctx.control, ctx.monitor.words)
         numbers: tuple[int, ...] = (nbytes, words, ctx.rank, plan.channels)
-        constants: tuple[int, ...] = (world, plan.chunk // 4)  # WORLD, BLOCK, and over nodes SLOT_SIGNALS
+        # WORLD, BLOCK, and over nodes SLOT_SIGNALS
+        constants: tuple[int, ...] = (world, plan.chunk // LL_WORD_BYTES)
         if ctx.topology.n_nodes == 1:
             return kernels_ll.all_gather_ll, world * plan.channels, tensors, numbers, constants
         if ("routes", "ll") not in ctx.tables:
@@ -150,6 +152,13 @@ class _Launch:
     def gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """The call, out of place."""
         self(tensor.data_ptr(), out.data_ptr(), self._landing)
+
+    def gather_in_place(self, segment: int, buffer: int) -> None:
+        """The call in place: addresses of this rank's segment, and of the buffer that it is in."""
+        if self._in_words:  # lands elsewhere, and nobody else writes to the buffer
+            self(segment, buffer, self._landing)
+        else:
+            self(segment, 0, buffer)
 
     def prepare(self) -> None:
         """Compile and load what a CUDA graph may capture before any call of this kind is made."""
@@ -220,7 +229,7 @@ def _make_launch(
             nbytes,
             ctx.topology,
             algorithm,
-            ll_bytes=-1 if in_place else ctx.ll_bytes,
+            ll_bytes=ctx.ll_bytes,
             direct=ctx.ll_bytes >= 0,
             channels=ctx.channels,
             entries=ctx.tuning.entries,
@@ -363,11 +372,12 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     Peers put or store straight into ``buffer``. What they overwrite there may still be read by this rank's earlier
     work, so a rank first says that it has entered the call, and is not written to before: one more crossing (about 1 us
     over NVLink), and no staging, no copy and no limit by ``ctx.max_bytes_per_rank``. It pays for messages of megabytes.
+    Small ones go by LL through the context's own memory, as out of place.
 
     Args:
         buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks; contiguous;
             its first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``.
-        algorithm: ``"direct"``, ``"1d"``, ``"2d"``, ``"auto"`` or a plan.
+        algorithm: as for :func:`all_gather`.
 
     Returns:
         ``buffer``.
@@ -381,10 +391,6 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
 
     def prepare() -> _Launch | _HandOver:
         _check("buffer", buffer, ctx)
-        if algorithm == "ll" or (isinstance(algorithm, Plan) and algorithm.algorithm == "ll"):
-            raise ValueError(
-                "algorithm must be 'direct', '1d', '2d' or 'auto' in place: 'll' goes through memory of its own"
-            )
         if not buffer.dim() or buffer.shape[0] % world:
             raise ValueError(
                 f"buffer's first extent must be divisible by the {world} rank(s); got shape {list(buffer.shape)}"
@@ -406,7 +412,7 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
         launch.gather(buffer.chunk(world)[ctx.rank], buffer)
         return buffer
     base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
-    launch(base + ctx.rank * (buffer.nbytes // world), 0, base)
+    launch.gather_in_place(base + ctx.rank * (buffer.nbytes // world), base)
     return buffer
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tdcoll.context import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["ALGORITHMS", "HANDED_OVER", "Entry", "Plan", "choose", "put_chunks"]
+__all__ = ["ALGORITHMS", "HANDED_OVER", "LL_WORD_BYTES", "Entry", "Plan", "choose", "is_ll_chunk", "put_chunks"]
 
 ALGORITHMS = ("auto", "ll", "direct", "1d", "2d")
 
@@ -41,12 +41,14 @@ LARGE = 8 << 20
 """Bytes per rank. Messages from here on are copied by 16 warps, and out of place put rather than stored in a node."""
 
 LL_BLOCK = 256
-"""32-bit words that one LL program moves: one for each thread of 8 warps."""
+"""128-bit words that one LL program moves: one for each thread of 8 warps."""
 
+LL_WORD_BYTES = 12
+"""Data of such a word; the rest is its flag."""
 
-LL_RESULT_BYTES = 256 << 10
+LL_RESULT_BYTES = 512 << 10
 """Of all ranks together. Over several nodes LL is taken up to here: beyond, what comes from other nodes and is passed
-on as twice the bytes costs more than the crossings that it saves. By the model of ``bench --project``; not measured."""
+on with its flags costs more than the crossings that it saves. By the model of ``bench --project``; not measured."""
 
 
 @dataclass(frozen=True)
@@ -144,15 +146,22 @@ def _most_channels(topology: Topology, channels: int) -> int:
     return max(1, min(channels, (MAX_PROGRAMS - 1) // (2 * topology.world_size + 1)))
 
 
+def is_ll_chunk(nbytes: int) -> bool:
+    """Whether one LL program can carry so many bytes: a power of two of words."""
+    words, rest = divmod(nbytes, LL_WORD_BYTES)
+    return rest == 0 and words >= 1 and words & (words - 1) == 0
+
+
 def _plan_ll(nbytes: int, entry: Entry) -> Plan:
-    words = max(1, -(-nbytes // 4))
+    words = max(1, -(-nbytes // LL_WORD_BYTES))
     if entry.chunk is not None:
-        block = entry.chunk // 4
+        block = entry.chunk // LL_WORD_BYTES
     elif entry.channels is not None:
         block = max(LL_BLOCK, 1 << (-(-words // entry.channels) - 1).bit_length())
     else:
         block = LL_BLOCK
-    return Plan("ll", -(-words // block), 4 * block, entry.num_warps or max(1, min(8, block // 32)))
+    chunk = LL_WORD_BYTES * block
+    return Plan("ll", -(-words // block), chunk, entry.num_warps or max(1, min(8, block // 32)))
 
 
 def put_chunks(nbytes: int, plan: Plan, channels: int) -> Plan:
@@ -182,11 +191,11 @@ def _check_plan(nbytes: int, topology: Topology, plan: Plan, ll_bytes: int, dire
     if refusal := _refusal(nbytes, topology, plan.algorithm, ll_bytes, direct):
         raise ValueError(refusal)
     ll = plan.algorithm == "ll"
-    aligned = plan.chunk & (plan.chunk - 1) == 0 and plan.chunk >= 4 if ll else plan.chunk % 16 == 0
+    aligned = is_ll_chunk(plan.chunk) if ll else plan.chunk % 16 == 0
     if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < nbytes:
         raise ValueError(
-            f"a Plan's chunks must be {'a power of two' if ll else 'a multiple of 16'} bytes and cover all {nbytes} "
-            f"bytes; got {plan.channels} of {plan.chunk} bytes"
+            f"a Plan's chunks must be {'12 times a power of two' if ll else 'a multiple of 16'} bytes and cover all "
+            f"{nbytes} bytes; got {plan.channels} of {plan.chunk} bytes"
         )
     if ll:  # no more than carry something: others would wait for puts that nobody makes
         most = max(1, -(-nbytes // plan.chunk))

@@ -16,7 +16,7 @@ decide::
        "in_place": false,
        "source": "where it comes from",    optional
        "entries": [                        ascending; the first that is large enough holds
-        {"up_to": "16 KB", "algorithm": "ll", "chunk": "4 KB", "num_warps": 8},
+        {"up_to": "16 KB", "algorithm": "ll", "chunk": "6 KB", "num_warps": 8},
         {"up_to": "4 MB", "algorithm": "1d", "channels": 16},
         {"up_to": null, "algorithm": "nccl"}
        ]
@@ -45,7 +45,14 @@ from typing import Any
 import torch
 
 from tdcoll import runtime
-from tdcoll.collectives.all_gather.policy import ALGORITHMS, CHUNK_ALIGNMENT, HANDED_OVER, Entry
+from tdcoll.collectives.all_gather.policy import (
+    ALGORITHMS,
+    CHUNK_ALIGNMENT,
+    HANDED_OVER,
+    LL_WORD_BYTES,
+    Entry,
+    is_ll_chunk,
+)
 from tdcoll.context import CHANNELS
 from tdcoll.errors import RankMismatchError
 from tdcoll.runtime.lifecycle import parse_bytes
@@ -154,8 +161,6 @@ def _read_entry(at: _Reader, kind: dict[str, Any], before: int | None, last: boo
     how: dict[str, int] = {}
     if algorithm == HANDED_OVER and (extra := set(given) - {"up_to", "algorithm"}):
         raise ValueError(f"{at.where}: expected no {', '.join(sorted(extra))} with algorithm {HANDED_OVER!r}")
-    if algorithm == "ll" and kind["in_place"]:
-        raise given["algorithm"].fail("another algorithm: 'll' is not for calls in place")
     if "channels" in given and "chunk" in given:
         raise ValueError(f"{at.where}: expected channels or chunk, got both")
     if "num_warps" in given:
@@ -167,9 +172,9 @@ def _read_entry(at: _Reader, kind: dict[str, Any], before: int | None, last: boo
         if algorithm != "ll" and chunk % CHUNK_ALIGNMENT:
             raise given["chunk"].fail(f"a multiple of {CHUNK_ALIGNMENT} bytes")
         if algorithm == "ll":
-            least = 128 * how.get("num_warps", 1)
-            if chunk & (chunk - 1) or chunk < least:
-                raise given["chunk"].fail(f"a power of two of at least {least} bytes (a word for each thread)")
+            least = 32 * LL_WORD_BYTES * how.get("num_warps", 1)
+            if not is_ll_chunk(chunk) or chunk < least:
+                raise given["chunk"].fail(f"{LL_WORD_BYTES} times a power of two, and {least} (a word for each thread)")
     return Entry(
         ranks_per_node=kind["ranks_per_node"],
         nodes=kind["nodes"],

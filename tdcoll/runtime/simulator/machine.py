@@ -175,6 +175,12 @@ class Machine:
             raise ValueError(f"{argument} must be 8-byte aligned (a 64-bit signal), got {address:#x}")
         return self.check_symmetric(address, 8, argument)
 
+    def check_flagged(self, address: int) -> int:
+        """``address``, if it is that of a 128-bit word in the running PE's symmetric block."""
+        if address % 16:
+            raise ValueError(f"words must be 16-byte aligned, got {address:#x}")
+        return self.check_symmetric(address, 16, "words")
+
     def check_local(self, address: int, argument: str, pe: int) -> int:
         """``address``, if this PE's transfers with ``pe`` may use it as their local side."""
         me, memory = self.program.pe, self.memory
@@ -395,16 +401,18 @@ class Machine:
     def wait_flagged(
         self, words: Sequence[tuple[int, int, int]], flag: int, monitor: Monitor
     ) -> tuple[bool, list[int]]:
-        """Wait until every word has ``flag`` in its high half: (False when the deadline expires, the words seen)."""
+        """Wait until the last 32 of every word's 128 bits are ``flag``: (False when the deadline expires, the words
+        seen)."""
         return self._wait_for(
             words,
-            lambda word: word >> 32 == flag,
+            lambda word: word >> 96 == flag,
             monitor,
             enough=all,
-            what=lambda address, word: f"{self.memory.describe(address)} flagged {flag}, is {word >> 32}",
+            what=lambda address, word: f"{self.memory.describe(address)} flagged {flag}, is {word >> 96}",
             name=f"wait {len(words)} word(s) flagged {flag}",
             expected=flag,
-            shift=32,
+            read=self.memory.wide_word,
+            shift=96,
         )
 
     def _wait_for(
@@ -417,10 +425,11 @@ class Machine:
         what: Callable[[int, int], str],
         name: str,
         expected: int,
+        read: Callable[[int], int] | None = None,
         shift: int = 0,
     ) -> tuple[bool, list[int]]:
         """Every element is a thread that polls its own word until ``true``; with each, the word that it saw then."""
-        scheduler, word = self.scheduler, self.memory.word
+        scheduler, word = self.scheduler, read or self.memory.word
         self.counts[self.program.pe].waits += 1
         seen: dict[int, int] = {}
 

@@ -64,6 +64,13 @@ class Memory:
         """The unsigned 64-bit word at an aligned symmetric address."""
         return self._words[(address - self.base) >> 3]
 
+    def wide_word(self, address: int) -> int:
+        """The 128-bit word at an address that is a multiple of 16. Its flag is in the upper half, which is written
+        last (:meth:`~tdcoll.runtime.simulator.pointers.PointerAccess.store_flagged`), and so read first."""
+        place = (address - self.base) >> 3
+        high = self._words[place + 1]
+        return high << 64 | self._words[place]
+
     def set_word(self, address: int, value: int) -> None:
         """Write a 64-bit word at an aligned symmetric address, as one store."""
         self._words[(address - self.base) >> 3] = value & 0xFFFF_FFFF_FFFF_FFFF

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tdcoll.runtime.simulator.memory import NULL_PAGE, read_word
+from tdcoll.runtime.simulator.memory import NULL_PAGE, read_word, write_word
 from tdcoll.runtime.simulator.tasks import Task
 
 if TYPE_CHECKING:
@@ -89,6 +89,21 @@ class PointerAccess:
             for run in np.split(chosen, gaps):  # neighbours travel together
                 self._store(program, pe, int(addresses[run[0]]), values[run].tobytes(), values.itemsize)
         return mask & ~remote
+
+    def store_flagged(self, addresses: Array, words: Array, mask: Array) -> None:
+        """Store 128-bit words, ``[n, 4]`` uint32, each whole. A schedule point.
+
+        Other processes that read the same memory see a word's upper half after its lower one, if not with it.
+        """
+        for address in addresses[mask & (addresses % np.uint64(16) != 0)].tolist():
+            raise ValueError(f"words must be 16-byte aligned, got {address:#x}")
+        whole = np.ascontiguousarray(words).view("V16").reshape(-1)
+        here = np.flatnonzero(self.store_weakly(addresses, whole, mask))
+        halves = words.view(np.uint64)
+        for address, (low, high) in zip(addresses[here].tolist(), halves[here].tolist(), strict=True):
+            write_word(address, low)
+            write_word(address + 8, high)
+        self.stored(addresses, mask)
 
     def copy(self, dest: int, source: int, nbytes: int) -> None:
         """Copy bytes by loads and stores."""

@@ -82,7 +82,10 @@ SIGNAL = "tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, pe)"
 MAY_WRITE = "if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:\n"
 ADD = '    tl.atomic_add(control, share.to(tl.int64), sem="relaxed", scope="gpu")\n'
 WAIT_FLAGGED = "tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)"
-LOAD_WORDS = "tl.load(landed, mask=mask, other=0).to(tl.int32)"
+LOAD_DATA = (
+    "part = landed.to(tl.pointer_type(tl.int32)); first = tl.load(part, mask=mask, other=0); "
+    "second = tl.load(part + 1, mask=mask, other=0); third = tl.load(part + 2, mask=mask, other=0)"
+)
 READ = '    word = tdl.ld(control, "gpu", "relaxed")\n'
 
 MUTANTS = [
@@ -244,21 +247,21 @@ MUTANTS = [
     ),
     Mutant(
         "ll: the flags are not looked at",
-        ((f"received, arrived = {WAIT_FLAGGED}", f"received = {LOAD_WORDS}; arrived = 1"),),
+        ((f"first, second, third, arrived = {WAIT_FLAGGED}", f"{LOAD_DATA}; arrived = 1"),),
         WRONG,
         "ll",
         module="kernels_ll",
     ),
     Mutant(
         "ll: the first flag stands for all words",
-        ((WAIT_FLAGGED, WAIT_FLAGGED.replace("mask", "mask & (index == 0)") + f"; received = {LOAD_WORDS}"),),
+        ((WAIT_FLAGGED, WAIT_FLAGGED.replace("mask", "mask & (index == 0)") + f"; {LOAD_DATA}"),),
         WRONG,
         "ll",
         module="kernels_ll",
     ),
     Mutant(
         "ll: a flag of the epoch before",
-        (("tdl.store_flagged(sent, data, epoch.to", "tdl.store_flagged(sent, data, (epoch - 2).to"),),
+        (("third, epoch.to(tl.int32), mask)\n        landed", "third, (epoch - 2).to(tl.int32), mask)\n        landed"),),
         missing("flagged"),
         "ll",
         module="kernels_ll",
@@ -273,7 +276,7 @@ MUTANTS = [
     ),
     Mutant(
         "ll: a call of no bytes hears from nobody",
-        (("tl.maximum((size + 3) // 4, 1)", "(size + 3) // 4"),),
+        (("tl.maximum((nbytes + 11) // 12, 1)", "(nbytes + 11) // 12"),),
         missing("flagged"),
         "ll",
         calls="ozozozo",
