@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, rank, run, world
+from harness import check, device, expect, expect_raises, rank, run, shared, world
 
 import tdcoll
 import tdcoll.language as tdl
@@ -285,7 +285,7 @@ def words_with_flags() -> str | None:
     if tdcoll.topology().n_nodes > 1:
         return "pointers reach one node"
     words = tdcoll.zeros(64, torch.int64)
-    monitor = tdcoll.WaitMonitor(timeout_s=5)
+    monitor = tdcoll.WaitMonitor(timeout_s=30 if shared() else 5)
     ok = torch.zeros(1, dtype=torch.int32, device=device())
     wanted = torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
     for flag in (1, 2, (1 << 31) - 1):
