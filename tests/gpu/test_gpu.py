@@ -109,7 +109,9 @@ def free_port() -> int:
 
 
 @needs(2)
-@pytest.mark.parametrize("sees", ["only its own devices", "its own devices first"])
+@pytest.mark.parametrize(
+    "sees", ["only its own devices", "its own devices first"], ids=lambda sees: sees + (" shared" if GPUS < 4 else "")
+)
 def test_two_agents_on_one_host_are_two_nodes(launch: Launch, sees: str) -> None:
     per_node = GPUS // 2
     half = max(2, per_node)  # ranks: with one each there is nothing that 2D could pass on
