@@ -29,6 +29,9 @@ or activated. Options come before the program; everything after it is the progra
 
   --nproc N              processes on this host. Default: one per visible GPU (CUDA_VISIBLE_DEVICES counts), or 4
                          when simulating.
+  --share-gpus           processes may share GPUs, so that --nproc may be more than the visible ones. To see whether
+                         results are right, never for times: a GPU runs one process at a time, some 2 ms each, so a
+                         call takes milliseconds, and torch.distributed has gloo for CUDA tensors, not NCCL.
   --simulate             the simulator, even where there are GPUs.
   --emulate-nodes N      the job behaves as if this host's processes were spread over N hosts, so that the paths for
                          several hosts are the ones taken. N is from 1 to the number of processes.
@@ -61,7 +64,7 @@ fail() { # MESSAGE: a wrong command line
 
 # --- the command line -----------------------------------------------------------------------------
 
-nproc='' nnodes='' node_rank='' rdzv='' emulate_nodes='' timeout_s='' monitor_interval='' simulate='' dry_run=''
+nproc='' nnodes='' node_rank='' rdzv='' emulate_nodes='' timeout_s='' monitor_interval='' simulate='' share_gpus='' dry_run=''
 
 whole_number() { # NAME VALUE LEAST
     if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then
@@ -82,8 +85,9 @@ while (($#)) && [[ $1 == -?* && $1 != -m ]]; do
         exit 0
         ;;
     --simulate) simulate=1 ;;
+    --share-gpus) share_gpus=1 ;;
     --dry-run) dry_run=1 ;;
-    --simulate=* | --dry-run=*) fail "${option%%=*}: expected no value, got '${option#*=}'" ;;
+    --simulate=* | --share-gpus=* | --dry-run=*) fail "${option%%=*}: expected no value, got '${option#*=}'" ;;
     --nproc | --nnodes | --node-rank | --rdzv | --emulate-nodes | --timeout | --monitor-interval | --nproc=* | \
         --nnodes=* | --node-rank=* | --rdzv=* | --emulate-nodes=* | --timeout=* | --monitor-interval=*)
         if [[ $option == *=* ]]; then
@@ -111,7 +115,7 @@ done
 case $1 in
 tests)
     program=tests
-    for option in nproc nnodes node_rank rdzv emulate_nodes monitor_interval; do
+    for option in nproc nnodes node_rank rdzv emulate_nodes monitor_interval share_gpus; do
         [[ -z ${!option} ]] || fail "--${option//_/-}: expected only with a script or module, got it with tests, which run without torchrun"
     done
     ;;
@@ -194,6 +198,7 @@ fi
 
 [[ -z $simulate ]] || export TRITON_INTERPRET=1
 [[ -z $emulate_nodes ]] || export TDCOLL_EMULATE_NODES=$emulate_nodes
+[[ -z $share_gpus ]] || export TDCOLL_SHARE_GPUS=1
 [[ -z $timeout_s ]] || export TDCOLL_TIMEOUT_S=$timeout_s
 [[ $program != tests || " ${TDCOLL_REQUIRES-} " == *" pytest "* ]] || TDCOLL_REQUIRES+="${TDCOLL_REQUIRES:+ }pytest"
 # shellcheck disable=SC2034 # setenv.sh reads it
@@ -229,7 +234,10 @@ else
     fi
     if [[ $TDCOLL_MODE == gpu ]]; then
         ((TDCOLL_GPUS)) || fail "TRITON_INTERPRET: expected 1 on a host without a visible GPU, got '${TRITON_INTERPRET-}' (unset it, or give --simulate)"
-        ((nproc <= TDCOLL_GPUS)) || fail "--nproc: expected at most the $TDCOLL_GPUS visible GPUs of this host, got $nproc (--simulate has no such limit)"
+        [[ ${TDCOLL_SHARE_GPUS:-0} != 0 ]] || ((nproc <= TDCOLL_GPUS)) ||
+            fail "--nproc: expected at most the $TDCOLL_GPUS visible GPUs of this host, got $nproc (--simulate has no such limit; --share-gpus lets processes share GPUs, for tests of correctness)"
+    elif [[ -n $share_gpus ]]; then
+        fail "--share-gpus: expected GPUs, got the simulator, in which processes have none to share (leave it out)"
     fi
     [[ -z $emulate_nodes ]] || ((emulate_nodes <= nproc)) ||
         fail "--emulate-nodes: expected 1 to $nproc, the number of processes, got $emulate_nodes"

@@ -244,6 +244,16 @@ class Job:
 # ---------------------------------------------------------------------- the command
 
 
+def refuse_shared_gpus(benchmark: str) -> None:
+    """End with status 2 where ranks may share GPUs."""
+    if lifecycle.may_share_gpus():
+        Parser(prog=f"bash launch.sh [--nproc N] -m tdcoll.bench {benchmark}", usage="%(prog)s [options]").error(
+            "TDCOLL_SHARE_GPUS: expected 0 or nothing, got "
+            f"{os.environ.get('TDCOLL_SHARE_GPUS')!r}: where ranks share GPUs (launch.sh --share-gpus) times mean "
+            "nothing, and gloo takes NCCL's place. Take as many ranks as GPUs, or --simulate"
+        )
+
+
 def run(
     benchmark: str,
     arguments: Sequence[str],
@@ -255,7 +265,7 @@ def run(
     measure: Callable[[bool, Callable[[AnyRow], None]], Sequence[AnyRow]],
     project: Callable[[Sequence[AnyRow]], Sequence[str]] | None = None,
 ) -> int:
-    """Join, measure, show, write, leave. The exit status: 1 if a result was wrong.
+    """Join, measure, show, write, leave. The exit status: 1 if a result was wrong; ends with 2 on shared GPUs.
 
     Args:
         benchmark: its name; ``arguments``: its command line; ``title``: what is measured with.
@@ -265,6 +275,7 @@ def run(
         measure: makes the rows, and shows each as soon as it is known; told whether it is simulated.
         project: what follows from the rows, as lines of Markdown; they are printed and written as well.
     """
+    refuse_shared_gpus(benchmark)
     usual = lifecycle.DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else lifecycle.DEFAULT_HEAP_BYTES
     if wanted := os.environ.get("NVSHMEM_SYMMETRIC_SIZE"):
         usual = lifecycle.parse_bytes(wanted, "NVSHMEM_SYMMETRIC_SIZE")

@@ -75,8 +75,9 @@ def _operation(op: Any) -> str:
 def _device_of_this_rank() -> torch.device:
     """The GPU for the symmetric heap: the current one where the script has chosen, else the launcher's number."""
     current, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
-    if current == 0 and local.isdigit() and int(local) < torch.cuda.device_count():
-        current = int(local)
+    if current == 0 and local.isdigit():
+        index = lifecycle.device_index(int(local), lifecycle.may_share_gpus())
+        current = index if index < torch.cuda.device_count() else current
     return torch.device("cuda", current)
 
 
@@ -113,7 +114,7 @@ class _Facts:
         self.kinds, self.owns_job = kinds, False
         self.reason: str | None = None
         answers = control.all_gather(self._everyone, "backend tdcoll", (agreed, self._local_obstacle(size)))
-        what = "serves, max_bytes_per_rank, heap_bytes and timeout of backend tdcoll"
+        what = "serves, max_bytes_per_rank, heap_bytes, timeout and share_gpus of backend tdcoll"
         require_equal([given for given, _ in answers], self._everyone, what)
         self._give_up([obstacle for _, obstacle in answers])
 
@@ -211,11 +212,13 @@ class TdcollProcessGroup(ProcessGroup):
         self._own_store = dist.PrefixStore("tdcoll/", store)
         inner = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without what is overridden here."""
-        self._names = add_backends((self, inner), store, rank, size, timeout, name, ranks, options.nccl, split)
+        share_gpus = lifecycle.may_share_gpus()
+        made = (self, inner)
+        self._names = add_backends(made, store, rank, size, timeout, name, ranks, options.nccl, split, share_gpus)
         self._roll_call = RollCall(dist.PrefixStore("roll-call/", self._own_store), rank, size, timeout)
         control = StoreControlPlane(self._own_store, rank, timeout.total_seconds())
         timeout_s = _deadline(timeout)
-        agreed = (options.kinds, options.max_bytes_per_rank, options.heap_bytes, timeout_s)
+        agreed = (options.kinds, options.max_bytes_per_rank, options.heap_bytes, timeout_s, share_gpus)
         facts = self._facts = _Facts(control, size, options.kinds, agreed)
         if not ranks:
             facts.join(store, rank, size, options.heap_bytes, timeout_s)
@@ -636,7 +639,7 @@ class TdcollProcessGroup(ProcessGroup):
         tensor = tensors[0]
         if self._names.get(tensor.device.type) != "nccl" or op not in ("sum", "mean") or len(tensors) != 1:
             self._to_inner("sparse_all_reduce", tensor.device, why)
-            mean = op == "mean" and tensor.device.type == "cpu"
+            mean = op == "mean" and self._names.get(tensor.device.type) == "gloo"
             if mean:  # gloo has sums alone
                 opts.reduceOp = dist.ReduceOp.SUM
                 tensor.data = tensor.detach() / self._size

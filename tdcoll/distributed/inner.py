@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inner group: gloo for CPU tensors, NCCL for CUDA tensors, and what is added to them."""
+"""The inner group: gloo for CPU tensors, NCCL (gloo where ranks share GPUs) for CUDA tensors, and what is added."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def add_backends(
     ranks: list[int],
     nccl: Any,
     split: bool,
+    share_gpus: bool = False,
 ) -> dict[str, str]:
     """Make gloo and, where there are GPUs, NCCL, and register them with ``groups``. Collective.
 
@@ -36,6 +37,7 @@ def add_backends(
         name, ranks: of the group; ``ranks`` is empty for the default group.
         nccl: ``ProcessGroupNCCL.Options`` or None.
         split: whether NCCL may split the default group's communicator, as ``new_group`` does.
+        share_gpus: ranks may share GPUs, which NCCL refuses: gloo serves CUDA tensors too.
 
     Returns:
         The backend's name for each type of device.
@@ -53,7 +55,7 @@ def add_backends(
     made = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available():
         made["cuda"] = made["cpu"]
-        if dist.is_nccl_available():
+        if dist.is_nccl_available() and not share_gpus:
             made["cuda"] = kinds.NCCL, _nccl(store, rank, size, timeout, name, ranks, nccl, split)
     default = made.get("cuda", made["cpu"])[0]
     for group in groups:

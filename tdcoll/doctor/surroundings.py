@@ -24,6 +24,7 @@ _IFNAME = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
 KNOWN_VARIABLES = {
     "TDCOLL_TIMEOUT_S",
     "TDCOLL_EMULATE_NODES",
+    "TDCOLL_SHARE_GPUS",
     "TDCOLL_DEBUG",
     "TDCOLL_COMPILER",
     "TDCOLL_TUNING",
@@ -177,6 +178,9 @@ def variables(facts: Facts) -> list[Line]:
             )
         elif value and (wanted := _refused(variable, value, facts)):
             lines.append(problem(name, f"{variable}={value}", wanted))
+        elif variable == "TDCOLL_SHARE_GPUS" and value not in ("", "0") and not facts.simulated:
+            text = f"{variable}={value}: ranks may share GPUs, CUDA tensors have gloo and not NCCL, benchmarks refuse"
+            lines.append(note(name, text, "for tests of correctness; unset it for everything else"))
     return lines or [ok(name, "none of tdcoll's is misspelt or out of range")]
 
 

@@ -19,7 +19,7 @@ from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.topology import emulated_node
 
-__all__ = ["finalize", "initialize", "is_initialized", "join", "parse_bytes"]
+__all__ = ["device_index", "finalize", "initialize", "is_initialized", "join", "may_share_gpus", "parse_bytes"]
 
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_HEAP_BYTES = 1 << 30
@@ -42,6 +42,10 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
+def _asks_to_share_gpus() -> bool:
+    return os.environ.get("TDCOLL_SHARE_GPUS", "0") not in ("", "0")
+
+
 @dataclass(frozen=True)
 class _Settings:
     """What ``initialize`` was asked for; must agree over the ranks."""
@@ -49,9 +53,16 @@ class _Settings:
     heap_bytes: int
     timeout_s: float
     emulate_nodes: int
+    share_gpus: bool = False
 
     @classmethod
-    def read(cls, heap_bytes: int | None, timeout_s: float | None, emulate_nodes: int | None) -> _Settings:
+    def read(
+        cls,
+        heap_bytes: int | None,
+        timeout_s: float | None,
+        emulate_nodes: int | None,
+        share_gpus: bool | None = None,
+    ) -> _Settings:
         env = os.environ
         if heap_bytes is None:
             default = DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else DEFAULT_HEAP_BYTES
@@ -68,8 +79,10 @@ class _Settings:
             if not text.isdigit():
                 raise ValueError(f"TDCOLL_EMULATE_NODES must be a whole number, got {text!r}")
             emulate_nodes = int(text)
+        if share_gpus is None:
+            share_gpus = _asks_to_share_gpus()
         _positive("heap_bytes", heap_bytes)
-        return cls(int(heap_bytes), float(_positive("timeout_s", timeout_s)), emulate_nodes)
+        return cls(int(heap_bytes), float(_positive("timeout_s", timeout_s)), emulate_nodes, bool(share_gpus))
 
 
 @dataclass
@@ -89,8 +102,23 @@ def is_initialized() -> bool:
     return runtime.current_or_none() is not None
 
 
+def may_share_gpus() -> bool:
+    """Whether ranks may share GPUs: in the job that this process has joined, else in one that it would join now."""
+    share_gpus = _job.settings.share_gpus if _job is not None else _asks_to_share_gpus()
+    return share_gpus and not INTERPRETED
+
+
+def device_index(local_rank: int, share_gpus: bool) -> int:
+    """The number of the GPU that the launcher's ``LOCAL_RANK`` means; shared GPUs are dealt out in turn."""
+    return local_rank % torch.cuda.device_count() if share_gpus else local_rank
+
+
 def initialize(
-    *, heap_bytes: int | None = None, timeout_s: float | None = None, emulate_nodes: int | None = None
+    *,
+    heap_bytes: int | None = None,
+    timeout_s: float | None = None,
+    emulate_nodes: int | None = None,
+    share_gpus: bool | None = None,
 ) -> None:
     """Join the job: find the ranks and nodes, start NVSHMEM, make the symmetric heap. Collective.
 
@@ -107,20 +135,29 @@ def initialize(
         timeout_s: deadline of every wait, in kernels and on the host, in seconds. Default: ``TDCOLL_TIMEOUT_S``,
             else 30.
         emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
+        share_gpus: ranks may use the same GPU, for tests of correctness: a GPU runs one process at a time, so that a
+            call takes milliseconds. A process group that is made here then has gloo for CUDA tensors, because NCCL
+            refuses two ranks on one GPU, and the device is ``LOCAL_RANK`` modulo the number of GPUs. Default: whether
+            ``TDCOLL_SHARE_GPUS`` is set to something other than 0. Without effect in the simulator.
 
     Raises:
         AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
-        RankMismatchError: ranks pass different settings, or two ranks use one GPU.
+        RankMismatchError: ranks pass different settings, or two ranks use one GPU without ``share_gpus``.
         TdcollError: no GPU and not interpreted, NVSHMEM's bindings are missing, or a rank did not come.
         ValueError: an argument or environment variable is out of range.
     """
     if (existing := runtime.current_or_none()) is not None:
-        asked = {"heap_bytes": heap_bytes, "timeout_s": timeout_s, "emulate_nodes": emulate_nodes}
+        asked = {
+            "heap_bytes": heap_bytes,
+            "timeout_s": timeout_s,
+            "emulate_nodes": emulate_nodes,
+            "share_gpus": share_gpus,
+        }
         _refuse_other_job(existing, asked)
         return
-    settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes)
+    settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus)
     _refuse_no_gpu()
-    made_process_group = _ensure_process_group()
+    made_process_group = _ensure_process_group(settings.share_gpus)
     try:
         # The default group's store: present with every backend, and used by no collective of the user's.
         store = dist.distributed_c10d._get_default_store()
@@ -188,13 +225,16 @@ def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
             )
 
 
-def _ensure_process_group() -> bool:
+def _ensure_process_group(share_gpus: bool) -> bool:
     """Make the default process group if there is none; True if this call made it."""
     if dist.is_initialized():
         return False
-    backend = "gloo" if INTERPRETED else "cpu:gloo,cuda:nccl"
+    # With share_gpus always gloo, also where ranks do not really share: whether another host's do is not known here.
+    # Ranks that disagree still meet, because NCCL connects at its first use only, and are told so by _join.
+    on_gpus = "cpu:gloo,cuda:gloo" if share_gpus else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if INTERPRETED else on_gpus
     if not INTERPRETED and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device_index(int(os.environ["LOCAL_RANK"]), share_gpus))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
@@ -235,10 +275,11 @@ def _join(settings: _Settings, store: Any, rank: int, world_size: int) -> runtim
         raise RankMismatchError(f"all ranks must initialise with the same settings; got {listing}")
     gpus: dict[Any, int] = {}
     for other, (_, _, gpu) in enumerate(answers):
-        if gpu is not None and gpus.setdefault(gpu, other) != other:
+        if gpu is not None and gpus.setdefault(gpu, other) != other and not settings.share_gpus:
             raise RankMismatchError(
                 f"ranks {gpus[gpu]} and {other} use the same GPU; call torch.cuda.set_device(LOCAL_RANK) before "
-                "tdcoll.initialize()"
+                "tdcoll.initialize(). For tests of correctness ranks may share GPUs: launch.sh --share-gpus, "
+                "TDCOLL_SHARE_GPUS=1 or initialize(share_gpus=True)"
             )
     if not INTERPRETED:
         _refuse_settings_of_one_host({answer[2][0] for answer in answers})

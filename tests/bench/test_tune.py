@@ -157,6 +157,19 @@ def test_the_simulator_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not list(tmp_path.iterdir())
 
 
+def test_shared_gpus_have_no_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tdcoll.runtime.lifecycle.INTERPRETED", False)
+    monkeypatch.setattr("tdcoll.bench.tune.INTERPRETED", False)
+    monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
+    for name in ("all_gather", "sparse_all_reduce", "index_match", "signal", "tune"):
+        with pytest.raises(SystemExit) as ended:
+            main([name, *(["-o", str(tmp_path / "t.json")] if name == "tune" else [])])
+        assert ended.value.code == 2
+        assert f"{name}: error: TDCOLL_SHARE_GPUS: expected 0 or nothing, got '1'" in capsys.readouterr().err
+
+
 def test_the_listing() -> None:
     arguments = "--dry-run -b 1K -e 512K -f 512 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
     assert tune.listing(tune.parse(arguments.split()), FOUR, True).splitlines() == [

@@ -19,9 +19,11 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll import distributed, runtime
 from tdcoll.distributed import BackendTimeout, Options, explain
-from tdcoll.distributed.inner import NamedWork
+from tdcoll.distributed import backend as backend_module
+from tdcoll.distributed.inner import NamedWork, add_backends
 from tdcoll.distributed.options import KINDS, SERVES
 from tdcoll.distributed.work import Task, TaskWork, as_backend_error, worker
+from tdcoll.runtime import lifecycle
 
 WORKERS = Path(__file__).parents[1] / "workers"
 GPU_ONLY = {"streams", "graphs"}
@@ -86,6 +88,40 @@ def test_without_gpu_or_simulator_all_is_the_inner_groups() -> None:
         assert f"  {kind}: inner group; no GPU, and not the simulator" in done.stdout
     assert "by tdcoll" not in done.stdout
     assert "is served by gloo" in done.stderr  # a warning: it is not what was asked for
+
+
+@pytest.mark.parametrize(("share_gpus", "name"), [(True, "gloo"), (False, "nccl")])
+def test_inner_backends_on_gpus(monkeypatch, share_gpus: bool, name: str) -> None:
+    """NCCL refuses two ranks on one GPU, so where ranks may share GPUs there is none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr("tdcoll.distributed.inner._nccl", lambda *_: "made")
+    registered = {}
+
+    class Group:
+        def _set_default_backend(self, kind) -> None:
+            registered["default"] = str(kind).rpartition(".")[2]
+
+        def _register_backend(self, device, kind, made) -> None:
+            registered[device.type] = str(kind).rpartition(".")[2]
+
+    options = (timedelta(seconds=5), "0", [], None, False)
+    found = add_backends((Group(),), dist.HashStore(), 0, 1, *options, share_gpus)
+    assert found == {"cpu": "gloo", "cuda": name}
+    assert registered == {"default": name.upper(), "cpu": "GLOO", "cuda": name.upper()}
+
+
+@pytest.mark.parametrize(
+    ("current", "local_rank", "share", "device"),
+    [(0, "3", "1", 1), (0, "2", "1", 0), (0, "1", "0", 1), (0, "3", "0", 0), (1, "2", "1", 1)],
+)
+def test_device_of_a_rank(monkeypatch, current: int, local_rank: str, share: str, device: int) -> None:
+    monkeypatch.setattr(lifecycle, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("TDCOLL_SHARE_GPUS", share)
+    assert backend_module._device_of_this_rank() == torch.device("cuda", device)
 
 
 EXPIRED = """

@@ -114,6 +114,7 @@ NOTES = [
     ("locked memory", HOSTS, {"memlock_bytes": 65536}, "locked memory", "64 KiB", "--ulimit memlock=-1"),
     ("multicast on", GPUS, environment(GPUS, NVSHMEM_DISABLE_NVLS="0", NCCL_NVLS_ENABLE="1"), "multicast", "NVSHMEM_DISABLE_NVLS=0, NCCL_NVLS_ENABLE=1", "NVSHMEM_DISABLE_NVLS=1"),
     ("multicast not set", GPUS, environment(GPUS, NVSHMEM_DISABLE_NVLS=None), "multicast", "none of its switches", "NVSHMEM_DISABLE_NVLS=1"),
+    ("ranks may share GPUs", GPUS, environment(GPUS, TDCOLL_SHARE_GPUS="1"), "variables", "TDCOLL_SHARE_GPUS=1", "tests of correctness"),
     ("somebody's variable", GPUS, environment(GPUS, TDCOLL_XYZ="1"), "variables", "TDCOLL_XYZ", "unset it"),
 ]  # fmt: skip
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs on GPUs, started by launch.sh as a user starts them: as many ranks and nodes as this host can show."""
+"""Jobs on GPUs, started by launch.sh as a user starts them.
+
+Where there are fewer GPUs than ranks, the ranks share them: ``-k shared`` chooses these tests, which take minutes each,
+and ``-k "not shared"`` leaves them out.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
-
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE.parent / "workers"
 GPUS = torch.cuda.device_count()
-RANKS = [n for n in (1, 2, 3, 4, 6, 8) if n <= GPUS]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
 TIMEOUT_S = 280.0
+SHARED_TIMEOUT_S = 580.0
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -44,38 +47,52 @@ def needs(gpus: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs, found {GPUS}")
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+def ranks_of(*numbers: int, nodes: int = 1) -> pytest.MarkDecorator:
+    """Parametrizes ``ranks``; the ids say which ranks share GPUs and which nodes are uneven."""
+
+    def name(ranks: int) -> str:
+        uneven = ["uneven"] if ranks % nodes else []
+        return " ".join([str(ranks), *uneven, *(["shared"] if ranks > GPUS else [])])
+
+    return pytest.mark.parametrize("ranks", [pytest.param(n, id=name(n)) for n in numbers])
+
+
+def run_checks(launch: Launch, ranks: int, script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    if ranks > GPUS:
+        # A rank that waits its turn at the GPU, and compiles beside all the others, is no rank that is gone.
+        return launch(
+            "--share-gpus", "--timeout", "120", "--nproc", str(ranks), *options, str(script), timeout=SHARED_TIMEOUT_S
+        )
+    return launch("--nproc", str(ranks), *options, str(script), timeout=TIMEOUT_S)
+
+
+@ranks_of(1, 2, 3, 4, 6, 8)
 def test_all_checks(launch: Launch, ranks: int) -> None:
-    done = launch("--nproc", str(ranks), str(HERE / "all_checks.py"), timeout=TIMEOUT_S)
+    done = run_checks(launch, ranks, HERE / "all_checks.py")
     assert set(verdicts(done)) == checks_of("language_checks.py", "all_gather_checks.py")
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@ranks_of(1, 2, 3, 4, 6, 8)
 def test_sparse_checks(launch: Launch, ranks: int) -> None:
-    done = launch("--nproc", str(ranks), str(WORKERS / "sparse_checks.py"), timeout=TIMEOUT_S)
+    done = run_checks(launch, ranks, WORKERS / "sparse_checks.py")
     assert set(verdicts(done)) == checks_of("sparse_checks.py")
 
 
-@pytest.mark.parametrize(
-    "ranks", [*(pytest.param(n, marks=needs(n)) for n in (2, 4, 8)), pytest.param(3, marks=needs(3), id="3, uneven")]
-)
+@ranks_of(2, 3, 4, 5, 8, nodes=2)
 def test_sparse_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
-    script = WORKERS / "sparse_checks.py"
-    done = launch("--nproc", str(ranks), "--emulate-nodes", "2", str(script), timeout=TIMEOUT_S)
+    done = run_checks(launch, ranks, WORKERS / "sparse_checks.py", "--emulate-nodes", "2")
     assert set(verdicts(done)) == checks_of("sparse_checks.py")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs(4)), pytest.param(3, marks=needs(3), id="3, uneven")])
+@ranks_of(3, 4, 5, 8, nodes=2)
 def test_emulated_nodes(launch: Launch, ranks: int) -> None:
-    script = WORKERS / "all_gather_checks.py"
-    done = launch("--nproc", str(ranks), "--emulate-nodes", "2", str(script), timeout=TIMEOUT_S)
+    done = run_checks(launch, ranks, WORKERS / "all_gather_checks.py", "--emulate-nodes", "2")
     assert set(verdicts(done)) == checks_of("all_gather_checks.py")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs(n)) for n in (3, 4, 8)])
+@ranks_of(3, 4, 8)
 def test_distributed_checks(launch: Launch, ranks: int) -> None:
-    script = WORKERS / "distributed_checks.py"
-    done = launch("--nproc", str(ranks), str(script), timeout=TIMEOUT_S)
+    done = run_checks(launch, ranks, WORKERS / "distributed_checks.py")
     assert set(verdicts(done)) == checks_of("distributed_checks.py")
 
 
@@ -91,19 +108,23 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@needs(4)
-@pytest.mark.parametrize("sees", ["only its own devices", "its own devices first"])
+@needs(2)
+@pytest.mark.parametrize(
+    "sees", ["only its own devices", "its own devices first"], ids=lambda sees: sees + (" shared" if GPUS < 4 else "")
+)
 def test_two_agents_on_one_host_are_two_nodes(launch: Launch, sees: str) -> None:
-    half = GPUS // 2
-    all_devices = devices()[: 2 * half]
+    per_node = GPUS // 2
+    half = max(2, per_node)  # ranks: with one each there is nothing that 2D could pass on
+    sharing = ("--share-gpus",) if half > per_node else ()
+    all_devices = devices()[: 2 * per_node]
     rendezvous = f"127.0.0.1:{free_port()}"
 
     def agent(node_rank: int) -> subprocess.CompletedProcess[str]:
-        mine = all_devices[node_rank * half : (node_rank + 1) * half]
+        mine = all_devices[node_rank * per_node : (node_rank + 1) * per_node]
         others = [] if sees == "only its own devices" else [d for d in all_devices if d not in mine]
         options = ("--nproc", str(half), "--nnodes", "2", "--node-rank", str(node_rank), "--rdzv", rendezvous)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(mine + others)}
-        return launch(*options, str(HERE / "two_nodes.py"), timeout=TIMEOUT_S, env=visible)
+        return launch(*sharing, *options, str(HERE / "two_nodes.py"), timeout=TIMEOUT_S, env=visible)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(agent, (0, 1))

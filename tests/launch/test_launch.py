@@ -111,6 +111,24 @@ def test_simulate_wins_over_gpus(shell: Shell, script: Path) -> None:
     assert plan(shell, "--simulate", "--nproc", "3", script).option("--nproc-per-node") == "3"
 
 
+def test_processes_that_share_gpus(shell: Shell, script: Path) -> None:
+    shell.set_gpus(2)
+    p = plan(shell, "--share-gpus", "--nproc", "8", "--emulate-nodes", "2", script)
+    assert p.option("--nproc-per-node") == "8"
+    assert p.exports["TDCOLL_SHARE_GPUS"] == "1"
+    assert "TRITON_INTERPRET" not in p.exports
+    assert plan(shell, "--share-gpus", script).option("--nproc-per-node") == "2"
+    assert "TDCOLL_SHARE_GPUS" not in plan(shell, script).exports
+
+
+def test_the_variable_lets_processes_share_gpus_too(shell: Shell, script: Path) -> None:
+    shell.set_gpus(1)
+    assert plan(shell, "--nproc", "3", script, TDCOLL_SHARE_GPUS="yes").option("--nproc-per-node") == "3"
+    assert "1 visible GPU" in refusal(shell, "--nproc", "3", script, TDCOLL_SHARE_GPUS="0")
+    assert "1 visible GPU" in refusal(shell, "--nproc", "3", script, TDCOLL_SHARE_GPUS="")
+    assert plan(shell, "--simulate", script, TDCOLL_SHARE_GPUS="1").option("--nproc-per-node") == "4"
+
+
 def test_several_hosts(shell: Shell, script: Path) -> None:
     p = plan(shell, "--nnodes", "3", "--node-rank", "2", "--rdzv", "head.example:1234", script)
     assert [p.option(f"--{name}") for name in ("nnodes", "node-rank", "master-addr", "master-port")] == [
@@ -216,6 +234,7 @@ def test_help(shell: Shell) -> None:
         done = shell.run(LAUNCH, option)
         assert done.returncode == 0
         assert "--emulate-nodes" in done.stdout
+        assert "--share-gpus" in done.stdout
 
 
 # --- what it refuses ------------------------------------------------------------------------------
@@ -256,6 +275,10 @@ def test_help(shell: Shell) -> None:
         (["--nnodes", "2", "--rdzv", "h:0", "--node-rank", "0", "SCRIPT"], ["--rdzv:", "port", "'h:0'"]),
         (["--nnodes", "2", "--rdzv", "h:x", "--node-rank", "0", "SCRIPT"], ["--rdzv:", "port", "'h:x'"]),
         (["--nproc", "2", "tests"], ["--nproc:", "tests"]),
+        (["--share-gpus", "tests"], ["--share-gpus:", "tests"]),
+        (["--share-gpus=1", "SCRIPT"], ["--share-gpus:", "no value", "'1'"]),
+        (["--share-gpus", "SCRIPT"], ["--share-gpus:", "expected GPUs", "simulator"]),
+        (["--share-gpus", "--simulate", "SCRIPT"], ["--share-gpus:", "expected GPUs", "simulator"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -271,6 +294,7 @@ def test_more_processes_than_gpus(shell: Shell, script: Path) -> None:
     assert "--nproc:" in message
     assert "2 visible GPUs" in message
     assert "got 3" in message
+    assert "--share-gpus" in message
     assert "1 visible GPU" in refusal(shell, "--nproc", "2", script, CUDA_VISIBLE_DEVICES="1")
 
 

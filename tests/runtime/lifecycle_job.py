@@ -91,7 +91,7 @@ def second_call_asks_for_the_same() -> None:
     job = runtime.current()
     tdcoll.initialize()
     tdcoll.initialize(heap_bytes=8 << 20)
-    tdcoll.initialize(timeout_s=7.0, emulate_nodes=1)
+    tdcoll.initialize(timeout_s=7.0, emulate_nodes=1, share_gpus=False)
     assert runtime.current() is job
     gather_and_compare()
     tdcoll.finalize()
@@ -104,6 +104,7 @@ def second_call_with_other_settings() -> None:
         ({"heap_bytes": 1 << 21}, "heap_bytes=8388608; got 2097152"),
         ({"timeout_s": 8}, r"timeout_s=7\.0; got 8"),
         ({"heap_bytes": 8 << 20, "emulate_nodes": 2}, "emulate_nodes=1; got 2"),
+        ({"share_gpus": True}, "share_gpus=False; got True"),
     ):
         with pytest.raises(tdcoll.AlreadyInitializedError, match=text + r"\. Call tdcoll\.finalize"):
             tdcoll.initialize(**asked)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ from tdcoll.runtime.lifecycle import parse_bytes
 
 JOB = Path(__file__).with_name("lifecycle_job.py")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
-SETTINGS = ("NVSHMEM_SYMMETRIC_SIZE", "TDCOLL_TIMEOUT_S", "TDCOLL_EMULATE_NODES")
+SETTINGS = ("NVSHMEM_SYMMETRIC_SIZE", "TDCOLL_TIMEOUT_S", "TDCOLL_EMULATE_NODES", "TDCOLL_SHARE_GPUS")
 
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -162,8 +163,78 @@ def test_ranks_with_other_settings(another_rank: Callable[..., None]) -> None:
 def test_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, another_rank: Callable[..., None]) -> None:
     monkeypatch.setattr(lifecycle, "_gpu_name", lambda: ("host", "GPU-1"))
     another_rank(lambda mine: mine)
-    with pytest.raises(tdcoll.RankMismatchError, match=r"ranks 0 and 1 use the same GPU.*set_device\(LOCAL_RANK\)"):
+    with pytest.raises(
+        tdcoll.RankMismatchError, match=r"ranks 0 and 1 use the same GPU.*set_device\(LOCAL_RANK\).*TDCOLL_SHARE_GPUS=1"
+    ):
         tdcoll.initialize()
+
+
+class Joined(Exception):
+    """Nothing was refused, and the heap would be made now."""
+
+
+@pytest.mark.parametrize(
+    ("variable", "argument", "shares"),
+    [
+        ("1", None, True),
+        (None, True, True),
+        ("0", True, True),
+        ("1", False, False),
+        ("0", None, False),
+        ("", None, False),
+    ],
+)
+def test_ranks_that_may_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    another_rank: Callable[..., None],
+    variable: str | None,
+    argument: bool | None,
+    shares: bool,
+) -> None:
+    monkeypatch.setattr(lifecycle, "_gpu_name", lambda: ("host", "GPU-1"))
+    monkeypatch.setattr("tdcoll.runtime.simulator.process.ProcessHeap", lambda **_: (_ for _ in ()).throw(Joined))
+    if variable is not None:
+        monkeypatch.setenv("TDCOLL_SHARE_GPUS", variable)
+    another_rank(lambda mine: mine)
+    with pytest.raises(Joined if shares else tdcoll.RankMismatchError):
+        tdcoll.initialize(share_gpus=argument)
+
+
+def test_ranks_that_disagree_on_sharing_gpus(another_rank: Callable[..., None]) -> None:
+    another_rank(lambda mine: (dataclasses.replace(mine[0], share_gpus=False), *mine[1:]))
+    with pytest.raises(tdcoll.RankMismatchError, match=r"rank 0: .*share_gpus=True.*rank 1: .*share_gpus=False"):
+        tdcoll.initialize(share_gpus=True)
+
+
+# ---------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.parametrize(
+    ("share_gpus", "device", "backend"), [(True, 1, "cpu:gloo,cuda:gloo"), (False, 5, "cpu:gloo,cuda:nccl")]
+)
+def test_device_and_process_group_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, share_gpus: bool, device: int, backend: str
+) -> None:
+    devices: list[int] = []
+    backends: list[str] = []
+    monkeypatch.setattr(lifecycle, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert lifecycle._ensure_process_group(share_gpus)
+    assert (devices, backends) == ([device], [backend])
+
+
+def test_whether_gpus_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
+    assert not lifecycle.may_share_gpus(), "the simulator has none"
+    monkeypatch.setattr(lifecycle, "INTERPRETED", False)
+    assert lifecycle.may_share_gpus()
+    settings = lifecycle._Settings(heap_bytes=1, timeout_s=1.0, emulate_nodes=1, share_gpus=False)
+    monkeypatch.setattr(lifecycle, "_job", lifecycle._Job(settings, False))
+    assert not lifecycle.may_share_gpus(), "the job's setting holds"
 
 
 # ---------------------------------------------------------------------- outside of any job

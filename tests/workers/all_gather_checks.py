@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from harness import check, device, expect, expect_raises, rank, run, scaled, simulated, world
+from harness import check, device, expect, expect_raises, rank, run, scaled, shared, simulated, world
 
 import tdcoll
 from tdcoll import runtime
@@ -39,7 +39,7 @@ def algorithms(nbytes: int) -> list[str]:
     """Those that serve ``nbytes`` per rank on all ranks of this job."""
     topology = tdcoll.topology()
     one_node = topology.n_nodes == 1
-    most = most_ll_bytes(topology.n_nodes)
+    most = most_ll_bytes(topology)
     ll = ["ll"] if topology.ranks_per_node is not None and nbytes <= most else []
     return [*ll, *(["direct"] if one_node else []), "1d", *([] if topology.ranks_per_node is None else ["2d"])]
 
@@ -110,7 +110,7 @@ def in_place() -> None:
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1024)
     for nbytes in small([0, 1, 48, 1000, 65536 + 3, 1 << 20]):
         buffer = tdcoll.empty(world() * nbytes, torch.uint8)
-        for call in range(scaled(20, 3)):
+        for call in range(scaled(20, 3, shared_gpus=5)):
             for algorithm in algorithms(1 << 30):
                 buffer[rank() * nbytes : (rank() + 1) * nbytes] = pattern(rank(), call, nbytes)
                 got = tdcoll.all_gather_in_place(buffer, ctx, algorithm=algorithm)
@@ -138,7 +138,7 @@ def _in_place_of_ordinary() -> None:
 @check
 def many_calls_with_a_straggler() -> str:
     """Thousands of calls without a synchronisation; one rank at a time is late."""
-    calls = scaled(4000, 12)
+    calls = scaled(4000, 12, shared_gpus=600)
     nbytes = 1536
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     chooser = random.Random(5)
@@ -186,7 +186,7 @@ def subgroups() -> None:
 def several_contexts() -> None:
     used = tdcoll.heap_info().used
     contexts = [tdcoll.CollectiveContext(max_bytes_per_rank=512 * (i + 1)) for i in range(4)]
-    for call in range(scaled(50, 3)):
+    for call in range(scaled(50, 3, shared_gpus=9)):
         for i, ctx in enumerate(contexts):
             if (call + i) % 3:
                 got = tdcoll.all_gather(pattern(rank(), call + i, 512), ctx)
@@ -310,7 +310,7 @@ def replay_captured(nbytes: int, captured: int, replays: int) -> None:
 def graphs() -> None:
     """Odd and even numbers of captured calls."""
     for nbytes, captured in ((1000, 1), (4096, 2), (65536, 3), (1 << 20, 5), (512, 20)):
-        replay_captured(nbytes, captured, 50)
+        replay_captured(nbytes, captured, scaled(50, 0, shared_gpus=11))
 
 
 @check(gpu_only=True)
@@ -351,7 +351,7 @@ def streams() -> None:
 def one_stays_away(algorithm: str) -> None:
     """One rank does not make the second call; the others must say who."""
     absent = world() - 1
-    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=1.5)
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=5 if shared() else 1.5)
     data = pattern(rank(), 0, 256)
     tdcoll.all_gather(data, ctx, algorithm=algorithm)
     if rank() != absent:

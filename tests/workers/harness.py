@@ -20,6 +20,7 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll import runtime
 from tdcoll.language import INTERPRETED
+from tdcoll.runtime import lifecycle
 
 CHECKS: dict[str, Callable[[], object]] = {}
 GPU_ONLY: set[str] = set()
@@ -41,8 +42,15 @@ def simulated() -> bool:
     return INTERPRETED
 
 
-def scaled(gpu: int, simulator: int) -> int:
-    """A repetition count: the simulator is thousands of times slower."""
+def shared() -> bool:
+    """Whether ranks share GPUs (`launch.sh --share-gpus`), which take turns at them."""
+    return lifecycle.may_share_gpus()
+
+
+def scaled(gpu: int, simulator: int, shared_gpus: int | None = None) -> int:
+    """A repetition count: the simulator is thousands of times slower, and so are GPUs that ranks share."""
+    if shared_gpus is not None and shared():
+        return shared_gpus
     return simulator if INTERPRETED else gpu
 
 

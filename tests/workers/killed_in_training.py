@@ -36,7 +36,7 @@ def main() -> None:
     when, victim = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group("tdcoll", timeout=timedelta(seconds=TIMEOUT_S))
     rank = dist.get_rank()

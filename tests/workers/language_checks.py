@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, rank, run, world
+from harness import check, device, expect, expect_raises, rank, run, shared, world
 
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
-from tdcoll.language import INTERPRETED
 from tdcoll.language.spec import FUNCTIONS
 
 NBYTES = 1003  # no multiple of anything
@@ -304,7 +303,7 @@ def words_with_flags() -> str | None:
     if tdcoll.topology().n_nodes > 1:
         return "pointers reach one node"
     words = tdcoll.zeros(1024, torch.int64)
-    monitor = tdcoll.WaitMonitor(timeout_s=5)
+    monitor = tdcoll.WaitMonitor(timeout_s=30 if shared() else 5)
     ok = torch.zeros(1, dtype=torch.int32, device=device())
     wanted = torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
     for flag in (1, 2, (1 << 31) - 1):
@@ -319,7 +318,7 @@ def words_with_flags() -> str | None:
     tdcoll.barrier()
     torn = torch.ones(1, dtype=torch.int32, device=device())
     partner = world() - 1 - rank()  # each other's, so neither is more than one round ahead
-    words_in_one_piece[(1,)](words, 3 if INTERPRETED else 20_000, partner, monitor.words, torn)
+    words_in_one_piece[(1,)](words, scaled(20_000, 3, shared_gpus=200), partner, monitor.words, torn)
     monitor.check()
     expect(int(torn) == 0, f"{int(torn)} words came in pieces")
     tdcoll.barrier()

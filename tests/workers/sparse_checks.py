@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import all_agree, check, device, expect, expect_raises, rank, run, scaled, simulated, world
+from harness import all_agree, check, device, expect, expect_raises, rank, run, scaled, shared, simulated, world
 
 import tdcoll
 from tdcoll import runtime
@@ -261,7 +261,7 @@ def sparse_subgroups() -> None:
 @check
 def sparse_many_calls_with_a_straggler() -> str:
     """Calls in a row, each compared on the device; one rank at a time is late."""
-    calls, num_rows, rows = scaled(200, 4), scaled(500, 20), scaled(128, 8)
+    calls, num_rows, rows = scaled(200, 4, shared_gpus=40), scaled(500, 20), scaled(128, 8)
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     chooser = random.Random(5)
     with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=64) as ctx:
@@ -525,10 +525,11 @@ def _replay(captured: int, replays: int, algorithm: str, coalesced: bool, dtype:
 @check(gpu_only=True)
 def sparse_graphs() -> None:
     """Odd and even numbers of captured calls, of one epoch (gather) and of several (owner)."""
+    replays = scaled(50, 0, shared_gpus=11)
     for captured in (1, 2, 3):
-        _replay(captured, 50, "owner", False, torch.float32, 300)
-        _replay(captured, 50, "gather", False, torch.float32, 20)
-        _replay(captured, 50, "owner", True, torch.bfloat16, 300)
+        _replay(captured, replays, "owner", False, torch.float32, 300)
+        _replay(captured, replays, "gather", False, torch.float32, 20)
+        _replay(captured, replays, "owner", True, torch.bfloat16, 300)
 
 
 @check(gpu_only=True)
@@ -595,7 +596,7 @@ def sparse_timeout_names_the_peer() -> str:
     absent = world() - 1
     for algorithm in ("owner", "gather"):
         every = parts(1, 6, 20)
-        ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, timeout_s=1.5)
+        ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, timeout_s=5 if shared() else 1.5)
         call(ctx, every, 20, algorithm=algorithm)
         if rank() != absent:
             again = partial(call, ctx, every, 20, algorithm=algorithm)
