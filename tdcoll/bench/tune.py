@@ -125,6 +125,8 @@ def candidates(
     for algorithm in algorithms:
         if algorithm == "2d" and topology.n_nodes == 1:
             continue  # 1D with other names
+        if algorithm == "ring" and topology.world_size < 3:
+            continue  # direct stores with other names
         tried = [Candidate(algorithm, in_place)]
         if algorithm == "ll":
             room = max(_LL_CHUNKS[0], 1 << max(0, nbytes - 1).bit_length())

@@ -73,7 +73,7 @@ def test_algorithm_of_large_messages(nbytes: int, nodes: tuple[int, ...], asked:
     ],
 )
 def test_chunks(nbytes: int, channels: int, chunk: int) -> None:
-    for algorithm in ("1d", "direct"):
+    for algorithm in ("1d", "direct", "ring"):
         plan = choose(nbytes, nodes_of(8), algorithm, direct=True)
         assert (plan.channels, plan.chunk) == (channels, chunk)
         assert plan.num_warps == (16 if nbytes >= 16 * M else 8)
@@ -130,6 +130,23 @@ def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct:
         in_place = choose(nbytes, nodes_of(*nodes), direct=direct, in_place=True)
         assert in_place.algorithm == ("direct" if direct else "1d")
         assert in_place.channels <= 64
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_ring_is_had_where_ranks_store_to_each_other_and_only_when_asked_for(in_place: bool) -> None:
+    plan = choose(32 * M, nodes_of(8), "ring", direct=True, in_place=in_place)
+    assert plan == Plan("ring", CHANNELS, 64 << 10, 16)  # in place as well: chunks are passed on
+    assert choose(1, nodes_of(8), plan_of_one := Plan("ring", 1, 128, 4), direct=True) == plan_of_one
+    for nodes, direct in (((8,), False), ((4, 4), True), ((4, 2), True)):
+        for asked in ("ring", plan):
+            with pytest.raises(
+                ValueError, match=r"algorithm='ring' needs one node whose ranks can store .*; got [68] "
+            ):
+                choose(M, nodes_of(*nodes), asked, direct=direct, in_place=in_place)
+    for nbytes in (0, 1, 64 << 10, M, 8 * M, 64 * M, G):
+        for world in (1, 2, 3, 4, 8):
+            chosen = choose(nbytes, nodes_of(world), direct=True, ll_bytes=64 << 10, in_place=in_place)
+            assert chosen.algorithm != "ring"
 
 
 @pytest.mark.parametrize(
