@@ -17,6 +17,7 @@ from tdcoll.collectives.all_gather.policy import (
     CHUNK_ALIGNMENT,
     LL_BLOCK,
     TARGET_CHUNK_BYTES,
+    Entry,
     Plan,
     choose,
 )
@@ -136,7 +137,10 @@ def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct:
 def test_the_ring_is_had_where_ranks_store_to_each_other_and_only_when_asked_for(in_place: bool) -> None:
     plan = choose(32 * M, nodes_of(8), "ring", direct=True, in_place=in_place)
     assert plan == Plan("ring", CHANNELS, 64 << 10, 16)  # in place as well: chunks are passed on
-    assert choose(1, nodes_of(8), plan_of_one := Plan("ring", 1, 128, 4), direct=True) == plan_of_one
+    entries = (Entry(8, 1, "eager", in_place, None, "ring", channels=64),)
+    tabled = choose(32 * M, nodes_of(8), direct=True, in_place=in_place, entries=entries)
+    assert tabled == Plan("ring", 64, M // 2, 16)
+    assert choose(32 * M, nodes_of(8), in_place=in_place, entries=entries).algorithm == "1d"
     for nodes, direct in (((8,), False), ((4, 4), True), ((4, 2), True)):
         for asked in ("ring", plan):
             with pytest.raises(

@@ -29,7 +29,8 @@ and after. On a ring, only p writes into r's staging and signals. It writes slot
 it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
 
 Order of programs: chunk by chunk, step by step. Step s of a channel waits for step s - 1 of the same channel on p,
-which has a smaller index there; so any number of resident blocks makes progress.
+which has a smaller index there; so any number of resident blocks makes progress. The steps of a chunk follow each
+other, so about one in W of the resident blocks moves data at a time, and the others wait.
 
 In place (``IN_PLACE``): the symmetric buffer takes the role of staging, and nothing is copied out. The first program
 first tells p, which is the only one that writes here, that this rank has entered the call (``ready``), and every
