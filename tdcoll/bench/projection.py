@@ -18,6 +18,10 @@ that has the most of them::
                 puts, and not waited for before a signal; on H200s they take half the time);
                 over nodes: between + intra_latency / 2 + 4/3 * what came from other nodes, to each mate / intra_GBps
     direct      intra_latency + (ranks - 1) * bytes / intra_GBps        (stores and signals)
+    ring        intra_latency + bytes / intra_GBps
+                    + (ranks - 2) * max(bytes / intra_GBps, intra_latency + chunk / intra_GBps)
+                (likewise; a step takes its bytes, or, if these are few, what the first chunk of the one before took.
+                The rate is that of any stores: that one successor may be faster than all ranks is left out)
     in place    one crossing (latency, or intra_latency in a single node) more: the peers say that they are there;
                 not for LL, which lands in memory of its own
 
@@ -165,7 +169,7 @@ def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: b
     """Of each rank, in a group with as many ranks on every node. ``nbytes`` per rank."""
     nodes, world = topology.n_nodes, topology.world_size
     per_node = world // nodes
-    if plan.algorithm in ("ll", "direct"):
+    if plan.algorithm in ("ll", "direct", "ring"):
         puts = (nodes - 1) * put_chunks(int(nbytes), plan, CHANNELS).channels if nodes > 1 else 0
         sent = (nodes - 1) * nbytes
         return Counts(puts, sent, puts, puts, sent)
@@ -192,6 +196,9 @@ def all_gather_us(counts: Counts, plan: Plan, nbytes: float, on: Cluster, in_pla
         if plan.algorithm == "ll":
             sent, latency = _FLAGGED * sent, latency / 2
         return entering + latency + sent / on.intra_gbps / 1e3
+    if plan.algorithm == "ring":
+        whole, first = nbytes / on.intra_gbps / 1e3, min(plan.chunk, nbytes) / on.intra_gbps / 1e3
+        return entering + on.intra_latency_us + whole + (on.ranks - 2) * max(whole, on.intra_latency_us + first)
     inside_bytes = counts.put_bytes - counts.inter_node_bytes
     inside = on.intra_latency_us + inside_bytes / on.intra_gbps / 1e3 if on.per_node > 1 else 0.0
     if on.nodes == 1:

@@ -124,6 +124,8 @@ def candidates(
     for algorithm in algorithms:
         if algorithm == "2d" and topology.n_nodes == 1:
             continue  # 1D with other names
+        if algorithm == "ring" and topology.world_size < 3:
+            continue  # direct stores with other names
         tried = [Candidate(algorithm, in_place)]
         if algorithm == "ll":
             room = 2 * max(_LL_CHUNKS[0], nbytes)

@@ -46,7 +46,7 @@ def test_the_command_line() -> None:
     ("arguments", "message"),
     [
         ("-b 3", "-b must be a multiple of the dtype's 4 bytes"),
-        ("--algorithms 3d", "expected some of auto, ll, direct, 1d, 2d"),
+        ("--algorithms 3d", "expected some of auto, ll, direct, ring, 1d, 2d"),
         ("--peers mpi", "expected some of nccl"),
         ("--iters 1", "expected a whole number of at least 4"),
         ("--graph --eager", "not allowed with argument"),

@@ -59,7 +59,9 @@ def test_gpus_have_no_counts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (4, 2), (3, 3), (6, 2)])
 def test_counts_of_all_gathers_are_the_simulators(ranks: int, nodes: int) -> None:
-    options = all_gather.parse(["-b", "1K", "-e", "16K", "-f", "16", "--algorithms", "ll,1d,2d,in-place", "--peers="])
+    options = all_gather.parse(
+        ["-b", "1K", "-e", "16K", "-f", "16", "--algorithms", "ll,1d,2d,in-place" + ",ring" * (nodes == 1), "--peers="]
+    )
     world = World(ranks, ranks_per_node=ranks // nodes)
     found = world.run(lambda _: all_gather.simulate(options, lambda row: None))[0]
     on = Cluster(nodes, ranks, 1.0, 1.0)
@@ -133,6 +135,10 @@ def test_one_node() -> None:
     m = (1 << 20) / 1e3
     assert times(1 << 20, ["in-place"], on) == {"in-place (direct)": pytest.approx(2 + 2 + 7 * m / 300)}
     assert "ll" not in times(1 << 20, ["ll", "1d"], on)
+    m = (1 << 20) / 1e3
+    assert times(1 << 20, ["ring"], on)["ring"] == pytest.approx(2 + 7 * m / 300)  # 3.5 µs a step, more than a latency
+    assert times(3000, ["ring"], on)["ring"] == pytest.approx(2 + 3 / 300 + 6 * (2 + 3 / 300))
+    assert "ring" not in times(3000, ["ring"], Cluster(2, 8, latency_us=5.0, gbps=50.0))
 
 
 def test_a_rank_on_each_node_and_a_rank_alone() -> None:

@@ -36,6 +36,7 @@ def test_what_is_tried() -> None:
         *("ll", "ll 1536 B chunks 4 warps", "ll 3 KB chunks 4 warps"),  # 3 KB with 8 is the rules'
         *("ll 6 KB chunks 4 warps", "ll 6 KB chunks 8 warps"),
         *("direct", "direct 1 chunks 4 warps", "direct 4 chunks 4 warps", "direct 4 chunks 8 warps"),
+        *("ring", "ring 1 chunks 4 warps", "ring 4 chunks 4 warps", "ring 4 chunks 8 warps"),
         *("1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps", "1d 4 chunks 8 warps"),  # 1 with 8 is the rules'
     ]
     plans = [c.plan(4096, FOUR, 4096) for c in found]
@@ -46,9 +47,11 @@ def test_what_cannot_be_had_is_not_tried() -> None:
     def algorithms(*arguments: Any, **options: Any) -> set[str]:
         return {c.algorithm for c in candidates(*arguments, **options)}
 
-    assert algorithms(1 << 20, FOUR, ll_bytes=16 << 10) == {"direct", "1d"}
-    assert algorithms(64, FOUR, ll_bytes=64) == {"ll", "direct", "1d"}
-    assert algorithms(64, FOUR, ll_bytes=64, in_place=True) == {"ll", "direct", "1d"}
+    assert algorithms(1 << 20, FOUR, ll_bytes=16 << 10) == {"direct", "ring", "1d"}
+    assert algorithms(64, FOUR, ll_bytes=64) == {"ll", "direct", "ring", "1d"}
+    assert algorithms(64, FOUR, ll_bytes=64, in_place=True) == {"ll", "direct", "ring", "1d"}
+    assert algorithms(64, Topology.of(0, range(3), [0] * 3), ll_bytes=64) == {"ll", "direct", "ring", "1d"}
+    assert algorithms(64, Topology.of(0, range(2), [0] * 2), ll_bytes=64) == {"ll", "direct", "1d"}
     assert algorithms(64, FOUR, ll_bytes=-1) == {"1d"}
     assert algorithms(64, TWO_BY_TWO, ll_bytes=-1) == {"1d", "2d"}
     assert algorithms(64, Topology.of(0, range(3), [0, 0, 1]), ll_bytes=-1) == {"1d"}
@@ -136,7 +139,7 @@ def test_sections_of_a_table() -> None:
         ("-o pyproject.toml", "expected a tuning table in JSON"),
         ("--dry-run --channels 4,513", "--channels: expected at most 512, got 513"),
         ("--dry-run --warps 3", "--warps: expected some of 1, 2, 4, 8, 16, 32; got 3"),
-        ("--dry-run --algorithms auto", "expected some of ll, direct, 1d, 2d"),
+        ("--dry-run --algorithms auto", "expected some of ll, direct, ring, 1d, 2d"),
         ("--dry-run --margin -1", "expected a number of percent"),
         ("--dry-run -b 2K -e 1K", "-b must be at most -e"),
     ],

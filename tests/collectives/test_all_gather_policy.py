@@ -17,6 +17,7 @@ from tdcoll.collectives.all_gather.policy import (
     CHUNK_ALIGNMENT,
     LL_BLOCK,
     TARGET_CHUNK_BYTES,
+    Entry,
     Plan,
     choose,
 )
@@ -73,7 +74,7 @@ def test_algorithm_of_large_messages(nbytes: int, nodes: tuple[int, ...], asked:
     ],
 )
 def test_chunks(nbytes: int, channels: int, chunk: int) -> None:
-    for algorithm in ("1d", "direct"):
+    for algorithm in ("1d", "direct", "ring"):
         plan = choose(nbytes, nodes_of(8), algorithm, direct=True)
         assert (plan.channels, plan.chunk) == (channels, chunk)
         assert plan.num_warps == (16 if nbytes >= 16 * M else 8)
@@ -134,6 +135,26 @@ def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct:
         assert in_place.channels <= 64
         small = choose(64 << 10, nodes_of(*nodes), ll_bytes=64 << 10, direct=direct, in_place=True)
         assert small.algorithm == "ll"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_ring_is_had_where_ranks_store_to_each_other_and_only_when_asked_for(in_place: bool) -> None:
+    plan = choose(32 * M, nodes_of(8), "ring", direct=True, in_place=in_place)
+    assert plan == Plan("ring", CHANNELS, 64 << 10, 16)  # in place as well: chunks are passed on
+    entries = (Entry(8, 1, "eager", in_place, None, "ring", channels=64),)
+    tabled = choose(32 * M, nodes_of(8), direct=True, in_place=in_place, entries=entries)
+    assert tabled == Plan("ring", 64, M // 2, 16)
+    assert choose(32 * M, nodes_of(8), in_place=in_place, entries=entries).algorithm == "1d"
+    for nodes, direct in (((8,), False), ((4, 4), True), ((4, 2), True)):
+        for asked in ("ring", plan):
+            with pytest.raises(
+                ValueError, match=r"algorithm='ring' needs one node whose ranks can store .*; got [68] "
+            ):
+                choose(M, nodes_of(*nodes), asked, direct=direct, in_place=in_place)
+    for nbytes in (0, 1, 64 << 10, M, 8 * M, 64 * M, G):
+        for world in (1, 2, 3, 4, 8):
+            chosen = choose(nbytes, nodes_of(world), direct=True, ll_bytes=64 << 10, in_place=in_place)
+            assert chosen.algorithm != "ring"
 
 
 @pytest.mark.parametrize(

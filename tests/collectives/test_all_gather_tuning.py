@@ -104,12 +104,12 @@ FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
         (
             (*ENTRY, "algorithm"),
             "3d",
-            't.json: tables[0].entries[1]: algorithm: expected one of "ll", "direct", "1d", "2d", ',
+            't.json: tables[0].entries[1]: algorithm: expected one of "ll", "direct", "ring", "1d", "2d"',
         ),
         (
             (*ENTRY, "algorithm"),
             "auto",
-            'entries[1]: algorithm: expected one of "ll", "direct", "1d", "2d", "nccl", got "auto"',
+            'entries[1]: algorithm: expected one of "ll", "direct", "ring", "1d", "2d", "nccl", got "auto"',
         ),
         ((*ENTRY, "algorithm"), "nccl", "entries[1]: expected no channels with algorithm 'nccl'"),
         ((*ENTRY, "up_to"), "much", 'entries[1]: up_to: expected a number of bytes, such as 65536 or "64 KB", got "mu'),
@@ -217,7 +217,7 @@ def test_nothing_is_handed_over_that_has_no_bytes() -> None:
 
 @given(
     st.integers(0, 1 << 26),
-    st.sampled_from(("ll", "1d", "2d")),
+    st.sampled_from(("ll", "ring", "1d", "2d")),
     st.one_of(st.none(), st.integers(1, CHANNELS)),
     st.one_of(st.none(), st.integers(7, 20)),
 )
@@ -225,7 +225,7 @@ def test_chunks_of_an_entry_cover_the_bytes(nbytes: int, algorithm: str, channel
     unit = 3 if algorithm == "ll" else 1
     how = {"chunk": unit << chunk} if chunk is not None and channels is None else {"channels": channels}
     nbytes = nbytes % ((16 << 10) + 1) if algorithm == "ll" else nbytes
-    plan = choose(nbytes, nodes_of(4), entries=(entry(None, algorithm, **how),), ll_bytes=16 << 10)
+    plan = choose(nbytes, nodes_of(4), entries=(entry(None, algorithm, **how),), ll_bytes=16 << 10, direct=True)
     assert plan.algorithm == algorithm
     assert plan.channels * plan.chunk >= nbytes
     assert (plan.channels - 1) * plan.chunk < max(nbytes, 1)
@@ -236,13 +236,13 @@ def test_chunks_of_an_entry_cover_the_bytes(nbytes: int, algorithm: str, channel
         assert plan.channels <= CHANNELS
         assert plan.chunk % CHUNK_ALIGNMENT == 0
     # And it is a plan that somebody may ask for.
-    assert choose(nbytes, nodes_of(4), plan, ll_bytes=16 << 10) == plan
+    assert choose(nbytes, nodes_of(4), plan, ll_bytes=16 << 10, direct=True) == plan
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan("nccl", 1, 128, 4), "a Plan's algorithm must be one of ll, direct, 1d, 2d; got 'nccl'"),
+        (Plan("nccl", 1, 128, 4), "a Plan's algorithm must be one of ll, direct, ring, 1d, 2d; got 'nccl'"),
         (Plan("ll", 1, 4096, 4), "algorithm='ll' needs the same number of ranks on every node and"),
         (Plan("1d", 2, 100, 4), "must be a multiple of 16 bytes and cover all 1000 bytes; got 2 of 100 bytes"),
         (Plan("1d", 2, 480, 4), "cover all 1000 bytes; got 2 of 480"),

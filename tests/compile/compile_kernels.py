@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from tdcoll.bench import kernels as bench
-from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll
+from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll, kernels_ring
 from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.sparse_all_reduce import kernels as sparse
 from tdcoll.language.jit import bitcode_path, needs_nvshmem
@@ -109,8 +109,7 @@ def compile_ll(arch: int, world: int, block: int, over_nodes: bool) -> dict[str,
     }
 
 
-def compile_direct(arch: int, in_place: bool) -> dict[str, object]:
-    kernel = kernels_direct.all_gather_direct
+def compile_direct(kernel, arch: int, in_place: bool) -> dict[str, object]:
     constants = {"WORLD": 8, "SLOT_SIGNALS": 256, "IN_PLACE": in_place}
     ptx = compile_for(kernel, arch, constants, POINTERS | {"deltas": "*i64"} | dict.fromkeys(ADDRESSES, "i64")).asm[
         "ptx"
@@ -118,6 +117,7 @@ def compile_direct(arch: int, in_place: bool) -> dict[str, object]:
     return {
         "kernel": kernel.__name__,
         "arch": arch,
+        "in_place": in_place,
         "needs": needs_nvshmem(kernel),
         "globaltimer": ptx.count("%globaltimer"),
         "release_sys": ptx.count("st.release.sys"),
@@ -260,7 +260,10 @@ def main() -> None:
     checks = compile_language_checks(90)
     compiled = {"all_gather": results, "ll": ll, "language": checks, "index_match": matching, "sparse": sums}
     compiled["signals"] = signals
-    compiled["direct"] = [compile_direct(arch, in_place) for arch in (90, 100) for in_place in (False, True)]
+    stores = (kernels_direct.all_gather_direct, kernels_ring.all_gather_ring)
+    compiled["direct"] = [
+        compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)
+    ]
     json.dump({"triton": triton.__version__, **compiled}, sys.stdout)
 
 

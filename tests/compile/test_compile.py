@@ -62,7 +62,12 @@ def test_ll_needs_nvshmem_between_nodes_only_and_has_bounded_waits(compiled) -> 
 
 
 def test_direct_stores_need_no_nvshmem_and_are_wide(compiled) -> None:
-    assert len(compiled["direct"]) == 4
+    assert {(k["kernel"], k["arch"], k["in_place"]) for k in compiled["direct"]} == {
+        (f"all_gather_{name}", arch, in_place)
+        for name in ("direct", "ring")
+        for arch in (90, 100)
+        for in_place in (False, True)
+    }
     for kernel in compiled["direct"]:
         assert not kernel["needs"], kernel
         assert kernel["globaltimer"] >= 1, kernel

@@ -375,7 +375,7 @@ def test_channels_are_a_number_of_chunks_that_ranks_agree_on() -> None:
             with tdcoll.CollectiveContext(max_bytes_per_rank=40_000, channels=channels) as ctx:
                 assert ctx.signals.shape == (2, channels, N)
                 data = torch.arange(10_000) * (pe + 1)
-                for algorithm in ("auto", "ll", "direct", "1d", "2d"):
+                for algorithm in ("auto", "ll", "direct", "ring", "1d", "2d"):
                     small = data[: ctx.ll_bytes // 8] if algorithm == "ll" else data[:5000]
                     got = tdcoll.all_gather(small, ctx, algorithm=algorithm)
                     assert torch.equal(got, torch.cat([torch.arange(len(small)) * (p + 1) for p in range(N)]))

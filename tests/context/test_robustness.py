@@ -18,7 +18,7 @@ def data(pe: int, call: int, count: int = 16) -> torch.Tensor:
     return torch.full((count,), 1000 * call + pe, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("algorithm", ["ll", "1d", "2d"])
+@pytest.mark.parametrize("algorithm", ["ll", "ring", "1d", "2d"])
 def test_a_rank_that_gave_up_sends_nothing_more(algorithm: str) -> None:
     """Calls that are queued on its stream when a wait expires must not reach a peer that is only late."""
     seen: dict[int, object] = {}

@@ -41,7 +41,7 @@ def algorithms(nbytes: int) -> list[str]:
     one_node = topology.n_nodes == 1
     most = most_ll_bytes(topology)
     ll = ["ll"] if topology.ranks_per_node is not None and nbytes <= most else []
-    return [*ll, *(["direct"] if one_node else []), "1d", *([] if topology.ranks_per_node is None else ["2d"])]
+    return [*ll, *(["direct", "ring"] if one_node else []), "1d", *([] if topology.ranks_per_node is None else ["2d"])]
 
 
 def small(sizes: list[int]) -> list[int]:
@@ -349,7 +349,7 @@ def streams() -> None:
 
 
 def one_stays_away(algorithm: str) -> None:
-    """One rank does not make the second call; the others must say who."""
+    """One rank does not make the second call; the others must say who. On a ring, the rank before them."""
     absent = world() - 1
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=5 if shared() else 1.5)
     data = pattern(rank(), 0, 256)
@@ -357,7 +357,8 @@ def one_stays_away(algorithm: str) -> None:
     if rank() != absent:
         tdcoll.all_gather(data, ctx, algorithm=algorithm)
         error = expect_raises(tdcoll.CollectiveTimeout, ctx.check)
-        expect(error.peer == absent and error.rank == rank() and error.epoch == 2, str(error))  # type: ignore[attr-defined]
+        peer = (rank() - 1) % world() if algorithm == "ring" else absent
+        expect(error.peer == peer and error.rank == rank() and error.epoch == 2, str(error))  # type: ignore[attr-defined]
         expect_raises(tdcoll.CollectiveTimeout, lambda: tdcoll.all_gather(data, ctx))
         ctx.close()
     runtime.current().failed = True  # so that the absent rank, too, leaves without the others

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, rank, run, shared, world
+from harness import check, device, expect, expect_raises, rank, run, scaled, shared, world
 
 import tdcoll
 import tdcoll.language as tdl

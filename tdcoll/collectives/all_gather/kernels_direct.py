@@ -29,11 +29,11 @@ import tdcoll.language as tdl
 from tdcoll.collectives.protocol import begin_epoch, chunk_bytes
 from tdcoll.language.jit import jit
 
-__all__ = ["all_gather_direct"]
+__all__ = ["all_gather_direct", "release"]
 
 
 @jit
-def _release(signal, delta, epoch):
+def release(signal, delta, epoch):
     """The peer's copy of ``signal`` becomes ``epoch``, after all that the block has stored before."""
     tdl.syncthreads()
     theirs = (tl.cast(signal, tl.int64) + delta).to(tl.pointer_type(tl.int64))
@@ -75,11 +75,11 @@ def all_gather_direct(
         allowed = tl.cast(1, tl.int32)
         if IN_PLACE:
             if channel == 0:
-                _release(ready + rank, frm_delta, epoch)
+                release(ready + rank, frm_delta, epoch)
             allowed = tdl.wait_signal(ready + to, tdl.CMP_GE, epoch, monitor, to, to)
         if allowed != 0:
             tdl.copy_block(landing + tl.cast(rank, tl.int64) * capacity + to_delta, mine, size)
-            _release(row + rank, to_delta, epoch)
+            release(row + rank, to_delta, epoch)
             arrived = tdl.wait_signal(row + frm, tdl.CMP_GE, epoch, monitor, frm, channel * WORLD + frm)
             if not IN_PLACE:
                 if arrived != 0:

@@ -12,7 +12,7 @@ import triton
 from triton.compiler import CompiledKernel
 
 from tdcoll import runtime
-from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll
+from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll, kernels_ring
 from tdcoll.collectives.all_gather.policy import HANDED_OVER, LL_WORD_BYTES, Plan, choose, put_chunks
 from tdcoll.collectives.launch import ReadyKernel, require_all
 from tdcoll.context import CollectiveContext
@@ -60,7 +60,7 @@ class _Launch:
     """A process group that does it instead; see :class:`_HandOver`."""
 
     def __init__(self, ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool, counted: bool = False) -> None:
-        prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct}
+        prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct, "ring": self._prepare_ring}
         prepare = prepares.get(plan.algorithm) or functools.partial(self._prepare_puts, counted=counted)
         kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
         self._in_words = plan.algorithm == "ll"
@@ -112,6 +112,11 @@ class _Launch:
         # WORLD, SLOT_SIGNALS, IN_PLACE
         constants = (ctx.world_size, ctx.signals[0].numel(), in_place)
         return kernels_direct.all_gather_direct, ctx.world_size * plan.channels, tensors, numbers, constants
+
+    @staticmethod
+    def _prepare_ring(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
+        # The same memory, signals, programs and arguments.
+        return kernels_ring.all_gather_ring, *_Launch._prepare_direct(ctx, nbytes, plan, in_place)[1:]
 
     @staticmethod
     def _prepare_ll(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
@@ -309,8 +314,8 @@ def all_gather(
         tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
             May hold ``tensor`` as its own segment, and must not overlap it otherwise.
-        algorithm: ``"ll"``, ``"direct"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by the context's tuning
-            table, size and topology (see :func:`tdcoll.collectives.all_gather.policy.choose`). A
+        algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by the context's
+            tuning table, size and topology (see :func:`tdcoll.collectives.all_gather.policy.choose`). A
             :class:`~tdcoll.collectives.all_gather.policy.Plan` fixes chunks and warps as well.
 
     Returns:
@@ -324,7 +329,7 @@ def all_gather(
 
     Algorithms: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
     Operations*), or by stores and a released flag inside a node; the 2D form is the usual hierarchical exchange by
-    rails; LL puts a flag beside every 32 bits (NCCL's protocol of that name).
+    rails; LL puts a flag beside every 32 bits (NCCL's protocol of that name); the ring passes chunks on by stores.
     """
     nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
     given = out

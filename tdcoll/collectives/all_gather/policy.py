@@ -15,7 +15,7 @@ from tdcoll.runtime.topology import Topology
 
 __all__ = ["ALGORITHMS", "HANDED_OVER", "LL_WORD_BYTES", "Entry", "Plan", "choose", "is_ll_chunk", "put_chunks"]
 
-ALGORITHMS = ("auto", "ll", "direct", "1d", "2d")
+ALGORITHMS = ("auto", "ll", "direct", "ring", "1d", "2d")
 
 HANDED_OVER = "nccl"
 """In a tuning table and a plan: leave this call to torch.distributed."""
@@ -32,7 +32,7 @@ USUAL_CHANNELS = 64, 32
 LARGE_CHUNKS = 8, 32
 """Times :data:`TARGET_CHUNK_BYTES`, likewise: no larger while there are signals for more chunks, so that a large
 message is copied out, or forwarded, while it arrives. A put between nodes costs more than one inside. In place in one
-node nothing is copied out, and chunks may be as large as they get."""
+node nothing is copied out, and chunks may be as large as they get, but not on a ring, which forwards them."""
 
 MANY_WARPS_FROM = 128 << 10
 """Bytes. Larger chunks are copied by 16 warps, smaller ones by 8, if the message is not :data:`LARGE`."""
@@ -56,7 +56,7 @@ class Plan:
     """How one all-gather is launched.
 
     Attributes:
-        algorithm: ``"ll"``, ``"direct"``, ``"1d"`` or ``"2d"``; ``"nccl"``: it is not, torch.distributed does it.
+        algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"`` or ``"2d"``; ``"nccl"``: torch.distributed does it.
         channels: chunks that each segment is cut into.
         chunk: bytes of a chunk; the last may be shorter.
         num_warps: warps of each program.
@@ -121,9 +121,9 @@ def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int, dir
             f"algorithm='ll' needs the same number of ranks on every node and {limit}; got {nbytes} bytes on "
             f"{topology.describe()}. Use '1d' or 'auto'."
         )
-    if algorithm == "direct" and (topology.n_nodes > 1 or not direct):
+    if algorithm in ("direct", "ring") and (topology.n_nodes > 1 or not direct):
         return (
-            "algorithm='direct' needs one node whose ranks can store to each other's memory; got "
+            f"algorithm={algorithm!r} needs one node whose ranks can store to each other's memory; got "
             f"{topology.describe()}. Use '1d' or 'auto'."
         )
     return None
@@ -173,7 +173,7 @@ def put_chunks(nbytes: int, plan: Plan, channels: int) -> Plan:
 def _plan_puts(nbytes: int, topology: Topology, algorithm: str, entry: Entry, most: int, in_place: bool) -> Plan:
     several = topology.n_nodes > 1
     usual = max(TARGET_CHUNK_BYTES, -(-nbytes // USUAL_CHANNELS[several]))
-    if several or not in_place:
+    if several or not in_place or algorithm == "ring":
         usual = min(usual, LARGE_CHUNKS[several] * TARGET_CHUNK_BYTES)
     wanted = entry.channels or -(-nbytes // (entry.chunk or usual))
     channels = min(most, max(1, wanted))
@@ -226,7 +226,8 @@ def choose(
     - in one node direct stores for other messages of less than :data:`LARGE` bytes, and in place for all;
     - 2D where there are several nodes of several ranks each, all of one size: a segment then crosses between nodes once
       per node pair;
-    - 1D everywhere else.
+    - 1D everywhere else;
+    - the ring nowhere: it was not measured on more than two GPUs. An entry may say so.
 
     Chunks and warps are an entry's too, if it is of that algorithm.
 
@@ -245,7 +246,7 @@ def choose(
 
     Raises:
         ValueError: an unknown algorithm, 2D or LL over nodes of different sizes, LL beyond ``ll_bytes``, direct stores
-            between nodes, a plan that cannot be launched.
+            or the ring between nodes, a plan that cannot be launched.
     """
     most = _most_channels(topology, channels)
     if isinstance(algorithm, Plan):

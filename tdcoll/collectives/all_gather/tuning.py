@@ -25,7 +25,8 @@ decide::
     }
 
 ``up_to`` is bytes per rank, null for all sizes. ``channels`` (chunks that a segment is cut into) or ``chunk`` (bytes of
-one), and ``num_warps``, are by the rules where they are missing. ``"nccl"`` leaves the call to torch.distributed.
+one), and ``num_warps``, are by the rules where they are missing. ``"nccl"`` leaves the call to torch.distributed;
+``"ring"`` is taken by no rule, only where an entry or the caller says so.
 
 ``python -m tdcoll.bench tune`` measures and writes one. A context takes the one it is given, else that of the file
 that ``TDCOLL_TUNING`` names, else tdcoll's own, which has what was measured for ``docs/results``.

@@ -24,16 +24,21 @@ class Gathers:
     """Runs ``calls`` on every rank: ``o`` out of place, ``i`` in place, ``z`` of no bytes.
 
     Args:
-        algorithm: of the calls, or a plan.
+        algorithm: of the calls, or a plan; or several, for the calls in turn.
         calls: kinds of calls, in order.
         nbytes: bytes per rank.
         group: ranks that take part; None for all.
     """
 
     def __init__(
-        self, algorithm: str | Plan, calls: str = "oioo", nbytes: int = NBYTES, group: Sequence[int] | None = None
+        self,
+        algorithm: str | Plan | Sequence[str],
+        calls: str = "oioo",
+        nbytes: int = NBYTES,
+        group: Sequence[int] | None = None,
     ) -> None:
-        self.algorithm, self.calls, self.nbytes, self.group = algorithm, calls, nbytes, group
+        self.algorithms = [algorithm] if isinstance(algorithm, (str, Plan)) else list(algorithm)
+        self.calls, self.nbytes, self.group = calls, nbytes, group
 
     def __call__(self, world: World) -> None:
         world.run(self.host)
@@ -47,15 +52,16 @@ class Gathers:
             buffer = tdcoll.empty(world * nbytes, torch.uint8, group=self.group)
             mine = slice(ctx.rank * nbytes, (ctx.rank + 1) * nbytes)
             for call, kind in enumerate(self.calls):
+                algorithm = self.algorithms[call % len(self.algorithms)]
                 if kind == "z":
-                    tdcoll.all_gather(buffer[:0], ctx, algorithm=self.algorithm)
+                    tdcoll.all_gather(buffer[:0], ctx, algorithm=algorithm)
                     continue
                 data = pattern(ctx.topology.pes[ctx.rank], call, nbytes)
                 if kind == "i":
                     buffer[mine] = data
-                    got = tdcoll.all_gather_in_place(buffer, ctx, self.algorithm)
+                    got = tdcoll.all_gather_in_place(buffer, ctx, algorithm)
                 else:
-                    got = tdcoll.all_gather(data, ctx, algorithm=self.algorithm)
+                    got = tdcoll.all_gather(data, ctx, algorithm=algorithm)
                 wanted = torch.cat([pattern(p, call, nbytes) for p in ctx.topology.pes])
                 wrong = int((got != wanted).sum())
                 assert wrong == 0, f"rank {ctx.rank}, call {call} ({kind}): {wrong} wrong bytes"

@@ -32,7 +32,8 @@ class Mutant:
         ranks_per_node: as for ``World``.
         calls: as for ``Gathers``.
         world: further arguments of ``World``.
-        module: whose source it changes: ``"kernels"``, ``"kernels_ll"`` or ``"kernels_direct"``.
+        module: whose source it changes: ``"kernels"``, ``"kernels_ll"``, ``"kernels_direct"`` or
+            ``"kernels_ring"``.
         protocol: replacements in the source of ``begin_epoch`` and its like, which the module imports.
     """
 
@@ -80,6 +81,8 @@ PUT_LOCAL = "tdl.putmem_signal_block(target, source, size, signal, epoch, tdl.SI
 PUT_REMOTE = "tdl.putmem_signal_nbi_block(staged, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)"
 SIGNAL = "tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, pe)"
 MAY_WRITE = "if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:\n"
+RING_COPY = "tdl.copy_block(landing + after_delta, held, size)"
+RING_RELEASE = "release(row + origin, after_delta, epoch)"
 ADD = '    tl.atomic_add(control, share.to(tl.int64), sem="relaxed", scope="gpu")\n'
 WAIT_FLAGGED = "tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)"
 LOAD_DATA = (
@@ -363,7 +366,7 @@ MUTANTS = [
     ),
     Mutant(
         "direct: forgotten signal",
-        (("            _release(row + rank, to_delta, epoch)\n", ""),),
+        (("            release(row + rank, to_delta, epoch)\n", ""),),
         missing("signals"),
         "direct",
         module="kernels_direct",
@@ -378,11 +381,94 @@ MUTANTS = [
     ),
     Mutant(
         "direct, in place: nobody says that it has entered",
-        (("_release(ready + rank, frm_delta, epoch)", "pass"),),
+        (("release(ready + rank, frm_delta, epoch)", "pass"),),
         missing("ready"),
         "direct",
         calls="iiii",
         module="kernels_direct",
+    ),
+    # ------------------------------------------------------------------ the ring
+    Mutant(
+        "ring: one slot",
+        (("landing += (epoch % 2) * WORLD * capacity", "landing += (epoch % 2) * 0"),),
+        WRONG,
+        "ring",
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring: passed on before it is there",
+        (("tdl.wait_signal(row + origin, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + origin, tdl.CMP_GE, 0,"),),
+        WRONG,
+        "ring",
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring: passed on once the sender's own chunk is there",
+        (("tdl.wait_signal(row + origin, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + before, tdl.CMP_GE, epoch,"),),
+        WRONG,
+        "ring",
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring: the first chunk's signal stands for all",
+        (("* SLOT_SIGNALS + channel * WORLD", "* SLOT_SIGNALS"),),
+        WRONG,
+        "ring",
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring: signal before data",
+        ((f"{RING_COPY}\n{16 * ' '}{RING_RELEASE}", f"{RING_RELEASE}\n{16 * ' '}{RING_COPY}"),),
+        WRONG,
+        "ring",
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring: what is passed on has the sender's signal",
+        ((RING_RELEASE, RING_RELEASE.replace("row + origin", "row + rank")),),
+        missing("signals"),
+        "ring",
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring: passed on into the slot of the calls before",
+        ((RING_COPY, RING_COPY.replace("landing", "landing + (1 - 2 * (epoch % 2)) * WORLD * capacity")),),
+        WRONG,
+        "ring",
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring: those that wait come first",
+        (("step = tl.program_id(0) % WORLD", "step = WORLD - 1 - tl.program_id(0) % WORLD"),),
+        missing("signals"),
+        "ring",
+        calls="oioo",
+        world=(("resident", 1),),
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring, in place: a rank is written to before it has entered",
+        (("tdl.wait_signal(ready + after, tdl.CMP_GE, epoch,", "tdl.wait_signal(ready + after, tdl.CMP_GE, 0,"),),
+        WRONG,
+        "ring",
+        calls="iiii",
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring, in place: the wrong rank is told of the entry",
+        (("release(ready + rank, before_delta, epoch)", "release(ready + rank, after_delta, epoch)"),),
+        missing("ready"),
+        "ring",
+        calls="iiii",
+        module="kernels_ring",
+    ),
+    Mutant(
+        "ring, in place: nobody waits for the last hop",
+        (("tdl.CMP_GE, epoch, monitor, before", "tdl.CMP_GE, epoch * (step < WORLD - 1), monitor, before"),),
+        WRONG,
+        "ring",
+        calls="iiii",
+        module="kernels_ring",
     ),
 ]
 

@@ -20,7 +20,7 @@ from .cases import Gathers
 from .mutants import MUTANTS, Mutant, installed
 
 HEAP = 1 << 18
-CALLS = {"ll": "oi", "direct": "oi", "1d": "oi", "2d": "oi"}
+CALLS = {"ll": "oi", "direct": "oi", "ring": "oi", "1d": "oi", "2d": "oi"}
 
 GRIDS = [  # algorithm, nodes, ranks per node, calls, bytes per rank, seeds that every run tries
     ("ll", 1, 4, "oiozi", 201, 34),
@@ -28,6 +28,7 @@ GRIDS = [  # algorithm, nodes, ranks per node, calls, bytes per rank, seeds that
     ("ll", 3, 2, "oio", 64, 10),
     ("auto", 2, 2, "oioiz", 100, 20),
     ("direct", 1, 4, "oioiz", 200, 50),
+    ("ring", 1, 4, "oioiz", 200, 10),
     ("1d", 1, 4, "oioo", 200, 100),
     ("1d", 2, 2, "oioo", 200, 100),
     ("2d", 2, 2, "oioo", 200, 100),
@@ -47,15 +48,15 @@ def test_clean_over_seeds(algorithm: str, nodes: int, per_node: int, calls: str,
 
 @pytest.mark.parametrize("n_pes", range(1, 9))
 def test_every_world_size(n_pes: int) -> None:
-    for algorithm in ("ll", "direct", "1d", "2d"):
+    for algorithm in ("ll", "direct", *(["ring"] if n_pes <= 5 else []), "1d", "2d"):
         explore(Gathers(algorithm, CALLS[algorithm]), n_pes=n_pes, seeds=3, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 16, 127, 128, 129, 1000])
-@pytest.mark.parametrize("algorithm", ["ll", "direct", "1d", "2d"])
+@pytest.mark.parametrize("algorithm", ["ll", "direct", "ring", "1d", "2d"])
 def test_every_size(algorithm: str, nbytes: int) -> None:
     case = Gathers(algorithm, CALLS[algorithm], nbytes)
-    for per_node in {"ll": (None, 2), "direct": (None,)}.get(algorithm, (2,)):
+    for per_node in {"ll": (None, 2), "direct": (None,), "ring": (None,)}.get(algorithm, (2,)):
         explore(case, n_pes=4, seeds=3, ranks_per_node=per_node, heap_bytes=HEAP)
 
 
@@ -93,6 +94,14 @@ def test_one_resident_block_is_enough_for_ll_over_nodes() -> None:
 def test_many_calls_with_stragglers() -> None:
     for algorithm in ("1d", "direct", "auto"):
         explore(Gathers(algorithm, "ooiioi" * 5), n_pes=3, seeds=3, heap_bytes=HEAP, stragglers=True)
+
+
+@pytest.mark.parametrize("n_pes", [2, 3, 4])
+def test_the_ring_among_other_calls(n_pes: int) -> None:
+    """On one context: who hears from whom differs from call to call, in place and not."""
+    turns = ("ring", "direct", "1d", "ring", "ring")
+    explore(Gathers(turns, "oioiiioooi"), n_pes=n_pes, seeds=4, heap_bytes=HEAP, stragglers=True)
+    explore(Gathers(("ring", "ll"), "ozooioo"), n_pes=n_pes, seeds=2, heap_bytes=HEAP, stragglers=True)
 
 
 @pytest.mark.parametrize("algorithm", ["2d", "ll"])
@@ -148,8 +157,9 @@ def test_real_kernels_pass_where_mutants_are_caught(mutant: Mutant) -> None:
     explore(Gathers(mutant.algorithm, mutant.calls), seeds=10, heap_bytes=HEAP, **mutant.job)
 
 
-@pytest.mark.parametrize("algorithm", ["ll", "1d"])
+@pytest.mark.parametrize("algorithm", ["ll", "1d", "ring"])
 def test_a_killed_peer_is_named_by_all_others(algorithm: str) -> None:
+    """On a ring by its successor: the others name the rank before them, which waits, too."""
     victim, told = 2, {}
 
     def host(pe: int) -> None:
@@ -171,4 +181,5 @@ def test_a_killed_peer_is_named_by_all_others(algorithm: str) -> None:
     world.run(host)
     assert sorted(told) == [0, 1, 3]
     for rank, error in told.items():
-        assert (error.rank, error.peer, error.epoch, error.expected, error.seen) == (rank, victim, 2, 2, 0)
+        peer = (rank - 1) % 4 if algorithm == "ring" else victim
+        assert (error.rank, error.peer, error.epoch, error.expected, error.seen) == (rank, peer, 2, 2, 0)

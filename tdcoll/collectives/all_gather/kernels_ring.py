@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-gather inside one node around a ring: every rank stores to its successor only, and passes on what it gets.
+
+For large messages: a rank then has one other GPU to store to at any time, and not all of them. It was not measured on
+more than 2 GPUs, where a ring is what :mod:`.kernels_direct` does, so only a caller or a tuning table chooses it.
+
+Data flow, seen from rank r of W with n = r + 1 and p = r - 1 (both modulo W) and a segment of ``nbytes`` bytes, cut
+into ``channels`` chunks of ``chunk`` bytes; o = r - s (modulo W) is whose segment step s moves::
+
+    step 0         source --stores--> staging[slot, r] on n; then a release of the chunk's signal;  source --> out[r]
+    step 1..W-2    once the signal of o's chunk is there:
+                   staging[slot, o] --stores--> staging[slot, o] on n; then a release;  staging[slot, o] --> out[o]
+    step W-1       once it is there: staging[slot, o] --copy--> out[o]
+
+A chunk is passed on before it is copied out: somebody waits for the former, and the latter finds it in L2. A rank alone
+copies its own.
+
+Signal map: ``signals[slot, channel, o]`` on rank r is set to the epoch by p, whoever o is, when p has stored o's chunk
+there, and polled by the one program that moves that chunk. The address of a peer's copy of a symmetric address is that
+address plus ``deltas[peer]``.
+
+Ordering: the block's stores of a chunk come before its barrier, and that before the release at system scope by one of
+its threads; n acquires the signal before it reads the chunk, be it to copy it out or to pass it on. Each hop is such a
+pair of its own, and nothing else is relied on.
+
+Reuse of a slot: a rank completes only when it has all chunks of all other ranks, and nobody passes on what its origin
+has not sent; so every rank has started the epoch, which is what :mod:`tdcoll.context` needs, whatever calls come before
+and after. On a ring, only p writes into r's staging and signals. It writes slot ``e % 2`` again in epoch e + 2, after
+it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
+
+Order of programs: chunk by chunk, step by step. Step s of a channel waits for step s - 1 of the same channel on p,
+which has a smaller index there; so any number of resident blocks makes progress. The steps of a chunk follow each
+other, so about one in W of the resident blocks moves data at a time, and the others wait.
+
+In place (``IN_PLACE``): the symmetric buffer takes the role of staging, and nothing is copied out. The first program
+first tells p, which is the only one that writes here, that this rank has entered the call (``ready``), and every
+program that stores waits until n has told so. Of the segments here p writes all but r's own, each chunk once, and r
+waits for each: when its call is over nothing is on the way to its buffer, and its own reads for n are over.
+
+When a wait expires, its record names p (or n, for ``ready``): the rank that had to deliver. That one may itself have
+waited for the rank before it, so the cause may be further up the ring: a rank that is named and raises nothing itself.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.all_gather.kernels_direct import release
+from tdcoll.collectives.protocol import begin_epoch, chunk_bytes
+from tdcoll.language.jit import jit
+
+__all__ = ["all_gather_ring"]
+
+
+@jit(do_not_specialize=["source", "out", "staging", "nbytes", "chunk", "capacity", "rank", "channels"])
+def all_gather_ring(
+    source, out, staging, signals, ready, control, monitor, deltas, nbytes, chunk, capacity, rank, channels,
+    WORLD: tl.constexpr, SLOT_SIGNALS: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [WORLD * nbytes]`` inside one node. Programs: ``WORLD * channels``.
+
+    Args: those of ``all_gather_direct``.
+    """
+    channel = tl.program_id(0) // WORLD
+    step = tl.program_id(0) % WORLD
+    origin = (rank - step + WORLD) % WORLD
+    after = (rank + 1) % WORLD
+    before = (rank + WORLD - 1) % WORLD
+    after_delta = tl.load(deltas + after)
+    before_delta = tl.load(deltas + before)
+    epoch, alive = begin_epoch(control, monitor)
+    if alive == 0:
+        return
+    size = chunk_bytes(nbytes, chunk, channel)
+    offset = tl.cast(channel, tl.int64) * chunk
+    landing = tl.cast(staging, tl.int64) + offset
+    if not IN_PLACE:
+        landing += (epoch % 2) * WORLD * capacity
+    landing += tl.cast(origin, tl.int64) * capacity
+    row = signals + (epoch % 2) * SLOT_SIGNALS + channel * WORLD
+    held = landing
+    here = tl.cast(1, tl.int32)
+    if step == 0:
+        held = tl.cast(source, tl.int64) + offset
+    else:
+        here = tdl.wait_signal(row + origin, tdl.CMP_GE, epoch, monitor, before, channel * WORLD + origin)
+    if here != 0:
+        if step < WORLD - 1:
+            allowed = tl.cast(1, tl.int32)
+            if IN_PLACE:
+                if tl.program_id(0) == 0:
+                    release(ready + rank, before_delta, epoch)
+                allowed = tdl.wait_signal(ready + after, tdl.CMP_GE, epoch, monitor, after, after)
+            if allowed != 0:
+                tdl.copy_block(landing + after_delta, held, size)
+                release(row + origin, after_delta, epoch)
+        if not IN_PLACE:
+            target = tl.cast(out, tl.int64) + tl.cast(origin, tl.int64) * nbytes + offset
+            tdl.copy_block(target, held, size)
