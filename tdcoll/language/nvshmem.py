@@ -204,11 +204,13 @@ def st_release(ptr, val, scope="gpu", _semantic=None):
 _COMPARISONS = ("eq", "ne", "gt", "le", "lt", "ge")  # by CMP_* value
 
 # A thread polls until `look` has set the predicate `done`, or another wait of the monitor has expired, or its own
-# deadline has passed. `ok`, `monitor` and `active` are operands of the asm; `prepare` and `look` are PTX.
+# deadline has passed: the first of all threads for which it has leaves the record. `ok`, `monitor`, `active`, `peer`,
+# `index` and `expected` are operands of the asm; `prepare`, `look` and `see`, which leaves in `word` what was seen last,
+# are PTX.
 _POLL = """
 .reg .pred done, again;
 .reg .b32 misses, phase, flag;
-.reg .b64 word, begin, now, limit, aborted;
+.reg .b64 word, begin, now, limit, aborted, record;
 mov.b32 misses, 0;
 mov.b64 begin, 0;
 mov.b32 {ok}, 1;
@@ -228,19 +230,53 @@ setp.ne.u64 again, begin, 0;
 mov.b64 begin, now;
 CHECK:
 ld.relaxed.gpu.global.b64 aborted, [{monitor}+{aborted_at}];
+setp.ne.u64 done, aborted, 0;
+@done bra GIVE_UP;
 ld.relaxed.gpu.global.b64 limit, [{monitor}+{timeout_at}];
 sub.u64 now, now, begin;
-setp.ne.u64 again, aborted, 0;
-setp.ge.or.u64 done, now, limit, again;
-@!done bra POLL;
+setp.lt.u64 again, now, limit;
+@again bra POLL;
+atom.relaxed.gpu.global.cas.b64 aborted, [{monitor}+{aborted_at}], 0, 1;
+setp.ne.u64 done, aborted, 0;
+@done bra GIVE_UP;
+{see}
+ld.global.b64 record, [{monitor}+{record_at}];
+ld.global.b64 now, [{monitor}+{rank_at}];
+st.global.b64 [record+{RANK}], now;
+st.global.b64 [record+{PEER}], {peer};
+st.global.b64 [record+{SIGNAL}], {index};
+st.global.b64 [record+{EPOCH}], {expected};
+st.global.b64 [record+{EXPECTED}], {expected};
+st.global.b64 [record+{SEEN}], word;
+mov.b64 now, 1;
+st.release.sys.global.b64 [record+{VALID}], now;
+GIVE_UP:
 mov.b32 {ok}, 0;
 END:
 """
 
+_PLACES = {
+    name: 8 * word.value
+    for name, word in {
+        "aborted_at": MONITOR_ABORTED,
+        "timeout_at": MONITOR_TIMEOUT_NS,
+        "record_at": MONITOR_RECORD,
+        "rank_at": MONITOR_RANK,
+        "RANK": RECORD_RANK,
+        "PEER": RECORD_PEER,
+        "SIGNAL": RECORD_SIGNAL,
+        "EPOCH": RECORD_EPOCH,
+        "EXPECTED": RECORD_EXPECTED,
+        "SEEN": RECORD_SEEN,
+        "VALID": RECORD_VALID,
+    }.items()
+}
+"""Bytes from the start of the monitor's words, and of the record."""
 
-def _polling(look: str, *, ok: str, monitor: str, active: str, prepare: str = "") -> str:
-    offsets = {"aborted_at": 8 * MONITOR_ABORTED.value, "timeout_at": 8 * MONITOR_TIMEOUT_NS.value}
-    return "{" + _POLL.format(look=look, ok=ok, monitor=monitor, active=active, prepare=prepare, **offsets) + "}"
+
+def _polling(**pieces: str) -> str:
+    pieces = {"prepare": "", "see": "", **pieces}
+    return "{" + _POLL.format(**pieces, **_PLACES) + "}"
 
 
 def _cast_all(semantic: Any, *typed: tuple[Any, Any]) -> list[Any]:
@@ -249,30 +285,59 @@ def _cast_all(semantic: Any, *typed: tuple[Any, Any]) -> list[Any]:
 
 
 @core.extern
-def _poll(signal, compare, value, monitor, active, _semantic=None):
+def _poll(signal, compare, value, monitor, active, peer, index, _semantic=None):
     """Per element: 1 once ``*signal compare value`` holds (or ``active`` is 0), 0 after the monitor's deadline."""
     number = core._unwrap_if_constexpr(compare)
     if number not in range(len(_COMPARISONS)):
         raise ValueError(f"compare must be a CMP_* constant, got {number!r}")
     look = f"ld.acquire.sys.global.b64 word, [$1];\nsetp.{_COMPARISONS[number]}.u64 done, word, $2;"
-    asm = _polling(look, ok="$0", monitor="$3", active="$4")
-    args = _cast_all(_semantic, (signal, tl.int64), (value, tl.uint64), (monitor, tl.int64), (active, tl.int32))
+    asm = _polling(look=look, ok="$0", monitor="$3", active="$4", peer="$5", index="$6", expected="$2")
+    args = _cast_all(
+        _semantic,
+        (signal, tl.int64),
+        (value, tl.uint64),
+        (monitor, tl.int64),
+        (active, tl.int32),
+        (peer, tl.int64),
+        (index, tl.int64),
+    )
     return core.inline_asm_elementwise(
-        asm, "=&r,l,l,l,r,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
+        asm, "=&r,l,l,l,r,l,l,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
 
 
 @core.extern
-def _poll_flagged(words, flag, monitor, active, _semantic=None):
+def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
     """Per element: (data, data, data, 1) once the word's last 32 bits are ``flag``; (anything, 0) after the deadline."""
-    prepare = ".reg .b128 wide;\n.reg .b64 low, high;\nmov.b32 $0, 0;\nmov.b32 $1, 0;\nmov.b32 $2, 0;"
+    prepare = (
+        ".reg .b128 wide;\n.reg .b64 low, high, wanted;\ncvt.u64.u32 wanted, $5;\n"
+        "mov.b32 $0, 0;\nmov.b32 $1, 0;\nmov.b32 $2, 0;"
+    )
     look = (
         "ld.relaxed.sys.global.b128 wide, [$4];\nmov.b128 {low, high}, wide;\n"
         "mov.b64 {$0, $1}, low;\nmov.b64 {$2, flag}, high;\nsetp.eq.b32 done, flag, $5;"
     )
-    asm = _polling(look, ok="$3", monitor="$6", active="$7", prepare=prepare)
-    args = _cast_all(_semantic, (words, tl.int64), (flag, tl.int32), (monitor, tl.int64), (active, tl.int32))
-    outputs = "=&r,=&r,=&r,=&r,l,r,l,r,~{memory}"
+    asm = _polling(
+        prepare=prepare,
+        look=look,
+        see="cvt.u64.u32 word, flag;",
+        ok="$3",
+        monitor="$6",
+        active="$7",
+        peer="$8",
+        index="$9",
+        expected="wanted",
+    )
+    args = _cast_all(
+        _semantic,
+        (words, tl.int64),
+        (flag, tl.int32),
+        (monitor, tl.int64),
+        (active, tl.int32),
+        (peer, tl.int64),
+        (index, tl.int64),
+    )
+    outputs = "=&r,=&r,=&r,=&r,l,r,l,r,l,l,~{memory}"
     return core.inline_asm_elementwise(
         asm, outputs, args, (tl.int32,) * 4, is_pure=False, pack=1, _semantic=_semantic
     )
@@ -293,29 +358,8 @@ def block_and(flag, _semantic=None):
 
 
 @triton.jit
-def _give_up(monitor, peer, index, value, seen):
-    """The first wait that expires writes the record; every later wait returns at once."""
-    zero = tl.cast(0, tl.int64)
-    if tl.atomic_cas(monitor + MONITOR_ABORTED, zero, zero + 1, sem="relaxed", scope="gpu") == 0:
-        record = tl.load(monitor + MONITOR_RECORD).to(tl.pointer_type(tl.int64))
-        tl.store(record + RECORD_RANK, tl.load(monitor + MONITOR_RANK))
-        tl.store(record + RECORD_PEER, tl.cast(peer, tl.int64))
-        tl.store(record + RECORD_SIGNAL, tl.cast(index, tl.int64))
-        tl.store(record + RECORD_EPOCH, tl.cast(value, tl.int64))
-        tl.store(record + RECORD_EXPECTED, tl.cast(value, tl.int64))
-        tl.store(record + RECORD_SEEN, tl.cast(seen, tl.int64))
-        # Whichever thread made those stores, the barrier puts them before the one release.
-        syncthreads()
-        if tid(0) == 0:
-            st_release(record + RECORD_VALID, 1, "sys")
-
-
-@triton.jit
 def wait_signal(signal, compare: tl.constexpr, value, monitor, peer, index):
-    satisfied = block_and(_poll(signal, compare, value, monitor, 1))
-    if satisfied == 0:
-        _give_up(monitor, peer, index, value, ld(signal.to(tl.pointer_type(tl.int64)), "sys"))
-    return satisfied
+    return block_and(_poll(signal, compare, value, monitor, 1, peer, index))
 
 
 @triton.jit
@@ -323,28 +367,13 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
     index = tl.arange(0, BLOCK)
     wanted = (index < count) & (index != skip)
     mine = signals.to(tl.pointer_type(tl.int64)) + tl.where(wanted, index, 0)
-    arrived = _poll(mine, compare, value, monitor, wanted.to(tl.int32))
-    satisfied = block_and(tl.min(arrived))
-    if satisfied == 0:
-        # The one whose record counts may have seen its own signal in the last moment: -1 says "not known".
-        first = tl.min(tl.where(wanted & (arrived == 0), index, BLOCK))
-        first = tl.where(first == BLOCK, -1, first)
-        seen = tl.sum(tl.where(index == first, ld(mine, "sys"), 0))
-        _give_up(monitor, first, first, value, seen)
-    return satisfied
+    return block_and(tl.min(_poll(mine, compare, value, monitor, wanted.to(tl.int32), index, index)))
 
 
 @triton.jit
 def wait_flagged(words, flag, mask, monitor, peer):
-    first, second, third, arrived = _poll_flagged(words, flag, monitor, mask.to(tl.int32))
-    satisfied = block_and(tl.min(arrived))
-    if satisfied == 0:
-        place = tl.arange(0, words.shape[0])
-        missing = tl.min(tl.where(arrived == 0, place, words.shape[0]))
-        flags = (tl.cast(words, tl.int64) + 12).to(tl.pointer_type(tl.int32))
-        seen = tl.sum(tl.where(place == missing, ld(flags, "sys"), 0))
-        _give_up(monitor, peer, tl.where(missing == words.shape[0], -1, missing), flag, seen)
-    return first, second, third, satisfied
+    place = tl.arange(0, words.shape[0])
+    return _poll_flagged(words, flag, monitor, mask.to(tl.int32), peer, place)
 
 
 @core.extern

@@ -358,13 +358,14 @@ def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _sem
         running.check_flagged(address)
     held = Monitor(_number("wait_flagged", "monitor", monitor))
     satisfied, seen = running.wait_flagged(pending, wanted, held)
-    parts = np.zeros((3, addresses.size), np.uint32)
+    parts = np.zeros((4, addresses.size), np.uint32)
+    parts[3] = 1
     for (_, _, place), word in zip(pending, seen, strict=True):
-        for part in range(3):
-            parts[part, place] = word >> (32 * part) & 0xFFFF_FFFF
+        parts[:3, place] = [word >> shift & 0xFFFF_FFFF for shift in (0, 32, 64)]
+        parts[3, place] = satisfied or word >> 96 == wanted
     kind, shape = tl.block_type(tl.int32, words.shape), words.handle.data.shape
     blocks = [triton_interpreter.TensorHandle(part.view(np.int32).reshape(shape), tl.int32) for part in parts]
-    return (*(tl.tensor(block, kind) for block in blocks), _int32(satisfied))
+    return tuple(tl.tensor(block, kind) for block in blocks)
 
 
 def store_flagged(

@@ -281,7 +281,7 @@ _FUNCTIONS = [
         "int32",
         "bounded nvshmem_signal_wait_until_all",
         "As `wait_signal`, for `signals[0:count]` except index `skip` (-1: none), all at once. `BLOCK` is a power of "
-        "two of at least `count`. The index of the first missing signal is reported as the peer.",
+        "two of at least `count`. The index of a missing signal is reported as the peer.",
     ),
     DeviceFunction(
         "wait_flagged",
@@ -289,10 +289,11 @@ _FUNCTIONS = [
         None,
         "value",
         "bounded polling of 128-bit words {3 x 32 bits of data, 32 bits of flag}",
-        "The whole block waits until every 128-bit word at the block of addresses `words`, where `mask` is true, has "
-        "the flag (its last 32 bits) `flag`, an int32; returns the blocks of first, second and third 32 bits and 1, or "
-        "0 in place of the 1 once a deadline has expired, as `wait_signal`. Another flag means other data, so this "
-        "waits for equality: the protocol must not let a word be written again before it is read.",
+        "Waits until every 128-bit word at the block of addresses `words`, where `mask` is true, has "
+        "the flag (its last 32 bits) `flag`, an int32; returns the blocks of first, second and third 32 bits, and a "
+        "block of 1, or of 0 where a deadline has expired before the flag came, as for `wait_signal`. Each thread "
+        "waits for its own words only. Another flag means other data, so this waits for equality: the protocol must "
+        "not let a word be written again before it is read.",
     ),
     DeviceFunction(
         "store_flagged",

@@ -155,11 +155,11 @@ def flagged_words(words, stamp, pe, monitor, out, ok):
     mask = offsets < 50
     data = offsets - 7 + 1000 * tdl.my_pe()
     tdl.store_flagged(tdl.remote_ptr(words, pe) + 2 * offsets, data, data + 1, -data, stamp, mask)
-    first, second, third, satisfied = tdl.wait_flagged(words + 2 * offsets, stamp, mask, monitor, pe)
+    first, second, third, arrived = tdl.wait_flagged(words + 2 * offsets, stamp, mask, monitor, pe)
     tl.store(out + offsets, first, mask=mask)
     tl.store(out + 64 + offsets, second, mask=mask)
     tl.store(out + 128 + offsets, third, mask=mask)
-    tl.store(ok, tdl.block_and(satisfied == 1))
+    tl.store(ok, tl.min(arrived))
 
 
 @tdcoll.jit(do_not_specialize=["rounds"])
@@ -347,8 +347,9 @@ def waits_end() -> None:
     ok = torch.ones(2, dtype=torch.int32, device=device())
     never[(1,)](signals, monitor.words, ok, 4, 4)
     expect(ok.tolist() == [0, 1], str(ok.tolist()))
-    error = expect_raises(tdcoll.CollectiveTimeout, monitor.check, "peer 2", "signal 2", "0.5 s")
-    expect((error.peer, error.expected, error.seen) == (2, 9, 4), str(error))  # type: ignore[attr-defined]
+    error = expect_raises(tdcoll.CollectiveTimeout, monitor.check, "0.5 s")
+    told = error.peer, error.signal, error.expected, error.seen  # type: ignore[attr-defined]
+    expect(told in ((2, 2, 9, 4), (3, 3, 9, 0)), str(error))
     runtime.current().failed = False  # nothing else is broken
     tdcoll.free(signals)
 

@@ -50,33 +50,38 @@ __all__ = ["all_gather_ll", "all_gather_ll_2d"]
 
 @jit
 def _load_words(source, index, nbytes):
-    """32-bit words ``index`` of ``nbytes`` bytes at ``source``, any alignment, zeros past the end."""
+    """32-bit words ``index`` of ``nbytes`` bytes at ``source``, zeros past the end; all zeros unless both are multiples
+    of 4. Without a branch, so that nobody waits for it before the data is needed."""
+    mask = (index < nbytes // 4) & ((source | nbytes) % 4 == 0)
+    return tl.load(source.to(tl.pointer_type(tl.int32)) + index, mask=mask, other=0)
+
+
+@jit
+def _load_bytes(source, index, nbytes):
+    """:func:`_load_words` for any alignment and number of bytes."""
     words = tl.zeros_like(index)
-    if (source | nbytes) % 4 == 0:
-        words = tl.load(source.to(tl.pointer_type(tl.int32)) + index, mask=index < nbytes // 4, other=0)
-    else:
-        pointer = source.to(tl.pointer_type(tl.uint8))
-        for byte in tl.static_range(4):
-            place = index * 4 + byte
-            words |= tl.load(pointer + place, mask=place < nbytes, other=0).to(tl.int32) << (8 * byte)
+    pointer = source.to(tl.pointer_type(tl.uint8))
+    for byte in tl.static_range(4):
+        place = index * 4 + byte
+        words |= tl.load(pointer + place, mask=place < nbytes, other=0).to(tl.int32) << (8 * byte)
     return words
 
 
 @jit
-def _store_words(out, index, nbytes, words):
-    """The inverse of :func:`_load_words`."""
+def _store_words(out, index, nbytes, words, mask):
+    """Words ``index``, where ``mask`` is true, to ``nbytes`` bytes at ``out``, any alignment; none past the end."""
     if (out | nbytes) % 4 == 0:
-        tl.store(out.to(tl.pointer_type(tl.int32)) + index, words, mask=index < nbytes // 4)
+        tl.store(out.to(tl.pointer_type(tl.int32)) + index, words, mask=mask & (index < nbytes // 4))
     else:
         pointer = out.to(tl.pointer_type(tl.uint8))
         for byte in tl.static_range(4):
             place = index * 4 + byte
-            tl.store(pointer + place, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), mask=place < nbytes)
+            tl.store(pointer + place, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), mask=mask & (place < nbytes))
 
 
 @jit
 def _load_data(source, word, nbytes):
-    """What the 128-bit words ``word`` carry: three 32-bit words each."""
+    """What the 128-bit words ``word`` carry, three 32-bit words each, where all is aligned: see :func:`_repair`."""
     first = _load_words(source, 3 * word, nbytes)
     second = _load_words(source, 3 * word + 1, nbytes)
     third = _load_words(source, 3 * word + 2, nbytes)
@@ -84,11 +89,21 @@ def _load_data(source, word, nbytes):
 
 
 @jit
-def _store_data(out, word, nbytes, first, second, third):
-    """The inverse of :func:`_load_data`."""
-    _store_words(out, 3 * word, nbytes, first)
-    _store_words(out, 3 * word + 1, nbytes, second)
-    _store_words(out, 3 * word + 2, nbytes, third)
+def _repair(source, word, nbytes, first, second, third):
+    """What :func:`_load_data` gave, loaded anew if that was not aligned."""
+    if (source | nbytes) % 4 != 0:
+        first = _load_bytes(source, 3 * word, nbytes)
+        second = _load_bytes(source, 3 * word + 1, nbytes)
+        third = _load_bytes(source, 3 * word + 2, nbytes)
+    return first, second, third
+
+
+@jit
+def _store_data(out, word, nbytes, first, second, third, mask):
+    """The inverse of :func:`_load_data`, for any alignment, where ``mask`` is true."""
+    _store_words(out, 3 * word, nbytes, first, mask)
+    _store_words(out, 3 * word + 1, nbytes, second, mask)
+    _store_words(out, 3 * word + 2, nbytes, third, mask)
 
 
 @jit
@@ -122,18 +137,18 @@ def all_gather_ll(
     epoch, alive = begin_epoch(control, monitor)
     if alive == 0:
         return
+    first, second, third = _repair(tl.cast(source, tl.int64), index, size, first, second, third)
     target = tl.cast(out, tl.int64)
+    mask = _carry(index, size)
     if step == 0:
-        _store_data(target + tl.cast(rank, tl.int64) * nbytes, index, size, first, second, third)
+        _store_data(target + tl.cast(rank, tl.int64) * nbytes, index, size, first, second, third, mask)
     else:
-        mask = _carry(index, size)
         slot = (epoch % 2) * WORLD * words
         sent = theirs + 16 * (slot + rank * words + index)
         tdl.store_flagged(sent, first, second, third, epoch.to(tl.int32), mask)
         landed = tl.cast(flagged, tl.int64) + 16 * (slot + frm * words + index)
         first, second, third, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)
-        if arrived != 0:
-            _store_data(target + tl.cast(frm, tl.int64) * nbytes, index, size, first, second, third)
+        _store_data(target + tl.cast(frm, tl.int64) * nbytes, index, size, first, second, third, arrived != 0)
 
 
 @jit(
@@ -190,13 +205,14 @@ def all_gather_ll_2d(
                 arrived = tdl.wait_signal(row + signal, tdl.CMP_GE, epoch, monitor, origin, signal)
             if arrived != 0:
                 first, second, third = _load_data(at, index, size)
+                first, second, third = _repair(at, index, size, first, second, third)
                 for k in tl.range(0, n_local, disable_licm=True):
                     sent = tl.load(peers + tl.load(routes + k)) + 16 * (slot + origin * words + index)
                     tdl.store_flagged(sent, first, second, third, epoch.to(tl.int32), mask)
-                _store_data(target + tl.cast(origin, tl.int64) * nbytes, index, size, first, second, third)
+                _store_data(target + tl.cast(origin, tl.int64) * nbytes, index, size, first, second, third, mask)
         else:
             origin = tl.load(elsewhere + n_remote + task - 1)
             landed = tl.cast(flagged, tl.int64) + 16 * (slot + origin * words + index)
-            first, second, third, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, origin)
-            if arrived != 0:
-                _store_data(target + tl.cast(origin, tl.int64) * nbytes, index, size, first, second, third)
+            first, second, third, there = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, origin)
+            target += tl.cast(origin, tl.int64) * nbytes
+            _store_data(target, index, size, first, second, third, there != 0)

@@ -40,8 +40,8 @@ MANY_WARPS_FROM = 128 << 10
 LARGE = 8 << 20
 """Bytes per rank. Messages from here on are copied by 16 warps, and out of place put rather than stored in a node."""
 
-LL_BLOCK = 256
-"""128-bit words that one LL program moves: one for each thread of 8 warps."""
+LL_BLOCK = 128
+"""128-bit words that one LL program moves: one for each thread of 4 warps."""
 
 LL_WORD_BYTES = 12
 """Data of such a word; the rest is its flag."""

@@ -250,7 +250,7 @@ MUTANTS = [
     ),
     Mutant(
         "ll: the flags are not looked at",
-        ((f"first, second, third, arrived = {WAIT_FLAGGED}", f"{LOAD_DATA}; arrived = 1"),),
+        ((f"first, second, third, arrived = {WAIT_FLAGGED}", f"{LOAD_DATA}; arrived = mask"),),
         WRONG,
         "ll",
         module="kernels_ll",
