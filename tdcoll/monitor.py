@@ -9,6 +9,8 @@ synchronisation, so looking at it before every call costs next to nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tdcoll import runtime
@@ -43,7 +45,8 @@ class WaitMonitor:
         self._record = torch.zeros(c.RECORD_WORDS.value, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host = self._record.numpy()
         valid = c.RECORD_VALID.value
-        self.valid = memoryview(self._host)[valid : valid + 1]
+        host: Any = self._host
+        self.valid = memoryview(host)[valid : valid + 1]
         words = [0] * c.MONITOR_WORDS.value
         words[c.MONITOR_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         words[c.MONITOR_RECORD.value] = self._record.data_ptr()

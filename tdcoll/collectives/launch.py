@@ -73,7 +73,7 @@ def _c_launcher(compiled: CompiledKernel) -> tuple[Callable[..., Any], tuple[Any
 class ReadyKernel:
     """A compiled and loaded kernel, launched on the current stream of its device.
 
-    What Triton looks up at each launch and does not change is looked up once: that takes a third of the host's time.
+    What Triton looks up at each launch and does not change is looked up once: that halves what the host takes.
 
     Args:
         compiled: what a launch of the kernel returned; it knows of no defaults of parameters.

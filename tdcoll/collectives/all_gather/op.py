@@ -321,15 +321,16 @@ def _remember(
 ) -> None:
     """Let the next call with such tensors, which have been found right, be made by :func:`all_gather_at_once`."""
     dtype = tensor.dtype
-    if isinstance(launch, _Launch) and not ctx.capturing and not dtype.is_complex:
+    nested = tensor.is_nested or (out is not None and out.is_nested)  # those have no shape
+    if isinstance(launch, _Launch) and not (ctx.capturing or dtype.is_complex or nested):
         shape = _gathered_shapes(tensor.shape, ctx.world_size)[0]
-        key = (tensor.shape, dtype, algorithm) if out is None else (tensor.shape, out.shape, dtype, out.dtype, algorithm)
+        key = (
+            (tensor.shape, dtype, algorithm) if out is None else (tensor.shape, out.shape, dtype, out.dtype, algorithm)
+        )
         ctx.once(key, lambda: _Known(launch, tensor.nbytes, ctx, shape))
 
 
-def all_gather_at_once(
-    tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor | None, algorithm: Hashable
-) -> torch.Tensor | None:
+def all_gather_at_once(tensor: Any, ctx: CollectiveContext, out: Any, algorithm: Hashable) -> torch.Tensor | None:
     """:func:`all_gather` like one that was made before, with as little on the host as will do.
 
     Everything that the long way checks is checked here or follows from the shapes and dtypes, which were found right
@@ -409,7 +410,7 @@ def all_gather(
     """
     if (made := all_gather_at_once(tensor, ctx, out, algorithm)) is not None:
         return made
-    nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+    nbytes = tensor.numel() * tensor.itemsize if isinstance(tensor, torch.Tensor) else 0  # sparse ones have no nbytes
     given = out
 
     def prepare() -> _Launch | _HandOver:
