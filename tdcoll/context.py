@@ -60,8 +60,8 @@ and saves crossings."""
 LL_MAX_BYTES_BETWEEN_NODES = 16 << 10
 """The same for a group on several nodes, which has more ranks, and longer crossings between."""
 
-KEPT = 1024
-"""Call shapes that a context remembers how to launch."""
+KEPT = 2048
+"""Entries that a context remembers of call shapes: how to launch them, and what the arguments must look like."""
 
 CHANNELS = 512
 """Most chunks that one rank's data is cut into, if a context is not made for fewer; each has its own signal."""
@@ -141,6 +141,8 @@ class CollectiveContext:
         self._stream = stream
         if self._cuda and stream is None:
             self._stream = torch.cuda.current_stream(self.device)
+        self._index: int = self.device.index if self._cuda else 0
+        self._handle: int = self._stream.cuda_stream if self._cuda else 0
         self.capturing = False
         """Whether the last call was made while a CUDA graph was being captured."""
         self.captured = False
@@ -230,6 +232,10 @@ class CollectiveContext:
             found = self._kept[key] = make()
         return found
 
+    def known(self, key: Hashable) -> Any:
+        """What :meth:`once` has made for ``key`` and not forgotten; None otherwise."""
+        return self._kept.get(key)
+
     # ------------------------------------------------------------------ life
 
     def check(self) -> None:
@@ -280,6 +286,28 @@ class CollectiveContext:
         self._calls += 1
         return prepared
 
+    def enter(self) -> int | None:
+        """:meth:`begin` for a call that differs from an earlier one in its addresses alone, in less time.
+
+        Returns:
+            The handle of the stream to launch on (0 on CPUs); None where :meth:`begin` has something to do or to say,
+            and then nothing has been done: the context refuses calls, a wait has expired, debug mode, another device,
+            another stream, a CUDA graph that is being captured.
+        """
+        if self._refusal is not None or self.debug or self._runtime.closed or self.monitor.valid[0]:
+            return None
+        handle = self._handle
+        if self._cuda:
+            if (
+                torch._C._cuda_getDevice() != self._index
+                or torch._C._cuda_getCurrentRawStream(self._index) != handle
+                or (handle and torch._C._cuda_isCurrentStreamCapturing())
+            ):
+                return None
+            self.capturing = False
+        self._calls += 1
+        return handle
+
     def _agree(self, operation: str, nbytes: int, agree: tuple[Any, ...], prepare: Callable[[], Any]) -> Any:
         """The checks of a call in debug mode: what is wrong on one rank is an error on all."""
         problem: Exception | None = None
@@ -312,16 +340,18 @@ class CollectiveContext:
             )
         if not self._cuda:
             return
-        index: int = self.device.index
-        if torch._C._cuda_getDevice() != index:  # the raw calls: CUDA runs already, and they take a third of the time
+        # The raw calls: CUDA runs already, and they take a third of the time.
+        if torch._C._cuda_getDevice() != self._index:
             raise ContextError(
                 f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
                 f"{self.device}; call torch.cuda.set_device({self.device.index})"
             )
-        self.capturing = torch._C._cuda_isCurrentStreamCapturing()
+        handle = torch._C._cuda_getCurrentRawStream(self._index)
+        # CUDA's default stream, whose handle is 0, cannot be captured; asking takes longer than the rest of this.
+        self.capturing = handle != 0 and torch._C._cuda_isCurrentStreamCapturing()
         if self.capturing:
             self.captured = True
-        elif torch._C._cuda_getCurrentRawStream(index) != self._stream.cuda_stream:
+        elif handle != self._handle:
             self._change_stream(operation)
 
     def _change_stream(self, operation: str) -> None:
@@ -332,7 +362,7 @@ class CollectiveContext:
                 "context per stream, or enter `with torch.cuda.stream(...)`."
             )
         stream.wait_stream(self._stream)
-        self._stream = stream
+        self._stream, self._handle = stream, stream.cuda_stream
 
     def close(self) -> None:
         """Free the symmetric memory. Collective; waits for the stream. A second call does nothing.

@@ -9,6 +9,8 @@ synchronisation, so looking at it before every call costs next to nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tdcoll import runtime
@@ -30,6 +32,8 @@ class WaitMonitor:
 
     Attributes:
         words: int64 ``[4]`` on the device, laid out as ``MONITOR_*`` of the device language says.
+        valid: ``[1]``, on the host: 0 until a wait has expired. What a call looks at before it launches: it takes a
+            third of the time that numpy takes.
     """
 
     def __init__(self, *, timeout_s: float | None = None, rank: int | None = None) -> None:
@@ -40,6 +44,9 @@ class WaitMonitor:
         device = self._runtime.device
         self._record = torch.zeros(c.RECORD_WORDS.value, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host = self._record.numpy()
+        valid = c.RECORD_VALID.value
+        host: Any = self._host
+        self.valid = memoryview(host)[valid : valid + 1]
         words = [0] * c.MONITOR_WORDS.value
         words[c.MONITOR_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         words[c.MONITOR_RECORD.value] = self._record.data_ptr()
@@ -57,7 +64,7 @@ class WaitMonitor:
     @property
     def expired(self) -> bool:
         """True once a wait has expired, as far as the host can see. No synchronisation."""
-        return bool(self._host[c.RECORD_VALID.value])
+        return bool(self.valid[0])
 
     def check(self) -> None:
         """Wait for the current stream, and raise if a wait in one of its kernels has expired.

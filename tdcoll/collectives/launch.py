@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import copy
+from collections.abc import Callable, Hashable
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -22,6 +24,52 @@ def require_all(kernel: Any, arguments: tuple[Any, ...]) -> None:
         )
 
 
+class _Passed:
+    """Something to be found again among the arguments of a call."""
+
+
+def _c_launcher(compiled: CompiledKernel) -> tuple[Callable[..., Any], tuple[Any, ...], bool] | None:
+    """The C function below Triton's ``CudaLauncher``, which spends 1 to 2 us on arguments that never change.
+
+    Its parameters differ between versions of Triton, so the launcher is called once with a recorder in the place of
+    the function, and what arrives there must be one of the two known forms.
+
+    Returns:
+        The function, what it gets between the stream and the kernel's arguments, and whether these are one argument, a
+        tuple; None if the launcher is any other, or does more at a launch than to pass its arguments on.
+    """
+    run: Any = compiled.run
+    kind, launch = type(run), getattr(run, "launch", None)
+    # A Python function here is Triton's wrapper for tensor descriptors.
+    if (kind.__module__, kind.__name__) != ("triton.backends.nvidia.driver", "CudaLauncher") or not isinstance(
+        launch, BuiltinFunctionType
+    ):
+        return None
+    scratch = [getattr(run, f"{of}_scratch_size", None) for of in ("global", "profile")]
+    if scratch != [0, 0] or getattr(run, "gsan_enabled", False):
+        return None
+    grid, stream, function, metadata = (_Passed(), _Passed(), _Passed()), _Passed(), _Passed(), _Passed()
+    arguments = (_Passed(), _Passed())
+    recorded: list[tuple[Any, ...]] = []
+    probe = copy.copy(run)
+    probe.launch = lambda *given: recorded.append(given)
+    try:
+        probe(*grid, stream, function, metadata, None, None, None, *arguments)
+    except Exception:  # of a launcher that wants to know more of its arguments
+        return None
+    flags = (getattr(run, "launch_cooperative_grid", None), getattr(run, "launch_pdl", None))
+    described = (getattr(run, "arg_annotations", None), getattr(run, "kernel_signature", None))
+    begin, hooks = (*grid, stream, function, *flags), (None, None, None)
+    apart = (*begin, None, None, metadata, *hooks, *arguments)
+    packed = (*begin, metadata, *hooks, None, None, *described, arguments)
+    own = (compiled.function, *flags)
+    if recorded == [apart]:  # Triton 3.6
+        return launch, (*own, None, None, compiled.packed_metadata, *hooks), False
+    if recorded == [packed]:  # Triton 3.7 to 3.9
+        return launch, (*own, compiled.packed_metadata, *hooks, None, None, *described), True
+    return None
+
+
 class ReadyKernel:
     """A compiled and loaded kernel, launched on the current stream of its device.
 
@@ -35,16 +83,30 @@ class ReadyKernel:
     def __init__(self, compiled: CompiledKernel, device: int) -> None:
         _ = compiled[(1, 1, 1)]  # loads it
         self._compiled, self._device = compiled, device
-        self._function, self._metadata = compiled.function, compiled.packed_metadata
+        known = _c_launcher(compiled)
+        if known is None:
+            between = (compiled.function, compiled.packed_metadata, None, None, None)
+            known = compiled.run, between, False
+        self._run, self._between, self._packed = known
 
     def __call__(self, *arguments: Any, grid: tuple[int, int, int]) -> None:
         """Launch it. All of the kernel's arguments, constants included; addresses may stand for tensors."""
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's: chains, functions or None
+        self.launch(grid, torch._C._cuda_getCurrentRawStream(self._device), arguments)
+
+    def launch(self, grid: tuple[int, int, int], stream: int, arguments: tuple[Any, ...]) -> None:
+        """As a call, for callers that know the handle of the current stream."""
+        hooks = knobs.runtime
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        try:
+            hooked = enter.calls or leave.calls
+        except AttributeError:  # functions or None, which older profilers put in the place of the chains
+            hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        if hooked:
             self._compiled[grid](*arguments)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._compiled.run(*grid, stream, self._function, self._metadata, None, None, None, *arguments)
+        elif self._packed:
+            self._run(*grid, stream, *self._between, arguments)
+        else:
+            self._run(*grid, stream, *self._between, *arguments)
 
 
 class Launcher:

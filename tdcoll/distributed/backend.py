@@ -224,12 +224,14 @@ class TdcollProcessGroup(ProcessGroup):
             facts.join(store, rank, size, options.heap_bytes, timeout_s)
         self._job = runtime.current_or_none() if facts.kinds else None
         self._device: torch.device | None = None
+        self._on_cpu = False
         self._streams: dict[str, Any] = {}
         self._closed = False
         self._coalescing = False
         self._counts: dict[tuple[str, str, str], int] = {}
         if self._job is not None:
             self._device = self._job.device
+            self._on_cpu = self._device.type == "cpu"
             wait_s = self._job.timeout_s if timeout_s is None else timeout_s
             self._gathers = Gathers(self._job, self._members, max_bytes=self._room(), timeout_s=wait_s)
             self._sums = SparseSums(self._job, self._members, timeout_s=wait_s)
@@ -492,18 +494,15 @@ class TdcollProcessGroup(ProcessGroup):
 
     def _gather_at_once(self, output: torch.Tensor, input: torch.Tensor) -> bool:
         """The short way of a synchronous call like one that was made before: whether it was taken."""
-        served = self._counts.get(_GATHERED, 0)
-        device, job = self._device, self._job
-        if not served or device is None or job is None or job.closed or self._closed or self._coalescing:
+        served, job = self._counts.get(_GATHERED), self._job
+        if not served or job is None or job.closed or self._closed or self._coalescing:
             return False
-        if device.type == "cpu":
+        if self._on_cpu:
             worker.drain()
-        elif torch._C._cuda_getDevice() != device.index:
-            return False
         try:
             if not self._gathers.at_once(output, input):
                 return False
-            if device.type == "cpu":
+            if self._on_cpu:
                 self._gathers.check()
         except CollectiveTimeout as error:
             raise as_backend_error(error) from error
@@ -512,9 +511,14 @@ class TdcollProcessGroup(ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
-        output, input = plain(output), plain(input)
-        if opts is not None and not opts.asyncOp and self._gather_at_once(output, input):
+        if (
+            opts is not None
+            and type(output) is type(input) is torch.Tensor
+            and not opts.asyncOp
+            and self._gather_at_once(output, input)
+        ):
             return CompletedWork([output])
+        output, input = plain(output), plain(input)
         work = self._gather([(output, input)], opts is None or opts.asyncOp)
         if work is not None:
             return work

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tdcoll.collectives.all_gather import all_gather
-from tdcoll.collectives.all_gather.op import all_gather_unchecked
+from tdcoll.collectives.all_gather.op import UNCHECKED, all_gather_at_once, all_gather_unchecked
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
 from tdcoll.collectives.sparse_all_reduce.rows import SUMS
 from tdcoll.context import CollectiveContext
@@ -114,31 +114,12 @@ class Gathers:
             out.copy_(target)
 
     def at_once(self, out: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """As a call, if nothing has to be prepared or copied; whether it was made.
+        """As a call like one that was made before, if nothing has to be prepared or copied; whether it was made.
 
         Tensors of any kind: what is wrong with them, the other way finds and says.
         """
         context = self.context
-        if (
-            context is None
-            or context.debug
-            or tensor.nbytes > context.max_bytes_per_rank
-            or tensor.device != context.device
-            or out.device != context.device
-            or tensor.dtype != out.dtype
-            or tensor.layout != torch.strided
-            or out.layout != torch.strided
-            or out.numel() != context.world_size * tensor.numel()
-            or not (tensor.is_contiguous() and out.is_contiguous())
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or out.is_conj()
-            or out.is_neg()
-            or _overlaps_elsewhere(out, tensor, context.rank)
-        ):
-            return False
-        all_gather_unchecked(tensor, context, out)
-        return True
+        return context is not None and all_gather_at_once(tensor, context, out, UNCHECKED) is not None
 
     def meet(self) -> None:
         """Hear from every rank, on the current stream; after :meth:`prepare`."""

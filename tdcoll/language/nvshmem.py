@@ -338,9 +338,7 @@ def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
         (index, tl.int64),
     )
     outputs = "=&r,=&r,=&r,=&r,l,r,l,r,l,l,~{memory}"
-    return core.inline_asm_elementwise(
-        asm, outputs, args, (tl.int32,) * 4, is_pure=False, pack=1, _semantic=_semantic
-    )
+    return core.inline_asm_elementwise(asm, outputs, args, (tl.int32,) * 4, is_pure=False, pack=1, _semantic=_semantic)
 
 
 @core.extern

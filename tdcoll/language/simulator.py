@@ -368,9 +368,7 @@ def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _sem
     return tuple(tl.tensor(block, kind) for block in blocks)
 
 
-def store_flagged(
-    words: Any, first: Any, second: Any, third: Any, flag: Any, mask: Any, _semantic: Any = None
-) -> None:
+def store_flagged(words: Any, first: Any, second: Any, third: Any, flag: Any, mask: Any, _semantic: Any = None) -> None:
     running = machine()
     addresses = words.handle.data.reshape(-1).astype(np.uint64)
     active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)

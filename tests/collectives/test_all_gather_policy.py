@@ -111,7 +111,9 @@ def test_a_plan_for_ll_has_no_programs_with_nothing_to_carry() -> None:
         choose(1000, nodes_of(2, 2), Plan("ll", 9, 1536, 4), ll_bytes=1000)
     with pytest.raises(ValueError, match="chunks of more than 12 bytes for 72 rank"):
         choose(1 << 18, nodes_of(72), Plan("ll", 21846, 12, 1), ll_bytes=1 << 18)
-    with pytest.raises(ValueError, match="chunks must be 12 times a power of two bytes and cover all 100 bytes; got 1 o"):
+    with pytest.raises(
+        ValueError, match="chunks must be 12 times a power of two bytes and cover all 100 bytes; got 1 o"
+    ):
         choose(100, nodes_of(4), Plan("ll", 1, 128, 1), ll_bytes=100)
 
 

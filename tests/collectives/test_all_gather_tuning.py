@@ -119,8 +119,16 @@ FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
         ((*ENTRY, "chunk"), "8 KB", "entries[1]: expected channels or chunk, got both"),
         ((*ENTRY, "num_warps"), 3, "entries[1]: num_warps: expected one of 1, 2, 4, 8, 16, 32, got 3"),
         ((*ENTRY, "warps"), 4, "entries[1]: expected no fields but up_to, algorithm, channels, chunk, num_warps"),
-        ((*FIRST, "entries", 0, "chunk"), 4096, "entries[0]: chunk: expected 12 times a power of two, and 3072 (a word"),
-        ((*FIRST, "entries", 0, "chunk"), 1536, "entries[0]: chunk: expected 12 times a power of two, and 3072 (a word"),
+        (
+            (*FIRST, "entries", 0, "chunk"),
+            4096,
+            "entries[0]: chunk: expected 12 times a power of two, and 3072 (a word",
+        ),
+        (
+            (*FIRST, "entries", 0, "chunk"),
+            1536,
+            "entries[0]: chunk: expected 12 times a power of two, and 3072 (a word",
+        ),
         (("tables", 2, "entries", 0, "chunk"), 130, "tables[2].entries[0]: chunk: expected a multiple of 128 bytes"),
     ],
 )

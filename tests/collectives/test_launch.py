@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
-from tdcoll.collectives.launch import Launcher, require_all
+from tdcoll.collectives import launch as launches
+from tdcoll.collectives.launch import Launcher, ReadyKernel, require_all
 
 STREAM = 77
 
@@ -93,3 +97,85 @@ def test_defaults_are_not_relied_on(kernel: Kernel) -> None:
     with pytest.raises(TypeError, match="kernel has 3 parameters and was given 2 arguments"):
         Launcher()(kernel, 1, (torch.zeros(4), 7))
     assert kernel.notes == []
+
+
+# ---------------------------------------------------------------------- below Triton's launcher
+
+
+class CLauncher:
+    """In the place of Triton's C function."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+class Loaded(CompiledKernel):
+    """With Triton's own launcher object."""
+
+    run: Any = None
+    module = None
+
+    def __init__(self, run: Any) -> None:
+        self.run, self.function, self.packed_metadata = run, 1234, (4, 1, 512)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> None:
+        pass
+
+
+@pytest.fixture
+def launcher(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``CudaLauncher`` of the installed Triton, as it is after compiling a plain kernel."""
+    monkeypatch.setattr(launches, "BuiltinFunctionType", CLauncher)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(allocate_default_profile_scratch=None), raising=False)
+    made: Any = object.__new__(CudaLauncher)
+    made.launch, made.num_ctas = CLauncher(), 1
+    made.global_scratch_size = made.profile_scratch_size = 0
+    made.global_scratch_align = made.profile_scratch_align = 1
+    made.launch_cooperative_grid, made.launch_pdl, made.gsan_enabled = False, True, False
+    made.arg_annotations, made.kernel_signature = ("annotation",), b"signature"
+    return made
+
+
+ARGUMENTS = (4096, 8192, 7, True)
+
+
+def launched(ready: ReadyKernel, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What reaches ``CudaLauncher.__call__`` when the kernel is launched."""
+    through: list[Any] = []
+    monkeypatch.setattr(CudaLauncher, "__call__", lambda self, *arguments: through.append(arguments))
+    ready(*ARGUMENTS, grid=(5, 6, 1))
+    return through
+
+
+def test_the_c_function_gets_what_triton_gives_it(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher(5, 6, 1, STREAM + 3, 1234, (4, 1, 512), None, None, None, *ARGUMENTS)
+    ready = ReadyKernel(Loaded(launcher), 3)
+    assert launched(ready, monkeypatch) == []
+    by_triton, by_tdcoll = launcher.launch.calls
+    assert by_tdcoll == by_triton
+
+
+def _changed(self: Any, *arguments: Any) -> None:
+    self.launch(*arguments, "something new")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_scratch_size": 8},
+        {"profile_scratch_size": 8},
+        {"gsan_enabled": True},
+        {"launch": lambda *arguments: None},  # Triton's wrapper for tensor descriptors
+        {"__call__": _changed},
+    ],
+)
+def test_launchers_that_do_more_are_called(
+    launcher: Any, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in change.items():
+        monkeypatch.setattr(CudaLauncher if name == "__call__" else launcher, name, value)
+    ready = ReadyKernel(Loaded(launcher), 3)
+    assert launched(ready, monkeypatch) == [(5, 6, 1, STREAM + 3, 1234, (4, 1, 512), None, None, None, *ARGUMENTS)]

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives.all_gather import op
+from tdcoll.language.constants import RECORD_VALID
 from tdcoll.testing import Deadlock, World
 
 HEAP = 1 << 18
@@ -159,6 +163,100 @@ def test_lazy_views_are_refused() -> None:
             assert got.tolist() == [1 - 3j, 2 - 4j] * 2
 
     World(2, heap_bytes=HEAP).run(host)
+
+
+WRONG_AFTER_A_GOOD_CALL: dict[str, Any] = {
+    "negated": (lambda x, out: (torch._neg_view(x), out), ValueError, "resolve_conj"),
+    "out negated": (lambda x, out: (x, torch._neg_view(out)), ValueError, "resolve_conj"),
+    "with strides": (lambda x, out: (torch.zeros(8)[::2], out), ValueError, "tensor must be contiguous"),
+    "out with strides": (lambda x, out: (x, torch.zeros(16)[::2]), ValueError, "out must be contiguous"),
+    "sparse": (lambda x, out: (x.to_sparse(), out), ValueError, "tensor must be contiguous"),
+    "out sparse": (lambda x, out: (x, out.to_sparse()), ValueError, "out must be contiguous"),
+    "elsewhere": (lambda x, out: (x.to("meta"), out), ValueError, "tensor must be on cpu"),
+    "out elsewhere": (lambda x, out: (x, out.to("meta")), ValueError, "out must be on cpu"),
+    "another dtype": (lambda x, out: (x.int(), out), ValueError, r"out must be torch\.int32"),
+    "another shape": (lambda x, out: (x, torch.zeros(4, 2)), ValueError, r"of shape \[8\] or \[2, 4\]"),
+    "overlapping": (lambda x, out: (out[1:5], out), ValueError, "must not overlap"),
+    "the other's segment": (lambda x, out: (out.view(2, 4)[1 - tdcoll.topology().rank], out), ValueError, "overlap"),
+    "a list": (lambda x, out: ([1.0], out), TypeError, "tensor must be a torch.Tensor"),
+    "out a list": (lambda x, out: (x, [1.0]), TypeError, "out must be a torch.Tensor"),
+}
+
+
+def test_what_is_wrong_is_found_after_calls_that_were_right() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for call in range(3):
+                x, out = torch.full((4,), float(pe + call)), torch.zeros(8)
+                expected = [float(call)] * 4 + [call + 1.0] * 4
+                assert tdcoll.all_gather(x, ctx, out) is out
+                assert out.tolist() == tdcoll.all_gather(x, ctx).tolist() == expected
+                assert tdcoll.all_gather(out.view(2, 4)[pe], ctx, out).tolist() == expected
+                for change, error, text in WRONG_AFTER_A_GOOD_CALL.values():
+                    tensor, given = change(x, out)
+                    with pytest.raises(error, match=text):
+                        tdcoll.all_gather(tensor, ctx, given)
+                assert out.tolist() == expected
+        with pytest.raises(tdcoll.ContextError, match="closed"):
+            tdcoll.all_gather(x, ctx, out)
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+class Driver:
+    """What a context asks CUDA, with the answers of a test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.stream, self.captures, self.asked = 1, 0, False, 0
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.device, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.stream + index - 1, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", self.capturing, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream))
+
+    def capturing(self) -> bool:
+        self.asked += 1
+        return self.captures
+
+
+@pytest.mark.parametrize("bound", [0, 640])
+def test_the_short_way_is_for_the_bound_stream_outside_of_graphs(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Driver(monkeypatch)
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        ctx._cuda, ctx._index, ctx._handle = True, 1, bound
+        cuda.stream = bound
+        assert ctx.enter() == bound
+        assert (ctx.capturing, ctx.captured, ctx._calls) == (False, False, 1)
+        assert cuda.asked == (bound != 0)  # CUDA's default stream cannot be captured
+        cuda.device = 0
+        assert ctx.enter() is None
+        with pytest.raises(tdcoll.ContextError, match="the current device is cuda:0"):
+            ctx.begin("call", 0)
+        cuda.device, cuda.stream = 1, 320
+        assert ctx.enter() is None
+        with pytest.raises(tdcoll.ContextError, match="the context is bound to"):
+            ctx.begin("call", 0)
+        cuda.captures = True
+        for cuda.stream in (320, bound) if bound else (320,):
+            ctx.captured = False
+            assert ctx.enter() is None
+            ctx.begin("call", 0)
+            assert (ctx.capturing, ctx.captured) == (True, True)
+        cuda.captures, cuda.stream = False, bound
+        assert ctx.enter() == bound
+        assert (ctx.capturing, ctx.captured) == (False, True)
+        ctx.debug = True
+        assert ctx.enter() is None
+        ctx.debug, ctx._cuda = False, False
+        ctx.monitor._record[RECORD_VALID.value] = 1
+        assert ctx.enter() is None
+        ctx.monitor._record[RECORD_VALID.value] = 0
+        ctx.close()
+        assert ctx.enter() is None
+
+    World(1, heap_bytes=HEAP).run(host)
 
 
 def test_debug_tells_all_ranks_what_is_wrong_on_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
 
 __all__ = [
-    *("all_gather", "all_gather_in_place", "all_gather_into_tensor", "all_gather_unchecked", "exchange_counted"),
+    *("all_gather", "all_gather_at_once", "all_gather_in_place", "all_gather_into_tensor", "all_gather_unchecked"),
+    "exchange_counted",
 ]
 
 _SMALLEST_DEFAULT_CONTEXT = 1 << 20
@@ -165,6 +167,13 @@ class _Launch:
         else:
             self(segment, 0, buffer)
 
+    def gather_at(self, source: int, out: int, stream: int) -> None:
+        """The same, of addresses, on the stream of this handle, which is the current one."""
+        if self._compiled is None:
+            self(source, out, self._landing)
+        else:
+            self._compiled.launch(self._grid, stream, (source, out, self._landing, *self._rest))
+
     def prepare(self) -> None:
         """Compile and load what a CUDA graph may capture before any call of this kind is made."""
         if self._variant in self._context.tables:
@@ -299,6 +308,88 @@ def _gathered_shapes(shape: torch.Size, world: int) -> tuple[torch.Size, torch.S
     return torch.Size(concatenated), torch.Size((world, *shape))
 
 
+UNCHECKED = object()
+"""In the place of an algorithm for :func:`all_gather_at_once`: "auto", after :func:`all_gather_unchecked`."""
+
+
+class _Known:
+    """What is known of calls with tensors of some shapes and dtype, after the first: all but where the tensors lie.
+
+    Attributes:
+        launch: of such calls, outside of CUDA graphs.
+        nbytes: per rank.
+        total: of the result.
+        own: where this rank's segment begins in it, in bytes.
+        shape: of the result, where the call makes it.
+    """
+
+    __slots__ = ("launch", "nbytes", "own", "shape", "total")
+
+    def __init__(self, launch: _Launch, nbytes: int, ctx: CollectiveContext, shape: torch.Size) -> None:
+        self.launch, self.nbytes, self.shape = launch, nbytes, shape
+        self.total, self.own = ctx.world_size * nbytes, ctx.rank * nbytes
+
+
+def _remember(
+    tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor | None, algorithm: Hashable, launch: Any
+) -> None:
+    """Let the next call with such tensors, which have been found right, be made by :func:`all_gather_at_once`."""
+    dtype = tensor.dtype
+    nested = tensor.is_nested or (out is not None and out.is_nested)  # those have no shape
+    if isinstance(launch, _Launch) and not (ctx.capturing or dtype.is_complex or nested):
+        shape = _gathered_shapes(tensor.shape, ctx.world_size)[0]
+        key = (
+            (tensor.shape, dtype, algorithm) if out is None else (tensor.shape, out.shape, dtype, out.dtype, algorithm)
+        )
+        ctx.once(key, lambda: _Known(launch, tensor.nbytes, ctx, shape))
+
+
+def all_gather_at_once(tensor: Any, ctx: CollectiveContext, out: Any, algorithm: Hashable) -> torch.Tensor | None:
+    """:func:`all_gather` like one that was made before, with as little on the host as will do.
+
+    Everything that the long way checks is checked here or follows from the shapes and dtypes, which were found right
+    then. (Conjugate bits: only complex tensors have them, and those go the long way.)
+
+    Returns:
+        The result; None if anything is not as it should be, or not known yet, which the long way finds out and says.
+    """
+    if not isinstance(tensor, torch.Tensor) or not (out is None or isinstance(out, torch.Tensor)):
+        return None
+    known: _Known | None
+    try:
+        if out is None:
+            known = ctx.known((tensor.shape, tensor.dtype, algorithm))
+        else:
+            known = ctx.known((tensor.shape, out.shape, tensor.dtype, out.dtype, algorithm))
+    except (RuntimeError, TypeError):  # a shape or an algorithm that cannot be a key
+        return None
+    device = ctx.device
+    if (
+        known is None
+        or tensor.device != device
+        or tensor.layout is not torch.strided
+        or tensor.is_neg()
+        or not tensor.is_contiguous()
+    ):
+        return None
+    source = tensor.data_ptr()
+    if out is None:
+        if (stream := ctx.enter()) is None:
+            return None
+        out = torch.empty(*known.shape, dtype=tensor.dtype, device=device)  # of numbers: a tuple takes twice as long
+        known.launch.gather_at(source, out.data_ptr(), stream)
+        return out
+    if out.device != device or out.layout is not torch.strided or out.is_neg() or not out.is_contiguous():
+        return None
+    first = out.data_ptr()
+    if first < source + known.nbytes and source < first + known.total and source != first + known.own:
+        return None
+    if (stream := ctx.enter()) is None:
+        return None
+    known.launch.gather_at(source, first, stream)
+    return out
+
+
 def all_gather(
     tensor: torch.Tensor,
     ctx: CollectiveContext,
@@ -329,9 +420,11 @@ def all_gather(
 
     Algorithms: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
     Operations*), or by stores and a released flag inside a node; the 2D form is the usual hierarchical exchange by
-    rails; LL puts a flag beside every 32 bits (NCCL's protocol of that name); the ring passes chunks on by stores.
+    rails; LL puts a flag beside every 96 bits (after NCCL's protocol of that name); the ring passes chunks on by stores.
     """
-    nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+    if (made := all_gather_at_once(tensor, ctx, out, algorithm)) is not None:
+        return made
+    nbytes = tensor.numel() * tensor.itemsize if isinstance(tensor, torch.Tensor) else 0  # sparse ones have no nbytes
     given = out
 
     def prepare() -> _Launch | _HandOver:
@@ -344,14 +437,19 @@ def all_gather(
     if out is None:
         out = torch.empty(_gathered_shapes(tensor.shape, ctx.world_size)[0], dtype=tensor.dtype, device=tensor.device)
     launch.gather(tensor, out)
+    _remember(tensor, ctx, given, algorithm, launch)
     return out
 
 
 def all_gather_unchecked(tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor) -> None:
-    """:func:`all_gather` for callers that have checked both tensors themselves: as it says, but of any shapes."""
+    """:func:`all_gather` for callers that have checked both tensors themselves: as it says, but of any shapes.
+
+    The next call like it may be ``all_gather_at_once(tensor, ctx, out, UNCHECKED)``.
+    """
     nbytes = tensor.nbytes
     launch = ctx.begin("all_gather", nbytes, (tensor.dtype, "auto"), lambda: _launch(ctx, nbytes, "auto", False))
     launch.gather(tensor, out)
+    _remember(tensor, ctx, out, UNCHECKED, launch)
 
 
 def _check_out(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> None:

@@ -264,7 +264,12 @@ MUTANTS = [
     ),
     Mutant(
         "ll: a flag of the epoch before",
-        (("third, epoch.to(tl.int32), mask)\n        landed", "third, (epoch - 2).to(tl.int32), mask)\n        landed"),),
+        (
+            (
+                "third, epoch.to(tl.int32), mask)\n        landed",
+                "third, (epoch - 2).to(tl.int32), mask)\n        landed",
+            ),
+        ),
         missing("flagged"),
         "ll",
         module="kernels_ll",
