@@ -9,7 +9,7 @@ time. ``put_us`` is what each put to another node costs its rank besides (0 if n
 that has the most of them::
 
     between = latency + put_us * inter-node puts + inter-node bytes / GBps
-    inside  = intra_latency + the other put bytes / intra_GBps
+    inside  = intra_latency + the other bytes / intra_GBps
 
     1D          max(between, inside)
     2D          max(between + intra_latency + last / intra_GBps, inside)
@@ -175,9 +175,8 @@ def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: b
         return Counts(puts, sent, puts, puts, sent)
     if plan.algorithm == "1d":
         segments, between, told = world - 1, world - per_node, world - 1
-    else:  # to the rail, to the mates, and what comes from the rail to the mates
-        segments, between = nodes - 1 + nodes * (per_node - 1), nodes - 1
-        told = per_node - 1 + nodes - 1
+    else:  # to the rail; to the mates go stores
+        segments, between, told = nodes - 1, nodes - 1, per_node - 1 + nodes - 1
     puts = plan.channels * segments
     # A put with a signal counts as both.
     signals = puts + (told if in_place else 0)
@@ -200,6 +199,8 @@ def all_gather_us(counts: Counts, plan: Plan, nbytes: float, on: Cluster, in_pla
         whole, first = nbytes / on.intra_gbps / 1e3, min(plan.chunk, nbytes) / on.intra_gbps / 1e3
         return entering + on.intra_latency_us + whole + (on.ranks - 2) * max(whole, on.intra_latency_us + first)
     inside_bytes = counts.put_bytes - counts.inter_node_bytes
+    if plan.algorithm == "2d":  # to the mates, by stores: its own segment, and those of its rail
+        inside_bytes = on.nodes * (on.per_node - 1) * nbytes
     inside = on.intra_latency_us + inside_bytes / on.intra_gbps / 1e3 if on.per_node > 1 else 0.0
     if on.nodes == 1:
         return entering + inside

@@ -7,7 +7,7 @@ import tdcoll.language as tdl
 from tdcoll.context import MAX_PROGRAMS
 from tdcoll.language.jit import jit
 
-__all__ = ["EPOCH_SHIFT", "begin_epoch", "chunk_bytes"]
+__all__ = ["EPOCH_SHIFT", "begin_epoch", "chunk_bytes", "release"]
 
 EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
 """The control word holds the number of finished epochs above this bit, and how far the next one is below it."""
@@ -42,3 +42,12 @@ def chunk_bytes(nbytes, chunk, channel):
     """Bytes of chunk ``channel`` when ``nbytes`` are cut into pieces of ``chunk``: 0 past the end."""
     left = tl.maximum(tl.cast(nbytes, tl.int64) - tl.cast(channel, tl.int64) * chunk, 0)
     return tl.minimum(left, tl.cast(chunk, tl.int64))
+
+
+@jit
+def release(signal, delta, epoch):
+    """The peer's copy of ``signal`` becomes ``epoch``, after all that the block has stored before."""
+    tdl.syncthreads()
+    theirs = (tl.cast(signal, tl.int64) + delta).to(tl.pointer_type(tl.int64))
+    if tdl.tid(0) == 0:
+        tdl.st_release(theirs, epoch, "sys")

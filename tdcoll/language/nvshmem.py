@@ -205,8 +205,8 @@ _COMPARISONS = ("eq", "ne", "gt", "le", "lt", "ge")  # by CMP_* value
 
 # A thread polls until `look` has set the predicate `done`, or another wait of the monitor has expired, or its own
 # deadline has passed: the first of all threads for which it has leaves the record. `ok`, `monitor`, `active`, `peer`,
-# `index` and `expected` are operands of the asm; `prepare`, `look` and `see`, which leaves in `word` what was seen last,
-# are PTX.
+# `index` and `expected` are operands of the asm; `prepare`, `look`, and `see`, which leaves in `word` what was seen
+# last, are PTX.
 _POLL = """
 .reg .pred done, again;
 .reg .b32 misses, phase, flag;
@@ -308,7 +308,7 @@ def _poll(signal, compare, value, monitor, active, peer, index, _semantic=None):
 
 @core.extern
 def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
-    """Per element: (data, data, data, 1) once the word's last 32 bits are ``flag``; (anything, 0) after the deadline."""
+    """Per element: (data, data, data, 1) once the word's last 32 bits are ``flag``; (any, 0) after the deadline."""
     prepare = (
         ".reg .b128 wide;\n.reg .b64 low, high, wanted;\ncvt.u64.u32 wanted, $5;\n"
         "mov.b32 $0, 0;\nmov.b32 $1, 0;\nmov.b32 $2, 0;"

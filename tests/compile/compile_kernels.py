@@ -72,7 +72,9 @@ def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str
 def compile_all_gather(kernel, arch: int, world: int, in_place: bool) -> dict[str, object]:
     constants = {"WORLD": world, "BLOCK": triton.next_power_of_2(world), "SLOT_SIGNALS": 16 * world}
     constants["IN_PLACE"] = in_place
-    compiled = compile_for(kernel, arch, constants, POINTERS | dict.fromkeys(ADDRESSES, "i64"))
+    if kernel is kernels.all_gather_2d:
+        constants["STORES"] = arch == 90  # both forms, once each
+    compiled = compile_for(kernel, arch, constants, POINTERS | {"deltas": "*i64"} | dict.fromkeys(ADDRESSES, "i64"))
     ptx = compiled.asm["ptx"]
     # A definition that the linker inlined leaves no call: its callee does.
     called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
@@ -81,6 +83,7 @@ def compile_all_gather(kernel, arch: int, world: int, in_place: bool) -> dict[st
         "arch": arch,
         "world": world,
         "in_place": in_place,
+        "stores": constants.get("STORES", False),
         "nvshmem": called,
         "globaltimer": ptx.count("%globaltimer"),
         "acquire_sys": ptx.count("ld.acquire.sys"),

@@ -159,7 +159,7 @@ def flagged_words(words, stamp, pe, monitor, out, ok):
     tl.store(out + offsets, first, mask=mask)
     tl.store(out + 64 + offsets, second, mask=mask)
     tl.store(out + 128 + offsets, third, mask=mask)
-    tl.store(ok, tl.min(arrived))
+    tl.store(ok, tdl.block_and(tl.min(arrived) == 1))
 
 
 @tdcoll.jit(do_not_specialize=["rounds"])

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather kernels: push by put + signal, in one dimension and in two.
+"""All-gather kernels that push, in one dimension and in two.
 
 Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``channels`` chunks of ``chunk`` bytes::
 
     1D   source --put+signal--> staging[slot, r] on every rank of this node
          source --> own staging --nbi put+signal--> staging[slot, r] on every rank of other nodes
-    2D   source --put+signal--> staging[slot, r] on every rank of this node
+    2D   source --stores--> staging[slot, r] on every rank of this node, then a release of the chunk's signal
          source --> own staging --nbi put+signal--> staging[slot, r] on r's *rail* (same place, other nodes)
-         staging[slot, s] --put+signal--> the same on every rank of this node, for each s on r's rail
+         staging[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
     both staging[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
 
-In 2D a segment crosses between nodes once per node pair rather than once per rank pair.
+In 2D a segment crosses between nodes once per node pair rather than once per rank pair. Where the ranks of a node
+cannot store to each other's memory (not ``STORES``), they put + signal, as in 1D.
 
 Signal map: ``signals[slot, channel, s]`` on rank r
 
@@ -18,8 +19,9 @@ Signal map: ``signals[slot, channel, s]`` on rank r
   r's node on s's rail, which forwards it;
 - is polled (>= epoch) on r by the program that copies that chunk out, and in 2D on s's rail by those that forward it.
 
-Ordering: put_signal orders a chunk's bytes before its own signal, and nothing else is needed, because each chunk has
-a signal of its own and a forwarder has *acquired* the chunk (``wait_signal``) before it puts it on. Inter-node puts
+Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and nothing
+else is needed, because each chunk has a signal of its own and a forwarder has *acquired* the chunk (``wait_signal``)
+before it passes it on. Inter-node puts
 are nbi: their source is this rank's own staging segment, which is written next two epochs later, after the receiver
 has confirmed by starting the next call (see :mod:`tdcoll.context`). So no quiet at the end.
 
@@ -44,7 +46,7 @@ whose signal a 2D forwarder waits first.
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.protocol import begin_epoch, chunk_bytes
+from tdcoll.collectives.protocol import begin_epoch, chunk_bytes, release
 from tdcoll.language.jit import jit
 
 __all__ = ["all_gather_1d", "all_gather_2d", "push_remote"]
@@ -92,10 +94,17 @@ def _may_write(ready, peer, epoch, monitor, IN_PLACE: tl.constexpr):
 
 
 @jit
-def _push_local(peer, pe, target, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr):
-    """Put a chunk to rank ``peer``, which is on this node."""
+def _push_local(
+    peer, pe, deltas, target, source, size, signal, epoch, ready, monitor, IN_PLACE: tl.constexpr, STORES: tl.constexpr
+):  # fmt: skip
+    """Give a chunk to rank ``peer``, which is on this node."""
     if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:
-        tdl.putmem_signal_block(target, source, size, signal, epoch, tdl.SIGNAL_SET, pe)
+        if STORES:
+            delta = tl.load(deltas + peer)
+            tdl.copy_block(target + delta, source, size)
+            release(signal, delta, epoch)
+        else:
+            tdl.putmem_signal_block(target, source, size, signal, epoch, tdl.SIGNAL_SET, pe)
 
 
 @jit
@@ -223,7 +232,7 @@ def all_gather_1d(
             mine = landing + tl.cast(rank, tl.int64) * capacity + offset
             signal = row + channel * WORLD + rank
             if given >= 0:
-                _push_local(peer, pe, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE)
+                _push_local(peer, pe, 0, mine, source + offset, size, signal, epoch, ready, monitor, IN_PLACE, False)
             else:
                 elsewhere = routes + 2 * n_local
                 push_remote(
@@ -239,17 +248,21 @@ def all_gather_1d(
 
 @jit(do_not_specialize=_INTEGERS)
 def all_gather_2d(
-    source, out, staging, signals, ready, control, monitor, routes,
+    source, out, staging, signals, ready, control, monitor, routes, deltas,
     nbytes, chunk, capacity, rank, channels, n_local, n_remote,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, SLOT_SIGNALS: tl.constexpr, IN_PLACE: tl.constexpr,
-    COUNTED: tl.constexpr = False,
+    COUNTED: tl.constexpr = False, STORES: tl.constexpr = False,
 ):  # fmt: skip
     """``[nbytes] -> [WORLD * nbytes]``: between nodes along rails, then forwarded inside each node.
 
     Programs: ``channels`` times one rail sender if n_remote > 0, then ``channels`` times (n_local pushes, n_remote *
     n_local forwarders, WORLD receivers); in place an announcer first, n_remote rail senders per channel, and one
-    receiver per channel. Arguments are those of :func:`all_gather_1d`, except that ``routes`` names as remote ranks
-    only this rank's rail: one per other node. Every node has ``n_local + 1`` ranks.
+    receiver per channel. Every node has ``n_local + 1`` ranks.
+
+    Args: those of :func:`all_gather_1d`, except
+        routes: names as remote ranks only this rank's rail: one per other node.
+        deltas: int64 ``[WORLD]``: from an address in this rank's symmetric memory to the same in each of its node's.
+        STORES: whether they can be stored to.
     """
     n_senders = _n_senders(n_remote, IN_PLACE)
     n_forwards = n_remote * n_local
@@ -294,7 +307,9 @@ def all_gather_2d(
                     size = chunk_bytes(_used_bytes(segment, nbytes, COUNTED), chunk, channel)
             if arrived != 0:
                 target = landing + tl.cast(origin, tl.int64) * capacity + offset
-                _push_local(peer, pe, target, chunk_at, size, row + origin, epoch, ready, monitor, IN_PLACE)
+                _push_local(
+                    peer, pe, deltas, target, chunk_at, size, row + origin, epoch, ready, monitor, IN_PLACE, STORES
+                )  # fmt: skip
         else:
             _receive(
                 given - n_local - n_forwards, channel, source, out, landing, capacity, nbytes, chunk,

@@ -26,19 +26,10 @@ rank only when that rank has told so.
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.protocol import begin_epoch, chunk_bytes
+from tdcoll.collectives.protocol import begin_epoch, chunk_bytes, release
 from tdcoll.language.jit import jit
 
-__all__ = ["all_gather_direct", "release"]
-
-
-@jit
-def release(signal, delta, epoch):
-    """The peer's copy of ``signal`` becomes ``epoch``, after all that the block has stored before."""
-    tdl.syncthreads()
-    theirs = (tl.cast(signal, tl.int64) + delta).to(tl.pointer_type(tl.int64))
-    if tdl.tid(0) == 0:
-        tdl.st_release(theirs, epoch, "sys")
+__all__ = ["all_gather_direct"]
 
 
 @jit(do_not_specialize=["source", "out", "staging", "nbytes", "chunk", "capacity", "rank", "channels"])

@@ -8,18 +8,17 @@ Data flow in one node, seen from rank r::
 
 A put with a signal crosses NVLink three times: the data, their acknowledgement (the signal may not overtake them),
 the signal. Here a 128-bit word, which arrives whole, holds 96 bits of data and the low 32 bits of the epoch, so data
-and flag cross together, once, at 4/3 of the bytes: the protocol that NCCL calls LL, whose words are of 64 bits, half of
+and flag cross together, once, at 4/3 of the bytes. NCCL has two such protocols: LL, whose words are of 64 bits, half of
 them flag, and LL128, whose words are the 128 bytes that a warp stores at once.
 
-Flag map: ``flagged[slot, s, i]`` on rank r is written by rank s only, by one 128-bit store per epoch, and polled on r by
-one program. The words are used by nothing else, so what is in them is always a flag of this context: of this epoch, or
-of an earlier one of the same slot. It is never a later one, because r has then said that it is done with this one: so
-flags are compared for equality. (2^32 calls later a flag comes again. A word would have to be skipped by all calls in
-between for it to be mistaken.)
+Flag map: ``flagged[slot, s, i]`` on rank r is written by rank s only, by one 128-bit store per epoch, and polled on r
+by one program. The words are used by nothing else, so what is in them is always a flag of this context: of this epoch,
+or of an earlier one of the same slot. It is never a later one, because r has then said that it is done with this one:
+so flags are compared for equality. (2^32 calls later a flag comes again. A word would have to be skipped by all calls
+in between for it to be mistaken.)
 
 Ordering: none is relied on, except that an aligned 128-bit store (``st.relaxed.sys.b128``) is single, as is the load
-that polls it. Reuse of a slot is what
-:mod:`tdcoll.context` says: a rank that has all words of epoch e knows that everybody has started e. A call of no bytes
+that polls it. Reuse of a slot is what :mod:`tdcoll.context` says: a rank that has all words of epoch e knows that everybody has started e. A call of no bytes
 sends one word all the same.
 
 Order of programs: program i of every rank sends to its i-th successor and then waits for its i-th predecessor, whose

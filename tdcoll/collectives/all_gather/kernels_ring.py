@@ -44,8 +44,7 @@ waited for the rank before it, so the cause may be further up the ring: a rank t
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.all_gather.kernels_direct import release
-from tdcoll.collectives.protocol import begin_epoch, chunk_bytes
+from tdcoll.collectives.protocol import begin_epoch, chunk_bytes, release
 from tdcoll.language.jit import jit
 
 __all__ = ["all_gather_ring"]

@@ -55,6 +55,18 @@ def _routes(ctx: CollectiveContext, algorithm: str) -> tuple[torch.Tensor, int, 
     return table, len(local), len(remote)
 
 
+def _deltas(ctx: CollectiveContext) -> torch.Tensor:
+    """``[world]`` int64: from an address in this rank's symmetric memory to the same in each rank's, for ranks that it
+    can store to."""
+    if "deltas" not in ctx.tables:
+        _refuse_capture(ctx)
+        heap = ctx._runtime.heap
+        deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
+        ctx.tables["deltas"] = torch.tensor(deltas, dtype=torch.int64, device=ctx.device)
+    table: torch.Tensor = ctx.tables["deltas"]
+    return table
+
+
 class _Launch:
     """One ready-made launch: everything about a call shape that does not change from call to call."""
 
@@ -95,21 +107,18 @@ class _Launch:
             kernel = kernels.all_gather_2d
             senders += n_remote * n_local
         programs = plan.channels * (senders + 1) + 1 if in_place else plan.channels * (senders + world)
-        tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
+        tensors: tuple[torch.Tensor, ...] = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
         capacity = nbytes if in_place else ctx.capacity
         numbers = (nbytes, plan.chunk, capacity, ctx.rank, plan.channels, n_local, n_remote)
-        # WORLD, BLOCK, SLOT_SIGNALS, IN_PLACE, COUNTED
-        constants = (world, triton.next_power_of_2(world), ctx.signals[0].numel(), in_place, counted)
+        # WORLD, BLOCK, SLOT_SIGNALS, IN_PLACE, COUNTED, and in two dimensions STORES
+        constants: tuple[int, ...] = (world, triton.next_power_of_2(world), ctx.signals[0].numel(), in_place, counted)
+        if plan.algorithm == "2d":
+            tensors, constants = (*tensors, _deltas(ctx)), (*constants, ctx.ll_bytes >= 0)
         return kernel, programs, tensors, numbers, constants
 
     @staticmethod
     def _prepare_direct(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
-        if "deltas" not in ctx.tables:
-            _refuse_capture(ctx)
-            heap = ctx._runtime.heap
-            deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
-            ctx.tables["deltas"] = torch.tensor(deltas, dtype=torch.int64, device=ctx.device)
-        tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, ctx.tables["deltas"])
+        tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, _deltas(ctx))
         numbers = (nbytes, plan.chunk, nbytes if in_place else ctx.capacity, ctx.rank, plan.channels)
         # WORLD, SLOT_SIGNALS, IN_PLACE
         constants = (ctx.world_size, ctx.signals[0].numel(), in_place)
@@ -420,7 +429,7 @@ def all_gather(
 
     Algorithms: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
     Operations*), or by stores and a released flag inside a node; the 2D form is the usual hierarchical exchange by
-    rails; LL puts a flag beside every 96 bits (after NCCL's protocol of that name); the ring passes chunks on by stores.
+    rails; LL puts a flag beside every 96 bits (after NCCL's protocol of that name); the ring passes on by stores.
     """
     if (made := all_gather_at_once(tensor, ctx, out, algorithm)) is not None:
         return made

@@ -79,6 +79,8 @@ def missing(signal: str) -> str:
 
 PUT_LOCAL = "tdl.putmem_signal_block(target, source, size, signal, epoch, tdl.SIGNAL_SET, pe)"
 PUT_REMOTE = "tdl.putmem_signal_nbi_block(staged, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)"
+STORE_LOCAL = "tdl.copy_block(target + delta, source, size)"
+RELEASE_LOCAL = "release(signal, delta, epoch)"
 SIGNAL = "tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, pe)"
 MAY_WRITE = "if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:\n"
 RING_COPY = "tdl.copy_block(landing + after_delta, held, size)"
@@ -184,6 +186,20 @@ MUTANTS = [
         "2d",
         ranks_per_node=2,
     ),
+    Mutant(
+        "2d: inside the node the signal goes before the data",
+        ((f"{STORE_LOCAL}\n            {RELEASE_LOCAL}", f"{RELEASE_LOCAL}\n            {STORE_LOCAL}"),),
+        WRONG,
+        "2d",
+        ranks_per_node=2,
+    ),
+    Mutant(
+        "2d: nobody of the node is told",
+        ((RELEASE_LOCAL, "pass"),),
+        missing("signals"),
+        "2d",
+        ranks_per_node=2,
+    ),
     # ------------------------------------------------------------------ in place
     Mutant(
         "in place: a rank is written to before it has entered",
@@ -193,7 +209,7 @@ MUTANTS = [
     ),
     Mutant(
         "in place, 2d: a rank of this node is written to before it has entered",
-        ((f"    {MAY_WRITE}        {PUT_LOCAL}", f"    if True:\n        {PUT_LOCAL}"),),
+        ((f"    {MAY_WRITE}        if STORES:", "    if True:\n        if STORES:"),),
         WRONG,
         "2d",
         ranks_per_node=2,
@@ -357,17 +373,19 @@ MUTANTS = [
     ),
     Mutant(
         "direct: the signal does not order the data",
-        (('tdl.st_release(theirs, epoch, "sys")', 'tdl.st(theirs, epoch, "sys")'),),
+        (),
         WRONG,
         "direct",
         module="kernels_direct",
+        protocol=(('tdl.st_release(theirs, epoch, "sys")', 'tdl.st(theirs, epoch, "sys")'),),
     ),
     Mutant(
         "direct: the signal orders the data for this GPU only",
-        (('tdl.st_release(theirs, epoch, "sys")', 'tdl.st_release(theirs, epoch, "gpu")'),),
+        (),
         WRONG,
         "direct",
         module="kernels_direct",
+        protocol=(('tdl.st_release(theirs, epoch, "sys")', 'tdl.st_release(theirs, epoch, "gpu")'),),
     ),
     Mutant(
         "direct: forgotten signal",

@@ -14,6 +14,7 @@ import triton.language as tl
 import tdcoll
 from tdcoll.collectives.all_gather import kernels, policy
 from tdcoll.collectives.all_gather.policy import Plan
+from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import World, explore, first_failure
 
 from .cases import Gathers
@@ -58,6 +59,11 @@ def test_every_size(algorithm: str, nbytes: int) -> None:
     case = Gathers(algorithm, CALLS[algorithm], nbytes)
     for per_node in {"ll": (None, 2), "direct": (None,), "ring": (None,)}.get(algorithm, (2,)):
         explore(case, n_pes=4, seeds=3, ranks_per_node=per_node, heap_bytes=HEAP)
+
+
+def test_two_dimensions_where_ranks_of_a_node_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryView, "peer_base", lambda self, pe: self.base if pe == self.pe else 0)
+    explore(Gathers("2d", "oioo"), n_pes=4, seeds=20, ranks_per_node=2, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("nbytes", [201, 999])
