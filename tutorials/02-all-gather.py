@@ -218,15 +218,15 @@ def main():
     # "1d": everybody puts to everybody, as above. "2d": between nodes a piece goes only to the rank with the
     # same place on each other node (its *rail*), which forwards it inside its node. So it crosses between two
     # nodes once, and not once per rank. "auto", the default, takes 2D for large pieces where there are several
-    # nodes with several ranks each. On one node both do the same; give launch.sh `--emulate-nodes 2` to see the
-    # difference.
+    # nodes with several ranks each. On one node everybody gives to everybody in both; give launch.sh
+    # `--emulate-nodes 2` to see the difference.
     #
-    # "ll": for pieces of up to 64 KiB in one node (less over several), where "auto" takes it. Between nodes it
-    # puts along the rails as 2D does; what it saves, it saves inside a node. A put with a signal crosses the
-    # wire three times: the data, their acknowledgement (the signal must not overtake them), the signal. Here
-    # every 64-bit word, which arrives whole, holds 32 bits of data and 32 bits of the epoch, stored straight
-    # into the peer's memory. So it says itself that it has arrived, and one crossing is enough. It is twice the
-    # bytes, which is why large pieces do not go that way.
+    # "ll": for small pieces (up to 1 MiB that a rank sends to all others of its node; less over several nodes),
+    # where "auto" takes it. Between nodes it puts along the rails as 2D does; what it saves, it saves inside a
+    # node. A put with a signal crosses the wire three times: the data, their acknowledgement (the signal must not
+    # overtake them), the signal. Here every 128-bit word, which arrives whole, holds 96 bits of data and 32 bits
+    # of the epoch, stored straight into the peer's memory. So it says itself that it has arrived, and one
+    # crossing is enough. It is a third more bytes, which is why large pieces do not go that way.
     sizes = (0, 1, 1000, 20_000)
     algorithms = ["1d"]
     if topology.ranks_per_node is None:

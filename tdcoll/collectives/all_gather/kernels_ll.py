@@ -18,8 +18,8 @@ so flags are compared for equality. (2^32 calls later a flag comes again. A word
 in between for it to be mistaken.)
 
 Ordering: none is relied on, except that an aligned 128-bit store (``st.relaxed.sys.b128``) is single, as is the load
-that polls it. Reuse of a slot is what :mod:`tdcoll.context` says: a rank that has all words of epoch e knows that everybody has started e. A call of no bytes
-sends one word all the same.
+that polls it. Reuse of a slot is what :mod:`tdcoll.context` says: a rank that has all words of epoch e knows that
+everybody has started e. A call of no bytes sends one word all the same.
 
 Order of programs: program i of every rank sends to its i-th successor and then waits for its i-th predecessor, whose
 program i sends to it: no program waits for one of another index, so any number of resident blocks makes progress.
