@@ -243,8 +243,10 @@ setp.ne.u64 done, aborted, 0;
 ld.global.b64 record, [{monitor}+{record_at}];
 ld.global.b64 now, [{monitor}+{rank_at}];
 st.global.b64 [record+{RANK}], now;
-st.global.b64 [record+{PEER}], {peer};
-st.global.b64 [record+{SIGNAL}], {index};
+cvt.s64.s32 now, {peer};
+st.global.b64 [record+{PEER}], now;
+cvt.s64.s32 now, {index};
+st.global.b64 [record+{SIGNAL}], now;
 st.global.b64 [record+{EPOCH}], {expected};
 st.global.b64 [record+{EXPECTED}], {expected};
 st.global.b64 [record+{SEEN}], word;
@@ -298,11 +300,11 @@ def _poll(signal, compare, value, monitor, active, peer, index, _semantic=None):
         (value, tl.uint64),
         (monitor, tl.int64),
         (active, tl.int32),
-        (peer, tl.int64),
-        (index, tl.int64),
+        (peer, tl.int32),
+        (index, tl.int32),
     )
     return core.inline_asm_elementwise(
-        asm, "=&r,l,l,l,r,l,l,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
+        asm, "=&r,l,l,l,r,r,r,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
 
 
@@ -334,10 +336,10 @@ def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
         (flag, tl.int32),
         (monitor, tl.int64),
         (active, tl.int32),
-        (peer, tl.int64),
-        (index, tl.int64),
+        (peer, tl.int32),
+        (index, tl.int32),
     )
-    outputs = "=&r,=&r,=&r,=&r,l,r,l,r,l,l,~{memory}"
+    outputs = "=&r,=&r,=&r,=&r,l,r,l,r,r,r,~{memory}"
     return core.inline_asm_elementwise(asm, outputs, args, (tl.int32,) * 4, is_pure=False, pack=1, _semantic=_semantic)
 
 

@@ -193,7 +193,7 @@ def test_the_table_says_what_it_is() -> None:
     assert text[0].startswith("PROJECTION, not a measurement (alpha-beta model, ")
     assert "32 ranks on 4 node(s); between nodes 5 µs and 50 GB/s per rank, inside 2 µs and 340 GB/s" in text[0]
     assert text[4] == ("| 1 MB per rank | 1d | formula | 992 | 32,505,856 | 992 | 768 | 25,165,824 | 508 | 1.00 × 1d |")
-    assert text[5].startswith("| 1 MB per rank | 2d | formula | 992 | 32,505,856 | 992 | 96 | 3,145,728 | 88.4 | 5.7")
+    assert text[5].startswith("| 1 MB per rank | 2d | formula | 96 | 3,145,728 | 96 | 96 | 3,145,728 | 88.4 | 5.7")
 
 
 def test_a_projection_of_counted_rows(tmp_path: Path) -> None:

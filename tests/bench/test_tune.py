@@ -33,7 +33,7 @@ WIDE = Candidate("1d", channels=32, num_warps=8)
 def test_what_is_tried() -> None:
     found = candidates(4096, FOUR, ll_bytes=4096, channels=(1, 4, 8), warps=(4, 8))
     assert [c.name for c in found] == [
-        *("ll", "ll 1536 B chunks 4 warps", "ll 3 KB chunks 4 warps"),  # 3 KB with 8 is the rules'
+        *("ll", "ll 3 KB chunks 4 warps", "ll 3 KB chunks 8 warps"),  # 1.5 KB with 4 is the rules'
         *("ll 6 KB chunks 4 warps", "ll 6 KB chunks 8 warps"),
         *("direct", "direct 1 chunks 4 warps", "direct 4 chunks 4 warps", "direct 4 chunks 8 warps"),
         *("ring", "ring 1 chunks 4 warps", "ring 4 chunks 4 warps", "ring 4 chunks 8 warps"),
@@ -176,9 +176,8 @@ def test_shared_gpus_have_no_times(
 def test_the_listing() -> None:
     arguments = "--dry-run -b 1K -e 512K -f 512 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
     assert tune.listing(tune.parse(arguments.split()), FOUR, True).splitlines() == [
-        "tune, 4 rank(s) on 1 node(s) (4): 32 measurements of 40 iterations, graph and eager",
-        "1 KB per rank: ll, ll 1536 B chunks 4 warps, 1d, 1d 1 chunks 4 warps, in-place ll, "
-        "in-place ll 1536 B chunks 4 warps, in-place 1d, in-place 1d 1 chunks 4 warps, nccl",
+        "tune, 4 rank(s) on 1 node(s) (4): 28 measurements of 40 iterations, graph and eager",
+        "1 KB per rank: ll, 1d, 1d 1 chunks 4 warps, in-place ll, in-place 1d, in-place 1d 1 chunks 4 warps, nccl",
         "512 KB per rank: 1d, 1d 1 chunks 4 warps, 1d 4 chunks 4 warps, in-place 1d, in-place 1d 1 chunks 4 warps, "
         "in-place 1d 4 chunks 4 warps, nccl",
     ]

@@ -191,11 +191,11 @@ def test_algorithm_of_small_messages(
 
 @pytest.mark.parametrize(
     ("nbytes", "programs"),
-    [(0, 1), (1, 1), (12 * LL_BLOCK, 1), (12 * LL_BLOCK + 1, 2), (16 << 10, 6), (64 << 10, 22)],
+    [(0, 1), (1, 1), (12 * LL_BLOCK, 1), (12 * LL_BLOCK + 1, 2), (16 << 10, 11), (64 << 10, 43)],
 )
 def test_blocks_of_ll(nbytes: int, programs: int) -> None:
     plan = choose(nbytes, nodes_of(8), "ll", ll_bytes=64 << 10)
-    assert (plan.channels, plan.chunk, plan.num_warps) == (programs, 12 * LL_BLOCK, 8)
+    assert (plan.channels, plan.chunk, plan.num_warps) == (programs, 12 * LL_BLOCK, 4)
 
 
 @given(st.integers(0, 16 << 10))

@@ -31,7 +31,7 @@ ADDRESSES = ("source", "out", "staging")
 LANGUAGE_TYPES = {
     **dict.fromkeys(("dest", "source", "dst", "src"), "*u8"),
     **dict.fromkeys(("signal", "signals", "monitor", "seen", "words"), "*i64"),
-    **dict.fromkeys(("out", "ok", "number", "flag"), "*i32"),
+    **dict.fromkeys(("out", "ok", "number", "flag", "torn"), "*i32"),
     "value": "i64",
 }
 

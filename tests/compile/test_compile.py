@@ -94,8 +94,10 @@ def test_index_matching_says_the_right_things(compiled) -> None:
 def test_sparse_all_reduce_compiles_without_spills(compiled) -> None:
     kernels = compiled["sparse"]
     assert {k["arch"] for k in kernels if k["kernel"] == "reduce"} == {90, 100}
-    # Of a search, a few bytes around the call that sends a signal.
-    assert [k for k in kernels if k["spilled_bytes"] > (64 if k["search"] else 0)] == []
+    # A few bytes around the call that sends a signal; more of a search.
+    most = {"search": 64, "signals": 24, "others": 0}
+    kinds = ["search" if k["search"] else "signals" if k["needs"] else "others" for k in kernels]
+    assert [k for k, kind in zip(kernels, kinds, strict=True) if k["spilled_bytes"] > most[kind]] == []
     assert all(k["registers"] <= 128 for k in kernels)
 
 
