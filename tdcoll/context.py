@@ -58,7 +58,7 @@ LL_SENT_BYTES = 1 << 20
 and saves crossings."""
 
 LL_MAX_BYTES_BETWEEN_NODES = 16 << 10
-"""The same for a group on several nodes, which has more ranks, and longer crossings between."""
+"""Of one rank, whatever their number: up to there a context of a group on several nodes has room for LL."""
 
 KEPT = 2048
 """Entries that a context remembers of call shapes: how to launch them, and what the arguments must look like."""
@@ -88,7 +88,8 @@ class CollectiveContext:
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         max_bytes_per_rank: the most that one rank contributes to one call, in bytes. Takes
-            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 6 MiB besides.
+            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 6 MiB besides (of a group
+            on several nodes up to 44 KiB per rank, and 16 bytes per rank and channel).
         channels: the most chunks that one rank's data is cut into, for 16 bytes of symmetric heap each per rank of the
             group. A large message is copied out while it arrives, the better the more chunks it has.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.

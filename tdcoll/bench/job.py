@@ -248,9 +248,9 @@ def refuse_shared_gpus(benchmark: str) -> None:
     """End with status 2 where ranks may share GPUs."""
     if lifecycle.may_share_gpus():
         Parser(prog=f"bash launch.sh [--nproc N] -m tdcoll.bench {benchmark}", usage="%(prog)s [options]").error(
-            "TDCOLL_SHARE_GPUS: expected 0 or nothing, got "
-            f"{os.environ.get('TDCOLL_SHARE_GPUS')!r}: where ranks share GPUs (launch.sh --share-gpus) times mean "
-            "nothing, and gloo takes NCCL's place. Take as many ranks as GPUs, or --simulate"
+            "TDCOLL_SHARE_GPUS (launch.sh --share-gpus) or initialize(share_gpus=True): expected neither, got a job "
+            "whose ranks may share GPUs, where times mean nothing and gloo takes NCCL's place. Take as many ranks as "
+            "GPUs, or --simulate"
         )
 
 

@@ -511,14 +511,9 @@ class TdcollProcessGroup(ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
-        if (
-            opts is not None
-            and type(output) is type(input) is torch.Tensor
-            and not opts.asyncOp
-            and self._gather_at_once(output, input)
-        ):
-            return CompletedWork([output])
         output, input = plain(output), plain(input)
+        if opts is not None and not opts.asyncOp and self._gather_at_once(output, input):
+            return CompletedWork([output])
         work = self._gather([(output, input)], opts is None or opts.asyncOp)
         if work is not None:
             return work

@@ -7,8 +7,9 @@ bitcode library in NVIDIA's wheel, which :mod:`tdcoll.language.jit` adds to the 
 int64, which makes one signature serve pointers to anything.
 
 Waits are polling loops in PTX rather than in Triton: a loop per thread, no cross-warp traffic while waiting, and
-the clock is read on every 256th miss only. Their result is AND-ed over the block by ``bar.red``, because threads
-may disagree at the deadline and a block-wide branch on a value that differs between warps is undefined.
+the clock is read on every 256th miss only. That of a signal is AND-ed over the block by ``bar.red``, because threads
+may disagree at the deadline and a block-wide branch on a value that differs between warps is undefined; that of a
+flagged word is its thread's own.
 """
 
 from __future__ import annotations

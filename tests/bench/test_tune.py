@@ -170,7 +170,7 @@ def test_shared_gpus_have_no_times(
         with pytest.raises(SystemExit) as ended:
             main([name, *(["-o", str(tmp_path / "t.json")] if name == "tune" else [])])
         assert ended.value.code == 2
-        assert f"{name}: error: TDCOLL_SHARE_GPUS: expected 0 or nothing, got '1'" in capsys.readouterr().err
+        assert f"{name}: error: TDCOLL_SHARE_GPUS (launch.sh --share-gpus) or initialize" in capsys.readouterr().err
 
 
 def test_the_listing() -> None:
@@ -201,7 +201,7 @@ def test_measuring_writes_a_table(
     monkeypatch.setattr(benchmark, "calls_per_launch", lambda nbytes, world: (2, 3))
     file = tmp_path / "t.json"
     kept = Table.parse(
-        '{"tuning": "all_gather", "version": 1, "tables": [{"architecture": "NVIDIA Test", "ranks_per_node": 2, '
+        '{"tuning": "all_gather", "version": 2, "tables": [{"architecture": "NVIDIA Test", "ranks_per_node": 2, '
         '"nodes": 1, "launch": "eager", "in_place": false, "entries": [{"up_to": 64, "algorithm": "1d"}]}]}'
     )
     file.write_text(kept.text())

@@ -111,10 +111,10 @@ def test_a_plan_for_ll_has_no_programs_with_nothing_to_carry() -> None:
         choose(1000, nodes_of(2, 2), Plan("ll", 9, 1536, 4), ll_bytes=1000)
     with pytest.raises(ValueError, match="chunks of more than 12 bytes for 72 rank"):
         choose(1 << 18, nodes_of(72), Plan("ll", 21846, 12, 1), ll_bytes=1 << 18)
-    with pytest.raises(
-        ValueError, match="chunks must be 12 times a power of two bytes and cover all 100 bytes; got 1 o"
-    ):
+    with pytest.raises(ValueError, match="chunks must be 12 times a power of two, at most 12288, bytes and c"):
         choose(100, nodes_of(4), Plan("ll", 1, 128, 1), ll_bytes=100)
+    with pytest.raises(ValueError, match="at most 12288, bytes and cover all 100 bytes; got 1 of 24576 bytes"):
+        choose(100, nodes_of(4), Plan("ll", 1, 24576, 16), ll_bytes=100)
 
 
 @pytest.mark.parametrize(

@@ -326,3 +326,23 @@ def spin_for_ever(signal):
 def times_100000(out, n):
     tl.store(out, n * 100000)
     tl.device_assert(n <= 5, "at most five")
+
+
+@jit
+def flagged(words, flag, monitor, torn, WHOLE: tl.constexpr):
+    """PE 0 sends PE 1 words of 128 bits, whole or in two halves, the flag first; PE 1 counts those that came torn."""
+    place = tl.arange(0, 2)
+    mask = place < 2
+    if tdl.my_pe() == 0:
+        theirs = tdl.remote_ptr(words, 1) + 2 * place
+        if WHOLE:
+            tdl.store_flagged(theirs, place + flag, place - flag, place ^ flag, flag, mask)
+        else:
+            data = (place ^ flag).to(tl.int64)
+            tl.store(theirs + 1, data | (tl.cast(flag, tl.int64) << 32))
+            low, high = (place + flag).to(tl.int64), (place - flag).to(tl.int64)
+            tl.store(theirs, (low & 0xFFFFFFFF) | (high << 32))
+    else:
+        first, second, third, _ = tdl.wait_flagged(words + 2 * place, flag, mask, monitor, 0)
+        right = (first == place + flag) & (second == place - flag) & (third == place ^ flag)
+        tl.store(torn, tl.sum((right == 0).to(tl.int32)))

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import kernels
 import pytest
+import torch
 from cases import gather, gathering
 
+import tdcoll
 import tdcoll.language as tdl
 from tdcoll.testing import Deadlock, ExplorationFailed, explore, first_failure
 
@@ -132,3 +134,21 @@ def test_failure_says_how_to_see_it_again():
     again = first_failure(gather("put, signal"), seeds=[failure.seed], **failure.options)
     assert again is not None
     assert again.report == failure.report
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_flagged_word_in_two_pieces_is_caught(whole):
+    def case(world):
+        def host(pe):
+            words, monitor = tdcoll.zeros((2, 2), torch.int64), tdcoll.WaitMonitor()
+            torn = torch.zeros(1, dtype=torch.int32)
+            tdcoll.barrier()
+            kernels.flagged[(1,)](words, 5, monitor.words, torn, whole)
+            tdcoll.barrier()
+            assert int(torn) == 0, f"{int(torn)} words came torn"
+
+        world.run(host)
+
+    failure = first_failure(case, n_pes=2, seeds=30)
+    assert (failure is None) == whole
+    assert whole or "words came torn" in failure.report

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather: 1D push and 2D push by rails."""
+"""All-gather: LL, direct stores, ring, 1D push, and 2D push by rails."""
 
 from tdcoll.collectives.all_gather.op import all_gather, all_gather_in_place, all_gather_into_tensor
 

@@ -17,9 +17,9 @@ or of an earlier one of the same slot. It is never a later one, because r has th
 so flags are compared for equality. (2^32 calls later a flag comes again. A word would have to be skipped by all calls
 in between for it to be mistaken.)
 
-Ordering: none is relied on, except that an aligned 128-bit store (``st.relaxed.sys.b128``) is single, as is the load
-that polls it. Reuse of a slot is what :mod:`tdcoll.context` says: a rank that has all words of epoch e knows that
-everybody has started e. A call of no bytes sends one word all the same.
+Ordering: none is relied on, except that an aligned 128-bit store (``st.relaxed.sys.b128``, PTX ISA 8.4) is single, as
+is the load that polls it. Reuse of a slot is what :mod:`tdcoll.context` says: a rank that has all words of epoch e
+knows that everybody has started e. A call of no bytes sends one word all the same.
 
 Order of programs: program i of every rank sends to its i-th successor and then waits for its i-th predecessor, whose
 program i sends to it: no program waits for one of another index, so any number of resident blocks makes progress.
@@ -140,7 +140,9 @@ def all_gather_ll(
     target = tl.cast(out, tl.int64)
     mask = _carry(index, size)
     if step == 0:
-        _store_data(target + tl.cast(rank, tl.int64) * nbytes, index, size, first, second, third, mask)
+        own = target + tl.cast(rank, tl.int64) * nbytes
+        if own != source:  # not in place
+            _store_data(own, index, size, first, second, third, mask)
     else:
         slot = (epoch % 2) * WORLD * words
         sent = theirs + 16 * (slot + rank * words + index)
@@ -208,7 +210,9 @@ def all_gather_ll_2d(
                 for k in tl.range(0, n_local, disable_licm=True):
                     sent = tl.load(peers + tl.load(routes + k)) + 16 * (slot + origin * words + index)
                     tdl.store_flagged(sent, first, second, third, epoch.to(tl.int32), mask)
-                _store_data(target + tl.cast(origin, tl.int64) * nbytes, index, size, first, second, third, mask)
+                target += tl.cast(origin, tl.int64) * nbytes
+                if target != at:  # not the own segment in place
+                    _store_data(target, index, size, first, second, third, mask)
         else:
             origin = tl.load(elsewhere + n_remote + task - 1)
             landed = tl.cast(flagged, tl.int64) + 16 * (slot + origin * words + index)

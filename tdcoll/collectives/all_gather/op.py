@@ -86,7 +86,8 @@ class _Launch:
         self._num_warps = plan.num_warps
         self._compiled: ReadyKernel | None = None
         # Addresses of nothing are 32-bit to Triton, as small numbers are.
-        self._variant = ("compiled", plan.algorithm, self._constants, plan.num_warps, nbytes > 0, nbytes >> 31 > 0)
+        sizes = (nbytes > 0, nbytes >> 31 > 0)
+        self._variant = ("compiled", plan.algorithm, self._constants, plan.num_warps, in_place, *sizes)
         self._context = ctx
         self._rest = (*(tensor.data_ptr() for tensor in self._tensors), *self._numbers, *self._constants)
 

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from tdcoll.context import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["ALGORITHMS", "HANDED_OVER", "LL_WORD_BYTES", "Entry", "Plan", "choose", "is_ll_chunk", "put_chunks"]
+__all__ = [
+    "ALGORITHMS",
+    "HANDED_OVER",
+    "LL_MOST_WORDS",
+    "LL_WORD_BYTES",
+    "Entry",
+    "Plan",
+    "choose",
+    "is_ll_chunk",
+    "put_chunks",
+]
 
 ALGORITHMS = ("auto", "ll", "direct", "ring", "1d", "2d")
 
@@ -43,12 +53,18 @@ LARGE = 8 << 20
 LL_BLOCK = 128
 """128-bit words that one LL program moves: one for each thread of 4 warps."""
 
+LL_MOST_WORDS = 1024
+"""The same, at most: each word of a thread is a loop of its own in the code."""
+
 LL_WORD_BYTES = 12
 """Data of such a word; the rest is its flag."""
 
 LL_RESULT_BYTES = 512 << 10
 """Of all ranks together. Over several nodes LL is taken up to here: beyond, what comes from other nodes and is passed
 on with its flags costs more than the crossings that it saves. By the model of ``bench --project``; not measured."""
+
+
+_LL_CHUNKS = f"{LL_WORD_BYTES} times a power of two, at most {LL_WORD_BYTES * LL_MOST_WORDS},"
 
 
 @dataclass(frozen=True)
@@ -147,9 +163,9 @@ def _most_channels(topology: Topology, channels: int) -> int:
 
 
 def is_ll_chunk(nbytes: int) -> bool:
-    """Whether one LL program can carry so many bytes: a power of two of words."""
+    """Whether one LL program can carry so many bytes: a power of two of words, at most :data:`LL_MOST_WORDS`."""
     words, rest = divmod(nbytes, LL_WORD_BYTES)
-    return rest == 0 and words >= 1 and words & (words - 1) == 0
+    return rest == 0 and 1 <= words <= LL_MOST_WORDS and words & (words - 1) == 0
 
 
 def _plan_ll(nbytes: int, entry: Entry) -> Plan:
@@ -157,11 +173,11 @@ def _plan_ll(nbytes: int, entry: Entry) -> Plan:
     if entry.chunk is not None:
         block = entry.chunk // LL_WORD_BYTES
     elif entry.channels is not None:
-        block = max(LL_BLOCK, 1 << (-(-words // entry.channels) - 1).bit_length())
+        block = min(LL_MOST_WORDS, max(LL_BLOCK, 1 << (-(-words // entry.channels) - 1).bit_length()))
     else:
         block = LL_BLOCK
-    chunk = LL_WORD_BYTES * block
-    return Plan("ll", -(-words // block), chunk, entry.num_warps or max(1, min(8, block // 32)))
+    warps = max(1, min(entry.num_warps or 8, block // 32))  # threads beyond its words would send them again
+    return Plan("ll", -(-words // block), LL_WORD_BYTES * block, warps)
 
 
 def put_chunks(nbytes: int, plan: Plan, channels: int) -> Plan:
@@ -194,8 +210,8 @@ def _check_plan(nbytes: int, topology: Topology, plan: Plan, ll_bytes: int, dire
     aligned = is_ll_chunk(plan.chunk) if ll else plan.chunk % 16 == 0
     if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < nbytes:
         raise ValueError(
-            f"a Plan's chunks must be {'12 times a power of two' if ll else 'a multiple of 16'} bytes and cover all "
-            f"{nbytes} bytes; got {plan.channels} of {plan.chunk} bytes"
+            f"a Plan's chunks must be {_LL_CHUNKS if ll else 'a multiple of 16'} bytes and cover all {nbytes} bytes; "
+            f"got {plan.channels} of {plan.chunk} bytes"
         )
     if ll:  # no more than carry something: others would wait for puts that nobody makes
         most = max(1, -(-nbytes // plan.chunk))

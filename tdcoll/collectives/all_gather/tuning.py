@@ -6,7 +6,7 @@ decide::
 
     {
      "tuning": "all_gather",
-     "version": 1,
+     "version": 2,
      "tables": [
       {
        "architecture": "NVIDIA H200",      the GPU's name, or its compute capability, such as "sm_90"
@@ -29,7 +29,7 @@ one), and ``num_warps``, are by the rules where they are missing. ``"nccl"`` lea
 ``"ring"`` is taken by no rule, only where an entry or the caller says so.
 
 ``python -m tdcoll.bench tune`` measures and writes one. A context takes the one it is given, else that of the file
-that ``TDCOLL_TUNING`` names, else tdcoll's own, which has what was measured for ``docs/results``.
+that ``TDCOLL_TUNING`` names, else tdcoll's own, ``tuning.json`` beside this module, which is empty.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from tdcoll.collectives.all_gather.policy import (
     ALGORITHMS,
     CHUNK_ALIGNMENT,
     HANDED_OVER,
+    LL_MOST_WORDS,
     LL_WORD_BYTES,
     Entry,
     is_ll_chunk,
@@ -60,7 +61,8 @@ from tdcoll.runtime.lifecycle import parse_bytes
 
 __all__ = ["SIMULATOR", "Section", "Table", "Tuning", "agree", "architectures", "shipped"]
 
-VERSION = 1
+VERSION = 2
+"""1 was of LL with words of 64 bits, whose times and chunks say nothing of those of 128."""
 
 SIMULATOR = "simulator"
 """The architecture of simulated ranks."""
@@ -175,7 +177,10 @@ def _read_entry(at: _Reader, kind: dict[str, Any], before: int | None, last: boo
         if algorithm == "ll":
             least = 32 * LL_WORD_BYTES * how.get("num_warps", 1)
             if not is_ll_chunk(chunk) or chunk < least:
-                raise given["chunk"].fail(f"{LL_WORD_BYTES} times a power of two, and {least} (a word for each thread)")
+                raise given["chunk"].fail(
+                    f"{LL_WORD_BYTES} times a power of two, from {least} (a word for each thread) to "
+                    f"{LL_WORD_BYTES * LL_MOST_WORDS} bytes"
+                )
     return Entry(
         ranks_per_node=kind["ranks_per_node"],
         nodes=kind["nodes"],
@@ -224,7 +229,10 @@ class Table:
         given = _Reader(name, document).fields(("tuning", "version", "tables"), ("about",))
         given["tuning"].one_of(("all_gather",))
         if type(given["version"].value) is not int or given["version"].value != VERSION:
-            raise given["version"].fail(f"{VERSION}, which this tdcoll reads")
+            older = " (version 1 is of an older tdcoll: measure again, into a new file)"
+            raise given["version"].fail(
+                f"{VERSION}, which this tdcoll reads{older if given['version'].value == 1 else ''}"
+            )
         sections: dict[tuple[Any, ...], Section] = {}
         for at in _Reader(f"{name}: tables", given["tables"].value).items():
             section = _read_section(at)

@@ -93,7 +93,8 @@ class PointerAccess:
     def store_flagged(self, addresses: Array, words: Array, mask: Array) -> None:
         """Store 128-bit words, ``[n, 4]`` uint32, each whole. A schedule point.
 
-        Other processes that read the same memory see a word's upper half after its lower one, if not with it.
+        Other processes that read the same memory see a word's upper half after its lower one, if not with it (on x86,
+        whose stores arrive in their order).
         """
         for address in addresses[mask & (addresses % np.uint64(16) != 0)].tolist():
             raise ValueError(f"words must be 16-byte aligned, got {address:#x}")
@@ -151,7 +152,7 @@ class PointerAccess:
             network.cut(dest, data, len(data), unit),
             source_pe=program.pe,
             done=machine.span(program, "store", pe, len(data)),
-            is_flag=len(data) <= 8,
+            is_flag=len(data) <= max(8, unit),
         )
 
     def _pes(self, addresses: Array) -> Array:

@@ -110,6 +110,14 @@ def test_the_ring_among_other_calls(n_pes: int) -> None:
     explore(Gathers(("ring", "ll"), "ozooioo"), n_pes=n_pes, seeds=2, heap_bytes=HEAP, stragglers=True)
 
 
+def test_ll_in_place_among_other_calls() -> None:
+    """LL waits for nobody to enter the call; the others in place do."""
+    turns = ("ll", "direct", "1d", "ll", "ring")
+    explore(Gathers(turns, "iioiziiooi"), n_pes=3, seeds=4, heap_bytes=HEAP, stragglers=True)
+    turns = ("ll", "2d", "1d", "ll")
+    explore(Gathers(turns, "iioiziiooi"), n_pes=4, seeds=4, ranks_per_node=2, heap_bytes=HEAP, stragglers=True)
+
+
 @pytest.mark.parametrize("algorithm", ["2d", "ll"])
 def test_uneven_nodes_are_refused_on_every_rank(algorithm: str) -> None:
     def host(pe: int) -> None:
