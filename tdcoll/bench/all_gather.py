@@ -122,7 +122,8 @@ def _sets(nbytes: int, world: int) -> int:
 
 
 def heap_bytes(sizes: Sequence[int], world: int, algorithms: Sequence[str] | None, peers: Sequence[str] = ()) -> int:
-    """Symmetric heap that the sizes need: a context's slots, and buffers for calls in place and of NVSHMEM.
+    """Symmetric heap that the sizes need: a context's slots and what it has besides, and buffers for calls in place and
+    of NVSHMEM.
 
     Of the heap the backend takes a quarter at most.
     """
@@ -132,7 +133,7 @@ def heap_bytes(sizes: Sequence[int], world: int, algorithms: Sequence[str] | Non
     inputs = max(Buffers.storage_bytes(size, 1, _sets(size, world)) for size in sizes)
     theirs = buffers + inputs if FCOLLECT in peers and not INTERPRETED else 0
     served = 4 * (staged + (4 << 20)) if algorithms is not None and BACKEND in algorithms else 0
-    return staged + (buffers if in_place else 0) + theirs + served + (1 << 20)
+    return staged + (buffers if in_place else 0) + theirs + served + (8 << 20)
 
 
 # ---------------------------------------------------------------------- what is measured

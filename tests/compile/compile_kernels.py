@@ -253,12 +253,13 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
 
 def main() -> None:
     results, ll, matching, signals = [], [], [], []
+    signals += [compile_signals(90, name, direct) for name in SIGNALS for direct in (False, True)]
     for arch in (90, 100):
-        signals += [compile_signals(arch, name, direct) for name in SIGNALS for direct in (False, True)]
         matching += [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()]
-        ll += [compile_ll(arch, 8, block, over) for block in (256, 1024) for over in (False, True)]
+        ll += [compile_ll(arch, 8, 128, over) for over in (False, True)]
         for kernel in (kernels.all_gather_1d, kernels.all_gather_2d):
             results += [compile_all_gather(kernel, arch, 8, in_place) for in_place in (False, True)]
+    ll += [compile_ll(90, 8, 1024, False)]
     sums = [compile_sparse(name, arch, constants, rows) for name, constants, rows, archs in SPARSE for arch in archs]
     checks = compile_language_checks(90)
     compiled = {"all_gather": results, "ll": ll, "language": checks, "index_match": matching, "sparse": sums}

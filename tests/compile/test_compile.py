@@ -53,8 +53,11 @@ def test_all_gather_spills_nothing(compiled) -> None:
 
 def test_ll_needs_nvshmem_between_nodes_only_and_has_bounded_waits(compiled) -> None:
     found = sorted((k["kernel"], k["arch"], k["block"]) for k in compiled["ll"])
-    kernels = ("all_gather_ll", "all_gather_ll_2d")
-    assert found == [(kernel, arch, block) for kernel in kernels for arch in (90, 100) for block in (256, 1024)]
+    one_node, over_nodes = "all_gather_ll", "all_gather_ll_2d"
+    assert found == [
+        *((one_node, 90, 128), (one_node, 90, 1024), (one_node, 100, 128)),
+        *((over_nodes, 90, 128), (over_nodes, 100, 128)),
+    ]
     for kernel in compiled["ll"]:
         assert kernel["needs"] == (kernel["kernel"] == "all_gather_ll_2d"), kernel
         assert kernel["globaltimer"] >= 1, kernel
@@ -94,10 +97,8 @@ def test_index_matching_says_the_right_things(compiled) -> None:
 def test_sparse_all_reduce_compiles_without_spills(compiled) -> None:
     kernels = compiled["sparse"]
     assert {k["arch"] for k in kernels if k["kernel"] == "reduce"} == {90, 100}
-    # A few bytes around the call that sends a signal; more of a search.
-    most = {"search": 64, "signals": 24, "others": 0}
-    kinds = ["search" if k["search"] else "signals" if k["needs"] else "others" for k in kernels]
-    assert [k for k, kind in zip(kernels, kinds, strict=True) if k["spilled_bytes"] > most[kind]] == []
+    # What lives across the call that sends a signal, once per program; and a few bytes of a search.
+    assert [k for k in kernels if k["spilled_bytes"] > (80 if k["needs"] else 64 if k["search"] else 0)] == []
     assert all(k["registers"] <= 128 for k in kernels)
 
 
@@ -117,7 +118,7 @@ def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
 
 def test_kernels_of_the_signal_benchmark(compiled) -> None:
     kernels = compiled["signals"]
-    assert len(kernels) == 8
+    assert len(kernels) == 4
     for kernel in kernels:
         assert kernel["links"] != kernel["direct"], kernel
         assert kernel["releases"] >= 1, kernel
