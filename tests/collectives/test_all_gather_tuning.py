@@ -167,14 +167,13 @@ def test_a_name_goes_before_a_compute_capability() -> None:
 
 
 def test_the_shipped_table_says_what_was_measured() -> None:
-    """The beginning of what `tune` wrote for docs/results; or nothing, and then the docs say so."""
+    """What `tune` wrote for docs/results, from the smallest size on."""
     table = tuning.shipped()
-    assert table.text() == Table(table.sections).text()
+    assert table.sections
     for section in table.sections:
         (measured,) = [made for made in Table.load(ROOT / section.source).sections if made.kind == section.kind]
+        assert section.entries
         assert section.entries == measured.entries[: len(section.entries)]
-    said = "own table, which is empty" in (ROOT / "docs/benchmarks.md").read_text()
-    assert said == (not table.sections)
 
 
 # ---------------------------------------------------------------------- plans

@@ -29,7 +29,7 @@ one), and ``num_warps``, are by the rules where they are missing. ``"nccl"`` lea
 ``"ring"`` is taken by no rule, only where an entry or the caller says so.
 
 ``python -m tdcoll.bench tune`` measures and writes one. A context takes the one it is given, else that of the file
-that ``TDCOLL_TUNING`` names, else tdcoll's own, ``tuning.json`` beside this module, which is empty.
+that ``TDCOLL_TUNING`` names, else tdcoll's own, which has what was measured for ``docs/results``.
 """
 
 from __future__ import annotations
