@@ -60,7 +60,7 @@ def test_gpus_have_no_counts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (4, 2), (3, 3), (6, 2)])
 def test_counts_of_all_gathers_are_the_simulators(ranks: int, nodes: int) -> None:
     algorithms = "ll,1d,2d,in-place" + ",ring" * (nodes == 1)
-    sizes = ["-b", "1K", "-e", "16K" if ranks == 4 else "1K", "-f", "16"]
+    sizes = ["-b", "1K", "-e", "16K" if (ranks, nodes) == (4, 2) else "1K", "-f", "16"]
     options = all_gather.parse([*sizes, "--algorithms", algorithms, "--peers="])
     world = World(ranks, ranks_per_node=ranks // nodes)
     found = world.run(lambda _: all_gather.simulate(options, lambda row: None))[0]
