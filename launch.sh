@@ -29,9 +29,9 @@ or activated. Options come before the program; everything after it is the progra
 
   --nproc N              processes on this host. Default: one per visible GPU (CUDA_VISIBLE_DEVICES counts), or 4
                          when simulating.
-  --share-gpus           processes may share GPUs, so that --nproc may be more than the visible ones. To see whether
-                         results are right, never for times: a GPU runs one process at a time, some 2 ms each, so a
-                         call takes milliseconds, and torch.distributed has gloo for CUDA tensors, not NCCL.
+  --share-gpus           with GPUs only: processes may share them, so that --nproc may be more than the visible ones.
+                         To see whether results are right, never for times: a GPU runs one process at a time, some 2 ms
+                         each, so a call takes milliseconds, and torch.distributed has gloo for CUDA tensors, not NCCL.
   --simulate             the simulator, even where there are GPUs.
   --emulate-nodes N      the job behaves as if this host's processes were spread over N hosts, so that the paths for
                          several hosts are the ones taken. N is from 1 to the number of processes.

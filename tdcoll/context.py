@@ -32,7 +32,8 @@ before the bytes of e. In one row, "at least e" would take it for the signal of 
 
 **In place.** When the result is the caller's own symmetric buffer there is only one of it, and the argument above
 fails: a peer may still read the result of e-1 from the very bytes that e would write. There, a rank first tells its
-peers that it has *entered* the call (``ready``), and nobody writes into a buffer before its owner has.
+peers that it has *entered* the call (``ready``), and nobody writes into a buffer before its owner has. (LL needs none
+of that: it lands in ``flagged``, and each rank writes its buffer itself.)
 """
 
 from __future__ import annotations
