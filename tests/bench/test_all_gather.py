@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import tdcoll
 from tdcoll.bench import all_gather as benchmark
 from tdcoll.bench.__main__ import main
 from tdcoll.bench.provenance import command_line
-from tdcoll.bench.timing import graph_time_us
+from tdcoll.bench.timing import LineUp, graph_time_us
 from tdcoll.errors import TdcollError
 from tdcoll.testing import World
 
@@ -83,6 +84,19 @@ def test_the_heap_holds_what_the_sizes_need() -> None:
     need = benchmark.heap_bytes([1 << 20], 4, ["1d"])
     assert need >= 2 * 4 << 20
     assert benchmark.heap_bytes([1 << 20], 4, None) >= need + 3 * (4 << 20)
+
+
+def test_the_heap_holds_what_a_context_takes_besides_its_slots() -> None:
+    """Words of LL, above all, of which two ranks have the most; in place as `tune` asks for it, with a line-up."""
+
+    def host(pe: int) -> None:
+        in_place = tdcoll.empty((need_in_place,), torch.uint8)
+        with LineUp(), tdcoll.CollectiveContext(max_bytes_per_rank=1 << 20) as context:
+            assert context.ll_bytes == 1 << 20
+        tdcoll.free(in_place)
+
+    need_in_place = benchmark.Buffers.storage_bytes(1 << 20, 2, benchmark._sets(1 << 20, 2))
+    World(2, heap_bytes=benchmark.heap_bytes([1 << 20], 2, [benchmark.IN_PLACE])).run(host)
 
 
 def run(arguments: str, n_pes: int, **world: Any) -> list[Any]:
