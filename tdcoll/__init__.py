@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives that run inside Triton kernels over NVSHMEM symmetric memory."""
+"""Collectives that run inside Triton kernels over NVSHMEM symmetric memory.
 
-import sys
+Every public name is imported when it is first used. So ``import tdcoll`` costs nothing, a process pays for the
+collectives that it calls, and ``python -m tdcoll`` runs where PyTorch or Triton cannot be imported.
+"""
 
-# `python -m tdcoll`, which only has commands, must run where these imports fail. While Python looks for the module that
-# it was told to run, argv[0] is "-m"; the module stands before the rest of argv.
-if not (sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "tdcoll"):
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
     from tdcoll.collectives.all_gather import all_gather, all_gather_in_place, all_gather_into_tensor
     from tdcoll.collectives.index_match import match_indices, match_lists
     from tdcoll.collectives.sparse_all_reduce import (
@@ -67,3 +70,37 @@ __all__ = [
     "topology",
     "zeros",
 ]
+
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for a public one
+    _NAMES = {
+        "collectives.all_gather": "all_gather all_gather_in_place all_gather_into_tensor",
+        "collectives.index_match": "match_indices match_lists",
+        "collectives.sparse_all_reduce": (
+            "PaddedRows SparseContext sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
+        ),
+        "context": "CollectiveContext",
+        "errors": (
+            "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "
+            "NotSymmetricError RankMismatchError TdcollError"
+        ),
+        "language.jit": "jit",
+        "memory": "barrier device empty free heap_info topology zeros",
+        "monitor": "WaitMonitor",
+        "runtime.lifecycle": "finalize initialize is_initialized",
+    }
+    _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+    _SUBMODULES = frozenset({"collectives", "context", "errors", "language", "memory", "monitor", "runtime"})
+
+    def __getattr__(name):
+        """A public name or a module that belongs to one, imported now (PEP 562)."""
+        if name in _MODULE_OF:
+            value = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        elif name in _SUBMODULES:
+            value = _import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -168,7 +168,8 @@ def test_all_variables_are_known():
 
 
 def test_this_process_needs_only_the_standard_library():
-    code = "import sys; sys.argv[0] = '-m'; sys.orig_argv[-len(sys.argv):] = ['tdcoll']; import tdcoll.doctor.command"
-    assert run([sys.executable, "-S", "-c", code], 30, environment={"PYTHONPATH": str(ROOT)}).reason == ""
-    without = run([sys.executable, "-S", "-c", "import tdcoll"], 30, environment={"PYTHONPATH": str(ROOT)})
-    assert "No module named" in without.output
+    def python(code: str) -> Ended:
+        return run([sys.executable, "-S", "-c", code], 30, environment={"PYTHONPATH": str(ROOT)})
+
+    assert python("import tdcoll.doctor.command, tdcoll.__main__").reason == ""
+    assert "No module named" in python("import tdcoll; tdcoll.initialize").output  # there is nothing else here

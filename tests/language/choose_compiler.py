@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run with TDCOLL_COMPILER=triton_dist: what `import tdcoll` does without that compiler, and with one made up here."""
+"""Run with TDCOLL_COMPILER=triton_dist: importing the language without that compiler, and with one made up here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import types
 
 def attempt() -> str:
     try:
-        import tdcoll  # noqa: F401
+        import tdcoll.language  # noqa: F401
     except ImportError as error:
         return str(error)
     return "imported"

@@ -52,9 +52,22 @@ def test_one_process(outcome: dict[str, str], step: str) -> None:
     assert outcome[step] == ""
 
 
+INITIALIZE = """
+import sys, tdcoll
+try:
+    tdcoll.initialize()
+finally:
+    print(*(name for name in sys.modules if name.startswith(("tdcoll.", "triton"))))
+"""
+
+
 def test_neither_gpu_nor_simulator() -> None:
-    done = python("-c", "import tdcoll; tdcoll.initialize()", CUDA_VISIBLE_DEVICES="")
+    done = python("-c", INITIALIZE, CUDA_VISIBLE_DEVICES="")
     assert done.returncode != 0
+    # Nor does a first initialize() import what it does not need.
+    imported = done.stdout.split()
+    assert "tdcoll.language" in imported
+    assert [name for name in imported if name.startswith(("tdcoll.collectives", "tdcoll.context"))] == []
     assert "TdcollError: no CUDA GPU is visible to PyTorch" in done.stderr
     assert "launch.sh" in done.stderr
     assert "TRITON_INTERPRET=1" in done.stderr

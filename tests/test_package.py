@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``import tdcoll``: names that are imported when they are used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tdcoll
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def for_type_checkers() -> dict[str, str]:
+    """The public names that a type checker sees imported, and from which modules."""
+    tree = ast.parse((ROOT / "tdcoll/__init__.py").read_text(encoding="utf-8"))
+    (guarded,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+def test_type_checkers_see_what_there_is() -> None:
+    seen = for_type_checkers()
+    assert {*seen, "__version__"} == set(tdcoll.__all__)
+    for name, module in seen.items():
+        assert getattr(importlib.import_module(module), name) is getattr(tdcoll, name)
+
+
+def test_names_are_listed_and_imported() -> None:
+    assert set(tdcoll.__all__) <= set(dir(tdcoll))
+    scope: dict[str, Any] = {}
+    exec("from tdcoll import *", scope)
+    assert {name for name in scope if name != "__builtins__"} == set(tdcoll.__all__)
+    assert vars(tdcoll)["all_gather"] is tdcoll.all_gather  # the next use is an ordinary look-up
+
+
+def test_other_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="module 'tdcoll' has no attribute 'all_scatter'"):
+        _ = tdcoll.all_scatter
+    with pytest.raises(ImportError, match="all_scatter"):
+        from tdcoll import all_scatter  # noqa: F401
+
+
+def test_objects_of_its_classes_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(tdcoll.HeapExhaustedError("no room")))
+    assert (type(error), str(error)) == (tdcoll.HeapExhaustedError, "no room")
+    assert pickle.loads(pickle.dumps(tdcoll.all_gather)) is tdcoll.all_gather
+
+
+EACH_FIRST = """
+import os, sys
+import torch.distributed, triton.language, triton.runtime.interpreter
+for statement in sys.argv[1:]:
+    if not (child := os.fork()):
+        exec(statement)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{statement!r} does not work in a process that has imported nothing of tdcoll's before")
+"""
+
+
+def test_anything_may_be_the_first() -> None:
+    """No order of imports hides in ``import tdcoll``: the language and the simulator, say, import each other."""
+    modules = [
+        *("testing", "context", "memory", "runtime.lifecycle", "language.jit", "distributed", "collectives.all_gather"),
+        *("runtime.simulator.machine", "runtime.simulator.process", "collectives.sparse_all_reduce", "bench.job"),
+    ]
+    attributes = "import tdcoll; tdcoll.runtime.current_or_none, tdcoll.errors.TdcollError, tdcoll.language.constants"
+    done = subprocess.run(
+        [sys.executable, "-c", EACH_FIRST, attributes, *(f"import tdcoll.{name}" for name in modules)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_it_imports_nothing_else() -> None:
+    """Not even where nothing else could be imported."""
+    code = "import sys, tdcoll; print(*(n for n in sys.modules if n.startswith(('torch', 'triton', 'tdcoll'))))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert done.stdout.split() == ["tdcoll"]
