@@ -240,7 +240,7 @@ _tdcoll_make_venv() { # ROOT KIND BASE_PYTHON INPUTS OLD_STAMP
 _tdcoll_setenv() {
     local IFS=$' \t\n'
     local root venv kind=cpu host_gpus needs inputs old='' candidate path rejected='' base='' origin='' one_host=1
-    local reason libraries
+    local reason libraries heap
     local -a candidates=() modules=() report=()
     root=$(CDPATH='' builtin cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P) || return 1
     venv=$root/.venv
@@ -347,6 +347,16 @@ _tdcoll_setenv() {
         esac
     fi
 
+    # NVSHMEM_SYMMETRIC_SIZE, if you set it: bytes of symmetric heap per rank, in the simulator as well. The default is
+    # tdcoll.initialize()'s. (Withdrawn, because earlier versions of this file exported one.)
+    _tdcoll_withdraw NVSHMEM_SYMMETRIC_SIZE
+    if [[ -n ${NVSHMEM_SYMMETRIC_SIZE-} ]]; then
+        export NVSHMEM_SYMMETRIC_SIZE
+        heap="$NVSHMEM_SYMMETRIC_SIZE per rank (your NVSHMEM_SYMMETRIC_SIZE)"
+    else
+        heap="tdcoll's default (NVSHMEM_SYMMETRIC_SIZE sets another)"
+    fi
+
     _tdcoll_say "mode: $reason"
     if [[ $TDCOLL_MODE == simulator ]]; then
         # TRITON_INTERPRET: the one switch that makes tdcoll simulate. Triton reads it on its first import, so it has
@@ -355,17 +365,9 @@ _tdcoll_setenv() {
         _tdcoll_withdraw NVSHMEM_DISABLE_NVLS
         _tdcoll_withdraw NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME
         _tdcoll_withdraw NVSHMEM_REMOTE_TRANSPORT
-        _tdcoll_withdraw NVSHMEM_SYMMETRIC_SIZE
-        # NVSHMEM_SYMMETRIC_SIZE, if the user set it: the simulator's heap takes its size from the same variable.
-        if [[ -n ${NVSHMEM_SYMMETRIC_SIZE-} ]]; then
-            export NVSHMEM_SYMMETRIC_SIZE
-            reason="$NVSHMEM_SYMMETRIC_SIZE per rank (your NVSHMEM_SYMMETRIC_SIZE)"
-        else
-            reason="the simulator's default"
-        fi
         _tdcoll_say "nvshmem: not used by the simulator"
         _tdcoll_say "bootstrap: not used by the simulator"
-        _tdcoll_say "heap: $reason"
+        _tdcoll_say "heap: $heap"
         return 0
     fi
 
@@ -412,10 +414,7 @@ _tdcoll_setenv() {
         _tdcoll_withdraw NVSHMEM_REMOTE_TRANSPORT
     fi
 
-    # NVSHMEM_SYMMETRIC_SIZE: bytes of symmetric heap per GPU, reserved when the job starts. 1G holds the staging slots
-    # of several contexts and is small beside the memory of a GPU that has NVLink.
-    _tdcoll_default NVSHMEM_SYMMETRIC_SIZE 1G
-    _tdcoll_say "heap: $(_tdcoll_whose NVSHMEM_SYMMETRIC_SIZE "the default") per GPU"
+    _tdcoll_say "heap: $heap"
 }
 
 _tdcoll_clean_up() {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import tdcoll``: names that are imported when they are used."""
+"""``import tdcoll``: names that are imported when they are used, and the environment variables that there are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 import importlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import tdcoll
+from tdcoll import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,3 +94,44 @@ def test_importing_it_imports_nothing_else() -> None:
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )
     assert done.stdout.split() == ["tdcoll"]
+
+
+# ---------------------------------------------------------------------- environment variables
+
+
+def test_all_variables_are_known() -> None:
+    """Those that tdcoll, its scripts or its tests read, and no others."""
+    files = [ROOT / "setenv.sh", ROOT / "launch.sh", *(ROOT / "tdcoll").rglob("*.py")]
+    files.append(ROOT / "tests/language/test_triton_distributed.py")
+    sources = [file.read_text(encoding="utf-8") for file in files if file.name != "environment.py"]
+    assert {name for text in sources for name in re.findall(r"\bTDCOLL_[A-Z]\w*\b", text)} == environment.KNOWN
+
+
+@pytest.mark.parametrize("name", sorted(environment.PUBLIC))
+def test_public_variables_are_documented(name: str) -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    assert any(f"`{name}`" in page.read_text(encoding="utf-8") for page in pages)
+
+
+def test_variables_that_are_none_of_tdcolls() -> None:
+    given = ["PATH", "TDCOLL_DEBUG", "TDCOLL_SETENV", "TDCOLL_TIMOUT_S", "TDCOLL_SHARE_GPU", "TDCOLL_XYZ", "NVSHMEM_X"]
+    assert environment.unknown(given) == {
+        "TDCOLL_SHARE_GPU": "TDCOLL_SHARE_GPUS",
+        "TDCOLL_TIMOUT_S": "TDCOLL_TIMEOUT_S",
+        "TDCOLL_XYZ": None,
+    }
+
+
+def test_one_rank_per_host_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in environment.unknown(os.environ):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TDCOLL_XYZ", "1")
+    said = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        caplog.clear()
+        environment.warn_of_unknown.__wrapped__()
+        said[rank] = [record.getMessage() for record in caplog.records]
+    (line,) = said["0"]
+    assert "TDCOLL_XYZ is none of tdcoll's and has no effect: docs/multi-node.md" in line
+    assert said["1"] == []

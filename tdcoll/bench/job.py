@@ -24,6 +24,7 @@ from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import AnyRow
 from tdcoll.bench.sparse_data import Vocabulary
 from tdcoll.bench.table import Column, Table
+from tdcoll.environment import DEFAULT_HEAP_BYTES, DEFAULT_SIMULATED_HEAP_BYTES
 from tdcoll.errors import CollectiveTimeout, HeapExhaustedError
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import lifecycle
@@ -276,7 +277,7 @@ def run(
         project: what follows from the rows, as lines of Markdown; they are printed and written as well.
     """
     refuse_shared_gpus(benchmark)
-    usual = lifecycle.DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else lifecycle.DEFAULT_HEAP_BYTES
+    usual = DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else DEFAULT_HEAP_BYTES
     if wanted := os.environ.get("NVSHMEM_SYMMETRIC_SIZE"):
         usual = lifecycle.parse_bytes(wanted, "NVSHMEM_SYMMETRIC_SIZE")
     tdcoll.initialize(heap_bytes=max(usual, heap_bytes(int(os.environ.get("WORLD_SIZE", "1")))))

@@ -18,14 +18,12 @@ import triton
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.environment import INTERNAL
 
 __all__ = ["command_line", "provenance"]
 
 _VARIABLES = ("NCCL_", "NVSHMEM_", "TDCOLL_", "TORCH_SYMM_MEM_")
-_OF_THE_LAUNCHER = {
-    *("TDCOLL_SETENV", "TDCOLL_PYTHON", "TDCOLL_GPUS", "TDCOLL_MODE", "TDCOLL_REQUIRES", "TDCOLL_PIP_ARGS"),
-    *("TDCOLL_RDZV", "TDCOLL_COMMIT"),
-}
+_LEFT_OUT = INTERNAL | {"TDCOLL_REQUIRES", "TDCOLL_PIP_ARGS", "TDCOLL_COMMIT"}
 
 
 def _output(*command: str) -> str | None:
@@ -109,7 +107,7 @@ def provenance() -> dict[str, Any]:
         "environment": {
             name: Path(value).name if name == "TDCOLL_TUNING" else value.replace(host, "<host>") if host else value
             for name, value in sorted(os.environ.items())
-            if name.startswith(_VARIABLES) and name not in _OF_THE_LAUNCHER
+            if name.startswith(_VARIABLES) and name not in _LEFT_OUT
         },
     }
     return facts if gpu is None else {**facts, **_on_gpus()}

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 
+from tdcoll import environment
 from tdcoll.doctor.facts import Facts, Interface, Line, note, ok, parse_size, problem, size
 
-__all__ = ["KNOWN_VARIABLES", "SURROUNDINGS_CHECKS", "matching_interfaces"]
+__all__ = ["SURROUNDINGS_CHECKS", "matching_interfaces"]
 
-DEFAULT_HEAP_BYTES = 1 << 30
-DEFAULT_SIMULATED_HEAP_BYTES = 64 << 20
 INTERNAL_BYTES = 64 << 20
 """What NVSHMEM wants beside the heap, see :mod:`tdcoll.runtime.nvshmem`."""
 
@@ -20,20 +18,6 @@ _LITTLE_SHM_BYTES = 1 << 30
 """What NVIDIA advises containers that run NCCL to have at least."""
 
 _IFNAME = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
-
-KNOWN_VARIABLES = {
-    "TDCOLL_TIMEOUT_S",
-    "TDCOLL_EMULATE_NODES",
-    "TDCOLL_SHARE_GPUS",
-    "TDCOLL_DEBUG",
-    "TDCOLL_COMPILER",
-    "TDCOLL_TUNING",
-    "TDCOLL_BACKEND_SERVES",
-    "TDCOLL_COMMIT",
-    *("TDCOLL_NNODES", "TDCOLL_RDZV", "TDCOLL_REQUIRES", "TDCOLL_PIP_ARGS"),
-    *("TDCOLL_SETENV", "TDCOLL_PYTHON", "TDCOLL_GPUS", "TDCOLL_MODE"),
-}
-"""Every variable of tdcoll and of its shell scripts."""
 
 
 def matching_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
@@ -87,11 +71,12 @@ def _suggestion(facts: Facts) -> str:
 
 def heap(facts: Facts) -> Line:
     name, text = "symmetric heap", facts.environment.get("NVSHMEM_SYMMETRIC_SIZE", "")
-    default = DEFAULT_SIMULATED_HEAP_BYTES if facts.simulated else DEFAULT_HEAP_BYTES
+    default = environment.DEFAULT_SIMULATED_HEAP_BYTES if facts.simulated else environment.DEFAULT_HEAP_BYTES
     nbytes = parse_size(text) if text else default
     if nbytes is None:
         return problem(name, f"NVSHMEM_SYMMETRIC_SIZE={text} is not a size", "write 67108864, 64M or 2G, or unset it")
-    whose = f"{size(nbytes)} per rank ({'your NVSHMEM_SYMMETRIC_SIZE' if text else 'the default'})"
+    source = "your NVSHMEM_SYMMETRIC_SIZE" if text else "the default; NVSHMEM_SYMMETRIC_SIZE sets another"
+    whose = f"{size(nbytes)} per rank ({source})"
     lower = "lower NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...)"
     if facts.simulated:
         needed, room = nbytes * facts.nproc, max(facts.shm_free_bytes or 0, facts.tmp_free_bytes)
@@ -168,14 +153,12 @@ def variables(facts: Facts) -> list[Line]:
     """tdcoll's variables that do not exist, and values that it would refuse."""
     lines = []
     name = "variables"
+    unknown = environment.unknown(facts.environment)
     for variable in sorted(variable for variable in facts.environment if variable.startswith("TDCOLL_")):
         value = facts.environment[variable]
-        if variable not in KNOWN_VARIABLES:
-            text, ends = f"{variable} is none of tdcoll's and has no effect", sorted(v[7:] for v in KNOWN_VARIABLES)
-            near = difflib.get_close_matches(variable[7:], ends, n=1)
-            lines.append(
-                problem(name, text, f"did you mean TDCOLL_{near[0]}?") if near else note(name, text, "unset it")
-            )
+        if variable in unknown:
+            text, meant = f"{variable} is none of tdcoll's and has no effect", unknown[variable]
+            lines.append(problem(name, text, f"did you mean {meant}?") if meant else note(name, text, "unset it"))
         elif value and (wanted := _refused(variable, value, facts)):
             lines.append(problem(name, f"{variable}={value}", wanted))
         elif variable == "TDCOLL_SHARE_GPUS" and value not in ("", "0") and not facts.simulated:

@@ -146,8 +146,18 @@ def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, infos: Se
         if all(any(b <= offset and offset + size <= e for b, e in proposal) for proposal in proposals):
             return offset
     tightest = min(infos, key=lambda info: info.largest_free)
+    enough = 1 << (tightest.total + size - 1).bit_length()  # behind everything that is allocated, on all PEs
     raise HeapExhaustedError(
         f"the symmetric heap has no room: {size} bytes asked, {tightest.free} of {tightest.total} bytes free "
         f"on the fullest rank (largest free piece {tightest.largest_free} bytes). Raise NVSHMEM_SYMMETRIC_SIZE "
-        "(such as 4G) or pass initialize(heap_bytes=...), or free contexts and tensors that are not needed."
+        f"(to {_in_words(enough)}, say) or pass initialize(heap_bytes=...), or free contexts and tensors that are not "
+        "needed."
     )
+
+
+def _in_words(nbytes: int) -> str:
+    """``"512M"``: a power of two in NVSHMEM's notation."""
+    for unit, shift in (("G", 30), ("M", 20), ("K", 10)):
+        if nbytes >> shift:
+            return f"{nbytes >> shift}{unit}"
+    return str(nbytes)

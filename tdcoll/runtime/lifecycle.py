@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tdcoll import runtime
+from tdcoll.environment import DEFAULT_HEAP_BYTES, DEFAULT_SIMULATED_HEAP_BYTES, warn_of_unknown
 from tdcoll.errors import AlreadyInitializedError, RankMismatchError, TdcollError
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime.control import StoreControlPlane
@@ -21,9 +23,9 @@ from tdcoll.runtime.topology import emulated_node
 
 __all__ = ["device_index", "finalize", "initialize", "is_initialized", "join", "may_share_gpus", "parse_bytes"]
 
+_log = logging.getLogger("tdcoll")
+
 DEFAULT_TIMEOUT_S = 30.0
-DEFAULT_HEAP_BYTES = 1 << 30
-DEFAULT_SIMULATED_HEAP_BYTES = 64 << 20
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -63,6 +65,7 @@ class _Settings:
         emulate_nodes: int | None,
         share_gpus: bool | None = None,
     ) -> _Settings:
+        warn_of_unknown()
         env = os.environ
         if heap_bytes is None:
             default = DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else DEFAULT_HEAP_BYTES
@@ -130,8 +133,9 @@ def initialize(
     A second call does nothing, unless it asks for other ranks or settings.
 
     Args:
-        heap_bytes: symmetric heap of each rank, bytes. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 1 GiB
-            (64 MiB in the simulator).
+        heap_bytes: symmetric heap of each rank, bytes. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 384
+            MiB (64 MiB in the simulator). The heap is taken from the GPU at once, and does not grow; its size is
+            logged (logger ``tdcoll``, level INFO, on rank 0), and is the ``total`` of :func:`tdcoll.heap_info`.
         timeout_s: deadline of every wait, in kernels and on the host, in seconds. Default: ``TDCOLL_TIMEOUT_S``,
             else 30.
         emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
@@ -205,6 +209,12 @@ def _install(settings: _Settings, store: Any, rank: int, world_size: int, made_p
     joined = _join(settings, store, rank, world_size)
     runtime.install(joined)
     _job = _Job(settings, made_process_group)
+    if rank == 0:
+        _log.info(
+            "symmetric heap: %g MiB on each of %d ranks; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...) sets it",
+            round(settings.heap_bytes / 2**20, 3),
+            world_size,
+        )
 
 
 def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from tdcoll import environment
 from tdcoll.bench import provenance, report
 from tdcoll.bench.__main__ import main
 from tdcoll.bench.arithmetic import Floor, Summary
 from tdcoll.bench.rows import Row, SignalRow, load, save, with_ratios
+from tdcoll.testing import World
 
 HEAD: dict[str, Any] = {
     "benchmark": "all_gather",
@@ -193,6 +195,17 @@ def test_the_commit_that_is_told_goes_before_git(monkeypatch: pytest.MonkeyPatch
     assert provenance._commit() == ("0123", None)
     monkeypatch.delenv("TDCOLL_COMMIT")
     assert provenance._commit()[0] != "0123"
+
+
+def test_variables_that_only_the_launcher_sets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them are paths of this machine."""
+    for name in environment.INTERNAL:
+        monkeypatch.setenv(name, "/a/path")
+    monkeypatch.setenv("TDCOLL_DEBUG", "0")
+    (facts,) = World(1).run(lambda pe: provenance.provenance())
+    found = facts["environment"]
+    assert found["TDCOLL_DEBUG"] == "0"
+    assert environment.INTERNAL & set(found) == set()
 
 
 def test_a_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,6 @@ GPUS = Facts(
         "LD_LIBRARY_PATH": LIBRARIES,
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
         "NVSHMEM_REMOTE_TRANSPORT": "none",
-        "NVSHMEM_SYMMETRIC_SIZE": "1G",
         "NVSHMEM_DISABLE_NVLS": "1",
         "TDCOLL_TIMEOUT_S": "30",
     },

@@ -81,7 +81,7 @@ PROBLEMS = [
     ("loopback on several hosts", HOSTS, environment(HOSTS, **{IFNAME: "lo"}), "bootstrap interface", "this host alone", "the default route goes over eth0"),
     ("heap is no size", GPUS, environment(GPUS, NVSHMEM_SYMMETRIC_SIZE="1 gig"), "symmetric heap", "is not a size", "64M"),
     ("heap larger than memory", GPUS, environment(GPUS, NVSHMEM_SYMMETRIC_SIZE="200G"), "symmetric heap", "GPU 0 has 150 GiB free", "lower NVSHMEM_SYMMETRIC_SIZE"),
-    ("one GPU is full", GPUS, gpu(GPUS, 2, free_bytes=1 << 30), "symmetric heap", "GPU 2 has 1 GiB free", "end what else uses"),
+    ("one GPU is full", GPUS, gpu(GPUS, 2, free_bytes=400 << 20), "symmetric heap", "GPU 2 has 400 MiB free", "end what else uses"),
     ("simulated heap larger than memory", SIMULATOR, environment(SIMULATOR, NVSHMEM_SYMMETRIC_SIZE="600M"), "symmetric heap", "1.2 GiB for 2 ranks", "lower"),
     ("no shared memory", GPUS, {"shm_free_bytes": None}, "/dev/shm", "there is none", "--shm-size"),
     ("no /tmp", GPUS, {"tmp_writable": False}, "/tmp", "not writable", "writable"),
@@ -146,6 +146,20 @@ def test_what_is_wrong_has_its_line(status, title, facts, changes, name, text, a
     if others is not None:
         left = [line for line in lines if line.name != name and line.name not in others]
         assert left == [line for line in before if line.name != name and line.name not in others]
+
+
+@pytest.mark.parametrize(
+    ("facts", "size", "text"),
+    [
+        (GPUS, None, "384 MiB per rank (the default; NVSHMEM_SYMMETRIC_SIZE sets another); the fullest GPU has 150 GiB free"),
+        (GPUS, "2G", "2 GiB per rank (your NVSHMEM_SYMMETRIC_SIZE); the fullest GPU has 150 GiB free"),
+        (SIMULATOR, None, "64 MiB per rank (the default; NVSHMEM_SYMMETRIC_SIZE sets another)"),
+    ],
+)  # fmt: skip
+def test_the_heap_and_how_to_change_it(facts, size, text):
+    lines = diagnose(replace(facts, **environment(facts, NVSHMEM_SYMMETRIC_SIZE=size)))
+    (line,) = [line for line in lines if line.name == "symmetric heap"]
+    assert (line.status, line.text) == ("ok", text)
 
 
 def test_every_line_can_go_wrong():

@@ -50,7 +50,7 @@ def test_with_gpus_it_sets_nvshmem_up(shell: Shell) -> None:
     environment, text = shell.source(PYTHONPATH=path)
     assert environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "lo"
     assert environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
-    assert environment["NVSHMEM_SYMMETRIC_SIZE"] == "1G"
+    assert "NVSHMEM_SYMMETRIC_SIZE" not in environment  # the default is initialize()'s
     assert environment["NVSHMEM_DISABLE_NVLS"] == "1"
     assert environment["LD_LIBRARY_PATH"] == str(libraries)
     assert "TRITON_INTERPRET" not in environment
@@ -59,7 +59,7 @@ def test_with_gpus_it_sets_nvshmem_up(shell: Shell) -> None:
         "mode": "4 GPUs",
         "nvshmem": str(libraries),
         "bootstrap": "interface lo (one host)",
-        "heap": "1G (the default) per GPU",
+        "heap": "tdcoll's default (NVSHMEM_SYMMETRIC_SIZE sets another)",
     }
 
 
@@ -76,7 +76,7 @@ def test_the_users_own_settings_win(shell: Shell) -> None:
     environment, text = shell.source(**own)
     assert {name: environment[name] for name in own} == own
     assert said(text)["bootstrap"] == "interface ib0 (your NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME)"
-    assert said(text)["heap"].startswith("3G (your ")
+    assert said(text)["heap"].startswith("3G per rank (your ")
 
 
 def test_another_nvshmem(shell: Shell) -> None:
@@ -183,7 +183,16 @@ def test_its_own_defaults_follow_the_machine(shell: Shell) -> None:
     assert not [name for name in simulated if name.startswith("NVSHMEM_")]
     back, _ = shell.source(before="export CUDA_VISIBLE_DEVICES=", then=f"unset CUDA_VISIBLE_DEVICES\n{again}")
     assert "TRITON_INTERPRET" not in back
-    assert back["NVSHMEM_SYMMETRIC_SIZE"] == "1G"
+    assert back["NVSHMEM_DISABLE_NVLS"] == "1"
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_the_heap_that_an_earlier_version_exported_is_withdrawn(shell: Shell, gpus: int) -> None:
+    shell.set_gpus(gpus)
+    environment, _ = shell.source(
+        NVSHMEM_SYMMETRIC_SIZE="1G", TDCOLL_SETENV="NVSHMEM_SYMMETRIC_SIZE=1G NVSHMEM_DISABLE_NVLS=1"
+    )
+    assert "NVSHMEM_SYMMETRIC_SIZE" not in environment
 
 
 # --- what it leaves alone -------------------------------------------------------------------------

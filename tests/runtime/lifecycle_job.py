@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -50,6 +51,22 @@ def without_a_launcher() -> None:
     tdcoll.finalize()
     assert not tdcoll.is_initialized()
     assert not dist.is_initialized(), "the process group was tdcoll's own"
+
+
+@step
+def the_size_of_the_heap_is_logged() -> None:
+    records: list[logging.LogRecord] = []
+    handler, log = logging.Handler(), logging.getLogger("tdcoll")
+    handler.emit = records.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    tdcoll.initialize(heap_bytes=3 << 19)
+    tdcoll.finalize()
+    log.removeHandler(handler)
+    (said,) = [record.getMessage() for record in records]
+    assert said.startswith(
+        "symmetric heap: 1.5 MiB on each of 1 ranks; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes"
+    )
 
 
 @step

@@ -118,6 +118,23 @@ def test_exhaustion_names_what_was_asked_what_is_free_and_the_setting() -> None:
     assert f"largest free piece {ALIGNMENT} bytes" in text
     assert "NVSHMEM_SYMMETRIC_SIZE" in text
     assert "heap_bytes" in text
+    assert f"(to {2 * HEAP >> 10}K, say)" in text
+
+
+@pytest.mark.parametrize(
+    ("total", "nbytes", "enough"),
+    [
+        (384 << 20, 1 << 20, "512M"),
+        (384 << 20, 200 << 20, "1G"),
+        (64 << 20, 64 << 20, "128M"),
+        (1 << 30, 9 << 30, "16G"),
+    ],
+)
+def test_exhaustion_names_a_size_that_is_enough(total: int, nbytes: int, enough: str) -> None:
+    full = Arena(total)
+    full.take(0, total)
+    with pytest.raises(tdcoll.HeapExhaustedError, match=rf"Raise NVSHMEM_SYMMETRIC_SIZE \(to {enough}, say\)"):
+        allocate([full], [0], nbytes)
 
 
 # ---------------------------------------------------------------------- tensors

@@ -20,7 +20,9 @@ from lifecycle_job import STEPS
 
 import tdcoll
 import tdcoll.language as tdl
-from tdcoll import runtime
+from tdcoll import environment, runtime
+from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
+from tdcoll.distributed import Options
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.lifecycle import parse_bytes
 
@@ -136,6 +138,31 @@ def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         tdcoll.initialize(**arguments)
     assert not dist.is_initialized()
+
+
+def test_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in environment.unknown(os.environ):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TDCOLL_TIMOUT_S", "3")
+    environment.warn_of_unknown.cache_clear()
+    for _ in range(2):
+        lifecycle._Settings.read(None, None, None)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("tdcoll", "WARNING")
+    assert "TDCOLL_TIMOUT_S is none of tdcoll's and has no effect: did you mean TDCOLL_TIMEOUT_S?" in record.message
+
+
+@pytest.mark.parametrize(("interpreted", "nbytes"), [(True, 64 << 20), (False, 384 << 20)])
+def test_the_default_heap(monkeypatch: pytest.MonkeyPatch, interpreted: bool, nbytes: int) -> None:
+    monkeypatch.delenv("NVSHMEM_SYMMETRIC_SIZE", raising=False)
+    monkeypatch.setattr(lifecycle, "INTERPRETED", interpreted)
+    assert lifecycle._Settings.read(None, None, None).heap_bytes == nbytes
+
+
+def test_what_is_documented_fits_into_the_default_heap() -> None:
+    """docs/sparse-all-reduce.md, on 8 GPUs; the backend's largest all-gather, in a quarter of the heap."""
+    assert symmetric_bytes(8, 20_000, 4 * 512) + (8 << 20) < environment.DEFAULT_HEAP_BYTES
+    assert 8 * 8 * Options().max_bytes_per_rank < environment.DEFAULT_HEAP_BYTES
 
 
 # ---------------------------------------------------------------------- ranks that disagree

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables that are tdcoll's, and the size of a heap for which none is set.
+
+Imports nothing but the standard library: the doctor, which runs where PyTorch is missing, judges by the same facts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import os
+from collections.abc import Iterable
+
+__all__ = [
+    "DEFAULT_HEAP_BYTES",
+    "DEFAULT_SIMULATED_HEAP_BYTES",
+    "INTERNAL",
+    "KNOWN",
+    "PUBLIC",
+    "unknown",
+    "warn_of_unknown",
+]
+
+_log = logging.getLogger("tdcoll")
+
+DEFAULT_HEAP_BYTES = 384 << 20
+"""Symmetric heap of each rank on GPUs. NVSHMEM takes GPU memory in pieces of 512 MiB, the first of which holds what it
+needs for itself; so much fits into it besides. It is room for a ``SparseContext`` of 20,000 rows of 2 KiB on 8 ranks
+(353 MiB), and for the backend's all-gathers of 4 MiB per rank on 12."""
+
+DEFAULT_SIMULATED_HEAP_BYTES = 64 << 20
+"""Symmetric heap of each rank in the simulator: a sparse file, which takes memory only for what is written to."""
+
+PUBLIC = frozenset(
+    {
+        "TDCOLL_BACKEND_SERVES",
+        "TDCOLL_COMMIT",
+        "TDCOLL_COMPILER",
+        "TDCOLL_DEBUG",
+        "TDCOLL_EMULATE_NODES",
+        "TDCOLL_NNODES",
+        "TDCOLL_PIP_ARGS",
+        "TDCOLL_REQUIRES",
+        "TDCOLL_SHARE_GPUS",
+        "TDCOLL_TIMEOUT_S",
+        "TDCOLL_TUNING",
+    }
+)
+"""Those that people set; the documentation has each of them."""
+
+INTERNAL = frozenset(
+    {
+        "TDCOLL_GPUS",
+        "TDCOLL_MODE",
+        "TDCOLL_OFFLINE",
+        "TDCOLL_PYTHON",
+        "TDCOLL_RDZV",
+        "TDCOLL_SETENV",
+    }
+)
+"""Those that launch.sh and setenv.sh set for each other and for the ranks, and one that tests read."""
+
+KNOWN = PUBLIC | INTERNAL
+
+
+def unknown(names: Iterable[str]) -> dict[str, str | None]:
+    """Which of these names of variables look like tdcoll's and are not; for each the one that may be meant, or None."""
+    ends = sorted(name.removeprefix("TDCOLL_") for name in KNOWN)
+    found: dict[str, str | None] = {}
+    for name in sorted(name for name in names if name.startswith("TDCOLL_") and name not in KNOWN):
+        near = difflib.get_close_matches(name.removeprefix("TDCOLL_"), ends, n=1)
+        found[name] = f"TDCOLL_{near[0]}" if near else None
+    return found
+
+
+@functools.cache
+def warn_of_unknown() -> None:
+    """Log a warning for each variable that looks like tdcoll's and is not. Once per process, on one rank per host."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    for name, meant in unknown(os.environ).items():
+        advice = f"did you mean {meant}?" if meant else "docs/multi-node.md lists those that have one"
+        _log.warning("the environment variable %s is none of tdcoll's and has no effect: %s", name, advice)
