@@ -22,7 +22,7 @@ from tdcoll.bench import job as jobs
 from tdcoll.bench.arithmetic import calls_per_launch, message_sizes, summarize
 from tdcoll.bench.data import Buffers
 from tdcoll.bench.job import names
-from tdcoll.bench.peers import FCOLLECT, PEERS
+from tdcoll.bench.peers import FCOLLECT, PEERS, let_nvshmem_have_nccl
 from tdcoll.bench.projection import Cluster, Counts, Projected, lines, project_all_gather
 from tdcoll.bench.rows import Row, with_ratios
 from tdcoll.bench.subjects import BACKEND, IN_PLACE, NAMES, Subject, all_gather_subject, backend_subject
@@ -415,6 +415,8 @@ def _projection(on: Cluster, rows: Sequence[Row]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """The command; its exit status: 1 if a result was wrong."""
     options = parse(arguments)
+    if FCOLLECT in options.peers and not INTERPRETED:
+        let_nvshmem_have_nccl()
 
     def rows(simulated: bool, show: Callable[[Row], None]) -> list[Row]:
         return (simulate if simulated else measure)(options, show)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from tdcoll.bench.subjects import Subject
 from tdcoll.bench.timing import pause
 from tdcoll.errors import HeapExhaustedError
 
-__all__ = ["FCOLLECT", "PEERS", "MakeBuffers", "require_joined"]
+__all__ = ["FCOLLECT", "PEERS", "MakeBuffers", "let_nvshmem_have_nccl", "require_joined"]
 
 FCOLLECT = "fcollect"
 
@@ -156,6 +157,15 @@ def _torch_one_shot(make_buffers: MakeBuffers, device: torch.device) -> Subject:
 # ---------------------------------------------------------------------- NVSHMEM
 
 
+def let_nvshmem_have_nccl() -> None:
+    """Before ``tdcoll.initialize()``: leave NVSHMEM the NCCL that it serves ``fcollect`` with, which tdcoll turns off.
+
+    A ``NVSHMEM_DISABLE_NCCL`` of the user's stays. Either way the variable is in the result's file.
+    """
+    if not os.environ.get("NVSHMEM_DISABLE_NCCL"):
+        os.environ["NVSHMEM_DISABLE_NCCL"] = "0"
+
+
 def _fcollect(make_buffers: MakeBuffers, device: torch.device) -> Subject:
     """NVSHMEM's own all-gather, ``nvshmem.core.fcollect``, on the current stream.
 
@@ -165,7 +175,6 @@ def _fcollect(make_buffers: MakeBuffers, device: torch.device) -> Subject:
     if device.type != "cuda":
         raise RuntimeError("needs GPUs")
     import nvshmem.bindings.nvshmem as bindings
-    import nvshmem.core as core
 
     held: list[torch.Tensor] = []
 
@@ -186,7 +195,7 @@ def _fcollect(make_buffers: MakeBuffers, device: torch.device) -> Subject:
     nbytes = buffers.inputs[0].nbytes
     width = next(width for width in (8, 4, 2, 1) if nbytes % width == 0)
     function = getattr(bindings, f"int{8 * width}_fcollect_on_stream")
-    team, count = int(core.Teams.TEAM_WORLD), nbytes // width
+    team, count = int(bindings.Team_id.TEAM_WORLD), nbytes // width
     addresses = [(r.data_ptr(), i.data_ptr()) for r, i in zip(buffers.results, buffers.inputs, strict=True)]
 
     def call(i: int) -> None:

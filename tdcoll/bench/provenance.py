@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -62,9 +63,11 @@ def _package(*names: str) -> str | None:
 def _nvshmem_library() -> str | None:
     """Version of NVSHMEM's host library: as it says itself, else its package's."""
     try:
-        import nvshmem.core
+        import nvshmem.bindings.nvshmem as bindings
 
-        return str(nvshmem.core.get_version().libnvshmem_version)
+        numbers = [ctypes.c_int() for _ in range(3)]
+        bindings.vendor_get_version_info(*map(ctypes.addressof, numbers))
+        return ".".join(str(number.value) for number in numbers)
     except Exception:  # other versions of the bindings lack it, or fail in other ways
         return _package("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 

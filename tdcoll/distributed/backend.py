@@ -90,7 +90,6 @@ def _obstacle() -> str | None:
     try:
         bitcode_path()
         importlib.import_module("nvshmem.bindings.nvshmem")
-        importlib.import_module("nvshmem.core")
     except (ImportError, FileNotFoundError) as error:
         return f"NVSHMEM is not installed ({error})"
     return None

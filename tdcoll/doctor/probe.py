@@ -55,7 +55,7 @@ def triton() -> dict[str, Any]:
 
 def nvshmem() -> dict[str, Any]:
     """The bindings, and NVSHMEM's host library, loaded as :mod:`tdcoll.runtime.nvshmem` does."""
-    for module in ("nvshmem", "nvshmem.bindings.nvshmem", "nvshmem.core"):
+    for module in ("nvshmem", "nvshmem.bindings.nvshmem"):
         importlib.import_module(module)
     from cuda.pathfinder import load_nvidia_dynamic_lib
 

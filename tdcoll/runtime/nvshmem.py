@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric heap on GPUs: one NVSHMEM allocation per PE, made through nvshmem4py.
+"""The symmetric heap on GPUs: one NVSHMEM allocation per PE, made through nvshmem4py's bindings.
 
 NVSHMEM is one per process. If something else in the process (PyTorch's symmetric memory, say) has initialised it
 already, that instance is used when its PEs are numbered like the ranks, and is not finalised here.
+
+``nvshmem.core``, the Python layer above the bindings, is left alone: it imports CuPy and mpi4py wherever they are
+installed, which takes longer than the start of NVSHMEM, and the latter starts MPI. A program that calls it as well
+initialises NVSHMEM by ``nvshmem.core.init`` before tdcoll.
 """
 
 from __future__ import annotations
@@ -26,11 +30,15 @@ _IS_INITIALIZED = 2
 """``NVSHMEM_STATUS_IS_INITIALIZED``; higher values are kinds of it (``nvshmemx_init_status``)."""
 
 
-def _bindings() -> tuple[Any, Any]:
-    """``(nvshmem.core, nvshmem.bindings.nvshmem)`` with the host library loaded."""
+_NO_NCCL = "NVSHMEM_DISABLE_NCCL"
+"""NVSHMEM makes an NCCL communicator of its own, for its collectives on the host. tdcoll calls none of them, and the
+communicator doubles the time that NVSHMEM takes to start and the GPU memory of the process."""
+
+
+def _bindings() -> Any:
+    """``nvshmem.bindings.nvshmem`` with the host library loaded."""
     try:
         import nvshmem.bindings.nvshmem as bindings
-        import nvshmem.core as core
         from cuda.pathfinder import load_nvidia_dynamic_lib
     except ImportError as error:
         raise TdcollError(
@@ -38,7 +46,7 @@ def _bindings() -> tuple[Any, Any]:
             f"matches PyTorch's CUDA {torch.version.cuda}"
         ) from error
     load_nvidia_dynamic_lib("nvshmem_host")
-    return core, bindings
+    return bindings
 
 
 class _Memory:
@@ -66,11 +74,10 @@ class NvshmemHeap:
 
     def __init__(self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, control: ControlPlane) -> None:
         self.pe, self.n_pes, self.nbytes, self.device = pe, n_pes, nbytes, device
-        core, bindings = _bindings()
-        self._bindings = bindings
+        self._bindings = bindings = _bindings()
         self._owns_library = bindings.init_status() < _IS_INITIALIZED
         if self._owns_library:
-            self._join(core, control)
+            self._join(control)
         if (bindings.my_pe(), bindings.n_pes()) != (pe, n_pes):
             raise AlreadyInitializedError(
                 f"NVSHMEM is initialised in this process as PE {bindings.my_pe()} of {bindings.n_pes()}, "
@@ -86,19 +93,23 @@ class NvshmemHeap:
         self._bytes = torch.as_tensor(_Memory(self.base, nbytes), device=device)
         set_module_init(bindings.cumodule_init)
 
-    def _join(self, core: Any, control: ControlPlane) -> None:
-        from cuda.core import Device
-
-        device = Device(self.device.index)
-        device.set_current()
-        unique_id = core.get_unique_id(empty=self.pe != 0)
+    def _join(self, control: ControlPlane) -> None:
+        bindings = self._bindings
+        if not os.environ.get(_NO_NCCL):
+            os.environ[_NO_NCCL] = "1"
+        torch.cuda.synchronize(self.device)  # NVSHMEM takes the current CUDA context: have one
+        unique_id = bindings.uniqueid()
+        if self.pe == 0:
+            bindings.get_uniqueid(unique_id.ptr)
         mine = unique_id._data.tobytes() if self.pe == 0 else None
         published = control.all_gather(range(self.n_pes), "nvshmem unique id", mine)[0]
         unique_id._data.view(np.uint8)[:] = np.frombuffer(published, dtype=np.uint8)
+        attributes = bindings.InitAttr()
+        bindings.set_attr_uniqueid_args(self.pe, self.n_pes, unique_id.ptr, attributes.ptr)
         wanted = os.environ.get("NVSHMEM_SYMMETRIC_SIZE")
         os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(self.nbytes + _INTERNAL_BYTES)
         try:
-            core.init(device=device, uid=unique_id, rank=self.pe, nranks=self.n_pes, initializer_method="uid")
+            bindings.hostlib_init_attr(bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
         finally:
             os.environ.pop("NVSHMEM_SYMMETRIC_SIZE")
             if wanted is not None:
@@ -121,6 +132,4 @@ class NvshmemHeap:
         del self._bytes
         self._bindings.free(self.base)
         if self._owns_library:
-            import nvshmem.core
-
-            nvshmem.core.finalize()
+            self._bindings.hostlib_finalize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -65,7 +66,7 @@ def test_without_gpus_they_say_why(name: str) -> None:
 def fake_nvshmem(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """``nvshmem`` with a collective that works in a World; its calls."""
     calls: list[tuple[Any, ...]] = []
-    bindings, core = ModuleType("nvshmem.bindings.nvshmem"), ModuleType("nvshmem.core")
+    bindings = ModuleType("nvshmem.bindings.nvshmem")
 
     def of(width: int) -> Callable[..., None]:
         def fcollect(team: int, dest: int, source: int, count: int, stream: int) -> None:
@@ -77,10 +78,10 @@ def fake_nvshmem(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     for width in (1, 2, 4, 8):
         setattr(bindings, f"int{8 * width}_fcollect_on_stream", of(width))
-    core.Teams = SimpleNamespace(TEAM_WORLD=0)  # type: ignore[attr-defined]
+    bindings.Team_id = SimpleNamespace(TEAM_WORLD=0)  # type: ignore[attr-defined]
     package, inner = ModuleType("nvshmem"), ModuleType("nvshmem.bindings")
-    package.bindings, package.core, inner.nvshmem = inner, core, bindings  # type: ignore[attr-defined]
-    for module in (package, inner, bindings, core):
+    package.bindings, inner.nvshmem = inner, bindings  # type: ignore[attr-defined]
+    for module in (package, inner, bindings):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=77))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
@@ -116,6 +117,29 @@ def test_the_heap_has_room_for_fcollect(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(benchmark, "INTERPRETED", False)
     without = benchmark.heap_bytes([1 << 20], 4, ["1d"])
     assert benchmark.heap_bytes([1 << 20], 4, ["1d"], ["fcollect"]) == without + 21 * (5 << 20)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "found"),
+    [("nccl,fcollect", None, "0"), ("fcollect", "", "0"), ("fcollect", "1", "1"), ("nccl", None, None)],
+)
+def test_nvshmem_keeps_its_nccl_for_fcollect(
+    monkeypatch: pytest.MonkeyPatch, given: str, wanted: str | None, found: str | None
+) -> None:
+    """When NVSHMEM starts, which is in ``jobs.run``; the variables of that moment are in the file."""
+    monkeypatch.setenv("NVSHMEM_DISABLE_NCCL", wanted or "")
+    if wanted is None:
+        monkeypatch.delenv("NVSHMEM_DISABLE_NCCL")
+    seen: list[str | None] = []
+
+    def run(*arguments: Any, **options: Any) -> int:
+        seen.append(os.environ.get("NVSHMEM_DISABLE_NCCL"))
+        return 0
+
+    monkeypatch.setattr(benchmark, "INTERPRETED", False)
+    monkeypatch.setattr(benchmark.jobs, "run", run)
+    assert benchmark.main(["-b", "1K", "-e", "1K", "--peers", given]) == 0
+    assert seen == [found]
 
 
 # ---------------------------------------------------------------------- torch's symmetric memory

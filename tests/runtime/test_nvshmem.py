@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How NVSHMEM is started, with a stand-in for its bindings: what the environment has, and what is not imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tdcoll.errors import AlreadyInitializedError, HeapExhaustedError
+from tdcoll.runtime import nvshmem
+from tdcoll.runtime.nvshmem import NvshmemHeap
+
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeId:
+    def __init__(self) -> None:
+        self._data = np.zeros(16, dtype=np.int64)
+        self.ptr = self._data.ctypes.data
+
+
+class Library(ModuleType):
+    """The bindings of an NVSHMEM that only takes notes."""
+
+    Flags = SimpleNamespace(INIT_WITH_UNIQUEID=8)
+    uniqueid = FakeId
+    InitAttr = FakeId
+
+    def __init__(self, pe: int, running: bool = False) -> None:
+        super().__init__("nvshmem.bindings.nvshmem")
+        self.pe, self.running, self.address = pe, running, 0x1000
+        self.calls: list[tuple[Any, ...]] = []
+        self.found: dict[str, str | None] = {}
+
+    def init_status(self) -> int:
+        return 2 if self.running else 0
+
+    def get_uniqueid(self, pointer: int) -> None:
+        self.calls.append(("unique id", pointer))
+
+    def set_attr_uniqueid_args(self, pe: int, n_pes: int, unique_id: int, attributes: int) -> None:
+        self.calls.append(("attributes", pe, n_pes))
+
+    def hostlib_init_attr(self, flags: int, attributes: int) -> None:
+        self.calls.append(("init", flags))
+        self.found = {name: os.environ.get(name) for name in ("NVSHMEM_DISABLE_NCCL", "NVSHMEM_SYMMETRIC_SIZE")}
+        self.running = True
+
+    def my_pe(self) -> int:
+        return self.pe
+
+    def n_pes(self) -> int:
+        return 2
+
+    def malloc(self, nbytes: int) -> int:
+        self.calls.append(("malloc", nbytes))
+        return self.address
+
+    def cumodule_init(self, module: Any) -> None: ...
+
+    def free(self, address: int) -> None:
+        self.calls.append(("free", address))
+
+    def hostlib_finalize(self) -> None:
+        self.calls.append(("finalize",))
+
+
+class Control:
+    """What the other PE says, which is PE 0."""
+
+    def all_gather(self, ranks: Sequence[int], tag: str, value: Any) -> list[Any]:
+        assert tag == "nvshmem unique id"
+        return [bytes(range(128)), value]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    for name in ("NVSHMEM_DISABLE_NCCL", "NVSHMEM_SYMMETRIC_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    bindings = Library(pe=1)
+    pathfinder = ModuleType("cuda.pathfinder")
+    pathfinder.load_nvidia_dynamic_lib = lambda name: None  # type: ignore[attr-defined]
+    package, inner, cuda = ModuleType("nvshmem"), ModuleType("nvshmem.bindings"), ModuleType("cuda")
+    package.bindings, inner.nvshmem, cuda.pathfinder = inner, bindings, pathfinder  # type: ignore[attr-defined]
+    for module in (package, inner, bindings, cuda, pathfinder):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "nvshmem.core", None)  # importing it fails
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: bindings.calls.append(("context", device.index)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
+    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: torch.zeros(4, dtype=torch.uint8))
+    yield bindings
+    nvshmem.set_module_init(None)
+
+
+def heap() -> NvshmemHeap:
+    return NvshmemHeap(pe=1, n_pes=2, nbytes=1 << 20, device=DEVICE, control=Control())
+
+
+def test_starts_without_a_communicator_of_nccls(library: Library) -> None:
+    heap()
+    assert library.found["NVSHMEM_DISABLE_NCCL"] == "1"
+    assert os.environ["NVSHMEM_DISABLE_NCCL"] == "1"  # in the files of benchmarks
+
+
+@pytest.mark.parametrize(("wanted", "found"), [("0", "0"), ("1", "1"), ("", "1")])
+def test_the_users_word_on_nccl_holds(
+    monkeypatch: pytest.MonkeyPatch, library: Library, wanted: str, found: str
+) -> None:
+    monkeypatch.setenv("NVSHMEM_DISABLE_NCCL", wanted)
+    heap()
+    assert library.found["NVSHMEM_DISABLE_NCCL"] == found
+
+
+@pytest.mark.parametrize("wanted", [None, "3G"])
+def test_starts_and_stops(monkeypatch: pytest.MonkeyPatch, library: Library, wanted: str | None) -> None:
+    if wanted is not None:
+        monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", wanted)
+    made = heap()
+    assert library.calls == [("context", 0), ("attributes", 1, 2), ("init", 8), ("malloc", 1 << 20)]
+    assert library.found["NVSHMEM_SYMMETRIC_SIZE"] == str((1 << 20) + (64 << 20))
+    assert os.environ.get("NVSHMEM_SYMMETRIC_SIZE") == wanted
+    library.calls.clear()
+    made.close()
+    assert library.calls == [("context", 0), ("free", 0x1000), ("finalize",)]
+
+
+def test_an_nvshmem_that_runs_is_used_and_left_running(library: Library) -> None:
+    library.running = True
+    heap().close()
+    assert [name for name, *_ in library.calls] == ["malloc", "context", "free"]
+    assert "NVSHMEM_DISABLE_NCCL" not in os.environ  # too late
+
+
+def test_other_pes_are_refused(library: Library) -> None:
+    library.pe = 0
+    with pytest.raises(AlreadyInitializedError, match=r"PE 0 of 2.*rank 1 of 2"):
+        heap()
+
+
+def test_no_room(library: Library) -> None:
+    library.address = 0
+    with pytest.raises(HeapExhaustedError, match=r"123 bytes of GPU memory are free.*NVSHMEM_SYMMETRIC_SIZE"):
+        heap()
