@@ -19,6 +19,7 @@ import torch
 
 from tdcoll.errors import AlreadyInitializedError, HeapExhaustedError, TdcollError
 from tdcoll.language.jit import initialized_modules, set_module_init
+from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
 
 __all__ = ["NvshmemHeap"]
@@ -74,16 +75,17 @@ class NvshmemHeap:
 
     def __init__(self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, control: ControlPlane) -> None:
         self.pe, self.n_pes, self.nbytes, self.device = pe, n_pes, nbytes, device
-        self._bindings = bindings = _bindings()
-        self._owns_library = bindings.init_status() < _IS_INITIALIZED
-        if self._owns_library:
-            self._join(control)
-        if (bindings.my_pe(), bindings.n_pes()) != (pe, n_pes):
-            raise AlreadyInitializedError(
-                f"NVSHMEM is initialised in this process as PE {bindings.my_pe()} of {bindings.n_pes()}, "
-                f"but torch.distributed says rank {pe} of {n_pes}; NVSHMEM is one per process"
-            )
-        self.base: int = bindings.malloc(nbytes)
+        with warm_up(device):
+            self._bindings = bindings = _bindings()
+            self._owns_library = bindings.init_status() < _IS_INITIALIZED
+            if self._owns_library:
+                self._join(control)
+            if (bindings.my_pe(), bindings.n_pes()) != (pe, n_pes):
+                raise AlreadyInitializedError(
+                    f"NVSHMEM is initialised in this process as PE {bindings.my_pe()} of {bindings.n_pes()}, "
+                    f"but torch.distributed says rank {pe} of {n_pes}; NVSHMEM is one per process"
+                )
+            self.base: int = bindings.malloc(nbytes)
         if self.base == 0:
             raise HeapExhaustedError(
                 f"NVSHMEM could not allocate {nbytes} bytes on {device}: "

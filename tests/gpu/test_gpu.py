@@ -143,3 +143,19 @@ def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
     assert done.returncode != 0
     for survivor in set(range(ranks)) - {victim}:
         assert f"CollectiveTimeout: rank {survivor} waited 3 s for peer {victim}:" in done.stderr
+
+
+def test_where_the_time_of_a_start_goes(launch: Launch, tmp_path: Path) -> None:
+    """What Triton does once per process is not left to the first call, and NVSHMEM makes no communicator of NCCL's."""
+    ranks, file = min(GPUS, 2), tmp_path / "start.json"
+    for _ in range(2):  # the first run fills Triton's cache
+        done = launch("--nproc", str(ranks), str(HERE / "start_up.py"), "--json", str(file), timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert report["NVSHMEM_DISABLE_NCCL"] == "1"
+    for rows in report["ranks"]:
+        (first,) = [row for row in rows if row["name"] == "first all_gather"]
+        programs = [row for row in rows if row["name"].startswith("$ ")]
+        assert [row for row in programs if "ptxas" in row["name"]], "the warm-up asks for its version"
+        late = [row for row in programs if first["at_s"] <= row["at_s"] <= first["at_s"] + first["took_s"]]
+        assert late == [], done.stdout

@@ -16,13 +16,15 @@ import kernels_to_launch as kernels
 import triton
 from test_lowerings import parameters_of
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import file_hash, get_ptxas_version
 from triton.compiler import CompiledKernel
 from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction, MockTensor
 
 import tdcoll
 import tdcoll.language as tdl
-from tdcoll.language import jit, nvshmem
+from tdcoll.language import jit, nvshmem, warm_up
 from tdcoll.language.spec import FUNCTIONS
 
 
@@ -69,6 +71,24 @@ def root(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error)
+
+
+def done_once() -> dict[str, int]:
+    """How often Triton has done what it does once per process."""
+    functions = {"hash of Triton": triton_key, "hashes of libraries": file_hash, "ptxas --version": get_ptxas_version}
+    gluon = int("triton.experimental.gluon" in sys.modules)
+    return {"import of Gluon": gluon} | {name: of.cache_info().misses for name, of in functions.items()}
+
+
+def warming_up(driver: NotingDriver) -> dict[str, Any]:
+    """What is done once per process, before the warm-up, after it, and after another kernel was compiled."""
+    out = MockTensor(triton.language.int32, (4,))
+    seen: dict[str, Any] = {"before": done_once()}
+    seen["events"] = events_of(driver, warm_up.compile_nothing)
+    seen["after"] = done_once()
+    kernels.direct.warmup(out, grid=(1,), num_warps=4)
+    seen["later"] = done_once()
+    return seen
 
 
 def launches_with_functions(driver: NotingDriver) -> dict[str, Any]:
@@ -183,6 +203,7 @@ def main() -> None:
     triton.runtime.driver.set_active(driver)
     language = {name: getattr(tdl, name) for name in FUNCTIONS}
     report = {
+        "warming up": warming_up(driver),
         "lowering": tdl.LOWERING,
         "parameters": {name: parameters_of(function) for name, function in language.items()},
         "not_its_own": [name for name, function in language.items() if function is not getattr(nvshmem, name)],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -96,6 +97,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: bindings.calls.append(("context", device.index)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
     monkeypatch.setattr(torch, "as_tensor", lambda memory, device: torch.zeros(4, dtype=torch.uint8))
+
+    @contextlib.contextmanager
+    def warm_up(device: torch.device) -> Iterator[None]:
+        bindings.calls.append(("warm-up begins", device.index))
+        yield
+        bindings.calls.append(("warm-up ends",))
+
+    monkeypatch.setattr(nvshmem, "warm_up", warm_up)
     yield bindings
     nvshmem.set_module_init(None)
 
@@ -124,7 +133,11 @@ def test_starts_and_stops(monkeypatch: pytest.MonkeyPatch, library: Library, wan
     if wanted is not None:
         monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", wanted)
     made = heap()
-    assert library.calls == [("context", 0), ("attributes", 1, 2), ("init", 8), ("malloc", 1 << 20)]
+    assert library.calls == [
+        ("warm-up begins", 0),  # Triton's first compilation runs meanwhile
+        *(("context", 0), ("attributes", 1, 2), ("init", 8), ("malloc", 1 << 20)),
+        ("warm-up ends",),
+    ]
     assert library.found["NVSHMEM_SYMMETRIC_SIZE"] == str((1 << 20) + (64 << 20))
     assert os.environ.get("NVSHMEM_SYMMETRIC_SIZE") == wanted
     library.calls.clear()
@@ -135,7 +148,7 @@ def test_starts_and_stops(monkeypatch: pytest.MonkeyPatch, library: Library, wan
 def test_an_nvshmem_that_runs_is_used_and_left_running(library: Library) -> None:
     library.running = True
     heap().close()
-    assert [name for name, *_ in library.calls] == ["malloc", "context", "free"]
+    assert [name for name, *_ in library.calls if "warm" not in name] == ["malloc", "context", "free"]
     assert "NVSHMEM_DISABLE_NCCL" not in os.environ  # too late
 
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time and the memory of a start go: from `import tdcoll` to the result of a first all-gather.
+
+    bash launch.sh --nproc 1 tests/gpu/start_up.py
+    bash launch.sh --nproc 2 tests/gpu/start_up.py [--json FILE] [--stacks] [--cprofile FILE]
+
+Run it twice: the first run fills Triton's cache. The clock starts in a process that has imported PyTorch and has its
+CUDA context (on the simulator: imported PyTorch). A stage that is indented is a part of the one above it, or, with a
+thread's name, runs beside it. Programs that are started have a line of their own. Times are of the slowest rank, and
+memory is what the GPU has more in use than before the process had a context: let nothing else run there. The last lines
+are NCCL's first all-gather, to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NBYTES = 1 << 16
+DEVICE = int(os.environ.get("LOCAL_RANK", "0"))
+
+began = 0.0
+rows: list[dict[str, Any]] = []
+"""What was timed: ``name``, ``at_s``, ``took_s``, ``depth``, ``thread``, ``mib``."""
+depth = threading.local()
+
+
+def used_mib() -> float | None:
+    """Memory in use on this rank's GPU, by whomever; None where it cannot be told without a context."""
+    try:
+        return torch.cuda.device_memory_used(DEVICE) / 2**20
+    except Exception:  # no GPU, or no pynvml
+        return None
+
+
+@contextmanager
+def stage(name: str, memory: bool = False) -> Iterator[None]:
+    """Times the block. Rows are in the order of their beginnings."""
+    level = getattr(depth, "level", 0)
+    thread = threading.current_thread()
+    main = thread is threading.main_thread()
+    row = {"name": name, "at_s": time.perf_counter() - began, "depth": level, "thread": "" if main else thread.name}
+    rows.append(row)
+    depth.level = level + 1
+    try:
+        yield
+    finally:
+        depth.level = level
+        row["took_s"] = time.perf_counter() - began - row["at_s"]
+        row["mib"] = used_mib() if memory else None
+
+
+def timed(owner: Any, attribute: str, name: str) -> None:
+    """Makes a stage of each call of a function, where this version has it."""
+    function = getattr(owner, attribute, None)
+    if function is None:
+        return
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with stage(name):
+            return function(*arguments, **options)
+
+    setattr(owner, attribute, call)
+
+
+def watch_programs(stacks: bool) -> None:
+    """Makes a row of each program that is started, whoever starts it."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.system") or not began:
+            return
+        command = arguments[1] if event == "subprocess.Popen" else arguments[0]
+        words = [command] if isinstance(command, (str, bytes)) else list(command)
+        text = " ".join(os.path.basename(os.fsdecode(word)) for word in words[:3])
+        thread = threading.current_thread()
+        main = thread is threading.main_thread()
+        row = {"name": f"$ {text}", "at_s": time.perf_counter() - began, "depth": getattr(depth, "level", 0)}
+        row |= {"thread": "" if main else thread.name, "took_s": None, "mib": None}
+        if stacks:
+            row["stack"] = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack()[-12:-2]]
+        rows.append(row)
+
+    sys.addaudithook(hook)
+    timed(subprocess, "run", "subprocess.run")  # and how long it took; check_output calls it
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    parser.add_argument("--stacks", action="store_true", help="print who starts each program")
+    parser.add_argument("--cprofile", metavar="FILE", help="write rank 0's profile, for pstats; slows everything down")
+    return parser.parse_args()
+
+
+def start(on_gpu: bool) -> Callable[[], None]:
+    """The start, in stages; what finishes the job."""
+    with stage("import tdcoll"):
+        import tdcoll
+
+        initialize = tdcoll.initialize
+    if on_gpu:
+        with stage("import tdcoll.runtime.nvshmem"):
+            from tdcoll.runtime import nvshmem
+
+        timed(nvshmem, "_bindings", "import NVSHMEM's bindings")
+        timed(nvshmem.NvshmemHeap, "_join", "start NVSHMEM")
+        warm_up = sys.modules.get("tdcoll.language.warm_up")
+        timed(warm_up, "compile_nothing", "warm up Triton")
+    timed(dist, "init_process_group", "init_process_group")
+    with stage("tdcoll.initialize()", memory=True):
+        initialize()
+    with stage("CollectiveContext", memory=True):
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
+    data = torch.full((NBYTES // 4,), dist.get_rank(), dtype=torch.int32, device=tdcoll.device())
+    for name in ("first all_gather", "second all_gather"):
+        with stage(name, memory=True):
+            result = tdcoll.all_gather(data, ctx)
+            ctx.check()
+        if name.startswith("first"):
+            rows.append({"name": "IN ALL", "at_s": 0.0, "took_s": time.perf_counter() - began, "depth": 0})
+            rows[-1] |= {"thread": "", "mib": None}
+    wanted = torch.arange(dist.get_world_size(), device=data.device, dtype=torch.int32).repeat_interleave(len(data))
+    assert torch.equal(result, wanted), "the all-gather brought something else"
+    if on_gpu and "nccl" in dist.get_backend_config():
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        for name in ("NCCL: first all_gather", "NCCL: second all_gather"):
+            with stage(name, memory=True):
+                gather(result, data)
+                torch.cuda.synchronize()
+
+    def finish() -> None:
+        ctx.close()
+        tdcoll.finalize()
+
+    return finish
+
+
+def table(ranks: list[list[dict[str, Any]]], before: float | None) -> str:
+    """Rank 0's rows, with the longest time that any rank had for a row of the same name."""
+    longest: dict[str, float] = {}
+    for of_rank in ranks:
+        for row in of_rank:
+            if row["took_s"] is not None:
+                longest[row["name"]] = max(longest.get(row["name"], 0.0), row["took_s"])
+    lines = [f"{'stage':56} {'begins, s':>10} {'takes, s':>10} {'GPU, MiB':>10}"]
+    for row in ranks[0]:
+        name = "  " * row["depth"] + row["name"] + (f" [{row['thread']}]" if row["thread"] else "")
+        took = f"{longest[row['name']]:.3f}" if row["took_s"] is not None else ""
+        memory = "" if row["mib"] is None or before is None else f"{row['mib'] - before:.0f}"
+        lines.append(f"{name[:56]:56} {row['at_s']:>10.3f} {took:>10} {memory:>10}".rstrip())
+        lines += [f"{'':8}{line}" for line in row.get("stack", [])]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    global began
+    options = parse()
+    on_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
+    before = None
+    if on_gpu:
+        before = used_mib()
+        torch.cuda.set_device(DEVICE)
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+    watch_programs(options.stacks)
+    profile = cProfile.Profile() if options.cprofile and os.environ.get("RANK", "0") == "0" else None
+    began = time.perf_counter()
+    if on_gpu:
+        rows.append({"name": "(a CUDA context)", "at_s": 0.0, "took_s": None, "depth": 0, "thread": ""})
+        rows[-1]["mib"] = used_mib()
+    if profile is not None:
+        profile.enable()
+    finish = start(on_gpu)
+    if profile is not None:
+        profile.disable()
+        profile.dump_stats(options.cprofile)
+    from tdcoll import runtime
+
+    owner = runtime.current()
+    ranks = owner.control.all_gather(range(owner.world_size), "rows", rows)
+    if owner.rank == 0:
+        nccl = os.environ.get("NVSHMEM_DISABLE_NCCL", "not set")
+        print(
+            f"{owner.world_size} rank(s), heap {owner.heap.nbytes >> 20} MiB, NVSHMEM_DISABLE_NCCL={nccl}, torch",
+            end=" ",
+        )
+        print(f"{torch.__version__}, triton {sys.modules['triton'].__version__}, Python {sys.version.split()[0]}")
+        print(
+            f"bytecode is {'not ' if sys.dont_write_bytecode else ''}kept; tdcoll of {sys.modules['tdcoll'].__file__}"
+        )
+        print(table(ranks, before), flush=True)
+        if options.json:
+            with open(options.json, "w", encoding="utf-8") as file:
+                json.dump({"ranks": ranks, "before_mib": before, "NVSHMEM_DISABLE_NCCL": nccl}, file, indent=1)
+    finish()
+
+
+if __name__ == "__main__":
+    main()
