@@ -48,7 +48,7 @@ or activated. Options come before the program; everything after it is the progra
   --monitor-interval SECONDS
                          how often torchrun looks for dead processes; its default is 0.1. When it finds one it ends
                          the others at once. With several times --timeout, the survivors usually report
-                         CollectiveTimeout first.
+                         CollectiveTimeout first. In the end launch.sh says who died and who only noticed.
 
   --dry-run              prints the environment and the command, and runs and installs nothing.
   -h, --help             this text.
@@ -242,7 +242,8 @@ else
     [[ -z $emulate_nodes ]] || ((emulate_nodes <= nproc)) ||
         fail "--emulate-nodes: expected 1 to $nproc, the number of processes, got $emulate_nodes"
 
-    command=("$TDCOLL_PYTHON" -m torch.distributed.run --nproc-per-node "$nproc")
+    # torchrun, and in the end who died; see tdcoll/torchrun.py.
+    command=("$TDCOLL_PYTHON" -m tdcoll.torchrun --nproc-per-node "$nproc")
     if [[ -n $rdzv ]]; then
         # The static rendezvous: torchrun's node ranks are the ones given, not the order of arrival.
         command+=(--nnodes "$nnodes" --node-rank "${node_rank:-0}" --master-addr "$rdzv_host" --master-port "$rdzv_port")

@@ -52,6 +52,7 @@ PUBLIC = frozenset(
 INTERNAL = frozenset(
     {
         "TDCOLL_GPUS",
+        "TDCOLL_LAST_WORDS",
         "TDCOLL_MODE",
         "TDCOLL_OFFLINE",
         "TDCOLL_PYTHON",
@@ -59,7 +60,8 @@ INTERNAL = frozenset(
         "TDCOLL_SETENV",
     }
 )
-"""Those that launch.sh and setenv.sh set for each other and for the ranks, and one that tests read."""
+"""Those that launch.sh, setenv.sh and :mod:`tdcoll.torchrun` set for each other and for the ranks, and one that tests
+read."""
 
 KNOWN = PUBLIC | INTERNAL
 

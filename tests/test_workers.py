@@ -52,6 +52,10 @@ def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
     assert done.returncode != 0
     for survivor in (0, 2):
         assert f"CollectiveTimeout: rank {survivor} waited 2 s for peer 1: signal " in done.stderr
+    # Whichever of the three torchrun calls the root cause, in the end it is said who was.
+    died, noticed = done.stderr.splitlines()[-2:]
+    assert died == "tdcoll: died: rank 1 (SIGKILL)"
+    assert noticed.startswith("tdcoll: only noticed: ranks 0, 2 (CollectiveTimeout: rank 0 waited 2 s for peer 1")
 
 
 def test_failing_check_ends_the_job(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tdcoll import runtime
 from tdcoll.environment import DEFAULT_HEAP_BYTES, DEFAULT_SIMULATED_HEAP_BYTES, warn_of_unknown
 from tdcoll.errors import AlreadyInitializedError, RankMismatchError, TdcollError
 from tdcoll.language import INTERPRETED
+from tdcoll.runtime import last_words
 from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.topology import emulated_node
@@ -159,6 +160,7 @@ def initialize(
         }
         _refuse_other_job(existing, asked)
         return
+    last_words.watch()
     settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus)
     _refuse_no_gpu()
     made_process_group = _ensure_process_group(settings.share_gpus)
@@ -188,6 +190,7 @@ def join(
     """
     if runtime.current_or_none() is not None:
         raise AlreadyInitializedError("tdcoll is initialised already; call tdcoll.finalize() first")
+    last_words.watch()
     settings = _Settings.read(heap_bytes, timeout_s, None)
     _refuse_no_gpu()
     _install(settings, store, rank, world_size, made_process_group=False)

@@ -143,6 +143,20 @@ def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
     assert done.returncode != 0
     for survivor in set(range(ranks)) - {victim}:
         assert f"CollectiveTimeout: rank {survivor} waited 3 s for peer {victim}:" in done.stderr
+    died, noticed = done.stderr.splitlines()[-2:]
+    survivors = ", ".join(str(rank) for rank in range(ranks) if rank != victim)
+    assert died == f"tdcoll: died: rank {victim} (SIGKILL)"
+    assert noticed.startswith(f"tdcoll: only noticed: rank{'s' if ranks > 2 else ''} {survivors} (CollectiveTimeout: ")
+
+
+@needs(2)
+def test_killed_rank_is_named_when_torchrun_is_first(launch: Launch) -> None:
+    ranks, victim = min(GPUS, 4), 1
+    done = launch("--nproc", str(ranks), str(WORKERS / "killed_rank.py"), str(victim), timeout=TIMEOUT_S)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tdcoll: ")]
+    assert f"tdcoll: died: rank {victim} (SIGKILL)" in lines
+    assert not [line for line in lines if line.startswith("tdcoll: failed")]
 
 
 def test_where_the_time_of_a_start_goes(launch: Launch, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def refusal(shell: Shell, *arguments: str | Path, **variables: str) -> str:
 
 def test_simulates_four_ranks_where_there_are_no_gpus(shell: Shell, script: Path) -> None:
     p = plan(shell, script.name)
-    assert p.command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert p.command[:3] == [sys.executable, "-m", "tdcoll.torchrun"]
     assert p.option("--nproc-per-node") == "4"
     assert p.program == [script.name]
     assert p.exports["TRITON_INTERPRET"] == "1"
@@ -357,6 +357,7 @@ def test_a_failing_job_fails(shell: Shell) -> None:
     done = shell.run(LAUNCH, "--nproc", "1", "fails.py")
     assert done.returncode == 1
     assert "exitcode  : 7" in done.stderr
+    assert done.stderr.endswith("\ntdcoll: ended: rank 0 (exit status 7)\n")
 
 
 def test_two_launches_on_one_host_make_one_job(shell: Shell, script: Path) -> None:
@@ -391,10 +392,11 @@ def test_a_signal_ends_the_job(shell: Shell, number: signal.Signals) -> None:
         time.sleep(0.05)
     child.send_signal(number)
     try:
-        child.communicate(timeout=30)
+        _, err = child.communicate(timeout=30)
     except subprocess.TimeoutExpired:
         pytest.fail(f"the job outlived {number.name}")
     assert child.returncode != 0
+    assert "tdcoll: died" not in err
     stat = Path("/proc", pid.read_text(), "stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tdcoll.torchrun``: torchrun, which says in the end who died and who only noticed.
+
+When a rank dies, the others give up on it a while later, each with an error of its own. torchrun's "Root Cause" is any
+of them: it looks at all at once, and does not know what an error means. This runs torchrun as it is: its options, its
+report, its exit status, what it does on signals. If processes of this host have failed, it adds some last lines on
+stderr, which say which of them ended by themselves. It goes by
+
+- the exit status, or signal, of each process;
+- which processes were still running when torchrun ended them;
+- what each rank wrote down about its last error (:mod:`tdcoll.runtime.last_words`). An expired wait for another rank,
+  and a connection that another rank has closed, are no cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["main", "summary"]
+
+_LONGEST = 240
+
+
+def summary(
+    exits: Mapping[int, tuple[int, int]], words: Mapping[int, Mapping[str, Any]], ended: Collection[int]
+) -> list[str]:
+    """Who died, who noticed and who was ended, as lines.
+
+    Args:
+        exits: of each rank that failed, its process and exit status (negative: the signal that ended it).
+        words: what processes wrote down about their last errors: ``error``, ``noticed``, ``time``.
+        ended: processes that were running until torchrun ended them.
+    """
+    noticed, running = [], []
+    causes: dict[tuple[str, str], list[int]] = {}
+    began: dict[tuple[str, str], float] = {}
+    for rank, (pid, status) in sorted(exits.items()):
+        said = words.get(pid)
+        if pid in ended and status < 0:
+            running.append(rank)
+        elif said is not None and said["noticed"]:
+            noticed.append(rank)
+        else:
+            if said is not None:
+                cause = ("failed", _shortened(said["error"]))
+            else:
+                cause = ("died", _signal_name(-status)) if status < 0 else ("ended", f"exit status {status}")
+            causes.setdefault(cause, []).append(rank)
+            began.setdefault(cause, said["time"] if said is not None else 0.0)
+    lines = [f"{how}: {_ranks(causes[how, why])} ({why})" for how, why in sorted(causes, key=began.__getitem__)]
+    if not causes:
+        lines.append("no rank of this host died or failed by itself; if there are other hosts, see what they printed")
+    if noticed:
+        told = _shortened(words[exits[noticed[0]][0]]["error"])
+        lines.append(f"{'only noticed' if causes else 'gave up waiting'}: {_ranks(noticed)} ({told})")
+    if running:
+        lines.append(f"still running, ended by torchrun: {_ranks(running)}")
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _shortened(error: str) -> str:
+    """The first sentence of an error, on one line."""
+    text = " ".join(error.split()).split(". ")[0].rstrip(".")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _note_whom_torchrun_ends() -> set[int]:
+    """The processes that torchrun sends a signal, as long as this lives. ``ImportError``: it is built otherwise."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    ended: set[int] = set()
+    close = SubprocessHandler.close
+
+    def close_and_note(handler: Any, *arguments: Any, **options: Any) -> Any:
+        with contextlib.suppress(AttributeError):
+            if handler.proc.poll() is None:
+                ended.add(handler.proc.pid)
+        return close(handler, *arguments, **options)
+
+    SubprocessHandler.close = close_and_note  # type: ignore[method-assign, assignment]
+    return ended
+
+
+def _read(folder: str) -> dict[int, dict[str, Any]]:
+    """What the processes wrote down; not what a process that was killed had only begun to write."""
+    found = {}
+    for file in Path(folder).glob("*.json"):
+        try:
+            found[int(file.stem)] = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            continue
+    return found
+
+
+def main() -> Any:
+    """torchrun, with the arguments of this process."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        ended = _note_whom_torchrun_ends()
+    except ImportError:  # of a PyTorch to come: the job counts for more than what is said of it
+        return run.main()
+    with tempfile.TemporaryDirectory(prefix="tdcoll-") as folder:
+        os.environ["TDCOLL_LAST_WORDS"] = folder
+
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            sys.__excepthook__(kind, error, trace)
+            if isinstance(error, ChildFailedError):
+                exits = {rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
+                for line in summary(exits, words, ended):
+                    print(f"tdcoll: {line}", file=sys.stderr, flush=True)
+
+        sys.excepthook = report
+        words: dict[int, dict[str, Any]] = {}
+        try:
+            run.main()
+        finally:
+            words.update(_read(folder))
+
+
+if __name__ == "__main__":
+    main()

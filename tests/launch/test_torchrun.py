@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last lines of a job that failed: who died, and who only noticed. Jobs that end so are in test_launch.py,
+tests/test_workers.py and tests/gpu."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tdcoll import runtime
+from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.runtime import last_words
+from tdcoll.torchrun import _read, summary
+
+KILLED, SEGV, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM
+PEER = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12. The peer has died, hangs, or more."
+TOLD = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12"
+
+
+def gave_up(error: str = PEER, time: float = 20.0) -> dict[str, Any]:
+    return {"error": error, "noticed": True, "time": time}
+
+
+def failed(error: str, time: float) -> dict[str, Any]:
+    return {"error": error, "noticed": False, "time": time}
+
+
+# Rank r is process 100 + r. What each rank's exit status was, what was written down, who was still running.
+CASES: dict[str, tuple[dict[int, int], dict[int, dict[str, Any]], set[int], list[str]]] = {
+    "killed, and the others noticed": (
+        {0: 1, 1: KILLED, 2: 1},
+        {0: gave_up(), 2: gave_up("CollectiveTimeout: rank 2 waited")},
+        set(),
+        ["died: rank 1 (SIGKILL)", f"only noticed: ranks 0, 2 ({TOLD})"],
+    ),
+    "killed, and the others were still running": (
+        {1: KILLED, 0: TERM, 2: TERM},
+        {},
+        {0, 2},
+        ["died: rank 1 (SIGKILL)", "still running, ended by torchrun: ranks 0, 2"],
+    ),
+    "one that hung did not even end on SIGTERM": (
+        {0: 1, 1: KILLED},
+        {0: gave_up()},
+        {1},
+        [
+            "no rank of this host died or failed by itself; if there are other hosts, see what they printed",
+            f"gave up waiting: rank 0 ({TOLD})",
+            "still running, ended by torchrun: rank 1",
+        ],
+    ),
+    "ended by somebody's SIGTERM": (
+        {3: TERM, 0: TERM},
+        {},
+        {0},
+        ["died: rank 3 (SIGTERM)", "still running, ended by torchrun: rank 0"],
+    ),
+    "an exception": (
+        {0: 1, 1: 1, 2: 1},
+        {0: gave_up(), 1: gave_up(), 2: failed("ValueError: no such\n row", 5.0)},
+        set(),
+        ["failed: rank 2 (ValueError: no such row)", f"only noticed: ranks 0, 1 ({TOLD})"],
+    ),
+    "raised while torchrun ended the others": (
+        {0: KILLED, 1: 1},
+        {1: gave_up()},
+        {1},
+        ["died: rank 0 (SIGKILL)", f"only noticed: rank 1 ({TOLD})"],
+    ),
+    "aborted while it left after an error": (
+        {0: -signal.SIGABRT, 1: SEGV},
+        {0: gave_up()},
+        set(),
+        ["died: rank 1 (SIGSEGV)", f"only noticed: rank 0 ({TOLD})"],
+    ),
+    "without a word": ({4: 3}, {}, set(), ["ended: rank 4 (exit status 3)"]),
+    "the same error everywhere": (
+        {0: 1, 1: 1},
+        {0: failed("RankMismatchError: x", 2.0), 1: failed("RankMismatchError: x", 1.0)},
+        set(),
+        ["failed: ranks 0, 1 (RankMismatchError: x)"],
+    ),
+    "in the order in which it happened": (
+        {0: 1, 1: 1, 2: KILLED},
+        {0: failed("KeyError: late", 9.0), 1: failed("ValueError: early", 8.0)},
+        set(),
+        ["died: rank 2 (SIGKILL)", "failed: rank 1 (ValueError: early)", "failed: rank 0 (KeyError: late)"],
+    ),
+    "a signal without a name": ({0: -99}, {}, set(), ["died: rank 0 (signal 99)"]),
+    "a long error": ({0: 1}, {0: failed("x" * 999, 1.0)}, set(), [f"failed: rank 0 ({'x' * 240}...)"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_died_and_who_noticed(case: str) -> None:
+    statuses, words, running, lines = CASES[case]
+    exits = {rank: (100 + rank, status) for rank, status in statuses.items()}
+    said = {100 + rank: told for rank, told in words.items()}
+    assert summary(exits, said, {100 + rank for rank in running}) == lines
+
+
+def test_a_file_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "7.json").write_text('{"error": "x", "notic')
+    (tmp_path / "8.json").write_text(json.dumps(gave_up()))
+    assert _read(str(tmp_path)) == {8: gave_up()}
+
+
+# ---------------------------------------------------------------------- what a rank writes down
+
+
+def timeout() -> CollectiveTimeout:
+    return CollectiveTimeout(rank=0, peer=1, signal=4, epoch=12, expected=12, seen=10, timeout_s=3.0)
+
+
+def caused(error: BaseException, cause: BaseException, *, named: bool = True) -> BaseException:
+    """``error``, raised from ``cause`` or while it was handled."""
+    try:
+        try:
+            raise cause
+        except BaseException:
+            if named:
+                raise error from cause
+            raise error  # noqa: B904
+    except BaseException as raised:
+        return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "noticed"),
+    [
+        (timeout(), True),
+        (caused(TdcollError("rank 0 waited 30 s in 'barrier' for rank(s) [1]"), dist.DistStoreError("wait")), True),
+        (caused(KeyError("in the script's own clean-up"), timeout(), named=False), True),
+        (dist.DistBackendError("NCCL error: remote process exited"), True),
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:5"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("Connection closed by peer, says the script"), False),
+        (TdcollError("no CUDA GPU is visible"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_only_says_that_another_rank_did_not_answer(error: BaseException, noticed: bool) -> None:
+    assert last_words.noticed(error) is noticed
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], dict[str, Any] | None]:
+    """A process that watches: what it has written down so far. ``sys.excepthook`` and the exit are the test's."""
+    hooked: list[BaseException] = []
+    monkeypatch.setenv("TDCOLL_LAST_WORDS", str(tmp_path))
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: hooked.append(error))
+    monkeypatch.setattr(
+        atexit, "register", lambda function: monkeypatch.setattr(sys, "at_exit", function, raising=False)
+    )
+    last_words.watch.__wrapped__()
+
+    def written() -> dict[str, Any] | None:
+        return _read(str(tmp_path)).get(os.getpid())
+
+    yield written
+    runtime.install(None)
+
+
+def test_an_error_that_ends_a_rank_is_written_down(watching: Callable[[], dict[str, Any] | None]) -> None:
+    sys.excepthook(ValueError, ValueError("boom"), None)
+    said = watching()
+    assert said is not None
+    assert (said["error"], said["noticed"]) == ("ValueError: boom", False)
+
+
+def test_a_timeout_is_only_noticed(watching: Callable[[], dict[str, Any] | None]) -> None:
+    sys.excepthook(CollectiveTimeout, timeout(), None)
+    said = watching()
+    assert said is not None
+    assert said["error"].startswith("CollectiveTimeout: rank 0 waited 3 s for peer 1")
+    assert said["noticed"] is True
+    sys.at_exit()  # type: ignore[attr-defined]
+    assert watching() == said
+
+
+def test_a_timeout_that_was_caught_is_noticed_at_the_exit(watching: Callable[[], dict[str, Any] | None]) -> None:
+    sys.at_exit()  # type: ignore[attr-defined]
+    assert watching() is None
+    runtime.install(SimpleNamespace(failed=True))  # type: ignore[arg-type]
+    sys.at_exit()  # type: ignore[attr-defined]
+    said = watching()
+    assert said is not None
+    assert said["noticed"] is True
+
+
+def test_an_interrupt_is_not_written_down(watching: Callable[[], dict[str, Any] | None]) -> None:
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert watching() is None
+
+
+def test_without_the_launcher_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TDCOLL_LAST_WORDS", raising=False)
+    before = sys.excepthook
+    last_words.watch.__wrapped__()
+    assert sys.excepthook is before
