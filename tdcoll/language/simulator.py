@@ -353,16 +353,17 @@ def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _sem
     active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
     wanted = _number("wait_flagged", "flag", flag) & 0xFFFF_FFFF
     sender = _number("wait_flagged", "peer", peer)
-    pending = [(int(addresses[place]), sender, int(place)) for place in np.flatnonzero(active)]
-    for address, _, _ in pending[:1] + pending[-1:]:
+    places = np.flatnonzero(active)
+    pending = addresses[places].astype(np.uint64)
+    for address in pending[[0, -1]].tolist() if pending.size else ():
         running.check_flagged(address)
     held = Monitor(_number("wait_flagged", "monitor", monitor))
-    satisfied, seen = running.wait_flagged(pending, wanted, held)
+    threads = [(sender, place) for place in places.tolist()]
+    seen, arrived = running.wait_flagged(pending, threads, wanted, held)
     parts = np.zeros((4, addresses.size), np.uint32)
     parts[3] = 1
-    for (_, _, place), word in zip(pending, seen, strict=True):
-        parts[:3, place] = [word >> shift & 0xFFFF_FFFF for shift in (0, 32, 64)]
-        parts[3, place] = satisfied or word >> 96 == wanted
+    parts[:3, places] = seen.view(np.uint32)[:, :3].T
+    parts[3, places] = arrived
     kind, shape = tl.block_type(tl.int32, words.shape), words.handle.data.shape
     blocks = [triton_interpreter.TensorHandle(part.view(np.int32).reshape(shape), tl.int32) for part in parts]
     return tuple(tl.tensor(block, kind) for block in blocks)

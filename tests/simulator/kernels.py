@@ -346,3 +346,18 @@ def flagged(words, flag, monitor, torn, WHOLE: tl.constexpr):
         first, second, third, _ = tdl.wait_flagged(words + 2 * place, flag, mask, monitor, 0)
         right = (first == place + flag) & (second == place - flag) & (third == place ^ flag)
         tl.store(torn, tl.sum((right == 0).to(tl.int32)))
+
+
+@jit
+def flagged_but_every_third(words, flag, monitor, out):
+    """PE 0 sends PE 1 eight words of 128 bits without 1, 4 and 7; PE 1: ``-> [4, 8]`` data, and whether it came."""
+    place = tl.arange(0, 8)
+    if tdl.my_pe() == 0:
+        theirs = tdl.remote_ptr(words, 1) + 2 * place
+        tdl.store_flagged(theirs, place + 10, place - 10, place * place, flag, place % 3 != 1)
+    else:
+        first, second, third, arrived = tdl.wait_flagged(words + 2 * place, flag, place != 7, monitor, 0)
+        tl.store(out + place, first)
+        tl.store(out + 8 + place, second)
+        tl.store(out + 16 + place, third)
+        tl.store(out + 24 + place, arrived)

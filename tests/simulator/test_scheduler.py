@@ -52,6 +52,26 @@ def test_wait_ends_when_notified(scheduler):
     assert box == ["full", "seen"]
 
 
+def test_a_wait_for_many_words_is_asked_once_for_a_write(scheduler):
+    """And not once for each of the words that it writes: that was quadratic in their number."""
+    words, asked = [0] * 1000, 0
+
+    def ready():
+        nonlocal asked
+        asked += 1
+        return all(words)
+
+    def writer():
+        for begin in (0, 500):
+            words[begin : begin + 500] = [1] * 500
+            scheduler.notify_words(8 * begin, 8 * 500)
+
+    scheduler.spawn("waiter", 0, lambda: scheduler.wait(ready, lambda: "waits", range(0, 8000, 8)))
+    scheduler.spawn("writer", 1, writer)
+    scheduler.run()
+    assert asked == 4  # at once, after each write, and when it runs on
+
+
 def test_value_that_came_and_went_was_not_seen(scheduler):
     word = [0]
 

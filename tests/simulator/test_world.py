@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import gather
 
+import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.errors import CollectiveTimeout, NotInitializedError, RankMismatchError, TdcollError
@@ -261,6 +262,31 @@ def test_expired_wait_ends_the_others_of_its_monitor():
         return first, result.item()
 
     assert World(1, on_timeout="expire").run(lambda pe: host(pe)) == [(0, 1)]
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_a_wait_for_words_of_which_some_come(weak):
+    """Those are taken; the record names the first that is missing, and what is there instead."""
+    out = torch.full((4, 8), -1, dtype=torch.int32)
+
+    def host(pe):
+        words, monitor = tdcoll.zeros((8, 2), torch.int64), WaitMonitor()
+        words[4, 1] = 3 << 32  # an older flag
+        words[1, 1] = 2 << 32
+        tdcoll.barrier()
+        kernels.flagged_but_every_third[(1,)](words, 5, monitor.words, out)
+        if pe == 1:
+            with pytest.raises(CollectiveTimeout) as expired:
+                monitor.check()
+            error = expired.value
+            assert (error.peer, error.signal, error.expected, error.seen) == (0, 1, 5, 2)
+
+    World(2, on_timeout="expire", weak=weak, seed=3 if weak else None).run(host)
+    came = torch.tensor([0, 2, 3, 5, 6])
+    assert out[:, came].T.tolist() == [[n + 10, n - 10, n * n, 1] for n in came.tolist()]
+    assert out[3].tolist() == [1, 0, 1, 1, 0, 1, 1, 1]  # the last is masked
+    with pytest.raises(Deadlock, match=r"waits for pe1.tensor\[2\] flagged 5, is 2, pe1.tensor\[8\] flagged 5, is 3"):
+        World(2).run(host)
 
 
 def test_exchange_with_a_killed_pe_raises_as_the_store_does():

@@ -10,9 +10,11 @@ the scheduler, and in that only a World may have a weak network. Without one eve
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from tdcoll.errors import TdcollError
 from tdcoll.language import constants as c
@@ -25,7 +27,7 @@ from tdcoll.runtime.simulator.trace import Trace
 
 __all__ = ["COMPARE", "Counts", "Machine", "TaskScheduler"]
 
-COMPARE: tuple[tuple[str, Callable[[int, int], bool]], ...] = (
+COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
     ("==", lambda seen, wanted: seen == wanted),
     ("!=", lambda seen, wanted: seen != wanted),
     (">", lambda seen, wanted: seen > wanted),
@@ -33,10 +35,13 @@ COMPARE: tuple[tuple[str, Callable[[int, int], bool]], ...] = (
     ("<", lambda seen, wanted: seen < wanted),
     (">=", lambda seen, wanted: seen >= wanted),
 )
-"""Sign and meaning of each ``CMP_*``, by value."""
+"""Sign and meaning of each ``CMP_*``, by value; of ints, and of arrays element by element."""
 
 _GROWING = (c.CMP_GT.value, c.CMP_GE.value)
 _SIGNAL_ADD = c.SIGNAL_ADD.value
+_FLAG_SHIFT = np.uint64(32)
+
+Array = np.ndarray[Any, Any]
 
 
 class TaskScheduler(Protocol):
@@ -385,86 +390,106 @@ class Machine:
             signals: address, peer and index of each; the latter two for the record.
         """
         sign, true = COMPARE[compare]
-        satisfied, _ = self._wait_for(
-            signals,
-            lambda word: true(word, value),
+        return self._wait_for(
+            np.array([address for address, _, _ in signals], np.uint64),
+            [(peer, index) for _, peer, index in signals],
+            lambda words: true(words, np.uint64(value)),
             monitor,
             # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow
             # may as well be looked at all together.
-            enough=all if compare in _GROWING else any,
+            enough=np.all if compare in _GROWING else np.any,
             what=lambda address, word: f"{self.memory.describe(address)} {sign} {value}, is {word}",
             name=f"wait {len(signals)} signal(s) {sign} {value}",
             expected=value,
         )
-        return satisfied
 
     def wait_flagged(
-        self, words: Sequence[tuple[int, int, int]], flag: int, monitor: Monitor
-    ) -> tuple[bool, list[int]]:
-        """Wait until the last 32 of every word's 128 bits are ``flag``: (False when the deadline expires, the words
-        seen)."""
-        return self._wait_for(
+        self, words: Array, threads: Sequence[tuple[int, int]], flag: int, monitor: Monitor
+    ) -> tuple[Array, Array]:
+        """Wait until the last 32 of the 128 bits of every word are ``flag``, or the monitor's deadline expires.
+
+        Args:
+            words: ``[n]`` uint64, addresses.
+            threads: peer and index of each, for the record.
+
+        Returns:
+            ``[n, 2]`` uint64, the halves of each word that had the flag, and ``[n]``, which had.
+        """
+        memory = self.memory
+        seen, arrived = np.zeros((words.size, 2), np.uint64), np.zeros(words.size, bool)
+
+        def take(places: Array, halves: Array) -> None:
+            # The flag is in the upper half, which is written last (PointerAccess.store_flagged), and so read first.
+            seen[places, 1], seen[places, 0], arrived[places] = halves, memory.words(words[places]), True
+
+        self._wait_for(
             words,
-            lambda word: word >> 96 == flag,
+            threads,
+            lambda halves: halves >> _FLAG_SHIFT == flag,
             monitor,
-            enough=all,
-            what=lambda address, word: f"{self.memory.describe(address)} flagged {flag}, is {word >> 96}",
-            name=f"wait {len(words)} word(s) flagged {flag}",
+            enough=np.all,
+            what=lambda address, half: f"{memory.describe(address)} flagged {flag}, is {half >> 32}",
+            name=f"wait {words.size} word(s) flagged {flag}",
             expected=flag,
-            read=self.memory.wide_word,
-            shift=96,
+            read=lambda addresses: memory.words(addresses + np.uint64(8)),
+            shift=32,
+            take=take,
         )
+        return seen, arrived
 
     def _wait_for(
         self,
-        wanted: Sequence[tuple[int, int, int]],
-        true: Callable[[int], bool],
+        words: Array,
+        threads: Sequence[tuple[int, int]],
+        true: Callable[[Array], Array],
         monitor: Monitor,
         *,
-        enough: Callable[[Iterable[bool]], bool],
+        enough: Callable[[Array], Any],
         what: Callable[[int, int], str],
         name: str,
         expected: int,
-        read: Callable[[int], int] | None = None,
+        read: Callable[[Array], Array] | None = None,
         shift: int = 0,
-    ) -> tuple[bool, list[int]]:
-        """Every element is a thread that polls its own word until ``true``; with each, the word that it saw then."""
-        scheduler, word = self.scheduler, read or self.memory.word
+        take: Callable[[Array, Array], None] = lambda places, seen: None,
+    ) -> bool:
+        """Every element is a thread that polls its own word until ``true``, and then takes it: ``take`` is called with
+        the places of such threads and what they saw. ``read`` gives what they see; the words, if None."""
+        scheduler, read = self.scheduler, read or self.memory.words
         self.counts[self.program.pe].waits += 1
-        seen: dict[int, int] = {}
-
-        left = {address: None for address, _, _ in wanted}  # in order
+        left = np.arange(words.size)
 
         def look() -> None:
-            for address in list(left):
-                if true(value := word(address)):
-                    seen[address] = value
-                    del left[address]
+            nonlocal left
+            seen = read(words[left])
+            satisfied = true(seen)
+            take(left[satisfied], seen[satisfied])
+            left = left[~satisfied]
 
         def describe() -> str:
-            missing = [address for address in left if not true(word(address))]
-            return "waits for " + ", ".join(what(address, word(address)) for address in missing)
+            seen = read(words[left])
+            missing = np.flatnonzero(~true(seen))
+            return "waits for " + ", ".join(what(int(words[left[i]]), int(seen[i])) for i in missing)
 
         def worth_a_look() -> bool:
-            return enough(true(word(address)) for address in left) or monitor.aborted
+            return bool(enough(true(read(words[left])))) or monitor.aborted
 
         def wait() -> bool:
             deadline_ns = scheduler.now_ns + monitor.timeout_ns
             while True:
-                keys: list[Hashable] = [*left, ("monitor", monitor.address)]
+                keys: list[Hashable] = [*words[left].tolist(), ("monitor", monitor.address)]
                 in_time = scheduler.wait(worth_a_look, describe, keys, deadline_ns - scheduler.now_ns)
                 look()
-                if not left:
+                if not left.size:
                     return True
                 if monitor.aborted or not in_time:
                     return False
 
-        satisfied = not wanted or self._timed(name, wait)
+        satisfied = not words.size or self._timed(name, wait)
         if not satisfied:
-            address, peer, index = next(element for element in wanted if element[0] in left)
-            monitor.give_up(peer, index, expected, word(address) >> shift)
+            peer, index = threads[left[0]]
+            monitor.give_up(peer, index, expected, int(read(words[left[:1]])[0]) >> shift)
             scheduler.notify(("monitor", monitor.address))
-        return satisfied, [seen.get(address, 0) for address, _, _ in wanted]
+        return satisfied
 
     def _timed(self, name: str, wait: Callable[[], Any]) -> Any:
         if self.trace is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
+from typing import Any
 
+import numpy as np
 import torch
 
 from tdcoll.runtime.heap import ALIGNMENT
@@ -45,6 +47,7 @@ class Memory:
         self.tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=self.total, offset=begin)
         self.base = self.tensor.data_ptr()
         self._words = buffer[begin : begin + self.total].cast("Q")
+        self._array = np.asarray(self._words)
         self._labels: dict[int, tuple[int, str, int]] = {}  # offset -> (end, name, itemsize)
         self._offsets: list[int] = []
 
@@ -64,12 +67,9 @@ class Memory:
         """The unsigned 64-bit word at an aligned symmetric address."""
         return self._words[(address - self.base) >> 3]
 
-    def wide_word(self, address: int) -> int:
-        """The 128-bit word at an address that is a multiple of 16. Its flag is in the upper half, which is written
-        last (:meth:`~tdcoll.runtime.simulator.pointers.PointerAccess.store_flagged`), and so read first."""
-        place = (address - self.base) >> 3
-        high = self._words[place + 1]
-        return high << 64 | self._words[place]
+    def words(self, addresses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The unsigned 64-bit words at aligned symmetric addresses (uint64), each as one load."""
+        return self._array[(addresses - np.uint64(self.base)) >> np.uint64(3)]
 
     def set_word(self, address: int, value: int) -> None:
         """Write a 64-bit word at an aligned symmetric address, as one store."""

@@ -12,8 +12,9 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.runtime.simulator.memory import NULL_PAGE, read_word, write_word
+from tdcoll.runtime.simulator.memory import NULL_PAGE, read_word
 from tdcoll.runtime.simulator.tasks import Task
 
 if TYPE_CHECKING:
@@ -100,10 +101,10 @@ class PointerAccess:
             raise ValueError(f"words must be 16-byte aligned, got {address:#x}")
         whole = np.ascontiguousarray(words).view("V16").reshape(-1)
         here = np.flatnonzero(self.store_weakly(addresses, whole, mask))
-        halves = words.view(np.uint64)
-        for address, (low, high) in zip(addresses[here].tolist(), halves[here].tolist(), strict=True):
-            write_word(address, low)
-            write_word(address + 8, high)
+        halves, present = words.view(np.uint64)[here], np.ones(here.size, bool)
+        for half in (0, 1):
+            places = addresses[here] + np.uint64(8 * half)
+            triton_interpreter._interpreter.store(places, np.ascontiguousarray(halves[:, half]), present)
         self.stored(addresses, mask)
 
     def copy(self, dest: int, source: int, nbytes: int) -> None:

@@ -126,25 +126,24 @@ class Scheduler:
 
     def notify(self, key: Hashable) -> None:
         """Something changed under ``key``: tasks that wait on it and are satisfied become ready."""
-        self.progress += 1
-        waiters = self._waiters.get(key)
-        if waiters:
-            for task in [task for task in waiters if task.wait is not None and task.wait.ready()]:
-                self._unblock(task)
+        self._wake([key])
 
     def notify_words(self, first: int, nbytes: int) -> None:
         """Bytes ``[first, first + nbytes)`` changed: :meth:`notify` for each 8-byte word of them."""
-        self.progress += 1
         waiters = self._waiters
-        if not waiters:
-            return
         begin, end = first & ~7, first + nbytes
         if (end - begin) >> 3 <= len(waiters):
             keys: list[Hashable] = [key for key in range(begin, end, 8) if key in waiters]
         else:
             keys = [key for key in waiters if isinstance(key, int) and begin <= key < end]
-        for key in keys:
-            self.notify(key)
+        self._wake(keys)
+
+    def _wake(self, keys: Sequence[Hashable]) -> None:
+        """Each task that waits on one of ``keys`` is asked once, however many of its words have changed."""
+        self.progress += 1
+        waiting = dict.fromkeys(task for key in keys for task in self._waiters.get(key, ()))
+        for task in [task for task in waiting if task.wait is not None and task.wait.ready()]:
+            self._unblock(task)
 
     def kill(self, tasks: Sequence[Task]) -> None:
         """End these tasks where they are. If the running task is among them, it ends with this call."""
