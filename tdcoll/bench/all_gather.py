@@ -23,7 +23,7 @@ from tdcoll.bench.arithmetic import calls_per_launch, message_sizes, summarize
 from tdcoll.bench.data import Buffers
 from tdcoll.bench.job import names
 from tdcoll.bench.peers import FCOLLECT, PEERS, let_nvshmem_have_nccl
-from tdcoll.bench.projection import Cluster, Counts, Projected, lines, project_all_gather
+from tdcoll.bench.projection import Cluster, Counts, Projected, lines, plan_of, project_all_gather
 from tdcoll.bench.rows import Row, with_ratios
 from tdcoll.bench.subjects import BACKEND, IN_PLACE, NAMES, Subject, all_gather_subject, backend_subject
 from tdcoll.bench.table import all_gather_columns
@@ -219,10 +219,12 @@ class Job(jobs.Job):
         def ours(name: str) -> Subject:
             if name == BACKEND:
                 return backend_subject(plain())
+            # The simulator decides by what calls cost there; what it counts is for GPUs.
+            plan = plan_of(name, nbytes, self.topology) if self.owner.simulated else None
             if name != IN_PLACE:
-                return all_gather_subject(name, context, plain())
+                return all_gather_subject(name, context, plain(), plan)
             assert storage is not None
-            return all_gather_subject(name, context, self.buffers(nbytes, storage))
+            return all_gather_subject(name, context, self.buffers(nbytes, storage), plan)
 
         entries = []
         for name in self.algorithms:

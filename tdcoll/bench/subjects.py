@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tdcoll.bench.data import Buffers
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
-from tdcoll.collectives.all_gather.policy import ALGORITHMS
+from tdcoll.collectives.all_gather.policy import ALGORITHMS, Plan
 from tdcoll.context import CollectiveContext
 
 __all__ = ["BACKEND", "IN_PLACE", "NAMES", "Subject", "all_gather_subject", "backend_subject", "no_close"]
@@ -43,14 +43,18 @@ class Subject:
     close: Callable[[], None] = no_close
 
 
-def all_gather_subject(name: str, context: CollectiveContext, buffers: Buffers) -> Subject:
-    """tdcoll's all-gather by its name in :data:`NAMES`; ``buffers`` are those that it needs."""
+def all_gather_subject(name: str, context: CollectiveContext, buffers: Buffers, plan: Plan | None = None) -> Subject:
+    """tdcoll's all-gather by its name in :data:`NAMES`; ``buffers`` are those that it needs.
+
+    ``plan``: how its calls are made, if not as tdcoll decides here.
+    """
+    algorithm = plan or ("auto" if name == IN_PLACE else name)
 
     def call(i: int) -> None:
-        all_gather(buffers.inputs[i], context, buffers.results[i], algorithm=name)
+        all_gather(buffers.inputs[i], context, buffers.results[i], algorithm=algorithm)
 
     def call_in_place(i: int) -> None:
-        all_gather_in_place(buffers.results[i], context)
+        all_gather_in_place(buffers.results[i], context, algorithm)
 
     return Subject(name, False, buffers, call_in_place if name == IN_PLACE else call)
 

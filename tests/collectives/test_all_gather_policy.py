@@ -8,10 +8,12 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tdcoll.collectives.all_gather import policy
+import tdcoll
+from tdcoll.collectives.all_gather import kernels_direct, policy
 from tdcoll.collectives.all_gather.policy import (
     ALGORITHMS,
     CHUNK_ALIGNMENT,
@@ -23,6 +25,7 @@ from tdcoll.collectives.all_gather.policy import (
 )
 from tdcoll.context import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
+from tdcoll.testing import World
 
 M, G = 1 << 20, 1 << 30
 
@@ -190,6 +193,44 @@ def test_algorithm_of_small_messages(
 
 
 @pytest.mark.parametrize(
+    ("nodes", "asked", "nbytes", "in_place", "plan"),
+    [
+        ((2,), "auto", 0, False, ("direct", 1, 128)),
+        ((2,), "auto", M, False, ("direct", 64, M // 64)),
+        ((8,), "auto", 64 << 10, True, ("direct", 8, 8 << 10)),
+        ((8,), "auto", 8 * M, False, ("1d", 128, 64 << 10)),  # no LL before, and none after
+        ((1,), "auto", 8, False, ("direct", 1, 128)),
+        ((2, 2), "auto", 4096, False, ("2d", 1, 4096)),
+        ((2, 2), "auto", 0, True, ("2d", 1, 128)),
+        ((1, 1), "auto", 4096, False, ("1d", 1, 4096)),
+        ((2, 1), "auto", 4096, False, ("1d", 1, 4096)),
+        ((2,), "ll", 0, False, ("ll", 1, 12 << 10)),
+        ((2,), "ll", M, False, ("ll", 86, 12 << 10)),
+        ((2, 2), "ll", 4096, False, ("ll", 1, 12 << 10)),
+    ],
+)
+def test_the_simulator_takes_what_is_cheap_there(
+    nodes: tuple[int, ...], asked: str, nbytes: int, in_place: bool, plan: tuple[str, int, int]
+) -> None:
+    facts: dict[str, Any] = {"ll_bytes": M, "direct": True, "in_place": in_place}
+    chosen = choose(nbytes, nodes_of(*nodes), asked, **facts, simulated=True)
+    assert (chosen.algorithm, chosen.channels, chosen.chunk) == plan
+    entries = (Entry(nodes[0], len(nodes), "eager", in_place, None, "ll"),)
+    tabled = choose(nbytes, nodes_of(*nodes), **facts, simulated=True, entries=entries)
+    assert (tabled.algorithm == "ll") == (len(set(nodes)) == 1 and nbytes <= M), "a table goes before"
+
+
+def test_calls_in_the_simulator_are_planned_as_such() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            tdcoll.all_gather(torch.zeros(64, dtype=torch.uint8), ctx)
+            launch = ctx.known(("all_gather", 64, "auto", False, False))
+            assert launch._function is kernels_direct.all_gather_direct
+
+    World(2, heap_bytes=1 << 18).run(host)
+
+
+@pytest.mark.parametrize(
     ("nbytes", "programs"),
     [(0, 1), (1, 1), (12 * LL_BLOCK, 1), (12 * LL_BLOCK + 1, 2), (16 << 10, 11), (64 << 10, 43)],
 )
@@ -240,7 +281,7 @@ def test_all_ranks_choose_the_same(
     answers = set()
     facts: dict[str, Any] = {
         "direct": data.draw(st.booleans()), "in_place": data.draw(st.booleans()), "graph": data.draw(st.booleans()),
-        "channels": data.draw(st.integers(1, CHANNELS)),
+        "channels": data.draw(st.integers(1, CHANNELS)), "simulated": data.draw(st.booleans()),
     }  # fmt: skip
     for rank in range(len(node_ids)):
         try:

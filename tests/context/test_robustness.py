@@ -183,19 +183,20 @@ WRONG_AFTER_A_GOOD_CALL: dict[str, Any] = {
 }
 
 
-def test_what_is_wrong_is_found_after_calls_that_were_right() -> None:
+@pytest.mark.parametrize("algorithm", ["auto", "ll"])
+def test_what_is_wrong_is_found_after_calls_that_were_right(algorithm: str) -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             for call in range(3):
                 x, out = torch.full((4,), float(pe + call)), torch.zeros(8)
                 expected = [float(call)] * 4 + [call + 1.0] * 4
-                assert tdcoll.all_gather(x, ctx, out) is out
-                assert out.tolist() == tdcoll.all_gather(x, ctx).tolist() == expected
-                assert tdcoll.all_gather(out.view(2, 4)[pe], ctx, out).tolist() == expected
+                assert tdcoll.all_gather(x, ctx, out, algorithm) is out
+                assert out.tolist() == tdcoll.all_gather(x, ctx, algorithm=algorithm).tolist() == expected
+                assert tdcoll.all_gather(out.view(2, 4)[pe], ctx, out, algorithm).tolist() == expected
                 for change, error, text in WRONG_AFTER_A_GOOD_CALL.values():
                     tensor, given = change(x, out)
                     with pytest.raises(error, match=text):
-                        tdcoll.all_gather(tensor, ctx, given)
+                        tdcoll.all_gather(tensor, ctx, given, algorithm)
                 assert out.tolist() == expected
         with pytest.raises(tdcoll.ContextError, match="closed"):
             tdcoll.all_gather(x, ctx, out)

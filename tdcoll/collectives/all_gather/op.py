@@ -260,6 +260,7 @@ def _make_launch(
             graph=graph,
             in_place=in_place,
             hand_over=ctx.tuning.group is not None,
+            simulated=ctx._runtime.simulated,
         )
 
     def launch_of(plan: Plan, graph: bool) -> _Launch | _HandOver:

@@ -146,11 +146,14 @@ def _refusal(nbytes: int, topology: Topology, algorithm: str, ll_bytes: int, dir
     return None
 
 
-def _by_rules(nbytes: int, topology: Topology, ll_bytes: int, direct: bool, in_place: bool) -> str:
+def _by_rules(nbytes: int, topology: Topology, ll_bytes: int, direct: bool, in_place: bool, simulated: bool) -> str:
     """The algorithm that is taken where no table says anything."""
     one_node, per_node = topology.n_nodes == 1, topology.ranks_per_node
     in_two = not one_node and per_node is not None and per_node > 1
-    if nbytes <= ll_bytes and (one_node or (in_two and nbytes * topology.world_size <= LL_RESULT_BYTES)):
+    few = one_node or (in_two and nbytes * topology.world_size <= LL_RESULT_BYTES)
+    # The interpreter makes about a hundred block operations, some 20 ms, for every program of LL, and one copy for a
+    # chunk of the others.
+    if nbytes <= ll_bytes and few and not simulated:
         return "ll"
     if one_node and direct and (in_place or nbytes < LARGE):
         return "direct"
@@ -169,14 +172,14 @@ def is_ll_chunk(nbytes: int) -> bool:
     return rest == 0 and 1 <= words <= LL_MOST_WORDS and words & (words - 1) == 0
 
 
-def _plan_ll(nbytes: int, entry: Entry) -> Plan:
+def _plan_ll(nbytes: int, entry: Entry, simulated: bool) -> Plan:
     words = max(1, -(-nbytes // LL_WORD_BYTES))
     if entry.chunk is not None:
         block = entry.chunk // LL_WORD_BYTES
     elif entry.channels is not None:
         block = min(LL_MOST_WORDS, max(LL_BLOCK, 1 << (-(-words // entry.channels) - 1).bit_length()))
     else:
-        block = LL_BLOCK
+        block = LL_MOST_WORDS if simulated else LL_BLOCK
     warps = max(1, min(entry.num_warps or 8, block // 32))  # threads beyond its words would send them again
     return Plan("ll", -(-words // block), LL_WORD_BYTES * block, warps)
 
@@ -234,12 +237,14 @@ def choose(
     graph: bool = False,
     in_place: bool = False,
     hand_over: bool = False,
+    simulated: bool = False,
 ) -> Plan:
     """The plan for ``nbytes`` per rank over ``topology``; the same on all of its ranks.
 
     ``"auto"`` takes what the first entry for such a call says, if that can be had. Without one it takes
 
-    - LL where it can, in one node, and over nodes of several ranks each up to :data:`LL_RESULT_BYTES`;
+    - LL where it can, in one node, and over nodes of several ranks each up to :data:`LL_RESULT_BYTES`; never in the
+      simulator;
     - in one node direct stores for other messages of less than :data:`LARGE` bytes, and in place for all;
     - 2D where there are several nodes of several ranks each, all of one size: a segment then crosses between nodes once
       per node pair;
@@ -260,6 +265,8 @@ def choose(
         graph: whether the call is captured in a CUDA graph.
         in_place: whether it is in place.
         hand_over: whether torch.distributed could take it.
+        simulated: whether the kernels run in the simulator, where each block operation of a program costs the same,
+            however large the block is: LL's programs are then the largest, and only had when asked for.
 
     Raises:
         ValueError: an unknown algorithm, 2D or LL over nodes of different sizes, LL beyond ``ll_bytes``, direct stores
@@ -280,11 +287,11 @@ def choose(
         if entry is not None and _refusal(nbytes, topology, entry.algorithm, ll_bytes, direct) is None:
             algorithm = entry.algorithm
         else:
-            algorithm = _by_rules(nbytes, topology, ll_bytes, direct, in_place)
+            algorithm = _by_rules(nbytes, topology, ll_bytes, direct, in_place, simulated)
     elif refusal := _refusal(nbytes, topology, algorithm, ll_bytes, direct):
         raise ValueError(refusal)
     if entry is None or entry.algorithm != algorithm:
         entry = _BY_THE_RULES
     if algorithm == "ll":
-        return _plan_ll(nbytes, entry)
+        return _plan_ll(nbytes, entry, simulated)
     return _plan_puts(nbytes, topology, algorithm, entry, most, in_place)
