@@ -12,6 +12,7 @@ from harness import check, device, expect, expect_raises, rank, run, scaled, sha
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.collectives.protocol import EPOCH_SHIFT
 from tdcoll.context import most_ll_bytes
 
 DTYPES = [
@@ -155,6 +156,19 @@ def many_calls_with_a_straggler() -> str:
         ctx.check()
     expect(int(wrong) == 0, f"{int(wrong)} wrong bytes in {calls} calls")
     return f"{calls} calls"
+
+
+@check
+def epochs_of_more_than_32_bits() -> None:
+    """LL's flags are 32 of them: the second call has words that were never written, and whose flag would be zero."""
+    for algorithm in algorithms(4096):
+        with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+            ctx.control.fill_(((1 << 32) - 2) << EPOCH_SHIFT.value)
+            tdcoll.barrier()
+            for call, nbytes in enumerate((100, 1000, 4096, 4096)):
+                got = tdcoll.all_gather(pattern(rank(), call, nbytes), ctx, algorithm=algorithm)
+                expect(torch.equal(got, expected(everyone(), call, nbytes)), f"{algorithm}, call {call}")
+            ctx.check()
 
 
 @check

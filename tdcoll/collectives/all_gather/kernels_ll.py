@@ -15,7 +15,8 @@ Flag map: ``flagged[slot, s, i]`` on rank r is written by rank s only, by one 12
 by one program. The words are used by nothing else, so what is in them is always a flag of this context: of this epoch,
 or of an earlier one of the same slot. It is never a later one, because r has then said that it is done with this one:
 so flags are compared for equality. (2^32 calls later a flag comes again. A word would have to be skipped by all calls
-in between for it to be mistaken.)
+in between for it to be mistaken.) A word that was never written holds zeros, so 0 is no flag: epochs 2^32 k have flag 1
+instead (:func:`_flag`). They are even, and so are all other epochs of their slot with their flags: none of those is 1.
 
 Ordering: none is relied on, except that an aligned 128-bit store (``st.relaxed.sys.b128``, PTX ISA 8.4) is single, as
 is the load that polls it. Reuse of a slot is what :mod:`tdcoll.context` says: a rank that has all words of epoch e
@@ -111,6 +112,12 @@ def _carry(word, nbytes):
     return word < tl.maximum((nbytes + 11) // 12, 1)
 
 
+@jit
+def _flag(epoch):
+    """The flag of an epoch: its low 32 bits, or 1 where they are 0."""
+    return tl.maximum(epoch.to(tl.uint32), 1).to(tl.int32)
+
+
 @jit(do_not_specialize=["source", "out", "flagged", "nbytes", "words", "rank", "chunks"])
 def all_gather_ll(
     source, out, flagged, peers, control, monitor, nbytes, words, rank, chunks,
@@ -146,9 +153,9 @@ def all_gather_ll(
     else:
         slot = (epoch % 2) * WORLD * words
         sent = theirs + 16 * (slot + rank * words + index)
-        tdl.store_flagged(sent, first, second, third, epoch.to(tl.int32), mask)
+        tdl.store_flagged(sent, first, second, third, _flag(epoch), mask)
         landed = tl.cast(flagged, tl.int64) + 16 * (slot + frm * words + index)
-        first, second, third, arrived = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)
+        first, second, third, arrived = tdl.wait_flagged(landed, _flag(epoch), mask, monitor, frm)
         _store_data(target + tl.cast(frm, tl.int64) * nbytes, index, size, first, second, third, arrived != 0)
 
 
@@ -209,13 +216,13 @@ def all_gather_ll_2d(
                 first, second, third = _repair(at, index, size, first, second, third)
                 for k in tl.range(0, n_local, disable_licm=True):
                     sent = tl.load(peers + tl.load(routes + k)) + 16 * (slot + origin * words + index)
-                    tdl.store_flagged(sent, first, second, third, epoch.to(tl.int32), mask)
+                    tdl.store_flagged(sent, first, second, third, _flag(epoch), mask)
                 target += tl.cast(origin, tl.int64) * nbytes
                 if target != at:  # not the own segment in place
                     _store_data(target, index, size, first, second, third, mask)
         else:
             origin = tl.load(elsewhere + n_remote + task - 1)
             landed = tl.cast(flagged, tl.int64) + 16 * (slot + origin * words + index)
-            first, second, third, there = tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, origin)
+            first, second, third, there = tdl.wait_flagged(landed, _flag(epoch), mask, monitor, origin)
             target += tl.cast(origin, tl.int64) * nbytes
             _store_data(target, index, size, first, second, third, there != 0)

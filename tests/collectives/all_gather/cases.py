@@ -9,6 +9,7 @@ import torch
 
 import tdcoll
 from tdcoll.collectives.all_gather.policy import Plan
+from tdcoll.collectives.protocol import EPOCH_SHIFT
 from tdcoll.testing import World
 
 NBYTES = 200
@@ -28,6 +29,7 @@ class Gathers:
         calls: kinds of calls, in order.
         nbytes: bytes per rank.
         group: ranks that take part; None for all.
+        first_epoch: of the first call.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Gathers:
         calls: str = "oioo",
         nbytes: int = NBYTES,
         group: Sequence[int] | None = None,
+        first_epoch: int = 1,
     ) -> None:
         self.algorithms = [algorithm] if isinstance(algorithm, (str, Plan)) else list(algorithm)
-        self.calls, self.nbytes, self.group = calls, nbytes, group
+        self.calls, self.nbytes, self.group, self.first_epoch = calls, nbytes, group, first_epoch
 
     def __call__(self, world: World) -> None:
         world.run(self.host)
@@ -48,6 +51,7 @@ class Gathers:
             return
         nbytes = self.nbytes
         with tdcoll.CollectiveContext(self.group, max_bytes_per_rank=nbytes) as ctx:
+            ctx.control.fill_((self.first_epoch - 1) << EPOCH_SHIFT.value)
             world = ctx.world_size
             buffer = tdcoll.empty(world * nbytes, torch.uint8, group=self.group)
             mine = slice(ctx.rank * nbytes, (ctx.rank + 1) * nbytes)

@@ -30,7 +30,7 @@ class Mutant:
         algorithm: whose kernel shows it.
         n_pes: ranks of the job.
         ranks_per_node: as for ``World``.
-        calls: as for ``Gathers``.
+        calls, first_epoch: as for ``Gathers``.
         world: further arguments of ``World``.
         module: whose source it changes: ``"kernels"``, ``"kernels_ll"``, ``"kernels_direct"`` or
             ``"kernels_ring"``.
@@ -44,6 +44,7 @@ class Mutant:
     n_pes: int = 4
     ranks_per_node: int | None = None
     calls: str = "oooo"
+    first_epoch: int = 1
     world: tuple[tuple[str, Any], ...] = ()
     module: str = "kernels"
     protocol: tuple[tuple[str, str], ...] = ()
@@ -86,7 +87,7 @@ MAY_WRITE = "if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:\n"
 RING_COPY = "tdl.copy_block(landing + after_delta, held, size)"
 RING_RELEASE = "release(row + origin, after_delta, epoch)"
 ADD = '    tl.atomic_add(control, share.to(tl.int64), sem="relaxed", scope="gpu")\n'
-WAIT_FLAGGED = "tdl.wait_flagged(landed, epoch.to(tl.int32), mask, monitor, frm)"
+WAIT_FLAGGED = "tdl.wait_flagged(landed, _flag(epoch), mask, monitor, frm)"
 LOAD_DATA = (
     "part = landed.to(tl.pointer_type(tl.int32)); first = tl.load(part, mask=mask, other=0); "
     "second = tl.load(part + 1, mask=mask, other=0); third = tl.load(part + 2, mask=mask, other=0)"
@@ -282,13 +283,25 @@ MUTANTS = [
         "ll: a flag of the epoch before",
         (
             (
-                "third, epoch.to(tl.int32), mask)\n        landed",
-                "third, (epoch - 2).to(tl.int32), mask)\n        landed",
+                "third, _flag(epoch), mask)\n        landed",
+                "third, _flag(epoch - 2), mask)\n        landed",
             ),
         ),
         missing("flagged"),
         "ll",
         module="kernels_ll",
+    ),
+    *(
+        Mutant(
+            f"ll: an epoch has the flag of words that were never written, {nodes}",
+            (("tl.maximum(epoch.to(tl.uint32), 1)", "epoch.to(tl.uint32)"),),
+            WRONG,
+            "ll",
+            ranks_per_node=per_node,
+            first_epoch=(1 << 32) - 1,
+            module="kernels_ll",
+        )
+        for nodes, per_node in (("one node", None), ("two nodes", 2))
     ),
     Mutant(
         "ll: waits for the rank it sends to",
