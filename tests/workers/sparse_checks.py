@@ -158,6 +158,26 @@ def sparse_nan() -> None:
 
 
 @check
+def sparse_zeros() -> None:
+    """No result is -0.0: of one rank's row, of its repeated rows, of all ranks' zeros, of what is rounded to zero."""
+    with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64) as ctx:
+        ids = torch.tensor([0, 1, 1, 2 + rank(), 2 + rank()], device=device())
+        more = [] if simulated() else [torch.bfloat16, torch.float64]
+        for dtype in (torch.float16, torch.float32, *more):
+            values = torch.full((5, 3), -0.0, dtype=dtype, device=device())
+            values[1, 1] = values[0, 2] = 0.0 if rank() % 2 else -0.0
+            for op in ("sum", "max", *([] if simulated() else ["min", "prod"]), "mean"):
+                if op == "mean" and dtype == torch.float16 and world() > 1:
+                    values[3, 0] = -6e-8  # the smallest number: a half of it is rounded to zero
+                for algorithm in ("owner", "gather", "dense"):
+                    got = tdcoll.sparse_all_reduce(Part(ids, values).sparse(2 + world()), ctx, op, algorithm=algorithm)
+                    signs = got.values().signbit()
+                    what = f"{op}, {dtype}, {algorithm}: {got.values().tolist()}"
+                    expect(got.values().shape == (2 + world(), 3) and not signs.any() and not got.values().any(), what)
+        ctx.check()
+
+
+@check
 def sparse_few_and_none() -> None:
     """Rows on one rank, on none; tables of 2**40 rows; rows of no elements."""
     with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64, debug=True) as ctx:

@@ -305,7 +305,8 @@ class Call:
         if lossy:
             dist.all_reduce(nan, dist.ReduceOp.MAX, group=group)
             table.masked_fill_(nan.bool(), float("nan"))
-        return table.index_select(0, self.directory.union[:union]).to(dtype).view(union, *rows.shape)
+        reduced = table.index_select(0, self.directory.union[:union]).to(dtype)
+        return reduced.add_(0).view(union, *rows.shape)  # no -0.0, as in the kernels
 
 
 def _neutral(op: str, dtype: torch.dtype) -> float | int:

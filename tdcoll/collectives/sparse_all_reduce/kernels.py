@@ -55,7 +55,9 @@ one. ``out[u]`` of a rank is written at most twice by others in a call: by the p
 final one, which exists only after the partial sum has been used.
 
 Accumulation is in fp32 for fp16 and bf16, rounded when a partial result is stored: once where a rank has a row several
-times, once per node, once at the end. Every rank gets the bits of the one that reduced the row.
+times, once per node, once at the end. Every rank gets the bits of the one that reduced the row. No result is -0.0: sums
+of rows that one rank has several times begin at +0.0, and maxima of zeros of both signs are either on some devices; so
+the sign of a zero is dropped where a result is stored, also that of a row that nobody else has.
 """
 
 import triton.language as tl
@@ -312,6 +314,15 @@ def _part(values, world, ACC: tl.constexpr, OP: tl.constexpr):
 
 
 @jit
+def _result(sum, like):
+    """``sum``, or a rank's part, as a result is stored: rounded to the type that ``like`` points to, -0.0 as +0.0."""
+    rounded = sum.to(like.dtype.element_ty)
+    if sum.dtype.is_floating():
+        rounded = (rounded.to(sum.dtype) + 0.0).to(like.dtype.element_ty)
+    return rounded
+
+
+@jit
 def _end_of_ids(own, capacity):
     """Address after the ids of the list at address ``own``, where its rows begin if they go with it."""
     count = tl.minimum(tl.load(tl.cast(own, tl.int64).to(tl.pointer_type(tl.int64)) + 1), tl.cast(capacity, tl.int64))
@@ -532,8 +543,7 @@ def reduce(
             for column in tl.range(0, row_elements, WIDE):
                 columns = column + tl.arange(0, WIDE)
                 tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
-                if OP == MEAN:
-                    tile = _part(tile, world, ACC, OP).to(source.dtype.element_ty)
+                tile = _result(_part(tile, world, ACC, OP), source)
                 _store_everywhere(tile, at, inside, columns, outs, rank, world, source, row_elements, ALIGNED)
         n_contested = tl.load(counters + CONTESTED)
         if (worker == 0) | (worker * ROWS < n_contested):
@@ -563,7 +573,7 @@ def reduce(
                             both = _accumulate(sum, _part(tile, world, ACC, OP), (seen == 0)[:, None], OP)
                             sum = tl.where(has[:, None], both, sum)
                             seen += has.to(tl.int32)
-                        result = sum.to(source.dtype.element_ty)
+                        result = _result(sum, source)
                         _store_everywhere(result, at, inside, columns, outs, rank, world, source, row_elements, ALIGNED)
 
 
@@ -702,7 +712,7 @@ def reduce_nodes(
                     if earlier != 0:
                         before = tl.load(result + columns, mask=inside, other=0).to(ACC)
                         sum = _accumulate(before, sum, False, OP)
-                    tl.store(result + columns, sum.to(source.dtype.element_ty), mask=inside)
+                    tl.store(result + columns, _result(sum, source), mask=inside)
                 tdl.syncthreads()
                 offset = at * row_bytes
                 if following < n_nodes:
@@ -788,7 +798,7 @@ def merge(
                     seen += has.to(tl.int32)
                 tl.store(
                     out + at[:, None] * row_elements + columns[None, :],
-                    sum.to(out.dtype.element_ty),
+                    _result(sum, out),
                     mask=inside[:, None] & within,
                 )
 

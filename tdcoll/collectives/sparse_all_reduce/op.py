@@ -216,7 +216,7 @@ def sparse_all_reduce(
     values, in every run. A row that a rank has several times counts as the sum of them, as in any sparse tensor,
     whatever ``op`` is; ``op`` is then taken over the ranks *that have the row*. Sums are in the order of ranks (of
     nodes, if there are several), in fp32 for fp16 and bf16, and rounded once per level: repeated rows, node, result.
-    NaN propagates through max and min.
+    NaN propagates through max and min; -0.0 in the result is +0.0.
 
     The call returns when the size of the result is known; the rows may still be on their way, in the order of the
     stream. It cannot be captured in a CUDA graph: see :func:`sparse_all_reduce_padded`.

@@ -226,8 +226,8 @@ MUTANTS = [
         "a row that one rank has is not divided",
         (
             (
-                "                if OP == MEAN:\n                    tile = ",
-                "                if OP == MAX:\n                    tile = ",
+                "                tile = _result(_part(tile, world, ACC, OP), source)\n",
+                "                tile = _result(tile.to(ACC), source)\n",
             ),
         ),
         WRONG_ROWS,

@@ -111,7 +111,7 @@ def reduce(parts: Sequence[Rows], op: str = "sum", nodes: Sequence[int] | None =
             result.add(sums.begun & ((turn + step) % n_nodes == node), sums.values)
         if not exact:
             result.round(dtype)
-    return Rows(union, result.values if exact else result.values.to(dtype))
+    return Rows(union, result.values if exact else result.values.to(dtype) + 0)  # -0.0 + 0 is +0.0
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

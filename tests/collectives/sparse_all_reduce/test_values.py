@@ -255,12 +255,24 @@ def test_numbers_that_are_none(op: str, layout: list[int], algorithm: str) -> No
         check_all(parts, 200, Options(op, algorithm, coalesced=True), layout=layout)
 
 
-@pytest.mark.parametrize("op", ["max", "min"])
-def test_zeros_of_both_signs_are_a_zero(op: str) -> None:
-    parts = [Rows(torch.arange(2), torch.tensor([0.0, -0.0])), Rows(torch.arange(2), torch.tensor([-0.0, 0.0]))]
-    got = outcomes(parts, 2, Options(op))
-    assert not got[0].rows.values.any()
-    assert wrong_rows(got[0].rows.values, got[1].rows.values) == 0
+@BOTH
+@pytest.mark.parametrize("layout", [[3], [2, 1]], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_no_result_is_a_negative_zero(op: str, layout: list[int], algorithm: str) -> None:
+    """Of a row that one rank has once, or several times, of zeros of both signs, of what is rounded to zero."""
+    ids = [[0, 1, 1, 2, 3, 3, 5], [2, 3, 4, 5], [2, 5, 6]]
+    zeros = [[-0.0] * 7, [0.0, -0.0, -0.0, -0.0], [-0.0] * 3]
+    zeros[2][2] = -6e-8 if op in ("mean", "prod") else -0.0  # a third of it is no number in fp16
+    ids[1].append(6)
+    zeros[1].append(6e-8 if op == "prod" else -0.0)
+    for dtype in (torch.float16, torch.float32):
+        parts = [Rows(torch.tensor(i), torch.tensor(z).to(dtype)) for i, z in zip(ids, zeros, strict=True)]
+        if dtype == torch.float32:
+            parts = [Rows(part.indices, part.values.where(part.values == 0, 0)) for part in parts]
+        for got in check_all(parts, 9, Options(op, algorithm), layout=layout):
+            assert got.rows.values.numel() == 7
+            assert not got.rows.values.any()
+            assert not got.rows.values.signbit().any()
 
 
 @BOTH
