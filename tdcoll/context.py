@@ -39,14 +39,14 @@ of that: it lands in ``flagged``, and each rank writes its buffer itself.)
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
-from types import TracebackType
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
 
-from tdcoll import runtime
-from tdcoll.errors import ContextError, HeapExhaustedError, NotInitializedError, RankMismatchError, TdcollError
+from tdcoll import arguments, runtime
+from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError, TdcollError
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime.control import require_equal
@@ -98,14 +98,14 @@ class CollectiveContext:
             Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
         stream: the CUDA stream that all calls are made on. Default: the current one. Calls made while a CUDA graph is
             being captured are not checked: replay the graph on this stream.
-        tuning: a :class:`~tdcoll.collectives.all_gather.tuning.Table` that says which algorithms are the fastest.
-            Default: that of the file ``TDCOLL_TUNING``, else tdcoll's own.
+        tuning: a :class:`~tdcoll.collectives.all_gather.tuning.Table` that says which algorithms are the fastest, or
+            the path of its file. Default: that of the file ``TDCOLL_TUNING``, else tdcoll's own.
 
     Raises:
-        ValueError: an argument is out of range, this process is not in the group, or the file of the tuning table is
-            not one.
+        TypeError, ValueError: an argument is not as described, this process is not in the group, or the file of the
+            tuning table is not one.
         HeapExhaustedError: the symmetric heap is too small.
-        RankMismatchError: ranks pass different arguments.
+        RankMismatchError: ranks pass different arguments. (Deadlines and streams may differ.)
     """
 
     def __init__(
@@ -119,21 +119,17 @@ class CollectiveContext:
         stream: Any = None,
         tuning: Any = None,
     ) -> None:
-        if isinstance(max_bytes_per_rank, bool) or not isinstance(max_bytes_per_rank, int):
-            raise TypeError(f"max_bytes_per_rank must be an int, got {max_bytes_per_rank!r}")
-        if max_bytes_per_rank < 0:
-            raise ValueError(f"max_bytes_per_rank must be at least 0, got {max_bytes_per_rank}")
-        if isinstance(channels, bool) or not isinstance(channels, int):
-            raise TypeError(f"channels must be an int, got {channels!r}")
-        if not 1 <= channels <= CHANNELS:
-            raise ValueError(f"channels must be 1 to {CHANNELS}, got {channels}")
+        arguments.whole("max_bytes_per_rank", max_bytes_per_rank, 0)
+        arguments.whole("channels", channels, 1, CHANNELS)
+        if stream is not None:
+            arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
         self._runtime = owner = runtime.current()
         self.topology = owner.topology(group)
         self.monitor = WaitMonitor(timeout_s=timeout_s, rank=self.topology.rank)
         self.device = owner.device
         self.max_bytes_per_rank = max_bytes_per_rank
         self.channels = channels
-        self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else debug
+        self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else bool(debug)
         self._group = self.topology.pes
         self._refusal: str | None = None
         self._closed = False
@@ -152,30 +148,44 @@ class CollectiveContext:
         self.tables: dict[Hashable, Any] = {}
         """Device tensors that launches and captured graphs refer to, for as long as the context lives."""
         self._kept: dict[Hashable, Any] = {}
-
-        world = self.topology.world_size
-        self.capacity = max(16, -(-max_bytes_per_rank // 16) * 16)
-        owner.agree(self._group, "CollectiveContext: max_bytes_per_rank", max_bytes_per_rank)
-        from tdcoll.collectives.all_gather.tuning import agree  # here: collectives import contexts, not the reverse
-
-        self.tuning = agree(owner, self._group, group, tuning)
         self._symmetric: list[torch.Tensor] = []
         try:
-            self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
-            self.signals = self._allocate((2, channels, world), torch.int64, "signals")
-            self.ready = self._allocate((world,), torch.int64, "ready")
-            self.flagged = self._allocate((2, world, self._flagged_words(), 2), torch.int64, "flagged")
-        except HeapExhaustedError:  # on all ranks alike
-            for tensor in self._symmetric:
-                owner.take_back(tensor)
-            owner.held.pop(id(self.monitor))
+            self._make(group, tuning)
+        except Exception:
+            self._unmake()
             raise
+
+    def _make(self, group: runtime.Group, tuning: Any) -> None:
+        """Agree with the other ranks, and take memory. Collective."""
+        from tdcoll.collectives.all_gather.tuning import agree  # here: collectives import contexts, not the reverse
+
+        owner, world = self._runtime, self.topology.world_size
+        same = {"max_bytes_per_rank": self.max_bytes_per_rank, "channels": self.channels, "debug": self.debug}
+        owner.agree(self._group, "arguments of CollectiveContext", same)
+        self.tuning = agree(owner, self._group, group, tuning)
+        self.capacity = max(16, -(-self.max_bytes_per_rank // 16) * 16)
+        self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
+        self.signals = self._allocate((2, self.channels, world), torch.int64, "signals")
+        self.ready = self._allocate((world,), torch.int64, "ready")
+        self.flagged = self._allocate((2, world, self._flagged_words(), 2), torch.int64, "flagged")
         self.flagged.zero_()
         self.signals.zero_()
         self.ready.zero_()
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
-        owner.held[id(self)] = self
         barrier(self._group)  # nobody may signal before everybody has zeroed
+        owner.held[id(self)] = self
+
+    def _unmake(self) -> None:
+        """Give back what the context has taken, on this rank alone: where it could not be made, for whatever reason.
+
+        Nobody uses the memory: what all ranks do last is to wait for each other, and this one has not come so far.
+        """
+        self._closed, self._refusal = True, "the context could not be made"
+        for tensor in self._symmetric:
+            self._runtime.take_back(tensor)
+        self._symmetric.clear()
+        self._runtime.held.pop(id(self), None)
+        self._runtime.held.pop(id(self.monitor), None)
 
     def _flagged_words(self) -> int:
         """128-bit words of a rank's segment in ``flagged``; none if ranks of a node cannot store to each other."""
@@ -254,7 +264,7 @@ class CollectiveContext:
         self,
         operation: str,
         nbytes: int,
-        agree: tuple[Any, ...] = (),
+        agree: Mapping[str, Any] = MappingProxyType({}),
         prepare: Callable[[], Any] = lambda: None,
     ) -> Any:
         """What every collective does before it launches: is the call allowed here and now?
@@ -262,7 +272,7 @@ class CollectiveContext:
         Args:
             operation: its name, for messages.
             nbytes: what this rank contributes, in bytes; counted against the capacity.
-            agree: whatever else must be the same on all ranks; compared, with ``nbytes``, in debug mode.
+            agree: whatever else must be the same on all ranks, by name; compared, with ``nbytes``, in debug mode.
             prepare: raises if the other arguments are wrong on this rank, of which the others hear in debug mode;
                 else returns what is to be launched.
 
@@ -310,7 +320,7 @@ class CollectiveContext:
         self._calls += 1
         return handle
 
-    def _agree(self, operation: str, nbytes: int, agree: tuple[Any, ...], prepare: Callable[[], Any]) -> Any:
+    def _agree(self, operation: str, nbytes: int, agree: Mapping[str, Any], prepare: Callable[[], Any]) -> Any:
         """The checks of a call in debug mode: what is wrong on one rank is an error on all."""
         problem: Exception | None = None
         prepared = None
@@ -319,19 +329,21 @@ class CollectiveContext:
             prepared = prepare()
         except (TdcollError, TypeError, ValueError) as error:
             problem = error
-        agree = tuple(str(fact) if isinstance(fact, torch.dtype) else fact for fact in agree)
-        # Which context and which of its calls: two contexts used in different orders show as well.
-        staging = self._runtime.offset_of(self.staging, "staging")
+        facts = {
+            "bytes per rank": nbytes,
+            **{name: str(fact) if isinstance(fact, torch.dtype) else fact for name, fact in agree.items()},
+            # Two contexts used in different orders show as well.
+            "context, by its offset in the symmetric heap": self._runtime.offset_of(self.staging, "staging"),
+            "earlier calls on the context": self._calls,
+        }
         what = f"{operation} arguments"
-        answers = self._runtime.exchange(
-            self._group, what, (str(problem) if problem else None, (nbytes, *agree, staging, self._calls))
-        )
+        answers = self._runtime.exchange(self._group, what, (str(problem) if problem else None, facts))
         if problem is not None:
             raise problem
         for rank, (other, _) in enumerate(answers):
             if other is not None:
                 raise RankMismatchError(f"{operation}: rank {rank} cannot make this call: {other}")
-        require_equal([arguments for _, arguments in answers], range(self.world_size), what)
+        require_equal([theirs for _, theirs in answers], range(self.world_size), what)
         return prepared
 
     def _allow(self, operation: str, nbytes: int) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tdcoll import runtime
+from tdcoll import arguments, runtime
+from tdcoll.errors import NotSymmetricError
 from tdcoll.runtime.heap import HeapInfo
 from tdcoll.runtime.topology import Topology
 
@@ -33,11 +34,15 @@ def empty(
         name: what the simulator's reports call it ("pe3.signals[0]"); the same on all ranks.
 
     Raises:
+        TypeError, ValueError: an argument is not as described.
         NotInitializedError: before :func:`tdcoll.initialize`.
         HeapExhaustedError: no room; says how much was asked and is free, and which setting to raise.
         RankMismatchError: ranks ask for different sizes. Nothing is allocated on any of them.
     """
-    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    extents = arguments.extents("shape", shape)
+    together = f" (extents go together: empty(({shape}, {dtype})))" if isinstance(dtype, int) else ""
+    arguments.instance("dtype", dtype, torch.dtype, f"a torch.dtype{together}")
+    arguments.instance("name", name, str, "a str")
     return runtime.current().allocate(extents, dtype, group=group, name=name)
 
 
@@ -79,10 +84,15 @@ def free(tensor: torch.Tensor) -> None:
     """Give back what :func:`empty` made. Collective over the ranks that made it; waits for this rank's GPU.
 
     Raises:
+        TypeError: not a tensor.
         NotSymmetricError: not made by :func:`empty`, a view into it, or freed already.
         RankMismatchError: ranks free different tensors.
     """
-    runtime.current().release(tensor)
+    owner = runtime.current()
+    arguments.tensor("tensor", tensor)
+    if tensor.layout != torch.strided:
+        raise NotSymmetricError(f"tensor must be one that tdcoll.empty() returned, got one of layout {tensor.layout}")
+    owner.release(tensor)
 
 
 def heap_info() -> HeapInfo:

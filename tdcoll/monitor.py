@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.errors import CollectiveTimeout
 from tdcoll.language import constants as c
 
@@ -30,6 +30,9 @@ class WaitMonitor:
         timeout_s: deadline of each wait, seconds. Default: that of :func:`tdcoll.initialize`.
         rank: group rank to report. Default: the global rank.
 
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+
     Attributes:
         words: int64 ``[4]`` on the device, laid out as ``MONITOR_*`` of the device language says.
         valid: ``[1]``, on the host: 0 until a wait has expired. What a call looks at before it launches: it takes a
@@ -38,9 +41,9 @@ class WaitMonitor:
 
     def __init__(self, *, timeout_s: float | None = None, rank: int | None = None) -> None:
         self._runtime = runtime.current()
-        self.timeout_s = self._runtime.timeout_s if timeout_s is None else float(timeout_s)
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be greater than 0, got {timeout_s!r}")
+        self.timeout_s = self._runtime.timeout_s if timeout_s is None else arguments.seconds("timeout_s", timeout_s)
+        if rank is not None:
+            arguments.whole("rank", rank, 0)
         device = self._runtime.device
         self._record = torch.zeros(c.RECORD_WORDS.value, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host = self._record.numpy()

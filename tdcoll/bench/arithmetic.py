@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tdcoll.runtime.lifecycle import parse_bytes
+from tdcoll.arguments import parse_bytes
 
 __all__ = [
     "Floor",

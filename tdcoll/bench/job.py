@@ -18,6 +18,7 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.arguments import parse_bytes
 from tdcoll.bench import rows as files
 from tdcoll.bench.projection import Cluster, cluster
 from tdcoll.bench.provenance import command_line, provenance
@@ -279,7 +280,7 @@ def run(
     refuse_shared_gpus(benchmark)
     usual = DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else DEFAULT_HEAP_BYTES
     if wanted := os.environ.get("NVSHMEM_SYMMETRIC_SIZE"):
-        usual = lifecycle.parse_bytes(wanted, "NVSHMEM_SYMMETRIC_SIZE")
+        usual = parse_bytes(wanted, "NVSHMEM_SYMMETRIC_SIZE")
     tdcoll.initialize(heap_bytes=max(usual, heap_bytes(int(os.environ.get("WORLD_SIZE", "1")))))
     owner = runtime.current()
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import (
 )
 
 import tdcoll
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.distributed.inner import NamedWork, RollCall, add_backends, gather_into, sparse_sum_by_gather
 from tdcoll.distributed.options import KINDS, Options
 from tdcoll.distributed.served import Gathers, SparseSums, plain
@@ -108,13 +108,12 @@ class _Facts:
         owns_job: whether this group has joined the job, and leaves it.
     """
 
-    def __init__(self, control: StoreControlPlane, size: int, kinds: tuple[str, ...], agreed: tuple[Any, ...]) -> None:
+    def __init__(self, control: StoreControlPlane, size: int, kinds: tuple[str, ...], agreed: dict[str, Any]) -> None:
         self._control, self._everyone = control, range(size)
         self.kinds, self.owns_job = kinds, False
         self.reason: str | None = None
         answers = control.all_gather(self._everyone, "backend tdcoll", (agreed, self._local_obstacle(size)))
-        what = "serves, max_bytes_per_rank, heap_bytes, timeout and share_gpus of backend tdcoll"
-        require_equal([given for given, _ in answers], self._everyone, what)
+        require_equal([given for given, _ in answers], self._everyone, "the options of backend tdcoll")
         self._give_up([obstacle for _, obstacle in answers])
 
     def _local_obstacle(self, size: int) -> str | None:
@@ -136,7 +135,7 @@ class _Facts:
             self.kinds = ()
             self.reason = obstacle if everywhere else f"rank {rank}: {obstacle}"
 
-    def join(self, store: Any, rank: int, size: int, heap_bytes: int | None, timeout_s: float | None) -> None:
+    def join(self, store: Any, rank: int, size: int, heap_bytes: int | str | None, timeout_s: float | None) -> None:
         """Initialise tdcoll for the ranks of the default group, if nobody has. Collective."""
         if not self.kinds or runtime.current_or_none() is not None:
             return
@@ -217,7 +216,13 @@ class TdcollProcessGroup(ProcessGroup):
         self._roll_call = RollCall(dist.PrefixStore("roll-call/", self._own_store), rank, size, timeout)
         control = StoreControlPlane(self._own_store, rank, timeout.total_seconds())
         timeout_s = _deadline(timeout)
-        agreed = (options.kinds, options.max_bytes_per_rank, options.heap_bytes, timeout_s, share_gpus)
+        agreed = {
+            "serves": options.kinds,
+            "max_bytes_per_rank": options.max_bytes_per_rank,
+            "heap_bytes": options.heap_bytes,
+            "timeout": timeout_s,
+            "share_gpus": share_gpus,
+        }
         facts = self._facts = _Facts(control, size, options.kinds, agreed)
         if not ranks:
             facts.join(store, rank, size, options.heap_bytes, timeout_s)
@@ -726,7 +731,7 @@ def _deadline(timeout: timedelta) -> float | None:
     default = dist.distributed_c10d.default_pg_timeout
     if timeout == default and os.environ.get("TDCOLL_TIMEOUT_S"):
         return None
-    return timeout.total_seconds()
+    return min(timeout.total_seconds(), arguments.MOST_SECONDS)
 
 
 def explain(group: Any = None) -> str:
@@ -736,11 +741,13 @@ def explain(group: Any = None) -> str:
         group: a process group; None for the default one.
 
     Raises:
+        TypeError: ``group`` is no process group.
         ValueError: there is no default group, or this process is not in ``group``.
     """
     group = dist.group.WORLD if group is None else group
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("explain needs a process group that this process is in")
+    arguments.instance("group", group, ProcessGroup, "a process group or None")
     if isinstance(group, TdcollProcessGroup):
         return group.describe()
     return f"process group {group.group_name}: backend {dist.get_backend(group)}; tdcoll serves none of its calls"

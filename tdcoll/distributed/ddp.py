@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.distributed.inner import sparse_sum_by_gather
 from tdcoll.distributed.served import SparseSums
 from tdcoll.distributed.work import Task, TaskWork, record_stream, worker
@@ -152,6 +152,7 @@ class SparseGradientReducer:
     """
 
     def __init__(self, module: nn.Module, group: Any = None, *, rows_per_rank: int = _FIRST_ROWS) -> None:
+        arguments.whole("rows_per_rank", rows_per_rank, 1)
         self._group = _group(group)
         tables: dict[nn.Parameter, str] = {}
         for prefix, part in module.named_modules():

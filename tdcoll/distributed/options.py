@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from tdcoll import arguments
+
 __all__ = ["KINDS", "SERVES", "Options"]
 
 KINDS = ("all_gather", "sparse_all_reduce", "barrier")
@@ -42,26 +44,25 @@ class Options:
         serves: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
             the rest goes to the inner group. None: ``TDCOLL_BACKEND_SERVES``, else ``"all"``.
         max_bytes_per_rank: all-gathers of more bytes per rank go to the inner group.
-        heap_bytes: symmetric heap of each rank, bytes; of the default group only. None: as for
+        heap_bytes: symmetric heap of each rank, bytes or a text as ``"2G"``; of the default group only. None: as for
             :func:`tdcoll.initialize`.
         nccl: ``ProcessGroupNCCL.Options`` of the inner group for CUDA tensors.
 
     Raises:
-        ValueError: a value is out of range.
+        TypeError, ValueError: a value is not as described.
     """
 
     serves: str | None = None
     max_bytes_per_rank: int = DEFAULT_MAX_BYTES_PER_RANK
-    heap_bytes: int | None = None
+    heap_bytes: int | str | None = None
     nccl: Any = None
 
     def __post_init__(self) -> None:
         if self.serves is not None:
             _kinds(self.serves, "serves")
-        if isinstance(self.max_bytes_per_rank, bool) or not isinstance(self.max_bytes_per_rank, int):
-            raise TypeError(f"max_bytes_per_rank must be an int, got {self.max_bytes_per_rank!r}")
-        if self.max_bytes_per_rank < 0:
-            raise ValueError(f"max_bytes_per_rank must be at least 0, got {self.max_bytes_per_rank}")
+        arguments.whole("max_bytes_per_rank", self.max_bytes_per_rank, 0)
+        if self.heap_bytes is not None:
+            object.__setattr__(self, "heap_bytes", arguments.byte_count("heap_bytes", self.heap_bytes))
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -235,7 +235,12 @@ class TdcollJITFunction(JITFunction):
 
 
 def _checked_interpreted(function: Any) -> Any:
-    """An interpreted kernel that refuses launch options which Triton would not know either."""
+    """An interpreted kernel that refuses launch options which Triton would not know either, and says so where there is
+    no simulated machine to run it on."""
+    from triton.runtime.errors import InterpreterError
+
+    from tdcoll.runtime.simulator.interpreter import root_cause
+
     launch = function.run
     name, parameters = function.__name__, frozenset(function.arg_names)
 
@@ -245,7 +250,15 @@ def _checked_interpreted(function: Any) -> Any:
             raise TypeError(
                 f"{name}() got unknown keyword(s) {unknown}: neither parameters of the kernel nor launch options"
             )
-        return launch(*args, grid=grid, warmup=warmup, **kwargs)
+        try:
+            return launch(*args, grid=grid, warmup=warmup, **kwargs)
+        except InterpreterError as error:
+            if isinstance(root_cause(error), NotInitializedError):
+                raise NotInitializedError(
+                    f"kernel {name} calls the device language: call tdcoll.initialize() before launching it, or launch "
+                    "it inside tdcoll.testing.World.run()"
+                ) from None
+            raise
 
     function.run = run
     return function

@@ -78,8 +78,8 @@ class Runtime:
             return tuple(range(self.world_size))
         if isinstance(group, torch.distributed.ProcessGroup):
             ranks = tuple(torch.distributed.get_process_group_ranks(group))
-        elif isinstance(group, Sequence) and not isinstance(group, str):
-            ranks = tuple(int(rank) for rank in group)
+        elif isinstance(group, Sequence) and all(hasattr(rank, "__index__") for rank in group):
+            ranks = tuple(rank.__index__() for rank in group)
         else:
             raise TypeError(
                 "group must be a ProcessGroup that this rank belongs to, a sequence of global ranks, or None; "
@@ -130,9 +130,7 @@ class Runtime:
         self, shape: Sequence[int], dtype: torch.dtype, *, group: Group = None, name: str = "tensor"
     ) -> torch.Tensor:
         """``-> [*shape]`` symmetric tensor, uninitialised. Collective over ``group``: see :func:`tdcoll.empty`."""
-        shape = tuple(int(extent) for extent in shape)
-        if any(extent < 0 for extent in shape):
-            raise ValueError(f"shape must have extents of at least 0, got {list(shape)}")
+        shape = tuple(shape)
         ranks = self.ranks_of(group)
         nbytes = math.prod(shape) * dtype.itemsize
         proposal = (nbytes, self.arena.propose(nbytes), self.arena.info)
@@ -164,7 +162,7 @@ class Runtime:
         self.arena.release(offset)
 
     def take_back(self, tensor: torch.Tensor) -> None:
-        """Undo :meth:`allocate` on this rank alone: when all ranks fail alike before anybody has used the memory."""
+        """Undo :meth:`allocate` on this rank alone: where nobody has used the memory, and nobody will."""
         if tensor.nbytes:
             self.arena.release(self.offset_of(tensor, "tensor"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -33,10 +33,22 @@ def all_equal(control: ControlPlane, ranks: Sequence[int], what: str, value: Any
 
 
 def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> None:
-    """Raise :class:`RankMismatchError`, naming each rank's value, unless all are the same."""
-    if any(other != values[0] for other in values):
-        listing = ", ".join(f"rank {rank}: {other}" for rank, other in zip(ranks, values, strict=True))
-        raise RankMismatchError(f"{what} must be the same on all ranks; got {listing}")
+    """Raise :class:`RankMismatchError`, naming each rank's value, unless all are the same.
+
+    Of mappings with the same keys, which are then fields of ``what``, it names the fields that differ.
+    """
+
+    def listing(found: Iterable[Any]) -> str:
+        return ", ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, found, strict=True))
+
+    first = values[0]
+    if all(other == first for other in values):
+        return
+    if isinstance(first, Mapping):
+        fields = [field for field in first if any(other[field] != first[field] for other in values)]
+        found = ", ".join(f"{field} ({listing(other[field] for other in values)})" for field in fields)
+        raise RankMismatchError(f"{what} must be the same on all ranks; they differ in {found}")
+    raise RankMismatchError(f"{what} must be the same on all ranks; got {listing(values)}")
 
 
 class StoreControlPlane:

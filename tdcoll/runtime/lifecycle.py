@@ -5,44 +5,27 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.environment import DEFAULT_HEAP_BYTES, DEFAULT_SIMULATED_HEAP_BYTES, warn_of_unknown
 from tdcoll.errors import AlreadyInitializedError, RankMismatchError, TdcollError
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import last_words
-from tdcoll.runtime.control import StoreControlPlane
+from tdcoll.runtime.control import StoreControlPlane, require_equal
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.topology import emulated_node
 
-__all__ = ["device_index", "finalize", "initialize", "is_initialized", "join", "may_share_gpus", "parse_bytes"]
+__all__ = ["device_index", "finalize", "initialize", "is_initialized", "join", "may_share_gpus"]
 
 _log = logging.getLogger("tdcoll")
 
 DEFAULT_TIMEOUT_S = 30.0
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-def parse_bytes(text: str, source: str) -> int:
-    """``"64M"`` -> 67108864: NVSHMEM's notation (K, M, G, T are powers of 1024). ``source`` names it in the error."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
-    if match is None or (nbytes := int(float(match[1]) * _UNITS[match[2].lower()])) <= 0:
-        raise ValueError(f"{source} must be a positive number of bytes such as 67108864, 64M or 2G; got {text!r}")
-    return nbytes
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ValueError(f"{name} must be greater than 0, got {value!r}")
-    return value
 
 
 def _asks_to_share_gpus() -> bool:
@@ -61,7 +44,7 @@ class _Settings:
     @classmethod
     def read(
         cls,
-        heap_bytes: int | None,
+        heap_bytes: int | str | None,
         timeout_s: float | None,
         emulate_nodes: int | None,
         share_gpus: bool | None = None,
@@ -71,13 +54,14 @@ class _Settings:
         if heap_bytes is None:
             default = DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else DEFAULT_HEAP_BYTES
             text = env.get("NVSHMEM_SYMMETRIC_SIZE")
-            heap_bytes = parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE") if text else default
+            heap_bytes = arguments.parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE") if text else default
         if timeout_s is None:
             try:
                 timeout_s = float(env.get("TDCOLL_TIMEOUT_S", "") or DEFAULT_TIMEOUT_S)
             except ValueError:
                 text = env["TDCOLL_TIMEOUT_S"]
                 raise ValueError(f"TDCOLL_TIMEOUT_S must be a number of seconds, got {text!r}") from None
+            arguments.seconds("TDCOLL_TIMEOUT_S", timeout_s)
         if emulate_nodes is None:
             text = env.get("TDCOLL_EMULATE_NODES", "") or "1"
             if not text.isdigit():
@@ -85,8 +69,12 @@ class _Settings:
             emulate_nodes = int(text)
         if share_gpus is None:
             share_gpus = _asks_to_share_gpus()
-        _positive("heap_bytes", heap_bytes)
-        return cls(int(heap_bytes), float(_positive("timeout_s", timeout_s)), emulate_nodes, bool(share_gpus))
+        return cls(
+            arguments.byte_count("heap_bytes", heap_bytes),
+            arguments.seconds("timeout_s", timeout_s),
+            arguments.whole("emulate_nodes", emulate_nodes, 1),
+            bool(share_gpus),
+        )
 
 
 @dataclass
@@ -119,7 +107,7 @@ def device_index(local_rank: int, share_gpus: bool) -> int:
 
 def initialize(
     *,
-    heap_bytes: int | None = None,
+    heap_bytes: int | str | None = None,
     timeout_s: float | None = None,
     emulate_nodes: int | None = None,
     share_gpus: bool | None = None,
@@ -134,9 +122,10 @@ def initialize(
     A second call does nothing, unless it asks for other ranks or settings.
 
     Args:
-        heap_bytes: symmetric heap of each rank, bytes. Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 384
-            MiB (64 MiB in the simulator). The heap is taken from the GPU at once, and does not grow; its size is
-            logged (logger ``tdcoll``, level INFO, on rank 0), and is the ``total`` of :func:`tdcoll.heap_info`.
+        heap_bytes: symmetric heap of each rank, bytes, or a text such as ``"2G"``. Default:
+            ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB (64 MiB in the simulator). The heap is taken from the GPU at
+            once, and does not grow; its size is logged (logger ``tdcoll``, level INFO, on rank 0), and is the
+            ``total`` of :func:`tdcoll.heap_info`.
         timeout_s: deadline of every wait, in kernels and on the host, in seconds. Default: ``TDCOLL_TIMEOUT_S``,
             else 30.
         emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
@@ -149,11 +138,11 @@ def initialize(
         AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
         RankMismatchError: ranks pass different settings, or two ranks use one GPU without ``share_gpus``.
         TdcollError: no GPU and not interpreted, NVSHMEM's bindings are missing, or a rank did not come.
-        ValueError: an argument or environment variable is out of range.
+        TypeError, ValueError: an argument or environment variable is not as described.
     """
     if (existing := runtime.current_or_none()) is not None:
         asked = {
-            "heap_bytes": heap_bytes,
+            "heap_bytes": None if heap_bytes is None else arguments.byte_count("heap_bytes", heap_bytes),
             "timeout_s": timeout_s,
             "emulate_nodes": emulate_nodes,
             "share_gpus": share_gpus,
@@ -175,7 +164,7 @@ def initialize(
 
 
 def join(
-    store: Any, rank: int, world_size: int, *, heap_bytes: int | None = None, timeout_s: float | None = None
+    store: Any, rank: int, world_size: int, *, heap_bytes: int | str | None = None, timeout_s: float | None = None
 ) -> None:
     """:func:`initialize` for the making of the default process group, when there is a store and no group yet.
 
@@ -283,9 +272,7 @@ def _join(settings: _Settings, store: Any, rank: int, world_size: int) -> runtim
     control = StoreControlPlane(store, rank, settings.timeout_s)
     everyone = range(world_size)
     answers = control.all_gather(everyone, "initialize", (settings, _node_name(), _gpu_name()))
-    if any(answer[0] != answers[0][0] for answer in answers):
-        listing = ", ".join(f"rank {r}: {answer[0]}" for r, answer in enumerate(answers))
-        raise RankMismatchError(f"all ranks must initialise with the same settings; got {listing}")
+    require_equal([asdict(answer[0]) for answer in answers], everyone, "the settings of tdcoll.initialize()")
     gpus: dict[Any, int] = {}
     for other, (_, _, gpu) in enumerate(answers):
         if gpu is not None and gpus.setdefault(gpu, other) != other and not settings.share_gpus:

@@ -159,7 +159,7 @@ def test_capacity_that_is_none(capacity: object, error: type[Exception], text: s
 def test_capacity_is_checked_across_ranks_and_against_the_heap() -> None:
     def host(pe: int) -> None:
         before = tdcoll.heap_info()
-        with pytest.raises(tdcoll.RankMismatchError, match=r"max_bytes_per_rank must be the same.*rank 3: 67"):
+        with pytest.raises(tdcoll.RankMismatchError, match=r"differ in max_bytes_per_rank \(rank 0.*rank 3: 67\)$"):
             tdcoll.CollectiveContext(max_bytes_per_rank=64 + pe)
         with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
             tdcoll.CollectiveContext(max_bytes_per_rank=before.total)
@@ -273,15 +273,16 @@ def test_debug_mode_raises_on_all_ranks_and_the_context_lives_on() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
             odd = pe == 2
-            for tensor, algorithm in (
-                (torch.zeros(5 if odd else 4), "1d"),
-                (torch.zeros(4, dtype=torch.float32 if odd else torch.int32), "1d"),
-                (torch.zeros(4), "2d" if odd else "1d"),
+            for tensor, algorithm, differ in (
+                (torch.zeros(5 if odd else 4), "1d", "bytes per rank (rank 0: 16, rank 1: 16, rank 2: 20, rank 3: 16)"),
+                (torch.zeros(4, dtype=torch.float32 if odd else torch.int32), "1d", "dtype (rank 0: torch.int32, "),
+                (torch.zeros(4), "2d" if odd else "1d", "algorithm (rank 0: 1d, rank 1: 1d, rank 2: 2d, rank 3: 1d)"),
             ):
-                with pytest.raises(
-                    tdcoll.RankMismatchError, match="all_gather arguments must be the same on all ranks"
-                ):
+                with pytest.raises(tdcoll.RankMismatchError) as raised:
                     tdcoll.all_gather(tensor, ctx, algorithm=algorithm)
+                text = "all_gather arguments must be the same on all ranks; they differ in "
+                assert str(raised.value).startswith(text + differ)
+                assert str(raised.value).count("rank 3") == 1, "it names one field"
             assert int(ctx.control) == 0
             gather_and_compare(ctx, 1)
 
@@ -369,7 +370,7 @@ def test_channels_are_a_number_of_chunks_that_ranks_agree_on() -> None:
         for wrong, error in ((0, ValueError), (CHANNELS + 1, ValueError), (True, TypeError), ("4", TypeError)):
             with pytest.raises(error, match=r"^channels must be"):
                 tdcoll.CollectiveContext(max_bytes_per_rank=64, channels=wrong)  # type: ignore[arg-type]
-        with pytest.raises(tdcoll.RankMismatchError, match=r"signals.*rank 3"):
+        with pytest.raises(tdcoll.RankMismatchError, match=r"channels \(rank 0: 4, .*rank 3: 8\)$"):
             tdcoll.CollectiveContext(max_bytes_per_rank=64, channels=8 if pe == 3 else 4)
         for channels in (1, 3):
             with tdcoll.CollectiveContext(max_bytes_per_rank=40_000, channels=channels) as ctx:

@@ -171,15 +171,6 @@ def test_defaults() -> None:
     World(2, timeout_s=12.5).run(host)
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
-def test_deadline_that_is_none(timeout_s: float) -> None:
-    def host(pe: int) -> None:
-        with pytest.raises(ValueError, match=f"timeout_s must be greater than 0, got {timeout_s}"):
-            tdcoll.WaitMonitor(timeout_s=timeout_s)
-
-    World(1).run(host)
-
-
 def test_world_reports_a_hopeless_wait_by_name() -> None:
     """The negative control of all above: without `on_timeout="expire"` a missing signal is a deadlock."""
 

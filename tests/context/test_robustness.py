@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives.all_gather import op
+from tdcoll.collectives.sparse_all_reduce import context as sparse_context
 from tdcoll.language.constants import RECORD_VALID
 from tdcoll.testing import Deadlock, World
 
@@ -95,6 +97,118 @@ def test_a_context_that_does_not_fit_takes_nothing(fits: str) -> None:
         assert not runtime.current().held
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             assert tdcoll.all_gather(data(pe, 1), ctx).tolist() == [1000] * 16 + [1001] * 16
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def _nothing_is_taken() -> None:
+    assert tdcoll.heap_info().used == 0
+    assert not runtime.current().held
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("max_bytes_per_rank", (64, 65)), ("channels", (8, 9)), ("debug", (False, True))]
+)
+def test_ranks_that_disagree_on_a_context_take_nothing(name: str, values: tuple[Any, Any]) -> None:
+    def host(pe: int) -> None:
+        given = {"max_bytes_per_rank": 64, name: values[pe]}
+        text = rf"differ in {name} \(rank 0: {values[0]}, rank 1: {values[1]}\)$"
+        with pytest.raises(tdcoll.RankMismatchError, match=text):
+            tdcoll.CollectiveContext(**given)
+        _nothing_is_taken()
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_a_tuning_table_that_one_rank_cannot_read_leaves_nothing(tmp_path: Path) -> None:
+    def host(pe: int) -> None:
+        kind, tuning = (ValueError, tmp_path / "none.json") if pe else (tdcoll.RankMismatchError, None)
+        with pytest.raises(kind, match=r"none\.json: expected the file of a tuning table"):
+            tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=tuning)
+        _nothing_is_taken()
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+PARTS_OF_MAKING = [
+    (tdcoll.CollectiveContext, "tdcoll.context.CollectiveContext._flagged_words"),
+    (tdcoll.CollectiveContext, "tdcoll.context.barrier"),
+    (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context.Launcher"),
+    (tdcoll.SparseContext, "tdcoll.collectives.sparse_all_reduce.context._Tables"),
+]
+
+
+@pytest.mark.parametrize(("kind", "part"), PARTS_OF_MAKING, ids=lambda given: str(given).rpartition(".")[2])
+def test_a_context_that_cannot_be_made_takes_nothing(kind: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong, and wherever: memory of the GPU that is not there, say."""
+    capacity = {"max_bytes_per_rank": 64} if kind is tdcoll.CollectiveContext else {"max_rows_per_rank": 4}
+    more = {} if kind is tdcoll.CollectiveContext else {"max_row_bytes": 16}
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("here")
+
+    def host(pe: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(part, fail)
+            with pytest.raises(RuntimeError, match="here"):
+                kind(**capacity, **more)
+        _nothing_is_taken()
+        with kind(**capacity, **more):
+            assert tdcoll.heap_info().used
+
+    World(1, heap_bytes=HEAP).run(host)
+
+
+def test_a_rank_that_cannot_make_its_context_keeps_the_others_from_having_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would write to memory that it has given back."""
+    made = sparse_context._Tables
+
+    def fail_on_one(*given: Any) -> Any:
+        if runtime.current().rank == 1:
+            raise RuntimeError("here")
+        return made(*given)
+
+    monkeypatch.setattr(sparse_context, "_Tables", fail_on_one)
+
+    def host(pe: int) -> None:
+        with pytest.raises(RuntimeError, match="here" if pe else r"waited .* in 'peers reachable' for rank\(s\) \[1\]"):
+            tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16)
+        _nothing_is_taken()
+
+    World(2, heap_bytes=HEAP, on_timeout="expire").run(host)
+
+
+def test_a_sparse_context_that_could_not_grow_refuses_calls_and_can_be_closed() -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("here")
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=4, grow=True)
+        rows = (torch.arange(3), torch.ones(3, 1), 3, ctx)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tdcoll.collectives.sparse_all_reduce.context._Tables", fail)
+            with pytest.raises(RuntimeError, match="here"):
+                tdcoll.sparse_all_reduce_rows(*rows)
+        with pytest.raises(tdcoll.ContextError, match=r"it has lost its memory .* close"):
+            tdcoll.sparse_all_reduce_rows(*rows)
+        ctx.close()
+        _nothing_is_taken()
+
+    World(1, heap_bytes=HEAP).run(host)
+
+
+def test_in_place_of_no_bytes_in_debug_mode() -> None:
+    """Such a tensor has no address: each rank used to compare where its own heap begins."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
+            buffer = tdcoll.empty((2, 0))
+            assert tdcoll.all_gather_in_place(buffer, ctx) is buffer
+            other = [tdcoll.empty(16, torch.int32), tdcoll.empty(16, torch.int32)]
+            with pytest.raises(tdcoll.RankMismatchError, match=r"differ in offset in the symmetric heap \(rank 0: "):
+                tdcoll.all_gather_in_place(other[pe], ctx)
+            gathered = tdcoll.all_gather_in_place(other[0], ctx)
+            assert gathered.data_ptr() == other[0].data_ptr()
 
     World(2, heap_bytes=HEAP).run(host)
 
@@ -289,7 +403,9 @@ def test_a_bad_timeout_is_an_error_before_anything_is_exchanged() -> None:
         assert tdcoll.heap_info().used == 0
 
     World(2, heap_bytes=HEAP).run(host)
-    with pytest.raises(Deadlock, match="max_bytes_per_rank"):  # on one rank only, the others wait where they say so
+    with pytest.raises(
+        Deadlock, match="waits in 'arguments of CollectiveContext'"
+    ):  # on one rank only, the others wait where they say so
         World(2, heap_bytes=HEAP).run(
             lambda pe: None if pe else tdcoll.CollectiveContext(max_bytes_per_rank=64) and None
         )

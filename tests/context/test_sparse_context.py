@@ -293,9 +293,9 @@ def test_capacities_are_compared_and_a_context_that_does_not_fit_takes_nothing()
     def host(pe: int) -> None:
         before = tdcoll.heap_info()
         for name in ("max_rows_per_rank", "max_row_bytes", "max_union_rows"):
-            with pytest.raises(tdcoll.RankMismatchError, match=r"must be the same.*rank 2: "):
+            with pytest.raises(tdcoll.RankMismatchError, match=rf"must be the same.*{name} \(.*rank 2: "):
                 make(**{name: 64 + pe})
-        with pytest.raises(tdcoll.RankMismatchError, match=r"grow.* must be the same"):
+        with pytest.raises(tdcoll.RankMismatchError, match=r"differ in grow \(rank 0: False, rank 1: True, rank 2"):
             make(grow=pe == 1)
         with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
             make(max_row_bytes=before.total // 16)
@@ -920,14 +920,14 @@ def test_debug_compares_tensors_algorithms_and_contexts() -> None:
         odd = pe == 1
         text = "sparse_all_reduce arguments must be the same on all ranks"
         wide = {"shape": (3 if odd else DIM,)}
-        for part, options in (
-            (mine(pe, **wide), {}),
-            (sparse(ids_of(pe), rows_of(pe, ids_of(pe)), ROWS + odd), {}),
-            (sparse(ids_of(pe), rows_of(pe, ids_of(pe), dtype=torch.int32 if odd else torch.float32)), {}),
-            (mine(pe), {"op": "max" if odd else "min"}),
-            (mine(pe), {"algorithm": "gather" if odd else "owner"}),
+        for part, options, field in (
+            (mine(pe, **wide), {}, "shape"),
+            (sparse(ids_of(pe), rows_of(pe, ids_of(pe)), ROWS + odd), {}, "shape"),
+            (sparse(ids_of(pe), rows_of(pe, ids_of(pe), dtype=torch.int32 if odd else torch.float32)), {}, "dtype"),
+            (mine(pe), {"op": "max" if odd else "min"}, "op"),
+            (mine(pe), {"algorithm": "gather" if odd else "owner"}, "algorithm"),
         ):
-            with pytest.raises(tdcoll.RankMismatchError, match=text):
+            with pytest.raises(tdcoll.RankMismatchError, match=rf"{text}; they differ in {field} \(rank 0: "):
                 tdcoll.sparse_all_reduce(part, first, **options)
         reduce_and_compare(first)
         with pytest.raises(tdcoll.RankMismatchError, match=text):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tdcoll import arguments
 from tdcoll.doctor import collect, functional, job, probe, surroundings
 from tdcoll.doctor.child import Ended, run
 from tdcoll.doctor.facts import Interface, parse_size, size, version
@@ -127,7 +128,7 @@ def test_interfaces_are_chosen_as_nvshmem_does(value, names):
 )
 def test_sizes_are_read_as_tdcoll_does(text):
     try:
-        wanted = lifecycle.parse_bytes(text, "it")
+        wanted = arguments.parse_bytes(text, "it")
     except ValueError:
         wanted = None
     assert parse_size(text) == wanted

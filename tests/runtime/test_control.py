@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tdcoll.errors import RankMismatchError, TdcollError
-from tdcoll.runtime.control import StoreControlPlane, all_equal
+from tdcoll.runtime.control import StoreControlPlane, all_equal, require_equal
 
 PLENTY_S = 15.0
 
@@ -114,6 +114,17 @@ def test_all_equal(stores: Stores) -> None:
     for error in everywhere([0, 1, 2], body):
         assert isinstance(error, RankMismatchError)
         assert str(error) == "capacity must be the same on all ranks; got rank 0: 32, rank 1: 32, rank 2: 64"
+
+
+def test_fields_that_differ_are_named() -> None:
+    mine, theirs = {"size": 4, "debug": False, "name": "a"}, {"size": 5, "debug": False, "name": "b"}
+    require_equal([mine, dict(mine)], [0, 1], "arguments")
+    with pytest.raises(RankMismatchError) as raised:
+        require_equal([mine, theirs, mine], [3, 1, 0], "arguments")
+    assert str(raised.value) == (
+        "arguments must be the same on all ranks; they differ in size (rank 3: 4, rank 1: 5, rank 0: 4), "
+        "name (rank 3: a, rank 1: b, rank 0: a)"
+    )
 
 
 def test_keys_are_removed() -> None:

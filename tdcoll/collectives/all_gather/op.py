@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll, kernels_ring
 from tdcoll.collectives.all_gather.policy import HANDED_OVER, LL_WORD_BYTES, Plan, choose, put_chunks
 from tdcoll.collectives.launch import ReadyKernel, require_all
@@ -238,6 +238,7 @@ def _peer_addresses(ctx: CollectiveContext, tensor: torch.Tensor) -> torch.Tenso
 
 
 def _launch(ctx: CollectiveContext, nbytes: int, algorithm: str | Plan, in_place: bool) -> _Launch | _HandOver:
+    arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
     graph = ctx.capturing and bool(ctx.tuning.entries)
     key = ("all_gather", nbytes, algorithm, in_place, graph)
     return ctx.once(key, lambda: _make_launch(ctx, nbytes, algorithm, in_place, graph))
@@ -298,9 +299,17 @@ def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
     launch(address + ctx.rank * nbytes, 0, address)
 
 
+def _check_context(ctx: Any) -> None:
+    arguments.instance("ctx", ctx, CollectiveContext, "a tdcoll.CollectiveContext")
+
+
+def _strided_bytes(tensor: Any) -> int:
+    """Bytes of a tensor; 0 of what is none, or has no strides."""
+    return tensor.nbytes if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided else 0
+
+
 def _check(name: str, tensor: Any, ctx: CollectiveContext) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    arguments.tensor(name, tensor)
     if tensor.device != ctx.device:
         raise ValueError(f"{name} must be on {ctx.device}, where the context is; got {tensor.device}")
     if tensor.is_conj() or tensor.is_neg():
@@ -433,9 +442,10 @@ def all_gather(
     Operations*), or by stores and a released flag inside a node; the 2D form is the usual hierarchical exchange by
     rails; LL puts a flag beside every 96 bits (after NCCL's protocol of that name); the ring passes on by stores.
     """
+    _check_context(ctx)
     if (made := all_gather_at_once(tensor, ctx, out, algorithm)) is not None:
         return made
-    nbytes = tensor.numel() * tensor.itemsize if isinstance(tensor, torch.Tensor) else 0  # sparse ones have no nbytes
+    nbytes = _strided_bytes(tensor)
     given = out
 
     def prepare() -> _Launch | _HandOver:
@@ -444,7 +454,8 @@ def all_gather(
             _check_out(tensor, given, ctx)
         return _launch(ctx, nbytes, algorithm, False)
 
-    launch = ctx.begin("all_gather", nbytes, (getattr(tensor, "dtype", None), algorithm), prepare)
+    agree = {"dtype": getattr(tensor, "dtype", None), "algorithm": algorithm}
+    launch = ctx.begin("all_gather", nbytes, agree, prepare)
     if out is None:
         out = torch.empty(_gathered_shapes(tensor.shape, ctx.world_size)[0], dtype=tensor.dtype, device=tensor.device)
     launch.gather(tensor, out)
@@ -458,7 +469,8 @@ def all_gather_unchecked(tensor: torch.Tensor, ctx: CollectiveContext, out: torc
     The next call like it may be ``all_gather_at_once(tensor, ctx, out, UNCHECKED)``.
     """
     nbytes = tensor.nbytes
-    launch = ctx.begin("all_gather", nbytes, (tensor.dtype, "auto"), lambda: _launch(ctx, nbytes, "auto", False))
+    agree = {"dtype": tensor.dtype, "algorithm": "auto"}
+    launch = ctx.begin("all_gather", nbytes, agree, lambda: _launch(ctx, nbytes, "auto", False))
     launch.gather(tensor, out)
     _remember(tensor, ctx, out, UNCHECKED, launch)
 
@@ -500,6 +512,7 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
         NotSymmetricError: ``buffer`` is not in the symmetric heap.
         ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as for :func:`all_gather`.
     """
+    _check_context(ctx)
     world = ctx.world_size
     owner = runtime.current()
 
@@ -518,9 +531,14 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
                 )
         return _launch(ctx, buffer.nbytes // world, algorithm, True)
 
-    known = isinstance(buffer, torch.Tensor) and buffer.device == ctx.device
-    offset = buffer.data_ptr() - owner.heap.base if known else None
-    agree = (getattr(buffer, "nbytes", None), str(getattr(buffer, "dtype", None)), algorithm, offset)
+    nbytes = _strided_bytes(buffer)
+    agree = {
+        "bytes of the buffer": nbytes,
+        "dtype": getattr(buffer, "dtype", None),
+        "algorithm": algorithm,
+        # A tensor of no bytes has no address.
+        "offset in the symmetric heap": buffer.data_ptr() - owner.heap.base if nbytes else 0,
+    }
     launch = ctx.begin("all_gather_in_place", 0, agree, prepare)
     if launch.group is not None:
         launch.gather(buffer.chunk(world)[ctx.rank], buffer)
@@ -556,8 +574,8 @@ def all_gather_into_tensor(
     owner = runtime.current()
     if async_op:
         raise ValueError("async_op must be False: the call only queues work on the current stream")
-    if not isinstance(input_tensor, torch.Tensor):
-        raise TypeError(f"input_tensor must be a torch.Tensor, got {type(input_tensor).__name__}")
+    arguments.tensor("output_tensor", output_tensor)
+    arguments.tensor("input_tensor", input_tensor)
     ranks = owner.ranks_of(group)
     ctx = owner.contexts.get(ranks)
     if ctx is None or ctx.max_bytes_per_rank < input_tensor.nbytes:

@@ -45,7 +45,7 @@ from typing import Any
 
 import torch
 
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.collectives.all_gather.policy import (
     ALGORITHMS,
     CHUNK_ALIGNMENT,
@@ -57,7 +57,6 @@ from tdcoll.collectives.all_gather.policy import (
 )
 from tdcoll.context import CHANNELS
 from tdcoll.errors import RankMismatchError
-from tdcoll.runtime.lifecycle import parse_bytes
 
 __all__ = ["SIMULATOR", "Section", "Table", "Tuning", "agree", "architectures", "shipped"]
 
@@ -145,7 +144,7 @@ class _Reader:
     def nbytes(self) -> int:
         if isinstance(self.value, str):
             try:
-                return parse_bytes(self.value, "")
+                return arguments.parse_bytes(self.value, "")
             except ValueError:
                 pass
         elif type(self.value) is int and self.value > 0:
@@ -242,7 +241,7 @@ class Table:
         return cls(tuple(sections.values()), name)
 
     @classmethod
-    def load(cls, path: str | Path) -> Table:
+    def load(cls, path: str | os.PathLike[str]) -> Table:
         """The table of a file.
 
         Raises:
@@ -251,8 +250,8 @@ class Table:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: expected the file of a tuning table: {error}") from None
-        return cls.parse(text, str(path))
+            raise ValueError(f"{os.fspath(path)}: expected the file of a tuning table: {error}") from None
+        return cls.parse(text, os.fspath(path))
 
     def text(self) -> str:
         """What :meth:`parse` reads; one line for each entry."""
@@ -342,23 +341,37 @@ def _process_group(group: runtime.Group, everybody: bool, device: torch.device) 
     return group if backend == ("nccl" if device.type == "cuda" else "gloo") else None
 
 
-def agree(owner: runtime.Runtime, ranks: Sequence[int], group: runtime.Group, given: Table | None) -> Tuning:
+def _table(given: Any) -> Table:
+    if isinstance(given, Table):
+        return given
+    if given is None:
+        return Table.load(path) if (path := os.environ.get(_VARIABLE)) else shipped()
+    arguments.instance("tuning", given, (str, os.PathLike), "a tuning table (Table), the path of its file, or None")
+    return Table.load(given)
+
+
+def agree(
+    owner: runtime.Runtime,
+    ranks: Sequence[int],
+    group: runtime.Group,
+    given: Table | str | os.PathLike[str] | None,
+) -> Tuning:
     """The tuning of a context that is being made: compared, so that all ranks choose alike. Collective over ``ranks``.
 
     Args:
-        given: a table; None: that of ``TDCOLL_TUNING``, else tdcoll's own.
+        given: a table, or the path of its file; None: that of ``TDCOLL_TUNING``, else tdcoll's own.
 
     Raises:
-        ValueError: the file of ``TDCOLL_TUNING`` is no table.
+        TypeError: ``given`` is none of these.
+        ValueError: the file is no table.
         RankMismatchError: another rank has another table, or none that can be read.
     """
-    problem: ValueError | None = None
-    table = given
-    if table is None:
-        try:
-            table = Table.load(path) if (path := os.environ.get(_VARIABLE)) else shipped()
-        except ValueError as error:
-            problem = error
+    problem: TypeError | ValueError | None = None
+    table: Table | None = None
+    try:
+        table = _table(given)
+    except (TypeError, ValueError) as error:
+        problem = error
     names = architectures(owner.device)
     process_group = _process_group(group, tuple(ranks) == tuple(range(owner.world_size)), owner.device)
     mine = (None if problem is None else str(problem), table and (table.digest, table.name), names, bool(process_group))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tdcoll import arguments
 from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.policy import METHODS, bitmap_words, choose_method, entries_bytes
 from tdcoll.collectives.launch import Launcher
@@ -77,10 +78,7 @@ class Directory:
         method: str = "auto",
     ) -> None:
         for name, value in (("world", world), ("capacity", capacity), ("max_union", max_union)):
-            if not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            arguments.whole(name, value, 1)
         if world * capacity > MOST_PLACES or max_union > MOST_PLACES:
             raise ValueError(
                 f"world * capacity and max_union must be at most {MOST_PLACES}; got {world} * {capacity} and "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
 from tdcoll.collectives.launch import Launcher
@@ -52,14 +52,6 @@ def symmetric_bytes(world: int, max_rows_per_rank: int, max_row_bytes: int, max_
 def _areas(world: int, rows: int, row_bytes: int, union: int) -> tuple[int, int, int]:
     """Bytes of lists, out and stage. ``out`` has a few more, for the padding of segments in its place."""
     return world * _list_bytes(rows), _up(union * row_bytes, 16) + 16 * world, _up(rows * row_bytes, 16)
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
 
 
 class _Tables:
@@ -123,16 +115,28 @@ class SparseContext:
         debug: bool | None = None,
         stream: Any = None,
     ) -> None:
-        rows = _whole("max_rows_per_rank", max_rows_per_rank, 1)
-        row_bytes = _whole("max_row_bytes", max_row_bytes, 0)
+        rows = arguments.whole("max_rows_per_rank", max_rows_per_rank, 1)
+        row_bytes = arguments.whole("max_row_bytes", max_row_bytes, 0)
         if max_union_rows is not None:
-            _whole("max_union_rows", max_union_rows, 1)
+            arguments.whole("max_union_rows", max_union_rows, 1)
         if max_programs is not None:
-            _whole("max_programs", max_programs, 1)
+            arguments.whole("max_programs", max_programs, 1)
+        self._area: torch.Tensor | None = None
         self.collective = CollectiveContext(
             group, max_bytes_per_rank=0, channels=EXCHANGE_CHANNELS, timeout_s=timeout_s, debug=debug, stream=stream
         )
         """Signals and the epoch."""
+        try:
+            union = self.collective.world_size * rows if max_union_rows is None else max_union_rows
+            self._make(group, grow, max_programs, rows, row_bytes, union)
+        except Exception:
+            self.collective._unmake()
+            raise
+
+    def _make(
+        self, group: runtime.Group, grow: bool, max_programs: int | None, rows: int, row_bytes: int, union: int
+    ) -> None:
+        """The rest of making it. Collective."""
         self.grow = bool(grow)
         self.process_group = group if isinstance(group, torch.distributed.ProcessGroup) else None
         self.everybody = group is None
@@ -140,8 +144,6 @@ class SparseContext:
         """Calls so far: what a view of a result belongs to."""
         self.exchanges = 0
         """Exchanges of lists so far, which the ranks make together."""
-        world = self.collective.world_size
-        union = world * rows if max_union_rows is None else max_union_rows
         device = self.collective.device
         cuda = device.type == "cuda"
         self.launch = Launcher()
@@ -162,30 +164,39 @@ class SparseContext:
         self.kinds: dict[Hashable, Any] = {}
         """What calls of one kind have in common, for as long as the memory is the same."""
         self._eager: set[Hashable] = set()
-        self._area: torch.Tensor | None = None
-        try:
-            self._make_area(rows, row_bytes, union)
-        except BaseException:
-            self.collective.close()
-            raise
-        self.collective._runtime.held[id(self)] = self
+        self._make_area(rows, row_bytes, union)
+        owner.held[id(self)] = self
 
     def _make_area(self, rows: int, row_bytes: int, union: int) -> None:
-        """Lists, out and stage for these capacities, and the scratch that goes with them. Collective."""
+        """Lists, out and stage for these capacities, and the scratch that goes with them; or an error, and nothing.
+
+        Collective.
+        """
         context = self.collective
-        owner, world, device = context._runtime, context.world_size, context.device
+        owner, world, pes = context._runtime, context.world_size, context.topology.pes
+        same = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "max_union_rows": union, "grow": self.grow}
+        owner.agree(pes, "arguments of SparseContext", same)
         if max(world * rows, union) > MOST_PLACES:
             raise ValueError(
                 f"max_rows_per_rank times {world} ranks and max_union_rows must be at most {MOST_PLACES}; got {rows} "
                 f"and {union}"
             )
         lists, out, stage = _areas(world, rows, row_bytes, union)
-        pes = context.topology.pes
-        owner.agree(pes, "SparseContext: rows, row bytes, union rows, grow", (rows, row_bytes, union, self.grow))
         self.kinds.clear()
-        self._area = area = owner.allocate((lists + out + stage,), torch.uint8, group=pes, name="sparse")
+        area = owner.allocate((lists + out + stage,), torch.uint8, group=pes, name="sparse")
+        try:
+            self._use_area(area, lists, lists + out, rows, row_bytes, union)
+        except Exception:  # before anybody uses it: the last that all ranks do in there is to wait for each other
+            owner.take_back(area)
+            raise
+        self._area = area
+
+    def _use_area(self, area: torch.Tensor, out_at: int, stage_at: int, rows: int, row_bytes: int, union: int) -> None:
+        """Say where in ``area`` what is, and make the scratch that goes with it. Collective."""
+        context = self.collective
+        owner, world, pes, device = context._runtime, context.world_size, context.topology.pes, context.device
         self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows = rows, row_bytes, union
-        self._out_at, self._stage_at = lists, lists + out
+        self._out_at, self._stage_at = out_at, stage_at
         self.list_bytes = _list_bytes(rows)
         offset = owner.offset_of(area, "sparse")
         local = [context.topology.nodes[rank] == context.topology.node for rank in range(world)]
@@ -193,13 +204,6 @@ class SparseContext:
             base + offset if here and (base := owner.heap.peer_base(pe)) else 0
             for pe, here in zip(pes, local, strict=True)
         ]
-        reachable = all(base for base, here in zip(bases, local, strict=True) if here)
-        if not all(owner.exchange(pes, "peers reachable", reachable)):
-            owner.release(area)
-            raise ContextError(
-                "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access between "
-                "their GPUs), which the sparse all-reduce needs inside a node"
-            )
         self.tables = _Tables(
             context.topology,
             [base + self._stage_at if base else 0 for base in bases],
@@ -210,6 +214,12 @@ class SparseContext:
         self.counters = torch.zeros(LISTS.value, dtype=torch.int32, device=device)
         self.targets = torch.empty(rows, dtype=torch.int32, device=device)
         self._directory: Directory | None = None
+        reachable = all(base for base, here in zip(bases, local, strict=True) if here)
+        if not all(owner.exchange(pes, "peers reachable", reachable)):
+            raise ContextError(
+                "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access between "
+                "their GPUs), which the sparse all-reduce needs inside a node"
+            )
 
     # ------------------------------------------------------------------ facts
 
@@ -362,8 +372,11 @@ class SparseContext:
         self._area = None
         try:
             self._make_area(rows, row_bytes, union)
-        except (HeapExhaustedError, ValueError):
+        except (HeapExhaustedError, ValueError):  # on all ranks alike
             self._make_area(*old)
+            raise
+        except BaseException:
+            self.collective._refusal = "it has lost its memory in an attempt to make it larger; close() it"
             raise
 
     def close(self) -> None:

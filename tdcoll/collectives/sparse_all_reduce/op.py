@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.sparse_all_reduce import kernels
 from tdcoll.collectives.sparse_all_reduce.borrowed import lend
@@ -40,8 +40,8 @@ class PaddedRows:
 
 
 def _context(given: SparseContext | None) -> SparseContext | None:
-    if given is not None and not isinstance(given, SparseContext):
-        raise TypeError(f"ctx must be a tdcoll.SparseContext or None, got {type(given).__name__}")
+    if given is not None:
+        arguments.instance("ctx", given, SparseContext, "a tdcoll.SparseContext or None")
     return given
 
 
@@ -79,7 +79,7 @@ def _refuse_capture(operation: str) -> None:
 
 
 def _begin(
-    ctx: SparseContext, operation: str, prepare: Callable[[], Rows], op: str, algorithm: str, *facts: Any
+    ctx: SparseContext, operation: str, prepare: Callable[[], Rows], op: str, algorithm: str, facts: dict[str, Any]
 ) -> Rows:
     """The checks of every call."""
 
@@ -94,15 +94,15 @@ def _begin(
                 )
         return rows
 
-    agreed: tuple[Any, ...] = (op, algorithm, *facts)
-    rows: Rows = ctx.collective.begin(operation, 0, agreed, checked)
+    rows: Rows = ctx.collective.begin(operation, 0, {"op": op, "algorithm": algorithm, **facts}, checked)
     ctx.calls += 1
     return rows
 
 
-def _facts(tensor: Any, shape: Any) -> tuple[Any, ...]:
-    """What debug mode compares of a tensor: dtype and extents."""
-    return str(getattr(tensor, "dtype", None)), tuple(shape)
+def _facts(tensor: Any, **more: Any) -> dict[str, Any]:
+    """What debug mode compares of a tensor: its dtype, and what more is named, shapes as tuples."""
+    shapes = {name: tuple(value) if isinstance(value, torch.Size) else value for name, value in more.items()}
+    return {"dtype": getattr(tensor, "dtype", None), **shapes}
 
 
 def _run(
@@ -250,9 +250,9 @@ def sparse_all_reduce(
     if ctx is None:
         is_sparse = isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
         ctx = _default_context(*((tensor.detach()._values(), tensor.shape[0]) if is_sparse else (None, None)))
-    facts = _facts(tensor, getattr(tensor, "shape", ()))
+    facts = _facts(tensor, shape=getattr(tensor, "shape", ()))
     held = ctx
-    rows = _begin(ctx, "sparse_all_reduce", lambda: rows_of_tensor(tensor, held.device), op, algorithm, *facts)
+    rows = _begin(ctx, "sparse_all_reduce", lambda: rows_of_tensor(tensor, held.device), op, algorithm, facts)
     indices, values = _run("sparse_all_reduce", ctx, rows, op, algorithm, copy)
     made = torch.sparse_coo_tensor(
         indices.unsqueeze(0), values, (rows.num_rows, *rows.shape), is_coalesced=True, check_invariants=False
@@ -291,10 +291,10 @@ def sparse_all_reduce_rows(
     ctx = _context(ctx)
     if ctx is None:
         ctx = _default_context(values, num_rows)
-    facts = (*_facts(values, getattr(values, "shape", ())[1:]), num_rows)
+    facts = _facts(values, row_shape=getattr(values, "shape", ())[1:], num_rows=num_rows)
     held = ctx
     rows = _begin(
-        ctx, name, lambda: rows_of_pair(indices, values, num_rows, coalesced, held.device), op, algorithm, *facts
+        ctx, name, lambda: rows_of_pair(indices, values, num_rows, coalesced, held.device), op, algorithm, facts
     )
     found, reduced = _run(name, ctx, rows, op, algorithm, copy)
     return found, _lend(ctx, name, reduced)
@@ -333,11 +333,10 @@ def sparse_all_reduce_padded(
         As :func:`sparse_all_reduce`; and ContextError for the first call of its kind while a graph is captured.
     """
     name = "sparse_all_reduce_padded"
-    if not isinstance(ctx, SparseContext):
-        raise TypeError(f"ctx must be a tdcoll.SparseContext, got {type(ctx).__name__}")
-    facts = (*_facts(values, getattr(values, "shape", ())[1:]), num_rows)
+    arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext")
+    facts = _facts(values, row_shape=getattr(values, "shape", ())[1:], num_rows=num_rows)
     rows = _begin(
-        ctx, name, lambda: rows_of_pair(indices, values, num_rows, coalesced, ctx.device), op, algorithm, *facts
+        ctx, name, lambda: rows_of_pair(indices, values, num_rows, coalesced, ctx.device), op, algorithm, facts
     )
     if algorithm == "dense":
         raise ValueError("algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tdcoll import arguments
 from tdcoll.collectives.sparse_all_reduce.policy import OPERATIONS
 
 __all__ = ["SUMS", "Rows", "check_op", "rows_of_pair", "rows_of_tensor"]
@@ -66,8 +67,7 @@ def _check_values(name: str, values: torch.Tensor, device: torch.device) -> None
 
 
 def rows_of_tensor(tensor: Any, device: torch.device) -> Rows:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    arguments.tensor("tensor", tensor)
     if tensor.layout != torch.sparse_coo:
         raise ValueError(f"tensor must have the layout torch.sparse_coo, got {tensor.layout}")
     if tensor.sparse_dim() != 1:
@@ -82,14 +82,10 @@ def rows_of_tensor(tensor: Any, device: torch.device) -> Rows:
 
 def rows_of_pair(indices: Any, values: Any, num_rows: Any, coalesced: bool, device: torch.device) -> Rows:
     for name, given in (("indices", indices), ("values", values)):
-        if not isinstance(given, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        arguments.tensor(name, given)
         if given.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got the layout {given.layout}")
-    if isinstance(num_rows, bool) or not isinstance(num_rows, int):
-        raise TypeError(f"num_rows must be an int, got {num_rows!r}")
-    if num_rows < 0:
-        raise ValueError(f"num_rows must be at least 0, got {num_rows}")
+    arguments.whole("num_rows", num_rows, 0)
     if indices.dtype != torch.int64 or indices.dim() != 1 or indices.device != device:
         raise ValueError(
             f"indices must be int64 of one dimension on {device}; got {indices.dtype} of shape "

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments. Each names the argument, what was expected and what came.
+
+A wrong kind of value is a ``TypeError``, a value out of range a ``ValueError``. ``name`` is the argument as the caller
+knows it: the name of a parameter, or of an environment variable.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+
+__all__ = ["MOST_SECONDS", "byte_count", "extents", "instance", "parse_bytes", "seconds", "tensor", "whole"]
+
+MOST_SECONDS = 1e9
+"""Of a deadline. Kernels and stores count nanoseconds in 64 bits, which ten times as much would overflow."""
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def instance(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise unless ``value`` is of this ``kind``, which ``expected`` says in words: "a tdcoll.SparseContext"."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value that is no type's default representation, else its type."""
+    return repr(value) if isinstance(value, (str, int, float, bytes)) else type(value).__name__
+
+
+def tensor(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a tensor."""
+    instance(name, value, torch.Tensor, "a torch.Tensor")
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """``value``, an int of at least ``least`` and, unless None, at most ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least or (most is not None and value > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name} must be {expected}, got {value}")
+    return value
+
+
+def seconds(name: str, value: Any) -> float:
+    """``value``, a deadline in seconds: more than 0 and at most :data:`MOST_SECONDS`, so that every wait ends."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds, got {value!r}")
+    if math.isnan(value) or not 0 < value <= MOST_SECONDS:
+        raise ValueError(f"{name} must be greater than 0 and at most {MOST_SECONDS:.0f} seconds, got {value!r}")
+    return float(value)
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """``"64M"`` -> 67108864: NVSHMEM's notation (K, M, G, T are powers of 1024)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
+    if match is None or (nbytes := int(float(match[1]) * _UNITS[match[2].lower()])) <= 0:
+        raise ValueError(f"{name} must be a positive number of bytes such as 67108864, 64M or 2G; got {text!r}")
+    return nbytes
+
+
+def byte_count(name: str, value: Any) -> int:
+    """A positive number of bytes: an int, or a text as :func:`parse_bytes` reads it."""
+    if isinstance(value, str):
+        return parse_bytes(value, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, or a text such as '64M' or '2G'; got {value!r}")
+    return whole(name, value, 1)
+
+
+def extents(name: str, value: Any) -> tuple[int, ...]:
+    """A shape: one extent, or a sequence of them, each an int of at least 0."""
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        shape = (value,) if isinstance(value, int) else tuple(value)
+        if any(isinstance(extent, bool) for extent in shape):
+            raise TypeError
+        shape = tuple(extent.__index__() for extent in shape)
+    except (AttributeError, TypeError):
+        raise TypeError(f"{name} must be an int or a sequence of ints, got {value!r}") from None
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"{name} must have extents of at least 0, got {list(shape)}")
+    return shape
