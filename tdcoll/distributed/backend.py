@@ -613,6 +613,7 @@ class TdcollProcessGroup(ProcessGroup):
     def _sparse(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         tensor, op = tensors[0], _operation(opts.reduceOp)
         device = tensor.device
+        SparseSums.refuse_wrong(tensor, op)
         why = self._refusal("sparse_all_reduce", device)
         if why is None:
             why = SparseSums.refusal(tensor, op)

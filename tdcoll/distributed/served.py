@@ -166,6 +166,30 @@ class SparseSums:
         """The symmetric heap has no room for any context, which all ranks have found alike."""
 
     @staticmethod
+    def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
+        """Raise where no side could give what was asked for.
+
+        ``torch.distributed`` hands over a complex tensor as a real view of it. A view of a dense tensor shares its
+        memory; the result for a sparse one has other indices, which the tensor that is viewed would never see.
+
+        Raises:
+            TypeError: the tensor is a view, or the mean is no number of its dtype.
+        """
+        if tensor.is_inference():  # in inference mode views do not say that they are
+            view = tensor.dense_dim() > 0 and tensor.shape[-1] == 2
+        else:
+            view = tensor._is_view()
+        if view:
+            raise TypeError(
+                "all_reduce: tensor must not be a view of another sparse tensor, where the result would never get, "
+                f"and torch.distributed makes one of a complex tensor; got {tensor.dtype} of {list(tensor.shape)}. "
+                "Reduce torch.view_as_real(tensor).clone() outside of inference mode, and take torch.view_as_complex() "
+                "of it"
+            )
+        if op == "mean" and not tensor.dtype.is_floating_point:
+            raise TypeError(f"all_reduce: AVG of a sparse tensor needs a floating-point dtype, got {tensor.dtype}")
+
+    @staticmethod
     def refusal(tensor: torch.Tensor, op: str) -> str | None:
         """Why a sparse tensor cannot be summed here, from what is the same on all ranks; None if it can."""
         dtype = tensor.dtype
@@ -173,8 +197,6 @@ class SparseSums:
             return f"{dtype} is not among the dtypes of tdcoll's sums"
         if op not in ("sum", "mean"):
             return f"{op} of sparse tensors is not defined by torch.distributed"
-        if op == "mean" and not dtype.is_floating_point:
-            return f"the mean of {dtype} is not defined"
         return None
 
     def prepare(self, tensor: torch.Tensor) -> bool:

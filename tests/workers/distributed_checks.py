@@ -21,7 +21,9 @@ from torch import nn
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.collectives.sparse_all_reduce.rows import SUMS
 from tdcoll.distributed import BackendTimeout, Options, SparseGradientReducer, TdcollProcessGroup, explain, sparse_hook
+from tdcoll.distributed.inner import sparse_sum_by_gather
 from tdcoll.distributed.work import as_backend_error
 
 warnings.simplefilter("ignore")
@@ -251,6 +253,66 @@ def sparse_sums() -> None:
     expect(served("sparse_all_reduce") - before == 11, explain())
     expect_raises(RuntimeError, lambda: dist.all_reduce(sparse(rank()), dist.ReduceOp.MAX))
     expect(any("max" in why for why in by_inner("sparse_all_reduce")), explain())
+
+
+@check
+def sparse_dtypes_and_operations() -> str:
+    """Every one of them gives what the dense tensors give, in the same dtype, or raises: nothing in between."""
+    operations = {
+        **{
+            name: getattr(dist.ReduceOp, name)
+            for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+        },
+        "PREMUL_SUM": dist._make_nccl_premul_sum(2.0),
+    }
+    kinds = [*DTYPES, torch.int8, torch.int16, torch.complex128]
+    plain = dist.new_group(backend="tdcoll", pg_options=Options(serves="none"))
+    computed = []
+    for dtype in kinds:
+        for name, op in operations.items():
+            for group in (dist.group.WORLD, plain):
+                try:
+                    wanted = sparse(rank(), dtype).to_dense()
+                    dist.all_reduce(wanted, op, group=group)
+                except (RuntimeError, TypeError, ValueError):
+                    wanted = None
+                tensor = sparse(rank(), dtype)
+                try:
+                    dist.all_reduce(tensor, op, group=group)
+                except (RuntimeError, TypeError, ValueError) as error:
+                    expect(name != "SUM" or dtype not in SUMS or group is plain, f"{dtype} {name}: {error}")
+                    continue
+                expect(wanted is not None, f"{dtype} {name}: only the sparse tensor can be reduced")
+                if name == "AVG":  # divided before or after, and rounded in between
+                    torch.testing.assert_close(tensor.to_dense(), wanted, msg=f"{dtype} {name}: {tensor.to_dense()}")
+                else:
+                    same(tensor.to_dense(), wanted, f"{dtype} {name}")
+                computed.append(f"{name} {dtype}")
+        try:  # how sums are made where the inner group is NCCL
+            gathered = sparse_sum_by_gather(plain._plain, sparse(rank(), dtype), "sum")
+        except RuntimeError:
+            continue
+        wanted = sparse(rank(), dtype).to_dense()
+        dist.all_reduce(wanted, group=plain)
+        if dtype is torch.bool:  # gloo adds the bytes
+            wanted = wanted.view(torch.uint8) != 0
+        same(gathered.to_dense(), wanted, f"{dtype} by all-gathers")
+    expect({f"SUM {dtype}" for dtype in SUMS} <= set(computed), f"too few are computed: {computed}")
+    complex_ = sparse(rank(), torch.complex64)
+    expect_raises(TypeError, lambda: dist.all_reduce(complex_), "view of another sparse tensor", "view_as_real")
+    with torch.inference_mode():
+        expect_raises(
+            TypeError, lambda: dist.all_reduce(sparse(rank(), torch.complex64)), "view of another sparse tensor"
+        )
+    real = torch.view_as_real(complex_).clone()
+    dist.all_reduce(real)
+    wanted = sum(sparse(r, torch.complex64).to_dense() for r in everyone())
+    same(torch.view_as_complex(real).to_dense(), wanted, "as the message says")
+    whole = sparse(rank(), torch.int64)
+    expect_raises(TypeError, lambda: dist.all_reduce(whole, dist.ReduceOp.AVG), "AVG", "floating-point", "torch.int64")
+    same(whole.to_dense(), sparse(rank(), torch.int64).to_dense(), "what was refused is as it was")
+    dist.destroy_process_group(plain)
+    return f"{len(computed)} of {2 * len(kinds) * len(operations)} are computed"
 
 
 @check

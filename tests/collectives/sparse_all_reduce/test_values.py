@@ -295,6 +295,40 @@ def test_many_rows_that_are_many_times_there() -> None:
         check_all(parts, 7, Options(algorithm=algorithm))
 
 
+OTHERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.complex64, torch.complex128, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *OTHERS], ids=str)
+def test_every_dtype_and_operation_is_computed_or_refused(dtype: torch.dtype) -> None:
+    """In its own dtype, or by an error on all ranks; the context goes on."""
+    parts = [Rows(torch.tensor([1, 2 + rank]), torch.full((2, 2), 2 * rank + 2).to(dtype)) for rank in range(2)]
+
+    def host(pe: int) -> int:
+        computed = 0
+        with tdcoll.SparseContext(max_rows_per_rank=2, max_row_bytes=32) as ctx:
+            for op in (*OPS, "avg", "premul_sum"):
+                error: type[Exception] | None = None
+                text = rf"^values must have one of the dtypes .*; got {dtype}$"
+                if dtype in OTHERS:
+                    error = TypeError
+                elif op not in OPS:
+                    error, text = ValueError, rf"^op must be one of {', '.join(OPS)}; got '{op}'$"
+                elif op == "mean" and dtype not in FLOATS:
+                    error, text = ValueError, rf"^op='mean' needs values of a floating-point dtype, got {dtype}$"
+                if error is not None:
+                    with pytest.raises(error, match=text):
+                        tdcoll.sparse_all_reduce_rows(*parts[pe], 4, ctx, op)
+                    continue
+                got, wanted = Rows(*tdcoll.sparse_all_reduce_rows(*parts[pe], 4, ctx, op)), reduce(parts, op)
+                assert torch.equal(got.indices, wanted.indices)
+                assert wrong_rows(got.values, wanted.values) == 0
+                computed += 1
+        return computed
+
+    wanted = 0 if dtype in OTHERS else len(OPS) - (dtype not in FLOATS)
+    assert World(2).run(host) == [wanted, wanted]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
 def test_integers_wrap_and_reach_their_limits(dtype: torch.dtype, op: str) -> None:
