@@ -263,7 +263,7 @@ def run(
     *,
     title: str,
     heap_bytes: Callable[[int], int],
-    columns: Callable[[bool], Sequence[Column]],
+    columns: Callable[[bool], Sequence[Column]] | None,
     measure: Callable[[bool, Callable[[AnyRow], None]], Sequence[AnyRow]],
     project: Callable[[Sequence[AnyRow]], Sequence[str]] | None = None,
 ) -> int:
@@ -273,7 +273,7 @@ def run(
         benchmark: its name; ``arguments``: its command line; ``title``: what is measured with.
         json: where the rows go, in the end and every few seconds.
         heap_bytes: symmetric heap that it needs, from the number of ranks.
-        columns: of the table, from whether there are no times.
+        columns: of the table, from whether there are no times. None: ``measure`` prints what there is to see.
         measure: makes the rows, and shows each as soon as it is known; told whether it is simulated.
         project: what follows from the rows, as lines of Markdown; they are printed and written as well.
     """
@@ -286,7 +286,8 @@ def run(
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts = provenance()
     heading = f"{benchmark}, {owner.topology().describe()}, {title}"
-    table = Table(heading, columns(owner.simulated), visible=owner.rank == 0)
+    visible = columns is not None and owner.rank == 0
+    table = Table(heading, columns(owner.simulated) if columns is not None else (), visible)
     stream: AbstractContextManager[Any] = nullcontext() if owner.simulated else torch.cuda.stream(torch.cuda.Stream())
     command = command_line(benchmark, arguments, owner.world_size, owner.simulated)
     head: dict[str, Any] = {"benchmark": benchmark, "command": command, "started": started, "provenance": facts}

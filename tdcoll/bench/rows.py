@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from tdcoll.bench.arithmetic import Summary, all_gather_bus_bandwidth, ratio
 
 __all__ = [
     *("KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "Row", "SignalRow", "SparseRow", "load", "save"),
-    "with_ratios",
+    *("with_ratios", "write_whole"),
 ]
 
 SCHEMA = 1
@@ -236,7 +237,14 @@ def with_ratios(rows: Sequence[AnyRow]) -> list[AnyRow]:
 def save(path: Path, head: dict[str, Any], rows: Sequence[Measured]) -> None:
     """Write a benchmark's rows, after ``head``: benchmark, command, started, provenance."""
     document = {"schema": SCHEMA, **head, "rows": [dataclasses.asdict(row) for row in rows]}
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file as a whole: whenever the process is ended, what was there before is there, or all of ``text``."""
+    begun = path.with_name(path.name + ".tmp")
+    begun.write_text(text, encoding="utf-8")
+    os.replace(begun, path)
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from tdcoll.bench.arithmetic import format_bytes
 
 __all__ = [
-    *("Column", "Table", "all_gather_columns", "match_columns", "number", "signal_columns", "signal_name"),
+    *("Column", "Table", "all_gather_columns", "duration", "match_columns", "number", "signal_columns", "signal_name"),
     "sparse_columns",
 ]
 
@@ -39,6 +39,15 @@ class Column:
 def number(value: float | None, digits: int) -> str:
     """With so many digits after the point; ``-`` if there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def duration(seconds: float) -> str:
+    """``"12 s"``, ``"3 min 20 s"``, ``"1 h 5 min"``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _of(heading: str, attribute: str) -> Column:

@@ -6,19 +6,25 @@ and checked: algorithms, each with several numbers of chunks and of warps, and t
 right the fastest is taken, with hysteresis: as long as they are not slower by more than a margin, what the size before
 has is kept, or else what the rules of :mod:`tdcoll.collectives.all_gather.policy` take. So noise makes no entries, and
 NCCL gets a size only if it is faster by more than the margin.
+
+After every size the table is written, with what is known by then, and beside it the rows that it follows from
+(``FILE.part``). A run that was cut off goes on from there, unless machine, versions or settings are not the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -27,14 +33,15 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.bench import all_gather as benchmark
 from tdcoll.bench import job as jobs
+from tdcoll.bench import rows as files
 from tdcoll.bench.arithmetic import format_bytes, message_sizes
 from tdcoll.bench.data import Buffers
 from tdcoll.bench.job import names
 from tdcoll.bench.peers import PEERS
-from tdcoll.bench.provenance import command_line
+from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import Row
 from tdcoll.bench.subjects import IN_PLACE, Subject
-from tdcoll.bench.table import all_gather_columns
+from tdcoll.bench.table import duration, number
 from tdcoll.bench.timing import LineUp
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
 from tdcoll.collectives.all_gather.policy import ALGORITHMS, HANDED_OVER, LL_WORD_BYTES, Entry, Plan, choose
@@ -43,7 +50,7 @@ from tdcoll.context import CHANNELS, CollectiveContext, most_ll_bytes
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Candidate", "Options", "candidates", "main", "parse", "pick", "sections"]
+__all__ = ["Candidate", "Options", "candidates", "main", "parse", "part_of", "pick", "sections", "verdict"]
 
 _LL_CHUNKS = tuple(LL_WORD_BYTES * words for words in (64, 128, 256, 512, 1024))
 """Bytes that one program of LL moves."""
@@ -180,26 +187,20 @@ def _usual(topology: Topology, in_place: bool, nbytes: int) -> str:
     return choose(nbytes, topology, ll_bytes=most_ll_bytes(topology), direct=True, in_place=in_place).algorithm
 
 
-def sections(
-    rows: Sequence[Row],
-    known: Mapping[str, Candidate],
-    topology: Topology,
-    architecture: str,
-    margin: float,
-    source: str,
-) -> list[Section]:
-    """A table's sections from the rows that were right.
+Times = dict[int, dict[Candidate, float]]
+"""Microseconds of each candidate at each size."""
 
-    An entry holds up to the largest size that it was picked for. Above the largest of all the rules hold, unless NCCL
-    was picked there: then it is for all that is larger.
+
+def times_of(rows: Sequence[Row], known: Mapping[str, Candidate]) -> dict[tuple[str, bool], Times]:
+    """The times of the rows that were right, by kind of call: launch, and whether it is in place.
 
     Args:
         known: the candidate of each row's ``algorithm``.
     """
-    made = []
+    found: dict[tuple[str, bool], Times] = {}
     for launch in ("graph", "eager"):
         for in_place in (False, True):
-            times: dict[int, dict[Candidate, float]] = {}
+            times: Times = {}
             for row in rows:
                 candidate = known[row.algorithm]
                 # NCCL does the same in place and out of place, and was measured once.
@@ -208,20 +209,73 @@ def sections(
                     candidate = dataclasses.replace(candidate, in_place=in_place)
                     times.setdefault(row.bytes_per_rank, {})[candidate] = row.median_us
             compared = {n: found for n, found in times.items() if any(c.algorithm != HANDED_OVER for c in found)}
-            if not compared:
+            if compared:
+                found[launch, in_place] = dict(sorted(compared.items()))
+    return found
+
+
+def sections(
+    rows: Sequence[Row],
+    known: Mapping[str, Candidate],
+    topology: Topology,
+    architecture: str,
+    margin: float,
+    source: str,
+    before: Table | None = None,
+) -> list[Section]:
+    """A table's sections from the rows that were right.
+
+    An entry holds up to the largest size that it was picked for. Above the largest of all the rules hold, unless NCCL
+    was picked there: then it is for all that is larger.
+
+    Args:
+        known: the candidate of each row's ``algorithm``.
+        before: of measurements that are still to be finished: a table whose entries hold for larger sizes until then.
+    """
+    made = []
+    for (launch, in_place), times in times_of(rows, known).items():
+        picks = pick(list(times.items()), partial(_usual, topology, in_place), margin)
+        entries: list[Entry] = []
+        for place, (nbytes, candidate) in enumerate(picks):
+            if place + 1 < len(picks) and picks[place + 1][1] == candidate:
                 continue
-            picks = pick(sorted(compared.items()), partial(_usual, topology, in_place), margin)
-            entries: list[Entry] = []
-            for place, (nbytes, candidate) in enumerate(picks):
-                if place + 1 < len(picks) and picks[place + 1][1] == candidate:
-                    continue
-                last = place + 1 == len(picks) and candidate.algorithm == HANDED_OVER
-                entries.append(candidate.entry(topology, launch, None if last else nbytes))
-            per_node = topology.ranks_per_node
-            assert per_node is not None
-            kind = (architecture, per_node, topology.n_nodes, launch, in_place)
-            made.append(Section(*kind, tuple(entries), source))
+            last = place + 1 == len(picks) and candidate.algorithm == HANDED_OVER and before is None
+            entries.append(candidate.entry(topology, launch, None if last else nbytes))
+        per_node = topology.ranks_per_node
+        assert per_node is not None
+        section = Section(architecture, per_node, topology.n_nodes, launch, in_place, tuple(entries), source)
+        for old in before.sections if before is not None else ():
+            if old.kind == section.kind:
+                largest = picks[-1][0]
+                kept = tuple(entry for entry in old.entries if entry.up_to is None or entry.up_to > largest)
+                section = dataclasses.replace(section, entries=(*section.entries, *kept))
+        made.append(section)
     return made
+
+
+def verdict(nbytes: int, rows: Sequence[Row], known: Mapping[str, Candidate], topology: Topology, margin: float) -> str:
+    """What is taken at a size, and how much longer the best of every other algorithm takes: one line.
+
+    Args:
+        rows: of this size, and of those before it, on which the choice depends.
+    """
+    said = []
+    for (launch, in_place), times in times_of(rows, known).items():
+        if nbytes not in times:
+            continue
+        upto = [(n, found) for n, found in times.items() if n <= nbytes]
+        taken = pick(upto, partial(_usual, topology, in_place), margin)[-1][1]
+        mine = times[nbytes][taken]
+        best: dict[str, float] = {}
+        for candidate, us in sorted(times[nbytes].items(), key=lambda item: item[1]):
+            if candidate.algorithm != taken.algorithm:
+                best.setdefault(candidate.algorithm, us)
+        others = ", ".join(f"{name} {100 * (us / mine - 1):+.0f}%" for name, us in best.items())
+        said.append(f"{launch}: {taken.name} {number(mine, 2)} µs" + (f" ({others})" if others else ""))
+    here = [row for row in rows if row.bytes_per_rank == nbytes]
+    if wrong := [row.algorithm for row in here if row.check == "WRONG"]:
+        said.append(f"WRONG: {', '.join(dict.fromkeys(wrong))}")
+    return "; ".join(said) or "nothing was right"
 
 
 # ---------------------------------------------------------------------- the command line
@@ -290,7 +344,8 @@ def parse(arguments: Sequence[str]) -> Options:
         *("-o", "--output"),
         type=Path,
         metavar="FILE",
-        help="the table; if there is one already, sections of other machines and launches in it are kept",
+        help="the table, written after every size; if there is one already, sections of other machines and launches in "
+        "it are kept. What was measured when a run was cut off is in FILE.part, and is not measured again",
     )
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and measure nothing")
     jobs.add_json(parser)
@@ -309,11 +364,13 @@ def parse(arguments: Sequence[str]) -> Options:
     if given.output is not None:
         if not given.output.absolute().parent.is_dir():
             parser.error(f"-o: there is no directory {given.output.parent}")
-        if given.output.exists():
-            try:
+        try:
+            if given.output.exists():
                 Table.load(given.output)
-            except ValueError as error:
-                parser.error(f"-o: {error}")
+            if (part := part_of(given.output)).exists():
+                files.load(part)
+        except (OSError, ValueError) as error:
+            parser.error(f"-o: {error}")
     return Options(
         sizes=sizes,
         algorithms=given.algorithms,
@@ -411,26 +468,126 @@ def _source(arguments: Sequence[str], owner: runtime.Runtime) -> str:
     return f"{date}, {versions}: {command}"
 
 
+def part_of(output: Path) -> Path:
+    """Where the rows of an unfinished table are."""
+    return output.with_name(output.name + ".part")
+
+
+_SETTINGS = ("algorithms", "channels", "warps", "peers", "launches", "in_place", "iterations", "warmup")
+"""Of the options, those with which rows have to be measured to be of one table."""
+
+
+class _Progress:
+    """What has been measured, in files and in words. On rank 0; the others know of nothing and write nothing.
+
+    Args:
+        head: what a file of rows begins with.
+        circumstances: machine, versions and settings, by name; rows of others do not count.
+    """
+
+    def __init__(self, options: Options, job: _Job, head: dict[str, Any], circumstances: dict[str, Any]) -> None:
+        self._options, self._job, self._head = options, job, head
+        self._circumstances = json.loads(json.dumps(circumstances))
+
+    def begin(self) -> None:
+        """Say how much there is to measure."""
+        options = self._options
+        total = sum(map(self._measurements, options.sizes)) * len(options.launches)
+        many = f"{len(options.sizes)} sizes, {total} measurements of {options.iterations} iterations"
+        _say(f"{self._job.topology.describe()}: {many}")
+
+    def resume(self) -> tuple[dict[str, Candidate], list[Row]]:
+        """Candidates and rows of a run that was cut off; none if there was no such run."""
+        part = part_of(self._output)
+        if not part.exists():
+            return {}, []
+        head, rows = files.load(part)
+        before = head.get("circumstances", {})
+        names = sorted({*before, *self._circumstances})
+        differ = [name for name in names if before.get(name) != self._circumstances.get(name)]
+        if differ:
+            said = "; ".join(f"{name}: {before.get(name)} then, {self._circumstances.get(name)} now" for name in differ)
+            _say(f"{part} is of other circumstances ({said}): all sizes are measured again")
+            return {}, []
+        known = {name: Candidate(**fields) for name, fields in head["candidates"].items()}
+        sizes = sorted({row.bytes_per_rank for row in rows})
+        _say(f"goes on after {', '.join(map(format_bytes, sizes))} per rank, which are in {part}")
+        return known, rows
+
+    @property
+    def _output(self) -> Path:
+        assert self._options.output is not None
+        return self._options.output
+
+    def save(self, rows: Sequence[Row], source: str, finished: bool) -> None:
+        """Write the table that follows from ``rows``; and them, unless all sizes are there."""
+        job, part = self._job, part_of(self._output)
+        if not finished:
+            known = {name: dataclasses.asdict(candidate) for name, candidate in job.known.items()}
+            files.save(part, {**self._head, "circumstances": self._circumstances, "candidates": known}, rows)
+        before = Table.load(self._output) if self._output.exists() else Table(())
+        architecture = architectures(job.device)[0]
+        made = sections(
+            rows, job.known, job.topology, architecture, self._options.margin, source, None if finished else before
+        )
+        files.write_whole(self._output, before.with_sections(made).text())
+        if finished:
+            part.unlink(missing_ok=True)
+
+    def say(self, nbytes: int, rows: Sequence[Row], seconds: float) -> None:
+        """One line for a size that took so long, with the time that is left if every measurement takes as long."""
+        options, job = self._options, self._job
+        said = verdict(nbytes, rows, job.known, job.topology, options.margin)
+        done = {row.bytes_per_rank for row in rows}
+        left = [size for size in options.sizes if size not in done]
+        each = seconds / self._measurements(nbytes)
+        remaining = f", about {duration(each * sum(map(self._measurements, left)))} left" if left else ""
+        number_of = f"{len(options.sizes) - len(left)} of {len(options.sizes)} sizes"
+        _say(f"{format_bytes(nbytes)} per rank: {said} [{number_of}, {duration(seconds)}{remaining}]")
+
+    def _measurements(self, nbytes: int) -> int:
+        topology = self._job.topology
+        return len(_candidates(self._options, nbytes, topology, min(nbytes, most_ll_bytes(topology))))
+
+
+def _say(text: str) -> None:
+    print(f"tune: {text}", flush=True)
+
+
 def measure(options: Options, arguments: Sequence[str], show: Callable[[Row], None]) -> list[Row]:
-    """Measure everything, and write the table. Collective."""
+    """Measure what an earlier run has not, and write the table after every size. Collective."""
     job = _Job(options)
     if job.topology.ranks_per_node is None:
         raise ValueError(f"tables are for nodes of one size; this job has {job.topology.describe()}")
+    source, facts = _source(arguments, job.owner), provenance()
+    settings = {name: getattr(options, name) for name in _SETTINGS}
+    head = {"benchmark": "tune", "command": source, "started": source.partition(",")[0], "provenance": facts}
+    circumstances = {**facts, **settings, "ranks": job.topology.describe(), "architectures": architectures(job.device)}
+    progress = _Progress(options, job, head, circumstances)
+    writes = job.owner.rank == 0 and options.output is not None
+    if writes:
+        progress.begin()
+    known, rows = job.gather("tune: what is measured already", progress.resume() if writes else ({}, []))[0]
+    job.known.update(known)
+    done = {row.bytes_per_rank for row in rows}
+    for row in rows:
+        show(row)
     storage = benchmark.in_place_storage(job)
-    rows = []
     with LineUp() as line_up:
         for nbytes in options.sizes:
+            if nbytes in done:
+                continue
+            began = time.monotonic()
             for row in benchmark.measure_size(job, nbytes, storage, line_up, None):
                 rows.append(row)
                 show(row)
+            if writes:
+                progress.save(rows, source, finished=False)
+                progress.say(nbytes, rows, time.monotonic() - began)
     if storage is not None:
         tdcoll.free(storage)
-    if job.owner.rank == 0 and options.output is not None:
-        architecture = architectures(job.device)[0]
-        source = _source(arguments, job.owner)
-        made = sections(rows, job.known, job.topology, architecture, options.margin, source)
-        before = Table.load(options.output) if options.output.exists() else Table(())
-        options.output.write_text(before.with_sections(made).text(), encoding="utf-8")
+    if writes:
+        progress.save(rows, source, finished=True)
     return rows
 
 
@@ -480,7 +637,7 @@ def main(arguments: Sequence[str]) -> int:
         options.json,
         title="candidates",
         heap_bytes=lambda world: benchmark.heap_bytes(options.sizes, world, in_place),
-        columns=lambda simulated: all_gather_columns(options.peers, simulated),
+        columns=None,
         measure=rows,
     )
     if os.environ.get("RANK", "0") == "0":

@@ -3,18 +3,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import killed_tune
 import pytest
 import torch
 
+import tdcoll
 from tdcoll.bench import all_gather as benchmark
+from tdcoll.bench import rows as files
 from tdcoll.bench import tune
 from tdcoll.bench.__main__ import main
 from tdcoll.bench.arithmetic import Summary
 from tdcoll.bench.rows import Row
+from tdcoll.bench.table import duration
 from tdcoll.bench.tune import Candidate, candidates, pick, sections
 from tdcoll.collectives.all_gather.policy import Plan
 from tdcoll.collectives.all_gather.tuning import SIMULATOR, Table
@@ -230,3 +240,154 @@ def test_measuring_writes_a_table(
     }
     assert "tune -b 1K -e 4K" in table.sections[1].source
     assert str(tmp_path) not in table.sections[1].source
+
+
+# ---------------------------------------------------------------------- cut off, and on again
+
+SIZES = "-b 1K -e 64K -f 4 --channels 1,4 --warps 4 --algorithms ll,direct,1d --graph"
+TUNED = [(4096, "ll"), (65536, "direct")]
+
+
+def said_of(file: Path) -> list[tuple[int | None, str]]:
+    """Sizes and algorithms of the table's only section."""
+    (section,) = Table.load(file).sections
+    return [(entry.up_to, entry.algorithm) for entry in section.entries]
+
+
+class Times:
+    """Lets `tune` measure made-up times; notes of which sizes, and may end it at one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int | None = None) -> None:
+        self.sizes: list[int] = []
+        self.until = until
+        monkeypatch.setattr(benchmark, "measure_size", killed_tune.made_up(self.note))
+
+    def note(self, nbytes: int) -> None:
+        if nbytes == self.until:
+            raise KeyboardInterrupt
+        self.sizes.append(nbytes)
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, whole = tmp_path / "t.json", tmp_path / "whole.json"
+    script = str(Path(__file__).with_name("killed_tune.py"))
+    killed = subprocess.run(
+        [sys.executable, script, "16384", *SIZES.split(), "-o", str(file)], capture_output=True, text=True, timeout=120
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    first, second = [line for line in killed.stdout.splitlines() if " per rank: " in line]
+    assert first.startswith(
+        "tune: 1 KB per rank: graph: ll 3.00 µs (direct +67%, 1d +133%, nccl +200%) [1 of 4 sizes, "
+    )
+    assert second.startswith("tune: 4 KB per rank: graph: ll 3.00 µs (")
+    assert re.search(r"\[2 of 4 sizes, 0 s, about \d+ s left\]$", second)
+    assert said_of(file) == [(4096, "ll")]
+    part = tune.part_of(file)
+    assert {row.bytes_per_rank for row in files.load(part)[1]} == {1024, 4096}
+
+    times = Times(monkeypatch)
+    rows = killed_tune.run([*SIZES.split(), "-o", str(file)])
+    assert times.sizes == [16384, 65536], "what was measured is not measured again"
+    assert {row.bytes_per_rank for row in rows} == {1024, 4096, 16384, 65536}
+    said = capsys.readouterr().out
+    assert f"tune: goes on after 1 KB, 4 KB per rank, which are in {part}" in said
+    assert "tune: 64 KB per rank: graph: direct 5.00 µs (1d +40%, ll +80%, nccl +80%) [4 of 4 sizes, 0 s]" in said
+    killed_tune.run([*SIZES.split(), "-o", str(whole)])
+    assert Table.load(file).digest == Table.load(whole).digest
+    assert said_of(file) == TUNED
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.json", "whole.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "version", "differs"),
+    [
+        ("--iters 8", None, "iterations: 40 then, 8 now"),
+        ("--in-place", None, "in_place: False then, True now"),
+        ("", "9.9", f"tdcoll: {tdcoll.__version__} then, 9.9 now"),
+    ],
+)
+def test_other_circumstances_are_measured_anew(
+    options: str,
+    version: str | None,
+    differs: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "t.json"
+    times = Times(monkeypatch, until=16384)
+    with pytest.raises(KeyboardInterrupt):
+        killed_tune.run([*SIZES.split(), "-o", str(file)])
+    assert times.sizes == [1024, 4096]
+    if version is not None:
+        monkeypatch.setattr(tdcoll, "__version__", version)
+    times = Times(monkeypatch, until=4096)
+    with pytest.raises(KeyboardInterrupt):
+        killed_tune.run([*SIZES.split(), *options.split(), "-o", str(file)])
+    assert times.sizes == [1024], "all are measured again"
+    said = capsys.readouterr().out
+    assert f"tune: {tune.part_of(file)} is of other circumstances ({differs}): all sizes are measured again" in said
+    assert {row.bytes_per_rank for row in files.load(tune.part_of(file))[1]} == {1024}
+
+
+def test_an_earlier_table_holds_for_sizes_that_are_not_measured_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "t.json"
+    arguments = [*SIZES.split(), "-o", str(file)]
+    Times(monkeypatch)
+    killed_tune.run(arguments)
+    (section,) = Table.load(file).sections
+    older = (dataclasses.replace(section.entries[0], up_to=2048, algorithm="1d", channels=4), *section.entries)
+    file.write_text(Table((dataclasses.replace(section, entries=older),)).text())
+    Times(monkeypatch, until=4096)
+    with pytest.raises(KeyboardInterrupt):
+        killed_tune.run(arguments)
+    assert said_of(file) == [(1024, "ll"), (2048, "1d"), *TUNED]
+    Times(monkeypatch)
+    killed_tune.run(arguments)
+    assert said_of(file) == TUNED
+
+
+def test_a_file_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "t.json"
+    files.write_whole(file, "before")
+
+    def cut_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        files.write_whole(file, "after")
+    assert file.read_text() == "before"
+
+
+def test_a_file_of_rows_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.json.part").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        tune.parse(["-o", str(tmp_path / "t.json")])
+    assert ended.value.code == 2
+    assert "t.json.part is not a result of tdcoll.bench" in capsys.readouterr().err
+
+
+def test_what_is_said_of_a_size() -> None:
+    kept = Candidate("1d", channels=4)
+    rows = [
+        *(row(1024, kept, 4.0), row(1024, LL, 6.0)),
+        *(row(4096, kept, 5.1), row(4096, LL, 5.0), row(4096, NCCL, 10.2)),
+        *(row(4096, LL, 12.0, "eager"), row(4096, WIDE, 2.0, check="WRONG")),
+    ]
+    known = {c.name: c for c in (LL, NCCL, WIDE, kept)}
+    assert tune.verdict(4096, rows, known, FOUR, 0.03) == (
+        "graph: 1d 4 chunks 5.10 µs (ll -2%, nccl +100%); eager: ll 12.00 µs; WRONG: 1d 32 chunks 8 warps"
+    )
+    assert tune.verdict(16384, rows, known, FOUR, 0.03) == "nothing was right"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (3900, "1 h 5 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

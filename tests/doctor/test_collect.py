@@ -13,7 +13,7 @@ from tdcoll.doctor import collect, functional, job, probe, surroundings
 from tdcoll.doctor.child import Ended, run
 from tdcoll.doctor.facts import Interface, parse_size, size, version
 from tdcoll.language.jit import bitcode_path
-from tdcoll.runtime import lifecycle, nvshmem
+from tdcoll.runtime import nvshmem
 
 ROOT = Path(__file__).resolve().parents[2]
 
