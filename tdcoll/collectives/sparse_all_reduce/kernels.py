@@ -55,9 +55,9 @@ one. ``out[u]`` of a rank is written at most twice by others in a call: by the p
 final one, which exists only after the partial sum has been used.
 
 Accumulation is in fp32 for fp16 and bf16, rounded when a partial result is stored: once where a rank has a row several
-times, once per node, once at the end. Every rank gets the bits of the one that reduced the row. No result is -0.0: sums
-of rows that one rank has several times begin at +0.0, and maxima of zeros of both signs are either on some devices; so
-the sign of a zero is dropped where a result is stored, also that of a row that nobody else has.
+times, once per node, once at the end. Every rank gets the bits of the one that reduced the row. No result is -0.0, also
+of a row that only one rank has: sums begin at +0.0, and what may be -0.0 all the same (a product, a maximum of zeros of
+both signs, what is rounded to zero) has 0 added to it where it is stored.
 """
 
 import triton.language as tl
@@ -289,16 +289,16 @@ def _rows_of(address, like, ALIGNED: tl.constexpr = False):
 
 @jit
 def _accumulate(sum, part, first, OP: tl.constexpr):
-    """``sum`` and one more ``part``; or the part alone where it is the first."""
+    """``sum`` and one more ``part``. A ``sum`` to which nothing was added is zeros; ``part`` is then the ``first``."""
     if OP == MAX:
-        both = tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL)
+        both = tl.where(first, part, tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL))
     elif OP == MIN:
-        both = tl.minimum(sum, part, propagate_nan=tl.PropagateNan.ALL)
+        both = tl.where(first, part, tl.minimum(sum, part, propagate_nan=tl.PropagateNan.ALL))
     elif OP == PROD:
-        both = sum * part
+        both = tl.where(first, part, sum * part)
     else:
         both = sum + part
-    return tl.where(first, part, both)
+    return both
 
 
 @jit
@@ -314,11 +314,13 @@ def _part(values, world, ACC: tl.constexpr, OP: tl.constexpr):
 
 
 @jit
-def _result(sum, like):
-    """``sum``, or a rank's part, as a result is stored: rounded to the type that ``like`` points to, -0.0 as +0.0."""
+def _result(sum, like, OP: tl.constexpr):
+    """``sum`` as a result is stored: rounded to the type that ``like`` points to, -0.0 as +0.0."""
     rounded = sum.to(like.dtype.element_ty)
     if sum.dtype.is_floating():
-        rounded = (rounded.to(sum.dtype) + 0.0).to(like.dtype.element_ty)
+        # A sum that began at +0.0 is never -0.0, unless it is rounded to it.
+        if (OP != SUM and OP != MEAN) or sum.dtype != like.dtype.element_ty:
+            rounded = (rounded.to(sum.dtype) + 0.0).to(like.dtype.element_ty)
     return rounded
 
 
@@ -543,7 +545,8 @@ def reduce(
             for column in tl.range(0, row_elements, WIDE):
                 columns = column + tl.arange(0, WIDE)
                 tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
-                tile = _result(_part(tile, world, ACC, OP), source)
+                alone = _accumulate(tl.zeros([ROWS, WIDE], ACC), _part(tile, world, ACC, OP), True, OP)
+                tile = _result(alone, source, OP)
                 _store_everywhere(tile, at, inside, columns, outs, rank, world, source, row_elements, ALIGNED)
         n_contested = tl.load(counters + CONTESTED)
         if (worker == 0) | (worker * ROWS < n_contested):
@@ -573,7 +576,7 @@ def reduce(
                             both = _accumulate(sum, _part(tile, world, ACC, OP), (seen == 0)[:, None], OP)
                             sum = tl.where(has[:, None], both, sum)
                             seen += has.to(tl.int32)
-                        result = _result(sum, source)
+                        result = _result(sum, source, OP)
                         _store_everywhere(result, at, inside, columns, outs, rank, world, source, row_elements, ALIGNED)
 
 
@@ -712,7 +715,7 @@ def reduce_nodes(
                     if earlier != 0:
                         before = tl.load(result + columns, mask=inside, other=0).to(ACC)
                         sum = _accumulate(before, sum, False, OP)
-                    tl.store(result + columns, _result(sum, source), mask=inside)
+                    tl.store(result + columns, _result(sum, source, OP), mask=inside)
                 tdl.syncthreads()
                 offset = at * row_bytes
                 if following < n_nodes:
@@ -798,7 +801,7 @@ def merge(
                     seen += has.to(tl.int32)
                 tl.store(
                     out + at[:, None] * row_elements + columns[None, :],
-                    _result(sum, out),
+                    _result(sum, out, OP),
                     mask=inside[:, None] & within,
                 )
 

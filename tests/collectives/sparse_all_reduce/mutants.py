@@ -226,8 +226,8 @@ MUTANTS = [
         "a row that one rank has is not divided",
         (
             (
-                "                tile = _result(_part(tile, world, ACC, OP), source)\n",
-                "                tile = _result(tile.to(ACC), source)\n",
+                "alone = _accumulate(tl.zeros([ROWS, WIDE], ACC), _part(tile, world, ACC, OP), True, OP)",
+                "alone = _accumulate(tl.zeros([ROWS, WIDE], ACC), tile.to(ACC), True, OP)",
             ),
         ),
         WRONG_ROWS,
