@@ -20,13 +20,13 @@ class Wire:
         self.memory = ctypes.create_string_buffer(256)
         self.base = ctypes.addressof(self.memory)
         self.log: list[object] = []
-        self.drained: list[object] = []
-        self.network = Network(policy, lambda at, n: self.log.append((at - self.base, n)), self.drained.append)
+        self.arrived: list[object] = []
+        self.network = Network(policy, lambda at, n: self.log.append((at - self.base, n)), self.arrived.append)
 
-    def send(self, issuer, pe, at, data, *, kind="put", signal=None):
+    def send(self, issuer, pe, at, data, *, kind="put", signal=None, source_pe=0):
         pieces = self.network.cut(self.base + at, data, len(data))
         update = None if signal is None else (lambda: self.log.append(signal))
-        return self.network.issue(issuer, pe, kind, pieces, source_pe=0, signal=update)
+        return self.network.issue(issuer, pe, kind, pieces, source_pe=source_pe, signal=update)
 
     def settle(self):
         while self.network.deliver():
@@ -84,7 +84,7 @@ def test_fence_orders_per_destination():
         wire = Wire(policy)
         wire.send("p", 1, 0, b"a")
         wire.send("p", 2, 1, b"b")
-        wire.network.fence("p")
+        wire.network.fence(0)
         wire.send("p", 1, 2, b"c", signal="one")
         log = wire.settle()
         assert log.index((0, 1)) < log.index((2, 1)) < log.index("one")
@@ -92,12 +92,22 @@ def test_fence_orders_per_destination():
     assert across == {True, False}, "a fence says nothing about different PEs"
 
 
-def test_fence_is_the_issuers_own():
+def test_fence_orders_what_any_program_of_the_pe_sends():
+    for policy in seeds():
+        wire = Wire(policy)
+        wire.send("p", 1, 0, b"a")
+        wire.network.fence(0)
+        wire.send("q", 1, 1, b"b")
+        log = wire.settle()
+        assert log.index((0, 1)) < log.index((1, 1))
+
+
+def test_fence_is_the_pes_own():
     orders = set()
     for policy in seeds():
         wire = Wire(policy)
         wire.send("p", 1, 0, b"a")
-        wire.network.fence("q")
+        wire.network.fence(2)
         wire.send("p", 1, 1, b"b")
         log = wire.settle()
         orders.add(log.index((0, 1)) < log.index((1, 1)))
@@ -109,7 +119,7 @@ def test_fence_does_not_order_gets():
     for policy in seeds():
         wire = Wire(policy)
         wire.send("p", 1, 0, b"a", kind="get")
-        wire.network.fence("p")
+        wire.network.fence(0)
         wire.send("p", 1, 1, b"b", kind="get")
         log = wire.settle()
         orders.add(log.index((0, 1)) < log.index((1, 1)))
@@ -130,7 +140,7 @@ def test_bytes_of_an_nbi_put_are_read_when_they_leave():
 def test_flush_delivers_stores_and_what_a_fence_puts_before_them():
     wire = Wire(Policy())
     wire.send("p", 1, 0, b"a")
-    wire.network.fence("p")
+    wire.network.fence(0)
     wire.send("p", 1, 1, b"b")
     wire.send("p", 1, 2, b"c", kind="store")
     wire.send("q", 1, 3, b"d", kind="store")
@@ -157,15 +167,29 @@ def test_drop_loses_what_a_pe_has_sent():
     assert wire.network.in_flight("p") == 0
 
 
-def test_drained_when_everything_has_arrived():
+def test_every_arrival_is_told():
     wire = Wire(Policy())
     wire.send("p", 1, 0, b"")
-    assert wire.drained == ["p"]
+    assert wire.arrived == [("arrived", 0)]
     wire.send("p", 1, 0, b"ab", signal="s")
     wire.send("p", 2, 8, b"c")
     assert wire.network.in_flight("p") == 2
     wire.settle()
-    assert wire.drained == ["p", "p"]
+    assert wire.arrived == [("arrived", 0)] * 3
+
+
+def test_quiet_is_for_all_that_the_pe_has_sent_but_stores_of_other_programs():
+    wire = Wire(Policy())
+    sent = [
+        wire.send("p", 1, 0, b"a"),
+        wire.send("p", 2, 1, b"b", kind="store"),
+        wire.send("q", 1, 2, b"c", kind="get"),
+        wire.send("q", 1, 3, b"d", signal="s"),
+    ]
+    other = wire.send("q", 1, 4, b"e", kind="store")
+    wire.send("r", 1, 5, b"f", source_pe=1)
+    assert set(wire.network.outstanding("p", 0)) == set(sent)
+    assert set(wire.network.outstanding("q", 0)) == {sent[0], *sent[2:], other}
 
 
 @settings(max_examples=200, deadline=None)
@@ -183,7 +207,7 @@ def test_everything_arrives_once_and_epochs_hold(seed, actions):
             )
             sent.append(number)
         elif action == "fence":
-            wire.network.fence("p")
+            wire.network.fence(0)
             epoch += 1
         elif action == "deliver":
             wire.network.deliver()

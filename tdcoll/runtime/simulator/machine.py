@@ -336,20 +336,21 @@ class Machine:
     # ------------------------------------------------------------------ order
 
     def fence(self) -> None:
-        """Order what the running program sends to each PE."""
+        """Order what the PE sends to each PE, before and after."""
         if self.network is not None:
-            self.network.fence(self.program)
+            self.network.fence(self.program.pe)
 
     def quiet(self) -> None:
-        """Wait until nothing of the running program is in flight."""
+        """Wait until what the PE has sent so far has arrived, but for the stores of other programs."""
         program, network = self.program, self.network
         if network is None:
             self.scheduler.turn()
             return
+        sent = network.outstanding(program, program.pe)
         self.scheduler.wait(
-            lambda: not network.in_flight(program),
-            lambda: f"waits in quiet for {network.in_flight(program)} operation(s)",
-            [program],
+            lambda: all(operation.arrived for operation in sent),
+            lambda: f"waits in quiet for {sum(not operation.arrived for operation in sent)} operation(s)",
+            [("arrived", program.pe)],
         )
 
     def release(self) -> None:
@@ -358,7 +359,7 @@ class Machine:
             self.network.flush_stores(self.program)
 
     def barrier(self, name: str) -> None:
-        """Wait for every PE; ``barrier_all`` completes the running program's operations first."""
+        """Wait for every PE; ``barrier_all`` completes what the PE has sent first."""
         if name == "barrier_all":
             self.quiet()
         self._timed(name, lambda: self._arrive(name))

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weak network: messages that arrive as late, and in as strange an order, as NVSHMEM and PTX permit.
 
-Every program has one *channel* to each PE. What it sends (puts, signals, stores through a peer pointer) waits
+Every PE has one *channel* to each PE. What its programs send (puts, signals, stores through a peer pointer) waits
 there as operations:
 
 - an operation's bytes are cut into one to three pieces, which arrive in any order and interleaved with those
   of other operations; its signal, if it has one, arrives after its own pieces and says nothing of others;
-- a fence opens a new *epoch* in each of the program's channels; only operations of a channel's oldest epoch
-  arrive;
-- ``quiet`` waits until nothing of the program is in flight;
+- a fence, by whatever program, opens a new *epoch* in each of the PE's channels; only operations of a channel's oldest
+  epoch arrive. NVSHMEM's fence orders what the PE has issued, and leaves it to the program that "before" and "after"
+  mean anything between threads;
+- ``quiet`` waits until everything has arrived that the PE had in flight when it was called, but for other programs'
+  stores;
 - a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave, so that
   overwriting the source before ``quiet`` shows;
 - gets travel in channels of their own, which fences do not order; ``quiet`` waits for them;
@@ -37,24 +39,26 @@ class Operation:
 
     Attributes:
         kind: ``"put"``, ``"get"``, ``"signal"`` or ``"store"``.
-        source_pe: PE that issued it.
+        issuer: program that issued it.
+        source_pe: the program's PE.
         pieces: bytes that have not arrived yet.
         signal: applied after the last piece; None when there is none, or when it has arrived.
         done: called when everything has arrived.
     """
 
-    __slots__ = ("channel", "done", "kind", "late", "pieces", "signal", "source_pe")
+    __slots__ = ("channel", "done", "issuer", "kind", "late", "pieces", "signal", "source_pe")
 
     def __init__(
         self,
         kind: str,
+        issuer: Any,
         source_pe: int,
         pieces: Sequence[Piece],
         signal: Callable[[], None] | None,
         done: Callable[[], None] | None,
         late: bool,
     ) -> None:
-        self.kind, self.source_pe, self.pieces, self.signal = kind, source_pe, list(pieces), signal
+        self.kind, self.issuer, self.source_pe, self.pieces, self.signal = kind, issuer, source_pe, list(pieces), signal
         self.done, self.late = done, late
         self.channel: _Channel
 
@@ -65,12 +69,12 @@ class Operation:
 
 
 class _Channel:
-    """Operations of one program to one PE, oldest epoch first."""
+    """Operations of one PE to one PE, oldest epoch first."""
 
-    __slots__ = ("epochs", "issuer", "key")
+    __slots__ = ("epochs", "key")
 
-    def __init__(self, key: tuple[Any, object], issuer: Any) -> None:
-        self.key, self.issuer = key, issuer
+    def __init__(self, key: tuple[int, object]) -> None:
+        self.key = key
         self.epochs: list[list[Operation]] = []
 
 
@@ -80,12 +84,14 @@ class Network:
     Args:
         policy: chooses.
         written: called with address and length of bytes that have arrived.
-        drained: called with an issuer of which nothing is in flight any more.
+        arrived: called with ``("arrived", PE)`` when an operation of that PE has arrived.
     """
 
-    def __init__(self, policy: Policy, written: Callable[[int, int], None], drained: Callable[[Any], None]) -> None:
-        self._policy, self._written, self._drained = policy, written, drained
-        self._channels: dict[tuple[Any, object], _Channel] = {}
+    def __init__(
+        self, policy: Policy, written: Callable[[int, int], None], arrived: Callable[[tuple[str, int]], None]
+    ) -> None:
+        self._policy, self._written, self._arrived = policy, written, arrived
+        self._channels: dict[tuple[int, object], _Channel] = {}
         self._in_flight: dict[Any, int] = {}  # issuer -> operations
         self._eager: list[Operation] = []  # may arrive now
         self._late: list[Operation] = []  # may arrive when nothing else can happen
@@ -104,13 +110,13 @@ class Network:
         done: Callable[[], None] | None = None,
         is_flag: bool = False,
     ) -> Operation:
-        """Put a message into the channel from ``issuer`` (any hashable) to ``pe``."""
+        """Put a message of ``issuer`` (any hashable) into the channel from ``source_pe`` to ``pe``."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
-        operation = Operation(kind, source_pe, pieces, signal, done, late)
-        key = (issuer, ("get", pe) if kind == "get" else pe)
+        operation = Operation(kind, issuer, source_pe, pieces, signal, done, late)
+        key = (source_pe, ("get", pe) if kind == "get" else pe)
         channel = self._channels.get(key)
         if channel is None:
-            channel = self._channels[key] = _Channel(key, issuer)
+            channel = self._channels[key] = _Channel(key)
         operation.channel = channel
         self._in_flight[issuer] = self._in_flight.get(issuer, 0) + 1
         if operation.arrived:  # a put of no bytes
@@ -133,11 +139,22 @@ class Network:
                 pieces.append((dest + begin, part, end - begin))
         return pieces
 
-    def fence(self, issuer: Any) -> None:
-        """What ``issuer`` sends to a PE from now on arrives after what it has sent there already."""
+    def fence(self, source_pe: int) -> None:
+        """What ``source_pe`` sends to a PE from now on arrives after what it has sent there already."""
         for (sender, destination), channel in self._channels.items():
-            if sender is issuer and isinstance(destination, int) and channel.epochs and channel.epochs[-1]:
+            if sender == source_pe and isinstance(destination, int) and channel.epochs and channel.epochs[-1]:
                 channel.epochs.append([])
+
+    def outstanding(self, issuer: Any, source_pe: int) -> list[Operation]:
+        """What has to arrive before a ``quiet`` of ``issuer`` returns that is called now."""
+        return [
+            operation
+            for (sender, _), channel in self._channels.items()
+            if sender == source_pe
+            for epoch in channel.epochs
+            for operation in epoch
+            if operation.issuer is issuer or operation.kind != "store"
+        ]
 
     def in_flight(self, issuer: Any) -> int:
         """Operations of ``issuer`` that have not arrived completely."""
@@ -172,26 +189,25 @@ class Network:
         """
 
         def wanted(operation: Operation) -> bool:
-            return operation.kind == "store" and (
+            return (operation.issuer is issuer and operation.kind == "store") and (
                 touching is None
                 or any(dest < touching[1] and touching[0] < dest + n for dest, _, n in operation.pieces)
             )
 
-        for (sender, _), channel in list(self._channels.items()):
-            if sender is issuer:
-                epochs = channel.epochs
-                last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
-                chosen = [
-                    operation
-                    for i, epoch in enumerate(epochs[: last + 1])
-                    for operation in epoch
-                    if i < last or wanted(operation)
-                ]
-                for operation in chosen:
-                    self._withdraw(operation)
-                    while not operation.arrived:
-                        self._deliver_part(operation, in_order=True)
-                    self._close(operation)
+        for channel in list(self._channels.values()):
+            epochs = channel.epochs
+            last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
+            chosen = [
+                operation
+                for i, epoch in enumerate(epochs[: last + 1])
+                for operation in epoch
+                if i < last or wanted(operation)
+            ]
+            for operation in chosen:
+                self._withdraw(operation)
+                while not operation.arrived:
+                    self._deliver_part(operation, in_order=True)
+                self._close(operation)
 
     def drop(self, source_pe: int) -> None:
         """Lose everything that ``source_pe`` has sent and that has not arrived yet."""
@@ -237,10 +253,10 @@ class Network:
         self._finish(operation)
 
     def _finish(self, operation: Operation) -> None:
-        issuer = operation.channel.issuer
+        issuer = operation.issuer
         self._in_flight[issuer] -= 1
-        if operation.done is not None:
-            operation.done()
         if not self._in_flight[issuer]:
             del self._in_flight[issuer]
-            self._drained(issuer)
+        if operation.done is not None:
+            operation.done()
+        self._arrived(("arrived", operation.source_pe))

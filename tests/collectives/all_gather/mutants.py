@@ -83,6 +83,7 @@ PUT_REMOTE = "tdl.putmem_signal_nbi_block(staged, staged, size, signal, epoch, t
 STORE_LOCAL = "tdl.copy_block(target + delta, source, size)"
 RELEASE_LOCAL = "release(signal, delta, epoch)"
 SIGNAL = "tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, pe)"
+SIGNAL_OP = "tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, pe)"  # without the fence that signal_block has
 MAY_WRITE = "if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:\n"
 RING_COPY = "tdl.copy_block(landing + after_delta, held, size)"
 RING_RELEASE = "release(row + origin, after_delta, epoch)"
@@ -100,7 +101,7 @@ MUTANTS = [
     Mutant("one row of signals", (("row = signals + (epoch % 2) * SLOT_SIGNALS", "row = signals"),), WRONG),
     Mutant(
         "no fence between data and signal",
-        ((PUT_LOCAL, f"tdl.putmem_block(target, source, size, pe); {SIGNAL}"),),
+        ((PUT_LOCAL, f"tdl.putmem_block(target, source, size, pe); {SIGNAL_OP}"),),
         WRONG,
     ),
     Mutant(
