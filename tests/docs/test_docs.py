@@ -134,7 +134,7 @@ def kernel(data, signals, nbytes):
 """
 
 
-def test_porting_by_changing_the_imports(tmp_path):
+def test_kernel_of_same_names_with_other_imports(tmp_path):
     """With exactly the imports that docs/language.md gives."""
     import importlib.util
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel written for Triton-distributed is ported by changing its imports: names, arguments and constants agree.
+"""NVSHMEM's functions have the names, arguments and constants of Triton-distributed's device library.
 
 Its sources are read from the wheel on PyPI, which is downloaded and never installed: it would overwrite triton.
 """
@@ -48,7 +48,8 @@ NOT_IN_TDCOLL = {
 
 NOT_IN_LIBSHMEM = {
     **dict.fromkeys(("tid", "ntid", "ld", "ld_acquire", "st"), "its language_extra has them"),
-    **dict.fromkeys(("wait_signal", "wait_signals"), "bounded waits are tdcoll's"),
+    **dict.fromkeys(("wait_signal", "wait_signals", "wait_token"), "bounded waits are tdcoll's"),
+    "consume_token": "its compiler has it, as dl.consume_token",
     **dict.fromkeys(("wait_flagged", "store_flagged"), "words that carry their own flag are tdcoll's"),
     **dict.fromkeys(("signal_block", "copy_block", "block_and"), "work by the block is tdcoll's"),
     "syncthreads": "its language_extra calls it __syncthreads",
