@@ -9,6 +9,7 @@ synchronisation, so looking at it before every call costs next to nothing.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ class WaitMonitor:
         words[c.MONITOR_RANK.value] = self._runtime.rank if rank is None else rank
         self.words = torch.tensor(words, dtype=torch.int64, device=device)
         self._reported = False
+        address = self.words.data_ptr()
+        self._runtime.monitors.add(address)
+        weakref.finalize(self, self._runtime.monitors.discard, address)
         # Kernels write to this memory when a wait expires, whoever still refers to it.
         self._runtime.held[id(self)] = self
 

@@ -89,8 +89,12 @@ class ExplorationFailed(AssertionError):
         super().__init__(str(failure))
 
 
-def _seeds(seeds: int | Iterable[int]) -> Iterable[int]:
-    return range(seeds) if isinstance(seeds, int) else seeds
+def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
+    """The seeds, at least one: without any, a case would pass that was never run."""
+    chosen = range(seeds) if isinstance(seeds, int) else tuple(seeds)
+    if not chosen:
+        raise ValueError(f"seeds must be at least 1, or name at least one seed; got {seeds!r}")
+    return chosen
 
 
 def first_failure(
@@ -101,9 +105,12 @@ def first_failure(
     Args:
         case: runs something in the world it is given.
         n_pes: number of PEs.
-        seeds: how many, from 0, or which.
+        seeds: how many, from 0, or which; at least one.
         weak: messages arrive late and out of order.
         world: further arguments of :class:`World`.
+
+    Raises:
+        ValueError: there are no seeds.
     """
     for seed in _seeds(seeds):
         made = World(n_pes, seed=seed, weak=weak, **world)
@@ -121,6 +128,7 @@ def explore(case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: b
     """Run ``case`` for each of ``seeds``. Arguments as for :func:`first_failure`.
 
     Raises:
+        ValueError: there are no seeds.
         ExplorationFailed: the case failed; says for which seed, why, and how to see it again.
     """
     failure = first_failure(case, n_pes=n_pes, seeds=seeds, weak=weak, **world)
