@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -26,17 +27,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from tdcoll import runtime
 from tdcoll.errors import NotInitializedError
 from tdcoll.language import INTERPRETED, LOWERING
+from tdcoll.language.spec import LIBRARY, LINKED, not_a_monitor
 
 __all__ = ["bitcode_path", "jit", "needs_nvshmem"]
 
-_LIBRARY = "libnvshmem_device"
 _DEVICE_STATE = "nvshmemi_device_state"
 """What a module that holds NVSHMEM code defines; the name alone also occurs in paths of debug information."""
 
@@ -63,10 +66,10 @@ def bitcode_path() -> str:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         places.append(Path(folder) / "nvshmem" / "lib")
     for place in places:
-        if (place / f"{_LIBRARY}.bc").is_file():
-            return str(place / f"{_LIBRARY}.bc")
+        if (place / f"{LIBRARY}.bc").is_file():
+            return str(place / f"{LIBRARY}.bc")
     raise FileNotFoundError(
-        f"{_LIBRARY}.bc, NVSHMEM's device library, was not found in {[str(p) for p in places]}. Install "
+        f"{LIBRARY}.bc, NVSHMEM's device library, was not found in {[str(p) for p in places]}. Install "
         "tdcoll[cu12] or tdcoll[cu13] (which bring nvidia-nvshmem), or set NVSHMEM_HOME."
     )
 
@@ -95,11 +98,9 @@ def _referenced(function: JITFunction) -> Iterator[Any]:
                 yield found
 
 
-def needs_nvshmem(value: Any) -> bool:
-    """Whether a Triton function calls NVSHMEM, itself or through what it reaches.
-
-    That is: functions of the device language and Triton functions, also inside tuples, lists, dicts and ``constexpr``.
-    """
+def _reach(value: Any) -> Iterator[Any]:
+    """``value`` and whatever a Triton function reaches from there: functions of the device language and Triton
+    functions, also inside tuples, lists, dicts and ``constexpr``."""
     seen: dict[int, Any] = {}  # holds on to the values: the id of one that is gone may come again
     stack = [value]
     while stack:
@@ -107,8 +108,7 @@ def needs_nvshmem(value: Any) -> bool:
         if id(current) in seen:
             continue
         seen[id(current)] = current
-        if getattr(current, "needs_nvshmem", False) is True:
-            return True
+        yield current
         if isinstance(current, JITFunction):
             stack.extend(_referenced(current))
         elif isinstance(current, tl.constexpr):
@@ -117,7 +117,16 @@ def needs_nvshmem(value: Any) -> bool:
             stack.extend(current)
         elif isinstance(current, dict):
             stack.extend(current.values())
-    return False
+
+
+def _marked(reached: Iterable[Any], mark: str) -> bool:
+    """Whether a function of the device language is among ``reached`` that has the attribute ``mark``."""
+    return any(getattr(one, mark, False) is True for one in reached)
+
+
+def needs_nvshmem(value: Any) -> bool:
+    """Whether a Triton function calls NVSHMEM, itself or through what it reaches."""
+    return _marked(_reach(value), "needs_nvshmem")
 
 
 _MAY_HOLD_FUNCTIONS = (JITFunction, tl.constexpr, tuple, list, dict, types.FunctionType)
@@ -204,7 +213,7 @@ def _retyped(compile: Callable[..., Any]) -> Callable[..., Any]:
 
     def compile_for_nvshmem(*args: Any, **kwargs: Any) -> Any:
         kernel = compile(*args, **kwargs)
-        if type(kernel) is CompiledKernel and _LIBRARY in dict(kernel.metadata.extern_libs):
+        if type(kernel) is CompiledKernel and LIBRARY in dict(kernel.metadata.extern_libs):
             if _DEVICE_STATE in kernel.asm["ptx"]:
                 kernel.__class__ = _NvshmemKernel
         return kernel
@@ -212,22 +221,67 @@ def _retyped(compile: Callable[..., Any]) -> Callable[..., Any]:
     return compile_for_nvshmem
 
 
+@functools.cache
+def _lowering_digest() -> str:
+    """What Triton's own cache keys leave out: the text of the lowering, whose extern functions write PTX."""
+    folder = Path(__file__).parent
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in ("nvshmem.py", "spec.py"))).hexdigest()
+
+
 class TdcollJITFunction(JITFunction):
     """A ``triton.jit`` function that links and initialises NVSHMEM when it calls it."""
 
     @functools.cached_property
+    def _reached(self) -> tuple[Any, ...]:
+        """What this kernel reaches, whatever its arguments are."""
+        return tuple(_reach(self))
+
+    @functools.cached_property
     def calls_nvshmem(self) -> bool:
         """Whether this kernel needs NVSHMEM's bitcode whatever its arguments are."""
-        return needs_nvshmem(self)
+        return _marked(self._reached, "needs_nvshmem")
+
+    @functools.cached_property
+    def _monitor_at(self) -> int | None:
+        """Position of the parameter ``monitor`` of a kernel with bounded waits; None of any other kernel."""
+        waits = "monitor" in self.arg_names and _marked(self._reached, "bounded")
+        return self.arg_names.index("monitor") if waits else None
+
+    def _check_monitor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ``ValueError`` unless the argument ``monitor`` is that of a monitor. The waits cannot tell: to look
+        would cost each of them an instruction."""
+        place, job = self._monitor_at, runtime.current_or_none()
+        if place is None or job is None:
+            return
+        given = kwargs["monitor"] if "monitor" in kwargs else args[place] if place < len(args) else None
+        if isinstance(given, torch.Tensor) and given.data_ptr() not in job.monitors:
+            raise ValueError(f"{self.__name__}: {not_a_monitor(given.data_ptr())}")
+
+    @property
+    def cache_key(self) -> str:
+        """Triton's, and what it does not see of the device language."""
+        return f"{super().cache_key}-{_lowering_digest()}"
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        self._check_monitor(args, kwargs)
         if not _LEFT_TO_TRITON_DISTRIBUTED and (
             self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values())
         ):
-            kwargs["extern_libs"] = {**kwargs.get("extern_libs", {}), _LIBRARY: bitcode_path()}
+            kwargs["extern_libs"] = {**kwargs.get("extern_libs", {}), LIBRARY: bitcode_path()}
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)
 
+    def _refuse_calls_that_wait(self) -> None:
+        """Raise ``ValueError`` if a helper acquires that Triton does not inline: it moves loads above calls."""
+        for helper in self._reached:
+            called = helper is not self and isinstance(helper, JITFunction) and helper.noinline
+            if called and _marked(_reach(helper), "acquires"):
+                raise ValueError(
+                    f"{helper.__name__} waits or acquires, and is noinline: Triton would move loads of the loop that "
+                    "calls it above the call. Leave noinline out"
+                )
+
     def create_binder(self) -> Any:
+        self._refuse_calls_that_wait()
         made = super().create_binder()  # once per device; sets `compile`
         if not _LEFT_TO_TRITON_DISTRIBUTED:
             self.compile = _retyped(self.compile)  # type: ignore[has-type]
@@ -235,8 +289,8 @@ class TdcollJITFunction(JITFunction):
 
 
 def _checked_interpreted(function: Any) -> Any:
-    """An interpreted kernel that refuses launch options which Triton would not know either, and says so where there is
-    no simulated machine to run it on."""
+    """An interpreted kernel that may call NVSHMEM. It refuses launch options which Triton would not know either, and
+    says so where there is no simulated machine to run it on."""
     from triton.runtime.errors import InterpreterError
 
     from tdcoll.runtime.simulator.interpreter import root_cause
@@ -251,7 +305,7 @@ def _checked_interpreted(function: Any) -> Any:
                 f"{name}() got unknown keyword(s) {unknown}: neither parameters of the kernel nor launch options"
             )
         try:
-            return launch(*args, grid=grid, warmup=warmup, **kwargs)
+            return launch(*args, grid=grid, warmup=warmup, **{LINKED: True}, **kwargs)
         except InterpreterError as error:
             if isinstance(root_cause(error), NotInitializedError):
                 raise NotInitializedError(

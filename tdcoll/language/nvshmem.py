@@ -10,11 +10,18 @@ Waits are polling loops in PTX rather than in Triton: a loop per thread, no cros
 the clock is read on every 256th miss only. That of a signal is AND-ed over the block by ``bar.red``, because threads
 may disagree at the deadline and a block-wide branch on a value that differs between warps is undefined; that of a
 flagged word is its thread's own.
+
+Loads that follow a wait, or anything else that acquires, must stay behind it. For Triton's software pipeliner an asm or
+an extern call is no obstacle: it takes the loads of later iterations above it. But it leaves a loop alone that holds a
+barrier of Triton's, wherever in its body. So each of these functions ends with one that is never reached
+(:func:`_hold_loads`); the compiler finds that out when the pipeliner is done, and nothing of it is left in the PTX.
+:func:`wait_token` is for loops that are to be pipelined.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -35,11 +42,32 @@ from tdcoll.language.constants import (
     RECORD_SIGNAL,
     RECORD_VALID,
 )
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.language.spec import FUNCTIONS, LIBRARY, not_64_bits, not_linked
 
-_TYPES = {"ptr": tl.int64, "size": tl.int64, "pe": tl.int32, "int": tl.int32, "u64": tl.uint64}
+_TYPES = {"ptr": tl.int64, "ptr64": tl.int64, "size": tl.int64, "pe": tl.int32, "int": tl.int32, "u64": tl.uint64}
 _RETURNS = {"int32": tl.int32, "uint64": tl.uint64, "pointer": tl.int64, None: tl.int32}
 _PURE = {"my_pe", "n_pes", "remote_ptr"}
+
+
+@triton.jit
+def _hold_loads():
+    """A barrier that is never reached, for the pipeliner to find. That it is not, only MLIR's SCCP sees, which Triton
+    runs after the pipeliner and not before it: no other pass follows a value around a loop."""
+    never = tl.cast(0, tl.int32)
+    while never != 0:
+        never += 1
+    if never != 0:
+        tl.debug_barrier()
+
+
+@core.extern
+def _require_ptr64(function, parameter, value, _semantic=None):
+    """Refuse a pointer to anything but 64-bit integers; an address is as good."""
+    if isinstance(value, core.tensor) and value.dtype.is_ptr():
+        pointee = value.dtype.element_ty
+        if not pointee.is_int() or pointee.primitive_bitwidth != 64:
+            names = core._unwrap_if_constexpr(function), core._unwrap_if_constexpr(parameter)
+            raise ValueError(not_64_bits(*names, pointee))
 
 
 def _lower(name: str) -> Callable[..., Any]:
@@ -51,8 +79,13 @@ def _lower(name: str) -> Callable[..., Any]:
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n, _ in spec.parameters]
     )
 
-    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+    def call(*args: Any, _semantic: Any = None, _generator: Any = None, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).args
+        if LIBRARY not in dict(_semantic.builder.options.extern_libs):
+            raise ValueError(not_linked(name))
+        for (parameter, kind), value in zip(spec.parameters, given, strict=True):
+            if kind == "ptr64":
+                _require_ptr64(name, parameter, value, _semantic=_semantic)
         lowered = [
             core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
             for arg, wanted in zip(given, types, strict=True)
@@ -64,17 +97,20 @@ def _lower(name: str) -> Callable[..., Any]:
         result = core.extern_elementwise(
             "", "", lowered, {types: (spec.symbol, _RETURNS[spec.returns])}, name in _PURE, _semantic=_semantic
         )
+        if spec.acquires:
+            _generator.call_JitFunction(_hold_loads, (), {})
         if spec.returns == "pointer":
             return core.cast(result, _semantic.to_tensor(given[0]).dtype, _semantic=_semantic)
         return result
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = spec.doc
-    # Triton 3.6 passes `_semantic` only to functions whose signature names it.
-    semantic = inspect.Parameter("_semantic", inspect.Parameter.KEYWORD_ONLY, default=None)
+    # Triton passes these only to functions whose signature names them.
+    own = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ("_semantic", "_generator")]
     extern = core.extern(call)
-    extern.__signature__ = signature.replace(parameters=[*signature.parameters.values(), semantic])
+    extern.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *own])
     extern.needs_nvshmem = True
+    extern.acquires = spec.acquires
     return extern
 
 
@@ -158,11 +194,11 @@ def _integer_pointee(function: str, ptr: Any) -> tuple[Any, str]:
 
 
 @core.extern
-def ld(ptr, scope="gpu", semantic="relaxed", _semantic=None):
+def ld(ptr, scope="gpu", semantic="relaxed", _semantic=None, _generator=None):
     scope = _choice("scope", scope, ("gpu", "sys"))
     order = _choice("semantic", semantic, ("relaxed", "acquire"))
     pointee, constraint = _integer_pointee("ld", ptr)
-    return core.inline_asm_elementwise(
+    value = core.inline_asm_elementwise(
         f"ld.{order}.{scope}.global.b{pointee.primitive_bitwidth} $0, [$1];",
         f"={constraint},l,~{{memory}}",
         [ptr],
@@ -171,11 +207,17 @@ def ld(ptr, scope="gpu", semantic="relaxed", _semantic=None):
         pack=1,
         _semantic=_semantic,
     )
+    if order == "acquire":
+        _generator.call_JitFunction(_hold_loads, (), {})
+    return value
 
 
 @core.extern
-def ld_acquire(ptr, scope="gpu", _semantic=None):
-    return ld(ptr, scope, "acquire", _semantic=_semantic)
+def ld_acquire(ptr, scope="gpu", _semantic=None, _generator=None):
+    return ld(ptr, scope, "acquire", _semantic=_semantic, _generator=_generator)
+
+
+ld_acquire.acquires = True
 
 
 @core.extern
@@ -309,6 +351,9 @@ def _poll(signal, compare, value, monitor, active, peer, index, _semantic=None):
     )
 
 
+_poll.bounded = True
+
+
 @core.extern
 def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
     """Per element: (data, data, data, 1) once the word's last 32 bits are ``flag``; (any, 0) after the deadline."""
@@ -344,27 +389,52 @@ def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
     return core.inline_asm_elementwise(asm, outputs, args, (tl.int32,) * 4, is_pure=False, pack=1, _semantic=_semantic)
 
 
-@core.extern
-def block_and(flag, _semantic=None):
+_poll_flagged.bounded = True
+
+
+def _all_threads(flag: Any, then: str, semantic: Any) -> Any:
+    """A barrier of the block's threads, which then execute ``then``: 1 if ``flag`` is not 0 in all of them, else 0."""
     return core.inline_asm_elementwise(
         "{ .reg .pred mine, all; setp.ne.u32 mine, $1, 0; barrier.cta.red.and.pred all, 0, mine; "
-        "selp.u32 $0, 1, 0, all; }",
+        f"{then}selp.u32 $0, 1, 0, all; }}",
         "=r,r,~{memory}",
-        [core.cast(_semantic.to_tensor(flag), tl.int32, _semantic=_semantic)],
+        [core.cast(semantic.to_tensor(flag), tl.int32, _semantic=semantic)],
         tl.int32,
         is_pure=False,
         pack=1,
-        _semantic=_semantic,
+        _semantic=semantic,
     )
+
+
+@core.extern
+def block_and(flag, _semantic=None, _generator=None):
+    result = _all_threads(flag, "", _semantic)
+    _generator.call_JitFunction(_hold_loads, (), {})
+    return result
+
+
+block_and.acquires = True
+
+
+@core.extern
+def _block_and_for_descriptors(flag, _semantic=None):
+    """As ``block_and``, but holds no loads. Descriptors are loaded through the async proxy, which does not see what a
+    thread has acquired before a proxy fence."""
+    has_async_proxy = int(re.sub(r"\D", "", _semantic.builder.options.arch)) >= 90
+    return _all_threads(flag, "fence.proxy.async.global; " if has_async_proxy else "", _semantic)
 
 
 @triton.jit
 def wait_signal(signal, compare: tl.constexpr, value, monitor, peer, index):
+    _require_ptr64("wait_signal", "signal", signal)
+    _require_ptr64("wait_signal", "monitor", monitor)
     return block_and(_poll(signal, compare, value, monitor, 1, peer, index))
 
 
 @triton.jit
 def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BLOCK: tl.constexpr):
+    _require_ptr64("wait_signals", "signals", signals)
+    _require_ptr64("wait_signals", "monitor", monitor)
     index = tl.arange(0, BLOCK)
     wanted = (index < count) & (index != skip)
     mine = signals.to(tl.pointer_type(tl.int64)) + tl.where(wanted, index, 0)
@@ -372,9 +442,43 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
 
 
 @triton.jit
+def wait_token(signal, compare: tl.constexpr, value, monitor, peer, index):
+    _require_ptr64("wait_token", "signal", signal)
+    _require_ptr64("wait_token", "monitor", monitor)
+    token = tl.cast(0, tl.int32)
+    # Always true, which the compiler does not know. The pipeliner can make a branch, and what it returns, part of an
+    # earlier iteration; an asm it leaves where it is.
+    if tl.cast(signal, tl.int64) != 0:
+        token = _block_and_for_descriptors(_poll(signal, compare, value, monitor, 1, peer, index))
+    return token
+
+
+@core.extern
+def consume_token(value, token, _semantic=None):
+    if isinstance(value, core.tensor_descriptor_base):
+        raise ValueError(
+            "consume_token: value must be a pointer or an offset, got a descriptor: give an offset of its load"
+        )
+    value, token = _semantic.to_tensor(value), _semantic.to_tensor(token)
+    if not (value.dtype.is_ptr() or value.dtype.is_int()):
+        raise ValueError(f"consume_token: value must be a pointer or an integer offset, got {value.type}")
+    if token.type != tl.int32:
+        raise ValueError(f"consume_token: token must be what wait_token returned, an int32; got {token.type}")
+    # A token is 0 or 1, which the compiler does not know either. Of a pointer it still has to know the alignment.
+    nothing = core.cast(
+        token.__rshift__(1, _semantic=_semantic), tl.int64 if value.dtype.is_ptr() else value.dtype, _semantic=_semantic
+    )
+    step = nothing.__mul__(16, _semantic=_semantic) if value.dtype.is_ptr() else nothing
+    return value.__add__(step, _semantic=_semantic)
+
+
+@triton.jit
 def wait_flagged(words, flag, mask, monitor, peer):
+    _require_ptr64("wait_flagged", "monitor", monitor)
     place = tl.arange(0, words.shape[0])
-    return _poll_flagged(words, flag, monitor, mask.to(tl.int32), peer, place)
+    found = _poll_flagged(words, flag, monitor, mask.to(tl.int32), peer, place)
+    _hold_loads()
+    return found
 
 
 @core.extern
@@ -399,6 +503,7 @@ def store_flagged(words, first, second, third, flag, mask, _semantic=None):
 
 @triton.jit
 def signal_block(sig_addr, signal, sig_op, pe):
+    _require_ptr64("signal_block", "sig_addr", sig_addr)
     syncthreads()
     if tid(0) == 0:
         fence()

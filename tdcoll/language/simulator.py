@@ -21,7 +21,7 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.language import constants as c
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.language.spec import FUNCTIONS, not_64_bits, not_linked
 from tdcoll.runtime.simulator.interpreter import machine
 from tdcoll.runtime.simulator.lanes import thread_index
 from tdcoll.runtime.simulator.machine import Machine
@@ -50,6 +50,21 @@ def _number(function: str, parameter: str, value: Any) -> int:
     return value
 
 
+def _address64(function: str, parameter: str, value: Any) -> int:
+    """An address, or a pointer to 64-bit integers, as a Python int."""
+    if isinstance(value, tl.tensor) and value.dtype.is_ptr():
+        pointee = value.dtype.element_ty
+        if not pointee.is_int() or pointee.primitive_bitwidth != 64:
+            raise ValueError(not_64_bits(function, parameter, pointee))
+    return _number(function, parameter, value)
+
+
+def _require_nvshmem(running: Machine, function: str) -> None:
+    """Refuse what would not be linked on a GPU."""
+    if not running.program.linked:
+        raise ValueError(not_linked(function))
+
+
 def _scalar(value: int, numpy_type: Any, triton_type: Any) -> Any:
     return tl.tensor(triton_interpreter.TensorHandle(np.array([value], numpy_type), triton_type), triton_type)
 
@@ -71,11 +86,13 @@ def _named(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         running = machine()
+        if spec.symbol is not None:
+            _require_nvshmem(running, name)
         if kwargs or len(args) != len(names):
             args = signature.bind(*args, **kwargs).args
         numbers = []
         for parameter, kind, value in zip(names, kinds, args, strict=True):
-            number = _number(name, parameter, value)
+            number = (_address64 if kind == "ptr64" else _number)(name, parameter, value)
             if kind == "u64":
                 number &= _MASK64
             numbers.append(running.check_pe(number) if kind == "pe" else number)
@@ -122,6 +139,7 @@ def n_pes(running):
 
 def remote_ptr(local_ptr: Any, pe: Any, _semantic: Any = None) -> Any:
     running = machine()
+    _require_nvshmem(running, "remote_ptr")
     target = running.check_pe(_number("remote_ptr", "pe", pe))
     address = _number("remote_ptr", "local_ptr", local_ptr)
     running.check_symmetric(address, 0, "local_ptr")
@@ -214,10 +232,12 @@ def signal_op(running, sig_addr, signal, sig_op, pe):
 
 @_device
 def signal_block(running, sig_addr, signal, sig_op, pe):
+    _require_nvshmem(running, "signal_block")
     running.check_signal(sig_addr, "sig_addr")
     operation = _checked_operation(sig_op)
     syncthreads()
-    running.release()  # the one thread's fence: orders the block's stores, not its puts
+    running.release()  # the one thread's fence, which also waits for the block's stores
+    running.fence()
     running.signal(sig_addr, signal, operation, pe)
 
 
@@ -337,6 +357,29 @@ def wait_signal(running, signal, compare, value, monitor, peer, index):
 
 
 @_device
+def wait_token(running, signal, compare, value, monitor, peer, index):
+    return wait_signal(signal, compare, value, monitor, peer, index)
+
+
+def consume_token(value: Any, token: Any, _semantic: Any = None) -> Any:
+    machine()
+    if isinstance(value, tl.core.tensor_descriptor_base):
+        raise ValueError(
+            "consume_token: value must be a pointer or an offset, got a descriptor: give an offset of its load"
+        )
+    semantic = triton_interpreter.interpreter_semantic
+    value, token = semantic.to_tensor(value), semantic.to_tensor(token)
+    if not (value.dtype.is_ptr() or value.dtype.is_int()):
+        raise ValueError(f"consume_token: value must be a pointer or an integer offset, got {value.type}")
+    if token.type != tl.int32:
+        raise ValueError(f"consume_token: token must be what wait_token returned, an int32; got {token.type}")
+    return value
+
+
+consume_token.__doc__ = FUNCTIONS["consume_token"].doc
+
+
+@_device
 def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
     if count > BLOCK or BLOCK & (BLOCK - 1) or BLOCK < 1:
         raise ValueError(f"wait_signals: BLOCK must be a power of two of at least count={count}, got {BLOCK}")
@@ -357,7 +400,7 @@ def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _sem
     pending = addresses[places].astype(np.uint64)
     for address in pending[[0, -1]].tolist() if pending.size else ():
         running.check_flagged(address)
-    held = Monitor(_number("wait_flagged", "monitor", monitor))
+    held = Monitor(_address64("wait_flagged", "monitor", monitor))
     threads = [(sender, place) for place in places.tolist()]
     seen, arrived = running.wait_flagged(pending, threads, wanted, held)
     parts = np.zeros((4, addresses.size), np.uint32)

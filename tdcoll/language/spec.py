@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device language as data: one entry per function, from which lowerings, docs and tests are made.
 
-Names and argument order are NVSHMEM's, as Triton-distributed's ``libshmem_device`` spells them, so that a
-kernel written for it is ported by changing its imports. ``docs/language.md`` is generated from this table
-(``python -m tdcoll.language``); a test compares the table with Triton-distributed's sources, another with
-what each lowering implements.
+Names and argument order of NVSHMEM's functions are those of Triton-distributed's ``libshmem_device``. The table in
+``docs/language.md`` is generated from this one (``python -m tdcoll.language``); a test compares it with
+Triton-distributed's sources, another with what each lowering implements.
 
 Sources: the NVSHMEM API documentation (Remote Memory Access, Signaling Operations, Memory Ordering,
 Point-To-Point Synchronization) and, for loads and stores, the PTX ISA's memory consistency model.
@@ -15,9 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FUNCTIONS", "DeviceFunction", "table"]
+__all__ = ["FUNCTIONS", "LIBRARY", "LINKED", "DeviceFunction", "not_64_bits", "not_a_monitor", "not_linked", "table"]
 
-Kind = Literal["ptr", "size", "pe", "int", "u64", "value", "constant"]
+LIBRARY = "libnvshmem_device"
+"""NVSHMEM's bitcode library, as its file and Triton's ``extern_libs`` name it."""
+
+LINKED = "linked_by_tdcoll_jit"
+"""A launch option by which ``tdcoll.jit`` tells the simulator that a compiled kernel would have NVSHMEM linked in."""
+
+Kind = Literal["ptr", "ptr64", "size", "pe", "int", "u64", "value", "constant"]
 
 
 @dataclass(frozen=True)
@@ -26,14 +31,16 @@ class DeviceFunction:
 
     Attributes:
         name: as a kernel writes it.
-        parameters: ``(name, kind)``: ``ptr`` an address or pointer, ``size`` bytes (int64), ``pe`` a PE (int32),
-            ``int`` an int32, ``u64`` an unsigned 64-bit value, ``value`` of the pointee's type, ``constant`` a
-            compile-time constant.
+        parameters: ``(name, kind)``: ``ptr`` an address or pointer, ``ptr64`` an address or a pointer to 64-bit
+            integers, ``size`` bytes (int64), ``pe`` a PE (int32), ``int`` an int32, ``u64`` an unsigned 64-bit value,
+            ``value`` of the pointee's type, ``constant`` a compile-time constant.
         defaults: default values of the last parameters.
         symbol: NVSHMEM's device function, or None where PTX or Triton itself does the work.
         returns: what it returns, or None.
         prototype: what it stands for: NVSHMEM's C prototype, or the PTX instruction.
         doc: meaning, units, who must call it, ordering.
+        acquires: loads that follow it in the program see what others have written, so the compiler must not move
+            them above it.
     """
 
     name: str
@@ -43,6 +50,7 @@ class DeviceFunction:
     prototype: str
     doc: str
     defaults: tuple[object, ...] = ()
+    acquires: bool = False
 
     @property
     def signature(self) -> str:
@@ -51,6 +59,30 @@ class DeviceFunction:
         first = len(names) - len(self.defaults)
         shown = names[:first] + [f"{n}={d!r}" for n, d in zip(names[first:], self.defaults, strict=True)]
         return f"{self.name}({', '.join(shown)})"
+
+
+def not_64_bits(function: str, parameter: str, pointee: object) -> str:
+    """The error for a pointer to ``pointee`` where ``parameter`` of ``function`` is of kind ``ptr64``."""
+    return (
+        f"{function}: {parameter} must point to 64-bit integers (int64 or uint64), got a pointer to {pointee}; 64 bits "
+        "there take in the neighbour"
+    )
+
+
+def not_a_monitor(address: int) -> str:
+    """The error for an ``address`` where a monitor's words are wanted."""
+    return (
+        "monitor must be the words of an open tdcoll.WaitMonitor of this job (monitor.words, ctx.monitor.words), got "
+        f"other memory at {address:#x}"
+    )
+
+
+def not_linked(function: str) -> str:
+    """The error for ``function``, which is NVSHMEM's, in a kernel that was launched without NVSHMEM."""
+    return (
+        f"{function} calls NVSHMEM: decorate the kernel that is launched with @tdcoll.jit instead of @triton.jit (its "
+        "helpers may have either)"
+    )
 
 
 _SCOPES = {
@@ -62,7 +94,7 @@ _SCOPES = {
 _MEM: tuple[tuple[str, Kind], ...] = (("dest", "ptr"), ("source", "ptr"), ("bytes", "size"), ("pe", "pe"))
 _MEM_SIGNAL: tuple[tuple[str, Kind], ...] = (
     *_MEM[:3],
-    ("sig_addr", "ptr"),
+    ("sig_addr", "ptr64"),
     ("signal", "u64"),
     ("sig_op", "int"),
     ("pe", "pe"),
@@ -105,6 +137,7 @@ def _transfers() -> list[DeviceFunction]:
                         None,
                         f"void {symbol}(void *dest, const void *source, size_t bytes{extra}, int pe)",
                         what + completion + who,
+                        acquires=base == "getmem" and not mode,
                     )
                 )
     return made
@@ -113,14 +146,15 @@ def _transfers() -> list[DeviceFunction]:
 def _barriers() -> list[DeviceFunction]:
     made = []
     for base, what in (
-        ("barrier_all", "Completes all earlier puts of this PE (as `quiet`), then waits for every PE of the job. "),
+        ("barrier_all", "Completes what this PE has issued (as `quiet`), then waits for every PE of the job. "),
         ("sync_all", "Waits for every PE of the job; does not complete puts (use `barrier_all` for that). "),
     ):
         for scope, (prefix, suffix, who) in _SCOPES.items():
             symbol = f"{prefix}{base}{suffix}"
             who = who.replace("makes a transfer of its own: call it", "takes part: call it")
             rule = "One program per PE may be in it at a time. Unbounded: prefer signals with bounded waits."
-            made.append(DeviceFunction(f"{base}{scope}", (), symbol, None, f"void {symbol}()", f"{what}{who} {rule}"))
+            doc = f"{what}{who} {rule}"
+            made.append(DeviceFunction(f"{base}{scope}", (), symbol, None, f"void {symbol}()", doc, acquires=True))
     return made
 
 
@@ -147,23 +181,24 @@ _FUNCTIONS = [
     *_transfers(),
     DeviceFunction(
         "signal_op",
-        (("sig_addr", "ptr"), ("signal", "u64"), ("sig_op", "int"), ("pe", "pe")),
+        (("sig_addr", "ptr64"), ("signal", "u64"), ("sig_op", "int"), ("pe", "pe")),
         "nvshmemx_signal_op",
         None,
         "void nvshmemx_signal_op(uint64_t *sig_addr, uint64_t signal, int sig_op, int pe)",
         "Updates the 64-bit signal at the symmetric address `sig_addr` on PE `pe` (SIGNAL_SET or SIGNAL_ADD). Not "
-        "ordered after earlier puts: `fence` first. Every thread that calls updates once, so SIGNAL_ADD wants one "
-        "thread.",
+        "ordered after earlier puts and stores: `fence` first, or use `signal_block`. Every thread that calls updates "
+        "once, so SIGNAL_ADD wants one thread.",
     ),
     DeviceFunction(
         "signal_wait_until",
-        (("sig_addr", "ptr"), ("cmp_", "int"), ("cmp_val", "u64")),
+        (("sig_addr", "ptr64"), ("cmp_", "int"), ("cmp_val", "u64")),
         "nvshmem_signal_wait_until",
         "uint64",
         "uint64_t nvshmem_signal_wait_until(uint64_t *sig_addr, int cmp, uint64_t cmp_val)",
         "Waits until this PE's signal compares true (CMP_*), and returns its value. Whoever returns sees what was "
         "put before the signal. Has no deadline: a peer that dies leaves the GPU hanging. `wait_signal` is the "
         "bounded form.",
+        acquires=True,
     ),
     DeviceFunction(
         "fence",
@@ -171,8 +206,9 @@ _FUNCTIONS = [
         "nvshmem_fence",
         None,
         "void nvshmem_fence()",
-        "Orders the calling thread's puts and signals to each PE: those before it are delivered before those after. "
-        "Says nothing about different PEs, and does not wait.",
+        "Puts and signals that this PE has issued before arrive, at each PE, before those that it issues afterwards. "
+        "Those of other threads, too, if they are synchronised with the calling one (`syncthreads`). Orders stores of "
+        "the calling thread through `remote_ptr` alike. Says nothing about different PEs, and does not wait.",
     ),
     DeviceFunction(
         "quiet",
@@ -180,7 +216,9 @@ _FUNCTIONS = [
         "nvshmem_quiet",
         None,
         "void nvshmem_quiet()",
-        "Waits until all puts and nbi transfers of the calling thread are complete at their destination.",
+        "Waits until all puts, signals and nbi transfers that this PE has issued are complete at their destination; "
+        "those of other threads under the condition that `fence` has.",
+        acquires=True,
     ),
     *_barriers(),
     DeviceFunction(
@@ -208,6 +246,7 @@ _FUNCTIONS = [
         None,
         "__syncthreads() (PTX bar.sync)",
         "Barrier of the block's threads; orders their memory accesses among each other.",
+        acquires=True,
     ),
     DeviceFunction(
         "ld",
@@ -227,6 +266,7 @@ _FUNCTIONS = [
         "ld.acquire.{gpu,sys}",
         "`ld` with acquire order: what was written before the matching release is seen after it.",
         ("gpu",),
+        acquires=True,
     ),
     DeviceFunction(
         "st",
@@ -251,10 +291,10 @@ _FUNCTIONS = [
     DeviceFunction(
         "wait_signal",
         (
-            ("signal", "ptr"),
+            ("signal", "ptr64"),
             ("compare", "constant"),
             ("value", "u64"),
-            ("monitor", "ptr"),
+            ("monitor", "ptr64"),
             ("peer", "int"),
             ("index", "int"),
         ),
@@ -265,16 +305,44 @@ _FUNCTIONS = [
         "of `monitor` (see `tdcoll.WaitMonitor`) expires or another wait's has: 0, and the host's next check raises "
         "CollectiveTimeout naming `peer` and `index`. Acquires at system scope and ends with a block barrier; the "
         "answer is the same in all threads. Test it and leave the kernel on 0.",
+        acquires=True,
+    ),
+    DeviceFunction(
+        "wait_token",
+        (
+            ("signal", "ptr64"),
+            ("compare", "constant"),
+            ("value", "u64"),
+            ("monitor", "ptr64"),
+            ("peer", "int"),
+            ("index", "int"),
+        ),
+        None,
+        "int32",
+        "bounded nvshmem_signal_wait_until in a pipelined loop",
+        "`wait_signal` for loops that Triton is to pipeline; a plain wait forbids that. Returns its 1 or 0, as a "
+        "token: loads by pointers or descriptor offsets from `consume_token` stay behind the wait, others may move "
+        "above it. The wait moves with them, up to `num_stages` - 1 iterations ahead: a loop must not itself cause "
+        "what it so waits for. After a 0 the loads read what is there: test the token before the result is used.",
+    ),
+    DeviceFunction(
+        "consume_token",
+        (("value", "value"), ("token", "int")),
+        None,
+        "value",
+        "an addition of 0 that the compiler cannot see through",
+        "`value` unchanged: a pointer, a block of pointers, or an integer offset of a descriptor's load. What is "
+        "loaded there is loaded after the `wait_token` that returned `token`.",
     ),
     DeviceFunction(
         "wait_signals",
         (
-            ("signals", "ptr"),
+            ("signals", "ptr64"),
             ("count", "int"),
             ("skip", "int"),
             ("compare", "constant"),
             ("value", "u64"),
-            ("monitor", "ptr"),
+            ("monitor", "ptr64"),
             ("BLOCK", "constant"),
         ),
         None,
@@ -282,10 +350,11 @@ _FUNCTIONS = [
         "bounded nvshmem_signal_wait_until_all",
         "As `wait_signal`, for `signals[0:count]` except index `skip` (-1: none), all at once. `BLOCK` is a power of "
         "two of at least `count`. The index of a missing signal is reported as the peer.",
+        acquires=True,
     ),
     DeviceFunction(
         "wait_flagged",
-        (("words", "ptr"), ("flag", "int"), ("mask", "value"), ("monitor", "ptr"), ("peer", "int")),
+        (("words", "ptr"), ("flag", "int"), ("mask", "value"), ("monitor", "ptr64"), ("peer", "int")),
         None,
         "value",
         "bounded polling of 128-bit words {3 x 32 bits of data, 32 bits of flag}",
@@ -294,6 +363,7 @@ _FUNCTIONS = [
         "block of 1, or of 0 where a deadline has expired before the flag came, as for `wait_signal`. Each thread "
         "waits for its own words only. Another flag means other data, so this waits for equality: the protocol must "
         "not let a word be written again before it is read.",
+        acquires=True,
     ),
     DeviceFunction(
         "store_flagged",
@@ -321,15 +391,16 @@ _FUNCTIONS = [
         "__syncthreads_and() (PTX barrier.red.and)",
         "Barrier of the block's threads; 1 in all of them if `flag` is not 0 in all of them, else 0. Makes a value "
         "that threads may have read differently fit to branch on.",
+        acquires=True,
     ),
     DeviceFunction(
         "signal_block",
-        (("sig_addr", "ptr"), ("signal", "u64"), ("sig_op", "int"), ("pe", "pe")),
+        (("sig_addr", "ptr64"), ("signal", "u64"), ("sig_op", "int"), ("pe", "pe")),
         None,
         None,
         "signal_op by the block",
         "`signal_op`, once for the whole block: a block barrier, then one thread fences and updates. What the block "
-        "has read or written before, by loads and stores, comes before the signal; puts of other threads do not.",
+        "has read, stored, and sent to `pe` before comes before the signal.",
     ),
     DeviceFunction(
         "copy_block",

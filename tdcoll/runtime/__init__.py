@@ -52,6 +52,8 @@ class Runtime:
     """Contexts that tdcoll made itself for the drop-in calls; closed by ``finalize``."""
     held: dict[int, Any] = field(init=False, default_factory=dict)
     """What kernels and captured graphs may still use, by id: open contexts and monitors, kept until ``finalize``."""
+    monitors: set[int] = field(init=False, default_factory=set)
+    """Addresses of the words of all monitors, which is what a bounded wait may be given."""
     failed: bool = field(init=False, default=False)
     """A wait has expired: peers may be gone, and nothing collective is tried any more."""
     closed: bool = field(init=False, default=False)

@@ -6,13 +6,16 @@ Run as a program of its own, without TRITON_INTERPRET: which language a process 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
+import ptx_order
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -20,17 +23,22 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+import tdcoll.language as tdl
 from tdcoll.bench import kernels as bench
+from tdcoll.collectives import protocol
 from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll, kernels_ring
 from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.sparse_all_reduce import kernels as sparse
+from tdcoll.language import jit, nvshmem
 from tdcoll.language.jit import bitcode_path, needs_nvshmem
 
 POINTERS = {"signals": "*i64", "ready": "*i64", "control": "*i64", "monitor": "*i64", "routes": "*i32"}
 ADDRESSES = ("source", "out", "staging")
 LANGUAGE_TYPES = {
     **dict.fromkeys(("dest", "source", "dst", "src"), "*u8"),
-    **dict.fromkeys(("signal", "signals", "monitor", "seen", "words"), "*i64"),
+    **dict.fromkeys(("signal", "signals", "monitor", "seen", "words", "done"), "*i64"),
+    **dict.fromkeys(("parts", "sent"), "*fp16"),
+    "total": "*fp32",
     **dict.fromkeys(("out", "ok", "number", "flag", "torn"), "*i32"),
     "value": "i64",
 }
@@ -62,11 +70,19 @@ def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str
         for i, name in enumerate(kernel.arg_names)
         if aligned and (signature[name].startswith("*") or name == "row_elements")
     }
-    return triton.compile(
+    compiled = triton.compile(
         ASTSource(kernel, signature, constants, hints),
         target=GPUTarget("cuda", arch, 32),
         options={"extern_libs": libraries, "num_warps": 8},
     )
+    ptx = compiled.asm["ptx"]
+    seen = {"problems": ptx_order.problems(ptx), **ptx_order.count(ptx)}
+    ORDER.append({"module": kernel.__module__, "kernel": kernel.__name__, "arch": arch, **seen})
+    return compiled
+
+
+ORDER: list[dict[str, object]] = []
+"""What :mod:`ptx_order` finds in each kernel that was compiled."""
 
 
 def compile_all_gather(kernel, arch: int, world: int, in_place: bool) -> dict[str, object]:
@@ -112,11 +128,14 @@ def compile_ll(arch: int, world: int, block: int, over_nodes: bool) -> dict[str,
     }
 
 
-def compile_direct(kernel, arch: int, in_place: bool) -> dict[str, object]:
+def direct_ptx(kernel, arch: int, in_place: bool) -> str:
     constants = {"WORLD": 8, "SLOT_SIGNALS": 256, "IN_PLACE": in_place}
-    ptx = compile_for(kernel, arch, constants, POINTERS | {"deltas": "*i64"} | dict.fromkeys(ADDRESSES, "i64")).asm[
-        "ptx"
-    ]
+    types = POINTERS | {"deltas": "*i64"} | dict.fromkeys(ADDRESSES, "i64")
+    return compile_for(kernel, arch, constants, types).asm["ptx"]
+
+
+def compile_direct(kernel, arch: int, in_place: bool) -> dict[str, object]:
+    ptx = direct_ptx(kernel, arch, in_place)
     return {
         "kernel": kernel.__name__,
         "arch": arch,
@@ -245,10 +264,60 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
             continue
         types = LANGUAGE_TYPES | ({"data": "*i32"} if name == "store_through_pointer" else {})
         # FORM, STEP and SEMANTIC as values known at run time only: one compilation holds all forms.
-        ptx = compile_for(kernel, arch, {"BLOCK": 8} if "BLOCK" in kernel.arg_names else {}, types).asm["ptx"]
+        constants = {name: 8 for name in ("BLOCK", "PARTS") if name in kernel.arg_names}
+        ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
         links, needs = "nvshmemi_device_state" in ptx, needs_nvshmem(kernel)
         done.append({"kernel": name, "arch": arch, "links": links, "needs": needs})
     return done
+
+
+def changed(module: ModuleType, folder: str, *pieces: tuple[str, str]) -> ModuleType:
+    """A copy of ``module`` with pieces of its source replaced."""
+    source = Path(module.__file__ or "").read_text()
+    for old, new in pieces:
+        assert old in source, f"{module.__name__} no longer contains {old!r}"
+        source = source.replace(old, new)
+    name = f"changed_{len(sys.modules)}"
+    path = Path(folder) / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec
+    assert spec.loader
+    copy = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+@triton.jit
+def wait_signal_without_its_barrier(signal, compare: tl.constexpr, value, monitor, peer, index):
+    return nvshmem._poll(signal, compare, value, monitor, 1, peer, index)
+
+
+def compile_mutants() -> dict[str, list[str]]:
+    """What :mod:`ptx_order` finds in the all-gather by stores with one protection switched off."""
+    found = {}
+
+    def note(name: str, module: ModuleType) -> None:
+        jit._lowering_digest = lambda: name  # what of the lowering changes here is in no file
+        direct_ptx(module.all_gather_direct, 90, False)
+        found[name] = ORDER.pop()["problems"]
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, old, new in (
+            ("released without a barrier", "    tdl.syncthreads()\n    theirs = ", "    theirs = "),
+            ("epoch read without a barrier", "tdl.block_and(aborted == 0)", "(aborted == 0).to(tl.int32)"),
+        ):
+            other = changed(protocol, folder, (old, new))
+            imports = ("from tdcoll.collectives.protocol import", f"from {other.__name__} import")
+            note(name, changed(kernels_direct, folder, imports))
+        polling, wait_signal = nvshmem._polling, tdl.wait_signal
+        nvshmem._polling = lambda **pieces: polling(**pieces).replace("ld.acquire.sys", "ld.relaxed.sys")
+        note("relaxed wait", kernels_direct)
+        nvshmem._polling = polling
+        tdl.wait_signal = wait_signal_without_its_barrier
+        note("wait without a barrier", kernels_direct)
+        tdl.wait_signal = wait_signal
+    return found
 
 
 def main() -> None:
@@ -270,7 +339,8 @@ def main() -> None:
     compiled["direct"] = [
         compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)
     ]
-    json.dump({"triton": triton.__version__, **compiled}, sys.stdout)
+    compiled["order"] = list(ORDER)
+    json.dump({"triton": triton.__version__, **compiled, "mutants": compile_mutants()}, sys.stdout)
 
 
 if __name__ == "__main__":

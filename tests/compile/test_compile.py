@@ -129,6 +129,30 @@ def test_kernels_of_the_signal_benchmark(compiled) -> None:
         assert kernel["spilled_bytes"] == 0, kernel
 
 
+def test_order_that_protocols_rely_on_is_in_the_ptx(compiled) -> None:
+    """Which the simulator cannot see: barriers of the block before releases and epochs, waits that acquire."""
+    kernels = compiled["order"]
+    assert len(kernels) > 60
+    assert [k for k in kernels if k["problems"]] == []
+    of = {
+        name: [k for k in kernels if k["kernel"] == name] for name in ("all_gather_direct", "all_gather_ring", "reduce")
+    }
+    for kernel in of["all_gather_direct"] + of["all_gather_ring"]:
+        assert min(kernel[kind] for kind in ("store", "release", "barrier", "control", "add", "wait")) > 0, kernel
+    assert all(kernel["control"] and kernel["add"] and kernel["wait"] for kernel in of["reduce"])
+
+
+def test_order_that_is_missing_is_seen_in_the_ptx(compiled) -> None:
+    assert compiled["mutants"] == {
+        "released without a barrier": [
+            "stores are released without a barrier, by a thread that need not have made them"
+        ],
+        "epoch read without a barrier": ["the epoch goes up before all threads have read it"],
+        "relaxed wait": ["a wait does not acquire"],
+        "wait without a barrier": ["loads follow a wait without a barrier, in threads that need not have waited"],
+    }
+
+
 def test_every_device_function_compiles(compiled) -> None:
     kernels = {k["kernel"] for k in compiled["language"]}
     assert {"put", "get", "put_signal", "signals_to_all", "store_through_pointer", "never"} <= kernels

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import kernels_to_launch as kernels
+import torch
 import triton
 from test_lowerings import parameters_of
 from triton.backends.compiler import GPUTarget
@@ -24,6 +26,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 
 import tdcoll
 import tdcoll.language as tdl
+from tdcoll import runtime
 from tdcoll.language import jit, nvshmem, warm_up
 from tdcoll.language.spec import FUNCTIONS
 
@@ -171,13 +174,34 @@ def launches(driver: NotingDriver) -> dict[str, Any]:
 def errors(driver: NotingDriver) -> dict[str, str]:
     out = MockTensor(triton.language.int32, (4,))
     messages = {}
-    for name in kernels.MISTAKES:
+    words = MockTensor(triton.language.int64, (4,))
+    for name in (*kernels.MISTAKES, *kernels.HALVES, "whole_addresses"):
         try:
-            getattr(kernels, name)[(1,)](out)
+            getattr(kernels, name)[(1,)](*((out,) if name in kernels.MISTAKES else (out, words)))
             messages[name] = "nothing was raised"
         except Exception as error:
             messages[name] = root(error)
     return messages
+
+
+def monitors(driver: NotingDriver) -> dict[str, list[str]]:
+    """Launches of a kernel that waits, with a monitor and with other memory."""
+    out, words = MockTensor(triton.language.int32, (4,)), torch.zeros(8, dtype=torch.int64)
+    runtime.install(SimpleNamespace(monitors={words.data_ptr()}))
+    seen = {
+        "a monitor": events_of(driver, lambda: kernels.waits[(1,)](out, words)),
+        "other memory": events_of(driver, lambda: kernels.waits[(1,)](out, words[4:])),
+        "other memory, by name": events_of(driver, lambda: kernels.waits[(1,)](out, monitor=words[4:])),
+    }
+    runtime.install(None)
+    return seen
+
+
+def cache_keys() -> list[str]:
+    """A kernel's key, and the key that it has when the text of the lowering is another."""
+    keys = [kernels.direct.cache_key]
+    jit._lowering_digest = lambda: "another"
+    return [*keys, kernels.direct.cache_key]
 
 
 def options() -> dict[str, Any]:
@@ -220,6 +244,8 @@ def main() -> None:
         "with functions": launches_with_functions(driver),
         "in advance": launches_compiled_in_advance(driver),
         "errors": errors(driver),
+        "monitors": monitors(driver),
+        "cache keys": cache_keys(),
     }
     json.dump(report, sys.stdout)
 

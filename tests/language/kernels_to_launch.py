@@ -205,4 +205,119 @@ def pointee(out):
     tl.store(out, tdl.ld(out.to(tl.pointer_type(tl.int8))).to(tl.int32))
 
 
-MISTAKES = ("block_as_pe", "compare", "axis", "scope", "semantic", "pointee")
+@triton.jit
+def launched_by_triton(out):
+    tl.store(out, tdl.my_pe())
+
+
+@triton.jit
+def launched_by_triton_through_a_helper(out):
+    through_the_language(out)
+
+
+@triton.jit(noinline=True)
+def waiting_helper(word, monitor):
+    tdl.wait_signal(word, tdl.CMP_GE, 1, monitor, 0, 0)
+
+
+@tdcoll.jit
+def calls_a_waiting_helper(out):
+    word = out.to(tl.pointer_type(tl.int64))
+    waiting_helper(word, word)
+
+
+@tdcoll.jit
+def descriptor_with_a_token(out):
+    rows = tl.make_tensor_descriptor(out, shape=[64, 64], strides=[64, 1], block_shape=[64, 64])
+    tdl.consume_token(rows, 1)
+
+
+@tdcoll.jit
+def token_of_64_bits(out):
+    tl.store(tdl.consume_token(out, tl.cast(1, tl.int64)), 1)
+
+
+MISTAKES = (
+    *("block_as_pe", "compare", "axis", "scope", "semantic", "pointee"),
+    *("launched_by_triton", "launched_by_triton_through_a_helper", "calls_a_waiting_helper"),
+    *("descriptor_with_a_token", "token_of_64_bits"),
+)
+
+
+@tdcoll.jit
+def waits(out, monitor):
+    tl.store(out, tdl.wait_signal(monitor, tdl.CMP_GE, 1, monitor, 0, 0))
+
+
+# ---------------------------------------------------------------------- 32 bits where 64 are wanted: out is int32
+
+
+@tdcoll.jit
+def half_wait_signal(out, words):
+    tdl.wait_signal(out, tdl.CMP_GE, 1, words, 0, 0)
+
+
+@tdcoll.jit
+def half_wait_signal_monitor(out, words):
+    tdl.wait_signal(words, tdl.CMP_GE, 1, out, 0, 0)
+
+
+@tdcoll.jit
+def half_wait_signals(out, words):
+    tdl.wait_signals(out, 4, -1, tdl.CMP_GE, 1, words, 4)
+
+
+@tdcoll.jit
+def half_wait_token(out, words):
+    tdl.wait_token(out, tdl.CMP_GE, 1, words, 0, 0)
+
+
+@tdcoll.jit
+def half_wait_flagged_monitor(out, words):
+    place = tl.arange(0, 8)
+    tdl.wait_flagged(words + 2 * place, 1, place < 8, out, 0)
+
+
+@tdcoll.jit
+def half_signal_wait_until(out, words):
+    tdl.signal_wait_until(out, tdl.CMP_GE, 1)
+
+
+@tdcoll.jit
+def half_signal_op(out, words):
+    tdl.signal_op(out, 1, tdl.SIGNAL_SET, 0)
+
+
+@tdcoll.jit
+def half_signal_block(out, words):
+    tdl.signal_block(out, 1, tdl.SIGNAL_SET, 0)
+
+
+@tdcoll.jit
+def half_putmem_signal(out, words):
+    tdl.putmem_signal(words, words, 8, out, 1, tdl.SIGNAL_SET, 0)
+
+
+@tdcoll.jit
+def half_putmem_signal_nbi_block(out, words):
+    tdl.putmem_signal_nbi_block(words, words, 8, out, 1, tdl.SIGNAL_SET, 0)
+
+
+@tdcoll.jit
+def whole_addresses(out, words):
+    """Plain addresses have no type to be wrong."""
+    tdl.wait_signal(out.to(tl.int64), tdl.CMP_GE, 1, words.to(tl.int64), 0, 0)
+
+
+HALVES = {  # kernel: what it has to say
+    "half_wait_signal": "wait_signal: signal",
+    "half_wait_signal_monitor": "wait_signal: monitor",
+    "half_wait_signals": "wait_signals: signals",
+    "half_wait_token": "wait_token: signal",
+    "half_wait_flagged_monitor": "wait_flagged: monitor",
+    "half_signal_wait_until": "signal_wait_until: sig_addr",
+    "half_signal_op": "signal_op: sig_addr",
+    "half_signal_block": "signal_block: sig_addr",
+    "half_putmem_signal": "putmem_signal: sig_addr",
+    "half_putmem_signal_nbi_block": "putmem_signal_nbi_block: sig_addr",
+}

@@ -86,6 +86,30 @@ def test_kernel_compiled_by_a_pool_is_initialised_too(compiled: dict[str, Any]) 
     assert [event.split()[0] for event in seen["plain"]] == ["load", "launch"]
 
 
+@pytest.mark.parametrize("name", ["launched_by_triton", "launched_by_triton_through_a_helper"])
+def test_kernel_of_triton_jit_that_calls_nvshmem_is_refused(compiled: dict[str, Any], name: str) -> None:
+    assert "calls NVSHMEM: decorate the kernel that is launched with @tdcoll.jit" in compiled["errors"][name]
+
+
+def test_wait_in_a_helper_that_is_not_inlined_is_refused(compiled: dict[str, Any]) -> None:
+    assert compiled["errors"]["calls_a_waiting_helper"].startswith("waiting_helper waits or acquires, and is noinline")
+
+
+def test_monitor_that_is_none_is_refused_at_the_launch(compiled: dict[str, Any]) -> None:
+    seen = compiled["monitors"]
+    assert [event.split()[0] for event in seen["a monitor"]] == ["load", "launch"]
+    for name in ("other memory", "other memory, by name"):
+        (refusal,) = seen[name]
+        assert refusal.startswith("ValueError: waits: monitor must be the words of an open tdcoll.WaitMonitor")
+
+
+def test_cached_kernels_are_of_this_lowering(compiled: dict[str, Any]) -> None:
+    """Triton's own key has the source of Triton functions, and nothing of what an extern function emits."""
+    key, other = compiled["cache keys"]
+    assert key.rsplit("-", 1)[0] == other.rsplit("-", 1)[0]
+    assert key != other
+
+
 def test_options_are_those_of_triton(compiled: dict[str, Any]) -> None:
     assert compiled["options"] == {
         "type": "TdcollJITFunction",

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import pytest
+from kernels_to_launch import HALVES
 
 import tdcoll.language as tdl
 from tdcoll.language import simulator, spec
@@ -25,7 +26,7 @@ def parameters_of(function: Any) -> list[list[Any]]:
     return [
         [p.name, None if p.default is p.empty else repr(p.default)]
         for p in signature.parameters.values()
-        if p.name not in ("_semantic", "_builder")
+        if p.name not in ("_semantic", "_generator")
     ]
 
 
@@ -67,7 +68,7 @@ def test_table_is_complete(name: str) -> None:
     if function.symbol is not None:
         assert function.symbol in function.prototype
     for parameter, kind in function.parameters:
-        assert kind in ("ptr", "size", "pe", "int", "u64", "value", "constant")
+        assert kind in ("ptr", "ptr64", "size", "pe", "int", "u64", "value", "constant")
         assert (parameter == "pe") == (kind == "pe")
     assert f"| `{function.signature}` |" in spec.table()
 
@@ -84,3 +85,17 @@ def test_wrong_arguments_name_the_function_when_compiled(compiled: dict[str, Any
     assert "scope must be one of gpu, sys; got 'cta'" in compiled["errors"]["scope"]
     assert "semantic must be one of relaxed, release; got 'acquire'" in compiled["errors"]["semantic"]
     assert "ld: ptr must point to 32- or 64-bit integers" in compiled["errors"]["pointee"]
+    assert "value must be a pointer or an offset, got a descriptor" in compiled["errors"]["descriptor_with_a_token"]
+    assert "token must be what wait_token returned, an int32; got int64" in compiled["errors"]["token_of_64_bits"]
+
+
+@pytest.mark.parametrize("kernel", HALVES)
+def test_pointer_to_32_bits_where_64_are_wanted(compiled: dict[str, Any], kernel: str) -> None:
+    assert compiled["errors"][kernel].startswith(
+        f"{HALVES[kernel]} must point to 64-bit integers (int64 or uint64), got"
+    )
+    assert "a pointer to int32" in compiled["errors"][kernel]
+
+
+def test_addresses_have_no_type_to_be_wrong(compiled: dict[str, Any]) -> None:
+    assert compiled["errors"]["whole_addresses"] == "nothing was raised"

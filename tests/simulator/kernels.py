@@ -5,6 +5,7 @@
 waits for everybody. ``HOW`` says how data and signal are sent.
 """
 
+import triton
 import triton.language as tl
 
 import tdcoll.language as tdl
@@ -28,7 +29,13 @@ def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl
         tdl.quiet()
     elif HOW == "put, fence, signal":
         tdl.putmem_nbi_block(mine, mine, nbytes, peer)
-        tdl.fence()
+        tdl.syncthreads()
+        if tdl.tid(0) == 0:
+            tdl.fence()
+            tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, peer)
+        tdl.quiet()
+    elif HOW == "put, signal by the block":
+        tdl.putmem_nbi_block(mine, mine, nbytes, peer)
         tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
         tdl.quiet()
     elif HOW == "put, quiet, store":
@@ -37,11 +44,15 @@ def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl
         tl.store(tdl.remote_ptr(signal, peer), epoch)
     elif HOW == "put, signal":  # no fence
         tdl.putmem_nbi_block(mine, mine, nbytes, peer)
-        tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
+        tdl.syncthreads()
+        if tdl.tid(0) == 0:
+            tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, peer)
         tdl.quiet()
     elif HOW == "blocking put, signal":  # no fence: blocking is not delivered
         tdl.putmem_block(mine, mine, nbytes, peer)
-        tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
+        tdl.syncthreads()
+        if tdl.tid(0) == 0:
+            tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, peer)
     elif HOW == "signal, put":  # the wrong way round
         tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, peer)
         tdl.fence()
@@ -207,6 +218,34 @@ def put_then_barrier(dest, source, nbytes, WORLD: tl.constexpr, HOW: tl.constexp
 
 
 @jit
+def put_by_another_program(dest, source, nbytes, done, flag, WORLD: tl.constexpr, HOW: tl.constexpr):
+    """Program 0 puts into the next PE's memory. Program 1 knows that it has, and tells that PE or meets all."""
+    rank = tdl.my_pe()
+    following = (rank + 1) % WORLD
+    if tl.program_id(0) == 0:
+        tdl.putmem_nbi_block(dest, source, nbytes, following)
+        tdl.syncthreads()
+        tl.atomic_add(done, 1, sem="release")
+    else:
+        while tdl.ld_acquire(done) == 0:
+            pass
+        if HOW == "barrier_all":
+            tdl.barrier_all_block()
+        elif HOW == "sync_all":
+            tdl.sync_all_block()
+        elif HOW == "quiet":
+            tdl.quiet()
+            tl.store(tdl.remote_ptr(flag, following), 1)
+            while tdl.ld_acquire(flag, "sys") == 0:
+                pass
+        else:
+            if HOW == "fence":
+                tdl.fence()
+            tdl.signal_op(flag, 1, tdl.SIGNAL_SET, following)
+            tdl.signal_wait_until(flag, tdl.CMP_EQ, 1)
+
+
+@jit
 def add_up(total, flag, WORLD: tl.constexpr):
     """Every PE adds to PE 0's word; an integer to the next PE with int_p."""
     rank = tdl.my_pe()
@@ -218,6 +257,36 @@ def add_up(total, flag, WORLD: tl.constexpr):
 @jit
 def wait_once(signal, value, monitor, result):
     tl.store(result, tdl.wait_signal(signal, tdl.CMP_GE, value, monitor, 7, 9))
+
+
+@jit
+def wait_by_token(signal, value, monitor, data, result):
+    token = tdl.wait_token(signal, tdl.CMP_GE, value, monitor, 7, 9)
+    tl.store(result, tdl.consume_token(tl.load(tdl.consume_token(data, token)), token))
+    tl.store(result + 1, token.to(tl.int64))
+
+
+@triton.jit
+def of_triton(out, word, monitor, HOW: tl.constexpr):
+    """Launched as it is: NVSHMEM would be missing on a GPU."""
+    if HOW == "my_pe":
+        tl.store(out, tdl.my_pe())
+    elif HOW == "remote_ptr":
+        tl.store(tdl.remote_ptr(word, 0), 1)
+    elif HOW == "signal_block":
+        tdl.signal_block(word, 1, tdl.SIGNAL_SET, 0)
+    elif HOW == "a helper":
+        put(word, word, 8, 0)
+    else:  # needs none
+        tdl.syncthreads()
+        tdl.wait_signal(word, tdl.CMP_GE, 0, monitor, 0, 0)
+        tdl.st(word, 7, "sys")
+        tl.store(out, tdl.ld(word, "sys").to(tl.int32))
+
+
+@jit
+def calls_of_triton(out, word, monitor, HOW: tl.constexpr):
+    of_triton(out, word, monitor, HOW)
 
 
 @jit
@@ -282,10 +351,10 @@ def call(pointer):
 
 
 @jit
-def unsigned(signals, out):
+def unsigned(signals, monitor, out):
     """Word 0 is 2**64 - 1."""
     tl.store(out, tdl.signal_wait_until(signals, tdl.CMP_GT, 5).to(tl.int64, bitcast=True))
-    tl.store(out + 1, tdl.wait_signals(signals, 1, -1, tdl.CMP_EQ, -1, signals + 4, 1))
+    tl.store(out + 1, tdl.wait_signals(signals, 1, -1, tdl.CMP_EQ, -1, monitor, 1))
 
 
 @jit

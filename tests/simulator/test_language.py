@@ -8,6 +8,7 @@ import inspect
 import kernels
 import pytest
 import torch
+import triton.language as tl
 from cases import gathering
 
 import tdcoll
@@ -55,8 +56,16 @@ def _rows(job, n=8, dtype=torch.int64):
             "sig_addr must lie in the symmetric heap",
         ),
         (
-            lambda rows, own: kernels.put_signal[(1,)](rows, own, 8, rows.view(torch.uint8)[4:], 1),
+            lambda rows, own: kernels.put_signal[(1,)](rows, own, 8, rows.data_ptr() + 4, 1),
             "sig_addr must be 8-byte aligned",
+        ),
+        (
+            lambda rows, own: kernels.put_signal[(1,)](rows, own, 8, rows.view(torch.int32), 1),
+            r"putmem_signal_block: sig_addr must point to 64-bit integers \(int64 or uint64\), got a pointer to int32",
+        ),
+        (
+            lambda rows, own: kernels.wait_once[(1,)](rows.view(torch.float64), 1, own, own),
+            "wait_signal: signal must point to 64-bit integers .* got a pointer to fp64",
         ),
         (
             lambda rows, own: kernels.put[(1,)](runtime.current().heap.peer_base(1), own, 8, 1),
@@ -71,7 +80,8 @@ def _rows(job, n=8, dtype=torch.int64):
             lambda rows, own: kernels.wait_once[(1,)](own, 1, own, own),
             "signal must lie in the symmetric heap",
         ),
-        (lambda rows, own: kernels.wait_once[(1,)](rows, 1, 0, own), "monitor must point to a monitor's words"),
+        (lambda rows, own: kernels.wait_once[(1,)](rows, 1, 0, own), "monitor must be the words of an open .* at 0x0"),
+        (lambda rows, own: kernels.wait_once[(1,)](rows, 1, own, own), "monitor must be the words of an open"),
         (lambda rows, own: kernels.tid_as_value[(1,)](own), "tid.. is different in each thread"),
     ],
 )
@@ -145,7 +155,7 @@ def test_signals_are_unsigned():
         signals = _rows(job)
         signals[0] = -1
         out = torch.zeros(2, dtype=torch.int64)
-        kernels.unsigned[(1,)](signals, out)
+        kernels.unsigned[(1,)](signals, tdcoll.WaitMonitor().words, out)
         return out.tolist()
 
     assert _run(body) == [-1, 1]
@@ -165,3 +175,60 @@ def test_a_program_sees_its_own_stores_to_a_peer():
 def test_no_assignment_twice_of_what_depends_on_the_thread():
     with pytest.raises(tdcoll.TdcollError, match=r"t depends on tid\(\) and is assigned 2 times"):
         _run(lambda job: kernels.thread_variable[(1,)](_rows(job)))
+
+
+@pytest.mark.parametrize("how", ["my_pe", "remote_ptr", "signal_block", "a helper", "no NVSHMEM"])
+def test_kernel_of_triton_jit_is_refused_where_it_calls_nvshmem(how):
+    def launch(kernel):
+        def body(job):
+            word, out = _rows(job), torch.full((1,), -1, dtype=torch.int32)
+            kernel[(1,)](out, word, tdcoll.WaitMonitor().words, how)
+            return int(out)
+
+        return body
+
+    function = {"a helper": "putmem_block"}.get(how, how)
+    if how == "no NVSHMEM":
+        assert _run(launch(kernels.of_triton)) == 7
+    else:
+        with pytest.raises(ValueError, match=f"^{function} calls NVSHMEM: decorate the kernel .* with @tdcoll.jit"):
+            _run(launch(kernels.of_triton))
+    _run(launch(kernels.calls_of_triton))  # a helper may have either
+
+
+def test_wait_by_token_waits_and_ends():
+    def body(job):
+        rows, result = _rows(job), torch.zeros(2, dtype=torch.int64)
+        rows[:2] = torch.tensor([5, 77])
+        monitor = tdcoll.WaitMonitor(timeout_s=0.5)
+        kernels.wait_by_token[(1,)](rows, 5, monitor.words, rows[1:], result)
+        assert result.tolist() == [77, 1]
+        monitor.check()
+        kernels.wait_by_token[(1,)](rows, 6, monitor.words, rows[1:], result)
+        assert result.tolist() == [77, 0]  # what is there
+        with pytest.raises(tdcoll.CollectiveTimeout) as raised:
+            monitor.check()
+        return raised.value
+
+    error = _run(body, on_timeout="expire")
+    assert (error.peer, error.signal, error.expected, error.seen) == (7, 9, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: tdl.consume_token(1.5, 1), "value must be a pointer or an integer offset, got fp32"),
+        (lambda p: tdl.consume_token(p, tl.cast(1, tl.int64)), "token must be what wait_token returned, .* got int64"),
+    ],
+)
+def test_arguments_of_consume_token(call, message):
+    kernels.CALL = call
+    with pytest.raises(ValueError, match=message):
+        _run(lambda job: kernels.call[(1,)](_rows(job)))
+
+
+def test_monitor_of_another_job_or_freed_is_refused():
+    words = []
+    _run(lambda job: words.append(tdcoll.WaitMonitor().words))
+    with pytest.raises(ValueError, match=r"monitor must be the words of an open tdcoll\.WaitMonitor of this job"):
+        _run(lambda job: kernels.wait_once[(1,)](_rows(job), 0, words[0], words[0]))

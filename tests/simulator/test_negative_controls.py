@@ -16,6 +16,7 @@ CLEAN = [
     "put_signal",
     "put_signal_nbi, quiet",
     "put, fence, signal",
+    "put, signal by the block",
     "put, quiet, store",
     "copy, release",
     "copy, signal by the block",
@@ -134,6 +135,19 @@ def test_failure_says_how_to_see_it_again():
     again = first_failure(gather("put, signal"), seeds=[failure.seed], **failure.options)
     assert again is not None
     assert again.report == failure.report
+
+
+@pytest.mark.parametrize("seeds", [0, -1, [], iter(())])
+@pytest.mark.parametrize("try_seeds", [explore, first_failure])
+def test_no_seeds_are_an_error(try_seeds, seeds):
+    with pytest.raises(ValueError, match="seeds must be at least 1, or name at least one seed; got "):
+        try_seeds(lambda world: None, n_pes=1, seeds=seeds)
+
+
+def test_seeds_may_be_any_iterable():
+    seen = []
+    explore(lambda world: seen.append(world.seed), n_pes=1, seeds=(seed for seed in (3, 1)))
+    assert seen == [3, 1]
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -16,7 +16,7 @@ import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.errors import CollectiveTimeout, NotInitializedError, RankMismatchError, TdcollError
 from tdcoll.monitor import WaitMonitor
-from tdcoll.testing import Deadlock, World, replay
+from tdcoll.testing import Deadlock, World, first_failure, replay
 
 
 def test_host_results_and_runtimes():
@@ -335,6 +335,43 @@ def test_barriers_complete_puts_or_not(how):
 
         stale += world.run(host).count(False)
     assert (stale == 0) == (how == "barrier_all")
+
+
+@pytest.mark.parametrize(("how", "complete"), [("barrier_all", True), ("sync_all", False)])
+def test_barrier_completes_puts_of_an_earlier_launch(how, complete):
+    def case(world):
+        def host(pe):
+            dest, source = tdcoll.zeros(16, torch.uint8), torch.full((16,), pe + 1, dtype=torch.uint8)
+            tdcoll.barrier()
+            kernels.put[(1,)](dest, source, 16, (pe + 1) % 3)
+            kernels.barrier[(1,)](how)
+            assert (dest == (pe - 1) % 3 + 1).all(), "not there"
+
+        world.run(host)
+
+    failure = first_failure(case, n_pes=3, seeds=30)
+    assert (failure is None) == complete
+    assert complete or "not there" in failure.report
+
+
+@pytest.mark.parametrize("how", ["barrier_all", "quiet", "fence", "sync_all", "nothing"])
+def test_what_another_program_has_put_is_ordered_and_completed_as_well(how):
+    """NVSHMEM's fence, quiet and barrier_all are the PE's: whoever has issued an operation, if it was before."""
+
+    def case(world):
+        def host(pe):
+            dest, flag = tdcoll.zeros(16, torch.uint8), tdcoll.zeros(1, torch.int64)
+            source, done = torch.full((16,), pe + 1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+            tdcoll.barrier()
+            kernels.put_by_another_program[(2,)](dest, source, 16, done, flag, 3, how)
+            assert (dest == (pe - 1) % 3 + 1).all(), "not there"
+
+        world.run(host)
+
+    failure = first_failure(case, n_pes=3, seeds=30)
+    ordered = how not in ("sync_all", "nothing")
+    assert (failure is None) == ordered
+    assert ordered or "not there" in failure.report
 
 
 def test_barrier_without_everybody_is_a_deadlock():

@@ -131,6 +131,69 @@ def data_fence_signal(dest, source, nbytes, number, signal, pe, monitor, ok):
 
 
 @tdcoll.jit
+def put_by_another(dest, source, nbytes, done, signal, value, pe, monitor, ok, STEP: tl.constexpr):
+    """Program 0 puts; program 1 knows that it has, and meets all ranks or tells the receiver. It has put nothing.
+
+    STEP 3 only puts, and STEP 4 only meets: two launches.
+    """
+    if STEP >= 3:
+        if STEP == 3:
+            tdl.putmem_nbi_block(dest, source, nbytes, pe)
+        else:
+            tdl.barrier_all_block()
+    else:
+        if tl.program_id(0) == 0:
+            tdl.putmem_nbi_block(dest, source, nbytes, pe)
+            tdl.syncthreads()
+            tl.atomic_add(done, 1, sem="release", scope="gpu")
+        else:
+            while tdl.ld_acquire(done, "gpu") != value:
+                pass
+            if STEP == 0:
+                tdl.barrier_all_block()
+            else:
+                if STEP == 1:
+                    tdl.signal_block(signal, value, tdl.SIGNAL_SET, pe)
+                else:
+                    if tdl.tid(0) == 0:
+                        tdl.quiet()
+                        tdl.signal_op(signal, value, tdl.SIGNAL_SET, pe)
+                tl.store(ok, tdl.wait_signal(signal, tdl.CMP_GE, value, monitor, pe, 0))
+
+
+@tdcoll.jit
+def sum_of_late_parts(
+    parts, sent, total, signals, value, pe, pause, monitor, ok, PARTS: tl.constexpr, STEP: tl.constexpr
+):
+    """Program 0 sends 16 x 16 parts, each of them late; program 1 adds up what comes, in a loop that Triton pipelines.
+
+    STEP is 1 with tokens, and 0 without.
+    """
+    if tl.program_id(0) == 0:
+        for i in range(PARTS):
+            for _ in range(pause):
+                tdl.ld(signals, "gpu", "relaxed")
+            tdl.putmem_signal_block(parts + i * 256, sent + i * 256, 512, signals + i, value, tdl.SIGNAL_SET, pe)
+    else:
+        row = tl.arange(0, 16)
+        place = row[:, None] * 16 + row[None, :]
+        one = (row[:, None] == row[None, :]).to(tl.float16)
+        added = tl.zeros((16, 16), tl.float32)
+        alive = tl.cast(1, tl.int32)
+        for i in range(PARTS):
+            if STEP == 1:
+                token = tdl.wait_token(signals + i, tdl.CMP_GE, value, monitor, pe, i)
+                part = tl.load(tdl.consume_token(parts, token) + i * 256 + place)
+            else:
+                token = tdl.wait_signal(signals + i, tdl.CMP_GE, value, monitor, pe, i)
+                part = tl.load(parts + i * 256 + place)
+            alive = alive & token
+            added = tl.dot(part, one, added)
+        tl.store(total + place, added)
+        tl.store(ok, alive)
+
+
+@tdcoll.jit
 def store_through_pointer(data, flag, pe, out, SEMANTIC: tl.constexpr):
     """Direct stores to a peer, a release at system scope, and an acquire by the reader."""
     offsets = tl.arange(0, 64)
@@ -278,6 +341,63 @@ def fence_orders() -> None:
     expect(int(ok) == 1 and int(number) == 77, f"ok {int(ok)}, number {int(number)}")
     expect(torch.equal(dest, bytes_of((rank() - 1) % world(), 9)), "data")
     for tensor in (source, dest, number, signal):
+        tdcoll.free(tensor)
+
+
+@check
+def order_and_completion_are_the_pes() -> None:
+    """fence, quiet and barrier_all are for what any program of the PE has put, and what an earlier kernel has."""
+    nbytes = scaled(8 << 20, 5000)
+    source, dest = tdcoll.empty(nbytes, torch.uint8), tdcoll.empty(nbytes, torch.uint8)
+    signal, monitor = tdcoll.zeros(1, torch.int64), tdcoll.WaitMonitor()
+    done = torch.zeros(1, dtype=torch.int64, device=device())
+    ok = torch.ones(1, dtype=torch.int32, device=device())
+    before = (rank() - 1) % world()
+    for turn in range(1, scaled(30, 2, shared_gpus=4) + 1):
+        for step in range(4):
+            number = 4 * turn + step
+            source.fill_((rank() * 17 + number) % 251)
+            dest.fill_(255)
+            done.fill_(number - 1)
+            tdcoll.barrier()
+            arguments = (dest, source, nbytes, done, signal, number, neighbour(), monitor.words, ok)
+            for part in (3, 4) if step == 3 else (step,):
+                put_by_another[(1 if step == 3 else 2,)](*arguments, part)
+            stale = int((dest != (before * 17 + number) % 251).sum())
+            monitor.check()
+            expect(int(ok) == 1 and stale == 0, f"turn {turn}, step {step}: {stale} of {nbytes} bytes are not there")
+    for tensor in (source, dest, signal):
+        tdcoll.free(tensor)
+
+
+@check
+def loads_stay_behind_waits() -> None:
+    """In a loop that Triton pipelines, with parts that come late: a load above its wait reads zeros."""
+    parts, sent = tdcoll.empty((8, 256), torch.float16), tdcoll.empty((8, 256), torch.float16)
+    signals, monitor = tdcoll.zeros(8, torch.int64), tdcoll.WaitMonitor()
+    ok = torch.zeros(1, dtype=torch.int32, device=device())
+    total = torch.zeros(256, dtype=torch.float32, device=device())
+    index = torch.arange(8 * 256, device=device()).view(8, 256)
+    before = (rank() - 1) % world()
+    for turn in range(1, scaled(20, 1, shared_gpus=2) + 1):
+        for step in (0, 1):
+            number = 2 * turn + step
+            sent.copy_((index * 7 + rank() * 31 + number) % 61)
+            parts.zero_()
+            tdcoll.barrier()
+            for stages in (1, 2, 3, 4):
+                sum_of_late_parts[(2,)](
+                    *(parts, sent, total, signals, 4 * number + stages, neighbour(), scaled(2000, 2)),
+                    *(monitor.words, ok, 8, step),
+                    num_stages=stages,
+                )
+                monitor.check()
+                wanted = ((index * 7 + before * 31 + number) % 61).sum(0).float()
+                expect(int(ok) == 1 and torch.equal(total, wanted), f"tokens: {step}, {stages} stages: {total[:8]}")
+                tdcoll.barrier()
+                parts.zero_()
+                tdcoll.barrier()
+    for tensor in (parts, sent, signals):
         tdcoll.free(tensor)
 
 

@@ -27,6 +27,7 @@ import triton.runtime.interpreter as triton_interpreter
 from triton.runtime.errors import InterpreterError
 
 from tdcoll.errors import NotInitializedError, TdcollError
+from tdcoll.language.spec import LINKED
 from tdcoll.runtime.simulator.lanes import LaneTransformer, lane_globals
 from tdcoll.runtime.simulator.machine import Machine
 
@@ -198,6 +199,7 @@ class _MachineLauncher(triton_interpreter.GridExecutor):
             signature = _signatures[fn] = _Signature(fn)
         for hook in self.pre_run_hooks:
             hook(*args, **{name: value for name, value in kwargs.items() if name in signature.parameters})
+        linked = bool(kwargs.get(LINKED))
         bound = signature.bind(args, kwargs)
         grid = tuple(int(extent) for extent in (self.grid(bound) if callable(self.grid) else self.grid))
         if not 1 <= len(grid) <= 3 or any(extent < 0 for extent in grid):
@@ -205,6 +207,7 @@ class _MachineLauncher(triton_interpreter.GridExecutor):
 
         def program(keep_alive: object = (args, kwargs)) -> None:
             # Messages may read and write the kernel's tensors after its end; they hold their program, it these.
+            machine().program.linked = linked
             try:
                 fn(**bound)
             except Exception as error:

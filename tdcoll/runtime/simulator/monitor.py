@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tdcoll import runtime
 from tdcoll.language import constants as c
-from tdcoll.runtime.simulator.memory import NULL_PAGE, read_word, write_word
+from tdcoll.language.spec import not_a_monitor
+from tdcoll.runtime.simulator.memory import read_word, write_word
 
 __all__ = ["Monitor"]
 
@@ -18,8 +20,8 @@ class Monitor:
     address: int
 
     def __post_init__(self) -> None:
-        if self.address < NULL_PAGE:
-            raise ValueError(f"monitor must point to a monitor's words, got {self.address:#x}")
+        if self.address not in runtime.current().monitors:
+            raise ValueError(not_a_monitor(self.address))
 
     @property
     def aborted(self) -> bool:

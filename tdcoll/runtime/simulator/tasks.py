@@ -52,6 +52,7 @@ class Task:
         "index",
         "killed",
         "lane",
+        "linked",
         "name",
         "pe",
         "polled",
@@ -76,6 +77,7 @@ class Task:
         self.grid_dim: tuple[int, int, int] | None = None
         self.threads = 0  # threads of the block
         self.lane: int | None = None  # the thread that runs, inside `if <test on tid>`
+        self.linked = True  # NVSHMEM would be linked into the kernel on a GPU
         self.track = 0  # timeline row
         # spinning
         self.polls = 0
