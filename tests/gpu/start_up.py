@@ -7,8 +7,9 @@
 Run it twice: the first run fills Triton's cache. The clock starts in a process that has imported PyTorch and has its
 CUDA context (on the simulator: imported PyTorch). A stage that is indented is a part of the one above it, or, with a
 thread's name, runs beside it. Programs that are started have a line of their own. Times are of the slowest rank, and
-memory is what the GPU has more in use than before the process had a context: let nothing else run there. The last lines
-are NCCL's first all-gather, to compare with.
+memory is what the GPU has more in use than before the process had a context: let nothing else run there. Python should
+keep bytecode, as it does unless PYTHONDONTWRITEBYTECODE is set. The last lines are NCCL's first all-gather, to compare
+with.
 """
 
 from __future__ import annotations
@@ -107,6 +108,17 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def meet() -> None:
+    """Waits for the other ranks at the launcher's store, so that nobody's start is the wait for a later process."""
+    env = os.environ
+    if "RANK" in env:
+        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+        arrived = store.add("start_up: arrived", 1)
+        if arrived == int(env["WORLD_SIZE"]):
+            store.set("start_up: begin", "")
+        store.wait(["start_up: begin"])
+
+
 def start(on_gpu: bool) -> Callable[[], None]:
     """The start, in stages; what finishes the job."""
     with stage("import tdcoll"):
@@ -179,6 +191,7 @@ def main() -> None:
         torch.cuda.synchronize()
     watch_programs(options.stacks)
     profile = cProfile.Profile() if options.cprofile and os.environ.get("RANK", "0") == "0" else None
+    meet()
     began = time.perf_counter()
     if on_gpu:
         rows.append({"name": "(a CUDA context)", "at_s": 0.0, "took_s": None, "depth": 0, "thread": ""})
