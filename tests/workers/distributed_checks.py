@@ -519,7 +519,7 @@ def options_and_words() -> None:
     expect_raises(
         tdcoll.RankMismatchError,
         lambda: dist.new_group(pg_options=Options(serves="all" if rank() else "none")),
-        "serves, max_bytes_per_rank",
+        "they differ in serves (rank 0: (), rank 1: (",
     )
     expect_raises(
         tdcoll.RankMismatchError,
