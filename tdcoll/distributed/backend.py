@@ -12,10 +12,11 @@ contiguous, one that overlaps the output) never decides; it costs a copy.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +32,14 @@ from torch._C._distributed_c10d import (
 
 import tdcoll
 from tdcoll import arguments, runtime
-from tdcoll.distributed.inner import NamedWork, RollCall, add_backends, gather_into, sparse_sum_by_gather
+from tdcoll.distributed.inner import (
+    NamedWork,
+    RollCall,
+    add_backends,
+    gather_into,
+    may_be_a_peers,
+    sparse_sum_by_gather,
+)
 from tdcoll.distributed.options import KINDS, Options
 from tdcoll.distributed.served import Gathers, SparseSums, plain
 from tdcoll.distributed.work import (
@@ -40,6 +48,7 @@ from tdcoll.distributed.work import (
     Task,
     TaskWork,
     as_backend_error,
+    backend_errors,
     record_stream,
     worker,
 )
@@ -47,7 +56,7 @@ from tdcoll.errors import CollectiveTimeout, ContextError, TdcollError
 from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import bitcode_path
 from tdcoll.runtime import lifecycle
-from tdcoll.runtime.control import StoreControlPlane, require_equal
+from tdcoll.runtime.control import StoreControlPlane, generation, keep, require_equal
 
 __all__ = ["TdcollProcessGroup", "create", "explain"]
 
@@ -164,12 +173,28 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
 
     Raises:
         RankMismatchError: ranks of the group have been given different options.
+        BackendTimeout: a rank of the group did not come.
         TypeError, ValueError: options that do not exist.
     """
-    ranks = list(given.global_ranks_in_group)
-    return TdcollProcessGroup(
-        given.store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, Options.of(pg_options)
-    )
+    ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
+    store = _meeting_place(given.store, ranks)
+    with backend_errors:
+        return TdcollProcessGroup(
+            store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, options
+        )
+
+
+def _meeting_place(store: Any, ranks: list[int]) -> Any:
+    """``store`` without the prefixes of the group's name and device.
+
+    PyTorch's names are numbers that each process counts, and they differ from rank to rank once init_process_group has
+    failed on some of them. Who takes part says enough: see :func:`tdcoll.runtime.control.generation`.
+    """
+    if ranks and isinstance(default := dist.distributed_c10d._get_default_group(), TdcollProcessGroup):
+        return default._store
+    for _ in ("device", "name"):
+        store = store.underlying_store
+    return store
 
 
 # ---------------------------------------------------------------------- the group
@@ -181,7 +206,7 @@ class TdcollProcessGroup(ProcessGroup):
     Made by ``init_process_group("tdcoll")`` and ``new_group``; see :func:`explain` for what it does.
 
     Args:
-        store: of this group alone.
+        store: where its ranks meet; the group takes a part of it.
         rank, size: in the group.
         ranks: global ranks in the order of the group; empty for the default group.
         timeout: of the group; also the deadline of waits in kernels.
@@ -204,9 +229,13 @@ class TdcollProcessGroup(ProcessGroup):
     ) -> None:
         make: Any = super().__init__  # with a store it makes an object that Python cannot subclass
         make(rank, size)
-        self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
         self._members = tuple(ranks) or tuple(range(size))
         self._rank, self._size = rank, size
+        if not ranks:
+            keep(store)
+        members = self._members
+        store = generation(store, members[rank], members, "backend tdcoll", timeout.total_seconds())
+        self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
         self._own_store = dist.PrefixStore("tdcoll/", store)
         inner = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without what is overridden here."""
@@ -236,9 +265,9 @@ class TdcollProcessGroup(ProcessGroup):
         if self._job is not None:
             self._device = self._job.device
             self._on_cpu = self._device.type == "cpu"
-            wait_s = self._job.timeout_s if timeout_s is None else timeout_s
-            self._gathers = Gathers(self._job, self._members, max_bytes=self._room(), timeout_s=wait_s)
-            self._sums = SparseSums(self._job, self._members, timeout_s=wait_s)
+            self._wait_s = self._job.timeout_s if timeout_s is None else timeout_s
+            self._gathers = Gathers(self._job, self._members, max_bytes=self._room(), timeout_s=self._wait_s)
+            self._sums = SparseSums(self._job, self._members, timeout_s=self._wait_s)
         elif options.kinds and rank == 0:
             _log.warning("backend tdcoll: group %s is served by %s alone: %s", name, self._inner_names(), facts.reason)
 
@@ -278,7 +307,7 @@ class TdcollProcessGroup(ProcessGroup):
         name = group_name if group_name is not None else "-".join(map(str, new_ranks))
         members = [self._members[rank] for rank in new_ranks]
         made: Any = TdcollProcessGroup(
-            dist.PrefixStore(f"split/{name}/", self._store),
+            self._store,
             new_ranks.index(self._rank),
             len(new_ranks),
             members,
@@ -313,6 +342,10 @@ class TdcollProcessGroup(ProcessGroup):
 
     def abort(self) -> None:
         self._closed = True
+        job = self._job
+        if job is not None and not job.closed and self._facts.owns_job:
+            job.failed = True
+            tdcoll.finalize()
         super().abort()
 
     def _expired(self) -> BaseException | None:
@@ -331,12 +364,12 @@ class TdcollProcessGroup(ProcessGroup):
     def _leave(self) -> None:
         """Free what tdcoll holds for this group. Collective; after an error, what is left of it."""
         job = self._job
-        if job is None or job.closed or job.failed:
+        if job is None or job.closed:
             return
         try:
             if self._facts.owns_job:
-                tdcoll.finalize()  # closes no contexts of ours, and frees all memory
-            else:
+                tdcoll.finalize()  # closes no contexts of ours, and frees all memory; of a failed job it does neither
+            elif not job.failed:
                 self._gathers.close()
                 self._sums.close()
         except (TdcollError, dist.DistError) as error:
@@ -384,9 +417,9 @@ class TdcollProcessGroup(ProcessGroup):
         if device.type != "cpu":
             return call()
         try:
-            return NamedWork(call(), operation, self._roll_call.name)
+            return NamedWork(call(), operation, self._roll_call)
         except RuntimeError as error:
-            if isinstance(error, (ValueError, TdcollError)) or "onnection" not in str(error):
+            if isinstance(error, (ValueError, TdcollError)) or not may_be_a_peers(error):
                 raise
             raise self._roll_call.name(operation, error) from error
 
@@ -422,44 +455,48 @@ class TdcollProcessGroup(ProcessGroup):
         """
         device = self._device
         assert device is not None
+
+        def call() -> list[torch.Tensor]:
+            with self._waiting():
+                return make()
+
         if device.type == "cpu":
             if asynchronous:
-                return TaskWork(worker.submit(Task(make)))
+                return TaskWork(worker.submit(Task(call)))
             worker.drain()
-            return CompletedWork(self._run(make))
+            return CompletedWork(call())
         with torch.cuda.device(device):
             if not asynchronous:
                 if waits:
                     worker.drain()
-                result = self._run(make)
+                result = call()
                 if blocks:
                     torch.cuda.current_stream(device).synchronize()
-                    self._run_check(self._check)
+                    with backend_errors:
+                        self._check()
                 return CompletedWork(result)
             stream = self._internal_stream("worker" if waits else "main")
             if not torch.cuda.is_current_stream_capturing():
                 for tensor in touched:
                     record_stream(tensor, stream)
             if waits:
-                return TaskWork(worker.submit(Task(make, stream)))
+                return TaskWork(worker.submit(Task(call, stream)))
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                result = self._run(make)
+                result = call()
             return StreamWork(result, stream, blocks=blocks, check=self._check, keep=touched)
 
-    @staticmethod
-    def _run(make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        try:
-            return make()
-        except CollectiveTimeout as error:
-            raise as_backend_error(error) from error
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside, exchanges on the host have this group's deadline, and errors of deadlines are torch.distributed's."""
+        assert self._job is not None
+        with backend_errors, self._job.within(self._wait_s):
+            yield
 
-    @staticmethod
-    def _run_check(check: Callable[[], None]) -> None:
-        try:
-            check()
-        except CollectiveTimeout as error:
-            raise as_backend_error(error) from error
+    def _prepare(self, prepare: Callable[[Any], bool], what: Any) -> bool:
+        """``prepare(what)`` of :class:`Gathers` or :class:`SparseSums`."""
+        with self._waiting():
+            return prepare(what)
 
     # ------------------------------------------------------------------ all-gather
 
@@ -472,7 +509,7 @@ class TdcollProcessGroup(ProcessGroup):
             why = "one rank"
         if why is None and any(out.layout != torch.strided or t.layout != torch.strided for out, t in pairs):
             why = "not strided"
-        if why is None and not self._gathers.prepare(most):
+        if why is None and not self._prepare(self._gathers.prepare, most):
             why = f"more than {self._gathers.limit} bytes per rank"
         if why is not None:
             self._to_inner("all_gather", device, why)
@@ -503,13 +540,11 @@ class TdcollProcessGroup(ProcessGroup):
             return False
         if self._on_cpu:
             worker.drain()
-        try:
+        with backend_errors:
             if not self._gathers.at_once(output, input):
                 return False
             if self._on_cpu:
                 self._gathers.check()
-        except CollectiveTimeout as error:
-            raise as_backend_error(error) from error
         self._counts[_GATHERED] = served + 1
         return True
 
@@ -565,7 +600,7 @@ class TdcollProcessGroup(ProcessGroup):
             why = "one rank"
         if why is None and (tensor.layout != torch.strided or any(piece.layout != torch.strided for piece in pieces)):
             why = "not strided"
-        if why is None and not self._gathers.prepare(most * dtype.itemsize):
+        if why is None and not self._prepare(self._gathers.prepare, most * dtype.itemsize):
             why = f"more than {self._gathers.limit} bytes per rank"
         if why is not None:
             self._to_inner("all_gather", device, why)
@@ -619,7 +654,7 @@ class TdcollProcessGroup(ProcessGroup):
             why = SparseSums.refusal(tensor, op)
         if why is None and (len(tensors) != 1 or not tensor.sparse_dim()):
             why = "not one tensor with sparse dimensions"
-        if why is None and not self._sums.prepare(tensor):
+        if why is None and not self._prepare(self._sums.prepare, tensor):
             why = "the symmetric heap has no room for it"
         if why is not None:
             return self._sparse_inner(tensors, op, opts, why)
@@ -629,7 +664,8 @@ class TdcollProcessGroup(ProcessGroup):
                 "for; use tdcoll.sparse_all_reduce_padded"
             )
         self._say("sparse_all_reduce", "tdcoll", "")
-        self._run_check(self._gathers.check)
+        with backend_errors:
+            self._gathers.check()
         sums = self._sums
 
         def make() -> list[torch.Tensor]:
@@ -678,7 +714,7 @@ class TdcollProcessGroup(ProcessGroup):
             why = "one rank"
         if why is None and opts.timeout != _UNSET:
             why = "a timeout of its own"
-        if why is None and not self._gathers.prepare(0):
+        if why is None and not self._prepare(self._gathers.prepare, 0):
             why = "the symmetric heap has no room for it"
         if why is not None:
             where = getattr(opts, "device", None) or torch.device("cpu")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -119,6 +118,16 @@ def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Ten
     return gathered.coalesce()
 
 
+def _is_deadline(error: BaseException) -> bool:
+    """Whether gloo has raised this because a timeout was over. It has no class for that."""
+    return "imed out" in str(error)
+
+
+def may_be_a_peers(error: BaseException) -> bool:
+    """Whether gloo's error may come from another rank, which is gone or late, and not from the call's arguments."""
+    return "onnection" in str(error) or _is_deadline(error)
+
+
 class RollCall:
     """Who is still there, when a call of the inner group has failed.
 
@@ -142,7 +151,17 @@ class RollCall:
                 if missing
                 else "all ranks are still there and have had an error too"
             )
-        return dist.DistBackendError(f"rank {self._rank}: {operation} failed; {who}. The inner group said: {error}")
+        when = " when its timeout was over" if _is_deadline(error) else ""
+        return dist.DistBackendError(
+            f"rank {self._rank}: {operation} failed; {who}. The inner group said{when}: {error}"
+        )
+
+    def impatient(self, operation: str, timeout: timedelta, error: BaseException) -> dist.DistBackendError:
+        """``error`` as that of a caller who has waited for as long as it wanted, which says nothing of the others."""
+        return dist.DistBackendError(
+            f"rank {self._rank}: {operation} was not complete when the timeout of {timeout.total_seconds():g} s was "
+            f"over. The inner group said: {error}"
+        )
 
     def _missing(self) -> list[int]:
         self._store.set(str(self._rank), "here")
@@ -157,24 +176,24 @@ class RollCall:
 class NamedWork(dist.Work):
     """A work of the inner group whose failure names the ranks that are gone."""
 
-    def __init__(self, work: Any, operation: str, name: Callable[[str, BaseException], BaseException]) -> None:
+    def __init__(self, work: Any, operation: str, roll_call: RollCall) -> None:
         super().__init__()
-        self._work, self._operation, self._name = work, operation, name
+        self._work, self._operation, self._roll_call = work, operation, roll_call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
             return bool(self._work.wait(timeout) if timeout else self._work.wait())
         except RuntimeError as error:
-            if timeout and "onnection" not in str(error):  # the caller's own patience says nothing of the others
-                raise
-            raise self._name(self._operation, error) from error
+            if timeout and "onnection" not in str(error):
+                raise self._roll_call.impatient(self._operation, timeout, error) from error
+            raise self._roll_call.name(self._operation, error) from error
 
     def get_future(self) -> Any:
         def value(done: Any) -> Any:
             try:
                 return done.value()
             except RuntimeError as error:
-                raise self._name(self._operation, error) from error
+                raise self._roll_call.name(self._operation, error) from error
 
         return self._work.get_future().then(value)
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +23,16 @@ import torch.distributed as dist
 
 from tdcoll.errors import CollectiveTimeout
 
-__all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Task", "TaskWork", "as_backend_error", "worker"]
+__all__ = [
+    "BackendTimeout",
+    "CompletedWork",
+    "StreamWork",
+    "Task",
+    "TaskWork",
+    "as_backend_error",
+    "backend_errors",
+    "worker",
+]
 
 
 class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
@@ -33,17 +43,26 @@ def as_backend_error(error: BaseException) -> BaseException:
     """A :class:`~tdcoll.CollectiveTimeout` as :class:`BackendTimeout`; any other as it is."""
     if not isinstance(error, CollectiveTimeout) or isinstance(error, BackendTimeout):
         return error
-    raised = BackendTimeout(
-        rank=error.rank,
-        peer=error.peer,
-        signal=error.signal,
-        epoch=error.epoch,
-        expected=error.expected,
-        seen=error.seen,
-        timeout_s=error.timeout_s,
-    )
+    raised = BackendTimeout.__new__(BackendTimeout)
+    raised.args, raised.__dict__ = error.args, dict(error.__dict__)
     raised.__cause__ = error
     return raised
+
+
+class _BackendErrors:
+    """``with backend_errors:`` raises :class:`BackendTimeout` for a :class:`~tdcoll.CollectiveTimeout` inside."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and (raised := as_backend_error(error)) is not error:
+            raise raised from error
+
+
+backend_errors = _BackendErrors()
 
 
 def _seconds(timeout: timedelta | None) -> float | None:
@@ -52,8 +71,9 @@ def _seconds(timeout: timedelta | None) -> float | None:
     return seconds if seconds > 0 else None
 
 
-def _expired(seconds: float) -> dist.DistBackendError:
-    return dist.DistBackendError(f"Work.wait: not complete after {seconds:g} s")
+def _expired(seconds: float) -> BackendTimeout:
+    rank = dist.get_rank() if dist.is_initialized() else None
+    return BackendTimeout("in Work.wait for a call that is not complete", rank=rank, timeout_s=seconds)
 
 
 # ---------------------------------------------------------------------- the thread
@@ -217,10 +237,8 @@ class StreamWork(_Work):
         return True
 
     def _raise_wrong(self) -> None:
-        try:
+        with backend_errors:
             self._check()
-        except CollectiveTimeout as error:
-            raise as_backend_error(error) from error
 
     def is_completed(self) -> bool:
         return bool(self._event.query())

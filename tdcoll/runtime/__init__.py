@@ -8,8 +8,10 @@ Everything else in tdcoll asks :func:`current`.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +60,7 @@ class Runtime:
     """A wait has expired: peers may be gone, and nothing collective is tried any more."""
     closed: bool = field(init=False, default=False)
     """``finalize`` has been called."""
+    _patience: threading.local = field(init=False, repr=False, default_factory=threading.local)
 
     def __post_init__(self) -> None:
         self.arena = Arena(self.heap.nbytes)
@@ -107,7 +110,8 @@ class Runtime:
 
         Raises:
             NotInitializedError: after ``finalize``.
-            TdcollError: a wait has expired before, or a rank does not come.
+            CollectiveTimeout: a rank does not come, within the job's deadline or that of :meth:`within`.
+            TdcollError: a wait has expired before.
         """
         if self.closed:
             raise NotInitializedError(f"{tag}: made before tdcoll.finalize(), which has ended that job")
@@ -117,12 +121,22 @@ class Runtime:
                 "tried any more; end the job"
             )
         try:
-            return self.control.all_gather(ranks, tag, value)
+            return self.control.all_gather(ranks, tag, value, getattr(self._patience, "timeout_s", None))
         except RankMismatchError:
             raise
         except TdcollError:  # whoever comes late finds an exchange that is over: the numbering is lost
             self.failed = True
             raise
+
+    @contextlib.contextmanager
+    def within(self, timeout_s: float | None) -> Iterator[None]:
+        """Exchanges that this thread makes inside wait for ``timeout_s`` seconds; None: for the job's deadline."""
+        before = getattr(self._patience, "timeout_s", None)
+        self._patience.timeout_s = timeout_s
+        try:
+            yield
+        finally:
+            self._patience.timeout_s = before
 
     def agree(self, ranks: Sequence[int], what: str, value: Any) -> None:
         """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the same value."""

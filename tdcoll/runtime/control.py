@@ -8,22 +8,36 @@ simulator's scheduler. No collective of the user's process group is ever called.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from tdcoll.errors import RankMismatchError, TdcollError
+import torch.distributed as dist
 
-__all__ = ["ControlPlane", "StoreControlPlane", "all_equal", "require_equal"]
+from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
+
+__all__ = ["ControlPlane", "StoreControlPlane", "all_equal", "generation", "keep", "missing_ranks", "require_equal"]
+
+_FAREWELL_S = 5.0
+"""How long the rank that holds the store waits for the others when all are done."""
+
+_GAVE_UP = "-"
+"""What a rank writes in the place of its token when it gives up; the time by its clock follows, seconds."""
 
 
 class ControlPlane(Protocol):
     """Exchanges among a subset of the job's ranks. Every rank of ``ranks`` must make the same calls."""
 
-    def all_gather(self, ranks: Sequence[int], tag: str, value: Any) -> list[Any]:
-        """``value`` of every rank, in the order of ``ranks``. Raises TdcollError if a rank does not come."""
+    def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
+        """``value`` of every rank, in the order of ``ranks``.
+
+        Raises CollectiveTimeout if a rank does not come within ``timeout_s``, or the control plane's own deadline.
+        """
         ...
 
 
@@ -51,6 +65,33 @@ def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> Non
     raise RankMismatchError(f"{what} must be the same on all ranks; got {listing(values)}")
 
 
+def missing_ranks(rank: int, tag: str, missing: Sequence[int], timeout_s: float) -> CollectiveTimeout:
+    """The error of an exchange, ``tag``, for which some ranks did not come."""
+    what = f"in '{tag}' for rank(s) {list(missing)}, which did not make the same call"
+    return CollectiveTimeout(what, rank=rank, timeout_s=timeout_s)
+
+
+def _wait(store: Any, rank: int, tag: str, keys: Mapping[int, str], timeout_s: float) -> None:
+    """Wait until the key of every rank is in the store.
+
+    Raises:
+        CollectiveTimeout: naming the ranks whose keys are not.
+        TdcollError: the store is gone.
+    """
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+    except Exception as error:
+        try:
+            missing = [other for other, key in keys.items() if not store.check([key])]
+        except Exception:
+            raise TdcollError(
+                f"rank {rank} in '{tag}': the store does not answer; the process that holds it, usually rank 0, may "
+                "have died"
+            ) from error
+        if missing:
+            raise missing_ranks(rank, tag, missing, timeout_s) from error
+
+
 class StoreControlPlane:
     """Control plane over a ``torch.distributed.Store``.
 
@@ -62,7 +103,7 @@ class StoreControlPlane:
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._count: dict[tuple[int, ...], int] = defaultdict(int)
 
-    def all_gather(self, ranks: Sequence[int], tag: str, value: Any) -> list[Any]:
+    def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
         group = tuple(ranks)
         number = self._count[group]
         self._count[group] = number + 1
@@ -70,17 +111,108 @@ class StoreControlPlane:
         self._store.set(f"{prefix}/{number}/{self._rank}", pickle.dumps((tag, value)))
         if number >= 2:
             self._store.delete_key(f"{prefix}/{number - 2}/{self._rank}")
-        keys = [f"{prefix}/{number}/{rank}" for rank in group]
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-        except Exception as error:
-            missing = [rank for rank, key in zip(group, keys, strict=True) if not self._store.check([key])]
-            raise TdcollError(
-                f"rank {self._rank} waited {self._timeout_s:g} s in '{tag}' for rank(s) {missing}, which did "
-                "not make the same call"
-            ) from error
-        answers = [pickle.loads(self._store.get(key)) for key in keys]
+        keys = {rank: f"{prefix}/{number}/{rank}" for rank in group}
+        _wait(self._store, self._rank, tag, keys, self._timeout_s if timeout_s is None else timeout_s)
+        answers = [pickle.loads(self._store.get(key)) for key in keys.values()]
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
         if others:
             raise RankMismatchError(f"rank {self._rank} is in '{tag}', but {others} are elsewhere")
         return [answer for _, answer in answers]
+
+    def leave(self, ranks: Sequence[int]) -> None:
+        """The last call: the first rank, whose process holds the store as a rule, returns when no other needs it."""
+        keys = {rank: f"tdcoll/left/{rank}" for rank in ranks}
+        self._store.set(keys[self._rank], b"")
+        if self._rank == ranks[0]:
+            with contextlib.suppress(CollectiveTimeout):  # one that dies now has nothing to lose
+                _wait(self._store, self._rank, "leave", keys, min(self._timeout_s, _FAREWELL_S))
+
+
+# ---------------------------------------------------------------------- one generation after another
+
+
+def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s: float) -> Any:
+    """A part of ``store`` for ``ranks`` and for this one time: no earlier generation has left anything in it.
+
+    A store outlives the process groups that were made from it: torchrun's serves the whole job, and one in rank 0's
+    process serves until that process ends (:func:`keep`). What gloo, NCCL and tdcoll have left there, an address where
+    nobody listens any more or a key of an earlier exchange, must not be found by those who join again. Counting the
+    joins in each process would not do: after a join that failed on one rank only, the counts differ.
+
+    So the ranks agree through the store. Each asks under a new token. The first of ``ranks`` waits until all of them
+    ask, and answers each token with its own, which names the generation. A token that has its answer is spent, and a
+    rank that gives up withdraws its token; so ranks that try again, however often, meet once all of them are here.
+
+    Args:
+        store: of ``torch.distributed``, the same for all ranks; holds no answer of other ranks under the same prefix.
+        rank: this process, one of ``ranks``.
+        ranks: who takes part, the same on all of them; each number always means the same process.
+        tag: names the call in errors.
+        timeout_s: how long to wait for the others, seconds.
+
+    Returns:
+        A ``PrefixStore``.
+
+    Raises:
+        CollectiveTimeout: naming the ranks that do not ask.
+        TdcollError: the store is gone.
+    """
+    prefix, token = "tdcoll/join/" + "-".join(map(str, ranks)), uuid.uuid4().hex
+    began, deadline = time.time(), time.monotonic() + timeout_s
+    asks = {other: f"{prefix}/asks/{other}" for other in ranks}
+
+    def answer(to: str) -> str:
+        return f"{prefix}/answer/{to}"
+
+    def asked() -> dict[int, str]:
+        """What each rank that has ever asked has written last: a token, or when it gave up."""
+        return {other: store.get(key).decode() for other, key in asks.items() if store.check([key])}
+
+    def asking() -> dict[int, str]:
+        """Tokens of those who ask now."""
+        return {
+            other: its
+            for other, its in asked().items()
+            if not its.startswith(_GAVE_UP) and not store.check([answer(its)])
+        }
+
+    def too_late() -> CollectiveTimeout:
+        """Names who was not here, and so none of those who have waited beside this rank and have given up."""
+        here = {*asking()}
+        here |= {other for other, its in asked().items() if its.startswith(_GAVE_UP) and float(its[1:]) >= began}
+        return missing_ranks(rank, tag, [other for other in ranks if other not in here] or ranks[:1], timeout_s)
+
+    store.set(asks[rank], token)
+    try:
+        if rank == ranks[0]:
+            _wait(store, rank, tag, asks, timeout_s)
+            pause_s = 1e-4
+            while len(tokens := asking()) < len(asks):  # some have asked for an earlier generation, and not yet again
+                if time.monotonic() > deadline:
+                    raise too_late()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.02)
+            for its in tokens.values():
+                store.set(answer(its), token)
+        _wait(store, rank, tag, {rank: answer(token)}, timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # of a store that is gone
+            store.set(asks[rank], f"{_GAVE_UP}{time.time()}")
+        if isinstance(error, CollectiveTimeout):
+            raise too_late() from error
+        raise
+    return dist.PrefixStore(f"tdcoll/{store.get(answer(token)).decode()}", store)
+
+
+_kept: Any = None
+
+
+def keep(store: Any) -> None:
+    """Hold ``store`` until the next call of this, or the end of the process.
+
+    Where there is no launcher's store, rank 0's process serves one for as long as something there refers to it. When
+    rank 0 has left a job and another rank joins the next one already, that server has to be the one which rank 0 comes
+    back to: PyTorch finds a server of the same port that is alive, and starts another one only when there is none.
+    """
+    global _kept
+    _kept = store

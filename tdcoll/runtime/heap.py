@@ -62,6 +62,10 @@ class SymmetricHeap(Protocol):
         """Give the block back. Collective; no PE may touch symmetric memory afterwards."""
         ...
 
+    def abandon(self) -> None:
+        """Let this process join another job. Local, for a job that has failed: peers may still write to the block."""
+        ...
+
 
 @dataclass(frozen=True)
 class HeapInfo:

@@ -17,7 +17,7 @@ from tdcoll.environment import DEFAULT_HEAP_BYTES, DEFAULT_SIMULATED_HEAP_BYTES,
 from tdcoll.errors import AlreadyInitializedError, RankMismatchError, TdcollError
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import last_words
-from tdcoll.runtime.control import StoreControlPlane, require_equal
+from tdcoll.runtime.control import StoreControlPlane, generation, keep, require_equal
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.topology import emulated_node
 
@@ -83,10 +83,10 @@ class _Job:
 
     settings: _Settings
     made_process_group: bool
+    control: StoreControlPlane | None = None
 
 
 _job: _Job | None = None
-_generation = 0
 
 
 def is_initialized() -> bool:
@@ -119,15 +119,16 @@ def initialize(
     its backend. With neither, the job is this process alone. Where kernels run interpreted
     (``TRITON_INTERPRET=1``), the symmetric heap is shared memory and no GPU is touched.
 
-    A second call does nothing, unless it asks for other ranks or settings.
+    A second call does nothing, unless it asks for other ranks or settings. After :func:`finalize` the ranks may join
+    again, as often as they like; so they may when a call of this has failed, on all of them or on some.
 
     Args:
         heap_bytes: symmetric heap of each rank, bytes, or a text such as ``"2G"``. Default:
             ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB (64 MiB in the simulator). The heap is taken from the GPU at
             once, and does not grow; its size is logged (logger ``tdcoll``, level INFO, on rank 0), and is the
             ``total`` of :func:`tdcoll.heap_info`.
-        timeout_s: deadline of every wait, in kernels and on the host, in seconds. Default: ``TDCOLL_TIMEOUT_S``,
-            else 30.
+        timeout_s: deadline of every wait, in kernels and on the host, in seconds. (A process group that is made here
+            waits for all ranks to come as PyTorch does, for up to 30 minutes.) Default: ``TDCOLL_TIMEOUT_S``, else 30.
         emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
         share_gpus: ranks may use the same GPU, for tests of correctness: a GPU runs one process at a time, so that a
             call takes milliseconds. A process group that is made here then has gloo for CUDA tensors, because NCCL
@@ -137,7 +138,8 @@ def initialize(
     Raises:
         AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
         RankMismatchError: ranks pass different settings, or two ranks use one GPU without ``share_gpus``.
-        TdcollError: no GPU and not interpreted, NVSHMEM's bindings are missing, or a rank did not come.
+        CollectiveTimeout: a rank did not come.
+        TdcollError: no GPU and not interpreted, or NVSHMEM's bindings are missing.
         TypeError, ValueError: an argument or environment variable is not as described.
     """
     if (existing := runtime.current_or_none()) is not None:
@@ -155,8 +157,10 @@ def initialize(
     made_process_group = _ensure_process_group(settings.share_gpus)
     try:
         # The default group's store: present with every backend, and used by no collective of the user's.
-        store = dist.distributed_c10d._get_default_store()
-        _install(settings, store, dist.get_rank(), dist.get_world_size(), made_process_group)
+        store = _connection(dist.distributed_c10d._get_default_store())
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
+        _install(settings, store, rank, world_size, made_process_group)
     except BaseException:
         if made_process_group:
             dist.destroy_process_group()
@@ -169,7 +173,7 @@ def join(
     """:func:`initialize` for the making of the default process group, when there is a store and no group yet.
 
     Args:
-        store: of ``torch.distributed``, the same for all ranks.
+        store: of ``torch.distributed``, the same for all ranks, and of this generation alone.
         rank, world_size: what the default process group will say.
         heap_bytes, timeout_s: as for :func:`initialize`.
 
@@ -182,7 +186,7 @@ def join(
     last_words.watch()
     settings = _Settings.read(heap_bytes, timeout_s, None)
     _refuse_no_gpu()
-    _install(settings, store, rank, world_size, made_process_group=False)
+    _install(settings, _connection(store), rank, world_size, made_process_group=False)
 
 
 def _refuse_no_gpu() -> None:
@@ -193,14 +197,17 @@ def _refuse_no_gpu() -> None:
         )
 
 
+def _connection(store: Any) -> Any:
+    """``store`` by a connection of our own: a wait of ours must not hold up what PyTorch asks of it meanwhile."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
 def _install(settings: _Settings, store: Any, rank: int, world_size: int, made_process_group: bool) -> None:
-    global _job, _generation
-    _generation += 1
-    # A connection of its own: a wait of ours must not hold up what PyTorch asks of the store meanwhile.
-    store = dist.PrefixStore(f"tdcoll{_generation}", store.clone() if hasattr(store, "clone") else store)
-    joined = _join(settings, store, rank, world_size)
+    global _job
+    control = StoreControlPlane(dist.PrefixStore("job", store), rank, settings.timeout_s)
+    joined = _join(settings, control, rank, world_size)
     runtime.install(joined)
-    _job = _Job(settings, made_process_group)
+    _job = _Job(settings, made_process_group, control)
     if rank == 0:
         _log.info(
             "symmetric heap: %g MiB on each of %d ranks; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...) sets it",
@@ -238,7 +245,14 @@ def _ensure_process_group(share_gpus: bool) -> bool:
     if not INTERPRETED and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(device_index(int(os.environ["LOCAL_RANK"]), share_gpus))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        timeout = dist.distributed_c10d.default_pg_timeout
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        keep(store)
+        store = generation(store, rank, range(world_size), "initialize", timeout.total_seconds())
+        # PyTorch names groups by a number that each process counts, and gloo's ranks meet under that name. A call of
+        # init_process_group that fails, on some ranks perhaps, has counted; a default group is the first of all.
+        dist.distributed_c10d._world.group_count = 0
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return True
@@ -268,8 +282,7 @@ def _refuse_settings_of_one_host(hosts: set[str]) -> None:
             )
 
 
-def _join(settings: _Settings, store: Any, rank: int, world_size: int) -> runtime.Runtime:
-    control = StoreControlPlane(store, rank, settings.timeout_s)
+def _join(settings: _Settings, control: StoreControlPlane, rank: int, world_size: int) -> runtime.Runtime:
     everyone = range(world_size)
     answers = control.all_gather(everyone, "initialize", (settings, _node_name(), _gpu_name()))
     require_equal([asdict(answer[0]) for answer in answers], everyone, "the settings of tdcoll.initialize()")
@@ -327,7 +340,8 @@ def finalize() -> None:
     Tensors made by :func:`tdcoll.empty` and open contexts are invalid afterwards. The default process group is
     destroyed if :func:`initialize` made it. Does nothing when not initialised. After a
     :class:`~tdcoll.errors.CollectiveTimeout` nothing collective is tried, because a peer may be gone: the process
-    only forgets the job, and should exit.
+    only forgets the job, and the process group stays. If no peer is gone, all ranks may join again; on GPUs the
+    memory of the job that has failed stays taken.
 
     Raises:
         CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, and nobody has been told yet.
@@ -341,13 +355,19 @@ def finalize() -> None:
             for context in list(leaving.contexts.values()):
                 context.close()
             leaving.exchange(range(leaving.world_size), "finalize")
+    except BaseException:
+        leaving.heap.abandon()
+        raise
     finally:
         _job = None
         runtime.install(None)
         leaving.closed = True
     if leaving.failed:
+        leaving.heap.abandon()
         return
     leaving.held.clear()
     leaving.heap.close()
+    if job.control is not None:
+        job.control.leave(range(leaving.world_size))
     if job.made_process_group:
         dist.destroy_process_group()

@@ -135,3 +135,7 @@ class NvshmemHeap:
         self._bindings.free(self.base)
         if self._owns_library:
             self._bindings.hostlib_finalize()
+
+    def abandon(self) -> None:
+        """NVSHMEM stops on all PEs or on none: so it goes on, with the block, until another heap here takes it over."""
+        set_module_init(None)

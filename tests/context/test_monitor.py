@@ -184,4 +184,5 @@ def test_world_reports_a_hopeless_wait_by_name() -> None:
 def test_text_of_the_error() -> None:
     error = tdcoll.CollectiveTimeout(rank=2, peer=1, signal=17, epoch=8, expected=8, seen=6, timeout_s=30.0)
     assert str(error).startswith("rank 2 waited 30 s for peer 1: signal 17 had to reach 8 in epoch 8 and is 6.")
+    assert " timeout " in str(error)
     assert isinstance(error, tdcoll.TdcollError)

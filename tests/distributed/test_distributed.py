@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ import tdcoll
 from tdcoll import distributed, runtime
 from tdcoll.distributed import BackendTimeout, Options, explain
 from tdcoll.distributed import backend as backend_module
-from tdcoll.distributed.inner import NamedWork, add_backends
+from tdcoll.distributed.inner import NamedWork, RollCall, add_backends
 from tdcoll.distributed.options import KINDS, SERVES
 from tdcoll.distributed.work import Task, TaskWork, as_backend_error, worker
 from tdcoll.runtime import lifecycle
@@ -158,17 +159,31 @@ class FailedWork:
 
 
 @pytest.mark.parametrize(
-    ("timeout", "message", "named"),
+    ("timeout", "message", "said"),
     [
-        (None, "Timed out waiting", True),
-        (timedelta(milliseconds=5), "Timed out waiting", False),
-        (timedelta(milliseconds=5), "Connection closed by peer", True),
+        (None, "Timed out waiting", "failed; .* The inner group said when its timeout was over: Timed out waiting$"),
+        (None, "Connection closed by peer", "failed; .* The inner group said: Connection closed by peer$"),
+        (5, "Timed out waiting", r"was not complete when the timeout of 0\.005 s was over\. .*: Timed out waiting$"),
+        (5, "Connection closed by peer", "failed; .* The inner group said: Connection closed by peer$"),
     ],
 )
-def test_a_callers_own_patience_accuses_nobody(timeout: timedelta | None, message: str, named: bool) -> None:
-    work = NamedWork(FailedWork(message), "all_reduce", lambda operation, error: RuntimeError(f"named: {operation}"))
-    with pytest.raises(RuntimeError, match="^named: all_reduce$" if named else f"^{message}$"):
-        work.wait(timeout)
+def test_a_callers_own_patience_accuses_nobody(timeout: int | None, message: str, said: str) -> None:
+    roll_call = RollCall(dist.HashStore(), 0, 2, timedelta(seconds=0.01))
+    work = NamedWork(FailedWork(message), "all_reduce", roll_call)
+    with pytest.raises(dist.DistBackendError, match=f"^rank 0: all_reduce {said}") as raised:
+        work.wait(None if timeout is None else timedelta(milliseconds=timeout))
+    assert ("peer(s) 1 did not answer" in str(raised.value)) == ("failed" in said)
+
+
+def test_a_wait_for_a_work_that_expires() -> None:
+    go_on = threading.Event()
+    work = TaskWork(worker.submit(Task(lambda: [torch.ones(1)] if go_on.wait() else [])))
+    with pytest.raises(BackendTimeout, match=r"^waited 0\.01 s in Work\.wait .* timeout ") as raised:
+        work.wait(timedelta(milliseconds=10))
+    assert raised.value.timeout_s == 0.01
+    assert isinstance(raised.value, dist.DistBackendError)
+    go_on.set()
+    assert work.wait(timedelta(seconds=20))
 
 
 @pytest.fixture

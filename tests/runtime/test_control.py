@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tdcoll.errors import RankMismatchError, TdcollError
-from tdcoll.runtime.control import StoreControlPlane, all_equal, require_equal
+from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
+from tdcoll.runtime.control import StoreControlPlane, all_equal, generation, require_equal
 
 PLENTY_S = 15.0
 
@@ -97,10 +98,29 @@ def test_missing_rank_is_named(stores: Stores) -> None:
         StoreControlPlane(shared[rank], rank, 0.3).all_gather([0, 1, 2, 3], "allocate rows", rank)
 
     errors = everywhere([0, 2], body)
-    assert {type(error) for error in errors} == {TdcollError}
+    assert {type(error) for error in errors} == {CollectiveTimeout}
     for rank, error in zip((0, 2), errors, strict=True):
         assert f"rank {rank} waited 0.3 s in 'allocate rows' for rank(s) [1, 3]" in str(error)
+        assert (error.rank, error.timeout_s, error.peer) == (rank, 0.3, None)
         assert error.__cause__ is not None
+
+
+def test_deadline_of_one_exchange(stores: Stores) -> None:
+    plane = StoreControlPlane(stores(2)[0], 0, PLENTY_S)
+    with pytest.raises(
+        CollectiveTimeout, match=r"rank 0 waited 0\.2 s in 'close' for rank\(s\) \[1\].* timeout "
+    ) as raised:
+        plane.all_gather([0, 1], "close", None, 0.2)
+    assert raised.value.timeout_s == 0.2
+
+
+def test_store_that_is_gone() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    plane = StoreControlPlane(client, 1, PLENTY_S)
+    del server
+    with pytest.raises((TdcollError, dist.DistError), match=r"in 'call': the store does not answer|[Bb]roken pipe"):
+        plane.all_gather([0, 1], "call", None)
 
 
 def test_all_equal(stores: Stores) -> None:
@@ -167,3 +187,111 @@ def test_no_key_is_removed_before_everybody_has_read_it() -> None:
     assert slow.all_gather([0, 1], "call", "slow") == ["fast", "slow"]
     assert answers == [["fast", "slow"]]
     assert slow.all_gather([0, 1], "call", "slow") == ["fast", "slow"]
+
+
+# ---------------------------------------------------------------------- generations
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def connections(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
+    """``connections(n)``: as ``stores``, and those of PyTorch's default."""
+
+    def make(n: int) -> list[Any]:
+        if request.param == "hash":
+            return [dist.HashStore()] * n
+        if request.param == "file":
+            return [dist.FileStore(str(tmp_path / "store"), n) for _ in range(n)]
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        clients = [
+            dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(n - 1)
+        ]
+        return [server, *clients]
+
+    return make
+
+
+@pytest.mark.parametrize("connections", ["hash", "file", "tcp"], indirect=True)
+def test_every_generation_begins_with_nothing(connections: Stores) -> None:
+    shared = connections(3)
+    ranks = [0, 1, 2]
+
+    def body(rank: int) -> None:
+        for call in range(10):
+            part = generation(shared[rank], rank, ranks, "join", PLENTY_S)
+            time.sleep(0.003 * ((rank + call) % 3))
+            plane = StoreControlPlane(part, rank, PLENTY_S)
+            assert not part.check([f"of rank {other}" for other in ranks])
+            plane.all_gather(ranks, "all have looked", None)
+            part.set(f"of rank {rank}", "what gloo leaves")
+            assert plane.all_gather(ranks, "call", (rank, call)) == [(other, call) for other in ranks]
+
+    assert everywhere(ranks, body) == [None] * 3
+
+
+def test_other_ranks_join_another_generation(connections: Stores) -> None:
+    """A job of two ranks between two of three: a count in each process would be 3 on two of them and 2 on the third."""
+    shared = connections(3)
+
+    def body(rank: int) -> list[Any]:
+        answers = []
+        for ranks in ([0, 1, 2], [1, 0], [0, 1, 2]):
+            if rank in ranks:
+                part = generation(shared[rank], rank, ranks, "join", PLENTY_S)
+                answers.append(StoreControlPlane(part, rank, PLENTY_S).all_gather(ranks, "call", rank))
+        return answers
+
+    everyone = [0, 1, 2]
+    assert everywhere(everyone, body) == [[everyone, [1, 0], everyone]] * 2 + [[everyone, everyone]]
+
+
+def test_ranks_that_were_alone_meet_at_last(connections: Stores) -> None:
+    """What a rank that has given up leaves in the store is not taken for the rank."""
+    shared = connections(3)
+    ranks = [0, 1, 2]
+
+    def alone(rank: int, *missing: int) -> None:
+        with pytest.raises(CollectiveTimeout, match=" timeout ") as raised:
+            generation(shared[rank], rank, ranks, "join", 0.1)
+        assert f"rank {rank} waited 0.1 s in 'join' for rank(s) {list(missing)}" in str(raised.value)
+
+    for _ in range(2):
+        alone(0, 1, 2)
+        alone(2, 0, 1)
+    assert everywhere([0, 1], lambda rank: alone(rank, 2)) == [None] * 2
+
+    def together(rank: int) -> list[Any]:
+        part = generation(shared[rank], rank, ranks, "join", PLENTY_S)
+        return StoreControlPlane(part, rank, PLENTY_S).all_gather(ranks, "call", rank)
+
+    assert everywhere(ranks, together) == [ranks] * 3
+
+
+def test_a_rank_that_failed_inside_joins_anew(connections: Stores) -> None:
+    """Rank 1 has its answer, and fails before the first exchange; the others wait in vain, and then all meet."""
+    shared = connections(3)
+    ranks = [0, 1, 2]
+
+    def body(rank: int) -> list[Any]:
+        part = generation(shared[rank], rank, ranks, "join", PLENTY_S)
+        if rank != 1:
+            with pytest.raises(CollectiveTimeout, match=r"for rank\(s\) \[1\]"):
+                StoreControlPlane(part, rank, 0.3).all_gather(ranks, "call", rank)
+        part = generation(shared[rank], rank, ranks, "join", PLENTY_S)
+        return StoreControlPlane(part, rank, PLENTY_S).all_gather(ranks, "call", rank)
+
+    assert everywhere(ranks, body) == [ranks] * 3
+
+
+def test_the_first_rank_leaves_last(stores: Stores) -> None:
+    shared = stores(3)
+    gone: list[int] = []
+
+    def body(rank: int) -> None:
+        plane = StoreControlPlane(shared[rank], rank, PLENTY_S)
+        time.sleep(0.1 * rank)
+        gone.append(rank)
+        plane.leave([0, 1, 2])
+        if rank == 0:
+            assert gone == [0, 1, 2]
+
+    assert everywhere([0, 1, 2], body) == [None] * 3

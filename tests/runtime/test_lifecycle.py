@@ -194,6 +194,7 @@ def another_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], A
                 return [value, answer(value)]
 
         monkeypatch.setattr(lifecycle, "StoreControlPlane", Control)
+        monkeypatch.setattr(lifecycle, "generation", lambda store, *_: store)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)

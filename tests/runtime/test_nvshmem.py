@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tdcoll.errors import AlreadyInitializedError, HeapExhaustedError
+from tdcoll.language import jit
 from tdcoll.runtime import nvshmem
 from tdcoll.runtime.nvshmem import NvshmemHeap
 
@@ -150,6 +151,15 @@ def test_an_nvshmem_that_runs_is_used_and_left_running(library: Library) -> None
     heap().close()
     assert [name for name, *_ in library.calls if "warm" not in name] == ["malloc", "context", "free"]
     assert "NVSHMEM_DISABLE_NCCL" not in os.environ  # too late
+
+
+def test_a_heap_that_is_abandoned_launches_nothing_until_the_next(library: Library) -> None:
+    heap().abandon()
+    assert jit._module_init is None
+    assert ("finalize",) not in library.calls  # collective, and a peer may be gone
+    heap()
+    assert jit._module_init is not None
+    assert library.calls.count(("init", 8)) == 1
 
 
 def test_other_pes_are_refused(library: Library) -> None:

@@ -715,10 +715,8 @@ def graphs() -> None:
 
 def again() -> None:
     """Everything can be left, and joined once more."""
-    fresh = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())  # gloo joins on a store only once
-    where = {"store": fresh, "rank": rank(), "world_size": world(), "timeout": timedelta(seconds=60)}
     dist.destroy_process_group()
-    dist.init_process_group("tdcoll", **where, pg_options=Options(heap_bytes=32 << 20))
+    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60), pg_options=Options(heap_bytes=32 << 20))
     out = torch.empty(world(), device=device())
     single(out, data(rank(), 1))
     same(out, torch.cat([data(r, 1) for r in everyone()]), "after joining again")

@@ -131,3 +131,6 @@ class MemoryView:
 
     def close(self) -> None:
         """Nothing to give back: the buffer goes with the last tensor that views it."""
+
+    def abandon(self) -> None:
+        """Nothing to leave behind."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 
-from tdcoll.errors import TdcollError
+from tdcoll.errors import CollectiveTimeout, TdcollError
 from tdcoll.runtime.simulator.scheduler import SUSPECT_POLLS, with_note
 from tdcoll.runtime.simulator.tasks import Switch, Task, Wait, count_poll, make_switch
 
@@ -47,7 +47,7 @@ class PollingScheduler:
         """Run these programs until all are done.
 
         Raises:
-            TdcollError: a program waits for longer than the timeout; it is named, and so is what it waits
+            CollectiveTimeout: a program waits for longer than the timeout; it is named, and so is what it waits
             for. Exception: whatever a program raised, with a note that names it.
         """
         with self._one_launch:  # as a stream would; threads of the host may launch, too
@@ -147,8 +147,8 @@ class PollingScheduler:
             raise TdcollError("this call needs a running program: make it inside a kernel")
         return self.current
 
-    def _gave_up(self, task: Task, describe: Callable[[], str]) -> TdcollError:
-        return TdcollError(f"{task.name} {describe()}; gave up after {self._timeout_ns / 1e9:g} s")
+    def _gave_up(self, task: Task, describe: Callable[[], str]) -> CollectiveTimeout:
+        return CollectiveTimeout(f"in {task.name}, which {describe()}", rank=task.pe, timeout_s=self._timeout_ns / 1e9)
 
     def _suspend(self, task: Task) -> None:
         assert self._switch is not None

@@ -112,8 +112,13 @@ class ProcessHeap(MemoryView):
         if self._hooks is None:
             return
         self._control.all_gather(self._everyone, "close the symmetric heap", None)
-        self._hooks.remove()
-        self._hooks = None
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Remove the hooks. Idempotent."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
 
     @property
     def trace(self) -> Trace | None:

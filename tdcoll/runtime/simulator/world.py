@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from tdcoll import runtime
 from tdcoll.errors import RankMismatchError, TdcollError
+from tdcoll.runtime.control import missing_ranks
 from tdcoll.runtime.simulator.interpreter import Installed
 from tdcoll.runtime.simulator.machine import Counts, Machine
 from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
@@ -47,7 +48,7 @@ class _Control:
         self._world, self._pe = world, pe
         self._count: dict[tuple[int, ...], int] = {}
 
-    def all_gather(self, ranks: Sequence[int], tag: str, value: Any) -> list[Any]:
+    def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
         world, group = self._world, tuple(ranks)
         number = self._count[group] = self._count.get(group, -1) + 1
         key = ("control", group, number)
@@ -58,7 +59,8 @@ class _Control:
         def missing() -> list[int]:
             return [rank for rank in group if rank not in exchange.answers]
 
-        timeout_s = world.runtimes[self._pe].timeout_s
+        if timeout_s is None:
+            timeout_s = world.runtimes[self._pe].timeout_s
         world.scheduler.wait(
             lambda: len(exchange.answers) == len(group),
             lambda: f"waits in '{tag}' for rank(s) {missing()}",
@@ -66,11 +68,7 @@ class _Control:
             int(timeout_s * 1e9),
         )
         if missing():
-            raise TdcollError(
-                f"rank {self._pe} waited {timeout_s:g} s in '{tag}' for rank(s) {missing()}, which did not "
-                "make the "
-                "same call"
-            )
+            raise missing_ranks(self._pe, tag, missing(), timeout_s)
         exchange.readers += 1
         if exchange.readers == len(group):
             del world._exchanges[key]

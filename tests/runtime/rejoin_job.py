@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a job join and leave it again and again, each at its own pace, on GPUs or on the simulator.
+
+    bash launch.sh --nproc 4 tests/runtime/rejoin_job.py [--rounds 50] [LIFE...]     # torchrun's store serves the job
+    python tests/runtime/rejoin_job.py --spawn 4 [--rounds 50] [LIFE...]             # rank 0's process serves the store
+
+The second wants the environment of `source setenv.sh`, or TRITON_INTERPRET=1. Each LIFE is one kind of joining and
+leaving, lived for so many rounds; without any, all of them are. The first rank prints a JSON line for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tdcoll
+import tdcoll.distributed
+from tdcoll.language import INTERPRETED
+
+HEAP_BYTES = 32 << 20
+TIMEOUT_S = 3
+INNER = "gloo" if INTERPRETED else "cpu:gloo,cuda:nccl"
+
+LIVES: dict[str, Callable[[int], None]] = {}
+
+
+def life(function: Callable[[int], None]) -> Callable[[int], None]:
+    LIVES[function.__name__] = function
+    return function
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def world() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def device() -> torch.device:
+    return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
+
+
+def dawdle() -> None:
+    """No two ranks leave and join at the same moment, and none is always the first."""
+    time.sleep(random.choice((0.0, 0.0, 0.01, 0.05)))
+
+
+def data(owner: int, number: int) -> torch.Tensor:
+    return torch.full((5,), 100.0 * number + owner, device=device())
+
+
+def gathered(out: torch.Tensor, ranks: list[int], number: int) -> None:
+    wanted = torch.cat([data(owner, number) for owner in ranks])
+    assert torch.equal(out, wanted), f"rank {rank()}, round {number}: {out} instead of {wanted}"
+
+
+def expect(kind: type[BaseException], action: Callable[[], Any], *words: str) -> None:
+    try:
+        action()
+    except kind as error:
+        if all(word in str(error) for word in words):
+            return
+        raise
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def live_in_own_calls(number: int) -> None:
+    """Between initialize() and finalize(): stores and puts, whose kernels were loaded in the first round."""
+    with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+        for algorithm in ("auto", "1d"):
+            gathered(tdcoll.all_gather(data(rank(), number), ctx, algorithm=algorithm), list(range(world())), number)
+        ctx.check()
+    out = torch.empty(5 * world(), device=device())
+    tdcoll.all_gather_into_tensor(out, data(rank(), number))  # by a context that finalize() closes
+    gathered(out, list(range(world())), number)
+
+
+def live_in_the_group(number: int) -> None:
+    """Between init_process_group("tdcoll") and destroy_process_group()."""
+
+    def gather(group: Any, ranks: list[int]) -> None:
+        out = [torch.empty(5, device=device()) for _ in ranks]
+        dist.all_gather(out, data(rank(), number), group=group)
+        gathered(torch.cat(out), ranks, number)
+        total = data(rank(), number)
+        dist.all_reduce(total, group=group)
+        assert torch.equal(total, sum(data(owner, number) for owner in ranks)), f"rank {rank()}, round {number}"
+
+    gather(None, list(range(world())))
+    ends, rest = [0, world() - 1], list(range(1, world()))
+    for ranks in (ends, rest):  # the name of a round's group is that of another round's as well
+        group = dist.new_group(ranks if number % 2 else ranks[::-1])
+        if rank() in ranks:
+            gather(group, ranks)
+            if number % 3 == 0:
+                dist.destroy_process_group(group)
+
+
+# ---------------------------------------------------------------------- lives
+
+
+@life
+def own(number: int) -> None:
+    tdcoll.initialize(heap_bytes=HEAP_BYTES)
+    live_in_own_calls(number)
+    dawdle()
+    tdcoll.finalize()
+    assert not tdcoll.is_initialized()
+    assert not dist.is_initialized()
+
+
+@life
+def backend(number: int) -> None:
+    dist.init_process_group("tdcoll", pg_options=tdcoll.distributed.Options(heap_bytes=HEAP_BYTES))
+    assert tdcoll.is_initialized(), tdcoll.distributed.explain()
+    live_in_the_group(number)
+    dawdle()
+    group = dist.group.WORLD  # which holds the store; other ranks are on their way back to it when rank 0 lets go
+    dist.destroy_process_group()
+    assert not tdcoll.is_initialized()
+    if rank() == 0:
+        time.sleep(0.05)
+    del group
+
+
+@life
+def refused(number: int) -> None:
+    """A join that all ranks refuse, or one alone, and that is tried again."""
+    odd = rank() == number % world()
+    if world() > 1:
+        expect(
+            tdcoll.RankMismatchError,
+            lambda: tdcoll.initialize(heap_bytes=2 * HEAP_BYTES if odd else HEAP_BYTES),
+            "must be the same on all ranks",
+        )
+    if odd:
+        expect(ValueError, lambda: tdcoll.initialize(timeout_s=0), "timeout_s")
+        expect(TypeError, lambda: dist.init_process_group("tdcoll", pg_options="wrong"), "pg_options")
+    dawdle()
+    (own if number % 2 else backend)(number)
+
+
+_users_store: Any = None
+
+
+@life
+def beside(number: int) -> None:
+    """A group of the user's, made in every round under another prefix of a store of the user's, and kept meanwhile."""
+    global _users_store
+    if _users_store is None:
+        _users_store, _, _ = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        INNER, store=dist.PrefixStore(f"user{number}", _users_store), rank=rank(), world_size=world()
+    )
+    for again in (0, 1):
+        if again and rank() == number % world() and world() > 1:  # too early, and not for long enough
+            expect(
+                tdcoll.CollectiveTimeout,
+                lambda: tdcoll.initialize(heap_bytes=HEAP_BYTES, timeout_s=0.05),
+                "in 'initialize' for rank(s) [",
+                " timeout ",
+            )
+        elif again:
+            time.sleep(0.1)
+        tdcoll.initialize(heap_bytes=HEAP_BYTES)
+        live_in_own_calls(2 * number + again)
+        dawdle()
+        tdcoll.finalize()
+        assert dist.is_initialized()
+    value = torch.ones(1, device=device())
+    dist.all_reduce(value)
+    assert value.item() == world()
+    dist.destroy_process_group()
+
+
+@life
+def expired(number: int) -> None:
+    """A wait expires, on the host or in a kernel, and all ranks are still there: they leave and join again. The last
+    life on GPUs, because NVSHMEM is not stopped by ranks that do not leave together."""
+    if world() == 1:
+        return
+    options = tdcoll.distributed.Options(heap_bytes=HEAP_BYTES)
+    dist.init_process_group("tdcoll", timeout=timedelta(seconds=TIMEOUT_S), pg_options=options)
+    late = number % world()
+    if number % 2:
+        live_in_the_group(number)
+        dist.barrier()
+    if rank() == late:
+        time.sleep(TIMEOUT_S + 1)
+    else:
+        expect(dist.DistBackendError, dist.barrier, " timeout ", f"{late}")
+    dist.destroy_process_group()
+    backend(number)
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def main(names: list[str], rounds: int) -> None:
+    torch.set_num_threads(1)
+    random.seed(rank())
+    if not INTERPRETED:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank())) % torch.cuda.device_count())
+    for name in names:
+        begin = time.perf_counter()
+        for number in range(rounds):
+            LIVES[name](number)
+            dawdle()
+        if rank() == 0:
+            seconds = round(time.perf_counter() - begin, 2)
+            print(json.dumps({"life": name, "ranks": world(), "rounds": rounds, "seconds": seconds}), flush=True)
+
+
+def spawn(ranks: int, arguments: list[str], timeout_s: float = float("inf")) -> int:
+    """Run this script once for each rank, without a launcher. The exit status; the first failure ends all.
+
+    Raises:
+        TimeoutError: not all have ended within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launcher = {name for name in os.environ if name.startswith(("TORCHELASTIC_", "GROUP_", "LOCAL_", "ROLE_"))}
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            env=environment | {"RANK": str(r), "LOCAL_RANK": str(r)},
+        )
+        for r in range(ranks)
+    ]
+    try:
+        while True:
+            statuses = [process.poll() for process in processes]
+            if any(statuses) or None not in statuses:
+                return next((status for status in statuses if status), 0)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no end after {timeout_s:g} s")
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lives", nargs="*", metavar="LIFE", help=f"of {', '.join(LIVES)}")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--spawn", type=int, metavar="RANKS")
+    given = parser.parse_args()
+    if unknown := set(given.lives) - set(LIVES):
+        parser.error(f"LIFE must be of {', '.join(LIVES)}; got {', '.join(sorted(unknown))}")
+    if given.spawn:
+        sys.exit(spawn(given.spawn, ["--rounds", str(given.rounds), *given.lives]))
+    main(given.lives or list(LIVES), given.rounds)
