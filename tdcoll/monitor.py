@@ -73,6 +73,17 @@ class WaitMonitor:
         """True once a wait has expired, as far as the host can see. No synchronisation."""
         return bool(self.valid[0])
 
+    def abort(self) -> None:
+        """End the waits of kernels that run, and all later ones, as if another had expired. From any thread.
+
+        What the kernels were to exchange is incomplete then, of which there is no record: for a process that ends.
+        """
+        if not self.words.is_cuda:
+            self.words[c.MONITOR_ABORTED.value] = 1
+            return
+        with torch.cuda.stream(torch.cuda.Stream(self.words.device)):  # beside the kernels
+            self.words[c.MONITOR_ABORTED.value] = 1
+
     def check(self) -> None:
         """Wait for the current stream, and raise if a wait in one of its kernels has expired.
 

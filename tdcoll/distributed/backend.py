@@ -462,7 +462,7 @@ class TdcollProcessGroup(ProcessGroup):
 
         if device.type == "cpu":
             if asynchronous:
-                return TaskWork(worker.submit(Task(call)))
+                return TaskWork(worker.submit(Task(call, give_up=self._give_up)))
             worker.drain()
             return CompletedWork(call())
         with torch.cuda.device(device):
@@ -480,11 +480,16 @@ class TdcollProcessGroup(ProcessGroup):
                 for tensor in touched:
                     record_stream(tensor, stream)
             if waits:
-                return TaskWork(worker.submit(Task(call, stream)))
+                return TaskWork(worker.submit(Task(call, stream, give_up=self._give_up)))
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 result = call()
             return StreamWork(result, stream, blocks=blocks, check=self._check, keep=touched)
+
+    def _give_up(self) -> None:
+        """End the waits of this group's kernels: the process ends."""
+        self._gathers.give_up()
+        self._sums.give_up()
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -2,8 +2,10 @@
 """Sparse gradients over tdcoll for training code that keeps its process group: a DDP hook and a reducer of its own."""
 
 import contextlib
+import gc
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ def _submit(sums: _Sums, tensor: torch.Tensor, after: Any = None) -> Task:
     """
     if sums.stream is not None:
         record_stream(tensor, sums.stream)
-    return worker.submit(Task(lambda: [sums(tensor, "mean")], sums.stream, after))
+    return worker.submit(Task(lambda: [sums(tensor, "mean")], sums.stream, after, give_up=sums.give_up))
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
@@ -105,10 +107,16 @@ class _Table:
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
+        self.hook: Any = None
         self.taken: torch.Tensor | None = None
         self.there: Any = None
         """On a GPU: the event behind which ``taken`` is."""
         self.task: Task | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether this rank brings no gradient of it now, and wants none."""
+        return not self.parameter.requires_grad
 
     def empty(self) -> torch.Tensor:
         """A gradient without rows."""
@@ -135,8 +143,9 @@ class SparseGradientReducer:
         optimizer.step()
 
     A table's gradient is reduced as soon as it is there and those of the tables behind it in the module are, on a
-    stream of its own. A rank on which a table was not used, or has no rows, brings none. A table that no rank has rows
-    of keeps no gradient. A table that two modules share is one table.
+    stream of its own. A rank on which a table was not used, has no rows or is frozen brings none. A table that no rank
+    has rows of keeps no gradient. Tables may be frozen and unfrozen between steps. A table that two modules share is
+    one table.
 
     The weights are made equal to those of rank 0.
 
@@ -146,7 +155,7 @@ class SparseGradientReducer:
         rows_per_rank: different rows that one rank brings, as far as is known; the memory for them grows when needed.
 
     Raises:
-        ValueError: there are no such tables.
+        ValueError: there are no such tables, or DistributedDataParallel reduces one of them already.
         NotInitializedError: before ``tdcoll.initialize()``.
         HeapExhaustedError: no room in the symmetric heap.
     """
@@ -166,15 +175,17 @@ class SparseGradientReducer:
             for name, parameter in module.named_parameters(remove_duplicate=False)
             if any(parameter is table for table in tables)
         ]
+        _refuse_those_of_ddp(tables)
         self._sums = _sums(self._group)
         row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
         self._sums.open(rows_per_rank, row_bytes)
         self._synchronising = True
         self._next = 0
-        self._hooks = [
-            table.parameter.register_post_accumulate_grad_hook(lambda _, table=table: self._take(table))
-            for table in self._tables
-        ]
+        self._open = True
+        self._watch()
+        self._left: list[str] = []
+        """Tables whose gradients are taken and not put back; only their names, so that the reducer may be collected."""
+        weakref.finalize(self, _say_what_is_left, self._left)
         first = dist.get_global_rank(self._group, 0)
         for parameter in tables:
             dist.broadcast(parameter.detach(), first, group=self._group)
@@ -189,6 +200,13 @@ class SparseGradientReducer:
         finally:
             self._synchronising = before
 
+    def _watch(self) -> None:
+        """Have a hook on every table that has gradients: PyTorch refuses one on a frozen table."""
+        for table in self._tables:
+            if self._open and table.hook is None and not table.frozen:
+                hook = table.parameter.register_post_accumulate_grad_hook
+                table.hook = hook(lambda _, table=table: self._take(table))
+
     def _take(self, table: _Table) -> None:
         """The gradient of a table is there."""
         if not self._synchronising:
@@ -202,7 +220,11 @@ class SparseGradientReducer:
         self._advance()
 
     def _hold(self, table: _Table) -> None:
-        table.taken, table.parameter.grad = self._sparse(table), None
+        if table.frozen:
+            table.taken = table.empty()
+        else:
+            table.taken, table.parameter.grad = self._sparse(table), None
+            self._left.append(table.name)
         if table.taken.is_cuda:
             table.there = torch.cuda.current_stream(table.taken.device).record_event()
 
@@ -220,9 +242,12 @@ class SparseGradientReducer:
 
     def _advance(self) -> None:
         """Submit what can be: in the same order on all ranks, whatever order the gradients come in."""
-        while self._next < len(self._tables) and (taken := self._tables[self._next].taken) is not None:
-            table = self._tables[self._next]
-            table.task = _submit(self._sums, taken, table.there)
+        for table in self._tables[self._next :]:
+            if table.taken is None and table.frozen:
+                self._hold(table)
+            if table.taken is None:
+                break
+            table.task = _submit(self._sums, table.taken, table.there)
             self._next += 1
 
     def finish(self) -> None:
@@ -246,17 +271,61 @@ class SparseGradientReducer:
                 assert table.task is not None
                 TaskWork(table.task).wait()
                 (mean,) = table.task.result
-                table.parameter.grad = mean if mean._nnz() else None
+                if not table.frozen:
+                    table.parameter.grad = mean if mean._nnz() else None
         finally:
             self._next = 0
+            self._left.clear()
             for table in self._tables:
                 table.taken = table.task = table.there = None
+            self._watch()  # for those that were frozen before
 
     def close(self) -> None:
         """Take the hooks off. Local."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._open = False
+        for table in self._tables:
+            if table.hook is not None:
+                table.hook.remove()
+                table.hook = None
+
+
+def _say_what_is_left(left: list[str]) -> None:
+    """Warn of gradients that were taken and not put back: the reducer, or the process, ends without ``finish()``."""
+    if left:
+        _log.warning(
+            "SparseGradientReducer: no finish() after the last backward pass, so the gradients of %s are lost; call "
+            "reducer.finish() after each backward pass, before the optimizer's step",
+            ", ".join(left),
+        )
+
+
+def _refuse_those_of_ddp(tables: dict[nn.Parameter, str]) -> None:
+    """Raise if a DistributedDataParallel that is alive reduces one of these tables as well."""
+    found = _reduced_by_ddp(tables)
+    if found:
+        gc.collect()  # one that nobody refers to any more may wait for that
+        found = _reduced_by_ddp(tables)
+    if found:
+        raise ValueError(
+            f"SparseGradientReducer: DistributedDataParallel reduces {', '.join(found)} already. Make the reducer of "
+            "the model first, and then the model's DistributedDataParallel, which leaves those tables alone: "
+            "reducer = SparseGradientReducer(model); ddp = DistributedDataParallel(model)"
+        )
+
+
+def _reduced_by_ddp(tables: dict[nn.Parameter, str]) -> list[str]:
+    """Names of the tables that some DistributedDataParallel has not been told to ignore."""
+    wrappers: Iterable[Any] = [
+        held for held in gc.get_objects() if issubclass(type(held), nn.parallel.DistributedDataParallel)
+    ]
+    return sorted(
+        {
+            tables[parameter]
+            for wrapper in wrappers
+            for name, parameter in wrapper.module.named_parameters(remove_duplicate=False)
+            if parameter in tables and name not in wrapper.parameters_to_ignore
+        }
+    )
 
 
 def _leave_to_us(module: nn.Module, names: list[str]) -> None:

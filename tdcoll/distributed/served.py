@@ -132,6 +132,11 @@ class Gathers:
         for context in (*self._kept, *((self.context,) if self.context else ())):
             context.monitor.raise_if_expired()
 
+    def give_up(self) -> None:
+        """End the waits of its kernels; for a process that ends, from any thread."""
+        if self.context is not None:
+            self.context.monitor.abort()
+
     def close(self) -> None:
         """Free the contexts. Collective."""
         for context in (*self._kept, *((self.context,) if self.context else ())):
@@ -265,8 +270,14 @@ class SparseSums:
         if self.context is not None:
             self.context.collective.monitor.raise_if_expired()
 
+    def give_up(self) -> None:
+        """End the waits of its kernels; for a process that ends, from any thread."""
+        if self.context is not None:
+            self.context.collective.monitor.abort()
+
     def close(self) -> None:
         """Free the context. Collective."""
+        worker.drain()
         if self.context is not None:
             self.context.close()
             self.context = None

@@ -6,10 +6,13 @@ all-reduce). Where such a call is asynchronous, it is made by :data:`worker`, on
 in which the calls were issued: that order is the same on all ranks that take part, so the calls meet.
 
 Everything that exchanges values over the control plane outside of that thread first lets it finish (``worker.drain``).
+The thread ends before the interpreter does: a thread that Python stops inside of C++, where a call waits, aborts the
+process.
 """
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -22,6 +25,9 @@ import torch
 import torch.distributed as dist
 
 from tdcoll.errors import CollectiveTimeout
+
+_LAST_S = 3.0
+"""How long the calls that are outstanding may take when the process ends."""
 
 __all__ = [
     "BackendTimeout",
@@ -86,11 +92,19 @@ class Task:
         make: makes the call; its result is that of the work, a list of tensors.
         stream: CUDA stream that it is made on, behind what the calling stream has now; None without a GPU.
         after: an event to be made behind instead.
+        give_up: ends the waits of its kernels, so that the call fails soon; from another thread.
     """
 
-    def __init__(self, make: Callable[[], list[torch.Tensor]], stream: Any = None, after: Any = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[], list[torch.Tensor]],
+        stream: Any = None,
+        after: Any = None,
+        *,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
         self._make: Callable[[], list[torch.Tensor]] | None = make
-        self.stream = stream
+        self.stream, self.give_up = stream, give_up
         self.event: Any = None
         """Recorded behind the call, on its stream; when it is there."""
         self._before: Any = None
@@ -128,15 +142,18 @@ class _Worker:
     """Makes tasks one after the other, in the order in which they were given."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Task | None = None
+        self._current: Task | None = None
+        self._ending = False
 
     def submit(self, task: Task) -> Task:
         """Let the thread make ``task`` when it has made those before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tdcoll.distributed", daemon=True)
             self._thread.start()
+            atexit.register(self._end, self._thread)
         self._last = task
         self._tasks.put(task)
         return task
@@ -148,8 +165,24 @@ class _Worker:
             last.done.wait()
 
     def _run(self) -> None:
-        while True:
-            self._tasks.get().run()
+        while (task := self._tasks.get()) is not None:
+            self._current = task
+            if self._ending:
+                task.give_up()
+            task.run()
+
+    def _end(self, thread: threading.Thread) -> None:
+        """Let the thread make what is left, for ranks that wait for it; then no longer wait for those that do not come.
+
+        By Python, when the process ends.
+        """
+        self._tasks.put(None)
+        thread.join(_LAST_S)
+        if thread.is_alive():
+            self._ending = True
+            if self._current is not None:
+                self._current.give_up()
+            thread.join(_LAST_S)
 
 
 worker = _Worker()

@@ -186,6 +186,13 @@ def test_a_wait_for_a_work_that_expires() -> None:
     assert work.wait(timedelta(seconds=20))
 
 
+def test_a_reducer_whose_finish_is_left_out(launch: Launch) -> None:
+    """What it has begun waits for ranks that do not come; the process must not be aborted for it."""
+    done = launch("--simulate", "--nproc", "2", str(WORKERS / "finish_left_out.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no finish() after the last backward pass, so the gradients of weight are lost" in done.stderr
+
+
 @pytest.fixture
 def alone():
     """A default group of this process only."""

@@ -660,6 +660,38 @@ def reducer_accumulates_and_scales() -> None:
 
 
 @check
+def reducer_with_frozen_tables() -> None:
+    """Frozen when the reducer is made, later, on one rank only, and no longer."""
+    tables = nn.ModuleList(nn.Embedding(16, 4, sparse=True) for _ in range(3)).to(device())
+    frozen = [[everyone(), [], [0]], [[], everyone(), []], [[2], [1], everyone()], [[], [], []]]
+
+    def freeze(step: int) -> None:
+        for table, where in zip(tables, frozen[step], strict=True):
+            table.weight.requires_grad_(rank() not in where)
+
+    freeze(0)
+    sums = SparseGradientReducer(tables)
+    for step in range(len(frozen)):
+        freeze(step)
+        for table in tables:
+            table.weight.grad = None
+        ids = {r: (torch.arange(5, device=device()) * (r + 1) + step) % 16 for r in everyone()}
+        (sum(table(ids[rank()]).sum() for table in tables) * world()).backward()
+        sums.finish()
+        for table, where in zip(tables, frozen[step], strict=True):
+            counts = torch.zeros(16, device=device())
+            for r in everyone():
+                if r not in where:
+                    counts += torch.bincount(ids[r], minlength=16)
+            grad = table.weight.grad
+            if rank() in where:
+                expect(grad is None, f"step {step}: a frozen table has a gradient")
+            else:
+                same(grad.to_dense(), counts.unsqueeze(1).expand(16, 4).contiguous(), f"step {step}")
+    sums.close()
+
+
+@check
 def reducer_says_what_is_wrong() -> None:
     model = Model(True)
     sums = SparseGradientReducer(model)
@@ -675,6 +707,21 @@ def reducer_says_what_is_wrong() -> None:
     loss = tied(lookups(0)).sum() + tied.tables[0].weight.sum()
     expect_raises(TypeError, loss.backward, "tables.0.weight", "dense gradient")
     sums.close()
+    wrapped = DDP(Model(True, 2))
+    for late in (wrapped, wrapped.module, nn.Sequential(wrapped)):
+        expect_raises(
+            ValueError,
+            lambda late=late: SparseGradientReducer(late),
+            "DistributedDataParallel reduces", "tables.0.weight", "tables.1.weight", "reducer of the model first",
+        )  # fmt: skip
+    model = wrapped.module
+    del wrapped, late
+    sums = SparseGradientReducer(model)
+    kept = DDP(model)
+    sums.close()
+    again = SparseGradientReducer(model)  # the wrapper leaves them alone already
+    again.close()
+    del kept
 
 
 # ---------------------------------------------------------------------- GPUs
