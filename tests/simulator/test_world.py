@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 
 import kernels
@@ -246,6 +247,50 @@ def test_killed_in_the_middle_all_others_name_it_or_each_other(seed):
     assert all(error.peer != error.rank for error in outcomes.values())
 
 
+def _waits_for_late(results):
+    def host(pe):
+        job, monitor = runtime.current(), WaitMonitor()
+        signals = job.allocate((1,), torch.int64, name="signals")
+        result = torch.full((1,), -1, dtype=torch.int32)
+        if pe == 0:
+            kernels.wait_once[(1,)](signals, 1, monitor.words, result)
+        else:
+            job.world.pause(50)
+            kernels.add_to_0[(1,)](signals)
+        job.control.all_gather(range(2), "end", None)
+        results[pe] = result, monitor, signals
+
+    return host
+
+
+def test_waits_expire_early_while_their_peer_is_only_late():
+    """With some seeds; whose schedules are until then what they are without. What comes later still arrives."""
+    seen = set()
+    for seed in range(12):
+        worlds, results = [], {}
+        for on_timeout in ("expire", "early"):
+            world = World(2, seed=seed, weak=True, on_timeout=on_timeout)
+            for job in world.runtimes:
+                job.world = world
+            worlds.append(world)
+            world.run(_waits_for_late(results))
+            gave_up = bool(world.gave_up)
+            result, monitor, signals = results[0]
+            assert (result.item(), monitor.expired, signals.item()) == (0 if gave_up else 1, gave_up, 2)
+        expired, early = worlds
+        assert not expired.gave_up
+        seen.add(gave_up)
+        if gave_up:
+            (report,) = early.gave_up
+            assert re.fullmatch(
+                r"pe0 wait_once\(0,0,0\) at step \d+, which waits for pe0\.signals\[0\] >= 1, is 0", report
+            )
+            assert f"impatient; gave up early: {report}" in early.describe()
+        else:
+            assert early.fingerprint == expired.fingerprint
+    assert seen == {True, False}
+
+
 def test_expired_wait_ends_the_others_of_its_monitor():
     def host(pe):
         job = runtime.current()
@@ -463,7 +508,8 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
         ({"n_pes": 4, "resident": 0}, "resident must be at least 1"),
         ({"n_pes": 4, "ranks_per_node": [3, 2]}, "add up to 4"),
         ({"n_pes": 4, "ranks_per_node": 0}, "ranks_per_node must be at least 1"),
-        ({"n_pes": 4, "on_timeout": "ignore"}, "on_timeout must be"),
+        ({"n_pes": 4, "on_timeout": "ignore"}, "on_timeout must be 'raise', 'expire' or 'early', got 'ignore'"),
+        ({"n_pes": 4, "on_timeout": "early"}, "on_timeout='early' needs a seed"),
     ],
 )
 def test_world_arguments(arguments, message):

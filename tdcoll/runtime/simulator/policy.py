@@ -55,6 +55,10 @@ class Policy:
         """Whether a straggler goes before the others this time."""
         return False
 
+    def gives_up_now(self) -> bool:
+        """Whether a kernel's wait expires now, though what it waits for may be on its way."""
+        return False
+
     def describe(self) -> str:
         """For reports."""
         return "fair order"
@@ -68,6 +72,8 @@ class RandomPolicy(Policy):
         n_pes: number of PEs.
         late_data: True, False, or None for the seed to decide.
         stragglers: True, False, a PE, or None for the seed to decide.
+        impatient: waits of kernels may expire at any time. Until the first does, the seed's choices are the same as
+            without.
     """
 
     def __init__(
@@ -77,8 +83,11 @@ class RandomPolicy(Policy):
         *,
         late_data: bool | None = None,
         stragglers: bool | int | None = None,
+        impatient: bool = False,
     ) -> None:
         self._random = random.Random(seed)
+        self._patience = random.Random(f"patience {seed}")
+        self.gives_up_rate = self._patience.choice((0.001, 0.005, 0.02)) if impatient else 0.0
         draw = self._random.random
         # always draw the same numbers, so that fixing one habit leaves the others as they were
         late, straggling, which, kind, rate = draw() < 0.5, draw() < 0.5, int(draw() * n_pes), draw(), draw()
@@ -120,6 +129,9 @@ class RandomPolicy(Policy):
     def slow_now(self) -> bool:
         return self._random.random() < 0.02
 
+    def gives_up_now(self) -> bool:
+        return self.gives_up_rate > 0 and self._patience.random() < self.gives_up_rate
+
     def describe(self) -> str:
         words = [f"delivery rate {self.rate}"]
         if self.late_data:
@@ -128,4 +140,6 @@ class RandomPolicy(Policy):
             words.append(f"pe{self.slow_pe} slow")
         if self.slow_share:
             words.append("some programs slow")
+        if self.gives_up_rate:
+            words.append("impatient")
         return ", ".join(words)

@@ -7,7 +7,8 @@ gives up control only at *schedule points* (:meth:`Scheduler.turn`, :meth:`Sched
 
 One *step* is one resumed task or one delivered message. Steps take no time: the virtual clock stands still
 while anything can happen at all, and jumps to the earliest deadline when nothing can. A wait therefore
-expires only when it could never have ended otherwise.
+expires only when it could never have ended otherwise; unless the policy is *impatient*, which lets waits of
+kernels expire while what they wait for is on its way.
 
 Tasks are greenlets or threads (:mod:`.tasks`); both give the same schedule for the same seed.
 """
@@ -97,6 +98,8 @@ class Scheduler:
         """Called with each task before it runs on; may kill it."""
         self.steps = 0
         self.clock_ns = 0
+        self.gave_up: list[str] = []
+        """The waits that an impatient policy has let expire."""
         self.progress = 0
         """Counts everything that may end somebody's spinning: writes, deliveries, tasks that end."""
         self.fingerprint = 0
@@ -227,6 +230,8 @@ class Scheduler:
 
     def _step(self) -> bool:
         """One resumed task or one delivered message; False when all is done."""
+        if self.policy.gives_up_now():
+            self._give_up_one()
         if self._ready or self._slow:
             if self.mailbox is not None and self.mailbox.eager and self.policy.deliver_now():
                 self._deliver()
@@ -291,10 +296,25 @@ class Scheduler:
         if not waits:
             return False
         deadline, _, task = min(waits, key=lambda item: item[:2])
-        self.clock_ns = max(self.clock_ns, deadline)
+        self._let_expire(task, deadline)
+        return True
+
+    def _give_up_one(self) -> None:
+        """Let some kernel's wait expire, if one has a deadline, though it might be satisfied yet."""
+        waits = [
+            (task, task.wait, task.wait.deadline_ns)
+            for task in self._live
+            if task.is_program and task.wait is not None and task.wait.deadline_ns is not None
+        ]
+        if waits:
+            task, wait, deadline = self.policy.take(waits)
+            self.gave_up.append(f"{task.name} at step {self.steps}, which {wait.describe()}")
+            self._let_expire(task, deadline)
+
+    def _let_expire(self, task: Task, deadline_ns: int) -> None:
+        self.clock_ns = max(self.clock_ns, deadline_ns)
         task.expired = True
         self._unblock(task)
-        return True
 
     # ------------------------------------------------------------------ bookkeeping
 

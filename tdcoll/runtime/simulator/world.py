@@ -96,7 +96,8 @@ class World:
         late_data: with ``weak``, bytes that no signal accompanies arrive last; None: the seed decides.
         stragglers: True (the seed picks a PE, or some programs), a PE, or False; None: the seed decides.
         on_timeout: when nothing can run any more but waits with a deadline are left: ``"raise"`` a
-            :class:`~tdcoll.testing.Deadlock`, or let them ``"expire"``. After a :meth:`kill` they expire.
+            :class:`~tdcoll.testing.Deadlock`, or let them ``"expire"``. After a :meth:`kill` they expire. ``"early"``,
+            with a seed: as ``"expire"``, and waits of kernels also expire while what they wait for is only late.
         timeout_s: deadline of waits inside kernels and of host-side exchanges, in virtual seconds.
         backend: ``"greenlet"`` or ``"thread"``; None: greenlets where installed.
         trace: record a timeline; see :attr:`trace`.
@@ -124,7 +125,7 @@ class World:
         resident: int | None = None,
         late_data: bool | None = None,
         stragglers: bool | int | None = None,
-        on_timeout: Literal["raise", "expire"] = "raise",
+        on_timeout: Literal["raise", "expire", "early"] = "raise",
         timeout_s: float = 30.0,
         backend: str | None = None,
         trace: bool = False,
@@ -136,13 +137,17 @@ class World:
             raise ValueError(f"n_pes must be at least 1, got {n_pes}")
         if resident is not None and resident < 1:
             raise ValueError(f"resident must be at least 1, or None for no limit; got {resident}")
-        if on_timeout not in ("raise", "expire"):
-            raise ValueError(f"on_timeout must be 'raise' or 'expire', got {on_timeout!r}")
+        if on_timeout not in ("raise", "expire", "early"):
+            raise ValueError(f"on_timeout must be 'raise', 'expire' or 'early', got {on_timeout!r}")
+        if on_timeout == "early" and seed is None:
+            raise ValueError("on_timeout='early' needs a seed, which says when waits expire; got seed=None")
         self.n_pes, self.seed, self.resident = n_pes, seed, resident
         self._weak, self._on_timeout = weak, on_timeout
         self._backend, self._max_steps, self._spin_limit = backend, max_steps, spin_limit
         self._policy = (
-            Policy() if seed is None else RandomPolicy(seed, n_pes, late_data=late_data, stragglers=stragglers)
+            Policy()
+            if seed is None
+            else RandomPolicy(seed, n_pes, late_data=late_data, stragglers=stragglers, impatient=on_timeout == "early")
         )
         self.node_ids = _nodes(n_pes, ranks_per_node)
 
@@ -252,11 +257,18 @@ class World:
         return self.scheduler.fingerprint
 
     def describe(self) -> str:
-        """What decides this world's schedule, for reports."""
+        """What decides this world's schedule, for reports; and which waits expired that need not have."""
         words = [f"seed {self.seed}", "weak" if self._weak else "strong", self._policy.describe()]
         if self.resident is not None:
             words.append(f"resident={self.resident}")
-        return ", ".join(words)
+        gave_up = self.scheduler.gave_up
+        return ", ".join(words) + (f"; gave up early: {'; '.join(gave_up)}" if gave_up else "")
+
+    @property
+    def gave_up(self) -> tuple[str, ...]:
+        """The waits that ``on_timeout="early"`` has let expire in the latest :meth:`run`: program, step, and what each
+        waited for."""
+        return tuple(self.scheduler.gave_up)
 
     # ------------------------------------------------------------------ internals
 
@@ -264,7 +276,7 @@ class World:
         return Scheduler(
             self._policy,
             backend=self._backend,
-            expire=self._on_timeout == "expire",
+            expire=self._on_timeout != "raise",
             max_steps=self._max_steps,
             spin_limit=self._spin_limit,
         )
