@@ -22,6 +22,7 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.language import constants as c
 from tdcoll.language.spec import FUNCTIONS, not_64_bits, not_linked
+from tdcoll.runtime.simulator.extents import Address
 from tdcoll.runtime.simulator.interpreter import machine
 from tdcoll.runtime.simulator.lanes import thread_index
 from tdcoll.runtime.simulator.machine import Machine
@@ -95,6 +96,9 @@ def _named(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
             number = (_address64 if kind == "ptr64" else _number)(name, parameter, value)
             if kind == "u64":
                 number &= _MASK64
+            elif kind in ("ptr", "ptr64") and isinstance(value, tl.tensor):
+                number = Address(number)
+                number.origin = value.handle.origin
             numbers.append(running.check_pe(number) if kind == "pe" else number)
         return implementation(running, *numbers)
 
@@ -144,9 +148,9 @@ def remote_ptr(local_ptr: Any, pe: Any, _semantic: Any = None) -> Any:
     address = _number("remote_ptr", "local_ptr", local_ptr)
     running.check_symmetric(address, 0, "local_ptr")
     remote = running.on(target, address) if running.reachable(target) else 0
-    return tl.tensor(
-        triton_interpreter.TensorHandle(np.array([remote], np.uint64), local_ptr.handle.dtype), local_ptr.type
-    )
+    handle = triton_interpreter.TensorHandle(np.array([remote], np.uint64), local_ptr.handle.dtype)
+    handle.origin = local_ptr.handle.origin
+    return tl.tensor(handle, local_ptr.type)
 
 
 remote_ptr.__doc__ = FUNCTIONS["remote_ptr"].doc
@@ -157,14 +161,14 @@ remote_ptr.__doc__ = FUNCTIONS["remote_ptr"].doc
 
 @_device
 def int_p(running, dest, value, pe):
-    running.put_word32(running.check_symmetric(dest, 4, "dest"), value, pe)
+    running.put_word32(running.check_symmetric(dest, 4, "dest", pe), value, pe)
 
 
 def _put(nbi: bool) -> Callable[..., None]:
     def put(running: Machine, dest: int, source: int, nbytes: int, pe: int) -> None:
-        running.check_symmetric(dest, nbytes, "dest")
+        running.check_symmetric(dest, nbytes, "dest", pe)
         if nbytes:
-            running.check_local(source, "source", pe)
+            running.check_local(source, nbytes, "source", pe)
         running.put(dest, source, nbytes, pe, nbi=nbi)
 
     return put
@@ -181,10 +185,10 @@ def _put_signal(nbi: bool, scope: str) -> Callable[..., None]:
         sig_op: int,
         pe: int,
     ) -> None:
-        running.check_symmetric(dest, nbytes, "dest")
+        running.check_symmetric(dest, nbytes, "dest", pe)
         if nbytes:
-            running.check_local(source, "source", pe)
-        running.check_signal(sig_addr, "sig_addr")
+            running.check_local(source, nbytes, "source", pe)
+        running.check_signal(sig_addr, "sig_addr", pe)
         if _checked_operation(sig_op) == c.SIGNAL_ADD.value:
             signal *= _multiplicity(running, scope)
         running.put(dest, source, nbytes, pe, nbi=nbi, signal=(sig_addr, signal, sig_op))
@@ -194,9 +198,9 @@ def _put_signal(nbi: bool, scope: str) -> Callable[..., None]:
 
 def _get(nbi: bool) -> Callable[..., None]:
     def get(running: Machine, dest: int, source: int, nbytes: int, pe: int) -> None:
-        running.check_symmetric(source, nbytes, "source")
+        running.check_symmetric(source, nbytes, "source", pe)
         if nbytes:
-            running.check_local(dest, "dest", pe)
+            running.check_local(dest, nbytes, "dest", pe)
         running.get(dest, source, nbytes, pe, nbi=nbi)
 
     return get
@@ -224,7 +228,7 @@ getmem_nbi_block = _named("getmem_nbi_block", _get(nbi=True))
 
 @_device
 def signal_op(running, sig_addr, signal, sig_op, pe):
-    running.check_signal(sig_addr, "sig_addr")
+    running.check_signal(sig_addr, "sig_addr", pe)
     if _checked_operation(sig_op) == c.SIGNAL_ADD.value:
         signal *= _multiplicity(running, "")
     running.signal(sig_addr, signal, sig_op, pe)
@@ -233,7 +237,7 @@ def signal_op(running, sig_addr, signal, sig_op, pe):
 @_device
 def signal_block(running, sig_addr, signal, sig_op, pe):
     _require_nvshmem(running, "signal_block")
-    running.check_signal(sig_addr, "sig_addr")
+    running.check_signal(sig_addr, "sig_addr", pe)
     operation = _checked_operation(sig_op)
     syncthreads()
     running.release()  # the one thread's fence, which also waits for the block's stores
@@ -333,8 +337,8 @@ def st(ptr: Any, val: Any, scope: Any = "gpu", semantic: Any = "relaxed", _seman
     system = _choice("scope", scope, ("gpu", "sys")) == "sys"
     release = _choice("semantic", semantic, ("relaxed", "release")) == "release"
     _integer_pointee("st", ptr)
-    if release and system:
-        running.release()
+    if release:
+        running.release(system=system)
     tl.store(ptr, val, _semantic=triton_interpreter.interpreter_semantic)
 
 
@@ -394,6 +398,7 @@ def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _sem
     running = machine()
     addresses = words.handle.data.reshape(-1)
     active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
+    running.pointers.check(addresses, active, 16, words.handle.origin, "load from")
     wanted = _number("wait_flagged", "flag", flag) & 0xFFFF_FFFF
     sender = _number("wait_flagged", "peer", peer)
     places = np.flatnonzero(active)
@@ -416,6 +421,7 @@ def store_flagged(words: Any, first: Any, second: Any, third: Any, flag: Any, ma
     running = machine()
     addresses = words.handle.data.reshape(-1).astype(np.uint64)
     active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
+    running.pointers.check(addresses, active, 16, words.handle.origin, "store to")
     parts = np.empty((addresses.size, 4), np.uint32)
     for place, part in enumerate((first, second, third)):
         parts[:, place] = np.broadcast_to(part.handle.data, words.handle.data.shape).reshape(-1)

@@ -158,7 +158,7 @@ class Runtime:
             return torch.empty(shape, dtype=dtype, device=self.device)
         offset = agree([a[1] for a in answers], nbytes, [a[2] for a in answers])
         self.arena.take(offset, nbytes, ranks)
-        self.heap.label(offset, nbytes, name, dtype.itemsize)
+        self.heap.label(offset, nbytes, name, dtype.itemsize, ranks)
         return self.heap.view(offset, nbytes).view(dtype).view(shape)
 
     def release(self, tensor: torch.Tensor) -> None:
@@ -176,11 +176,14 @@ class Runtime:
             torch.cuda.synchronize(self.device)
         self.agree(owners, "free: offset of the tensor", offset)
         self.arena.release(offset)
+        self.heap.unlabel(offset)
 
     def take_back(self, tensor: torch.Tensor) -> None:
         """Undo :meth:`allocate` on this rank alone: where nobody has used the memory, and nobody will."""
         if tensor.nbytes:
-            self.arena.release(self.offset_of(tensor, "tensor"))
+            offset = self.offset_of(tensor, "tensor")
+            self.arena.release(offset)
+            self.heap.unlabel(offset)
 
     def offset_of(self, tensor: torch.Tensor, argument: str) -> int:
         """Offset of ``tensor``'s first byte in the symmetric heap (0 if it has no bytes).

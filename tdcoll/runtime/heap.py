@@ -54,8 +54,13 @@ class SymmetricHeap(Protocol):
         """Address at which this PE can load and store ``pe``'s block, or 0 if only puts and gets reach it."""
         ...
 
-    def label(self, offset: int, nbytes: int, name: str, itemsize: int) -> None:
-        """Give an allocation a name for reports ("pe3.signals[0]"). Transports without reports ignore it."""
+    def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
+        """An allocation of ``pes`` was made here: its name for reports ("pe3.signals[0]"), and the bytes that an access
+        may reach. Transports that check and report nothing ignore it."""
+        ...
+
+    def unlabel(self, offset: int) -> None:
+        """The allocation at ``offset`` was freed here."""
         ...
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ initialises NVSHMEM by ``nvshmem.core.init`` before tdcoll.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,10 @@ class NvshmemHeap:
     def peer_base(self, pe: int) -> int:
         return int(self._bindings.ptr(self.base, pe))
 
-    def label(self, offset: int, nbytes: int, name: str, itemsize: int) -> None:
+    def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
+        """NVSHMEM has no reports to put names in."""
+
+    def unlabel(self, offset: int) -> None:
         """NVSHMEM has no reports to put names in."""
 
     def close(self) -> None:

@@ -88,6 +88,29 @@ def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl
         index = tl.arange(0, 16)
         tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
         tl.atomic_xchg(tdl.remote_ptr(signal, peer), epoch.to(tl.int64), sem="relaxed", scope="sys")
+    elif HOW == "store, fence, signal by a thread":
+        index = tl.arange(0, 16)
+        tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
+        tdl.fence()
+        if tdl.tid(0) == 0:
+            tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, peer)
+    elif HOW == "store, signal by a thread":
+        index = tl.arange(0, 16)
+        tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
+        tdl.syncthreads()
+        if tdl.tid(0) == 0:
+            tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, peer)
+    elif HOW == "relaxed words, signal by a thread":
+        words = mine.to(tl.pointer_type(tl.int64))
+        theirs = tdl.remote_ptr(words, peer)
+        tdl.st(theirs, tl.load(words), "sys")
+        tdl.st(theirs + 1, tl.load(words + 1), "sys")
+        if tdl.tid(0) == 0:
+            tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, peer)
+    elif HOW == "half stored, half put with a signal":  # which says nothing of the other half
+        index = tl.arange(0, 8)
+        tl.store(tdl.remote_ptr(mine, peer) + index, tl.load(mine + index))
+        tdl.putmem_signal_block(mine + 8, mine + 8, 8, signal, epoch, tdl.SIGNAL_SET, peer)
     elif HOW == "PE 2 forgets PE 0":
         if (rank != 2) | (peer != 0):
             tdl.putmem_signal_block(mine, mine, nbytes, signal, epoch, tdl.SIGNAL_SET, peer)
@@ -367,14 +390,6 @@ def store_and_read_back(pointer, out, pe):
 
 
 @jit
-def thread_variable(pointer):
-    t = tdl.tid(0)
-    t = t + 1
-    if t < 5:
-        tl.atomic_add(pointer, 1)
-
-
-@jit
 def add_to_0(word):
     tdl.signal_block(word, 1, tdl.SIGNAL_ADD, 0)
     tl.atomic_add(tdl.remote_ptr(word, 0), 1)
@@ -430,3 +445,90 @@ def flagged_but_every_third(words, flag, monitor, out):
         tl.store(out + 8 + place, second)
         tl.store(out + 16 + place, third)
         tl.store(out + 24 + place, arrived)
+
+
+@jit
+def call_two(pointer, other):
+    CALL(pointer, other)
+
+
+@jit
+def pull_stored(mine, source, out, signals, epoch, monitor, WORLD: tl.constexpr, HOW: tl.constexpr, GET: tl.constexpr):
+    """Each rank stores 8 words to its own memory, tells the others, and reads theirs: ``out[rank]``, 8 words each."""
+    rank = tdl.my_pe()
+    index = tl.arange(0, 8)
+    told = signals + epoch * WORLD
+    if HOW == "copy, signal by the block":
+        tdl.copy_block(mine, source, 64)
+    else:
+        tl.store(mine + index, tl.load(source + index))
+    tdl.syncthreads()
+    if HOW == "fence, signal by a thread":
+        tdl.fence()
+    elif HOW == "quiet, signal by a thread":
+        tdl.quiet()
+    for step in range(1, WORLD):
+        peer = (rank + step) % WORLD
+        if HOW == "release":
+            tdl.st_release(tdl.remote_ptr(told + rank, peer), 1, "sys")
+        elif HOW == "release on this GPU":
+            tdl.st_release(tdl.remote_ptr(told + rank, peer), 1, "gpu")
+        elif HOW == "relaxed":
+            tdl.st(tdl.remote_ptr(told + rank, peer), 1, "sys")
+        elif (HOW == "signal by the block") | (HOW == "copy, signal by the block"):
+            tdl.signal_block(told + rank, 1, tdl.SIGNAL_SET, peer)
+        elif HOW == "put with a signal":
+            tdl.putmem_signal_block(mine + 8, mine + 8, 8, told + rank, 1, tdl.SIGNAL_SET, peer)
+        elif tdl.tid(0) == 0:
+            tdl.signal_op(told + rank, 1, tdl.SIGNAL_SET, peer)
+    for step in range(1, WORLD):
+        peer = (rank + step) % WORLD
+        tdl.wait_signal(told + peer, tdl.CMP_GE, 1, monitor, peer, peer)
+        if GET:
+            tdl.getmem_block(out + 8 * peer, mine, 64, peer)
+        else:
+            tl.store(out + 8 * peer + index, tl.load(tdl.remote_ptr(mine, peer) + index))
+    tl.store(out + 8 * rank + index, tl.load(mine + index))  # it sees its own stores
+
+
+@jit
+def count_up_and_watch(word, out):
+    """PE 0 stores 1 to 4 to its word and adds 4; PE 1 looks at it: ``out``, 16 values, every fourth by an atomic."""
+    if tdl.my_pe() == 0:
+        for value in range(1, 5):
+            tl.store(word, value)
+        tl.atomic_add(word, 4, sem="relaxed", scope="sys")
+    else:
+        theirs = tdl.remote_ptr(word, 0)
+        for look in range(16):
+            if look % 4 == 3:
+                tl.store(out + look, tl.atomic_add(theirs, 0, sem="relaxed", scope="sys"))
+            else:
+                tl.store(out + look, tl.load(theirs))
+
+
+@jit
+def last_one_tells(mine, counter, signal, out, monitor, PUSH: tl.constexpr, COUNT: tl.constexpr, HOW: tl.constexpr):
+    """Each of PE 0's programs stores a word, in its own memory or to PE 1, and counts; the last signals to PE 1, which
+    reads the words into ``out`` and answers; until then the launch goes on."""
+    place = tl.program_id(0)
+    n = tl.num_programs(0)
+    if tdl.my_pe() == 0:
+        tl.store((tdl.remote_ptr(mine, 1) if PUSH else mine) + place, 7)
+        if tl.atomic_add(counter, 1, sem=COUNT, scope="gpu") == n - 1:
+            if HOW == "fence":
+                tdl.fence()
+            elif HOW == "quiet":
+                tdl.quiet()
+            if HOW == "release":
+                tdl.st_release(tdl.remote_ptr(signal, 1), 1, "sys")
+            elif HOW == "signal by the block":
+                tdl.signal_block(signal, 1, tdl.SIGNAL_SET, 1)
+            else:
+                tdl.signal_op(signal, 1, tdl.SIGNAL_SET, 1)
+        tdl.wait_signal(signal + 1, tdl.CMP_EQ, 1, monitor, 1, 1)
+    elif place == 0:
+        tdl.wait_signal(signal, tdl.CMP_EQ, 1, monitor, 0, 0)
+        index = tl.arange(0, 4)
+        tl.store(out + index, tl.load((mine if PUSH else tdl.remote_ptr(mine, 0)) + index))
+        tdl.signal_op(signal + 1, 1, tdl.SIGNAL_SET, 0)

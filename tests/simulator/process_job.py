@@ -13,7 +13,9 @@ import cases
 import kernels
 import torch
 import torch.distributed as dist
+import triton.language as tl
 
+import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
 from tdcoll.monitor import WaitMonitor
@@ -81,6 +83,25 @@ def deadlines(job: runtime.Runtime) -> None:
     expect(ValueError, "sig_op must be", lambda: kernels.fails[(2,)](signals, rank))
 
 
+def bytes_beyond_a_tensor(job: runtime.Runtime) -> None:
+    words, after = (job.allocate((1,), torch.int64, name=name) for name in ("words", "after"))
+    after.fill_(5)
+    job.control.all_gather(range(WORLD), "written", None)
+    kernels.CALL = lambda p: tl.store(tdl.remote_ptr(p, 1 - job.rank) + 64, 9)
+    beyond = f"pe{job.rank} call(0,0,0) would store to bytes 512..520 of pe{1 - job.rank}.words, which has 8 bytes"
+    expect(ValueError, beyond, lambda: kernels.call[(1,)](words))
+    kernels.CALL = lambda p: tl.store(p + 1, 9)
+    own = torch.zeros(1, dtype=torch.int64)
+    expect(ValueError, "bytes 8..16 of `pointer`, which has 8 bytes", lambda: kernels.call[(1,)](own))
+    expect(ValueError, "of pe", lambda: kernels.put[(1,)](words, own, 16, 1 - job.rank))
+    kernels.put[(1,)](words.data_ptr(), own.data_ptr(), 8, 1 - job.rank)
+    expect(ValueError, "a tensor at 0x", lambda: kernels.put[(1,)](after, own.data_ptr() + 4, 8, 1 - job.rank))
+    job.control.all_gather(range(WORLD), "tried", None)
+    assert after.item() == 5
+    job.release(words)
+    expect(ValueError, "where no symmetric tensor lives", lambda: kernels.call[(1,)](words))
+
+
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), WORLD)
@@ -106,6 +127,7 @@ def main(rank: int, folder: Path) -> None:
         all_gathers(job, 2)
     additions(job)
     polling_loops(job)
+    bytes_beyond_a_tensor(job)
     deadlines(job)
     shared.close()
     shared.close()

@@ -29,17 +29,13 @@ def test_every_function_has_its_signature(name):
 
 
 def _run(body, n_pes=2, **options):
-    """``body(job)`` on PE 0."""
+    """``body(rows)`` on PE 0; rows: int64 ``[8]``, symmetric."""
 
     def host(pe):
-        job = runtime.current()
-        return body(job) if pe == 0 else None
+        rows = runtime.current().allocate((8,), torch.int64, name="rows")
+        return body(rows) if pe == 0 else None
 
     return World(n_pes, **options).run(host)[0]
-
-
-def _rows(job, n=8, dtype=torch.int64):
-    return job.allocate((n,), dtype, group=[job.rank], name="rows")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +83,7 @@ def _rows(job, n=8, dtype=torch.int64):
 )
 def test_argument_errors_name_the_argument(launch, message):
     with pytest.raises((ValueError, TypeError, tdcoll.TdcollError), match=message) as raised:
-        _run(lambda job: launch(_rows(job), torch.zeros(8, dtype=torch.int64)))
+        _run(lambda rows: launch(rows, torch.zeros(8, dtype=torch.int64)))
     assert any(note.startswith("raised by pe0 ") for note in raised.value.__notes__)
 
 
@@ -108,22 +104,22 @@ def test_argument_errors_name_the_argument(launch, message):
 def test_constants_are_checked(call, message):
     kernels.CALL = call
     with pytest.raises(ValueError, match=message):
-        _run(lambda job: kernels.call[(1,)](_rows(job)))
+        _run(lambda rows: kernels.call[(1,)](rows))
 
 
 def test_bytes_beyond_the_heap():
-    with pytest.raises(ValueError, match=r"dest must lie.*1024 bytes from pe0\.rows\[0\] leave it"):
-        _run(lambda job: kernels.put[(1,)](_rows(job), torch.zeros(1024), 1024, 1), heap_bytes=512)
+    with pytest.raises(ValueError, match=r"dest must stay.*bytes 0..1024 of pe0\.rows, which has 64 bytes"):
+        _run(lambda rows: kernels.put[(1,)](rows, torch.zeros(1024), 1024, 1), heap_bytes=512)
 
 
 def test_other_nodes_are_reached_by_puts_from_symmetric_memory_only():
     nodes = {"ranks_per_node": 1}
     with pytest.raises(ValueError, match=r"pe0 store_to\(0,0,0\) would store to a null pointer"):
-        _run(lambda job: kernels.store_to[(1,)](_rows(job), 1), **nodes)
+        _run(lambda rows: kernels.store_to[(1,)](rows, 1), **nodes)
     with pytest.raises(ValueError, match="source must lie in the symmetric heap when PE 1 is on another node"):
-        _run(lambda job: kernels.put[(1,)](_rows(job), torch.zeros(8), 8, 1), **nodes)
-    _run(lambda job: kernels.put[(1,)](_rows(job), _rows(job), 8, 1), **nodes)
-    _run(lambda job: kernels.store_to[(1,)](_rows(job), 0), **nodes)
+        _run(lambda rows: kernels.put[(1,)](rows, torch.zeros(8), 8, 1), **nodes)
+    _run(lambda rows: kernels.put[(1,)](rows, rows[4:], 8, 1), **nodes)
+    _run(lambda rows: kernels.store_to[(1,)](rows, 0), **nodes)
 
 
 @pytest.mark.parametrize("form", ["if", "name", "for"])
@@ -136,13 +132,12 @@ def test_kernels_written_for_threads(form):
 
 def test_else_and_not_of_a_test_on_threads():
     out = torch.zeros(3, dtype=torch.int32)
-    _run(lambda job: kernels.else_of_threads[(1,)](out, num_warps=2))
+    _run(lambda rows: kernels.else_of_threads[(1,)](out, num_warps=2))
     assert out.tolist() == [3, 61, 3]
 
 
 def test_what_every_thread_adds_is_added_by_every_thread():
-    def body(job):
-        signals = _rows(job)
+    def body(signals):
         kernels.count_by_every_thread[(2,)](signals, num_warps=2)
         kernels.count_by_one_thread[(2,)](signals[1:], num_warps=2)
         return signals[:2].tolist()
@@ -151,8 +146,7 @@ def test_what_every_thread_adds_is_added_by_every_thread():
 
 
 def test_signals_are_unsigned():
-    def body(job):
-        signals = _rows(job)
+    def body(signals):
         signals[0] = -1
         out = torch.zeros(2, dtype=torch.int64)
         kernels.unsigned[(1,)](signals, tdcoll.WaitMonitor().words, out)
@@ -164,24 +158,19 @@ def test_signals_are_unsigned():
 def test_a_program_sees_its_own_stores_to_a_peer():
     for seed in range(20):
 
-        def body(job):
+        def body(rows):
             out = torch.zeros(2, dtype=torch.int64)
-            kernels.store_and_read_back[(1,)](_rows(job), out, 1)
+            kernels.store_and_read_back[(1,)](rows, out, 1)
             return out.tolist()
 
         assert _run(body, seed=seed, weak=True) == [5, 6]
 
 
-def test_no_assignment_twice_of_what_depends_on_the_thread():
-    with pytest.raises(tdcoll.TdcollError, match=r"t depends on tid\(\) and is assigned 2 times"):
-        _run(lambda job: kernels.thread_variable[(1,)](_rows(job)))
-
-
 @pytest.mark.parametrize("how", ["my_pe", "remote_ptr", "signal_block", "a helper", "no NVSHMEM"])
 def test_kernel_of_triton_jit_is_refused_where_it_calls_nvshmem(how):
     def launch(kernel):
-        def body(job):
-            word, out = _rows(job), torch.full((1,), -1, dtype=torch.int32)
+        def body(word):
+            out = torch.full((1,), -1, dtype=torch.int32)
             kernel[(1,)](out, word, tdcoll.WaitMonitor().words, how)
             return int(out)
 
@@ -197,8 +186,8 @@ def test_kernel_of_triton_jit_is_refused_where_it_calls_nvshmem(how):
 
 
 def test_wait_by_token_waits_and_ends():
-    def body(job):
-        rows, result = _rows(job), torch.zeros(2, dtype=torch.int64)
+    def body(rows):
+        result = torch.zeros(2, dtype=torch.int64)
         rows[:2] = torch.tensor([5, 77])
         monitor = tdcoll.WaitMonitor(timeout_s=0.5)
         kernels.wait_by_token[(1,)](rows, 5, monitor.words, rows[1:], result)
@@ -224,11 +213,11 @@ def test_wait_by_token_waits_and_ends():
 def test_arguments_of_consume_token(call, message):
     kernels.CALL = call
     with pytest.raises(ValueError, match=message):
-        _run(lambda job: kernels.call[(1,)](_rows(job)))
+        _run(lambda rows: kernels.call[(1,)](rows))
 
 
 def test_monitor_of_another_job_or_freed_is_refused():
     words = []
-    _run(lambda job: words.append(tdcoll.WaitMonitor().words))
+    _run(lambda rows: words.append(tdcoll.WaitMonitor().words))
     with pytest.raises(ValueError, match=r"monitor must be the words of an open tdcoll\.WaitMonitor of this job"):
-        _run(lambda job: kernels.wait_once[(1,)](_rows(job), 0, words[0], words[0]))
+        _run(lambda rows: kernels.wait_once[(1,)](rows, 0, words[0], words[0]))

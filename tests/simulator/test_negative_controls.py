@@ -6,6 +6,7 @@ from __future__ import annotations
 import kernels
 import pytest
 import torch
+import triton.language as tl
 from cases import gather, gathering
 
 import tdcoll
@@ -21,6 +22,7 @@ CLEAN = [
     "copy, release",
     "copy, signal by the block",
     "store, atomic release",
+    "store, fence, signal by a thread",
 ]
 CAUGHT = [
     "put, signal",
@@ -31,6 +33,9 @@ CAUGHT = [
     "copy, relaxed",
     "copy, signal by a thread",
     "store, atomic relaxed",
+    "store, signal by a thread",
+    "relaxed words, signal by a thread",
+    "half stored, half put with a signal",
 ]
 
 
@@ -166,3 +171,114 @@ def test_a_flagged_word_in_two_pieces_is_caught(whole):
     failure = first_failure(case, n_pes=2, seeds=30)
     assert (failure is None) == whole
     assert whole or "words came torn" in failure.report
+
+
+def _pulled(how, get, calls=3):
+    def case(world):
+        n = world.n_pes
+
+        def host(pe):
+            mine = tdcoll.zeros((calls, 9), torch.int64, name="mine")
+            signals = tdcoll.zeros((calls, n), torch.int64, name="signals")
+            monitor = tdcoll.WaitMonitor()
+            for call in range(calls):
+                words = torch.arange(8) + 10 * torch.arange(n)[:, None] + 100 * (call + 1)
+                out = torch.zeros(n, 8, dtype=torch.int64)
+                kernels.pull_stored[(1,)](mine[call], words[pe], out, signals, call, monitor.words, n, how, get)
+                monitor.check()
+                assert torch.equal(out, words), f"call {call}: {out.tolist()} should be {words.tolist()}"
+
+        world.run(host)
+
+    return case
+
+
+PULLS_CLEAN = [
+    "release",
+    "signal by the block",
+    "copy, signal by the block",
+    "fence, signal by a thread",
+    "quiet, signal by a thread",
+]
+PULLS_CAUGHT = ["signal by a thread", "relaxed", "release on this GPU", "put with a signal"]
+
+
+@pytest.mark.parametrize("get", [False, True])
+@pytest.mark.parametrize("how", PULLS_CLEAN)
+def test_own_stores_that_peers_read_in_order(how, get):
+    explore(_pulled(how, get), n_pes=3, seeds=15)
+
+
+@pytest.mark.parametrize("get", [False, True])
+@pytest.mark.parametrize("how", PULLS_CAUGHT)
+def test_own_stores_that_nothing_orders_are_caught(how, get):
+    """A signal, of a call or of a put, says nothing of what its sender has stored to its own memory."""
+    failure = first_failure(_pulled(how, get), n_pes=3, seeds=5)
+    assert failure is not None
+    assert "should be" in failure.report
+
+
+def _told_by_the_last(push, count, how):
+    def case(world):
+        def host(pe):
+            mine, counter, signals = (tdcoll.zeros(4, torch.int64) for _ in range(3))
+            monitor, out = tdcoll.WaitMonitor(), torch.zeros(4, dtype=torch.int64)
+            kernels.last_one_tells[(4,)](mine, counter, signals, out, monitor.words, push, count, how)
+            monitor.check()
+            assert pe == 0 or (out == 7).all(), f"{out.tolist()} should be all 7"
+
+        world.run(host)
+
+    return case
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize("how", ["fence", "quiet", "release", "signal by the block"])
+def test_a_release_carries_what_other_programs_have_released_to_this_one(how, push):
+    """Order is cumulative: a release on the GPU, seen by a program that releases to the system."""
+    explore(_told_by_the_last(push, "acq_rel", how), n_pes=2, seeds=15)
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize(("count", "how"), [("relaxed", "release"), ("acq_rel", "signal by a thread")])
+def test_what_other_programs_have_stored_is_not_carried_without_a_release(count, how, push):
+    failure = first_failure(_told_by_the_last(push, count, how), n_pes=2, seeds=15)
+    assert failure is not None
+    assert "should be all 7" in failure.report
+
+
+def test_a_word_never_goes_back():
+    """Stores to the own memory come late to other PEs, but one after another; and none after an atomic."""
+    seen = set()
+
+    def case(world):
+        def host(pe):
+            word = tdcoll.zeros(1, torch.int64, name="word")
+            out = torch.zeros(16, dtype=torch.int64)
+            kernels.count_up_and_watch[(1,)](word, out)
+            values = out.tolist()
+            assert values == sorted(values), f"saw {values}"
+            seen.update(values)
+
+        world.run(host)
+
+    explore(case, n_pes=2, seeds=20)
+    assert seen == {0, 1, 2, 3, 4, 8}
+
+
+def test_stores_of_a_launch_are_seen_after_it():
+    """Without a fence: the end of a kernel is one."""
+
+    def case(world):
+        def host(pe):
+            words = tdcoll.zeros(8, torch.int64, name="words")
+            kernels.store_to[(1,)](words, pe)
+            tdcoll.barrier()
+            out = torch.zeros(8, dtype=torch.int64)
+            kernels.call_two[(1,)](words, out)
+            assert out[0] == 5
+
+        kernels.CALL = lambda words, out: tl.store(out, tl.load(tdl.remote_ptr(words, 1)))
+        world.run(host)
+
+    explore(case, n_pes=2, seeds=20)

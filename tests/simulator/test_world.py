@@ -157,6 +157,7 @@ def test_only_one_world_at_a_time_and_hooks_are_restored():
     before = {name: getattr(interpreter, name) for name in ("GridExecutor", "_patch_lang", "interpreter_builder")}
     builder, transformer = type(interpreter.interpreter_builder), interpreter.FunctionRewriter.ast_transformer
     load, cache = tl.load, interpreter.InterpretedFunction.rewritten_fn
+    address = torch.Tensor.data_ptr
 
     def host(pe):
         assert type(interpreter.interpreter_builder) is not builder
@@ -172,6 +173,7 @@ def test_only_one_world_at_a_time_and_hooks_are_restored():
         assert interpreter.FunctionRewriter.ast_transformer is transformer
         assert interpreter.InterpretedFunction.rewritten_fn is cache
         assert tl.load is load
+        assert torch.Tensor.data_ptr is address
         assert runtime.current_or_none() is None
     with pytest.raises(TdcollError, match="only one can be"):
         World(1).run(host)

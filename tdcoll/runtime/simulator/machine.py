@@ -18,6 +18,7 @@ import numpy as np
 
 from tdcoll.errors import TdcollError
 from tdcoll.language import constants as c
+from tdcoll.runtime.simulator.extents import Extents, origin_of
 from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory
 from tdcoll.runtime.simulator.monitor import Monitor
 from tdcoll.runtime.simulator.network import Network
@@ -120,6 +121,7 @@ class Machine:
         self.node_ids = tuple(node_ids)
         self.launch, self._arrive, self._atomic_add = launch, barrier, atomic_add
         self.check_overflow = check_overflow
+        self.extents = Extents(memory)
         self.pointers = PointerAccess(self)
         self.counts = [Counts() for _ in self.node_ids]
 
@@ -148,37 +150,42 @@ class Machine:
             raise ValueError(f"pe must be in 0..{self.n_pes - 1}, got {pe}")
         return pe
 
-    def check_symmetric(self, address: int, nbytes: int, argument: str) -> int:
-        """``address``, if these bytes lie in the running PE's symmetric block."""
-        pe, memory = self.program.pe, self.memory
-        first = address - memory.block(pe)
-        if first >= 0 and first + nbytes <= memory.nbytes and nbytes >= 0:
-            return address
+    def check_symmetric(self, address: int, nbytes: int, argument: str, pe: int | None = None) -> int:
+        """``address``, if these bytes are the running PE's part of a symmetric tensor, and ``pe`` has a part as well.
+
+        No bytes may lie anywhere in the running PE's block.
+        """
+        me, memory = self.program.pe, self.memory
         if nbytes < 0:
             raise ValueError(f"bytes must be at least 0, got {nbytes}")
-        if memory.owns(address) and memory.pe_of(address) != pe:
+        if not memory.owns(address):
             raise ValueError(
-                f"{argument} must be a symmetric address of this PE ({pe}), which stands for the same place "
-                "on every "
-                f"PE; got {memory.describe(address)}, an address of PE {memory.pe_of(address)} "
-                "(remote_ptr() gives "
+                f"{argument} must lie in the symmetric heap (memory from tdcoll.empty()); got {address:#x}, "
+                "which is ordinary memory"
+            )
+        if memory.pe_of(address) != me:
+            raise ValueError(
+                f"{argument} must be a symmetric address of this PE ({me}), which stands for the same place on every "
+                f"PE; got {memory.describe(address)}, an address of PE {memory.pe_of(address)} (remote_ptr() gives "
                 "those; puts want the local one)"
             )
-        if memory.owns(address):
-            raise ValueError(
-                f"{argument} must lie in the symmetric heap; {nbytes} bytes from {memory.describe(address)} leave it"
-            )
-        raise ValueError(
-            f"{argument} must lie in the symmetric heap (memory from tdcoll.empty()); got {address:#x}, "
-            "which is "
-            "ordinary memory"
-        )
+        if nbytes:
+            for there in (me,) if pe is None else (me, pe):
+                self._check_extent(self.on(there, address), nbytes, address, argument)
+        return address
 
-    def check_signal(self, address: int, argument: str) -> int:
-        """``address``, if it is that of a 64-bit word in the running PE's symmetric block."""
+    def _check_extent(self, begin: int, nbytes: int, address: int, argument: str) -> None:
+        """``nbytes`` from ``begin`` on must be where ``argument``, which is ``address``, may point."""
+        origin, me = origin_of(address), self.program.pe
+        if not self.extents.holds(begin, begin + nbytes, origin, me):
+            problem = self.extents.problem(begin, begin + nbytes, origin, me)
+            raise ValueError(f"{argument} must stay within one tensor; got {problem}")
+
+    def check_signal(self, address: int, argument: str, pe: int | None = None) -> int:
+        """``address``, if it is that of a 64-bit word of a symmetric tensor, in which ``pe`` has a part as well."""
         if address % 8:
             raise ValueError(f"{argument} must be 8-byte aligned (a 64-bit signal), got {address:#x}")
-        return self.check_symmetric(address, 8, argument)
+        return self.check_symmetric(address, 8, argument, pe)
 
     def check_flagged(self, address: int) -> int:
         """``address``, if it is that of a 128-bit word in the running PE's symmetric block."""
@@ -186,8 +193,9 @@ class Machine:
             raise ValueError(f"words must be 16-byte aligned, got {address:#x}")
         return self.check_symmetric(address, 16, "words")
 
-    def check_local(self, address: int, argument: str, pe: int) -> int:
-        """``address``, if this PE's transfers with ``pe`` may use it as their local side."""
+    def check_local(self, address: int, nbytes: int, argument: str, pe: int) -> int:
+        """``address``, if this PE's transfers of ``nbytes`` bytes, at least one, with ``pe`` may use it as their local
+        side."""
         me, memory = self.program.pe, self.memory
         if memory.owns(address):
             if memory.pe_of(address) != me:
@@ -204,6 +212,7 @@ class Machine:
             )
         elif address < NULL_PAGE:
             raise ValueError(f"{argument} must point to memory, got {address:#x}")
+        self._check_extent(address, nbytes, address, argument)
         return address
 
     def on(self, pe: int, address: int) -> int:
@@ -285,8 +294,13 @@ class Machine:
             if done is not None:
                 done()
 
+        def fetch(to: int, source: int, length: int) -> None:
+            with self.pointers.unseen.as_seen_by(program.pe, source, source + length):
+                data = ctypes.string_at(source, length)
+            ctypes.memmove(to, data, length)
+
         pieces = network.cut(dest, remote, nbytes)
-        operation = network.issue(program, pe, "get", pieces, source_pe=program.pe, done=finished)
+        operation = network.issue(program, pe, "get", pieces, source_pe=program.pe, done=finished, move=fetch)
         if nbi:
             scheduler.turn()
         else:
@@ -338,6 +352,9 @@ class Machine:
     def fence(self) -> None:
         """Order what the PE sends to each PE, before and after."""
         if self.network is not None:
+            # NVSHMEM's fence is a membar as well: other PEs see what this one has stored to its own memory.
+            self.network.flush_stores(self.program, to=self.program.pe)
+            self.network.flush_released(self.program.pe)
             self.network.fence(self.program.pe)
 
     def quiet(self) -> None:
@@ -346,6 +363,7 @@ class Machine:
         if network is None:
             self.scheduler.turn()
             return
+        network.flush_released(program.pe)
         sent = network.outstanding(program, program.pe)
         self.scheduler.wait(
             lambda: all(operation.arrived for operation in sent),
@@ -353,10 +371,21 @@ class Machine:
             [("arrived", program.pe)],
         )
 
-    def release(self) -> None:
-        """Order the running program's earlier stores before what follows; says nothing of its puts."""
-        if self.network is not None:
+    def release(self, *, system: bool = True) -> None:
+        """Order the running program's earlier stores before what follows; says nothing of its puts.
+
+        With them come the stores that other programs of the PE have released: whoever acquired them passes that on.
+
+        Args:
+            system: for all PEs; else for the programs of this one.
+        """
+        if self.network is None:
+            return
+        if system:
             self.network.flush_stores(self.program)
+            self.network.flush_released(self.program.pe)
+        else:
+            self.network.release_stores(self.program)
 
     def barrier(self, name: str) -> None:
         """Wait for every PE; ``barrier_all`` completes what the PE has sent first."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a simulated machine: the symmetric blocks of all PEs in one buffer, and names for reports."""
+"""The bytes of a simulated machine: the symmetric blocks of all PEs in one buffer, and what each PE has allocated."""
 
 from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from tdcoll.runtime.heap import ALIGNMENT
 
-__all__ = ["NULL_PAGE", "Memory", "MemoryView", "aligned", "read_word", "write_word"]
+__all__ = ["NULL_PAGE", "Allocation", "Memory", "MemoryView", "aligned", "read_word", "write_word"]
 
 NULL_PAGE = 4096
 """No memory lies below this address: a pointer there is null, or null plus an offset."""
@@ -33,6 +34,53 @@ def write_word(address: int, value: int) -> None:
     ctypes.c_uint64.from_address(address).value = value & 0xFFFF_FFFF_FFFF_FFFF
 
 
+class Allocation:
+    """Symmetric memory that ranks have allocated together: bytes ``[begin, end)`` of the block of each.
+
+    Attributes:
+        begin, end: offsets; ``end - begin`` is what was asked for, without padding.
+        name: for reports.
+        itemsize: bytes of an element.
+        pes: PEs that have it.
+        live: False once it is freed.
+    """
+
+    __slots__ = ("begin", "end", "itemsize", "live", "name", "pes")
+
+    def __init__(self, begin: int, nbytes: int, name: str, itemsize: int, pes: Iterable[int]) -> None:
+        self.begin, self.end, self.name, self.itemsize = begin, begin + nbytes, name, itemsize
+        self.pes, self.live = frozenset(pes), True
+
+
+class _Allocations:
+    """What one PE has allocated, by offset."""
+
+    def __init__(self) -> None:
+        self._by_offset: dict[int, Allocation] = {}
+        self._offsets: list[int] = []  # sorted
+
+    def add(self, allocation: Allocation) -> None:
+        self.remove(allocation.begin, allocation.end)
+        if allocation.end > allocation.begin:
+            self._by_offset[allocation.begin] = allocation
+        self._offsets = sorted(self._by_offset)
+
+    def remove(self, begin: int, end: int) -> None:
+        """Whatever has one of the bytes ``[begin, end)`` is gone."""
+        for gone in [a for a in self._by_offset.values() if a.begin < end and begin < a.end]:
+            gone.live = False
+            del self._by_offset[gone.begin]
+        self._offsets = sorted(self._by_offset)
+
+    def at(self, offset: int) -> Allocation | None:
+        place = bisect_right(self._offsets, offset)
+        if place:
+            found = self._by_offset[self._offsets[place - 1]]
+            if offset < found.end:
+                return found
+        return None
+
+
 class Memory:
     """The symmetric blocks of ``n_pes`` PEs, one after another in a buffer that starts page-aligned.
 
@@ -40,16 +88,18 @@ class Memory:
         buffer: writable, at least ``begin + n_pes * nbytes`` bytes.
         begin: where the first block starts.
         nbytes: size of one block, a multiple of the alignment of allocations.
+        one_view: only one PE says what it has allocated, and that stands for all of them: it is what a process knows
+            that is one PE of several.
     """
 
-    def __init__(self, buffer: memoryview, begin: int, nbytes: int, n_pes: int) -> None:
+    def __init__(self, buffer: memoryview, begin: int, nbytes: int, n_pes: int, *, one_view: bool = False) -> None:
         self.nbytes, self.n_pes, self.total = nbytes, n_pes, nbytes * n_pes
         self.tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=self.total, offset=begin)
         self.base = self.tensor.data_ptr()
         self._words = buffer[begin : begin + self.total].cast("Q")
         self._array = np.asarray(self._words)
-        self._labels: dict[int, tuple[int, str, int]] = {}  # offset -> (end, name, itemsize)
-        self._offsets: list[int] = []
+        shared = _Allocations()
+        self._allocations = [shared if one_view else _Allocations() for _ in range(n_pes)]
 
     def owns(self, address: int) -> bool:
         """Whether ``address`` lies in some PE's symmetric block."""
@@ -75,29 +125,30 @@ class Memory:
         """Write a 64-bit word at an aligned symmetric address, as one store."""
         self._words[(address - self.base) >> 3] = value & 0xFFFF_FFFF_FFFF_FFFF
 
-    # ------------------------------------------------------------------ names
+    # ------------------------------------------------------------------ allocations
 
-    def label(self, offset: int, nbytes: int, name: str, itemsize: int) -> None:
-        """Name an allocation; whatever had these bytes before loses its name."""
-        for start in [s for s, (end, *_) in self._labels.items() if s < offset + nbytes and offset < end]:
-            del self._labels[start]
-        if nbytes:
-            self._labels[offset] = (offset + nbytes, name, itemsize)
-        self._offsets = sorted(self._labels)
+    def label(self, pe: int, allocation: Allocation) -> None:
+        """``pe`` has allocated this."""
+        self._allocations[pe].add(allocation)
+
+    def unlabel(self, pe: int, offset: int) -> None:
+        """``pe`` has freed what it had at ``offset``."""
+        self._allocations[pe].remove(offset, offset + 1)
+
+    def allocation(self, pe: int, offset: int) -> Allocation | None:
+        """What ``pe`` has at ``offset`` of its block, if anything."""
+        return self._allocations[pe].at(offset)
 
     def describe(self, address: int) -> str:
-        """``pe3.signals[0]`` for an address in a named allocation, else the PE and the offset."""
+        """``pe3.signals[0]`` for an address in an allocation, else the PE and the offset."""
         if not self.owns(address):
             return f"address {address:#x}"
         pe, offset = divmod(address - self.base, self.nbytes)
-        place = bisect_right(self._offsets, offset)
-        if place:
-            start = self._offsets[place - 1]
-            end, name, itemsize = self._labels[start]
-            if offset < end:
-                index, rest = divmod(offset - start, itemsize)
-                return f"pe{pe}.{name}[{index}]" + (f"+{rest}" if rest else "")
-        return f"pe{pe}.heap[{offset:#x}]"
+        found = self.allocation(pe, offset)
+        if found is None:
+            return f"pe{pe}.heap[{offset:#x}]"
+        index, rest = divmod(offset - found.begin, found.itemsize)
+        return f"pe{pe}.{found.name}[{index}]" + (f"+{rest}" if rest else "")
 
 
 class MemoryView:
@@ -126,8 +177,11 @@ class MemoryView:
             raise ValueError(f"pe must be in 0..{self.n_pes - 1}, got {pe}")
         return self._memory.block(pe) if self._reachable[pe] else 0
 
-    def label(self, offset: int, nbytes: int, name: str, itemsize: int) -> None:
-        self._memory.label(offset, nbytes, name, itemsize)
+    def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
+        self._memory.label(self.pe, Allocation(offset, nbytes, name, itemsize, pes))
+
+    def unlabel(self, offset: int) -> None:
+        self._memory.unlabel(self.pe, offset)
 
     def close(self) -> None:
         """Nothing to give back: the buffer goes with the last tensor that views it."""

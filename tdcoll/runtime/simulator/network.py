@@ -44,9 +44,10 @@ class Operation:
         pieces: bytes that have not arrived yet.
         signal: applied after the last piece; None when there is none, or when it has arrived.
         done: called when everything has arrived.
+        move: called with destination, source and length of each piece when it arrives.
     """
 
-    __slots__ = ("channel", "done", "issuer", "kind", "late", "pieces", "signal", "source_pe")
+    __slots__ = ("channel", "done", "issuer", "kind", "late", "move", "pieces", "signal", "source_pe")
 
     def __init__(
         self,
@@ -56,10 +57,11 @@ class Operation:
         pieces: Sequence[Piece],
         signal: Callable[[], None] | None,
         done: Callable[[], None] | None,
+        move: Callable[[int, Any, int], Any],
         late: bool,
     ) -> None:
         self.kind, self.issuer, self.source_pe, self.pieces, self.signal = kind, issuer, source_pe, list(pieces), signal
-        self.done, self.late = done, late
+        self.done, self.move, self.late = done, move, late
         self.channel: _Channel
 
     @property
@@ -95,6 +97,7 @@ class Network:
         self._in_flight: dict[Any, int] = {}  # issuer -> operations
         self._eager: list[Operation] = []  # may arrive now
         self._late: list[Operation] = []  # may arrive when nothing else can happen
+        self._released: dict[Operation, None] = {}  # stores, to the other programs of their PE
 
     # ------------------------------------------------------------------ issuing
 
@@ -108,11 +111,13 @@ class Network:
         source_pe: int,
         signal: Callable[[], None] | None = None,
         done: Callable[[], None] | None = None,
+        move: Callable[[int, Any, int], Any] = ctypes.memmove,
         is_flag: bool = False,
     ) -> Operation:
-        """Put a message of ``issuer`` (any hashable) into the channel from ``source_pe`` to ``pe``."""
+        """Put a message of ``issuer`` (any hashable) into the channel from ``source_pe`` to ``pe``; the rest as in
+        Operation."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
-        operation = Operation(kind, issuer, source_pe, pieces, signal, done, late)
+        operation = Operation(kind, issuer, source_pe, pieces, signal, done, move, late)
         key = (source_pe, ("get", pe) if kind == "get" else pe)
         channel = self._channels.get(key)
         if channel is None:
@@ -180,12 +185,13 @@ class Network:
             queue.append(operation)
         return True
 
-    def flush_stores(self, issuer: Any, touching: tuple[int, int] | None = None) -> None:
+    def flush_stores(self, issuer: Any, touching: tuple[int, int] | None = None, to: int | None = None) -> None:
         """Stores of ``issuer`` arrive now, in the order of issue, and before them whatever a fence orders first.
 
         Args:
             issuer: whose.
             touching: only those that have yet to write to addresses ``[first, end)``.
+            to: only those to this PE.
         """
 
         def wanted(operation: Operation) -> bool:
@@ -194,20 +200,37 @@ class Network:
                 or any(dest < touching[1] and touching[0] < dest + n for dest, _, n in operation.pieces)
             )
 
-        for channel in list(self._channels.values()):
-            epochs = channel.epochs
-            last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
-            chosen = [
-                operation
-                for i, epoch in enumerate(epochs[: last + 1])
-                for operation in epoch
-                if i < last or wanted(operation)
-            ]
-            for operation in chosen:
-                self._withdraw(operation)
-                while not operation.arrived:
-                    self._deliver_part(operation, in_order=True)
-                self._close(operation)
+        for (_, destination), channel in list(self._channels.items()):
+            if to in (None, destination):
+                self._flush(channel, wanted)
+
+    def release_stores(self, issuer: Any) -> None:
+        """Stores of ``issuer`` so far come before what other programs of its PE do when they have heard of it."""
+        if self.in_flight(issuer):
+            for channel in self._channels.values():
+                for epoch in channel.epochs:
+                    stores = (op for op in epoch if op.issuer is issuer and op.kind == "store")
+                    self._released.update(dict.fromkeys(stores))
+
+    def flush_released(self, source_pe: int) -> None:
+        """Stores that programs of ``source_pe`` have released to each other arrive now, as in :meth:`flush_stores`."""
+        for channel in {op.channel: None for op in self._released if op.source_pe == source_pe}:
+            self._flush(channel, self._released.__contains__)
+
+    def _flush(self, channel: _Channel, wanted: Callable[[Operation], bool]) -> None:
+        epochs = channel.epochs
+        last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
+        chosen = [
+            operation
+            for i, epoch in enumerate(epochs[: last + 1])
+            for operation in epoch
+            if i < last or wanted(operation)
+        ]
+        for operation in chosen:
+            self._withdraw(operation)
+            while not operation.arrived:
+                self._deliver_part(operation, in_order=True)
+            self._close(operation)
 
     def drop(self, source_pe: int) -> None:
         """Lose everything that ``source_pe`` has sent and that has not arrived yet."""
@@ -221,7 +244,7 @@ class Network:
         pieces = operation.pieces
         if pieces:
             dest, source, nbytes = pieces.pop(0) if in_order or len(pieces) == 1 else self._policy.take(pieces)
-            ctypes.memmove(dest, source, nbytes)
+            operation.move(dest, source, nbytes)
             self._written(dest, nbytes)
         elif operation.signal is not None:
             signal, operation.signal = operation.signal, None
@@ -253,6 +276,7 @@ class Network:
         self._finish(operation)
 
     def _finish(self, operation: Operation) -> None:
+        self._released.pop(operation, None)
         issuer = operation.issuer
         self._in_flight[issuer] -= 1
         if not self._in_flight[issuer]:

@@ -2,20 +2,24 @@
 """Loads, stores and atomics through pointers, as the machine sees them.
 
 Stores through a peer pointer travel through the network as puts do, element by element at the finest; a
-release at system scope makes the program's earlier ones arrive. What is written to the PE's own memory is
-visible at once, and atomics take effect at once wherever they go. A program sees its own stores.
+release at system scope makes the program's earlier ones arrive. Stores to the PE's own memory are seen by its
+own programs at once, and by other PEs when they have travelled as well (:mod:`.unseen`). Atomics take effect at
+once wherever they go. A program sees its own stores.
 """
 
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.runtime.simulator.memory import NULL_PAGE, read_word
+from tdcoll.runtime.simulator.extents import Origin, origin_of
+from tdcoll.runtime.simulator.memory import read_word
 from tdcoll.runtime.simulator.tasks import Task
+from tdcoll.runtime.simulator.unseen import Unseen
 
 if TYPE_CHECKING:
     from tdcoll.runtime.simulator.machine import Machine
@@ -33,17 +37,55 @@ class PointerAccess:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
+        self.unseen = Unseen()
 
-    def before_load(self, addresses: Array, mask: Array, *, polls: bool) -> None:
+    def check(self, addresses: Array, mask: Array, nbytes: int, origin: Origin, what: str) -> bool:
+        """Refuse an access to memory that the program may not reach; whether it goes to symmetric memory.
+
+        Args:
+            addresses: of the elements, flat.
+            mask: which of them count.
+            nbytes: of each.
+            origin: of the pointers.
+            what: ``"load from"`` or ``"store to"``.
+
+        Raises:
+            ValueError: an element lies outside.
+        """
+        if not mask.all():
+            addresses = addresses[mask]
+        if not addresses.size:
+            return False
+        machine = self._machine
+        first, last = (int(addresses.min()), int(addresses.max())) if addresses.size > 1 else (int(addresses[0]),) * 2
+        extents, memory, pe = machine.extents, machine.memory, machine.program.pe
+        if extents.holds(first, last + nbytes, origin, pe):
+            return memory.owns(first)
+        symmetric = False
+        for address in np.unique(addresses).tolist():  # on several PEs, or of several origins, or wrong
+            self.check_bytes(address, nbytes, origin, what)
+            symmetric = symmetric or memory.owns(address)
+        return symmetric
+
+    def check_bytes(self, address: int, nbytes: int, origin: Origin, what: str) -> None:
+        """As :meth:`check`, for ``nbytes`` bytes from ``address`` on, at least one."""
+        machine = self._machine
+        end, pe = address + nbytes, machine.program.pe
+        if not machine.extents.holds(address, end, origin, pe):
+            problem = machine.extents.problem(address, end, origin, pe)
+            raise ValueError(f"{machine.program.name} would {what} {problem}")
+
+    def before_load(self, addresses: Array, mask: Array, *, polls: bool, symmetric: bool) -> None:
         """Called before the running program loads; a schedule point if others could have written there.
 
         Args:
             addresses: of the elements, flat.
             mask: which of them count.
             polls: whether the load asks for memory that others write (volatile, atomic, ``ld``).
+            symmetric: what :meth:`check` said.
         """
         machine, program = self._machine, self._machine.program
-        inside = self._symmetric(addresses, mask, "load from")
+        inside = self._symmetric(addresses, mask) if symmetric else None
         if inside is None:
             program.quiet_loads += 1
             if not polls and program.quiet_loads < QUIET_LOADS:
@@ -57,13 +99,18 @@ class PointerAccess:
             first, lambda: f"spins on {memory.describe(first)}, is {read_word(first & ~7) if first else 0}"
         )
         if inside is not None and network is not None and network.in_flight(program):
-            touched = addresses[inside]  # a program sees its own stores
-            network.flush_stores(program, (int(touched.min()), int(touched.max()) + 8))
+            remote = addresses[inside & (self._pes(addresses) != program.pe)]
+            if remote.size:  # a program sees its own stores
+                network.flush_stores(program, (int(remote.min()), int(remote.max()) + 8))
+
+    def as_seen(self, begin: int, end: int) -> AbstractContextManager[None]:
+        """Meanwhile the bytes ``[begin, end)`` are what the running program sees of them."""
+        return self.unseen.as_seen_by(self._machine.program.pe, begin, end)
 
     def stored(self, addresses: Array, mask: Array) -> None:
         """Called after the running program stored to memory: wakes who waits there. A schedule point."""
         scheduler = self._machine.scheduler
-        inside = self._symmetric(addresses, mask, "store to")
+        inside = self._symmetric(addresses, mask)
         if inside is None:
             scheduler.progress += 1
             return
@@ -73,23 +120,26 @@ class PointerAccess:
         scheduler.turn()
 
     def store_weakly(self, addresses: Array, values: Array, mask: Array) -> Array:
-        """Send the elements that lie on other PEs through the network; the mask of those that do not."""
-        inside = self._symmetric(addresses, mask, "store to")
+        """Send the elements that lie on other PEs through the network; the mask of those that do not, which the caller
+        stores, and which other PEs see later."""
+        inside = self._symmetric(addresses, mask)
         if inside is None or self._machine.network is None:
             return mask
         program = self._machine.program
         pes = np.where(inside, self._pes(addresses), program.pe)
-        remote = inside & (pes != program.pe)
-        if not remote.any():
-            return mask
-        for pe in np.unique(pes[remote]).tolist():
-            chosen = np.flatnonzero(remote & (pes == pe))
+        for pe in np.unique(pes[inside]).tolist():
+            chosen = np.flatnonzero(inside & (pes == pe))
             chosen = chosen[np.argsort(addresses[chosen], kind="stable")]
             places = addresses[chosen]
             gaps = np.flatnonzero(np.diff(places.astype(np.int64)) != values.itemsize) + 1
-            for run in np.split(chosen, gaps):  # neighbours travel together
+            runs = np.split(chosen, gaps)
+            if pe == program.pe:
+                unit = values.itemsize
+                self._store_here(program, [(int(addresses[run[0]]), unit * run.size) for run in runs], unit)
+                continue
+            for run in runs:  # neighbours travel together
                 self._store(program, pe, int(addresses[run[0]]), values[run].tobytes(), values.itemsize)
-        return mask & ~remote
+        return mask & (pes == program.pe)
 
     def store_flagged(self, addresses: Array, words: Array, mask: Array) -> None:
         """Store 128-bit words, ``[n, 4]`` uint32, each whole. A schedule point.
@@ -114,25 +164,30 @@ class PointerAccess:
             raise ValueError(f"nbytes must be at least 0, got {nbytes}")
         if not nbytes:
             return
-        for address, what in ((source, "load from"), (dest, "store to")):
-            if address < NULL_PAGE:
-                raise self._null_pointer(what)
+        self.check_bytes(source, nbytes, origin_of(source), "load from")
+        self.check_bytes(dest, nbytes, origin_of(dest), "store to")
         machine.scheduler.turn()
         network = machine.network
-        if network is not None and network.in_flight(program):
-            network.flush_stores(program, (source, source + nbytes))
+        if network is not None and network.in_flight(program) and memory.owns(source):
+            if memory.pe_of(source) != program.pe:
+                network.flush_stores(program, (source, source + nbytes))
+        with self.as_seen(source, source + nbytes):
+            data = ctypes.string_at(source, nbytes)
         if network is not None and memory.owns(dest) and memory.pe_of(dest) != program.pe:
-            self._store(program, memory.pe_of(dest), dest, ctypes.string_at(source, nbytes), 1)
+            self._store(program, memory.pe_of(dest), dest, data, 1)
         else:
-            ctypes.memmove(dest, source, nbytes)
+            if network is not None and memory.owns(dest):
+                self._store_here(program, [(dest, nbytes)], 1)
+            ctypes.memmove(dest, data, nbytes)
             machine.scheduler.notify_words(dest, nbytes)
         machine.scheduler.turn()
 
-    def before_atomic(self, addresses: Array, mask: Array, *, release: bool, system: bool) -> None:
+    def before_atomic(self, addresses: Array, mask: Array, *, symmetric: bool) -> None:
         """Called before an atomic read-modify-write, which is a schedule point."""
-        if release and system:
-            self._machine.release()
-        self.before_load(addresses, mask, polls=True)
+        self.before_load(addresses, mask, polls=True, symmetric=symmetric)
+        if symmetric:  # what others see of this word is the word from now on
+            touched = addresses[mask]
+            self._show(int(touched.min()), int(touched.max()) + 8)
 
     def after_atomic(self, addresses: Array, mask: Array, *, changed: bool) -> None:
         """Called after an atomic; ``changed`` says whether memory did."""
@@ -156,21 +211,43 @@ class PointerAccess:
             is_flag=len(data) <= max(8, unit),
         )
 
+    def _store_here(self, program: Task, runs: list[tuple[int, int]], unit: int) -> None:
+        """The program is about to store to its own PE's memory; other PEs see that when it has arrived.
+
+        Args:
+            runs: address and length of each stretch of bytes, ascending.
+            unit: bytes of an element.
+        """
+        network = self._machine.network
+        assert network is not None
+        if self._machine.n_pes == 1:
+            return
+        first, end = runs[0][0], runs[-1][0] + runs[-1][1]
+        self._show(first, end)
+        store = self.unseen.hide(program, runs)
+        network.issue(
+            program,
+            program.pe,
+            "store",
+            [(first, 0, end - first)],
+            source_pe=program.pe,
+            is_flag=end - first <= max(8, unit),
+            move=lambda *piece: self.unseen.reveal(store),
+        )
+
+    def _show(self, begin: int, end: int) -> None:
+        """Earlier stores of the PE's programs to bytes ``[begin, end)`` arrive."""
+        for issuer in self.unseen.issuers(begin, end):
+            assert self._machine.network is not None
+            self._machine.network.flush_stores(issuer, (begin, end))
+
     def _pes(self, addresses: Array) -> Array:
         """The PE of each symmetric address."""
         memory = self._machine.memory
         return ((addresses - np.uint64(memory.base)) // np.uint64(memory.nbytes)).astype(np.int64)
 
-    def _symmetric(self, addresses: Array, mask: Array, what: str) -> Array | None:
+    def _symmetric(self, addresses: Array, mask: Array) -> Array | None:
         """Which elements lie in the symmetric heap, or None if none does."""
-        if addresses.size and int(addresses.min()) < NULL_PAGE and (mask & (addresses < NULL_PAGE)).any():
-            raise self._null_pointer(what)
         memory = self._machine.memory
         inside = mask & ((addresses - np.uint64(memory.base)) < np.uint64(memory.total))
         return inside if inside.any() else None
-
-    def _null_pointer(self, what: str) -> ValueError:
-        return ValueError(
-            f"{self._machine.program.name} would {what} a null pointer: remote_ptr() gives one for PEs on "
-            "other nodes, which only puts and gets reach"
-        )

@@ -92,7 +92,7 @@ class ProcessHeap(MemoryView):
         total = header + block * n_pes
         buffer = _share(pe, everyone, total, control)
         whole = memoryview(buffer)
-        memory = Memory(whole, header, block, n_pes)
+        memory = Memory(whole, header, block, n_pes, one_view=True)
         super().__init__(memory, pe, (True,) * n_pes)
         self._everyone, self._control = everyone, control
         self._arrivals = whole[:header].cast("Q")

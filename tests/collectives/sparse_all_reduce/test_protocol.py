@@ -184,12 +184,12 @@ def _moved(layout: list[int], elements: int, algorithm: str = "owner") -> tuple[
     loaded = 0
     real = PointerAccess.before_load
 
-    def before_load(self: Any, addresses: Any, mask: Any, *, polls: bool) -> None:
+    def before_load(self: Any, addresses: Any, mask: Any, *, polls: bool, symmetric: bool) -> None:
         nonlocal loaded
-        inside = None if polls else self._symmetric(addresses, mask, "load from")
+        inside = self._symmetric(addresses, mask) if symmetric and not polls else None
         if inside is not None:
             loaded += int((self._pes(addresses[inside]) != self._machine.program.pe).sum())
-        real(self, addresses, mask, polls=polls)
+        real(self, addresses, mask, polls=polls, symmetric=symmetric)
 
     def host(pe: int) -> None:
         with tdcoll.SparseContext(max_rows_per_rank=7, max_row_bytes=64) as ctx:

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes a kernel's pointers may reach: those of the tensor that each was derived from.
+
+A pointer, or an integer that was made of one, carries its *origin*: the storage of an ordinary tensor, or a symmetric
+allocation, whose copies on all PEs that made it count as one. The interpreter's handles pass it on (see
+:mod:`.interpreter`). Views reach the whole of what they view.
+
+Where the origin is not known (an address given as an integer, or loaded from memory, or chosen among several origins)
+an access has to lie within one tensor that is alive.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from bisect import bisect_right, insort
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tdcoll.runtime.simulator.memory import NULL_PAGE, Allocation, Memory
+
+__all__ = ["MIXED", "Address", "Extents", "Origin", "joined", "origin_of"]
+
+
+class Storage:
+    """The bytes ``[begin, end)`` of an ordinary tensor's storage; ``name`` is that of the kernel's argument."""
+
+    __slots__ = ("begin", "end", "name")
+
+    def __init__(self, begin: int, nbytes: int, name: str) -> None:
+        self.begin, self.end, self.name = begin, begin + nbytes, name
+
+
+class _Mixed:
+    """Made of pointers with different origins, so that any of them may be meant."""
+
+
+MIXED = _Mixed()
+
+Origin = Storage | Allocation | _Mixed | None
+"""Where a value comes from; None: from no pointer, as far as anybody knows."""
+
+
+class Address(int):
+    """An address as a number, with its origin."""
+
+    origin: Origin = None
+
+
+def origin_of(address: int) -> Origin:
+    """The origin of an :class:`Address`; None for any other number."""
+    return getattr(address, "origin", None)
+
+
+def joined(one: Origin, other: Origin) -> Origin:
+    """The origin of a value that was made of two."""
+    if other is None or one is other:
+        return one
+    return other if one is None else MIXED
+
+
+class _Storages:
+    """Storages of ordinary tensors by address, for addresses that came without their tensor.
+
+    Remembers those whose address somebody has asked for. Python's garbage collector knows all the others, but takes
+    milliseconds to say so: it is asked only before an access is refused.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, StorageWeakRef]] = {}  # begin -> end, and whether it lives
+        self._begins: list[int] = []  # sorted
+        self._lock = threading.RLock()  # threads of the host ask tensors for their addresses
+
+    def remember(self, tensor: torch.Tensor) -> None:
+        """An address of ``tensor`` is known to the program that runs."""
+        try:
+            storage = tensor.untyped_storage()
+            begin, nbytes = storage.data_ptr(), storage.nbytes()
+        except Exception:  # a tensor without memory of its own
+            return
+        if storage.device.type == "cpu" and nbytes:
+            with self._lock:
+                known = self._seen.get(begin)
+                if known is None or known[0] != begin + nbytes or known[1].expired():
+                    self._seen[begin] = begin + nbytes, StorageWeakRef(storage)
+                    if known is None:
+                        insort(self._begins, begin)
+
+    def around(self, begin: int, end: int) -> tuple[int, int] | None:
+        """The live storage that holds bytes ``[begin, end)``; or, if none does, one that holds the first of them."""
+        with self._lock:
+            found = self._lookup(begin)
+            if found is None or found[1] < end:
+                self._look_again()
+                found = self._lookup(begin)
+            return found
+
+    def _lookup(self, address: int) -> tuple[int, int] | None:
+        place = bisect_right(self._begins, address)
+        while place:
+            place -= 1
+            begin = self._begins[place]
+            end, life = self._seen[begin]
+            if not life.expired():
+                return (begin, end) if address < end else None
+            del self._seen[begin], self._begins[place]
+        return None
+
+    def _look_again(self) -> None:
+        self._seen.clear()
+        self._begins.clear()
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor):
+                self.remember(thing)
+
+
+class Extents:
+    """Checks accesses of kernels to ``memory`` and to ordinary tensors."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._storages = _Storages()
+
+    def of_tensor(self, tensor: torch.Tensor, name: str) -> Origin:
+        """The origin of a kernel's argument ``name``."""
+        first, memory = tensor.data_ptr(), self._memory
+        if memory.owns(first):
+            return memory.allocation(*divmod(first - memory.base, memory.nbytes))
+        storage = tensor.untyped_storage()
+        return Storage(storage.data_ptr(), storage.nbytes(), name)
+
+    def remember(self, tensor: torch.Tensor, first: int) -> None:
+        """``first``, an address of ``tensor``, was asked for: it may come to a kernel as a number."""
+        if first and not self._memory.owns(first):
+            self._storages.remember(tensor)
+
+    def holds(self, begin: int, end: int, origin: Origin, pe: int) -> bool:
+        """Whether a program of ``pe`` may access bytes ``[begin, end)``, at least one, by a pointer from ``origin``."""
+        memory = self._memory
+        if type(origin) is Storage:
+            return origin.begin <= begin and end <= origin.end
+        if not memory.owns(begin):
+            if type(origin) is Allocation or begin < NULL_PAGE:
+                return False
+            found = self._storages.around(begin, end)
+            return found is not None and end <= found[1]
+        there, first = divmod(begin - memory.base, memory.nbytes)
+        allocation = origin if type(origin) is Allocation else memory.allocation(pe, first)
+        return (
+            allocation is not None
+            and allocation.live
+            and allocation.begin <= first
+            and first + end - begin <= allocation.end
+            and there in allocation.pes
+        )
+
+    def problem(self, begin: int, end: int, origin: Origin, pe: int) -> str:
+        """What is wrong with an access that is not permitted: ``bytes 320..328 of pe0.a, which has 8 bytes``."""
+        memory = self._memory
+        if begin < NULL_PAGE:
+            return "a null pointer: remote_ptr() gives one for PEs on other nodes, which only puts and gets reach"
+        if isinstance(origin, Storage):
+            return _beyond(begin, end, origin.begin, origin.end, f"`{origin.name}`")
+        if not memory.owns(begin) and not isinstance(origin, Allocation):
+            storage = self._storages.around(begin, end)
+            if storage is None:
+                return f"address {begin:#x}, where no tensor lives"
+            return _beyond(begin, end, *storage, f"a tensor at {storage[0]:#x}")
+        where = memory.pe_of(begin) if memory.owns(begin) else pe
+        first = begin - memory.block(where)
+        allocation = origin if isinstance(origin, Allocation) else memory.allocation(pe, first)
+        if allocation is None:
+            return f"{memory.describe(begin)}, where no symmetric tensor lives"
+        name = f"pe{where}.{allocation.name}"
+        if not allocation.live:
+            return f"{name}, which was freed"
+        if where not in allocation.pes:
+            return f"pe{where}, which has no part in {allocation.name}: PEs {sorted(allocation.pes)} made it"
+        return _beyond(first, first + end - begin, allocation.begin, allocation.end, name)
+
+
+def _beyond(begin: int, end: int, first: int, last: int, name: str) -> str:
+    return f"bytes {begin - first}..{end - first} of {name}, which has {last - first} bytes"

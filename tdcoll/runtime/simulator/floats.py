@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bf16 and fp8, which numpy does not have: the interpreter keeps their bits in unsigned integers.
+
+Every operation on them is computed in fp32 and rounded once, to nearest even, as GPUs do. That is exact for bf16: fp32
+has more than twice its bits. Conversions to fp8 saturate, as those of NVIDIA's GPUs do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+
+__all__ = ["from_float32", "is_fp8", "is_narrow", "narrowed", "to_float32"]
+
+Array = np.ndarray[Any, Any]
+
+_FP8 = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "fp8e4b8": torch.float8_e4m3fnuz,
+    "fp8e5b16": torch.float8_e5m2fnuz,
+}
+_SATURATING = ("fp8e4nv", "fp8e5")
+_fp8_values: dict[str, Array] = {}
+
+
+def is_fp8(kind: Any) -> bool:
+    """Whether a scalar Triton type is one of the 8-bit floating types that PyTorch has, too."""
+    return kind.name in _FP8
+
+
+def is_narrow(kind: Any) -> bool:
+    """Whether a scalar Triton type is bf16 or fp8."""
+    return kind is tl.bfloat16 or kind.name in _FP8
+
+
+def to_float32(bits: Array, kind: Any) -> Array:
+    """The values of bits of a narrow type."""
+    if kind is tl.bfloat16:
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    values = _fp8_values.get(kind.name)
+    if values is None:
+        every = torch.arange(256, dtype=torch.uint8).view(_FP8[kind.name])
+        values = _fp8_values[kind.name] = every.to(torch.float32).numpy()
+    return values[bits]
+
+
+def from_float32(values: Array, kind: Any) -> Array:
+    """fp32 rounded to a narrow type, to nearest even; its bits."""
+    if kind is tl.bfloat16:
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)
+    target = _FP8[kind.name]
+    if kind.name in _SATURATING:
+        limit = torch.finfo(target).max
+        values = np.clip(values, -limit, limit)  # leaves NaN as it is
+    return torch.from_numpy(np.array(values, np.float32)).to(target).view(torch.uint8).numpy()
+
+
+def narrowed(values: Array, kind: Any) -> Array:
+    """Numbers of any numpy type rounded to a narrow type, once; its bits."""
+    if values.dtype != np.float64:
+        return from_float32(values.astype(np.float32), kind)
+    # By way of fp32, rounded to odd: what is cut off leaves a trace in the last bit, so that the second rounding is
+    # the only one.
+    with np.errstate(over="ignore"):
+        nearest = values.astype(np.float32)
+    bits = nearest.view(np.uint32)
+    inexact = np.isfinite(nearest) & (nearest != values)
+    away = inexact & (np.abs(nearest) > np.abs(values))
+    odd = np.where(inexact, (bits - away) | np.uint32(1), bits).astype(np.uint32)
+    return from_float32(odd.view(np.float32), kind)
