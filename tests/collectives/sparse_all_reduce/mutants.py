@@ -207,7 +207,7 @@ MUTANTS = [
     Mutant("the owner's own row comes first", ((IN_RANK_ORDER, IN_TURNED_ORDER),), WRONG_ROWS, FLOATS),
     Mutant(
         "the first part is added to zero",
-        (("    return tl.where(first, part, both)\n", "    return both\n"),),
+        (("tl.where(first, part, tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL))", "tl.maximum(sum, part)"),),
         WRONG_ROWS,
         Reduces("oo", (4,), 6, op="max", shape=(2,), data=_negative),
     ),
