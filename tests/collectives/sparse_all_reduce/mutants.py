@@ -176,12 +176,6 @@ MUTANTS = [
         100,
     ),
     Mutant("meet does not wait", _unwaited(IN_MEET), WRONG_ROWS),
-    Mutant(
-        "one row of signals",
-        (("return signals + (epoch % 2) * slot_signals", "return signals"),),
-        ANYTHING,
-        seeds=100,
-    ),
     Mutant("nobody says that it has begun", ((SIGNAL, "pass"),), MISSING),
     Mutant("signal of the epoch before", ((SIGNAL, SIGNAL.replace("epoch", "epoch - 2")),), MISSING),
     Mutant(
