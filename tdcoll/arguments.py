@@ -7,8 +7,9 @@ knows it: the name of a parameter, or of an environment variable.
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 import torch
@@ -49,9 +50,9 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 def seconds(name: str, value: Any) -> float:
     """``value``, a deadline in seconds: more than 0 and at most :data:`MOST_SECONDS`, so that every wait ends."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}")
-    if math.isnan(value) or not 0 < value <= MOST_SECONDS:
+    if not 0 < float(value) <= MOST_SECONDS:  # nor NaN
         raise ValueError(f"{name} must be greater than 0 and at most {MOST_SECONDS:.0f} seconds, got {value!r}")
     return float(value)
 
@@ -59,7 +60,7 @@ def seconds(name: str, value: Any) -> float:
 def parse_bytes(text: str, name: str) -> int:
     """``"64M"`` -> 67108864: NVSHMEM's notation (K, M, G, T are powers of 1024)."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE)
-    if match is None or (nbytes := int(float(match[1]) * _UNITS[match[2].lower()])) <= 0:
+    if match is None or not 0 < (nbytes := int(Fraction(match[1]) * _UNITS[match[2].lower()])) < 1 << 63:
         raise ValueError(f"{name} must be a positive number of bytes such as 67108864, 64M or 2G; got {text!r}")
     return nbytes
 

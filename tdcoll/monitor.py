@@ -81,8 +81,13 @@ class WaitMonitor:
         if not self.words.is_cuda:
             self.words[c.MONITOR_ABORTED.value] = 1
             return
-        with torch.cuda.stream(torch.cuda.Stream(self.words.device)):  # beside the kernels
-            self.words[c.MONITOR_ABORTED.value] = 1
+        place = c.MONITOR_ABORTED.value
+        one = torch.ones(1, dtype=torch.int64).pin_memory()
+        # Beside the kernels, and by a copy: a kernel would wait for room where they hold all of it.
+        stream = torch.cuda.Stream(self.words.device)
+        with torch.cuda.stream(stream):
+            self.words[place : place + 1].copy_(one, non_blocking=True)
+        stream.synchronize()  # `one` lives until then
 
     def check(self) -> None:
         """Wait for the current stream, and raise if a wait in one of its kernels has expired.

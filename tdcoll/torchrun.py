@@ -45,7 +45,7 @@ def summary(
     began: dict[tuple[str, str], float] = {}
     for rank, (pid, status) in sorted(exits.items()):
         said = words.get(pid)
-        if pid in ended and status < 0:
+        if pid in ended and (status < 0 or said is None):  # a handler of the signal may exit as it likes
             running.append(rank)
         elif said is not None and said["noticed"]:
             noticed.append(rank)
@@ -56,7 +56,9 @@ def summary(
                 cause = ("died", _signal_name(-status)) if status < 0 else ("ended", f"exit status {status}")
             causes.setdefault(cause, []).append(rank)
             began.setdefault(cause, said["time"] if said is not None else 0.0)
-    lines = [f"{how}: {_ranks(causes[how, why])} ({why})" for how, why in sorted(causes, key=began.__getitem__)]
+    order = ["died", "failed", "ended"]  # who has left no word ended at an unknown time
+    first = sorted(causes, key=lambda cause: (order.index(cause[0]), began[cause]))
+    lines = [f"{how}: {_ranks(causes[how, why])} ({why})" for how, why in first]
     if not causes:
         lines.append("no rank of this host died or failed by itself; if there are other hosts, see what they printed")
     if noticed:

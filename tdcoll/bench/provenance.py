@@ -37,7 +37,7 @@ def _output(*command: str) -> str | None:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """Commit of the running tdcoll, and whether its files differ; ``TDCOLL_COMMIT`` before git, of which copies lie."""
+    """Commit of the running tdcoll, and whether its files differ; in a copy ``TDCOLL_COMMIT``, for git's is wrong."""
     if told := os.environ.get("TDCOLL_COMMIT"):
         return told, None
     root = Path(tdcoll.__file__).resolve().parents[1]

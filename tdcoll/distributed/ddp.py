@@ -307,9 +307,9 @@ def _refuse_those_of_ddp(tables: dict[nn.Parameter, str]) -> None:
         found = _reduced_by_ddp(tables)
     if found:
         raise ValueError(
-            f"SparseGradientReducer: DistributedDataParallel reduces {', '.join(found)} already. Make the reducer of "
-            "the model first, and then the model's DistributedDataParallel, which leaves those tables alone: "
-            "reducer = SparseGradientReducer(model); ddp = DistributedDataParallel(model)"
+            f"SparseGradientReducer: a DistributedDataParallel has {', '.join(found)} among its parameters. Make the "
+            "reducer of the model first, and then the model's DistributedDataParallel, which leaves those tables "
+            "alone: reducer = SparseGradientReducer(model); ddp = DistributedDataParallel(model)"
         )
 
 
@@ -318,14 +318,9 @@ def _reduced_by_ddp(tables: dict[nn.Parameter, str]) -> list[str]:
     wrappers: Iterable[Any] = [
         held for held in gc.get_objects() if issubclass(type(held), nn.parallel.DistributedDataParallel)
     ]
-    return sorted(
-        {
-            tables[parameter]
-            for wrapper in wrappers
-            for name, parameter in wrapper.module.named_parameters(remove_duplicate=False)
-            if parameter in tables and name not in wrapper.parameters_to_ignore
-        }
-    )
+    # One that could not be made, and is held by its exception, has no such parameters.
+    known = (parameter for wrapper in wrappers for parameter in getattr(wrapper, "_module_parameters", ()))
+    return sorted({tables[parameter] for parameter in known if parameter in tables})
 
 
 def _leave_to_us(module: nn.Module, names: list[str]) -> None:

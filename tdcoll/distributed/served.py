@@ -175,21 +175,20 @@ class SparseSums:
         """Raise where no side could give what was asked for.
 
         ``torch.distributed`` hands over a complex tensor as a real view of it. A view of a dense tensor shares its
-        memory; the result for a sparse one has other indices, which the tensor that is viewed would never see.
+        memory; the result for a sparse one has other indices, which the complex tensor would never see.
 
         Raises:
-            TypeError: the tensor is a view, or the mean is no number of its dtype.
+            TypeError: the tensor is such a view, or the mean is no number of its dtype.
         """
-        if tensor.is_inference():  # in inference mode views do not say that they are
+        if tensor.is_inference():  # in inference mode views do not say of what they are
             view = tensor.dense_dim() > 0 and tensor.shape[-1] == 2
         else:
-            view = tensor._is_view()
+            view = tensor._base is not None and tensor._base.is_complex()
         if view:
             raise TypeError(
-                "all_reduce: tensor must not be a view of another sparse tensor, where the result would never get, "
-                f"and torch.distributed makes one of a complex tensor; got {tensor.dtype} of {list(tensor.shape)}. "
-                "Reduce torch.view_as_real(tensor).clone() outside of inference mode, and take torch.view_as_complex() "
-                "of it"
+                "all_reduce: tensor must not be complex and sparse: torch.distributed hands over its real view, and "
+                f"the result would never get to the tensor itself; got {tensor.dtype} of {list(tensor.shape)}. Reduce "
+                "torch.view_as_real(tensor).clone() outside of inference mode, and take torch.view_as_complex() of it"
             )
         if op == "mean" and not tensor.dtype.is_floating_point:
             raise TypeError(f"all_reduce: AVG of a sparse tensor needs a floating-point dtype, got {tensor.dtype}")

@@ -16,6 +16,7 @@ The launch options are checked as well: Triton's interpreter drops what it does 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -211,8 +212,9 @@ class _NvshmemKernel(CompiledKernel):
 def _retyped(compile: Callable[..., Any]) -> Callable[..., Any]:
     """Triton's ``compile``, for kernels that get NVSHMEM's library. It may run in another thread, at any time."""
 
-    def compile_for_nvshmem(*args: Any, **kwargs: Any) -> Any:
-        kernel = compile(*args, **kwargs)
+    def compile_for_nvshmem(src: Any, *args: Any, **kwargs: Any) -> Any:
+        with for_descriptors(src):
+            kernel = compile(src, *args, **kwargs)
         if type(kernel) is CompiledKernel and LIBRARY in dict(kernel.metadata.extern_libs):
             if _DEVICE_STATE in kernel.asm["ptx"]:
                 kernel.__class__ = _NvshmemKernel
@@ -221,11 +223,27 @@ def _retyped(compile: Callable[..., Any]) -> Callable[..., Any]:
     return compile_for_nvshmem
 
 
+@contextlib.contextmanager
+def for_descriptors(src: Any) -> Iterator[None]:
+    """Waits that are lowered in here are right for loads by descriptors, if the kernel is given one or makes one."""
+    from tdcoll.language.nvshmem import descriptors
+
+    given = any("tensordesc" in str(kind) for kind in src.signature.values())
+    makes = any(one is tl.make_tensor_descriptor for one in _reach([src.fn, *src.constants.values()]))
+    token = descriptors.set(given or makes)
+    try:
+        yield
+    finally:
+        descriptors.reset(token)
+
+
+_FOLDER = Path(__file__).parent
+
+
 @functools.cache
 def _lowering_digest() -> str:
     """What Triton's own cache keys leave out: the text of the lowering, whose extern functions write PTX."""
-    folder = Path(__file__).parent
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in ("nvshmem.py", "spec.py"))).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(_FOLDER.glob("*.py")))).hexdigest()
 
 
 class TdcollJITFunction(JITFunction):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import triton
@@ -58,6 +59,27 @@ def _hold_loads():
         never += 1
     if never != 0:
         tl.debug_barrier()
+
+
+descriptors: ContextVar[bool] = ContextVar("descriptors", default=False)
+"""Whether the kernel that is being compiled may load by descriptors."""
+
+
+def _proxy_fence(semantic: Any) -> str:
+    """PTX, for kernels that load by descriptors: through the async proxy, which does not see what a thread has acquired
+    before this fence."""
+    has_async_proxy = int(re.sub(r"\D", "", semantic.builder.options.arch)) >= 90
+    return "fence.proxy.async.global; " if descriptors.get() and has_async_proxy else ""
+
+
+@core.extern
+def _acquired(_semantic=None, _generator=None):
+    """What every function that acquires ends with: loads that follow see what it has seen, and stay behind it."""
+    if fence := _proxy_fence(_semantic):
+        core.inline_asm_elementwise(
+            f"{fence}mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+    _generator.call_JitFunction(_hold_loads, (), {})
 
 
 @core.extern
@@ -98,7 +120,7 @@ def _lower(name: str) -> Callable[..., Any]:
             "", "", lowered, {types: (spec.symbol, _RETURNS[spec.returns])}, name in _PURE, _semantic=_semantic
         )
         if spec.acquires:
-            _generator.call_JitFunction(_hold_loads, (), {})
+            _acquired(_semantic=_semantic, _generator=_generator)
         if spec.returns == "pointer":
             return core.cast(result, _semantic.to_tensor(given[0]).dtype, _semantic=_semantic)
         return result
@@ -208,7 +230,7 @@ def ld(ptr, scope="gpu", semantic="relaxed", _semantic=None, _generator=None):
         _semantic=_semantic,
     )
     if order == "acquire":
-        _generator.call_JitFunction(_hold_loads, (), {})
+        _acquired(_semantic=_semantic, _generator=_generator)
     return value
 
 
@@ -409,7 +431,7 @@ def _all_threads(flag: Any, then: str, semantic: Any) -> Any:
 @core.extern
 def block_and(flag, _semantic=None, _generator=None):
     result = _all_threads(flag, "", _semantic)
-    _generator.call_JitFunction(_hold_loads, (), {})
+    _acquired(_semantic=_semantic, _generator=_generator)
     return result
 
 
@@ -418,10 +440,8 @@ block_and.acquires = True
 
 @core.extern
 def _block_and_for_descriptors(flag, _semantic=None):
-    """As ``block_and``, but holds no loads. Descriptors are loaded through the async proxy, which does not see what a
-    thread has acquired before a proxy fence."""
-    has_async_proxy = int(re.sub(r"\D", "", _semantic.builder.options.arch)) >= 90
-    return _all_threads(flag, "fence.proxy.async.global; " if has_async_proxy else "", _semantic)
+    """As ``block_and``, but holds no loads."""
+    return _all_threads(flag, _proxy_fence(_semantic), _semantic)
 
 
 @triton.jit
@@ -477,7 +497,7 @@ def wait_flagged(words, flag, mask, monitor, peer):
     _require_ptr64("wait_flagged", "monitor", monitor)
     place = tl.arange(0, words.shape[0])
     found = _poll_flagged(words, flag, monitor, mask.to(tl.int32), peer, place)
-    _hold_loads()
+    _acquired()
     return found
 
 

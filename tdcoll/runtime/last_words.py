@@ -22,6 +22,9 @@ from tdcoll.errors import CollectiveTimeout
 
 __all__ = ["noticed", "watch"]
 
+gave_up = False
+"""Whether this process has left a job in which a wait had expired, and has joined none since."""
+
 _LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|gloo/transport/", re.IGNORECASE)
 """What gloo says of a peer that is gone, in a plain RuntimeError."""
 
@@ -69,7 +72,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _has_given_up() -> bool:
     job = runtime.current_or_none()
-    return job is not None and job.failed
+    return gave_up if job is None else job.failed
 
 
 def _write(file: Path, error: str, noticed: bool) -> None:

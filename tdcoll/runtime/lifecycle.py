@@ -82,11 +82,12 @@ class _Job:
     """What this process has to undo in :func:`finalize`."""
 
     settings: _Settings
-    made_process_group: bool
-    control: StoreControlPlane | None = None
+    control: StoreControlPlane
 
 
 _job: _Job | None = None
+_own_group: Any = None
+"""The default process group, if tdcoll made it: it stays when a job has failed, and goes with the next."""
 
 
 def is_initialized() -> bool:
@@ -155,12 +156,15 @@ def initialize(
     settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus)
     _refuse_no_gpu()
     made_process_group = _ensure_process_group(settings.share_gpus)
+    global _own_group
+    if made_process_group:
+        _own_group = dist.group.WORLD
     try:
         # The default group's store: present with every backend, and used by no collective of the user's.
         store = _connection(dist.distributed_c10d._get_default_store())
         rank, world_size = dist.get_rank(), dist.get_world_size()
         store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
-        _install(settings, store, rank, world_size, made_process_group)
+        _install(settings, store, rank, world_size)
     except BaseException:
         if made_process_group:
             dist.destroy_process_group()
@@ -186,7 +190,7 @@ def join(
     last_words.watch()
     settings = _Settings.read(heap_bytes, timeout_s, None)
     _refuse_no_gpu()
-    _install(settings, _connection(store), rank, world_size, made_process_group=False)
+    _install(settings, _connection(store), rank, world_size)
 
 
 def _refuse_no_gpu() -> None:
@@ -202,12 +206,13 @@ def _connection(store: Any) -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
-def _install(settings: _Settings, store: Any, rank: int, world_size: int, made_process_group: bool) -> None:
+def _install(settings: _Settings, store: Any, rank: int, world_size: int) -> None:
     global _job
     control = StoreControlPlane(dist.PrefixStore("job", store), rank, settings.timeout_s)
     joined = _join(settings, control, rank, world_size)
     runtime.install(joined)
-    _job = _Job(settings, made_process_group, control)
+    _job = _Job(settings, control)
+    last_words.gave_up = False
     if rank == 0:
         _log.info(
             "symmetric heap: %g MiB on each of %d ranks; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...) sets it",
@@ -346,7 +351,7 @@ def finalize() -> None:
     Raises:
         CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, and nobody has been told yet.
     """
-    global _job
+    global _job, _own_group
     if _job is None:
         return
     leaving, job = runtime.current(), _job
@@ -362,12 +367,13 @@ def finalize() -> None:
         _job = None
         runtime.install(None)
         leaving.closed = True
+    last_words.gave_up = leaving.failed
     if leaving.failed:
         leaving.heap.abandon()
         return
     leaving.held.clear()
     leaving.heap.close()
-    if job.control is not None:
-        job.control.leave(range(leaving.world_size))
-    if job.made_process_group:
+    job.control.leave(range(leaving.world_size))
+    if _own_group is not None and dist.is_initialized() and dist.group.WORLD is _own_group:
         dist.destroy_process_group()
+        _own_group = None

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll.language import nvshmem
-from tdcoll.language.jit import bitcode_path, needs_nvshmem
+from tdcoll.language.jit import bitcode_path, for_descriptors, needs_nvshmem
 from tdcoll.language.spec import FUNCTIONS
 
 CONSTANTS = {"STEPS": 64, "M": 64, "N": 64, "K": 32}
@@ -219,9 +219,9 @@ def lower(kernel: Any, arch: int, num_stages: int, until: str = "ptx") -> dict[s
     libraries = {nvshmem.LIBRARY: bitcode_path()} if needs_nvshmem(kernel) else {}
     options = {"num_warps": 4, "num_stages": num_stages, "extern_libs": libraries}
     try:
-        made = triton.compile(
-            ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", arch, 32), options=options
-        )
+        source = ASTSource(kernel, signature, constants, aligned)
+        with for_descriptors(source):
+            made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Lowered as reached:
         return {"ttgir": str(reached)}
     except RuntimeError:  # as of a loop with a wait on Blackwell, when nothing tells the pipeliner to leave it alone
@@ -287,13 +287,15 @@ def main() -> int:
             for form in ("load", "descriptor", "stream"):
                 if form == "stream" and num_stages == 1:
                     continue
-                note(problem_of_plain(lower(plain[form], arch, num_stages)), "plain", form, arch, num_stages)
+                lowered = lower(plain[form], arch, num_stages)
+                note(problem_of_plain(lowered), "plain", form, arch, num_stages)
+                fence = "fence.proxy.async.global" in lowered["ptx"]
+                wanted = arch >= 90 and form == "descriptor"
+                note(None if fence == wanted else f"proxy fence: {fence}", "plain, fence", form, arch, num_stages)
                 lowered = lower(token[form], arch, num_stages)
                 note(problem_of_token(lowered, num_stages - 1), "token", form, arch, num_stages)
-                fenced = "fence.proxy.async.global" in lowered["ptx"]
-                note(
-                    None if fenced == (arch >= 90) else f"proxy fence: {fenced}", "proxy fence", form, arch, num_stages
-                )
+                fence = "fence.proxy.async.global" in lowered["ptx"]
+                note(None if fence == wanted else f"proxy fence: {fence}", "token, fence", form, arch, num_stages)
     for form in ("load", "descriptor"):  # on Blackwell the matmul is asynchronous, and takes a stage of its own
         note(problem_of_plain(lower(plain[form], 100, 3, "ttgir")), "plain", form, 100, 3)
         note(problem_of_token(lower(token[form], 100, 3, "ttgir"), 3), "token", form, 100, 3)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tdcoll import runtime
 from tdcoll.errors import CollectiveTimeout, TdcollError
-from tdcoll.runtime import last_words
+from tdcoll.runtime import last_words, lifecycle
 from tdcoll.torchrun import _read, summary
 
 KILLED, SEGV, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM
@@ -95,6 +95,18 @@ CASES: dict[str, tuple[dict[int, int], dict[int, dict[str, Any]], set[int], list
         {0: failed("KeyError: late", 9.0), 1: failed("ValueError: early", 8.0)},
         set(),
         ["died: rank 2 (SIGKILL)", "failed: rank 1 (ValueError: early)", "failed: rank 0 (KeyError: late)"],
+    ),
+    "ended by torchrun, and left by itself": (
+        {0: 143, 1: 1},
+        {1: failed("ValueError: x", 1.0)},
+        {0},
+        ["failed: rank 1 (ValueError: x)", "still running, ended by torchrun: rank 0"],
+    ),
+    "the reason is not known of all": (
+        {0: 1, 1: KILLED},
+        {},
+        set(),
+        ["died: rank 1 (SIGKILL)", "ended: rank 0 (exit status 1)"],
     ),
     "a signal without a name": ({0: -99}, {}, set(), ["died: rank 0 (signal 99)"]),
     "a long error": ({0: 1}, {0: failed("x" * 999, 1.0)}, set(), [f"failed: rank 0 ({'x' * 240}...)"]),
@@ -192,6 +204,23 @@ def test_a_timeout_that_was_caught_is_noticed_at_the_exit(watching: Callable[[],
     sys.at_exit()  # type: ignore[attr-defined]
     assert watching() is None
     runtime.install(SimpleNamespace(failed=True))  # type: ignore[arg-type]
+    sys.at_exit()  # type: ignore[attr-defined]
+    said = watching()
+    assert said is not None
+    assert said["noticed"] is True
+
+
+def test_a_timeout_is_noticed_after_the_job_was_left(
+    watching: Callable[[], dict[str, Any] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Heap:
+        def abandon(self) -> None:
+            pass
+
+    monkeypatch.setattr(last_words, "gave_up", False)
+    runtime.install(SimpleNamespace(failed=True, heap=Heap()))  # type: ignore[arg-type]
+    monkeypatch.setattr(lifecycle, "_job", object())
+    lifecycle.finalize()
     sys.at_exit()  # type: ignore[attr-defined]
     said = watching()
     assert said is not None

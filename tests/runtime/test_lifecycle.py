@@ -288,7 +288,7 @@ def test_whether_gpus_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
     assert lifecycle.may_share_gpus()
     settings = lifecycle._Settings(heap_bytes=1, timeout_s=1.0, emulate_nodes=1, share_gpus=False)
-    monkeypatch.setattr(lifecycle, "_job", lifecycle._Job(settings, False))
+    monkeypatch.setattr(lifecycle, "_job", lifecycle._Job(settings, control=None))
     assert not lifecycle.may_share_gpus(), "the job's setting holds"
 
 

@@ -185,9 +185,7 @@ class _MachineBuilder(_Builder):  # type: ignore[misc, valid-type]
             return _computed(op, lhs, rhs)
         result = super().binary_op(lhs, rhs, op)
         if result.data.dtype.char == "?":
-            result.dtype = (
-                tl.int1
-            )  # a comparison; the interpreter says what was compared, and makes that of it in a splat
+            result.dtype = tl.int1  # the interpreter gives a comparison the type of what was compared
         if lhs.origin is not None or rhs.origin is not None:
             # A distance within one tensor is no address, nor is the remainder of one.
             distance = op is np.subtract and lhs.origin is rhs.origin

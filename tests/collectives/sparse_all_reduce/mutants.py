@@ -81,13 +81,6 @@ ANYTHING = f"{BAD_LISTS}|{MISSING}"
 # ---------------------------------------------------------------------- cases
 
 
-def _owned_elsewhere(rank: int, call: int) -> Rows:
-    """Rank 0 has rows to itself; the others share theirs: so it waits for nobody, if it need not."""
-    first = 0 if rank == 0 else 16
-    made = some_part(31 * call + rank, 3, 16, (2,), torch.float32)
-    return Rows(made.indices + first, made.values)
-
-
 def _negative(rank: int, call: int) -> Rows:
     made = some_part(31 * call + rank, 4, 6, (2,), torch.float32)
     return Rows(made.indices.unique(), -1 - made.values[: made.indices.unique().numel()].abs())
@@ -107,7 +100,6 @@ def _many_times(rank: int, call: int) -> Rows:
     return Rows(torch.arange(300) // 150, made.values)
 
 
-ALONE = Reduces("oooo", (3,), 32, shape=(2,), data=_owned_elsewhere)
 ALIKE = Reduces("ooo", (5,), 5, shape=(2,), data=_all)
 FLOATS = Reduces("oo", (9,), 9, shape=(2,), data=_of_any_floats)
 GATHERS = Reduces("gggg", (6, 0, 4, 5))
@@ -167,14 +159,6 @@ MUTANTS = [
     # ------------------------------------------------------------------ one node
     Mutant("nobody waits in reduce", _unwaited(IN_REDUCE), ANYTHING),
     Mutant("reduce waits after it has read", READ_BEFORE, WRONG_ROWS),
-    Mutant(
-        "only ranks with contested rows wait in reduce",
-        (("if (worker == 0) | (worker * ROWS < n_contested):", "if worker * ROWS < n_contested:"),),
-        ANYTHING,
-        ALONE,
-        {"n_pes": 3},
-        100,
-    ),
     Mutant("meet does not wait", _unwaited(IN_MEET), WRONG_ROWS),
     Mutant("nobody says that it has begun", ((SIGNAL, "pass"),), MISSING),
     Mutant("signal of the epoch before", ((SIGNAL, SIGNAL.replace("epoch", "epoch - 2")),), MISSING),
@@ -263,7 +247,6 @@ MUTANTS = [
     Mutant("nobody waits in reduce_nodes", _unwaited(IN_NODES), ANYTHING, world=TWO_NODES),
     Mutant("the forwarder waits after it has forwarded", FORWARDED_BEFORE, WRONG_ROWS, world=TWO_NODES),
     Mutant("nobody waits in forward", _unwaited(IN_FORWARD), ANYTHING, world=TWO_NODES),
-    Mutant("rows between nodes are not completed", (("        tdl.quiet()\n", ""),), WRONG_ROWS, world=TWO_NODES),
     Mutant(
         "contributors of all nodes pick the owner",
         (
