@@ -57,7 +57,7 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
         TypeError,
         "tuning must be a tuning table (Table), the path of its file, or None, got 5",
     ),
-    (lambda given: make(tuning="no.json"), ValueError, "no.json: expected the file of a tuning table: [Errno 2]"),
+    (lambda given: make(tuning="no.json"), ValueError, "tuning: no.json: expected the file of a tuning table: "),
     (lambda given: make(channels=0), ValueError, "channels must be 1 to 512, got 0"),
     (lambda given: make(channels="8"), TypeError, "channels must be an int, got '8'"),
     (lambda given: make(stream=3), TypeError, "stream must be a torch.cuda.Stream or None, got 3"),

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tdcoll import arguments, runtime
 from tdcoll.distributed.inner import sparse_sum_by_gather
 from tdcoll.distributed.served import SparseSums
 from tdcoll.distributed.work import Task, TaskWork, record_stream, worker
+from tdcoll.errors import NotInitializedError
 
 __all__ = ["SparseGradientReducer", "sparse_hook"]
 
@@ -113,6 +114,13 @@ class _Table:
         """On a GPU: the event behind which ``taken`` is."""
         self.task: Task | None = None
 
+    def watch(self, take: Callable[[Any], None]) -> None:
+        """Call ``take`` with this table whenever a backward pass has left a gradient, also if it is frozen now."""
+        frozen = self.frozen
+        self.parameter.requires_grad_()  # PyTorch refuses hooks on what has no gradients
+        self.hook = self.parameter.register_post_accumulate_grad_hook(lambda _: take(self))
+        self.parameter.requires_grad_(not frozen)
+
     @property
     def frozen(self) -> bool:
         """Whether this rank brings no gradient of it now, and wants none."""
@@ -155,12 +163,14 @@ class SparseGradientReducer:
         rows_per_rank: different rows that one rank brings, as far as is known; the memory for them grows when needed.
 
     Raises:
-        ValueError: there are no such tables, or DistributedDataParallel reduces one of them already.
+        TypeError: ``module`` is no module.
+        ValueError: there are no such tables, or DistributedDataParallel or another reducer has one of them already.
         NotInitializedError: before ``tdcoll.initialize()``.
         HeapExhaustedError: no room in the symmetric heap.
     """
 
     def __init__(self, module: nn.Module, group: Any = None, *, rows_per_rank: int = _FIRST_ROWS) -> None:
+        arguments.instance("module", module, nn.Module, "an nn.Module")
         arguments.whole("rows_per_rank", rows_per_rank, 1)
         self._group = _group(group)
         tables: dict[nn.Parameter, str] = {}
@@ -176,13 +186,15 @@ class SparseGradientReducer:
             if any(parameter is table for table in tables)
         ]
         _refuse_those_of_ddp(tables)
+        self._take_over(tables)
         self._sums = _sums(self._group)
         row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
         self._sums.open(rows_per_rank, row_bytes)
         self._synchronising = True
         self._next = 0
-        self._open = True
-        self._watch()
+        for table in self._tables:
+            table.watch(self._take)
+        _reducers.add(self)
         self._left: list[str] = []
         """Tables whose gradients are taken and not put back; only their names, so that the reducer may be collected."""
         weakref.finalize(self, _say_what_is_left, self._left)
@@ -200,17 +212,26 @@ class SparseGradientReducer:
         finally:
             self._synchronising = before
 
-    def _watch(self) -> None:
-        """Have a hook on every table that has gradients: PyTorch refuses one on a frozen table."""
-        for table in self._tables:
-            if self._open and table.hook is None and not table.frozen:
-                hook = table.parameter.register_post_accumulate_grad_hook
-                table.hook = hook(lambda _, table=table: self._take(table))
+    @staticmethod
+    def _take_over(tables: dict[nn.Parameter, str]) -> None:
+        """Raise if another reducer has one of the tables; close it if its job has ended."""
+        for other in list(_reducers):
+            shared = sorted(
+                tables[table.parameter] for table in other._tables if table.hook and table.parameter in tables
+            )
+            if shared and not other._sums.ended:
+                raise ValueError(
+                    f"SparseGradientReducer: {', '.join(shared)} has a reducer already; close() that one before you "
+                    "make another"
+                )
+            if shared:
+                other.close()
 
     def _take(self, table: _Table) -> None:
         """The gradient of a table is there."""
         if not self._synchronising:
             return
+        self._refuse_after_the_job()
         if table.taken is not None:
             raise RuntimeError(
                 f"SparseGradientReducer: a second backward pass reached {table.name} before finish(); call finish() "
@@ -257,11 +278,13 @@ class SparseGradientReducer:
 
         Raises:
             RuntimeError: inside of :meth:`no_sync`.
+            NotInitializedError: after ``tdcoll.finalize()``.
             CollectiveTimeout: a rank did not take part.
             HeapExhaustedError: there is no room for as many rows; on all ranks.
         """
         if not self._synchronising:
             raise RuntimeError("SparseGradientReducer: finish() inside of no_sync()")
+        self._refuse_after_the_job()
         for table in self._tables:
             if table.taken is None:
                 self._hold(table)
@@ -278,15 +301,24 @@ class SparseGradientReducer:
             self._left.clear()
             for table in self._tables:
                 table.taken = table.task = table.there = None
-            self._watch()  # for those that were frozen before
+
+    def _refuse_after_the_job(self) -> None:
+        if self._sums.ended:
+            raise NotInitializedError(
+                "SparseGradientReducer: made before tdcoll.finalize(), which has ended that job; make a new one"
+            )
 
     def close(self) -> None:
-        """Take the hooks off. Local."""
-        self._open = False
+        """Take the hooks off: gradients stay this rank's, and the tables may have another reducer. Local. A second call
+        does nothing."""
         for table in self._tables:
             if table.hook is not None:
                 table.hook.remove()
                 table.hook = None
+
+
+_reducers: "weakref.WeakSet[SparseGradientReducer]" = weakref.WeakSet()
+"""Those that may have hooks."""
 
 
 def _say_what_is_left(left: list[str]) -> None:

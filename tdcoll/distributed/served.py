@@ -170,6 +170,11 @@ class SparseSums:
         self.exhausted = False
         """The symmetric heap has no room for any context, which all ranks have found alike."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended."""
+        return self._owner.closed
+
     @staticmethod
     def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
         """Raise where no side could give what was asked for.

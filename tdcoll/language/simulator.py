@@ -47,7 +47,8 @@ def _number(function: str, parameter: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         if isinstance(value, bool):
             return int(value)
-        raise TypeError(f"{function}: {parameter} must be an integer or a pointer, got {value!r}")
+        hint = "; pass its words" if hasattr(value, "words") else ""  # of a WaitMonitor
+        raise TypeError(f"{function}: {parameter} must be an integer or a pointer, got {value!r}{hint}")
     return value
 
 

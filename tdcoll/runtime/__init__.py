@@ -228,7 +228,9 @@ def current() -> Runtime:
     """
     runtime = current_or_none()
     if runtime is None:
-        raise NotInitializedError("call tdcoll.initialize() first, on every rank (or not after tdcoll.finalize())")
+        raise NotInitializedError(
+            "call tdcoll.initialize() first, on every rank; after tdcoll.finalize() call it again"
+        )
     return runtime
 
 

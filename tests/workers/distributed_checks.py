@@ -696,7 +696,10 @@ def reducer_with_frozen_tables() -> None:
 @check
 def reducer_says_what_is_wrong() -> None:
     model = Model(True)
+    model.tables[0].weight.requires_grad_(False)
     sums = SparseGradientReducer(model)
+    model.tables[0].weight.requires_grad_(True)
+    expect_raises(ValueError, lambda: SparseGradientReducer(model), "tables.0.weight has a reducer already", "close()")
     model(lookups(0)).sum().backward()
     expect_raises(RuntimeError, lambda: model(lookups(0)).sum().backward(), "second backward", "tables.0.weight")
     sums.finish()

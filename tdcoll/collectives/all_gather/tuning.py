@@ -344,10 +344,16 @@ def _process_group(group: runtime.Group, everybody: bool, device: torch.device) 
 def _table(given: Any) -> Table:
     if isinstance(given, Table):
         return given
+    name = "tuning"
     if given is None:
-        return Table.load(path) if (path := os.environ.get(_VARIABLE)) else shipped()
-    arguments.instance("tuning", given, (str, os.PathLike), "a tuning table (Table), the path of its file, or None")
-    return Table.load(given)
+        name, given = _VARIABLE, os.environ.get(_VARIABLE)
+        if not given:
+            return shipped()
+    arguments.instance(name, given, (str, os.PathLike), "a tuning table (Table), the path of its file, or None")
+    try:
+        return Table.load(given)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def agree(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.errors import RankMismatchError, TdcollError
 from tdcoll.runtime.control import missing_ranks
 from tdcoll.runtime.simulator.interpreter import Installed
@@ -87,7 +87,7 @@ class World:
 
     Args:
         n_pes: number of PEs.
-        heap_bytes: symmetric heap of each PE.
+        heap_bytes: symmetric heap of each PE, bytes, or a text such as ``"1G"``.
         seed: makes all choices random, and repeatable; None is a fair order.
         weak: messages arrive late and in any order that NVSHMEM permits; False: at once.
         ranks_per_node: PEs of each node, or the list of their numbers; None: all on one node.
@@ -118,7 +118,7 @@ class World:
         self,
         n_pes: int,
         *,
-        heap_bytes: int = 4 << 20,
+        heap_bytes: int | str = 4 << 20,
         seed: int | None = None,
         weak: bool = False,
         ranks_per_node: int | Sequence[int] | None = None,
@@ -151,7 +151,7 @@ class World:
         )
         self.node_ids = _nodes(n_pes, ranks_per_node)
 
-        block = aligned(heap_bytes)
+        block = aligned(arguments.byte_count("heap_bytes", heap_bytes))
         buffer = memoryview(mmap.mmap(-1, block * n_pes))  # zeros that cost nothing until touched
         self.memory = Memory(buffer, 0, block, n_pes)
         self._steps_before = 0
