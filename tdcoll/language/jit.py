@@ -39,7 +39,7 @@ from tdcoll.errors import NotInitializedError
 from tdcoll.language import INTERPRETED, LOWERING
 from tdcoll.language.spec import LIBRARY, LINKED, not_a_monitor
 
-__all__ = ["bitcode_path", "jit", "needs_nvshmem"]
+__all__ = ["bitcode_path", "jit", "needs_nvshmem", "typed_fields"]
 
 _DEVICE_STATE = "nvshmemi_device_state"
 """What a module that holds NVSHMEM code defines; the name alone also occurs in paths of debug information."""
@@ -246,6 +246,27 @@ def _lowering_digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(_FOLDER.glob("*.py")))).hexdigest()
 
 
+def typed_fields(kind: type) -> dict[str, tl.dtype]:
+    """The integer fields of a ``NamedTuple`` that say their type, by name."""
+    return {name: of for name, of in getattr(kind, "__annotations__", {}).items() if isinstance(of, tl.dtype)}
+
+
+def _with_plain_fields(bind: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton's binder of arguments, which here leaves integer fields of tuples as they are annotated. By itself it
+    makes a constant of a 1 and notes what 16 divides, so that each rank would compile a kernel of its own."""
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        parameters, specialization, options = bind(*args, **kwargs)
+        for place, value in enumerate(parameters.values()):
+            if fields := typed_fields(type(value)) if isinstance(value, tuple) else None:
+                types, notes = specialization[place]
+                types = types._replace(**{name: of.name.replace("int", "i") for name, of in fields.items()})
+                specialization[place] = (types, notes._replace(**dict.fromkeys(fields)))
+        return parameters, specialization, options
+
+    return bound
+
+
 class TdcollJITFunction(JITFunction):
     """A ``triton.jit`` function that links and initialises NVSHMEM when it calls it."""
 
@@ -260,20 +281,22 @@ class TdcollJITFunction(JITFunction):
         return _marked(self._reached, "needs_nvshmem")
 
     @functools.cached_property
-    def _monitor_at(self) -> int | None:
-        """Position of the parameter ``monitor`` of a kernel with bounded waits; None of any other kernel."""
-        waits = "monitor" in self.arg_names and _marked(self._reached, "bounded")
-        return self.arg_names.index("monitor") if waits else None
+    def _waits(self) -> bool:
+        """Whether this kernel has bounded waits."""
+        return _marked(self._reached, "bounded")
 
     def _check_monitor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ``ValueError`` unless the argument ``monitor`` is that of a monitor. The waits cannot tell: to look
-        would cost each of them an instruction."""
-        place, job = self._monitor_at, runtime.current_or_none()
-        if place is None or job is None:
+        """Raise ``ValueError`` unless what is called ``monitor``, an argument or a field of one, is a monitor's. The
+        waits cannot tell: to look would cost each of them an instruction."""
+        job = runtime.current_or_none()
+        if job is None or not self._waits:
             return
-        given = kwargs["monitor"] if "monitor" in kwargs else args[place] if place < len(args) else None
-        if isinstance(given, torch.Tensor) and given.data_ptr() not in job.monitors:
-            raise ValueError(f"{self.__name__}: {not_a_monitor(given.data_ptr())}")
+        for name, value in (*zip(self.arg_names, args, strict=False), *kwargs.items()):
+            given = (
+                value if name == "monitor" else getattr(value, "monitor", None) if isinstance(value, tuple) else None
+            )
+            if isinstance(given, torch.Tensor) and given.data_ptr() not in job.monitors:
+                raise ValueError(f"{self.__name__}: {not_a_monitor(given.data_ptr())}")
 
     @property
     def cache_key(self) -> str:
@@ -300,10 +323,10 @@ class TdcollJITFunction(JITFunction):
 
     def create_binder(self) -> Any:
         self._refuse_calls_that_wait()
-        made = super().create_binder()  # once per device; sets `compile`
+        *made, bind = super().create_binder()  # once per device; sets `compile`
         if not _LEFT_TO_TRITON_DISTRIBUTED:
             self.compile = _retyped(self.compile)  # type: ignore[has-type]
-        return made
+        return (*made, _with_plain_fields(bind))
 
 
 def _checked_interpreted(function: Any) -> Any:
@@ -350,7 +373,8 @@ def jit(
     """Like ``triton.jit``, for kernels that call :mod:`tdcoll.language`.
 
     Helpers called by a kernel may be decorated with this or with ``triton.jit``; the kernel that is launched wants
-    this one. Options are ``triton.jit``'s.
+    this one. Options are ``triton.jit``'s. Integers that are annotated with their type (``rank: tl.int32``), as
+    parameters or as fields of a ``NamedTuple``, are not specialised: one compilation serves all values.
     """
     options = {
         "version": version,
@@ -363,6 +387,8 @@ def jit(
     }
 
     def decorate(function: Callable[..., Any]) -> Any:
+        typed = [name for name, of in function.__annotations__.items() if isinstance(of, tl.dtype)]
+        options["do_not_specialize"] = [*(do_not_specialize or ()), *typed]
         if INTERPRETED:
             return _checked_interpreted(triton.jit(**options)(function))
         return TdcollJITFunction(function, **options)

@@ -355,6 +355,9 @@ def _numpy_dtype(dtype: Any) -> Any:
     return found
 
 
+_INTEGERS = {"i32": tl.int32, "i64": tl.int64}
+
+
 class _Signature:
     """What a launch needs to know of a rewritten kernel; kept, because finding it out costs time."""
 
@@ -369,9 +372,10 @@ class _Signature:
             **(specification.kwonlydefaults or {}),
         }
         self.positional = len(specification.args)
-        self.constexprs = frozenset(
-            name for name, kind in specification.annotations.items() if _normalize_ty(kind) == "constexpr"
-        )
+        # Rewriting makes strings of annotations.
+        kinds = {name: _normalize_ty(kind) for name, kind in specification.annotations.items()}
+        self.types = {name: _INTEGERS[kind] for name, kind in kinds.items() if kind in _INTEGERS}
+        self.constexprs = frozenset(name for name, kind in kinds.items() if kind == "constexpr")
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, tensors as pointers. Raises TypeError as a Python call would."""
@@ -387,16 +391,27 @@ class _Signature:
         missing = [name for name in self.parameters if name not in bound]
         if missing:
             raise TypeError(f"{self.name}() misses argument(s) {', '.join(missing)}")
-        return {name: value if name in self.constexprs else _to_device(name, value) for name, value in bound.items()}
+        return {
+            name: value if name in self.constexprs else _to_device(name, value, self.types.get(name))
+            for name, value in bound.items()
+        }
 
 
-def _to_device(name: str, value: Any) -> Any:
-    """A kernel's argument as the interpreter wants it, with its origin."""
+def _to_device(name: str, value: Any, kind: Any = None) -> Any:
+    """A kernel's argument as the interpreter wants it, with its origin; of the type ``kind`` if that is one."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        kinds = type(value).__annotations__
+        fields = zip(value._fields, value, strict=True)
+        return type(value)(*(_to_device(f"{name}.{field}", inner, kinds.get(field)) for field, inner in fields))
+    if isinstance(value, tl.constexpr):
+        return value.value
     if isinstance(value, bool):  # triton before 3.9 makes 32 bits of a 1-bit integer
         return tl.tensor(triton_interpreter.TensorHandle(np.array([value], dtype=np.bool_), tl.int1), tl.int1)
     device = getattr(value, "device", None)
     if getattr(device, "type", "cpu") != "cpu":
         raise ValueError(f"{name} must be a CPU tensor: kernels run in the simulator; got one on {device}")
+    if isinstance(value, int) and kind is not None and kind in _INTEGERS.values():
+        return tl.tensor(triton_interpreter.TensorHandle(np.array([value], dtype=_numpy_dtype(kind)), kind), kind)
     converted = triton_interpreter._implicit_cvt(value)
     _give_origin(name, value, converted)
     return converted
