@@ -1,181 +1,245 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches past Triton's look-ups: what reaches the compiled kernel, and when they leave it to Triton."""
+"""Launches past Triton's look-ups: what reaches the driver, and when they leave it to Triton."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from triton import knobs
-from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
 
-from tdcoll.collectives import launch as launches
-from tdcoll.collectives.launch import Launcher, ReadyKernel, require_all
+from tdcoll.collectives._host import launch as launches
+from tdcoll.collectives._host.launch import Launch, Launcher
 
 STREAM = 77
 
 
-class Compiled(CompiledKernel):
-    """Takes notes of its launches: ``("direct" or "triton", ...)``."""
+class Pair(NamedTuple):
+    near: Any
+    far: Any
+    EXTENT: Any
 
-    def __init__(self, notes: list[Any]) -> None:
-        self.notes, self.function, self.packed_metadata = notes, 1234, ("metadata",)
+
+class Driver:
+    """In the place of libcuda: decodes what each launch brings."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+        self.answer = 0
+        self.context: int | None = 99
+        self.widths: list[Any] = []
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: Any) -> int:
+        assert extra is None
+        if self.context is None:
+            return 201
+        config = launches._Config.from_address(config.value)
+        pointers = (ctypes.c_void_p * len(self.widths)).from_address(pointers.value)
+        values = [kind.from_address(at).value for at, kind in zip(pointers, self.widths, strict=True)]
+        attributes = [(config.attributes[i].id, config.attributes[i].value[0]) for i in range(config.n_attributes)]
+        self.launches.append(
+            {
+                "grid": tuple(config.grid),
+                "block": tuple(config.block),
+                "shared": config.shared_bytes,
+                "stream": config.stream,
+                "function": function.value,
+                "values": values,
+                "attributes": attributes,
+            }
+        )
+        return self.answer
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        context._obj.value = 1000 + device
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.context = context.value
+        return 0
+
+    def cuGetErrorName(self, failed: int, name: Any) -> int:
+        name._obj.value = b"CUDA_ERROR_" + str(failed).encode()
+        return 0
+
+
+class Compiled(CompiledKernel):
+    """What Triton would have made; its own launches are notes."""
+
+    def __init__(self, kernel: Kernel, num_warps: int) -> None:
+        self.kernel, self.function = kernel, 1234
+        self.metadata: Any = SimpleNamespace(num_warps=num_warps, shared=512, launch_pdl=False, **kernel.metadata)
+        self.src: Any = SimpleNamespace(signature=kernel.signature)
+        parameters = ",\n".join(f".param .u64 kernel_param_{i}" for i in range(kernel.parameters))
+        self.asm: Any = {"ptx": f".visible .entry kernel(\n{parameters}\n)\n.reqntid 64\n{{ .param .b64 of_a_call; }}"}
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return lambda *arguments: self.notes.append(("triton", grid, arguments))
+        return lambda *arguments: None
 
     @property
     def run(self) -> Callable[..., None]:
-        return lambda *arguments: self.notes.append(("direct", arguments))
+        raise AssertionError("not launched by Triton")
 
 
 class Kernel:
-    """Compiles for each launch that Triton looks up."""
+    """A kernel of a tensor, a flag, a number, a pair and a constant; two parameters more are Triton's."""
 
     __name__ = "kernel"
-    arg_names = ("tensor", "number", "BLOCK")
+    arg_names = ("tensor", "flag", "number", "pair", "BLOCK")
 
-    def __init__(self) -> None:
+    def __init__(self, driver: Driver) -> None:
+        pair = Pair("*i64", "i64", "constexpr")
+        self.signature = {"tensor": "*fp32", "flag": "i1", "number": "i32", "pair": pair, "BLOCK": "constexpr"}
+        self.metadata: dict[str, Any] = {"global_scratch_size": 0}
+        self.parameters = 7
         self.notes: list[Any] = []
+        u64 = ctypes.c_uint64
+        driver.widths = [u64, ctypes.c_uint8, ctypes.c_uint32, u64, u64, u64, u64]
+
+    def warmup(self, *, grid: tuple[int, int, int], num_warps: int, **arguments: Any) -> Compiled:
+        self.notes.append(("warmup", grid, num_warps, arguments))
+        return Compiled(self, num_warps)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Compiled]:
-        def launch(*arguments: Any, num_warps: int) -> Compiled:
-            self.notes.append(("compile", grid, arguments, num_warps))
-            return Compiled(self.notes)
+        def launch(*arguments: Any, num_warps: int, **named: Any) -> Compiled:
+            self.notes.append(("triton", grid, num_warps, arguments or named))
+            return Compiled(self, num_warps)
 
         return launch
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(launches, "_driver", lambda: made)
+    monkeypatch.setattr(launches, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
-    return Kernel()
+    return made
 
 
-def test_the_second_launch_passes_addresses_to_what_was_compiled(kernel: Kernel) -> None:
-    launch, tensor, other = Launcher(), torch.zeros(4), torch.ones(4)
-    launch(kernel, 5, (tensor, 7), (64,), num_warps=2)
-    launch(kernel, (5, 6), (other, 8), (64,), num_warps=2)
-    first, second = kernel.notes
-    assert first[:2] == ("compile", (5, 1, 1))
-    assert (first[2][1:], first[3]) == ((7, 64), 2)
-    assert second == ("direct", (5, 6, 1, STREAM + 3, 1234, ("metadata",), None, None, None, other.data_ptr(), 8, 64))
+@pytest.fixture
+def kernel(driver: Driver) -> Kernel:
+    return Kernel(driver)
 
 
-@pytest.mark.parametrize("change", [{"constants": (32,)}, {"variant": "unaligned"}, {"num_warps": 8}])
-def test_other_kinds_of_launches_are_compiled_for_themselves(kernel: Kernel, change: dict[str, Any]) -> None:
-    launch, arguments = Launcher(), (torch.zeros(4), 7)
-    usual: dict[str, Any] = {"constants": (64,), "variant": None, "num_warps": 4}
-    launch(kernel, 1, arguments, **usual)
-    launch(kernel, 1, arguments, **(usual | change))
-    assert [note[0] for note in kernel.notes] == ["compile", "compile"]
+TENSOR, OTHER = torch.zeros(4), torch.ones(4)
+PAIR = Pair(OTHER, 1 << 40, 8)
+ARGUMENTS = {"tensor": TENSOR, "flag": True, "pair": PAIR, "BLOCK": 64}
+
+
+def test_a_launch_brings_the_driver_what_changes_and_what_does_not(kernel: Kernel, driver: Driver) -> None:
+    launch = Launch(kernel, (5, 6), ARGUMENTS, ("number", "pair.near"), num_warps=2)
+    assert not launch.prepared
+    launch(STREAM, -2, OTHER.data_ptr())
+    launch(STREAM + 1, 16, 32)
+    assert launch.prepared
+    assert [note[0] for note in kernel.notes] == ["warmup"]
+    first, second = driver.launches
+    assert first == {
+        "grid": (5, 6, 1),
+        "block": (64, 1, 1),
+        "shared": 512,
+        "stream": STREAM,
+        "function": 1234,
+        "values": [TENSOR.data_ptr(), 1, 2**32 - 2, OTHER.data_ptr(), 1 << 40, 0, 0],
+        "attributes": [],
+    }
+    assert (second["stream"], second["values"]) == (STREAM + 1, [TENSOR.data_ptr(), 1, 16, 32, 1 << 40, 0, 0])
+
+
+def test_programmatic_launches_are_asked_for(kernel: Kernel, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(of: Kernel, **options: Any) -> Compiled:
+        made = Compiled(of, 4)
+        made.metadata.launch_pdl = True
+        return made
+
+    monkeypatch.setattr(Kernel, "warmup", compiled)
+    launch_once(kernel)
+    assert driver.launches[0]["attributes"] == [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+def test_a_launch_that_the_driver_refuses_is_an_error(kernel: Kernel, driver: Driver) -> None:
+    driver.answer = 701
+    with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx failed with CUDA_ERROR_701 \(701\)"):
+        launch_once(kernel)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changing"), [(ARGUMENTS, ()), ({**ARGUMENTS, "more": 1}, ("number",)), ({}, ("number",))]
+)
+def test_defaults_are_not_relied_on(kernel: Kernel, arguments: dict[str, Any], changing: tuple[str, ...]) -> None:
+    with pytest.raises(TypeError, match=r"kernel has parameters .* and was given arguments"):
+        Launch(kernel, 1, arguments, changing)
+    with pytest.raises(TypeError, match="kernel has 5 parameters and was given 2 arguments"):
+        Launcher()(kernel, 1, (TENSOR, True))
+    assert kernel.notes == []
+
+
+def test_a_thread_without_a_context_gets_that_of_its_gpu(kernel: Kernel, driver: Driver) -> None:
+    driver.context = None
+    launch_once(kernel)
+    assert (driver.context, len(driver.launches)) == (1003, 1)
+
+
+def launch_once(kernel: Kernel) -> None:
+    Launch(kernel, 1, ARGUMENTS, ("number", "pair.near"))(STREAM, 16, 32)
 
 
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("kind", ["chain", "function", "None"])
-def test_profilers_see_every_launch(kernel: Kernel, which: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profilers_see_every_launch(
+    kernel: Kernel, driver: Driver, which: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def hook(_: Any) -> None:
         pass
 
     chain = knobs.HookChain()
     chain.add(hook)
     monkeypatch.setattr(knobs.runtime, which, {"chain": chain, "function": hook, "None": None}[kind])
-    launch, arguments = Launcher(), (torch.zeros(4), 7)
-    for _ in range(2):
-        launch(kernel, 1, arguments, (64,))
-    assert [note[0] for note in kernel.notes] == ["compile", "direct" if kind == "None" else "triton"]
-
-
-def test_defaults_are_not_relied_on(kernel: Kernel) -> None:
-    require_all(kernel, (1, 2, 3))
-    with pytest.raises(TypeError, match="kernel has 3 parameters and was given 2 arguments"):
-        Launcher()(kernel, 1, (torch.zeros(4), 7))
-    assert kernel.notes == []
-
-
-# ---------------------------------------------------------------------- below Triton's launcher
-
-
-class CLauncher:
-    """In the place of Triton's C function."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __call__(self, *arguments: Any) -> None:
-        self.calls.append(arguments)
-
-
-class Loaded(CompiledKernel):
-    """With Triton's own launcher object."""
-
-    run: Any = None
-    module = None
-
-    def __init__(self, run: Any) -> None:
-        self.run, self.function, self.packed_metadata = run, 1234, (4, 1, 512)
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> None:
-        pass
-
-
-@pytest.fixture
-def launcher(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``CudaLauncher`` of the installed Triton, as it is after compiling a plain kernel."""
-    monkeypatch.setattr(launches, "BuiltinFunctionType", CLauncher)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(allocate_default_profile_scratch=None), raising=False)
-    made: Any = object.__new__(CudaLauncher)
-    made.launch, made.num_ctas = CLauncher(), 1
-    made.global_scratch_size = made.profile_scratch_size = 0
-    made.global_scratch_align = made.profile_scratch_align = 1
-    made.launch_cooperative_grid, made.launch_pdl, made.gsan_enabled = False, True, False
-    made.arg_annotations, made.kernel_signature = ("annotation",), b"signature"
-    return made
-
-
-ARGUMENTS = (4096, 8192, 7, True)
-
-
-def launched(ready: ReadyKernel, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What reaches ``CudaLauncher.__call__`` when the kernel is launched."""
-    through: list[Any] = []
-    monkeypatch.setattr(CudaLauncher, "__call__", lambda self, *arguments: through.append(arguments))
-    ready(*ARGUMENTS, grid=(5, 6, 1))
-    return through
-
-
-def test_the_c_function_gets_what_triton_gives_it(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher(5, 6, 1, STREAM + 3, 1234, (4, 1, 512), None, None, None, *ARGUMENTS)
-    ready = ReadyKernel(Loaded(launcher), 3)
-    assert launched(ready, monkeypatch) == []
-    by_triton, by_tdcoll = launcher.launch.calls
-    assert by_tdcoll == by_triton
-
-
-def _changed(self: Any, *arguments: Any) -> None:
-    self.launch(*arguments, "something new")
+    launch_once(kernel)
+    by_triton = [note[3] for note in kernel.notes if note[0] == "triton"]
+    if kind == "None":
+        assert (by_triton, len(driver.launches)) == ([], 1)
+    else:
+        assert by_triton == [{**ARGUMENTS, "number": 16, "pair": PAIR._replace(near=32)}]
+        assert driver.launches == []
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"global_scratch_size": 8},
-        {"profile_scratch_size": 8},
-        {"gsan_enabled": True},
-        {"launch": lambda *arguments: None},  # Triton's wrapper for tensor descriptors
-        {"__call__": _changed},
-    ],
+    "metadata",
+    [{"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"launch_cooperative_grid": True}, {"num_ctas": 2}],
 )
-def test_launchers_that_do_more_are_called(
-    launcher: Any, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_kernels_that_want_more_of_a_launch_are_left_to_triton(
+    kernel: Kernel, driver: Driver, metadata: dict[str, Any]
 ) -> None:
-    for name, value in change.items():
-        monkeypatch.setattr(CudaLauncher if name == "__call__" else launcher, name, value)
-    ready = ReadyKernel(Loaded(launcher), 3)
-    assert launched(ready, monkeypatch) == [(5, 6, 1, STREAM + 3, 1234, (4, 1, 512), None, None, None, *ARGUMENTS)]
+    kernel.metadata = metadata
+    launch_once(kernel)
+    assert driver.launches == []
+    assert kernel.notes[-1][0] == "triton"
+
+
+def test_a_launcher_gives_the_driver_all_arguments_from_the_second_launch_on(kernel: Kernel, driver: Driver) -> None:
+    launch = Launcher()
+    kernel.signature["pair"] = "constexpr"
+    launch(kernel, 5, (TENSOR, True, 7, None), (64,), num_warps=2)
+    launch(kernel, (5, 6), (OTHER, False, -8, None), (64,), num_warps=2)
+    assert [note[:3] for note in kernel.notes] == [("triton", (5, 1, 1), 2)]
+    (only,) = driver.launches
+    assert (only["grid"], only["stream"], only["block"]) == ((5, 6, 1), STREAM + 3, (64, 1, 1))
+    assert only["values"] == [OTHER.data_ptr(), 0, 2**32 - 8, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("change", [{"constants": (32,)}, {"variant": "unaligned"}, {"num_warps": 8}])
+def test_other_kinds_of_launches_are_compiled_for_themselves(
+    kernel: Kernel, driver: Driver, change: dict[str, Any]
+) -> None:
+    launch, usual = Launcher(), {"constants": (64,), "variant": None, "num_warps": 4}
+    launch(kernel, 1, (TENSOR, True, 7, PAIR), **usual)
+    launch(kernel, 1, (TENSOR, True, 7, PAIR), **(usual | change))
+    assert ([note[0] for note in kernel.notes], driver.launches) == (["triton", "triton"], [])

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of kernels, prepared once and made again with other addresses.
+
+Triton looks up a kernel and its launcher at every launch, 15 us a time, and the C function below still takes all
+arguments apart. Here the parameters of a kernel lie in one block of memory, as the CUDA driver reads them: a launch
+writes those that change and calls ``cuLaunchKernelEx`` (CUDA Driver API, *Execution Control*). Which arguments are
+parameters comes from the signature that Triton compiled, how many parameters the driver wants from the PTX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+
+from tdcoll.language import INTERPRETED
+
+__all__ = ["Launch", "Launcher"]
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+"""``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``."""
+
+_INVALID_CONTEXT = 201
+"""``CUDA_ERROR_INVALID_CONTEXT``: this thread has none."""
+
+
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("n_attributes", ctypes.c_uint),
+    ]
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.PyDLL("libcuda.so.1")  # which keeps the GIL: a launch takes less time than giving it away
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """``(name, value)``, or those of its fields, ``name.field``, if it is a tuple."""
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", range(len(value)))
+        for field, inner in zip(names, value, strict=True):
+            yield from _leaves(f"{name}.{field}", inner)
+    else:
+        yield name, value
+
+
+def _number(value: Any) -> int:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
+
+
+class _Prepared:
+    """A compiled kernel and its parameters. Not for two threads at once: they would share the parameters.
+
+    Args:
+        compiled: made of arguments of these types.
+        arguments: by name, in the kernel's order, constants included.
+        grid: of the next launches.
+
+    Attributes:
+        slots: the parameters, 64 bits each, of which the driver reads as many as the parameter has: the low ones.
+        place: index in ``slots`` by name, ``tuple.field`` for one of a tuple.
+        passed: of the arguments, with those of tuples one by one, which are parameters; the others are constants.
+        all_passed: none but the constants of the kernel's text, which come last, are constants.
+    """
+
+    def __init__(self, compiled: CompiledKernel, arguments: Mapping[str, Any], grid: tuple[int, int, int]) -> None:
+        _ = compiled[grid]  # loads it
+        metadata, signature = compiled.metadata, compiled.src.signature
+        kinds = [leaf for name in arguments for leaf in _leaves(name, signature[name])]
+        values = [value for name in arguments for _, value in _leaves(name, arguments[name])]
+        self.passed = [kind != "constexpr" for _, kind in kinds]
+        self.all_passed = all(passed or name.isupper() for passed, (name, _) in zip(self.passed, kinds, strict=True))
+        self.place = {name: i for i, (name, _) in enumerate(compress(kinds, self.passed))}
+        entry = re.search(r"\.entry\b[^{]*", compiled.asm["ptx"])
+        assert entry is not None
+        n = entry[0].count(".param")  # pointers that Triton adds come last, null for kernels that want none
+        self.slots: Any = (ctypes.c_uint64 * n)(*map(_number, compress(values, self.passed)))
+        begin = ctypes.addressof(self.slots)
+        self._pointers = (ctypes.c_void_p * n)(*(begin + 8 * i for i in range(n)))
+        self.config = config = _Config(grid, (32 * metadata.num_warps, 1, 1), metadata.shared)
+        if metadata.launch_pdl:
+            self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
+            self._attribute.value[0] = 1
+            config.attributes, config.n_attributes = ctypes.pointer(self._attribute), 1
+        at_config, at_pointers = ctypes.addressof(config), ctypes.addressof(self._pointers)
+        self._given = *map(ctypes.c_void_p, (at_config, compiled.function, at_pointers)), None
+        self._launch = _driver().cuLaunchKernelEx
+
+    def launch(self, stream: int) -> None:
+        self.config.stream = stream
+        failed = self._launch(*self._given)
+        if failed == _INVALID_CONTEXT:
+            _use_primary_context()
+            failed = self._launch(*self._given)
+        if failed:
+            _raise("cuLaunchKernelEx", failed)
+
+
+def _use_primary_context() -> None:
+    """Make the GPU's context this thread's, as CUDA's runtime does at a thread's first call: the launch may be that."""
+    context = ctypes.c_void_p()
+    if failed := _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device()):
+        _raise("cuDevicePrimaryCtxRetain", failed)
+    if failed := _driver().cuCtxSetCurrent(context):
+        _raise("cuCtxSetCurrent", failed)
+
+
+def _raise(function: str, failed: int) -> None:
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(failed, ctypes.byref(name))
+    raise RuntimeError(f"{function} failed with {(name.value or b'?').decode()} ({failed})")
+
+
+def _known(compiled: CompiledKernel) -> bool:
+    """Whether a launch of this kernel needs nothing but what :class:`_Prepared` gives."""
+    metadata = compiled.metadata
+    more = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "tensordesc_meta", "gsan")
+    return getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, None) for name in more)
+
+
+def _hooked() -> bool:
+    """Whether a profiler has asked Triton to be told of launches."""
+    hooks = knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # functions or None, which older profilers put in the place of the chains
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _with(arguments: Mapping[str, Any], changing: Sequence[str], new: Sequence[Any]) -> dict[str, Any]:
+    """``arguments`` with other values for the parameters ``changing``, ``tuple.field`` for one of a tuple."""
+    changed = dict(arguments)
+    for name, value in zip(changing, new, strict=True):
+        whole, _, field = name.partition(".")
+        changed[whole] = changed[whole]._replace(**{field: value}) if field else value
+    return changed
+
+
+class Launch:
+    """A kernel with its grid and arguments, of which some change from launch to launch. For one thread at a time.
+
+    Args:
+        kernel: made by :func:`tdcoll.jit`.
+        programs: of the grid's first dimension, or first two.
+        arguments: of all parameters but the changing ones, by name, constants included: tensors, addresses, whole
+            numbers, and tuples of these.
+        changing: parameters that each launch gives, which follow each other and are addresses or whole numbers;
+            ``tuple.field`` for one of a tuple. At least one.
+        num_warps: warps of each program.
+
+    Raises:
+        TypeError: a parameter has no argument, or an argument no parameter: a compiled kernel knows of no defaults, and
+            it is only there on a GPU.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int | tuple[int, int],
+        arguments: Mapping[str, Any],
+        changing: Sequence[str],
+        *,
+        num_warps: int = 4,
+    ) -> None:
+        given = {**dict.fromkeys(changing, 0), **arguments}
+        given = {name: value for name, value in given.items() if "." not in name}
+        if set(given) != set(kernel.arg_names):
+            raise TypeError(
+                f"{kernel.__name__} has parameters {sorted(kernel.arg_names)} and was given arguments {sorted(given)}"
+            )
+        self._arguments = {name: given[name] for name in kernel.arg_names}
+        self._kernel, self._changing, self._num_warps = kernel, tuple(changing), num_warps
+        self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+        self._prepared: _Prepared | None = None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the kernel is compiled and loaded: a CUDA graph that is being captured can hold no compilation."""
+        return INTERPRETED or self._prepared is not None
+
+    def prepare(self) -> None:
+        """Compile and load the kernel, if that is not done."""
+        if self.prepared:
+            return
+        compiled = self._kernel.warmup(**self._arguments, grid=self._grid, num_warps=self._num_warps)
+        if isinstance(compiled, CompiledKernel) and _known(compiled):  # not while it is compiled in the background
+            self._prepared = prepared = _Prepared(compiled, self._arguments, self._grid)
+            places = [prepared.place[name] for name in self._changing]
+            self._places = slice(places[0], places[-1] + 1)
+            assert places == list(range(places[0], places[-1] + 1)), "changing parameters follow each other"
+
+    def __call__(self, stream: int, *new: int) -> None:
+        """Launch it on the stream of this handle, which is the current one.
+
+        Args:
+            new: values of the changing parameters, in their order.
+        """
+        prepared = self._prepared
+        if prepared is None:
+            self.prepare()
+            prepared = self._prepared
+        if prepared is None or _hooked():
+            arguments = _with(self._arguments, self._changing, new)
+            self._kernel[self._grid](**arguments, num_warps=self._num_warps)
+            return
+        prepared.slots[self._places] = new
+        prepared.launch(stream)
+
+
+class Launcher:
+    """Remembers what Triton compiled for kernels whose arguments all change from launch to launch. One per device and
+    owner; for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._ready: dict[Hashable, _Prepared] = {}
+        self._device = 0
+
+    def __call__(
+        self,
+        kernel: Any,
+        programs: int | tuple[int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Hashable, ...] = (),
+        *,
+        variant: Hashable = None,
+        num_warps: int = 4,
+    ) -> None:
+        """Launch ``kernel`` on the current stream.
+
+        Args:
+            programs: of the grid's first dimension, or first two.
+            arguments: tensors, addresses and whole numbers, in the order of the kernel's parameters.
+            constants: its last parameters, ``tl.constexpr`` all.
+            variant: whatever else the compiled code depends on: the dtypes of tensors whose dtype may differ from call
+                to call, alignment, and the values of integers that the kernel specialises on.
+
+        Raises:
+            TypeError: as for :class:`Launch`.
+        """
+        grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+        key = (id(kernel), constants, num_warps, variant)
+        ready = self._ready.get(key)
+        if ready is not None and not _hooked():
+            # Triton asks the driver about every tensor, which takes longer than the launch; not about addresses.
+            values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+            if not ready.all_passed:
+                values = list(compress(values, ready.passed))
+            ready.slots[: len(values)] = values
+            ready.config.grid = grid
+            ready.launch(torch._C._cuda_getCurrentRawStream(self._device))
+            return
+        given = (*arguments, *constants)
+        if len(given) != len(kernel.arg_names):
+            raise TypeError(
+                f"{kernel.__name__} has {len(kernel.arg_names)} parameters and was given {len(given)} arguments"
+            )
+        made = kernel[grid](*given, num_warps=num_warps)
+        if isinstance(made, CompiledKernel) and _known(made):
+            self._ready[key] = _Prepared(made, dict(zip(kernel.arg_names, given, strict=True)), grid)
+            self._device = torch.cuda.current_device()

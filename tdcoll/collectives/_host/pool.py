@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts that tdcoll makes by itself: when they are needed, and larger ones when larger calls come.
+
+What is decided here is decided from sizes that are the same on all ranks, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tdcoll.context import CollectiveContext
+from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.runtime import Runtime
+
+__all__ = ["Pool", "on"]
+
+_SMALLEST = 1 << 20
+
+
+def on(device: torch.device) -> Any:
+    """``device`` as the current one, where it is a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Pool:
+    """The context for one kind of call of one set of ranks, and those that it has outgrown and graphs still use.
+
+    Args:
+        owner: the job.
+        ranks: global ranks, in the order of the group.
+        operation: what the calls are named in messages.
+        limit: a context never holds more bytes per rank; None: what the heap has room for.
+        timeout_s: deadline of waits, seconds. Default: that of the job.
+        before: called before the ranks meet on the host.
+
+    Attributes:
+        context: for the next call; None as long as there was none.
+        limit: as given; less once the heap has had no room.
+    """
+
+    def __init__(
+        self,
+        owner: Runtime,
+        ranks: Sequence[int],
+        operation: str,
+        *,
+        limit: int | None = None,
+        timeout_s: float | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._owner, self._ranks, self._operation, self._timeout_s = owner, tuple(ranks), operation, timeout_s
+        self._before = before
+        self.limit = limit
+        self.context: CollectiveContext | None = None
+        self._kept: list[CollectiveContext] = []
+
+    def prepare(self, nbytes: int) -> bool:
+        """Have a context for ``nbytes`` per rank; whether there is one. Collective, when it has to be made.
+
+        Raises:
+            ContextError: it has to be made, and a CUDA graph is being captured.
+            HeapExhaustedError: the heap has no room, and no limit was given. On all ranks; the context is as it was.
+        """
+        old = self.context
+        if old is not None and nbytes <= old.max_bytes_per_rank:
+            if old.debug:
+                self._before()  # debug mode exchanges values on the host at every call
+            return True
+        if self.limit is not None and nbytes > self.limit:
+            return False
+        if self._owner.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ContextError(
+                f"{self._operation}: {nbytes} bytes per rank need a larger context, which cannot be made while a CUDA "
+                "graph is captured; make one call of this size before"
+            )
+        self._before()
+        try:
+            self.context = self._larger(old, nbytes)
+        except HeapExhaustedError:
+            if self.limit is None:
+                raise
+            self.limit = nbytes - 1
+            return False
+        return True
+
+    def _larger(self, old: CollectiveContext | None, nbytes: int) -> CollectiveContext:
+        """A context for ``nbytes`` and, where the heap has room, for twice what the old one holds. Beside the old one
+        if possible, else in its place, unless a graph may use it."""
+        size = old.max_bytes_per_rank if old is not None else 0
+        generous = max(_SMALLEST, nbytes, 2 * size)
+        if self.limit is not None:
+            generous = max(nbytes, min(self.limit, generous))
+        captured = old is not None and any(
+            self._owner.exchange(self._ranks, f"{self._operation}: captured", old.captured)
+        )
+        try:
+            made = self._first_that_fits(generous, nbytes)
+        except HeapExhaustedError:
+            if old is None or captured:
+                raise
+            old.close()
+            self.context = None
+            try:
+                return self._first_that_fits(generous, nbytes)
+            except HeapExhaustedError:
+                self.context = self._first_that_fits(size)
+                raise
+        if captured:
+            self._kept.append(old)  # type: ignore[arg-type]
+        elif old is not None:
+            old.close()
+        return made
+
+    def _first_that_fits(self, *sizes: int) -> CollectiveContext:
+        problem: HeapExhaustedError | None = None
+        for size in dict.fromkeys(sizes):
+            try:
+                with on(self._owner.device):
+                    made = CollectiveContext(self._ranks, max_bytes_per_rank=size, timeout_s=self._timeout_s)
+            except HeapExhaustedError as error:  # on all ranks
+                problem = error
+            else:
+                made.follows_stream = True
+                return made
+        assert problem is not None
+        raise problem
+
+    def _all(self) -> Iterator[CollectiveContext]:
+        yield from self._kept
+        if self.context is not None:
+            yield self.context
+
+    def check(self) -> None:
+        """Raise what the kernels that are finished have left, also those of graphs that use an outgrown context."""
+        for context in self._all():
+            context.monitor.raise_if_expired()
+
+    def give_up(self) -> None:
+        """End the waits of its kernels; for a process that ends, from any thread."""
+        for context in self._all():
+            context.monitor.abort()
+
+    def close(self) -> None:
+        """Free the contexts. Collective."""
+        for context in list(self._all()):
+            context.close()
+        self._kept, self.context = [], None
