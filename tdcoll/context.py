@@ -44,15 +44,18 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from tdcoll import arguments, runtime
 from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError, TdcollError
+from tdcoll.limits import CHANNELS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
+from tdcoll.primitives.group import Group
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["CHANNELS", "MAX_PROGRAMS", "CollectiveContext", "most_ll_bytes"]
+__all__ = ["CollectiveContext", "most_ll_bytes"]
 
 LL_SENT_BYTES = 1 << 20
 """Of one rank to all others of its node: up to there a context has room for the LL protocol, which sends a third more
@@ -63,12 +66,6 @@ LL_MAX_BYTES_BETWEEN_NODES = 16 << 10
 
 KEPT = 2048
 """Entries that a context remembers of call shapes: how to launch them, and what the arguments must look like."""
-
-CHANNELS = 512
-"""Most chunks that one rank's data is cut into, if a context is not made for fewer; each has its own signal."""
-
-MAX_PROGRAMS = 1 << 20
-"""Programs of one launch on a context, at most: each adds its share, at least 1, of so many to the control word."""
 
 
 def most_ll_bytes(topology: Topology) -> int:
@@ -123,7 +120,8 @@ class CollectiveContext:
         arguments.whole("channels", channels, 1, CHANNELS)
         if stream is not None:
             arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
-        self._runtime = owner = runtime.current()
+        self.job = owner = runtime.current()
+        """The job that the context is of: exchanges on the host, and the symmetric heap."""
         self.topology = owner.topology(group)
         self.monitor = WaitMonitor(timeout_s=timeout_s, rank=self.topology.rank)
         self.device = owner.device
@@ -135,7 +133,8 @@ class CollectiveContext:
         self._closed = False
         self._calls = 0
         self._cuda = self.device.type == "cuda"
-        self._follows_stream = False
+        self.follows_stream = False
+        """Whether calls may come on any stream, whichever is the current one; each then waits for the one before."""
         self._stream = stream
         if self._cuda and stream is None:
             self._stream = torch.cuda.current_stream(self.device)
@@ -145,6 +144,8 @@ class CollectiveContext:
         """Whether the last call was made while a CUDA graph was being captured."""
         self.captured = False
         """Whether a call was made while a CUDA graph was being captured: then a graph may still use the memory."""
+        self.device_group: Group
+        """The context as kernels see it."""
         self.tables: dict[Hashable, Any] = {}
         """Device tensors that launches and captured graphs refer to, for as long as the context lives."""
         self._kept: dict[Hashable, Any] = {}
@@ -152,14 +153,14 @@ class CollectiveContext:
         try:
             self._make(group, tuning)
         except Exception:
-            self._unmake()
+            self.take_back()
             raise
 
     def _make(self, group: runtime.Group, tuning: Any) -> None:
         """Agree with the other ranks, and take memory. Collective."""
         from tdcoll.collectives.all_gather.tuning import agree  # here: collectives import contexts, not the reverse
 
-        owner, world = self._runtime, self.topology.world_size
+        owner, world = self.job, self.topology.world_size
         same = {"max_bytes_per_rank": self.max_bytes_per_rank, "channels": self.channels, "debug": self.debug}
         owner.agree(self._group, "arguments of CollectiveContext", same)
         self.tuning = agree(owner, self._group, group, tuning)
@@ -172,24 +173,25 @@ class CollectiveContext:
         self.signals.zero_()
         self.ready.zero_()
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.device_group = self._device_group()
         barrier(self._group)  # nobody may signal before everybody has zeroed
         owner.held[id(self)] = self
 
-    def _unmake(self) -> None:
+    def take_back(self) -> None:
         """Give back what the context has taken, on this rank alone: where it could not be made, for whatever reason.
 
         Nobody uses the memory: what all ranks do last is to wait for each other, and this one has not come so far.
         """
         self._closed, self._refusal = True, "the context could not be made"
         for tensor in self._symmetric:
-            self._runtime.take_back(tensor)
+            self.job.take_back(tensor)
         self._symmetric.clear()
-        self._runtime.held.pop(id(self), None)
-        self._runtime.held.pop(id(self.monitor), None)
+        self.job.held.pop(id(self), None)
+        self.job.held.pop(id(self.monitor), None)
 
     def _flagged_words(self) -> int:
         """128-bit words of a rank's segment in ``flagged``; none if ranks of a node cannot store to each other."""
-        owner, topology = self._runtime, self.topology
+        owner, topology = self.job, self.topology
         mates = [topology.pes[rank] for rank in topology.members[topology.node]]
         reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
         if not all(owner.exchange(self._group, "peers reachable", reachable)) or topology.ranks_per_node is None:
@@ -203,8 +205,22 @@ class CollectiveContext:
         words = self.flagged.shape[2]
         return min(self.max_bytes_per_rank, most_ll_bytes(self.topology)) if words else -1
 
+    def _device_group(self) -> Group:
+        heap = self.job.heap
+        deltas = [heap.peer_base(pe) - heap.base for pe in self.topology.pes]
+        return Group(
+            arrived=self.signals,
+            entered=self.ready,
+            control=self.control,
+            monitor=self.monitor.words,
+            deltas=torch.tensor(deltas, dtype=torch.int64, device=self.device),
+            rank=self.rank,
+            channels=tl.constexpr(self.channels),
+            world=tl.constexpr(self.world_size),
+        )
+
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-        tensor = self._runtime.allocate(shape, dtype, group=self._group, name=name)
+        tensor = self.job.allocate(shape, dtype, group=self._group, name=name)
         self._symmetric.append(tensor)
         return tensor
 
@@ -233,8 +249,12 @@ class CollectiveContext:
             f"{self.max_bytes_per_rank} bytes per rank, {state}>"
         )
 
+    def refuse(self, why: str) -> None:
+        """Every call from now on is an error that says ``why``."""
+        self._refusal = why
+
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What a collective's host side computes once per ``key`` (a call shape) and finds again.
+        """What a collective's host side computes once per ``key`` (its name and a call shape) and finds again.
 
         The oldest entry goes when there are more than :data:`KEPT`.
         """
@@ -287,7 +307,7 @@ class CollectiveContext:
         """
         if self._refusal is not None:
             raise ContextError(f"{operation}: {self._refusal}")
-        if self._runtime.closed:
+        if self.job.closed:
             raise NotInitializedError(f"{operation}: the context is of a job that tdcoll.finalize() has ended")
         self.monitor.raise_if_expired()
         if self.debug:
@@ -298,6 +318,10 @@ class CollectiveContext:
         self._calls += 1
         return prepared
 
+    def current_stream(self) -> int:
+        """Handle of the device's current stream; 0 on CPUs."""
+        return torch._C._cuda_getCurrentRawStream(self._index) if self._cuda else 0
+
     def enter(self) -> int | None:
         """:meth:`begin` for a call that differs from an earlier one in its addresses alone, in less time.
 
@@ -306,7 +330,7 @@ class CollectiveContext:
             and then nothing has been done: the context refuses calls, a wait has expired, debug mode, another device,
             another stream, a CUDA graph that is being captured.
         """
-        if self._refusal is not None or self.debug or self._runtime.closed or self.monitor.valid[0]:
+        if self._refusal is not None or self.debug or self.job.closed or self.monitor.valid[0]:
             return None
         handle = self._handle
         if self._cuda:
@@ -333,11 +357,11 @@ class CollectiveContext:
             "bytes per rank": nbytes,
             **{name: str(fact) if isinstance(fact, torch.dtype) else fact for name, fact in agree.items()},
             # Two contexts used in different orders show as well.
-            "context, by its offset in the symmetric heap": self._runtime.offset_of(self.staging, "staging"),
+            "context, by its offset in the symmetric heap": self.job.offset_of(self.staging, "staging"),
             "earlier calls on the context": self._calls,
         }
         what = f"{operation} arguments"
-        answers = self._runtime.exchange(self._group, what, (str(problem) if problem else None, facts))
+        answers = self.job.exchange(self._group, what, (str(problem) if problem else None, facts))
         if problem is not None:
             raise problem
         for rank, (other, _) in enumerate(answers):
@@ -370,7 +394,7 @@ class CollectiveContext:
 
     def _change_stream(self, operation: str) -> None:
         stream = torch.cuda.current_stream(self.device)
-        if not self._follows_stream:
+        if not self.follows_stream:
             raise ContextError(
                 f"{operation}: the context is bound to {self._stream}, and the current stream is {stream}. Make one "
                 "context per stream, or enter `with torch.cuda.stream(...)`."
@@ -389,19 +413,19 @@ class CollectiveContext:
         if self._closed:
             return
         self._closed, self._refusal = True, "the context is closed"
-        if self._runtime.closed:
+        if self.job.closed:
             return
         if self._cuda:
             self._stream.synchronize()
         if self.monitor.expired and not self.monitor.reported:
             self.monitor.raise_if_expired()
-        if self._runtime.failed:
+        if self.job.failed:
             return
         for tensor in reversed(self._symmetric):
-            self._runtime.release(tensor)
+            self.job.release(tensor)
         self._symmetric.clear()
-        self._runtime.held.pop(id(self))
-        self._runtime.held.pop(id(self.monitor))
+        self.job.held.pop(id(self))
+        self.job.held.pop(id(self.monitor))
 
     def __enter__(self) -> CollectiveContext:
         return self

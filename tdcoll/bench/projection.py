@@ -53,7 +53,8 @@ from tdcoll.bench.subjects import IN_PLACE
 from tdcoll.collectives.all_gather.policy import Plan, choose, put_chunks
 from tdcoll.collectives.index_match.kernels import HEADER
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS
-from tdcoll.context import CHANNELS, most_ll_bytes
+from tdcoll.context import most_ll_bytes
+from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Cluster", "Counts", "Projected", "all_gather_counts", "all_gather_us", "cluster", "lines"]

@@ -46,8 +46,9 @@ from tdcoll.bench.timing import LineUp
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
 from tdcoll.collectives.all_gather.policy import ALGORITHMS, HANDED_OVER, LL_WORD_BYTES, Entry, Plan, choose
 from tdcoll.collectives.all_gather.tuning import Section, Table, architectures
-from tdcoll.context import CHANNELS, CollectiveContext, most_ll_bytes
+from tdcoll.context import CollectiveContext, most_ll_bytes
 from tdcoll.language import INTERPRETED
+from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Candidate", "Options", "candidates", "main", "parse", "part_of", "pick", "sections", "verdict"]

@@ -6,35 +6,26 @@ What is decided here is decided from sizes that are the same on all ranks, in th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from tdcoll.collectives._host.pool import Pool, on
 from tdcoll.collectives.all_gather import all_gather
-from tdcoll.collectives.all_gather.op import UNCHECKED, all_gather_at_once, all_gather_unchecked
+from tdcoll.collectives.all_gather.op import UNCHECKED, all_gather_at_once, all_gather_unchecked, lies_elsewhere_in
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
 from tdcoll.collectives.sparse_all_reduce.rows import SUMS
-from tdcoll.context import CollectiveContext
 from tdcoll.distributed.work import worker
-from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.errors import HeapExhaustedError
 from tdcoll.runtime import Runtime
 
 __all__ = ["Gathers", "SparseSums", "plain"]
-
-_SMALLEST_CONTEXT = 1 << 20
 
 _BESIDE_OTHERS = 64
 """Programs of a launch that goes on beside a backward pass, and may wait for ranks whose own is behind: half of the SMs
 of an H100 stay free. (With programs on all of them the backward pass stood still for as long.)
 """
 _FEWEST_ROWS = 256
-
-
-def _on(device: torch.device) -> Any:
-    """``device`` as the current one, where it is a GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,7 +38,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-class Gathers:
+class Gathers(Pool):
     """All-gathers of one set of ranks.
 
     Args:
@@ -58,47 +49,7 @@ class Gathers:
     """
 
     def __init__(self, owner: Runtime, ranks: Sequence[int], *, max_bytes: int, timeout_s: float) -> None:
-        self._owner, self._ranks, self._timeout_s = owner, tuple(ranks), timeout_s
-        self.limit = max_bytes
-        """The most bytes per rank that can be served; less than asked for once the heap has had no room."""
-        self.context: CollectiveContext | None = None
-        self._kept: list[CollectiveContext] = []
-
-    def prepare(self, nbytes: int) -> bool:
-        """Have a context for ``nbytes`` per rank; whether there is one. Collective, when it has to be made."""
-        old = self.context
-        if old is not None and nbytes <= old.max_bytes_per_rank:
-            if old.debug:
-                worker.drain()  # debug mode exchanges values on the host at every call, as the worker does
-            return True
-        if nbytes > self.limit:
-            return False
-        cuda = self._owner.device.type == "cuda"
-        if cuda and torch.cuda.is_current_stream_capturing():
-            raise ContextError(
-                f"all_gather: {nbytes} bytes per rank need a larger context, which cannot be made while a CUDA graph "
-                "is captured; make one call of this size before"
-            )
-        worker.drain()
-        generous = min(self.limit, max(_SMALLEST_CONTEXT, nbytes, 2 * old.max_bytes_per_rank if old else 0))
-        for capacity in dict.fromkeys((generous, nbytes)):
-            try:
-                with _on(self._owner.device):
-                    made = CollectiveContext(self._ranks, max_bytes_per_rank=capacity, timeout_s=self._timeout_s)
-            except HeapExhaustedError:  # on all ranks
-                continue
-            made._follows_stream = True
-            self.context = made
-            break
-        else:
-            self.limit = nbytes - 1
-            return False
-        if old is not None:
-            if any(self._owner.exchange(self._ranks, "all_gather: captured", old.captured)):
-                self._kept.append(old)  # for the graphs that use it
-            else:
-                old.close()
-        return True
+        super().__init__(owner, ranks, "all_gather", limit=max_bytes, timeout_s=timeout_s, before=worker.drain)
 
     def __call__(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """``tensor [n, ...] of every rank -> out [world * n, ...]``, on the current stream; after :meth:`prepare`."""
@@ -107,7 +58,8 @@ class Gathers:
         usable = out.is_contiguous() and not out.is_conj() and not out.is_neg()
         target = out if usable else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         source = tensor.resolve_conj().resolve_neg().contiguous()
-        if _overlaps_elsewhere(target, source, context.rank):
+        own = context.rank * source.nbytes
+        if lies_elsewhere_in(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, own):
             source = source.clone()
         all_gather_unchecked(source, context, target)
         if target is not out:
@@ -127,32 +79,9 @@ class Gathers:
         assert context is not None
         all_gather(torch.empty(0, dtype=torch.uint8, device=context.device), context)
 
-    def check(self) -> None:
-        """Raise what the kernels that are finished have left, also those of graphs that use an outgrown context."""
-        for context in (*self._kept, *((self.context,) if self.context else ())):
-            context.monitor.raise_if_expired()
-
-    def give_up(self) -> None:
-        """End the waits of its kernels; for a process that ends, from any thread."""
-        if self.context is not None:
-            self.context.monitor.abort()
-
-    def close(self) -> None:
-        """Free the contexts. Collective."""
-        for context in (*self._kept, *((self.context,) if self.context else ())):
-            context.close()
-        self._kept, self.context = [], None
-
     def describe(self) -> str:
         context = self.context
         return "no context yet" if context is None else f"context of {context.max_bytes_per_rank} bytes per rank"
-
-
-def _overlaps_elsewhere(out: torch.Tensor, tensor: torch.Tensor, rank: int) -> bool:
-    """Whether ``tensor`` lies in ``out`` and is not the segment that this rank's data goes to."""
-    begin, first = tensor.data_ptr(), out.data_ptr()
-    overlap = tensor.nbytes and first < begin + tensor.nbytes and begin < first + out.nbytes
-    return bool(overlap) and begin != first + rank * tensor.nbytes
 
 
 class SparseSums:
@@ -230,7 +159,7 @@ class SparseSums:
         if self.context is not None:
             return
         worker.drain()
-        with _on(self._owner.device):
+        with on(self._owner.device):
             self.context = SparseContext(
                 self._ranks,
                 max_rows_per_rank=rows_per_rank,
@@ -239,7 +168,7 @@ class SparseSums:
                 max_programs=_BESIDE_OTHERS,
                 timeout_s=self._timeout_s,
             )
-            self.context.collective._follows_stream = True
+            self.context.collective.follows_stream = True
 
     def __call__(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The sum or mean over the ranks of a COO tensor, coalesced; after :meth:`prepare`.

@@ -23,7 +23,7 @@ from tdcoll.collectives.all_gather.policy import (
     Plan,
     choose,
 )
-from tdcoll.context import CHANNELS, MAX_PROGRAMS
+from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
@@ -225,7 +225,7 @@ def test_calls_in_the_simulator_are_planned_as_such() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             tdcoll.all_gather(torch.zeros(64, dtype=torch.uint8), ctx)
             launch = ctx.known(("all_gather", 64, "auto", False, False))
-            assert launch._function is kernels_direct.all_gather_direct
+            assert launch.kernel is kernels_direct.all_gather_direct
 
     World(2, heap_bytes=1 << 18).run(host)
 
@@ -325,6 +325,6 @@ def test_refusals_say_what_and_why() -> None:
 def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     tree = list(ast.walk(ast.parse(inspect.getsource(policy))))
     imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "dataclasses", "tdcoll.context", "tdcoll.runtime.topology"}
+    assert imported == {"__future__", "dataclasses", "tdcoll.limits", "tdcoll.runtime.topology"}
     assert not any(isinstance(node, ast.Import) for node in tree)
     assert not {node.attr for node in tree if isinstance(node, ast.Attribute)} & {"rank", "node", "place"}

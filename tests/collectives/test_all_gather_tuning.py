@@ -20,8 +20,8 @@ from tdcoll import runtime
 from tdcoll.collectives.all_gather import policy, tuning
 from tdcoll.collectives.all_gather.policy import CHUNK_ALIGNMENT, Entry, Plan, choose
 from tdcoll.collectives.all_gather.tuning import SIMULATOR, Section, Table
-from tdcoll.context import CHANNELS
 from tdcoll.errors import RankMismatchError
+from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
@@ -359,7 +359,7 @@ def test_graphs_are_prepared_by_the_eager_call() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table) as ctx:
             tdcoll.all_gather(torch.zeros(256), ctx)
             eager, graph = (ctx._kept["all_gather", 1024, "auto", False, captured] for captured in (False, True))
-            assert (eager._grid[0], graph._grid[0]) == (2 * 7, 4 * 7)
+            assert (eager._launch._grid[0], graph._launch._grid[0]) == (2 * 7, 4 * 7)
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table_of(entry(64, "1d"))) as ctx:
             tdcoll.all_gather(torch.zeros(256), ctx)
             eager, graph = (ctx._kept["all_gather", 1024, "auto", False, captured] for captured in (False, True))

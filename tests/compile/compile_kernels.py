@@ -6,18 +6,21 @@ Run as a program of its own, without TRITON_INTERPRET: which language a process 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import ptx_order
 import triton
 import triton.language as tl
+from kernel_mutants import Change, installed
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -25,15 +28,29 @@ from triton.runtime.jit import JITFunction
 
 import tdcoll.language as tdl
 from tdcoll.bench import kernels as bench
-from tdcoll.collectives import protocol
-from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll, kernels_ring
+from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
 from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.sparse_all_reduce import kernels as sparse
 from tdcoll.language import jit, nvshmem
 from tdcoll.language.jit import bitcode_path, needs_nvshmem
+from tdcoll.primitives.group import Group, Window
+from tdcoll.primitives.puts import Routes
 
-POINTERS = {"signals": "*i64", "ready": "*i64", "control": "*i64", "monitor": "*i64", "routes": "*i32"}
-ADDRESSES = ("source", "out", "staging")
+WORLD = 8
+
+
+def tuples(slots: int = 2) -> dict[str, Any]:
+    """Types of the parameters that are tuples; numbers stand for constants."""
+    window = Window("i64", "i64", "*i64", slots)
+    group = Group("*i64", "*i64", "*i64", "*i64", "*i64", "i32", channels=16, world=WORLD)
+    return {
+        "g": group,
+        "window": window,
+        "words": Window("i64", "i64", "*i64", 2),
+        "routes": Routes("*i32", "i32", "i32"),
+    }
+
+
 LANGUAGE_TYPES = {
     **dict.fromkeys(("dest", "source", "dst", "src"), "*u8"),
     **dict.fromkeys(("signal", "signals", "monitor", "seen", "words", "done"), "*i64"),
@@ -63,12 +80,19 @@ def resources(ptx: str, arch: int) -> dict[str, int]:
 
 def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str, str], aligned: bool = False):
     """``aligned``: pointers, and the elements of a row, are multiples of 16, as they usually are."""
+    declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
+    types = declared | types
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    constants = dict(constants)
+    for place, (name, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            constants |= {(place, i): value for i, value in enumerate(kind) if isinstance(value, int)}
+            signature[name] = type(kind)(*("constexpr" if isinstance(of, int) else of for of in kind))
     libraries = {"libnvshmem_device": bitcode_path()} if needs_nvshmem(kernel) else {}
     hints = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if aligned and (signature[name].startswith("*") or name == "row_elements")
+        if aligned and (str(signature[name]).startswith("*") or name == "row_elements")
     }
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, hints),
@@ -85,19 +109,18 @@ ORDER: list[dict[str, object]] = []
 """What :mod:`ptx_order` finds in each kernel that was compiled."""
 
 
-def compile_all_gather(kernel, arch: int, world: int, in_place: bool) -> dict[str, object]:
-    constants = {"WORLD": world, "BLOCK": triton.next_power_of_2(world), "SLOT_SIGNALS": 16 * world}
-    constants["IN_PLACE"] = in_place
-    if kernel is kernels.all_gather_2d:
+def compile_all_gather(kernel, arch: int, in_place: bool) -> dict[str, object]:
+    constants = {"BLOCK": WORLD, "COUNTED": in_place}
+    if kernel is kernels_puts.all_gather_2d:
         constants["STORES"] = arch == 90  # both forms, once each
-    compiled = compile_for(kernel, arch, constants, POINTERS | {"deltas": "*i64"} | dict.fromkeys(ADDRESSES, "i64"))
+    compiled = compile_for(kernel, arch, constants, tuples(1 if in_place else 2))
     ptx = compiled.asm["ptx"]
     # A definition that the linker inlined leaves no call: its callee does.
     called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
     return {
         "kernel": kernel.__name__,
         "arch": arch,
-        "world": world,
+        "world": WORLD,
         "in_place": in_place,
         "stores": constants.get("STORES", False),
         "nvshmem": called,
@@ -108,16 +131,9 @@ def compile_all_gather(kernel, arch: int, world: int, in_place: bool) -> dict[st
     }
 
 
-def compile_ll(arch: int, world: int, block: int, over_nodes: bool) -> dict[str, object]:
-    types, constants = POINTERS | {"peers": "*i64"}, {"WORLD": world, "BLOCK": block}
-    if over_nodes:
-        kernel = kernels_ll.all_gather_ll_2d
-        types |= {"flagged": "*i64"} | dict.fromkeys(ADDRESSES, "i64")
-        constants["SLOT_SIGNALS"] = 16 * world
-    else:
-        kernel = kernels_ll.all_gather_ll
-        types |= dict.fromkeys(("source", "out", "flagged"), "i64")
-    compiled = compile_for(kernel, arch, constants, types)
+def compile_ll(arch: int, block: int, over_nodes: bool) -> dict[str, object]:
+    kernel = kernels_puts.all_gather_ll_2d if over_nodes else kernels_ll.all_gather_ll
+    compiled = compile_for(kernel, arch, {"BLOCK": block}, tuples())
     return {
         "kernel": kernel.__name__,
         "arch": arch,
@@ -129,9 +145,8 @@ def compile_ll(arch: int, world: int, block: int, over_nodes: bool) -> dict[str,
 
 
 def direct_ptx(kernel, arch: int, in_place: bool) -> str:
-    constants = {"WORLD": 8, "SLOT_SIGNALS": 256, "IN_PLACE": in_place}
-    types = POINTERS | {"deltas": "*i64"} | dict.fromkeys(ADDRESSES, "i64")
-    return compile_for(kernel, arch, constants, types).asm["ptx"]
+    constants = {"COUNTED": False} if "COUNTED" in kernel.arg_names else {}
+    return compile_for(kernel, arch, constants, tuples(1 if in_place else 2)).asm["ptx"]
 
 
 def compile_direct(kernel, arch: int, in_place: bool) -> dict[str, object]:
@@ -170,7 +185,7 @@ INDEX_MATCH_TYPES = {
 def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> dict[str, object]:
     kernel = getattr(index_match, name.split(",")[0])
     declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
-    ptx = compile_for(kernel, arch, constants, INDEX_MATCH_TYPES | declared).asm["ptx"]
+    ptx = compile_for(kernel, arch, constants, INDEX_MATCH_TYPES).asm["ptx"]
     return {
         "kernel": name,
         "arch": arch,
@@ -271,23 +286,6 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
     return done
 
 
-def changed(module: ModuleType, folder: str, *pieces: tuple[str, str]) -> ModuleType:
-    """A copy of ``module`` with pieces of its source replaced."""
-    source = Path(module.__file__ or "").read_text()
-    for old, new in pieces:
-        assert old in source, f"{module.__name__} no longer contains {old!r}"
-        source = source.replace(old, new)
-    name = f"changed_{len(sys.modules)}"
-    path = Path(folder) / f"{name}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec
-    assert spec.loader
-    copy = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    return copy
-
-
 @triton.jit
 def wait_signal_without_its_barrier(signal, compare: tl.constexpr, value, monitor, peer, index):
     return nvshmem._poll(signal, compare, value, monitor, 1, peer, index)
@@ -297,25 +295,27 @@ def compile_mutants() -> dict[str, list[str]]:
     """What :mod:`ptx_order` finds in the all-gather by stores with one protection switched off."""
     found = {}
 
-    def note(name: str, module: ModuleType) -> None:
+    def note(name: str) -> None:
         jit._lowering_digest = lambda: name  # what of the lowering changes here is in no file
-        direct_ptx(module.all_gather_direct, 90, False)
+        direct_ptx(import_module("tdcoll.collectives.all_gather.kernels_direct").all_gather_direct, 90, False)
         found[name] = ORDER.pop()["problems"]
 
     with tempfile.TemporaryDirectory() as folder:
-        for name, old, new in (
-            ("released without a barrier", "    tdl.syncthreads()\n    theirs = ", "    theirs = "),
-            ("epoch read without a barrier", "tdl.block_and(aborted == 0)", "(aborted == 0).to(tl.int32)"),
+        for name, change in (
+            ("released without a barrier", Change("stores.release", "tdl.syncthreads()", "pass")),
+            (
+                "epoch read without a barrier",
+                Change("group.begin_epoch", "tdl.block_and(aborted == 0)", "(aborted == 0).to(tl.int32)"),
+            ),
         ):
-            other = changed(protocol, folder, (old, new))
-            imports = ("from tdcoll.collectives.protocol import", f"from {other.__name__} import")
-            note(name, changed(kernels_direct, folder, imports))
+            with installed([change], Path(folder)):
+                note(name)
         polling, wait_signal = nvshmem._polling, tdl.wait_signal
         nvshmem._polling = lambda **pieces: polling(**pieces).replace("ld.acquire.sys", "ld.relaxed.sys")
-        note("relaxed wait", kernels_direct)
+        note("relaxed wait")
         nvshmem._polling = polling
         tdl.wait_signal = wait_signal_without_its_barrier
-        note("wait without a barrier", kernels_direct)
+        note("wait without a barrier")
         tdl.wait_signal = wait_signal
     return found
 
@@ -325,12 +325,10 @@ def main() -> None:
     signals += [compile_signals(90, name, direct) for name in SIGNALS for direct in (False, True)]
     for arch in (90, 100):
         matching += [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()]
-        ll += [compile_ll(arch, 8, 128, over) for over in (False, True)]
-        for kernel in (kernels.all_gather_1d, kernels.all_gather_2d):
-            results += [
-                compile_all_gather(kernel, arch, 8, place) for place in (False, True) if arch == 90 or not place
-            ]
-    ll += [compile_ll(90, 8, 1024, False)]
+        ll += [compile_ll(arch, 128, over) for over in (False, True)]
+        for kernel in (kernels_puts.all_gather_1d, kernels_puts.all_gather_2d):
+            results += [compile_all_gather(kernel, arch, place) for place in (False, True) if arch == 90 or not place]
+    ll += [compile_ll(90, 1024, False)]
     sums = [compile_sparse(name, arch, constants, rows) for name, constants, rows, archs in SPARSE for arch in archs]
     checks = compile_language_checks(90)
     compiled = {"all_gather": results, "ll": ll, "language": checks, "index_match": matching, "sparse": sums}

@@ -8,8 +8,8 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.protocol import EPOCH_SHIFT
-from tdcoll.context import CHANNELS
+from tdcoll.limits import CHANNELS
+from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.runtime.heap import Arena
 from tdcoll.testing import Deadlock, World
 

@@ -145,7 +145,8 @@ def refused_settings_leave_nothing_behind() -> None:
 def finalize_closes_contexts_of_the_drop_in_call() -> None:
     tdcoll.initialize()
     tdcoll.all_gather_into_tensor(torch.zeros(4), torch.ones(4))
-    (context,) = runtime.current().contexts.values()
+    (pool,) = runtime.current().contexts.values()
+    context = pool.context
     tdcoll.finalize()
     assert context.closed
 

@@ -12,8 +12,8 @@ from harness import check, device, expect, expect_raises, rank, run, scaled, sha
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.protocol import EPOCH_SHIFT
 from tdcoll.context import most_ll_bytes
+from tdcoll.primitives.group import EPOCH_SHIFT
 
 DTYPES = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

@@ -3,76 +3,86 @@
 
 Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``channels`` chunks of ``chunk`` bytes::
 
-    source --stores--> staging[slot, r] on every other rank, chunk by chunk; then a release of the chunk's signal
-    staging[slot, s] --copy--> out[s], for every other rank s, as soon as its signal is there;  source --> out[r]
+    source --stores--> window[slot, r] on every other rank, chunk by chunk; then a release of the chunk's signal
+    window[slot, s] --copy--> out[s], for every other rank s, as soon as its signal is there;  source --> out[r]
 
-What 1D does with ``putmem_signal_block``, with the same memory and signals: ``signals[slot, channel, s]`` on rank r is
-set to the epoch by rank s, and polled by the program that copies that chunk out. The address of a peer's copy of a
-symmetric address is that address plus ``deltas[peer]``.
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the program that copies
+that chunk out.
 
-Ordering: the block's stores of a chunk come before its barrier, and that before the release at system scope by one of
-its threads; the receiver acquires the signal. Nothing else is relied on. Reuse of a slot is what
-:mod:`tdcoll.context` says.
+Ordering: that of :mod:`tdcoll.primitives.stores`; the receiver acquires the signal. Nothing else is relied on. Reuse of
+a slot is what :mod:`tdcoll.context` says.
 
 Order of programs: chunk by chunk, so that those of a large message are copied out while later ones are on their way.
 Program i of a channel sends to the i-th successor and then waits for the i-th predecessor, whose program i sends to it;
 so any number of resident blocks makes progress.
 
-In place (``IN_PLACE``): the symmetric buffer takes the role of staging, and nothing is copied. The program of channel 0
-first tells the rank that it waits for that this rank has entered the call (``ready``), and every program writes to a
-rank only when that rank has told so.
+In place (a window of one slot): the caller's symmetric buffer is the window, and nothing is copied. The program of
+channel 0 first tells the rank that it waits for that this rank has entered the call, and every program writes to a rank
+only when that rank has told so.
+
+Counted (``COUNTED``, in place only): segments have room for ``nbytes`` bytes and carry fewer, as many as the 64-bit
+integer at the beginning of each says; chunks are cut at the same places whatever it says, and those past it are
+signalled and empty.
 """
 
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.protocol import begin_epoch, chunk_bytes, release
 from tdcoll.language.jit import jit
+from tdcoll.primitives import stores
+from tdcoll.primitives.group import chunk_bytes, row, segment, start
 
-__all__ = ["all_gather_direct"]
+__all__ = ["all_gather_direct", "used_bytes"]
 
 
-@jit(do_not_specialize=["source", "out", "staging", "nbytes", "chunk", "capacity", "rank", "channels"])
+@jit
+def used_bytes(segment, nbytes, COUNTED: tl.constexpr):
+    """Bytes that the segment at address ``segment`` carries."""
+    used = tl.cast(nbytes, tl.int64)
+    if COUNTED:
+        used = tl.minimum(tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64))), used)
+    return used
+
+
+@jit
 def all_gather_direct(
-    source, out, staging, signals, ready, control, monitor, deltas, nbytes, chunk, capacity, rank, channels,
-    WORLD: tl.constexpr, SLOT_SIGNALS: tl.constexpr, IN_PLACE: tl.constexpr,
+    source: tl.int64, out: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64, COUNTED: tl.constexpr
 ):  # fmt: skip
-    """``[nbytes] -> [WORLD * nbytes]`` inside one node. Programs: ``WORLD * channels``.
+    """``[nbytes] -> [world * nbytes]`` inside one node. Programs: ``world`` for each chunk.
 
-    Args: those of ``all_gather_1d`` (addresses are integers, so that one compilation serves all dtypes), and
-        deltas: int64 ``[WORLD]``: from an address in this rank's symmetric memory to the same in each rank's.
+    Args (addresses are integers, so that one compilation serves all dtypes and alignments):
+        source: this rank's segment, ``nbytes`` bytes. In place: that segment of the buffer.
+        out: the result, ``world * nbytes`` bytes, any memory of this GPU. Not used in place.
+        window: :class:`~tdcoll.primitives.group.Window` of segments of at least ``nbytes`` bytes.
+        g: :class:`~tdcoll.primitives.group.Group`.
+        chunk: bytes of a chunk, a multiple of 16.
     """
-    channel = tl.program_id(0) // WORLD
-    step = tl.program_id(0) % WORLD
-    to = (rank + step) % WORLD
-    frm = (rank - step + WORLD) % WORLD
-    to_delta = tl.load(deltas + to)
-    frm_delta = tl.load(deltas + frm)
-    epoch, alive = begin_epoch(control, monitor)
+    channel = tl.program_id(0) // g.world
+    step = tl.program_id(0) % g.world
+    to = (g.rank + step) % g.world
+    frm = (g.rank - step + g.world) % g.world
+    # Read before the epoch is: both take their time.
+    to_delta = tl.load(window.deltas + to)
+    to_signal_delta = tl.load(g.deltas + to)
+    frm_signal_delta = tl.load(g.deltas + frm)
+    epoch, alive = start(g)
     if alive == 0:
         return
-    size = chunk_bytes(nbytes, chunk, channel)
     offset = tl.cast(channel, tl.int64) * chunk
-    mine = tl.cast(source, tl.int64) + offset
-    target = tl.cast(out, tl.int64) + offset
-    landing = tl.cast(staging, tl.int64) + offset
-    if not IN_PLACE:
-        landing += (epoch % 2) * WORLD * capacity
+    size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, channel)
     if step == 0:
-        if not IN_PLACE:
-            tdl.copy_block(target + tl.cast(rank, tl.int64) * nbytes, mine, size)
+        if window.slots == 2:
+            tdl.copy_block(out + tl.cast(g.rank, tl.int64) * nbytes + offset, source + offset, size)
     else:
-        row = signals + (epoch % 2) * SLOT_SIGNALS + channel * WORLD
-        allowed = tl.cast(1, tl.int32)
-        if IN_PLACE:
+        signals = row(g, epoch, channel)
+        if window.slots == 1:
             if channel == 0:
-                release(ready + rank, frm_delta, epoch)
-            allowed = tdl.wait_signal(ready + to, tdl.CMP_GE, epoch, monitor, to, to)
-        if allowed != 0:
-            tdl.copy_block(landing + tl.cast(rank, tl.int64) * capacity + to_delta, mine, size)
-            release(row + rank, to_delta, epoch)
-            arrived = tdl.wait_signal(row + frm, tdl.CMP_GE, epoch, monitor, frm, channel * WORLD + frm)
-            if not IN_PLACE:
+                stores.say_entered(g, frm_signal_delta, epoch)
+        if stores.may_write(g, window, to, epoch) != 0:
+            mine = segment(window, g, epoch, g.rank) + offset
+            stores.push(mine, source + offset, size, to_delta, signals + g.rank, to_signal_delta, epoch)
+            arrived = tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm)
+            if window.slots == 2:
                 if arrived != 0:
-                    theirs = landing + tl.cast(frm, tl.int64) * capacity
-                    tdl.copy_block(target + tl.cast(frm, tl.int64) * nbytes, theirs, size)
+                    theirs = segment(window, g, epoch, frm) + offset
+                    tdl.copy_block(out + tl.cast(frm, tl.int64) * nbytes + offset, theirs, size)

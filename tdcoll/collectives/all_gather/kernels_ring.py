@@ -44,54 +44,47 @@ waited for the rank before it, so the cause may be further up the ring: a rank t
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.protocol import begin_epoch, chunk_bytes, release
 from tdcoll.language.jit import jit
+from tdcoll.primitives import stores
+from tdcoll.primitives.group import chunk_bytes, row, segment, start
 
 __all__ = ["all_gather_ring"]
 
 
-@jit(do_not_specialize=["source", "out", "staging", "nbytes", "chunk", "capacity", "rank", "channels"])
-def all_gather_ring(
-    source, out, staging, signals, ready, control, monitor, deltas, nbytes, chunk, capacity, rank, channels,
-    WORLD: tl.constexpr, SLOT_SIGNALS: tl.constexpr, IN_PLACE: tl.constexpr,
-):  # fmt: skip
-    """``[nbytes] -> [WORLD * nbytes]`` inside one node. Programs: ``WORLD * channels``.
+@jit
+def all_gather_ring(source: tl.int64, out: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64):
+    """``[nbytes] -> [world * nbytes]`` inside one node. Programs: ``world`` for each chunk.
 
     Args: those of ``all_gather_direct``.
     """
-    channel = tl.program_id(0) // WORLD
-    step = tl.program_id(0) % WORLD
-    origin = (rank - step + WORLD) % WORLD
-    after = (rank + 1) % WORLD
-    before = (rank + WORLD - 1) % WORLD
-    after_delta = tl.load(deltas + after)
-    before_delta = tl.load(deltas + before)
-    epoch, alive = begin_epoch(control, monitor)
+    channel = tl.program_id(0) // g.world
+    step = tl.program_id(0) % g.world
+    origin = (g.rank - step + g.world) % g.world
+    after = (g.rank + 1) % g.world
+    before = (g.rank + g.world - 1) % g.world
+    after_delta = tl.load(window.deltas + after)
+    after_signal_delta = tl.load(g.deltas + after)
+    before_signal_delta = tl.load(g.deltas + before)
+    epoch, alive = start(g)
     if alive == 0:
         return
     size = chunk_bytes(nbytes, chunk, channel)
     offset = tl.cast(channel, tl.int64) * chunk
-    landing = tl.cast(staging, tl.int64) + offset
-    if not IN_PLACE:
-        landing += (epoch % 2) * WORLD * capacity
-    landing += tl.cast(origin, tl.int64) * capacity
-    row = signals + (epoch % 2) * SLOT_SIGNALS + channel * WORLD
+    landing = segment(window, g, epoch, origin) + offset
+    signals = row(g, epoch, channel)
     held = landing
     here = tl.cast(1, tl.int32)
     if step == 0:
-        held = tl.cast(source, tl.int64) + offset
+        held = source + offset
     else:
-        here = tdl.wait_signal(row + origin, tdl.CMP_GE, epoch, monitor, before, channel * WORLD + origin)
+        index = channel * g.world + origin
+        here = tdl.wait_signal(signals + origin, tdl.CMP_GE, epoch, g.monitor, before, index)
     if here != 0:
-        if step < WORLD - 1:
-            allowed = tl.cast(1, tl.int32)
-            if IN_PLACE:
+        if step < g.world - 1:
+            if window.slots == 1:
                 if tl.program_id(0) == 0:
-                    release(ready + rank, before_delta, epoch)
-                allowed = tdl.wait_signal(ready + after, tdl.CMP_GE, epoch, monitor, after, after)
-            if allowed != 0:
-                tdl.copy_block(landing + after_delta, held, size)
-                release(row + origin, after_delta, epoch)
-        if not IN_PLACE:
-            target = tl.cast(out, tl.int64) + tl.cast(origin, tl.int64) * nbytes + offset
-            tdl.copy_block(target, held, size)
+                    stores.say_entered(g, before_signal_delta, epoch)
+            if stores.may_write(g, window, after, epoch) != 0:
+                stores.push(landing, held, size, after_delta, signals + origin, after_signal_delta, epoch)
+        if window.slots == 2:
+            tdl.copy_block(out + tl.cast(origin, tl.int64) * nbytes + offset, held, size)

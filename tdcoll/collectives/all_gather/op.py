@@ -10,27 +10,28 @@ from typing import Any
 
 import torch
 import triton
-from triton.compiler import CompiledKernel
+import triton.language as tl
 
 from tdcoll import arguments, runtime
-from tdcoll.collectives.all_gather import kernels, kernels_direct, kernels_ll, kernels_ring
+from tdcoll.collectives._host.launch import Launch
+from tdcoll.collectives._host.pool import Pool
+from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import HANDED_OVER, LL_WORD_BYTES, Plan, choose, put_chunks
-from tdcoll.collectives.launch import ReadyKernel, require_all
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import ContextError, HeapExhaustedError, NotSymmetricError
+from tdcoll.errors import ContextError, NotSymmetricError
+from tdcoll.primitives.group import Window
+from tdcoll.primitives.puts import Routes
 
 __all__ = [
     *("all_gather", "all_gather_at_once", "all_gather_in_place", "all_gather_into_tensor", "all_gather_unchecked"),
     "exchange_counted",
 ]
 
-_SMALLEST_DEFAULT_CONTEXT = 1 << 20
-
 _log = logging.getLogger("tdcoll")
 
 
-def _routes(ctx: CollectiveContext, algorithm: str) -> tuple[torch.Tensor, int, int]:
-    """The kernel's ``routes`` with ``n_local`` and ``n_remote``; for LL also the ranks whose words come flagged.
+def _routes(ctx: CollectiveContext, algorithm: str) -> Routes:
+    """Whom a rank sends to; for LL, after them, the ranks whose words come flagged.
 
     Every rank starts with its successor, so that no rank is everybody's first target.
     """
@@ -51,20 +52,7 @@ def _routes(ctx: CollectiveContext, algorithm: str) -> tuple[torch.Tensor, int, 
     ]
     if algorithm == "ll":
         entries += [rank for rank in successors if rank not in remote]
-    table = torch.tensor(entries or [0], dtype=torch.int32, device=ctx.device)
-    return table, len(local), len(remote)
-
-
-def _deltas(ctx: CollectiveContext) -> torch.Tensor:
-    """``[world]`` int64: from an address in this rank's symmetric memory to the same in each rank's, for ranks that it
-    can store to."""
-    if "deltas" not in ctx.tables:
-        _refuse_capture(ctx)
-        heap = ctx._runtime.heap
-        deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
-        ctx.tables["deltas"] = torch.tensor(deltas, dtype=torch.int64, device=ctx.device)
-    table: torch.Tensor = ctx.tables["deltas"]
-    return table
+    return Routes(torch.tensor(entries or [0], dtype=torch.int32, device=ctx.device), len(local), len(remote))
 
 
 class _Launch:
@@ -74,126 +62,87 @@ class _Launch:
     """A process group that does it instead; see :class:`_HandOver`."""
 
     def __init__(self, ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool, counted: bool = False) -> None:
-        prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct, "ring": self._prepare_ring}
-        prepare = prepares.get(plan.algorithm) or functools.partial(self._prepare_puts, counted=counted)
-        kernel, programs, self._tensors, self._numbers, self._constants = prepare(ctx, nbytes, plan, in_place)
-        self._in_words = plan.algorithm == "ll"
-        in_words_only = self._in_words and ctx.topology.n_nodes == 1
-        self._landing = ctx.flagged.data_ptr() if in_words_only else ctx.staging.data_ptr()
-        self._grid = (programs, 1, 1)
-        self._function = kernel
-        self._kernel = kernel[self._grid]
-        self._num_warps = plan.num_warps
-        self._compiled: ReadyKernel | None = None
-        # Addresses of nothing are 32-bit to Triton, as small numbers are.
-        sizes = (nbytes > 0, nbytes >> 31 > 0)
-        self._variant = ("compiled", plan.algorithm, self._constants, plan.num_warps, in_place, *sizes)
         self._context = ctx
-        self._rest = (*(tensor.data_ptr() for tensor in self._tensors), *self._numbers, *self._constants)
+        in_buffer = in_place and plan.algorithm != "ll"  # whose words land elsewhere
+        inbox = ctx.staging.data_ptr(), ctx.capacity, ctx.device_group.deltas, tl.constexpr(2)
+        buffer = 0, nbytes, ctx.device_group.deltas, tl.constexpr(1)
+        window = Window(*(buffer if in_buffer else inbox))
+        prepares = {"ll": self._prepare_ll, "direct": self._prepare_direct, "ring": self._prepare_direct}
+        kernel, programs, more = prepares.get(plan.algorithm, self._prepare_puts)(nbytes, plan, in_buffer)
+        known = {"window": window, "g": ctx.device_group, "nbytes": nbytes, "COUNTED": counted, **more}
+        arguments = {name: known[name] for name in kernel.arg_names if name in known}
+        changing = ("source", "out", "window.base") if in_buffer else ("source", "out")
+        self._in_buffer = in_buffer
+        self.kernel = kernel
+        self._launch = Launch(kernel, programs, arguments, changing, num_warps=plan.num_warps)
+        constants = [(name, value) for name, value in arguments.items() if name.isupper()]
+        self._variant = ("all_gather", kernel.__name__, *constants, plan.num_warps, in_buffer)
 
-    @staticmethod
-    def _prepare_puts(
-        ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool, counted: bool
-    ) -> tuple[Any, ...]:
-        key = ("routes", plan.algorithm)
-        if key not in ctx.tables:
-            _refuse_capture(ctx)
-            ctx.tables[key] = _routes(ctx, plan.algorithm)
-        routes, n_local, n_remote = ctx.tables[key]
-        world = ctx.world_size
-        senders = n_local + (n_remote if in_place else n_remote > 0)
-        if plan.algorithm == "1d":
-            kernel = kernels.all_gather_1d
-        else:
-            kernel = kernels.all_gather_2d
-            senders += n_remote * n_local
-        programs = plan.channels * (senders + 1) + 1 if in_place else plan.channels * (senders + world)
-        tensors: tuple[torch.Tensor, ...] = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, routes)
-        capacity = nbytes if in_place else ctx.capacity
-        numbers = (nbytes, plan.chunk, capacity, ctx.rank, plan.channels, n_local, n_remote)
-        # WORLD, BLOCK, SLOT_SIGNALS, IN_PLACE, COUNTED, and in two dimensions STORES
-        constants: tuple[int, ...] = (world, triton.next_power_of_2(world), ctx.signals[0].numel(), in_place, counted)
-        if plan.algorithm == "2d":
-            tensors, constants = (*tensors, _deltas(ctx)), (*constants, ctx.ll_bytes >= 0)
-        return kernel, programs, tensors, numbers, constants
-
-    @staticmethod
-    def _prepare_direct(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
-        tensors = (ctx.signals, ctx.ready, ctx.control, ctx.monitor.words, _deltas(ctx))
-        numbers = (nbytes, plan.chunk, nbytes if in_place else ctx.capacity, ctx.rank, plan.channels)
-        # WORLD, SLOT_SIGNALS, IN_PLACE
-        constants = (ctx.world_size, ctx.signals[0].numel(), in_place)
-        return kernels_direct.all_gather_direct, ctx.world_size * plan.channels, tensors, numbers, constants
-
-    @staticmethod
-    def _prepare_ring(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
-        # The same memory, signals, programs and arguments.
-        return kernels_ring.all_gather_ring, *_Launch._prepare_direct(ctx, nbytes, plan, in_place)[1:]
-
-    @staticmethod
-    def _prepare_ll(ctx: CollectiveContext, nbytes: int, plan: Plan, in_place: bool) -> tuple[Any, ...]:
-        if "peers" not in ctx.tables:
-            _refuse_capture(ctx)
-            ctx.tables["peers"] = _peer_addresses(ctx, ctx.flagged)
-        peers, world = ctx.tables["peers"], ctx.world_size
-        words = ctx.flagged.shape[2]
-        tensors: tuple[torch.Tensor, ...] = (peers, ctx.control, ctx.monitor.words)
-        numbers: tuple[int, ...] = (nbytes, words, ctx.rank, plan.channels)
-        # WORLD, BLOCK, and over nodes SLOT_SIGNALS
-        constants: tuple[int, ...] = (world, plan.chunk // LL_WORD_BYTES)
-        if ctx.topology.n_nodes == 1:
-            return kernels_ll.all_gather_ll, world * plan.channels, tensors, numbers, constants
-        if ("routes", "ll") not in ctx.tables:
-            ctx.tables["routes", "ll"] = _routes(ctx, "ll")
-        routes, n_local, n_remote = ctx.tables["routes", "ll"]
-        puts = put_chunks(nbytes, plan, ctx.channels)
-        tensors = (ctx.flagged, peers, ctx.signals, *tensors[1:], routes)
-        numbers = (nbytes, words, ctx.capacity, puts.chunk, ctx.rank, puts.channels, plan.channels, n_local, n_remote)
-        constants = (*constants, ctx.signals[0].numel())
-        return kernels_ll.all_gather_ll_2d, puts.channels + plan.channels * world, tensors, numbers, constants
-
-    def __call__(self, source: int, out: int, landing: int) -> None:
-        if self._compiled is not None:
-            self._compiled(source, out, landing, *self._rest, grid=self._grid)
-            return
-        if self._variant not in self._context.tables:
+    def _routes(self, algorithm: str) -> Routes:
+        tables = self._context.tables
+        if ("routes", algorithm) not in tables:
             _refuse_capture(self._context)
-            self._context.tables[self._variant] = True
-        arguments = (source, out, landing, *self._tensors, *self._numbers, *self._constants)
-        require_all(self._function, arguments)
-        compiled = self._kernel(*arguments, num_warps=self._num_warps)
-        if isinstance(compiled, CompiledKernel):  # not in the interpreter, nor while it is compiled in the background
-            # The same types and alignments on every call: what Triton would look up again, at 15 us a time.
-            self._compiled = ReadyKernel(compiled, self._context.device.index)
+            tables["routes", algorithm] = _routes(self._context, algorithm)
+        routes: Routes = tables["routes", algorithm]
+        return routes
+
+    def _prepare_puts(self, nbytes: int, plan: Plan, in_buffer: bool) -> tuple[Any, int, dict[str, Any]]:
+        ctx, routes = self._context, self._routes(plan.algorithm)
+        world, n_local, n_remote = ctx.world_size, routes.n_local, routes.n_remote
+        senders = n_local + (n_remote if in_buffer else n_remote > 0)
+        more = {"routes": routes, "chunk": plan.chunk, "channels": plan.channels}
+        more["BLOCK"] = triton.next_power_of_2(world)
+        if plan.algorithm == "1d":
+            kernel = kernels_puts.all_gather_1d
+        else:
+            kernel = kernels_puts.all_gather_2d
+            senders += n_remote * n_local
+            more["STORES"] = ctx.ll_bytes >= 0
+        programs = plan.channels * (senders + 1) + 1 if in_buffer else plan.channels * (senders + world)
+        return kernel, programs, more
+
+    def _prepare_direct(self, nbytes: int, plan: Plan, in_buffer: bool) -> tuple[Any, int, dict[str, Any]]:
+        # The ring has the same memory, signals, programs and arguments.
+        kernel = kernels_direct.all_gather_direct if plan.algorithm == "direct" else kernels_ring.all_gather_ring
+        return kernel, self._context.world_size * plan.channels, {"chunk": plan.chunk}
+
+    def _prepare_ll(self, nbytes: int, plan: Plan, in_buffer: bool) -> tuple[Any, int, dict[str, Any]]:
+        ctx = self._context
+        world, flagged, deltas = ctx.world_size, ctx.flagged, ctx.device_group.deltas
+        words = Window(flagged.data_ptr(), 16 * flagged.shape[2], deltas, tl.constexpr(2))
+        more: dict[str, Any] = {"words": words, "blocks": plan.channels, "BLOCK": plan.chunk // LL_WORD_BYTES}
+        if ctx.topology.n_nodes == 1:
+            return kernels_ll.all_gather_ll, world * plan.channels, more
+        put = put_chunks(nbytes, plan, ctx.channels)
+        more |= {"routes": self._routes("ll"), "chunk": put.chunk, "channels": put.channels}
+        return kernels_puts.all_gather_ll_2d, put.channels + plan.channels * world, more
 
     def gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """The call, out of place."""
-        self(tensor.data_ptr(), out.data_ptr(), self._landing)
+        self.gather_at(tensor.data_ptr(), out.data_ptr())
 
-    def gather_in_place(self, segment: int, buffer: int) -> None:
-        """The call in place: addresses of this rank's segment, and of the buffer that it is in."""
-        if self._in_words:  # lands elsewhere, and nobody else writes to the buffer
-            self(segment, buffer, self._landing)
-        else:
-            self(segment, 0, buffer)
+    def gather_at(self, source: int, out: int, stream: int | None = None) -> None:
+        """The call, of addresses: of this rank's segment, and of the result or the buffer that both are in.
 
-    def gather_at(self, source: int, out: int, stream: int) -> None:
-        """The same, of addresses, on the stream of this handle, which is the current one."""
-        if self._compiled is None:
-            self(source, out, self._landing)
+        Args:
+            stream: handle of the current stream, for callers that know it.
+        """
+        ctx, launch = self._context, self._launch
+        if not launch.prepared:
+            if self._variant not in ctx.tables:
+                _refuse_capture(ctx)
+            self.prepare()
+        if stream is None:
+            stream = ctx.current_stream()
+        if self._in_buffer:
+            launch(stream, source, 0, out)
         else:
-            self._compiled.launch(self._grid, stream, (source, out, self._landing, *self._rest))
+            launch(stream, source, out)
 
     def prepare(self) -> None:
         """Compile and load what a CUDA graph may capture before any call of this kind is made."""
-        if self._variant in self._context.tables:
-            return
-        address = self._context.staging.data_ptr()  # an address like others: only its type counts
-        arguments = (address, address, address, *self._tensors, *self._numbers, *self._constants)
-        compiled = self._function.warmup(*arguments, grid=self._grid, num_warps=self._num_warps)
-        if isinstance(compiled, CompiledKernel):
-            self._compiled = ReadyKernel(compiled, self._context.device.index)
-            self._context.tables[self._variant] = True
+        self._launch.prepare()
+        self._context.tables[self._variant] = True
 
 
 class _HandOver:
@@ -229,14 +178,6 @@ def _refuse_capture(ctx: CollectiveContext) -> None:
         )
 
 
-def _peer_addresses(ctx: CollectiveContext, tensor: torch.Tensor) -> torch.Tensor:
-    """``[world]`` int64: where each rank's copy of a symmetric tensor is for this rank's loads and stores."""
-    heap = ctx._runtime.heap
-    offset = ctx._runtime.offset_of(tensor, "tensor")
-    addresses = [heap.peer_base(pe) + offset for pe in ctx.topology.pes]
-    return torch.tensor(addresses, dtype=torch.int64, device=ctx.device)
-
-
 def _launch(ctx: CollectiveContext, nbytes: int, algorithm: str | Plan, in_place: bool) -> _Launch | _HandOver:
     arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
     graph = ctx.capturing and bool(ctx.tuning.entries)
@@ -261,7 +202,7 @@ def _make_launch(
             graph=graph,
             in_place=in_place,
             hand_over=ctx.tuning.group is not None,
-            simulated=ctx._runtime.simulated,
+            simulated=ctx.job.simulated,
         )
 
     def launch_of(plan: Plan, graph: bool) -> _Launch | _HandOver:
@@ -296,7 +237,7 @@ def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
         return _Launch(ctx, nbytes, choose(nbytes, ctx.topology, channels=ctx.channels), in_place=True, counted=True)
 
     launch = ctx.once(key, make)
-    launch(address + ctx.rank * nbytes, 0, address)
+    launch.gather_at(address + ctx.rank * nbytes, address)
 
 
 def _check_context(ctx: Any) -> None:
@@ -327,6 +268,14 @@ def _gathered_shapes(shape: torch.Size, world: int) -> tuple[torch.Size, torch.S
     concatenated = (world * shape[0], *shape[1:]) if shape else (world,)
     return torch.Size(concatenated), torch.Size((world, *shape))
 
+
+def lies_elsewhere_in(begin: int, nbytes: int, first: int, total: int, own: int) -> bool:
+    """Whether ``nbytes`` bytes at ``begin`` overlap ``total`` bytes at ``first``, but as their segment at ``own``."""
+    return nbytes > 0 and first < begin + nbytes and begin < first + total and begin != first + own
+
+
+_SHORT = "all_gather, the short way"
+"""What a context knows such calls by."""
 
 UNCHECKED = object()
 """In the place of an algorithm for :func:`all_gather_at_once`: "auto", after :func:`all_gather_unchecked`."""
@@ -359,7 +308,9 @@ def _remember(
     if isinstance(launch, _Launch) and not (ctx.capturing or dtype.is_complex or nested):
         shape = _gathered_shapes(tensor.shape, ctx.world_size)[0]
         key = (
-            (tensor.shape, dtype, algorithm) if out is None else (tensor.shape, out.shape, dtype, out.dtype, algorithm)
+            (_SHORT, tensor.shape, dtype, algorithm)
+            if out is None
+            else (_SHORT, tensor.shape, out.shape, dtype, out.dtype, algorithm)
         )
         ctx.once(key, lambda: _Known(launch, tensor.nbytes, ctx, shape))
 
@@ -378,9 +329,9 @@ def all_gather_at_once(tensor: Any, ctx: CollectiveContext, out: Any, algorithm:
     known: _Known | None
     try:
         if out is None:
-            known = ctx.known((tensor.shape, tensor.dtype, algorithm))
+            known = ctx.known((_SHORT, tensor.shape, tensor.dtype, algorithm))
         else:
-            known = ctx.known((tensor.shape, out.shape, tensor.dtype, out.dtype, algorithm))
+            known = ctx.known((_SHORT, tensor.shape, out.shape, tensor.dtype, out.dtype, algorithm))
     except (RuntimeError, TypeError):  # a shape or an algorithm that cannot be a key
         return None
     device = ctx.device
@@ -402,7 +353,7 @@ def all_gather_at_once(tensor: Any, ctx: CollectiveContext, out: Any, algorithm:
     if out.device != device or out.layout is not torch.strided or out.is_neg() or not out.is_contiguous():
         return None
     first = out.data_ptr()
-    if first < source + known.nbytes and source < first + known.total and source != first + known.own:
+    if lies_elsewhere_in(source, known.nbytes, first, known.total, known.own):
         return None
     if (stream := ctx.enter()) is None:
         return None
@@ -486,7 +437,7 @@ def _check_out(tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) 
         )
     begin, nbytes, first = tensor.data_ptr(), tensor.nbytes, out.data_ptr()
     own = ctx.rank * nbytes
-    if nbytes and first < begin + nbytes and begin < first + ctx.world_size * nbytes and begin != first + own:
+    if lies_elsewhere_in(begin, nbytes, first, ctx.world_size * nbytes, own):
         raise ValueError(
             f"tensor must not overlap out, except as out's own segment at byte {own}; it lies at byte {begin - first}"
         )
@@ -544,7 +495,7 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
         launch.gather(buffer.chunk(world)[ctx.rank], buffer)
         return buffer
     base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
-    launch.gather_in_place(base + ctx.rank * (buffer.nbytes // world), base)
+    launch.gather_at(base + ctx.rank * (buffer.nbytes // world), base)
     return buffer
 
 
@@ -577,34 +528,8 @@ def all_gather_into_tensor(
     arguments.tensor("output_tensor", output_tensor)
     arguments.tensor("input_tensor", input_tensor)
     ranks = owner.ranks_of(group)
-    ctx = owner.contexts.get(ranks)
-    if ctx is None or ctx.max_bytes_per_rank < input_tensor.nbytes:
-        ctx = _grow_default_context(owner, ranks, ctx, input_tensor.nbytes)
-    all_gather(input_tensor, ctx, output_tensor)
-
-
-def _grow_default_context(
-    owner: runtime.Runtime, ranks: tuple[int, ...], old: CollectiveContext | None, nbytes: int
-) -> CollectiveContext:
-    """A context for ``nbytes`` and, where the heap has room, for twice what the old one held. Collective."""
-    if owner.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ContextError(
-            f"all_gather_into_tensor: a message of {nbytes} bytes needs a larger context, which cannot be made while a "
-            "CUDA graph is captured; make one call of this size before"
-        )
-    generous = max(_SMALLEST_DEFAULT_CONTEXT, nbytes, 2 * old.max_bytes_per_rank if old else 0)
-    if old is not None:
-        del owner.contexts[ranks]
-        if any(owner.exchange(ranks, "all_gather_into_tensor: captured", old.captured)):
-            owner.contexts[(ranks, old.max_bytes_per_rank)] = old  # for the graphs that use it, until finalize
-        else:
-            old.close()
-    try:
-        ctx = CollectiveContext(ranks, max_bytes_per_rank=generous)
-    except HeapExhaustedError:
-        if generous == nbytes:
-            raise
-        ctx = CollectiveContext(ranks, max_bytes_per_rank=nbytes)
-    ctx._follows_stream = True
-    owner.contexts[ranks] = ctx
-    return ctx
+    pool: Any = owner.contexts.get(ranks)
+    if pool is None:
+        pool = owner.contexts[ranks] = Pool(owner, ranks, "all_gather_into_tensor")
+    pool.prepare(input_tensor.nbytes)
+    all_gather(input_tensor, pool.context, output_tensor)

@@ -55,8 +55,8 @@ from tdcoll.collectives.all_gather.policy import (
     Entry,
     is_ll_chunk,
 )
-from tdcoll.context import CHANNELS
 from tdcoll.errors import RankMismatchError
+from tdcoll.limits import CHANNELS
 
 __all__ = ["SIMULATOR", "Section", "Table", "Tuning", "agree", "architectures", "shipped"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from tdcoll import arguments
+from tdcoll.collectives._host.launch import Launcher
 from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.policy import METHODS, bitmap_words, choose_method, entries_bytes
-from tdcoll.collectives.launch import Launcher
 from tdcoll.errors import ContextError
 from tdcoll.language import INTERPRETED
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tdcoll import arguments, runtime
+from tdcoll.collectives._host.launch import Launcher
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
-from tdcoll.collectives.launch import Launcher
 from tdcoll.collectives.sparse_all_reduce.kernels import HEADER, LISTS
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
 from tdcoll.context import CollectiveContext
@@ -130,7 +130,7 @@ class SparseContext:
             union = self.collective.world_size * rows if max_union_rows is None else max_union_rows
             self._make(group, grow, max_programs, rows, row_bytes, union)
         except Exception:
-            self.collective._unmake()
+            self.collective.take_back()
             raise
 
     def _make(
@@ -149,7 +149,7 @@ class SparseContext:
         self.launch = Launcher()
         most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.most_programs = most if max_programs is None else min(most, max_programs)
-        owner, pes = self.collective._runtime, self.collective.topology.pes
+        owner, pes = self.collective.job, self.collective.topology.pes
         self.beside_others = any(owner.exchange(pes, "SparseContext: max_programs", max_programs is not None))
         """Whether a rank limits its programs, which need not be the same on all."""
         words = STATUS_WORDS.value
@@ -173,7 +173,7 @@ class SparseContext:
         Collective.
         """
         context = self.collective
-        owner, world, pes = context._runtime, context.world_size, context.topology.pes
+        owner, world, pes = context.job, context.world_size, context.topology.pes
         same = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "max_union_rows": union, "grow": self.grow}
         owner.agree(pes, "arguments of SparseContext", same)
         if max(world * rows, union) > MOST_PLACES:
@@ -194,7 +194,7 @@ class SparseContext:
     def _use_area(self, area: torch.Tensor, out_at: int, stage_at: int, rows: int, row_bytes: int, union: int) -> None:
         """Say where in ``area`` what is, and make the scratch that goes with it. Collective."""
         context = self.collective
-        owner, world, pes, device = context._runtime, context.world_size, context.topology.pes, context.device
+        owner, world, pes, device = context.job, context.world_size, context.topology.pes, context.device
         self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows = rows, row_bytes, union
         self._out_at, self._stage_at = out_at, stage_at
         self.list_bytes = _list_bytes(rows)
@@ -359,7 +359,7 @@ class SparseContext:
             ContextError: a captured CUDA graph uses the memory.
             HeapExhaustedError, ValueError: no room, or too many rows; then the context is as it was.
         """
-        owner, pes = self.collective._runtime, self.topology.pes
+        owner, pes = self.collective.job, self.topology.pes
         if any(owner.exchange(pes, "SparseContext: captured", self.captured)):
             raise ContextError(
                 f"SparseContext: {rows} rows of {row_bytes} bytes per rank and {union} together are over its capacity, "
@@ -376,7 +376,7 @@ class SparseContext:
             self._make_area(*old)
             raise
         except BaseException:
-            self.collective._refusal = "it has lost its memory in an attempt to make it larger; close() it"
+            self.collective.refuse("it has lost its memory in an attempt to make it larger; close() it")
             raise
 
     def close(self) -> None:
@@ -386,7 +386,7 @@ class SparseContext:
         """
         if self.closed:
             return
-        owner = self.collective._runtime
+        owner = self.collective.job
         self.collective.close()
         area, self._area = self._area, None
         self.kinds.clear()

@@ -21,7 +21,7 @@ frequency has all of its frequent rows in one range.
 
 Signal map and order:
 
-- exchange: as in :mod:`tdcoll.collectives.all_gather.kernels`, in place.
+- exchange: as in :mod:`tdcoll.collectives.all_gather.kernels_puts`, in place.
 - In the other launches that have an epoch, ``signals[slot, 0, p] >= epoch`` on r is set by rank p when it has begun
   that launch, hence done all that it launched before. *reduce* waits for it before it reads any ``stage``: everybody
   has combined. *meet* waits for it before it ends: everybody has reduced, so ``out`` is complete here. The signals are
@@ -64,8 +64,8 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.protocol import begin_epoch
 from tdcoll.language.jit import jit
+from tdcoll.primitives.group import begin_epoch
 
 __all__ = [
     "HEADER",

@@ -65,7 +65,7 @@ def _default_context(values: Any, num_rows: Any) -> SparseContext:
             found = SparseContext(max_rows_per_rank=most, max_row_bytes=row_bytes, grow=True)
         except HeapExhaustedError:  # on all ranks alike; there may be fewer different rows
             found = SparseContext(max_rows_per_rank=_FEW_ROWS, max_row_bytes=row_bytes, grow=True)
-        found.collective._follows_stream = True
+        found.collective.follows_stream = True
         owner.contexts[key] = found
     return found
 

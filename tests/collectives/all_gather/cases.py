@@ -9,7 +9,7 @@ import torch
 
 import tdcoll
 from tdcoll.collectives.all_gather.policy import Plan
-from tdcoll.collectives.protocol import EPOCH_SHIFT
+from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.testing import World
 
 NBYTES = 200

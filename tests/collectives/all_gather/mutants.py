@@ -1,22 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-gather kernels with one protection switched off: what the simulator must catch.
-
-A mutant is the kernels' own source with one piece replaced, loaded as a module of its own.
-"""
+"""The all-gather kernels with one protection switched off: what the simulator must catch."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from tdcoll.collectives import protocol
-from tdcoll.collectives.all_gather import op
+from kernel_mutants import Change
 
 
 @dataclass(frozen=True)
@@ -25,20 +15,17 @@ class Mutant:
 
     Attributes:
         name: what is missing.
-        pieces: replacements in the source; each must occur.
+        changes: to the kernels, or to device functions that they call.
         expect: regular expression that the failure's report must match: what goes wrong, and not just that it does.
         algorithm: whose kernel shows it.
         n_pes: ranks of the job.
         ranks_per_node: as for ``World``.
         calls, first_epoch: as for ``Gathers``.
         world: further arguments of ``World``.
-        module: whose source it changes: ``"kernels"``, ``"kernels_ll"``, ``"kernels_direct"`` or
-            ``"kernels_ring"``.
-        protocol: replacements in the source of ``begin_epoch`` and its like, which the module imports.
     """
 
     name: str
-    pieces: tuple[tuple[str, str], ...]
+    changes: tuple[Change, ...]
     expect: str
     algorithm: str = "1d"
     n_pes: int = 4
@@ -46,28 +33,11 @@ class Mutant:
     calls: str = "oooo"
     first_epoch: int = 1
     world: tuple[tuple[str, Any], ...] = ()
-    module: str = "kernels"
-    protocol: tuple[tuple[str, str], ...] = ()
 
     @property
     def job(self) -> dict[str, Any]:
         """Arguments of ``World``."""
         return {"n_pes": self.n_pes, "ranks_per_node": self.ranks_per_node, **dict(self.world)}
-
-    def sources(self) -> tuple[str, str]:
-        """What the kernels' module and the protocol's become."""
-        return (
-            self._changed(getattr(op, self.module), self.pieces),
-            self._changed(protocol, self.protocol),
-        )
-
-    def _changed(self, module: ModuleType, pieces: tuple[tuple[str, str], ...]) -> str:
-        assert module.__file__ is not None
-        source = Path(module.__file__).read_text()
-        for old, new in pieces:
-            assert old in source, f"mutant {self.name}: {module.__name__} no longer contains {old!r}"
-            source = source.replace(old, new)
-        return source
 
 
 WRONG = r"AssertionError: rank \d+, call \d+ \([oi]\): \d+ wrong bytes"
@@ -78,140 +48,167 @@ def missing(signal: str) -> str:
     return rf"[Dd]eadlock[\s\S]*waits for pe\d+\.{signal}\["
 
 
-PUT_LOCAL = "tdl.putmem_signal_block(target, source, size, signal, epoch, tdl.SIGNAL_SET, pe)"
-PUT_REMOTE = "tdl.putmem_signal_nbi_block(staged, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)"
-STORE_LOCAL = "tdl.copy_block(target + delta, source, size)"
-RELEASE_LOCAL = "release(signal, delta, epoch)"
-SIGNAL = "tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, pe)"
-SIGNAL_OP = "tdl.signal_op(signal, epoch, tdl.SIGNAL_SET, pe)"  # without the fence that signal_block has
-MAY_WRITE = "if _may_write(ready, peer, epoch, monitor, IN_PLACE) != 0:\n"
-RING_COPY = "tdl.copy_block(landing + after_delta, held, size)"
-RING_RELEASE = "release(row + origin, after_delta, epoch)"
-ADD = '    tl.atomic_add(control, share.to(tl.int64), sem="relaxed", scope="gpu")\n'
-WAIT_FLAGGED = "tdl.wait_flagged(landed, _flag(epoch), mask, monitor, frm)"
-LOAD_DATA = (
-    "part = landed.to(tl.pointer_type(tl.int32)); first = tl.load(part, mask=mask, other=0); "
-    "second = tl.load(part + 1, mask=mask, other=0); third = tl.load(part + 2, mask=mask, other=0)"
+def to(where: str, old: str, new: str) -> tuple[Change, ...]:
+    """One change."""
+    return (Change(where, old, new),)
+
+
+def at_once(where: str, wait: str) -> tuple[Change, ...]:
+    """A wait for the epoch that waits for nothing."""
+    return to(where, wait, wait.replace("epoch", "0"))
+
+
+PUT_LOCAL = "tdl.putmem_signal_block(target, source, nbytes, signal, value, tdl.SIGNAL_SET, pe)"
+PUT_REMOTE = "tdl.putmem_signal_nbi_block(staged, staged, nbytes, signal, epoch, tdl.SIGNAL_SET, pe)"
+PUT_REMOTE_DATA = "tdl.putmem_nbi_block(staged, staged, nbytes, pe)"
+STORE = "tdl.copy_block(target + delta, source, nbytes)"
+RELEASE = "release(signal, signal_delta, value)"
+MAY_WRITE = "tdl.wait_signal(g.entered + peer, tdl.CMP_GE, epoch, g.monitor, peer, peer)"
+FORWARDED = "tdl.wait_signal(signals + origin, tdl.CMP_GE, epoch, g.monitor, origin, index)"
+RECEIVED = "tdl.wait_signal(signals + peer, tdl.CMP_GE, epoch, g.monitor, peer, channel * g.world + peer)"
+RING_WAIT = "tdl.wait_signal(signals + origin, tdl.CMP_GE, epoch, g.monitor, before, index)"
+RING_PUSH = "stores.push(landing, held, size, after_delta, signals + origin, after_signal_delta, epoch)"
+ADD = 'tl.atomic_add(control, share.to(tl.int64), sem="relaxed", scope="gpu")'
+READ = 'word = tdl.ld(control, "gpu", "relaxed")'
+FLAGGED = "tdl.wait_flagged(landed, flag(epoch), mask, g.monitor, origin)"
+LOAD_WORDS = (
+    "part = landed.to(tl.pointer_type(tl.int32))\n"
+    "first = tl.load(part, mask=mask, other=0)\n"
+    "second = tl.load(part + 1, mask=mask, other=0)\n"
+    "third = tl.load(part + 2, mask=mask, other=0)\n"
 )
-READ = '    word = tdl.ld(control, "gpu", "relaxed")\n'
+READ_LATE = (*to("group.begin_epoch", READ, "pass"), *to("group.begin_epoch", ADD, f"{ADD}\n{READ}"))
 
 MUTANTS = [
     # ------------------------------------------------------------------ slots and signals
-    Mutant("one slot", (("(epoch % 2)", "(epoch * 0)"),), WRONG),
-    Mutant("one row of signals", (("row = signals + (epoch % 2) * SLOT_SIGNALS", "row = signals"),), WRONG),
+    Mutant("one slot", to("group.slot", "epoch % 2", "epoch * 0"), WRONG),
+    Mutant("one row of signals", to("group.row", "slot(epoch)", "0"), WRONG),
     Mutant(
         "no fence between data and signal",
-        ((PUT_LOCAL, f"tdl.putmem_block(target, source, size, pe); {SIGNAL_OP}"),),
+        # Without the fence that signal_block has.
+        to(
+            "puts.push",
+            PUT_LOCAL,
+            "tdl.putmem_block(target, source, nbytes, pe)\ntdl.signal_op(signal, value, tdl.SIGNAL_SET, pe)",
+        ),
         WRONG,
     ),
     Mutant(
         "signal before data",
-        ((PUT_LOCAL, f"{SIGNAL}; tdl.fence(); tdl.putmem_block(target, source, size, pe)"),),
+        to(
+            "puts.push",
+            PUT_LOCAL,
+            "tdl.signal_block(signal, value, tdl.SIGNAL_SET, pe)\ntdl.fence()\n"
+            "tdl.putmem_block(target, source, nbytes, pe)",
+        ),
         WRONG,
     ),
-    Mutant("forgotten signal", ((PUT_LOCAL, "tdl.putmem_block(target, source, size, pe)"),), missing("signals")),
-    Mutant("signal of the epoch before", ((PUT_LOCAL, PUT_LOCAL.replace("epoch", "epoch - 2")),), missing("signals")),
     Mutant(
-        "the receiver does not wait",
-        (("if tdl.wait_signal(signals + signal, tdl.CMP_GE, epoch,", "if tdl.wait_signal(signals, tdl.CMP_GE, 0,"),),
-        WRONG,
+        "forgotten signal",
+        to("puts.push", PUT_LOCAL, "tdl.putmem_block(target, source, nbytes, pe)"),
+        missing("signals"),
     ),
+    Mutant(
+        "signal of the epoch before",
+        to("puts.push", PUT_LOCAL, PUT_LOCAL.replace("value", "value - 2")),
+        missing("signals"),
+    ),
+    Mutant("the receiver does not wait", at_once("kernels_puts._receive", RECEIVED), WRONG),
     Mutant(
         "the receiver waits for the first chunk only",
-        (("            signal = channel * WORLD + peer\n", "            signal = peer\n"),),
+        to("kernels_puts._receive", "row(g, epoch, channel)", "row(g, epoch, 0)"),
         WRONG,
     ),
     Mutant(
         "the second chunk has the signal of the first",
-        (("signal = row + channel * WORLD + rank", "signal = row + rank"),),
+        to("kernels_puts.all_gather_1d", "row(g, epoch, channel)", "row(g, epoch, 0)"),
         missing("signals"),
     ),
     Mutant(
         "receivers before senders",
-        (("given = inside % per_chunk\n", "given = per_chunk - 1 - inside % per_chunk\n"),),
+        to("kernels_puts._task", "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
         missing("signals"),
         world=(("resident", 1),),
     ),
     # ------------------------------------------------------------------ the epoch
-    Mutant(
-        "the epoch is read after it was added to",
-        (),
-        WRONG + "|" + missing("signals"),
-        protocol=((READ, ""), (ADD, ADD + READ)),
-    ),
+    Mutant("the epoch is read after it was added to", READ_LATE, WRONG + "|" + missing("signals")),
     Mutant(
         "the epoch is raised by the first program",
-        (),
-        WRONG + "|" + missing("signals"),
-        protocol=(
-            ("share = _EPOCH // programs", "share = _EPOCH * (program == 0)"),
-            ("    if program == programs - 1:\n        share = _EPOCH - share * (programs - 1)\n", ""),
+        (
+            *to("group.begin_epoch", "share = _EPOCH // programs", "share = _EPOCH * (program == 0)"),
+            *to("group.begin_epoch", "share = _EPOCH - share * (programs - 1)", "pass"),
         ),
+        WRONG + "|" + missing("signals"),
     ),
-    Mutant(
-        "the epoch is not raised",
-        (),
-        WRONG,
-        protocol=((ADD, ""),),
-    ),
+    Mutant("the epoch is not raised", to("group.begin_epoch", ADD, "pass"), WRONG),
     # ------------------------------------------------------------------ between nodes
+    *(
+        Mutant(
+            f"remote, {algorithm}: signal before data",
+            to(
+                "puts.push_remote",
+                PUT_REMOTE,
+                f"tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, pe)\ntdl.fence()\n{PUT_REMOTE_DATA}",
+            ),
+            WRONG,
+            algorithm,
+            ranks_per_node=2,
+        )
+        for algorithm in ("1d", "2d")
+    ),
     Mutant(
-        "remote: signal before data",
-        ((PUT_REMOTE, f"{SIGNAL}; tdl.fence(); tdl.putmem_nbi_block(staged, staged, size, pe)"),),
+        "remote: no data",
+        to("puts.push_remote", PUT_REMOTE, "tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, pe)"),
         WRONG,
         ranks_per_node=2,
     ),
-    Mutant("remote: no data", ((PUT_REMOTE, SIGNAL),), WRONG, ranks_per_node=2),
     Mutant(
         "remote: no signal",
-        ((PUT_REMOTE, "tdl.putmem_nbi_block(staged, staged, size, pe)"),),
+        to("puts.push_remote", PUT_REMOTE, PUT_REMOTE_DATA),
         missing("signals"),
         ranks_per_node=2,
     ),
     Mutant(
         "remote: nothing in the slot to send from",
-        (("        tdl.copy_block(staged, source, size)\n", ""),),
+        to("puts.push_remote", "tdl.copy_block(staged, source, nbytes)", "pass"),
         WRONG,
-        ranks_per_node=2,
-    ),
-    Mutant(
-        "2d, remote: signal before data",
-        ((PUT_REMOTE, f"{SIGNAL}; tdl.fence(); tdl.putmem_nbi_block(staged, staged, size, pe)"),),
-        WRONG,
-        "2d",
         ranks_per_node=2,
     ),
     Mutant(
         "2d: the forwarder does not wait",
-        (("tdl.wait_signal(row + origin, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + origin, tdl.CMP_GE, 0,"),),
+        at_once("kernels_puts.all_gather_2d", FORWARDED),
         WRONG,
         "2d",
         ranks_per_node=2,
     ),
     Mutant(
         "2d: inside the node the signal goes before the data",
-        ((f"{STORE_LOCAL}\n            {RELEASE_LOCAL}", f"{RELEASE_LOCAL}\n            {STORE_LOCAL}"),),
+        to("stores.push", f"{STORE}\n{RELEASE}", f"{RELEASE}\n{STORE}"),
         WRONG,
         "2d",
         ranks_per_node=2,
     ),
     Mutant(
         "2d: nobody of the node is told",
-        ((RELEASE_LOCAL, "pass"),),
+        to("stores.push", RELEASE, "pass"),
         missing("signals"),
         "2d",
         ranks_per_node=2,
     ),
     # ------------------------------------------------------------------ in place
-    Mutant(
-        "in place: a rank is written to before it has entered",
-        (("tdl.wait_signal(ready + peer, tdl.CMP_GE, epoch,", "tdl.wait_signal(ready + peer, tdl.CMP_GE, 0,"),),
-        WRONG,
-        calls="iiii",
+    *(
+        Mutant(
+            f"in place, {algorithm}: a rank is written to before it has entered",
+            at_once("stores.may_write", MAY_WRITE),
+            WRONG,
+            algorithm,
+            calls="iiii",
+        )
+        for algorithm in ("1d", "direct", "ring")
     ),
     Mutant(
         "in place, 2d: a rank of this node is written to before it has entered",
-        ((f"    {MAY_WRITE}        if STORES:", "    if True:\n        if STORES:"),),
+        to("kernels_puts._push_local", "stores.may_write(g, window, peer, epoch)", "1"),
         WRONG,
         "2d",
         ranks_per_node=2,
@@ -219,7 +216,7 @@ MUTANTS = [
     ),
     Mutant(
         "in place, 2d: a rank of another node is written to before it has entered",
-        ((f"        {MAY_WRITE}            {PUT_REMOTE}", f"        if True:\n            {PUT_REMOTE}"),),
+        to("puts.push_remote", "may_write(g, window, peer, epoch)", "1"),
         WRONG,
         "2d",
         ranks_per_node=2,
@@ -227,18 +224,13 @@ MUTANTS = [
     ),
     Mutant(
         "in place: no announcement",
-        (("        _announce(ready, routes, epoch, rank, n_local, n_remote)\n", "        pass\n"),),
+        to("kernels_puts.all_gather_1d", "puts.say_entered(g, routes, epoch)", "pass"),
         missing("ready"),
         calls="iiii",
     ),
     Mutant(
         "in place: no announcement to other nodes",
-        (
-            (
-                "    for i in tl.range(0, n_remote, disable_licm=True):\n        tdl.signal",
-                "    for i in tl.range(0, 0):\n        tdl.signal",
-            ),
-        ),
+        to("puts.say_entered", "tl.range(0, routes.n_remote, disable_licm=True)", "tl.range(0, 0)"),
         missing("ready"),
         "2d",
         ranks_per_node=2,
@@ -246,299 +238,213 @@ MUTANTS = [
     ),
     Mutant(
         "in place: the receiver waits for the first chunk only",
-        (("tdl.wait_signals(signals + channel * WORLD, WORLD,", "tdl.wait_signals(signals, WORLD,"),),
+        to("kernels_puts._receive", "row(g, epoch, channel)", "row(g, epoch, 0)"),
         WRONG,
         calls="iiii",
     ),
     Mutant(
         "in place: the caller's segment is still being read",
-        (("tdl.quiet()", "pass"),),
+        to("puts.push_remote", "tdl.quiet()", "pass"),
         WRONG,
         "2d",
         ranks_per_node=2,
         calls="iiii",
     ),
     # ------------------------------------------------------------------ LL
-    Mutant(
-        "ll: one slot",
-        (("slot = (epoch % 2) * WORLD * words", "slot = (epoch % 2) * 0"),),
-        missing("flagged"),
-        "ll",
-        module="kernels_ll",
-    ),
+    Mutant("ll: one slot", to("group.slot", "epoch % 2", "epoch * 0"), missing("flagged"), "ll"),
     Mutant(
         "ll: the flags are not looked at",
-        ((f"first, second, third, arrived = {WAIT_FLAGGED}", f"{LOAD_DATA}; arrived = mask"),),
+        to("ll.receive", f"return {FLAGGED}", f"{LOAD_WORDS}return first, second, third, mask"),
         WRONG,
         "ll",
-        module="kernels_ll",
     ),
     Mutant(
         "ll: the first flag stands for all words",
-        ((WAIT_FLAGGED, WAIT_FLAGGED.replace("mask", "mask & (index == 0)") + f"; {LOAD_DATA}"),),
+        to(
+            "ll.receive",
+            f"return {FLAGGED}",
+            f"first, second, third, arrived = {FLAGGED.replace('mask', 'mask & (word == 0)')}\n"
+            f"{LOAD_WORDS}return first, second, third, arrived",
+        ),
         WRONG,
         "ll",
-        module="kernels_ll",
     ),
-    Mutant(
-        "ll: a flag of the epoch before",
-        (
-            (
-                "third, _flag(epoch), mask)\n        landed",
-                "third, _flag(epoch - 2), mask)\n        landed",
-            ),
-        ),
-        missing("flagged"),
-        "ll",
-        module="kernels_ll",
-    ),
+    Mutant("ll: a flag of the epoch before", to("ll.send", "flag(epoch)", "flag(epoch - 2)"), missing("flagged"), "ll"),
     *(
         Mutant(
             f"ll: an epoch has the flag of words that were never written, {nodes}",
-            (("tl.maximum(epoch.to(tl.uint32), 1)", "epoch.to(tl.uint32)"),),
+            to("ll.flag", "tl.maximum(epoch.to(tl.uint32), 1)", "epoch.to(tl.uint32)"),
             WRONG,
             "ll",
             ranks_per_node=per_node,
             first_epoch=(1 << 32) - 1,
-            module="kernels_ll",
         )
         for nodes, per_node in (("one node", None), ("two nodes", 2))
     ),
     Mutant(
         "ll: waits for the rank it sends to",
-        (("frm = (rank - step + WORLD) % WORLD", "frm = to"),),
+        to("kernels_ll.all_gather_ll", "(g.rank - step + g.world) % g.world", "to"),
         missing("flagged"),
         "ll",
         world=(("resident", 1),),
-        module="kernels_ll",
     ),
     Mutant(
         "ll: a call of no bytes hears from nobody",
-        (("tl.maximum((nbytes + 11) // 12, 1)", "(nbytes + 11) // 12"),),
+        to("ll.carry", "tl.maximum((nbytes + 11) // 12, 1)", "(nbytes + 11) // 12"),
         missing("flagged"),
         "ll",
         calls="ozozozo",
-        module="kernels_ll",
     ),
-    Mutant(
-        "ll: the epoch is read after it was added to",
-        (),
-        WRONG + "|" + missing("flagged"),
-        "ll",
-        module="kernels_ll",
-        protocol=((READ, ""), (ADD, ADD + READ)),
-    ),
+    Mutant("ll: the epoch is read after it was added to", READ_LATE, WRONG + "|" + missing("flagged"), "ll"),
     # ------------------------------------------------------------------ LL over nodes
     Mutant(
         "ll, nodes: passed on before it is there",
-        (("tdl.wait_signal(row + signal, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + signal, tdl.CMP_GE, 0,"),),
+        at_once(
+            "kernels_puts.all_gather_ll_2d",
+            "tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, origin, channel * g.world + origin)",
+        ),
         WRONG,
         "ll",
         ranks_per_node=2,
-        module="kernels_ll",
     ),
     Mutant(
         "ll, nodes: one slot between nodes",
-        (("tl.cast(staging, tl.int64) + (epoch % 2) * WORLD * capacity", "tl.cast(staging, tl.int64)"),),
+        to("kernels_puts.all_gather_ll_2d", "segment(window, g, epoch, origin)", "segment(window, g, 0, origin)")
+        + to("kernels_puts.all_gather_ll_2d", "segment(window, g, epoch, g.rank)", "segment(window, g, 0, g.rank)"),
         WRONG,
         "ll",
         ranks_per_node=2,
-        module="kernels_ll",
     ),
     Mutant(
         "ll, nodes: one slot of signals",
-        (("row = signals + (epoch % 2) * SLOT_SIGNALS", "row = signals"),),
+        to("group.row", "slot(epoch)", "0"),
         WRONG,
         "ll",
         ranks_per_node=2,
-        module="kernels_ll",
     ),
     Mutant(
         "ll, nodes: what comes from elsewhere is not passed on",
-        (("for k in tl.range(0, n_local, disable_licm=True)", "for k in tl.range(0, tl.where(task > 0, 0, n_local))"),),
+        to(
+            "kernels_puts.all_gather_ll_2d",
+            "tl.range(0, routes.n_local, disable_licm=True)",
+            "tl.range(0, tl.where(task > 0, 0, routes.n_local))",
+        ),
         missing("flagged"),
         "ll",
         ranks_per_node=2,
-        module="kernels_ll",
     ),
     Mutant(
         "ll, nodes: those that wait for flags come first",
-        (("task = (program - channels) // blocks", "task = WORLD - 1 - (program - channels) // blocks"),),
+        to(
+            "kernels_puts.all_gather_ll_2d",
+            "task = (program - channels) // blocks",
+            "task = g.world - 1 - (program - channels) // blocks",
+        ),
         missing("flagged"),
         "ll",
         ranks_per_node=2,
         world=(("resident", 1),),
-        module="kernels_ll",
     ),
     # ------------------------------------------------------------------ direct stores
-    Mutant(
-        "direct: one slot",
-        (("landing += (epoch % 2) * WORLD * capacity", "landing += (epoch % 2) * 0"),),
-        WRONG,
-        "direct",
-        module="kernels_direct",
-    ),
+    Mutant("direct: one slot", to("group.segment", "slot(epoch)", "0"), WRONG, "direct"),
     Mutant(
         "direct: the receiver does not wait",
-        (("tdl.wait_signal(row + frm, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + frm, tdl.CMP_GE, 0,"),),
+        at_once(
+            "kernels_direct.all_gather_direct",
+            "tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm)",
+        ),
         WRONG,
         "direct",
-        module="kernels_direct",
     ),
     Mutant(
         "direct: the signal does not order the data",
-        (),
+        to("stores.release", 'tdl.st_release(theirs, value, "sys")', 'tdl.st(theirs, value, "sys")'),
         WRONG,
         "direct",
-        module="kernels_direct",
-        protocol=(('tdl.st_release(theirs, epoch, "sys")', 'tdl.st(theirs, epoch, "sys")'),),
     ),
     Mutant(
         "direct: the signal orders the data for this GPU only",
-        (),
+        to("stores.release", 'tdl.st_release(theirs, value, "sys")', 'tdl.st_release(theirs, value, "gpu")'),
         WRONG,
         "direct",
-        module="kernels_direct",
-        protocol=(('tdl.st_release(theirs, epoch, "sys")', 'tdl.st_release(theirs, epoch, "gpu")'),),
     ),
-    Mutant(
-        "direct: forgotten signal",
-        (("            release(row + rank, to_delta, epoch)\n", ""),),
-        missing("signals"),
-        "direct",
-        module="kernels_direct",
-    ),
-    Mutant(
-        "direct, in place: a rank is written to before it has entered",
-        (("tdl.wait_signal(ready + to, tdl.CMP_GE, epoch,", "tdl.wait_signal(ready + to, tdl.CMP_GE, 0,"),),
-        WRONG,
-        "direct",
-        calls="iiii",
-        module="kernels_direct",
-    ),
+    Mutant("direct: forgotten signal", to("stores.push", RELEASE, "pass"), missing("signals"), "direct"),
     Mutant(
         "direct, in place: nobody says that it has entered",
-        (("release(ready + rank, frm_delta, epoch)", "pass"),),
+        to("kernels_direct.all_gather_direct", "stores.say_entered(g, frm_signal_delta, epoch)", "pass"),
         missing("ready"),
         "direct",
         calls="iiii",
-        module="kernels_direct",
     ),
     # ------------------------------------------------------------------ the ring
-    Mutant(
-        "ring: one slot",
-        (("landing += (epoch % 2) * WORLD * capacity", "landing += (epoch % 2) * 0"),),
-        WRONG,
-        "ring",
-        module="kernels_ring",
-    ),
-    Mutant(
-        "ring: passed on before it is there",
-        (("tdl.wait_signal(row + origin, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + origin, tdl.CMP_GE, 0,"),),
-        WRONG,
-        "ring",
-        module="kernels_ring",
-    ),
+    Mutant("ring: one slot", to("group.segment", "slot(epoch)", "0"), WRONG, "ring"),
+    Mutant("ring: passed on before it is there", at_once("kernels_ring.all_gather_ring", RING_WAIT), WRONG, "ring"),
     Mutant(
         "ring: passed on once the sender's own chunk is there",
-        (("tdl.wait_signal(row + origin, tdl.CMP_GE, epoch,", "tdl.wait_signal(row + before, tdl.CMP_GE, epoch,"),),
+        to("kernels_ring.all_gather_ring", RING_WAIT, RING_WAIT.replace("signals + origin", "signals + before")),
         WRONG,
         "ring",
-        module="kernels_ring",
     ),
     Mutant(
         "ring: the first chunk's signal stands for all",
-        (("* SLOT_SIGNALS + channel * WORLD", "* SLOT_SIGNALS"),),
+        to("kernels_ring.all_gather_ring", "row(g, epoch, channel)", "row(g, epoch, 0)"),
         WRONG,
         "ring",
-        module="kernels_ring",
     ),
     Mutant(
         "ring: signal before data",
-        ((f"{RING_COPY}\n{16 * ' '}{RING_RELEASE}", f"{RING_RELEASE}\n{16 * ' '}{RING_COPY}"),),
+        to("stores.push", f"{STORE}\n{RELEASE}", f"{RELEASE}\n{STORE}"),
         WRONG,
         "ring",
-        module="kernels_ring",
     ),
     Mutant(
         "ring: what is passed on has the sender's signal",
-        ((RING_RELEASE, RING_RELEASE.replace("row + origin", "row + rank")),),
+        to("kernels_ring.all_gather_ring", RING_PUSH, RING_PUSH.replace("signals + origin", "signals + g.rank")),
         missing("signals"),
         "ring",
-        module="kernels_ring",
     ),
     Mutant(
         "ring: passed on into the slot of the calls before",
-        ((RING_COPY, RING_COPY.replace("landing", "landing + (1 - 2 * (epoch % 2)) * WORLD * capacity")),),
+        to(
+            "kernels_ring.all_gather_ring",
+            RING_PUSH,
+            RING_PUSH.replace("landing", "segment(window, g, epoch + 1, origin) + offset"),
+        ),
         WRONG,
         "ring",
-        module="kernels_ring",
     ),
     Mutant(
         "ring: those that wait come first",
-        (("step = tl.program_id(0) % WORLD", "step = WORLD - 1 - tl.program_id(0) % WORLD"),),
+        to(
+            "kernels_ring.all_gather_ring",
+            "step = tl.program_id(0) % g.world",
+            "step = g.world - 1 - tl.program_id(0) % g.world",
+        ),
         missing("signals"),
         "ring",
         calls="oioo",
         world=(("resident", 1),),
-        module="kernels_ring",
-    ),
-    Mutant(
-        "ring, in place: a rank is written to before it has entered",
-        (("tdl.wait_signal(ready + after, tdl.CMP_GE, epoch,", "tdl.wait_signal(ready + after, tdl.CMP_GE, 0,"),),
-        WRONG,
-        "ring",
-        calls="iiii",
-        module="kernels_ring",
     ),
     Mutant(
         "ring, in place: the wrong rank is told of the entry",
-        (("release(ready + rank, before_delta, epoch)", "release(ready + rank, after_delta, epoch)"),),
+        to(
+            "kernels_ring.all_gather_ring",
+            "stores.say_entered(g, before_signal_delta, epoch)",
+            "stores.say_entered(g, after_signal_delta, epoch)",
+        ),
         missing("ready"),
         "ring",
         calls="iiii",
-        module="kernels_ring",
     ),
     Mutant(
         "ring, in place: nobody waits for the last hop",
-        (("tdl.CMP_GE, epoch, monitor, before", "tdl.CMP_GE, epoch * (step < WORLD - 1), monitor, before"),),
+        to(
+            "kernels_ring.all_gather_ring",
+            RING_WAIT,
+            RING_WAIT.replace("epoch", "epoch * (step < g.world - 1)"),
+        ),
         WRONG,
         "ring",
         calls="iiii",
-        module="kernels_ring",
     ),
 ]
-
-
-def _load(name: str, folder: Path, source: str) -> ModuleType:
-    path = folder / f"{name}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@contextmanager
-def installed(mutant: Mutant, folder: Path) -> Iterator[ModuleType]:
-    """Let all-gather launch the mutant's kernels."""
-    name = "all_gather_mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name)
-    kernels, shared = mutant.sources()
-    if mutant.protocol:
-        old = f"from {protocol.__name__} import"
-        assert old in kernels
-        kernels = kernels.replace(old, f"from {name}_protocol import")
-    real = getattr(op, mutant.module)
-    try:
-        if mutant.protocol:
-            _load(f"{name}_protocol", folder, shared)
-        module = _load(name, folder, kernels)
-        setattr(op, mutant.module, module)
-        yield module
-    finally:
-        setattr(op, mutant.module, real)
-        sys.modules.pop(name, None)
-        sys.modules.pop(f"{name}_protocol", None)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_mutants import Change, installed
 
 import tdcoll
 from tdcoll.testing import World, explore, first_failure
 
 from .cases import pattern
-from .mutants import WRONG, Mutant, installed
 
 HEAP = 1 << 18
 NBYTES = 64
@@ -85,25 +85,17 @@ def test_every_rank_gives_up_or_has_the_right_result(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "module", "n_pes", "per_node"),
-    [("direct", "kernels_direct", 2, None), ("ring", "kernels_ring", 2, None), ("1d", "kernels", 2, None)],
+    ("algorithm", "kernel"),
+    [
+        ("direct", "kernels_direct.all_gather_direct"),
+        ("ring", "kernels_ring.all_gather_ring"),
+        ("1d", "kernels_puts.all_gather_1d"),
+    ],
 )
-def test_launches_after_an_expired_wait_must_do_nothing(
-    algorithm: str, module: str, n_pes: int, per_node: int | None, tmp_path: Path
-) -> None:
+def test_launches_after_an_expired_wait_must_do_nothing(algorithm: str, kernel: str, tmp_path: Path) -> None:
     """A rank that gave up and goes on sending writes over what a late peer has yet to read."""
-    goes_on = Mutant(
-        "goes on sending", (("    if alive == 0:\n        return\n", ""),), WRONG, algorithm, module=module
-    )
-    with installed(goes_on, tmp_path):
-        failure = first_failure(
-            Queued(algorithm, "o"),
-            n_pes=n_pes,
-            seeds=20,
-            ranks_per_node=per_node,
-            heap_bytes=HEAP,
-            on_timeout="early",
-        )
+    with installed([Change(kernel, "if alive == 0:\n    return", "pass")], tmp_path):
+        failure = first_failure(Queued(algorithm, "o"), n_pes=2, seeds=20, heap_bytes=HEAP, on_timeout="early")
     assert failure is not None
     assert "wrong bytes" in failure.report
     assert "gave up early: pe" in failure.report

@@ -6,19 +6,21 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import triton.language as tl
+from kernel_mutants import installed
 
 import tdcoll
-from tdcoll.collectives.all_gather import kernels, policy
+from tdcoll.collectives.all_gather import kernels_puts, policy
 from tdcoll.collectives.all_gather.policy import Plan
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import World, explore, first_failure
 
 from .cases import Gathers
-from .mutants import MUTANTS, Mutant, installed
+from .mutants import MUTANTS, Mutant
 
 HEAP = 1 << 18
 CALLS = {"ll": "oi", "direct": "oi", "ring": "oi", "1d": "oi", "2d": "oi"}
@@ -131,9 +133,16 @@ def test_uneven_nodes_are_refused_on_every_rank(algorithm: str) -> None:
     explore(Gathers("auto"), n_pes=3, seeds=20, ranks_per_node=[2, 1], heap_bytes=HEAP)
 
 
+class Extents(NamedTuple):
+    """What a program needs of a window, and of a group, to know its task."""
+
+    slots: tl.constexpr
+    world: tl.constexpr
+
+
 @tdcoll.jit(do_not_specialize=["channels", "n_senders", "n_pushes"])
-def tasks_of_a_grid(out, channels, n_senders, n_pushes, WORLD: tl.constexpr, IN_PLACE: tl.constexpr):
-    _, channel, given = kernels._task(channels, n_senders, n_pushes, WORLD, IN_PLACE)
+def tasks_of_a_grid(out, channels, n_senders, n_pushes, extents):
+    _, channel, given = kernels_puts._task(channels, n_senders, n_pushes, extents, extents)
     tl.store(out + 2 * tl.program_id(0), channel)
     tl.store(out + 2 * tl.program_id(0) + 1, given)
 
@@ -148,7 +157,8 @@ def test_programs_come_chunk_by_chunk(n_senders: int, n_pushes: int, in_place: b
     out = torch.full((grid, 2), -99, dtype=torch.int32)
 
     def host(pe: int) -> None:
-        tasks_of_a_grid[(grid,)](out, channels, n_senders, n_pushes, world, in_place)
+        extents = Extents(tl.constexpr(1 if in_place else 2), tl.constexpr(world))
+        tasks_of_a_grid[(grid,)](out, channels, n_senders, n_pushes, extents)
 
     World(1, heap_bytes=HEAP).run(host)
     told = [tuple(pair) for pair in out[int(in_place) :].tolist()]
@@ -159,7 +169,7 @@ def test_programs_come_chunk_by_chunk(n_senders: int, n_pushes: int, in_place: b
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     case = Gathers(mutant.algorithm, mutant.calls, first_epoch=mutant.first_epoch)
-    with installed(mutant, tmp_path):
+    with installed(mutant.changes, tmp_path):
         failure = first_failure(case, seeds=100, heap_bytes=HEAP, **mutant.job)
     assert failure is not None, f"nothing noticed: {mutant.name}"
     assert re.search(mutant.expect, failure.report), f"{mutant.name} fails, but not as it should: {failure.report}"

@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from kernel_mutants import Change
+from kernel_mutants import installed as changed
 
-from tdcoll.collectives.all_gather import op as all_gather_op
 from tdcoll.collectives.sparse_all_reduce import call as sparse_call
 
+from ..all_gather import mutants as all_gather
+from ..all_gather.mutants import at_once, to
 from .cases import Reduces, some_part
 from .reference import Rows
 
@@ -40,7 +42,7 @@ class Mutant:
         case: what shows it.
         world: arguments of ``World``.
         seeds: how many, from 0, at the most.
-        exchange: the source is that of the all-gather.
+        exchange: changes to the all-gather's kernels.
     """
 
     name: str
@@ -49,16 +51,11 @@ class Mutant:
     case: Reduces = ANY
     world: dict[str, Any] = field(default_factory=lambda: {"n_pes": 4})
     seeds: int = 20
-    exchange: bool = False
-
-    @property
-    def launcher(self) -> ModuleType:
-        """The module that launches these kernels."""
-        return all_gather_op if self.exchange else sparse_call
+    exchange: tuple[Change, ...] = ()
 
     def source(self) -> str:
         """What the kernels become."""
-        module = self.launcher.kernels
+        module = sparse_call.kernels
         source = Path(str(module.__file__)).read_text()
         for old, new in self.pieces:
             found = source.count(old)
@@ -307,70 +304,65 @@ MUTANTS = [
     # ------------------------------------------------------------------ the exchange, counted
     Mutant(
         "exchange: a rank is written to before it has entered",
-        (("tdl.wait_signal(ready + peer, tdl.CMP_GE, epoch,", "tdl.wait_signal(ready + peer, tdl.CMP_GE, 0,"),),
+        (),
         BAD_LISTS,
         GATHERS,
-        exchange=True,
+        exchange=at_once("stores.may_write", all_gather.MAY_WRITE),
     ),
     Mutant(
         "exchange: the receiver waits for the first chunk only",
-        (("tdl.wait_signals(signals + channel * WORLD, WORLD,", "tdl.wait_signals(signals, WORLD,"),),
+        (),
         BAD_LISTS,
         LONG_LISTS,
-        exchange=True,
+        exchange=to("kernels_puts._receive", "row(g, epoch, channel)", "row(g, epoch, 0)"),
     ),
     Mutant(
         "exchange: the forwarder counts its own bytes",
-        (
-            (
-                "                    size = chunk_bytes(_used_bytes(segment, nbytes, COUNTED), chunk, channel)\n",
-                "                    pass\n",
-            ),
-        ),
+        (),
         BAD_LISTS,
         LONG_GATHERS,
         TWO_NODES,
-        exchange=True,
+        exchange=to(
+            "kernels_puts.all_gather_2d",
+            "size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, channel)",
+            "pass",
+        ),
     ),
     Mutant(
         "exchange: the forwarder does not wait for the count",
-        (("arrived = tdl.wait_signal(first, tdl.CMP_GE, epoch,", "arrived = tdl.wait_signal(first, tdl.CMP_GE, 0,"),),
+        (),
         BAD_LISTS,
         LONG_GATHERS,
         TWO_NODES,
-        exchange=True,
+        exchange=at_once(
+            "kernels_puts.all_gather_2d", "tdl.wait_signal(first, tdl.CMP_GE, epoch, g.monitor, origin, origin)"
+        ),
     ),
     Mutant(
         "exchange: the forwarder does not wait for the chunk",
-        (
-            (
-                "arrived = tdl.wait_signal(row + origin, tdl.CMP_GE, epoch,",
-                "arrived = tdl.wait_signal(row + origin, tdl.CMP_GE, 0,",
-            ),
-        ),
+        (),
         BAD_LISTS,
         LONG_GATHERS,
         TWO_NODES,
-        exchange=True,
+        exchange=at_once("kernels_puts.all_gather_2d", all_gather.FORWARDED),
     ),
     Mutant(
         "exchange: a list is packed while it is still being read",
-        (("            tdl.quiet()\n", ""),),
+        (),
         BAD_LISTS,
         GATHERS,
         TWO_NODES,
-        exchange=True,
+        exchange=to("puts.push_remote", "tdl.quiet()", "pass"),
     ),
     Mutant(
         "exchange: segments are as long as this rank's",
-        (
-            (
-                "        used = tl.minimum(tl.load(tl.cast(segment",
-                "        used = tl.minimum(0 * tl.load(tl.cast(segment",
-            ),
-        ),
+        (),
         f"{WRONG_INDICES}|{REFUSED}",
-        exchange=True,
+        exchange=to(
+            "kernels_direct.used_bytes",
+            "tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64)))",
+            "0 * tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64)))",
+        ),
     ),
 ]
 
@@ -378,6 +370,10 @@ MUTANTS = [
 @contextmanager
 def installed(mutant: Mutant, folder: Path) -> Iterator[None]:
     """Let sparse all-reduces, or their exchange, launch the mutant's kernels."""
+    if mutant.exchange:
+        with changed(mutant.exchange, folder):
+            yield
+        return
     name = "sparse_all_reduce_mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name)
     path = folder / f"{name}.py"
     path.write_text(mutant.source())
@@ -389,7 +385,7 @@ def installed(mutant: Mutant, folder: Path) -> Iterator[None]:
     try:
         spec.loader.exec_module(module)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mutant.launcher, "kernels", module)
+            patch.setattr(sparse_call, "kernels", module)
             yield
     finally:
         del sys.modules[name]

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-gather kernels that push, in one dimension and in two.
+
+Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``channels`` chunks of ``chunk`` bytes::
+
+    1D   source --put+signal--> staging[slot, r] on every rank of this node
+         source --> own staging --nbi put+signal--> staging[slot, r] on every rank of other nodes
+    2D   source --stores--> staging[slot, r] on every rank of this node, then a release of the chunk's signal
+         source --> own staging --nbi put+signal--> staging[slot, r] on r's *rail* (same place, other nodes)
+         staging[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
+    both staging[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
+
+In 2D a segment crosses between nodes once per node pair rather than once per rank pair. Where the ranks of a node
+cannot store to each other's memory (not ``STORES``), they put + signal, as in 1D.
+
+Signal map: ``signals[slot, channel, s]`` on rank r
+
+- is written (SET to the epoch) by whoever delivers chunk ``channel`` of rank s to r: s itself, or in 2D the rank of
+  r's node on s's rail, which forwards it;
+- is polled (>= epoch) on r by the program that copies that chunk out, and in 2D on s's rail by those that forward it.
+
+Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and nothing
+else is needed, because each chunk has a signal of its own and a forwarder has *acquired* the chunk (``wait_signal``)
+before it passes it on. Inter-node puts
+are nbi: their source is this rank's own staging segment, which is written next two epochs later, after the receiver
+has confirmed by starting the next call (see :mod:`tdcoll.context`). So no quiet at the end.
+
+Order of programs: first all that put to other nodes; then chunk by chunk those that put it inside the node, those that
+forward it, and those that receive it. So the chunks of a large message are copied out while later ones are on their
+way. A GPU starts programs in grid order, so a launch with fewer resident blocks than programs still makes progress: no
+program waits for one that comes after it, on any rank.
+
+In place (``IN_PLACE``): the caller's symmetric buffer takes the role of staging, on both sides, and nothing is copied.
+``ready[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; one more program, the
+first of the grid, tells the others. The caller may overwrite its own segment as soon as the call is over, so the nbi
+puts are completed (quiet) before the launch ends. One program per chunk waits for its signals of all ranks. Signals
+alternate between the slots here too: a signal word must not be set again before the rank that polls it is done with
+the epoch.
+
+Counted (``COUNTED``, in place only): segments have room for ``nbytes`` bytes and carry fewer, as many as the 64-bit
+integer at the beginning of each says; chunks are cut at the same places whatever it says, and those past it are
+signalled and empty. The count of its own segment is there before the launch; that of another arrives with chunk 0, for
+whose signal a 2D forwarder waits first.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.all_gather.kernels_direct import used_bytes
+from tdcoll.language.jit import jit
+from tdcoll.primitives import ll, puts, stores
+from tdcoll.primitives.group import chunk_bytes, row, segment, start
+
+__all__ = ["all_gather_1d", "all_gather_2d", "all_gather_ll_2d"]
+
+
+@jit
+def _n_senders(routes, window):
+    """Programs per channel that put to other nodes: one that stages the chunk once, or in place one per rank."""
+    if window.slots == 1:
+        n_senders = routes.n_remote
+    else:
+        n_senders = (routes.n_remote > 0).to(tl.int32)
+    return n_senders
+
+
+@jit
+def _task(channels, n_senders, n_pushes, window, g):
+    """``(program, channel, given)``: which chunk this program is for, and what it does with it.
+
+    ``program`` counts from -1, the announcer, in place. ``given`` is negative for senders to other nodes; then come
+    ``n_pushes`` that put inside this node; then receivers.
+    """
+    program = tl.program_id(0)
+    per_chunk = n_pushes
+    if window.slots == 1:
+        program -= 1
+        per_chunk += 1
+    else:
+        per_chunk += g.world
+    inside = program - n_senders * channels
+    if inside < 0:
+        channel = program % channels
+        given = program // channels - n_senders
+    else:
+        channel = inside // per_chunk
+        given = inside % per_chunk
+    return program, channel, given
+
+
+@jit
+def _push_local(peer, pe, g, window, target, source, size, signal, epoch, STORES: tl.constexpr):
+    """Give a chunk to rank ``peer``, which is on this node."""
+    if stores.may_write(g, window, peer, epoch) != 0:
+        if STORES:
+            stores.push(
+                target, source, size, tl.load(window.deltas + peer), signal, tl.load(g.deltas + peer), epoch
+            )  # fmt: skip
+        else:
+            puts.push(target, source, size, signal, epoch, pe)
+
+
+@jit
+def _receive(i, channel, source, out, window, g, nbytes, chunk, epoch, BLOCK: tl.constexpr):
+    """Copy out the chunk of the i-th rank after this one, or, in place, wait for that chunk of all ranks."""
+    signals = row(g, epoch, channel)
+    if window.slots == 1:
+        tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, BLOCK)
+    else:
+        peer = (g.rank + i) % g.world
+        offset = tl.cast(channel, tl.int64) * chunk
+        size = chunk_bytes(nbytes, chunk, channel)
+        target = out + tl.cast(peer, tl.int64) * nbytes + offset
+        if peer == g.rank:
+            tdl.copy_block(target, source + offset, size)
+        else:
+            if tdl.wait_signal(signals + peer, tdl.CMP_GE, epoch, g.monitor, peer, channel * g.world + peer) != 0:
+                tdl.copy_block(target, segment(window, g, epoch, peer) + offset, size)
+
+
+@jit
+def all_gather_1d(
+    source: tl.int64, out: tl.int64, window, g, routes, nbytes: tl.int64, chunk: tl.int64, channels: tl.int32,
+    BLOCK: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [world * nbytes]``: every rank puts its segment to every other.
+
+    Programs: ``channels`` times one remote sender if n_remote > 0, then ``channels`` times (n_local pushes, world
+    receivers); in place an announcer first, n_remote remote senders per channel, and one receiver per channel.
+
+    Args: those of ``all_gather_direct``, and
+        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks.
+        channels: chunks.
+        BLOCK: a power of two of at least ``world``.
+    """
+    n_senders = _n_senders(routes, window)
+    program, channel, given = _task(channels, n_senders, routes.n_local, window, g)
+    # Read before the epoch is: both take their time.
+    mate = tl.minimum(tl.maximum(given, 0), tl.maximum(routes.n_local - 1, 0))
+    peer = tl.load(routes.ranks + mate)
+    pe = tl.load(routes.ranks + routes.n_local + mate)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    if program < 0:
+        puts.say_entered(g, routes, epoch)
+    else:
+        size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, channel)
+        offset = tl.cast(channel, tl.int64) * chunk
+        if given < routes.n_local:
+            mine = segment(window, g, epoch, g.rank) + offset
+            signal = row(g, epoch, channel) + g.rank
+            if given >= 0:
+                _push_local(peer, pe, g, window, mine, source + offset, size, signal, epoch, False)
+            else:
+                i = given + n_senders
+                puts.push_remote(i, routes, g, window, mine, source + offset, size, signal, epoch)
+        else:
+            _receive(given - routes.n_local, channel, source, out, window, g, nbytes, chunk, epoch, BLOCK)
+
+
+@jit
+def all_gather_2d(
+    source: tl.int64, out: tl.int64, window, g, routes, nbytes: tl.int64, chunk: tl.int64, channels: tl.int32,
+    BLOCK: tl.constexpr, COUNTED: tl.constexpr, STORES: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [world * nbytes]``: between nodes along rails, then forwarded inside each node.
+
+    Programs: ``channels`` times one rail sender if n_remote > 0, then ``channels`` times (n_local pushes, n_remote *
+    n_local forwarders, world receivers); in place an announcer first, n_remote rail senders per channel, and one
+    receiver per channel. Every node has ``n_local + 1`` ranks.
+
+    Args: those of :func:`all_gather_1d`, except
+        routes: names as remote ranks only this rank's rail: one per other node.
+        STORES: whether ranks of this node can be stored to.
+    """
+    n_senders = _n_senders(routes, window)
+    n_local = routes.n_local
+    n_forwards = routes.n_remote * n_local
+    program, channel, given = _task(channels, n_senders, n_local + n_forwards, window, g)
+    # Read before the epoch is: both take their time.
+    mate = tl.maximum(given, 0) % tl.maximum(n_local, 1)
+    peer = tl.load(routes.ranks + mate)
+    pe = tl.load(routes.ranks + n_local + mate)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    if program < 0:
+        puts.say_entered(g, routes, epoch)
+    else:
+        size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, channel)
+        offset = tl.cast(channel, tl.int64) * chunk
+        signals = row(g, epoch, channel)
+        if given < 0:
+            mine = segment(window, g, epoch, g.rank) + offset
+            i = given + n_senders
+            puts.push_remote(i, routes, g, window, mine, source + offset, size, signals + g.rank, epoch)
+        elif given < n_local + n_forwards:
+            # Its own segment, and those of its rail, as they arrive.
+            origin = g.rank
+            held = source + offset
+            arrived = tl.cast(1, tl.int32)
+            if given >= n_local:
+                origin = tl.load(routes.ranks + 2 * n_local + given // n_local - 1)
+                landed = segment(window, g, epoch, origin)
+                held = landed + offset
+                if COUNTED:
+                    first = row(g, epoch, 0) + origin
+                    arrived = tdl.wait_signal(first, tdl.CMP_GE, epoch, g.monitor, origin, origin)
+                if arrived != 0:
+                    index = channel * g.world + origin
+                    arrived = tdl.wait_signal(signals + origin, tdl.CMP_GE, epoch, g.monitor, origin, index)
+                if arrived != 0:
+                    size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, channel)
+            if arrived != 0:
+                target = segment(window, g, epoch, origin) + offset
+                _push_local(peer, pe, g, window, target, held, size, signals + origin, epoch, STORES)
+        else:
+            _receive(given - n_local - n_forwards, channel, source, out, window, g, nbytes, chunk, epoch, BLOCK)
+
+
+@jit
+def all_gather_ll_2d(
+    source: tl.int64, out: tl.int64, window, words, g, routes, nbytes: tl.int64, chunk: tl.int64, channels: tl.int32,
+    blocks: tl.int32, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [world * nbytes]`` over several nodes of ``n_local + 1`` ranks each, small messages.
+
+    Programs: ``channels`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those of the
+    rail, world - 1 - n_remote receivers).
+
+    Args: those of :func:`all_gather_2d` and ``all_gather_ll``, except
+        routes: after them, the group ranks whose words come flagged.
+        chunk: bytes of a put between nodes, a multiple of ``12 * BLOCK``; there are ``channels``.
+        blocks: programs for each segment, of ``BLOCK`` words each.
+    """
+    program = tl.program_id(0)
+    block = (program - channels) % blocks
+    task = (program - channels) // blocks
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    size = tl.cast(nbytes, tl.int32)
+    elsewhere = routes.ranks + 2 * routes.n_local
+    if program < channels:
+        offset = tl.cast(program, tl.int64) * chunk
+        staged = segment(window, g, epoch, g.rank) + offset
+        signal = row(g, epoch, program) + g.rank
+        part = chunk_bytes(nbytes, chunk, program)
+        puts.push_remote(0, routes, g, window, staged, source + offset, part, signal, epoch)
+    else:
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        mask = ll.carry(index, size)
+        if task <= routes.n_remote:
+            origin = g.rank
+            at = source
+            arrived = tl.cast(1, tl.int32)
+            if task > 0:
+                origin = tl.load(elsewhere + task - 1)
+                at = segment(window, g, epoch, origin)
+                channel = block * BLOCK * 12 // chunk
+                signal = row(g, epoch, channel) + origin
+                arrived = tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, origin, channel * g.world + origin)
+            if arrived != 0:
+                first, second, third = ll.load(at, index, size)
+                first, second, third = ll.repair(at, index, size, first, second, third)
+                for k in tl.range(0, routes.n_local, disable_licm=True):
+                    delta = tl.load(words.deltas + tl.load(routes.ranks + k))
+                    ll.send(g, words, origin, delta, index, first, second, third, epoch, mask)
+                target = out + tl.cast(origin, tl.int64) * nbytes
+                if target != at:  # not the own segment in place
+                    ll.store(target, index, size, first, second, third, mask)
+        else:
+            origin = tl.load(elsewhere + routes.n_remote + task - 1)
+            first, second, third, there = ll.receive(g, words, origin, index, epoch, mask)
+            ll.store(out + tl.cast(origin, tl.int64) * nbytes, index, size, first, second, third, there != 0)

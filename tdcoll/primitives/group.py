@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A context as kernels see it: the ranks, the number of this call, the signals, and the memory that peers write to.
+
+Every launch of a protocol calls :func:`start` once in each of its programs, which gives the epoch and counts it. The
+epoch says which of two *slots* of signals and memory the call uses: :func:`slot` is the only place that knows. Why a
+slot may be reused is told in :mod:`tdcoll.context`.
+
+Signals are named by their role. ``arrived[slot, channel, r]`` is set to the epoch by whoever delivers chunk ``channel``
+of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call in which peers
+write to memory of the caller's, and polled here before that memory of rank r is written.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.jit import jit
+from tdcoll.limits import MAX_PROGRAMS
+
+__all__ = [
+    *("EPOCH_SHIFT", "Group", "Window"),
+    *("begin_epoch", "chunk_bytes", "row", "segment", "slot", "start"),
+]
+
+EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
+"""The control word holds the number of finished epochs above this bit, and how far the next one is below it."""
+_EPOCH = tl.constexpr(1 << EPOCH_SHIFT.value)
+
+
+class Group(NamedTuple):
+    """The ranks of a context, seen from one of them: ``ctx.device_group``.
+
+    Attributes:
+        arrived: int64 ``[2, channels, world]``, symmetric.
+        entered: int64 ``[world]``, symmetric.
+        control: int64 ``[1]``: the epoch.
+        monitor: int64 ``[4]``: deadline of waits.
+        deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each rank that can
+            be stored to.
+        rank: group rank.
+        channels, world: extents of ``arrived``.
+    """
+
+    arrived: Any
+    entered: Any
+    control: Any
+    monitor: Any
+    deltas: Any
+    rank: tl.int32
+    channels: tl.constexpr
+    world: tl.constexpr
+
+
+class Window(NamedTuple):
+    """Symmetric memory of every rank that its peers write to: segment ``[slot, r]`` of it is for rank r to fill.
+
+    Attributes:
+        base: its address here.
+        stride: bytes from the segment of one rank to that of the next.
+        deltas: int64 ``[world]``: from an address in it to the same on each rank that can be stored to.
+        slots: 2 of the context's own memory; 1 of a buffer of the caller's, which peers may write to only after its
+            owner has entered the call.
+    """
+
+    base: tl.int64
+    stride: tl.int64
+    deltas: Any
+    slots: tl.constexpr
+
+
+@jit
+def begin_epoch(control, monitor):
+    """``(epoch, alive)``: this call, counted from 1. Every program of the launch calls it exactly once.
+
+    Every program adds its share of one epoch to the control word after it has read it, so the epoch goes up when the
+    last one has read it; the next launch on the stream starts after this one ends. The barrier makes that true of every
+    thread: all read the word, and one adds. Nobody waits for the addition.
+
+    ``alive`` is 0 once a wait of the context has expired: the program must then do nothing. A rank that gave up on a
+    peer and went on sending would write the next calls' data over what a peer that is only late has yet to read.
+    """
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+    word = tdl.ld(control, "gpu", "relaxed")
+    aborted = tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed")
+    alive = tdl.block_and(aborted == 0)
+    share = _EPOCH // programs
+    if program == programs - 1:
+        share = _EPOCH - share * (programs - 1)
+    tl.atomic_add(control, share.to(tl.int64), sem="relaxed", scope="gpu")
+    return (word >> EPOCH_SHIFT) + 1, alive
+
+
+@jit
+def start(g):
+    """:func:`begin_epoch` of a :class:`Group`."""
+    return begin_epoch(g.control, g.monitor)
+
+
+@jit
+def slot(epoch):
+    """Which of the two slots a call uses."""
+    return epoch % 2
+
+
+@jit
+def row(g, epoch, channel):
+    """``-> [world]``: the signals of all ranks' chunks ``channel`` in this call."""
+    return g.arrived + slot(epoch) * (g.channels * g.world) + channel * g.world
+
+
+@jit
+def segment(window, g, epoch, origin):
+    """Address, on this rank, of rank ``origin``'s segment of a window in this call."""
+    at = window.base
+    if window.slots == 2:
+        at += slot(epoch) * g.world * window.stride
+    return at + tl.cast(origin, tl.int64) * window.stride
+
+
+@jit
+def chunk_bytes(nbytes, chunk, channel):
+    """Bytes of chunk ``channel`` when ``nbytes`` are cut into pieces of ``chunk``: 0 past the end."""
+    left = tl.maximum(tl.cast(nbytes, tl.int64) - tl.cast(channel, tl.int64) * chunk, 0)
+    return tl.minimum(left, tl.cast(chunk, tl.int64))

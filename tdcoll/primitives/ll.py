@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words that carry a flag: data and its signal in one aligned 128-bit store, inside a node.
+
+A word holds 96 bits of data and 32 bits of flag, which says the epoch. It arrives whole, so a word that has the flag
+of this epoch has its data: one crossing, no fence, no release, at 4/3 of the bytes. NCCL has two such protocols: LL,
+whose words are of 64 bits, half of them flag, and LL128, whose words are the 128 bytes that a warp stores at once.
+
+The words of a window are used for nothing else. ``window.base + 16 * i`` is written by one rank, by one store per
+epoch, and polled here by one program. What is in a word is always a flag of this context: of this epoch, or of an
+earlier one of the same slot; never of a later one, because its sender then knows that this rank is done with this one.
+So flags are compared for equality. (2^32 calls later a flag comes again; a word would have to be skipped by all calls
+in between to be mistaken.) A word that was never written holds zeros, so 0 is no flag: epochs 2^32 k have flag 1
+instead (:func:`flag`). They are even, and so are all other epochs of their slot with their flags: none of those is 1.
+
+Ordering: none is relied on, except that an aligned 128-bit store (``st.relaxed.sys.b128``, PTX ISA 8.4) is single, as
+is the load that polls it. A call of no bytes sends one word all the same, so that every call hears from every peer.
+
+Data may have any alignment and length. The accesses by 32 bits are made without a branch, before the epoch is known;
+what is not aligned is loaded anew after it (:func:`repair`).
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.jit import jit
+from tdcoll.primitives.group import segment
+
+__all__ = ["carry", "flag", "load", "receive", "repair", "send", "store"]
+
+
+@jit
+def _load_words(source, index, nbytes):
+    """32-bit words ``index`` of ``nbytes`` bytes at ``source``, zeros past the end; all zeros unless both are multiples
+    of 4. Without a branch, so that nobody waits for it before the data is needed."""
+    mask = (index < nbytes // 4) & ((source | nbytes) % 4 == 0)
+    return tl.load(source.to(tl.pointer_type(tl.int32)) + index, mask=mask, other=0)
+
+
+@jit
+def _load_bytes(source, index, nbytes):
+    """:func:`_load_words` for any alignment and number of bytes."""
+    words = tl.zeros_like(index)
+    pointer = source.to(tl.pointer_type(tl.uint8))
+    for byte in tl.static_range(4):
+        place = index * 4 + byte
+        words |= tl.load(pointer + place, mask=place < nbytes, other=0).to(tl.int32) << (8 * byte)
+    return words
+
+
+@jit
+def _store_words(out, index, nbytes, words, mask):
+    """Words ``index``, where ``mask`` is true, to ``nbytes`` bytes at ``out``, any alignment; none past the end."""
+    if (out | nbytes) % 4 == 0:
+        tl.store(out.to(tl.pointer_type(tl.int32)) + index, words, mask=mask & (index < nbytes // 4))
+    else:
+        pointer = out.to(tl.pointer_type(tl.uint8))
+        for byte in tl.static_range(4):
+            place = index * 4 + byte
+            tl.store(pointer + place, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), mask=mask & (place < nbytes))
+
+
+@jit
+def load(source, word, nbytes):
+    """What the 128-bit words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
+    first = _load_words(source, 3 * word, nbytes)
+    second = _load_words(source, 3 * word + 1, nbytes)
+    third = _load_words(source, 3 * word + 2, nbytes)
+    return first, second, third
+
+
+@jit
+def repair(source, word, nbytes, first, second, third):
+    """What :func:`load` gave, loaded anew if that was not aligned."""
+    if (source | nbytes) % 4 != 0:
+        first = _load_bytes(source, 3 * word, nbytes)
+        second = _load_bytes(source, 3 * word + 1, nbytes)
+        third = _load_bytes(source, 3 * word + 2, nbytes)
+    return first, second, third
+
+
+@jit
+def store(out, word, nbytes, first, second, third, mask):
+    """The inverse of :func:`load`, for any alignment, where ``mask`` is true."""
+    _store_words(out, 3 * word, nbytes, first, mask)
+    _store_words(out, 3 * word + 1, nbytes, second, mask)
+    _store_words(out, 3 * word + 2, nbytes, third, mask)
+
+
+@jit
+def carry(word, nbytes):
+    """Which of the 128-bit words carry something; the first always does."""
+    return word < tl.maximum((nbytes + 11) // 12, 1)
+
+
+@jit
+def flag(epoch):
+    """The flag of an epoch: its low 32 bits, or 1 where they are 0."""
+    return tl.maximum(epoch.to(tl.uint32), 1).to(tl.int32)
+
+
+@jit
+def send(g, window, origin, peer_delta, word, first, second, third, epoch, mask):
+    """Words of rank ``origin``'s segment to a peer."""
+    theirs = segment(window, g, epoch, origin) + peer_delta + 16 * word
+    tdl.store_flagged(theirs, first, second, third, flag(epoch), mask)
+
+
+@jit
+def receive(g, window, origin, word, epoch, mask):
+    """``(first, second, third, arrived)``: words of rank ``origin``'s segment here, once they are of this epoch."""
+    landed = segment(window, g, epoch, origin) + 16 * tl.cast(word, tl.int64)
+    return tdl.wait_flagged(landed, flag(epoch), mask, g.monitor, origin)

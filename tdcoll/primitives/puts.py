@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data and signals by NVSHMEM: ranks of any node. Between nodes, only from symmetric memory.
+
+A put with a signal orders its own bytes before that signal and nothing else, so each chunk has a signal of its own.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.jit import jit
+from tdcoll.primitives.stores import may_write
+
+__all__ = ["Routes", "push", "push_remote", "say_entered"]
+
+
+class Routes(NamedTuple):
+    """To whom a rank sends, inside its node and elsewhere. Every rank starts with its successor.
+
+    Attributes:
+        ranks: int32: ``n_local`` group ranks of this node, then their PEs, then ``n_remote`` group ranks of other
+            nodes, then their PEs.
+        n_local, n_remote: how many.
+    """
+
+    ranks: Any
+    n_local: tl.int32
+    n_remote: tl.int32
+
+
+@jit
+def say_entered(g, routes, epoch):
+    """Let every rank of ``routes`` write to this rank's buffer: this rank has begun call ``epoch``."""
+    for i in tl.range(0, routes.n_local, disable_licm=True):
+        tdl.signal_block(g.entered + g.rank, epoch, tdl.SIGNAL_SET, tl.load(routes.ranks + routes.n_local + i))
+    pes = routes.ranks + 2 * routes.n_local + routes.n_remote
+    for i in tl.range(0, routes.n_remote, disable_licm=True):
+        tdl.signal_block(g.entered + g.rank, epoch, tdl.SIGNAL_SET, tl.load(pes + i))
+
+
+@jit
+def push(target, source, nbytes, signal, value, pe):
+    """``nbytes`` at ``source`` to ``pe``'s copy of ``target``; then its copy of ``signal`` becomes ``value``."""
+    tdl.putmem_signal_block(target, source, nbytes, signal, value, tdl.SIGNAL_SET, pe)
+
+
+@jit
+def push_remote(i, routes, g, window, staged, source, nbytes, signal, epoch):
+    """Put a chunk to the remote ranks of ``routes``, from symmetric memory.
+
+    With two slots the chunk is first copied to ``staged``, this rank's own segment, and put from there to all of them;
+    nothing waits for the puts, because that segment is written next two epochs later. In the caller's buffer, where it
+    is already, it is put to the i-th of them, once that rank has entered the call, and is complete when this returns:
+    the caller may overwrite it as soon as the call is over.
+    """
+    elsewhere = routes.ranks + 2 * routes.n_local
+    if window.slots == 1:
+        peer = tl.load(elsewhere + i)
+        pe = tl.load(elsewhere + routes.n_remote + i)
+        if may_write(g, window, peer, epoch) != 0:
+            tdl.putmem_signal_nbi_block(staged, staged, nbytes, signal, epoch, tdl.SIGNAL_SET, pe)
+            tdl.quiet()
+    else:
+        tdl.copy_block(staged, source, nbytes)
+        tdl.syncthreads()
+        for k in tl.range(0, routes.n_remote, disable_licm=True):
+            pe = tl.load(elsewhere + routes.n_remote + k)
+            tdl.putmem_signal_nbi_block(staged, staged, nbytes, signal, epoch, tdl.SIGNAL_SET, pe)
