@@ -255,7 +255,7 @@ def sections(
 
 
 def verdict(nbytes: int, rows: Sequence[Row], known: Mapping[str, Candidate], topology: Topology, margin: float) -> str:
-    """What is taken at a size, and how much longer the best of every other algorithm takes: one line.
+    """Return one line: what is taken at a size, and how much longer the best of every other algorithm takes.
 
     Args:
         rows: of this size, and of those before it, on which the choice depends.

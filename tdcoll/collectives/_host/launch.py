@@ -133,14 +133,14 @@ def _raise(function: str, failed: int) -> None:
 
 
 def _known(compiled: CompiledKernel) -> bool:
-    """Whether a launch of this kernel needs nothing but what :class:`_Prepared` gives."""
+    """Return whether :class:`_Prepared` gives a launch of this kernel all that it needs."""
     metadata = compiled.metadata
     more = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "tensordesc_meta", "gsan")
     return getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, name, None) for name in more)
 
 
 def _hooked() -> bool:
-    """Whether a profiler has asked Triton to be told of launches."""
+    """Return whether a profiler has asked Triton to be told of launches."""
     hooks = knobs.runtime
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
     try:
