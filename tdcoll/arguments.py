@@ -17,7 +17,7 @@ import torch
 __all__ = ["MOST_SECONDS", "byte_count", "extents", "instance", "parse_bytes", "seconds", "tensor", "whole"]
 
 MOST_SECONDS = 1e9
-"""Of a deadline. Kernels and stores count nanoseconds in 64 bits, which ten times as much would overflow."""
+"""The longest deadline. Kernels and stores count nanoseconds in 64 bits; ten times as much would overflow them."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 

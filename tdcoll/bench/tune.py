@@ -475,11 +475,11 @@ def part_of(output: Path) -> Path:
 
 
 _SETTINGS = ("algorithms", "channels", "warps", "peers", "launches", "in_place", "iterations", "warmup")
-"""Of the options, those with which rows have to be measured to be of one table."""
+"""Options that must be the same for all rows of one table."""
 
 
 class _Progress:
-    """What has been measured, in files and in words. On rank 0; the others know of nothing and write nothing.
+    """Keeps and reports what has been measured. Rank 0 does so; on the others it is empty and writes nothing.
 
     Args:
         head: what a file of rows begins with.

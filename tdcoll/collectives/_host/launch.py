@@ -197,7 +197,7 @@ class Launch:
 
     @property
     def prepared(self) -> bool:
-        """Whether the kernel is compiled and loaded: a CUDA graph that is being captured can hold no compilation."""
+        """True once the kernel is compiled and loaded. A kernel cannot be compiled while a CUDA graph is captured."""
         return INTERPRETED or self._prepared is not None
 
     def prepare(self) -> None:

@@ -270,12 +270,13 @@ def _gathered_shapes(shape: torch.Size, world: int) -> tuple[torch.Size, torch.S
 
 
 def lies_elsewhere_in(begin: int, nbytes: int, first: int, total: int, own: int) -> bool:
-    """Whether ``nbytes`` bytes at ``begin`` overlap ``total`` bytes at ``first``, but as their segment at ``own``."""
+    """Return whether ``nbytes`` bytes at ``begin`` overlap ``total`` bytes at ``first``, other than as the segment that
+    begins ``own`` bytes into them."""
     return nbytes > 0 and first < begin + nbytes and begin < first + total and begin != first + own
 
 
 _SHORT = "all_gather, the short way"
-"""What a context knows such calls by."""
+"""The first part of the keys under which a context remembers such calls."""
 
 UNCHECKED = object()
 """In the place of an algorithm for :func:`all_gather_at_once`: "auto", after :func:`all_gather_unchecked`."""
