@@ -3,17 +3,17 @@
 
 Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``channels`` chunks of ``chunk`` bytes::
 
-    1D   source --put+signal--> staging[slot, r] on every rank of this node
-         source --> own staging --nbi put+signal--> staging[slot, r] on every rank of other nodes
-    2D   source --stores--> staging[slot, r] on every rank of this node, then a release of the chunk's signal
-         source --> own staging --nbi put+signal--> staging[slot, r] on r's *rail* (same place, other nodes)
-         staging[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
-    both staging[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
+    1D   source --put+signal--> window[slot, r] on every rank of this node
+         source --> own window --nbi put+signal--> window[slot, r] on every rank of other nodes
+    2D   source --stores--> window[slot, r] on every rank of this node, then a release of the chunk's signal
+         source --> own window --nbi put+signal--> window[slot, r] on r's *rail* (same place, other nodes)
+         window[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
+    both window[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
 
 In 2D a segment crosses between nodes once per node pair rather than once per rank pair. Where the ranks of a node
 cannot store to each other's memory (not ``STORES``), they put + signal, as in 1D.
 
-Signal map: ``signals[slot, channel, s]`` on rank r
+Signal map: ``arrived[slot, channel, s]`` on rank r
 
 - is written (SET to the epoch) by whoever delivers chunk ``channel`` of rank s to r: s itself, or in 2D the rank of
   r's node on s's rail, which forwards it;
@@ -22,7 +22,7 @@ Signal map: ``signals[slot, channel, s]`` on rank r
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and nothing
 else is needed, because each chunk has a signal of its own and a forwarder has *acquired* the chunk (``wait_signal``)
 before it passes it on. Inter-node puts
-are nbi: their source is this rank's own staging segment, which is written next two epochs later, after the receiver
+are nbi: their source is this rank's own window segment, which is written next two epochs later, after the receiver
 has confirmed by starting the next call (see :mod:`tdcoll.context`). So no quiet at the end.
 
 Order of programs: first all that put to other nodes; then chunk by chunk those that put it inside the node, those that
@@ -30,8 +30,8 @@ forward it, and those that receive it. So the chunks of a large message are copi
 way. A GPU starts programs in grid order, so a launch with fewer resident blocks than programs still makes progress: no
 program waits for one that comes after it, on any rank.
 
-In place (``IN_PLACE``): the caller's symmetric buffer takes the role of staging, on both sides, and nothing is copied.
-``ready[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; one more program, the
+In place (a window of one slot): the caller's symmetric buffer is the window, on both sides, and nothing is copied.
+``entered[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; one more program, the
 first of the grid, tells the others. The caller may overwrite its own segment as soon as the call is over, so the nbi
 puts are completed (quiet) before the launch ends. One program per chunk waits for its signals of all ranks. Signals
 alternate between the slots here too: a signal word must not be set again before the rank that polls it is done with

@@ -7,17 +7,17 @@ more than 2 GPUs, where a ring is what :mod:`.kernels_direct` does, so only a ca
 Data flow, seen from rank r of W with n = r + 1 and p = r - 1 (both modulo W) and a segment of ``nbytes`` bytes, cut
 into ``channels`` chunks of ``chunk`` bytes; o = r - s (modulo W) is whose segment step s moves::
 
-    step 0         source --stores--> staging[slot, r] on n; then a release of the chunk's signal;  source --> out[r]
+    step 0         source --stores--> window[slot, r] on n; then a release of the chunk's signal;  source --> out[r]
     step 1..W-2    once the signal of o's chunk is there:
-                   staging[slot, o] --stores--> staging[slot, o] on n; then a release;  staging[slot, o] --> out[o]
-    step W-1       once it is there: staging[slot, o] --copy--> out[o]
+                   window[slot, o] --stores--> window[slot, o] on n; then a release;  window[slot, o] --> out[o]
+    step W-1       once it is there: window[slot, o] --copy--> out[o]
 
 A chunk is passed on before it is copied out: somebody waits for the former, and the latter finds it in L2. A rank alone
 copies its own.
 
-Signal map: ``signals[slot, channel, o]`` on rank r is set to the epoch by p, whoever o is, when p has stored o's chunk
+Signal map: ``arrived[slot, channel, o]`` on rank r is set to the epoch by p, whoever o is, when p has stored o's chunk
 there, and polled by the one program that moves that chunk. The address of a peer's copy of a symmetric address is that
-address plus ``deltas[peer]``.
+address plus ``g.deltas[peer]``.
 
 Ordering: the block's stores of a chunk come before its barrier, and that before the release at system scope by one of
 its threads; n acquires the signal before it reads the chunk, be it to copy it out or to pass it on. Each hop is such a
@@ -25,19 +25,19 @@ pair of its own, and nothing else is relied on.
 
 Reuse of a slot: a rank completes only when it has all chunks of all other ranks, and nobody passes on what its origin
 has not sent; so every rank has started the epoch, which is what :mod:`tdcoll.context` needs, whatever calls come before
-and after. On a ring, only p writes into r's staging and signals. It writes slot ``e % 2`` again in epoch e + 2, after
+and after. On a ring, only p writes into r's window and signals. It writes slot ``e % 2`` again in epoch e + 2, after
 it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
 
 Order of programs: chunk by chunk, step by step. Step s of a channel waits for step s - 1 of the same channel on p,
 which has a smaller index there; so any number of resident blocks makes progress. The steps of a chunk follow each
 other, so about one in W of the resident blocks moves data at a time, and the others wait.
 
-In place (``IN_PLACE``): the symmetric buffer takes the role of staging, and nothing is copied out. The first program
-first tells p, which is the only one that writes here, that this rank has entered the call (``ready``), and every
+In place (a window of one slot): the symmetric buffer is the window, and nothing is copied out. The first program
+first tells p, which is the only one that writes here, that this rank has entered the call (``entered``), and every
 program that stores waits until n has told so. Of the segments here p writes all but r's own, each chunk once, and r
 waits for each: when its call is over nothing is on the way to its buffer, and its own reads for n are over.
 
-When a wait expires, its record names p (or n, for ``ready``): the rank that had to deliver. That one may itself have
+When a wait expires, its record names p (or n, for ``entered``): the rank that had to deliver. That one may itself have
 waited for the rank before it, so the cause may be further up the ring: a rank that is named and raises nothing itself.
 """
 
