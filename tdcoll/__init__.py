@@ -9,6 +9,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tdcoll.collectives._host.plan import Plan
     from tdcoll.collectives.all_gather import all_gather, all_gather_in_place, all_gather_into_tensor
     from tdcoll.collectives.index_match import match_indices, match_lists
     from tdcoll.collectives.sparse_all_reduce import (
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from tdcoll.memory import barrier, device, empty, free, heap_info, topology, zeros
     from tdcoll.monitor import WaitMonitor
     from tdcoll.runtime.lifecycle import finalize, initialize, is_initialized
+    from tdcoll.runtime.topology import Topology
+    from tdcoll.tuning import Table
 
 __version__ = "0.1.0"
 
@@ -45,9 +48,12 @@ __all__ = [
     "NotInitializedError",
     "NotSymmetricError",
     "PaddedRows",
+    "Plan",
     "RankMismatchError",
     "SparseContext",
+    "Table",
     "TdcollError",
+    "Topology",
     "WaitMonitor",
     "__version__",
     "all_gather",
@@ -78,6 +84,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "collectives.sparse_all_reduce": (
             "PaddedRows SparseContext sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
         ),
+        "collectives._host.plan": "Plan",
         "context": "CollectiveContext",
         "errors": (
             "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "
@@ -87,9 +94,11 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "memory": "barrier device empty free heap_info topology zeros",
         "monitor": "WaitMonitor",
         "runtime.lifecycle": "finalize initialize is_initialized",
+        "runtime.topology": "Topology",
+        "tuning": "Table",
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-    _SUBMODULES = frozenset({"collectives", "context", "errors", "language", "memory", "monitor", "runtime"})
+    _SUBMODULES = frozenset({"collectives", "context", "errors", "language", "memory", "monitor", "runtime", "tuning"})
 
     def __getattr__(name):
         """A public name or a module that belongs to one, imported now (PEP 562)."""

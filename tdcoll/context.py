@@ -54,6 +54,7 @@ from tdcoll.monitor import WaitMonitor
 from tdcoll.primitives.group import Group
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
+from tdcoll.tuning.agreement import agree
 
 __all__ = ["CollectiveContext", "most_ll_bytes"]
 
@@ -95,7 +96,7 @@ class CollectiveContext:
             Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
         stream: the CUDA stream that all calls are made on. Default: the current one. Calls made while a CUDA graph is
             being captured are not checked: replay the graph on this stream.
-        tuning: a :class:`~tdcoll.collectives.all_gather.tuning.Table` that says which algorithms are the fastest, or
+        tuning: a :class:`~tdcoll.Table` that says which algorithms are the fastest, or
             the path of its file. Default: that of the file ``TDCOLL_TUNING``, else tdcoll's own.
 
     Raises:
@@ -158,8 +159,6 @@ class CollectiveContext:
 
     def _make(self, group: runtime.Group, tuning: Any) -> None:
         """Agree with the other ranks, and take memory. Collective."""
-        from tdcoll.collectives.all_gather.tuning import agree  # here: collectives import contexts, not the reverse
-
         owner, world = self.job, self.topology.world_size
         same = {"max_bytes_per_rank": self.max_bytes_per_rank, "channels": self.channels, "debug": self.debug}
         owner.agree(self._group, "arguments of CollectiveContext", same)
@@ -204,6 +203,12 @@ class CollectiveContext:
         other, or nodes have different numbers of ranks."""
         words = self.flagged.shape[2]
         return min(self.max_bytes_per_rank, most_ll_bytes(self.topology)) if words else -1
+
+    @property
+    def stores(self) -> bool:
+        return self.ll_bytes >= 0
+
+    max_programs = 1 << 20
 
     def _device_group(self) -> Group:
         heap = self.job.heap

@@ -13,8 +13,8 @@ import torch
 import tdcoll
 import tdcoll.distributed
 from tdcoll import runtime
-from tdcoll.collectives.all_gather.tuning import shipped
 from tdcoll.testing import World
+from tdcoll.tuning import shipped
 
 INF, NAN = float("inf"), float("nan")
 X = torch.zeros(4)

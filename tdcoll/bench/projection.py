@@ -50,7 +50,8 @@ import torch
 
 from tdcoll.bench.arithmetic import format_bytes, ratio
 from tdcoll.bench.subjects import IN_PLACE
-from tdcoll.collectives.all_gather.policy import Plan, choose, put_chunks
+from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives.all_gather.policy import POLICY, put_chunks
 from tdcoll.collectives.index_match.kernels import HEADER
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS
 from tdcoll.context import most_ll_bytes
@@ -163,7 +164,8 @@ def plan_of(name: str, nbytes: int, topology: Topology) -> Plan:
     stores = topology.n_nodes == 1
     in_place = name == IN_PLACE
     wanted = "auto" if in_place else name
-    return choose(nbytes, topology, wanted, ll_bytes=most_ll_bytes(topology), direct=stores, in_place=in_place)
+    facts = Facts(nbytes, topology, ll_bytes=most_ll_bytes(topology), stores=stores, in_place=in_place)
+    return POLICY.choose(facts, wanted)
 
 
 def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: bool) -> Counts:
@@ -283,7 +285,7 @@ def sparse_counts(
     gather = algorithm == "gather"
     used = sum(list_bytes(torch.unique(part).numel(), gather) for part in indices) / world
     room = -(-int(list_bytes(capacity_rows, gather)) // 16) * 16
-    plan = choose(room, topology, channels=EXCHANGE_CHANNELS)
+    plan = POLICY.choose(Facts(room, topology, channels=EXCHANGE_CHANNELS))
     exchange = all_gather_counts(plan, used, topology, True)
     if gather:
         return SparseCounts(exchange, plan, used, 0.0, 0.0)

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from tdcoll.bench.data import Buffers
+from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
-from tdcoll.collectives.all_gather.policy import ALGORITHMS, Plan
+from tdcoll.collectives.all_gather.policy import POLICY
 from tdcoll.context import CollectiveContext
 
 __all__ = ["BACKEND", "IN_PLACE", "NAMES", "Subject", "all_gather_subject", "backend_subject", "no_close"]
 
 IN_PLACE = "in-place"
 BACKEND = "backend"
-NAMES = (*ALGORITHMS, IN_PLACE, BACKEND)
+NAMES = (*POLICY.algorithms, IN_PLACE, BACKEND)
 
 
 def no_close() -> None:

@@ -43,13 +43,15 @@ from tdcoll.bench.rows import Row
 from tdcoll.bench.subjects import IN_PLACE, Subject
 from tdcoll.bench.table import duration, number
 from tdcoll.bench.timing import LineUp
+from tdcoll.collectives._host.plan import LL_WORD_BYTES, Facts, Plan
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
-from tdcoll.collectives.all_gather.policy import ALGORITHMS, HANDED_OVER, LL_WORD_BYTES, Entry, Plan, choose
-from tdcoll.collectives.all_gather.tuning import Section, Table, architectures
+from tdcoll.collectives.all_gather.policy import POLICY
 from tdcoll.context import CollectiveContext, most_ll_bytes
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
+from tdcoll.tuning import HANDED_OVER, Entry, Section, Table
+from tdcoll.tuning.agreement import architectures
 
 __all__ = ["Candidate", "Options", "candidates", "main", "parse", "part_of", "pick", "sections", "verdict"]
 
@@ -68,9 +70,9 @@ class Candidate:
     """A way to make a call; None is left to the rules.
 
     Attributes:
-        algorithm: as in :class:`~tdcoll.collectives.all_gather.policy.Plan`.
+        algorithm: as in :class:`~tdcoll.Plan`.
         in_place: whether the call is.
-        channels, chunk, num_warps: as in :class:`~tdcoll.collectives.all_gather.policy.Entry`.
+        channels, chunk, num_warps: as in :class:`~tdcoll.tuning.Entry`.
     """
 
     algorithm: str
@@ -91,27 +93,16 @@ class Candidate:
             words.append(f"{self.num_warps} warps")
         return " ".join(words)
 
-    def entry(self, topology: Topology, launch: str, up_to: int | None) -> Entry:
+    def entry(self, up_to: int | None) -> Entry:
         """A table's entry that says so."""
-        return Entry(
-            ranks_per_node=topology.ranks_per_node or 0,
-            nodes=topology.n_nodes,
-            launch=launch,
-            in_place=self.in_place,
-            up_to=up_to,
-            algorithm=self.algorithm,
-            channels=self.channels,
-            chunk=self.chunk,
-            num_warps=self.num_warps,
-        )
+        return Entry(up_to, self.algorithm, self.channels, self.chunk, self.num_warps)
 
     def plan(self, nbytes: int, topology: Topology, ll_bytes: int) -> Plan:
         """What it makes of a call. Raises ValueError where it cannot be had."""
-        entries = (self.entry(topology, "eager", None),)
-        direct = ll_bytes >= 0  # both need ranks that can store to each other's memory
-        return choose(
-            nbytes, topology, self.algorithm, ll_bytes=ll_bytes, direct=direct, entries=entries, in_place=self.in_place
-        )
+        kind = ("", POLICY.operation, topology.ranks_per_node or 0, topology.n_nodes, "eager", self.in_place)
+        stores = ll_bytes >= 0  # both need ranks that can store to each other's memory
+        facts = Facts(nbytes, topology, ll_bytes=ll_bytes, stores=stores, in_place=self.in_place)
+        return POLICY.choose(facts, self.algorithm, [Section(*kind, (self.entry(None),))])
 
 
 # ---------------------------------------------------------------------- what is measured: pure
@@ -123,7 +114,7 @@ def candidates(
     *,
     in_place: bool = False,
     ll_bytes: int,
-    algorithms: Sequence[str] = ALGORITHMS[1:],
+    algorithms: Sequence[str] = POLICY.names,
     channels: Sequence[int] = CHANNEL_COUNTS,
     warps: Sequence[int] = (2, 4, 8, 16),
 ) -> list[Candidate]:
@@ -185,7 +176,8 @@ def pick(
 
 def _usual(topology: Topology, in_place: bool, nbytes: int) -> str:
     """The algorithm that the rules take."""
-    return choose(nbytes, topology, ll_bytes=most_ll_bytes(topology), direct=True, in_place=in_place).algorithm
+    facts = Facts(nbytes, topology, ll_bytes=most_ll_bytes(topology), stores=True, in_place=in_place)
+    return POLICY.choose(facts).algorithm
 
 
 Times = dict[int, dict[Candidate, float]]
@@ -241,10 +233,11 @@ def sections(
             if place + 1 < len(picks) and picks[place + 1][1] == candidate:
                 continue
             last = place + 1 == len(picks) and candidate.algorithm == HANDED_OVER and before is None
-            entries.append(candidate.entry(topology, launch, None if last else nbytes))
+            entries.append(candidate.entry(None if last else nbytes))
         per_node = topology.ranks_per_node
         assert per_node is not None
-        section = Section(architecture, per_node, topology.n_nodes, launch, in_place, tuple(entries), source)
+        kind = (architecture, POLICY.operation, per_node, topology.n_nodes, launch, in_place)
+        section = Section(*kind, tuple(entries), source)
         for old in before.sections if before is not None else ():
             if old.kind == section.kind:
                 largest = picks[-1][0]
@@ -320,7 +313,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("-b", "--begin", default="256", help="first size (default %(default)s)")
     parser.add_argument("-e", "--end", default="64M", help="last size (default %(default)s)")
     parser.add_argument("-f", "--factor", default="4", help="from one size to the next (default %(default)s)")
-    some = ALGORITHMS[1:]
+    some = POLICY.names
     parser.add_argument(
         *("--algorithms", "-a"), type=names(some), default=list(some), metavar="A,B", help=f"some of {', '.join(some)}"
     )

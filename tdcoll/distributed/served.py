@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
+from tdcoll.collectives._host.checks import lies_elsewhere_in
+from tdcoll.collectives._host.collective import UNCHECKED
 from tdcoll.collectives._host.pool import Pool, on
 from tdcoll.collectives.all_gather import all_gather
-from tdcoll.collectives.all_gather.op import UNCHECKED, all_gather_at_once, all_gather_unchecked, lies_elsewhere_in
+from tdcoll.collectives.all_gather.op import ALL_GATHER
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
 from tdcoll.collectives.sparse_all_reduce.rows import SUMS
 from tdcoll.distributed.work import worker
@@ -61,7 +63,7 @@ class Gathers(Pool):
         own = context.rank * source.nbytes
         if lies_elsewhere_in(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, own):
             source = source.clone()
-        all_gather_unchecked(source, context, target)
+        ALL_GATHER.unchecked(source, context, target)
         if target is not out:
             out.copy_(target)
 
@@ -71,7 +73,7 @@ class Gathers(Pool):
         Tensors of any kind: what is wrong with them, the other way finds and says.
         """
         context = self.context
-        return context is not None and all_gather_at_once(tensor, context, out, UNCHECKED) is not None
+        return context is not None and ALL_GATHER.at_once(tensor, context, out, UNCHECKED) is not None
 
     def meet(self) -> None:
         """Hear from every rank, on the current stream; after :meth:`prepare`."""

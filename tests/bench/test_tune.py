@@ -26,9 +26,9 @@ from tdcoll.bench.arithmetic import Summary
 from tdcoll.bench.rows import Row
 from tdcoll.bench.table import duration
 from tdcoll.bench.tune import Candidate, candidates, pick, sections
-from tdcoll.collectives.all_gather.policy import Plan
-from tdcoll.collectives.all_gather.tuning import SIMULATOR, Table
+from tdcoll.collectives._host.plan import Plan
 from tdcoll.runtime.topology import Topology
+from tdcoll.tuning import SIMULATOR, Table
 
 FOUR = Topology.of(0, range(4), [0] * 4)
 TWO_BY_TWO = Topology.of(0, range(4), [0, 0, 1, 1])

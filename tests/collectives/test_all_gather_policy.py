@@ -13,21 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tdcoll
+from tdcoll.collectives._host import plan as plans
+from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.collectives.all_gather import kernels_direct, policy
-from tdcoll.collectives.all_gather.policy import (
-    ALGORITHMS,
-    CHUNK_ALIGNMENT,
-    LL_BLOCK,
-    TARGET_CHUNK_BYTES,
-    Entry,
-    Plan,
-    choose,
-)
+from tdcoll.collectives.all_gather.policy import POLICY
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
+from tdcoll.tuning import Entry, Section
 
 M, G = 1 << 20, 1 << 30
+
+
+def choose(nbytes: int, topology: Topology, algorithm: Any = "auto", sections: Any = (), **facts: Any) -> Plan:
+    """The plan for ``nbytes`` per rank."""
+    return POLICY.choose(Facts(nbytes, topology, **facts), algorithm, sections)
+
+
+def section(topology: Topology, in_place: bool, entry: Entry) -> Section:
+    """For eager calls on such a group."""
+    return Section("", "all_gather", topology.ranks_per_node or 0, topology.n_nodes, "eager", in_place, (entry,))
 
 
 def nodes_of(*sizes: int, rank: int = 0) -> Topology:
@@ -78,7 +83,7 @@ def test_algorithm_of_large_messages(nbytes: int, nodes: tuple[int, ...], asked:
 )
 def test_chunks(nbytes: int, channels: int, chunk: int) -> None:
     for algorithm in ("1d", "direct", "ring"):
-        plan = choose(nbytes, nodes_of(8), algorithm, direct=True)
+        plan = choose(nbytes, nodes_of(8), algorithm, stores=True)
         assert (plan.channels, plan.chunk) == (channels, chunk)
         assert plan.num_warps == (16 if nbytes >= 16 * M else 8)
 
@@ -132,33 +137,33 @@ def test_a_plan_for_ll_has_no_programs_with_nothing_to_carry() -> None:
     ],
 )
 def test_medium_messages_are_stored(nodes: tuple[int, ...], nbytes: int, direct: bool, algorithm: str) -> None:
-    plan = choose(nbytes, nodes_of(*nodes), ll_bytes=64 << 10 if len(nodes) == 1 else -1, direct=direct)
+    plan = choose(nbytes, nodes_of(*nodes), ll_bytes=64 << 10 if len(nodes) == 1 else -1, stores=direct)
     assert plan.algorithm == algorithm
     if len(nodes) == 1:
-        in_place = choose(nbytes, nodes_of(*nodes), direct=direct, in_place=True)
+        in_place = choose(nbytes, nodes_of(*nodes), stores=direct, in_place=True)
         assert in_place.algorithm == ("direct" if direct else "1d")
         assert in_place.channels <= 64
-        small = choose(64 << 10, nodes_of(*nodes), ll_bytes=64 << 10, direct=direct, in_place=True)
+        small = choose(64 << 10, nodes_of(*nodes), ll_bytes=64 << 10, stores=direct, in_place=True)
         assert small.algorithm == "ll"
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_ring_is_had_where_ranks_store_to_each_other_and_only_when_asked_for(in_place: bool) -> None:
-    plan = choose(32 * M, nodes_of(8), "ring", direct=True, in_place=in_place)
+    plan = choose(32 * M, nodes_of(8), "ring", stores=True, in_place=in_place)
     assert plan == Plan("ring", CHANNELS, 64 << 10, 16)  # in place as well: chunks are passed on
-    entries = (Entry(8, 1, "eager", in_place, None, "ring", channels=64),)
-    tabled = choose(32 * M, nodes_of(8), direct=True, in_place=in_place, entries=entries)
+    sections = (section(nodes_of(8), in_place, Entry(None, "ring", channels=64)),)
+    tabled = choose(32 * M, nodes_of(8), stores=True, in_place=in_place, sections=sections)
     assert tabled == Plan("ring", 64, M // 2, 16)
-    assert choose(32 * M, nodes_of(8), in_place=in_place, entries=entries).algorithm == "1d"
+    assert choose(32 * M, nodes_of(8), in_place=in_place, sections=sections).algorithm == "1d"
     for nodes, direct in (((8,), False), ((4, 4), True), ((4, 2), True)):
         for asked in ("ring", plan):
             with pytest.raises(
                 ValueError, match=r"algorithm='ring' needs one node whose ranks can store .*; got [68] "
             ):
-                choose(M, nodes_of(*nodes), asked, direct=direct, in_place=in_place)
+                choose(M, nodes_of(*nodes), asked, stores=direct, in_place=in_place)
     for nbytes in (0, 1, 64 << 10, M, 8 * M, 64 * M, G):
         for world in (1, 2, 3, 4, 8):
-            chosen = choose(nbytes, nodes_of(world), direct=True, ll_bytes=64 << 10, in_place=in_place)
+            chosen = choose(nbytes, nodes_of(world), stores=True, ll_bytes=64 << 10, in_place=in_place)
             assert chosen.algorithm != "ring"
 
 
@@ -212,11 +217,11 @@ def test_algorithm_of_small_messages(
 def test_the_simulator_takes_what_is_cheap_there(
     nodes: tuple[int, ...], asked: str, nbytes: int, in_place: bool, plan: tuple[str, int, int]
 ) -> None:
-    facts: dict[str, Any] = {"ll_bytes": M, "direct": True, "in_place": in_place}
+    facts: dict[str, Any] = {"ll_bytes": M, "stores": True, "in_place": in_place}
     chosen = choose(nbytes, nodes_of(*nodes), asked, **facts, simulated=True)
     assert (chosen.algorithm, chosen.channels, chosen.chunk) == plan
-    entries = (Entry(nodes[0], len(nodes), "eager", in_place, None, "ll"),)
-    tabled = choose(nbytes, nodes_of(*nodes), **facts, simulated=True, entries=entries)
+    sections = (section(nodes_of(*nodes), in_place, Entry(None, "ll")),)
+    tabled = choose(nbytes, nodes_of(*nodes), **facts, simulated=True, sections=sections)
     assert (tabled.algorithm == "ll") == (len(set(nodes)) == 1 and nbytes <= M), "a table goes before"
 
 
@@ -224,7 +229,7 @@ def test_calls_in_the_simulator_are_planned_as_such() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             tdcoll.all_gather(torch.zeros(64, dtype=torch.uint8), ctx)
-            launch = ctx.known(("all_gather", 64, "auto", False, False))
+            launch = ctx.known(("all_gather", 64, "auto", None, False, False))
             assert launch.kernel is kernels_direct.all_gather_direct
 
     World(2, heap_bytes=1 << 18).run(host)
@@ -262,7 +267,7 @@ NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 def test_chunks_cover_the_bytes_and_none_is_empty(nbytes: int, nodes: list[int], target: int) -> None:
     """With chunks near their alignment, too, where rounding up leaves whole channels without work."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "TARGET_CHUNK_BYTES", target)
+        patch.setattr(plans, "TARGET_CHUNK_BYTES", target)
         plan = choose(nbytes, nodes_of(*nodes), "1d")
     assert 1 <= plan.channels <= CHANNELS
     assert plan.chunk > 0
@@ -271,7 +276,7 @@ def test_chunks_cover_the_bytes_and_none_is_empty(nbytes: int, nodes: list[int],
     assert (plan.channels - 1) * plan.chunk < max(nbytes, 1), "the last channel has nothing to carry"
 
 
-@given(SIZES, NODES, st.sampled_from(ALGORITHMS), st.integers(-1, 1 << 20), st.data())
+@given(SIZES, NODES, st.sampled_from(POLICY.algorithms), st.integers(-1, 1 << 20), st.data())
 def test_all_ranks_choose_the_same(
     nbytes: int, nodes: list[int], algorithm: str, ll_bytes: int, data: st.DataObject
 ) -> None:
@@ -280,7 +285,7 @@ def test_all_ranks_choose_the_same(
     pes = data.draw(st.permutations(range(100, 100 + len(node_ids))))
     answers = set()
     facts: dict[str, Any] = {
-        "direct": data.draw(st.booleans()), "in_place": data.draw(st.booleans()), "graph": data.draw(st.booleans()),
+        "stores": data.draw(st.booleans()), "in_place": data.draw(st.booleans()), "graph": data.draw(st.booleans()),
         "channels": data.draw(st.integers(1, CHANNELS)), "simulated": data.draw(st.booleans()),
     }  # fmt: skip
     for rank in range(len(node_ids)):
@@ -306,7 +311,7 @@ def test_a_wish_is_granted_or_refused(nbytes: int, nodes: list[int], asked: str)
 
 
 def test_refusals_say_what_and_why() -> None:
-    with pytest.raises(ValueError, match=f"algorithm must be one of {', '.join(ALGORITHMS)}; got '3d'"):
+    with pytest.raises(ValueError, match=f"algorithm must be one of {', '.join(POLICY.algorithms)}; got '3d'"):
         choose(1, nodes_of(4), "3d")
     with pytest.raises(
         ValueError, match=r"on every node and at most 64 bytes per rank; got 65 bytes on 4 rank\(s\) on 1 node"
@@ -318,13 +323,17 @@ def test_refusals_say_what_and_why() -> None:
         choose(1, nodes_of(4, 2), "ll", ll_bytes=64)
     with pytest.raises(ValueError, match=r"ranks that can store to each other's memory inside each node; got 1 bytes"):
         choose(1, nodes_of(4), "ll")
-    with pytest.raises(ValueError, match=r"6 rank\(s\) on 2 node\(s\) \(4 \+ 2\)\. Use algorithm='1d' or 'auto'"):
+    with pytest.raises(ValueError, match=r"6 rank\(s\) on 2 node\(s\) \(4 \+ 2\)\. Use algorithm='auto'"):
         choose(1, nodes_of(4, 2), "2d")
 
 
 def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
-    tree = list(ast.walk(ast.parse(inspect.getsource(policy))))
+    tree = [node for module in (policy, plans) for node in ast.walk(ast.parse(inspect.getsource(module)))]
     imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "dataclasses", "tdcoll.limits", "tdcoll.runtime.topology"}
+    assert imported == {
+        *("__future__", "collections.abc", "dataclasses", "typing"),
+        *("tdcoll.collectives._host", "tdcoll.collectives._host.plan", "tdcoll.limits", "tdcoll.tuning"),
+        "tdcoll.runtime.topology",  # for its type
+    }
     assert not any(isinstance(node, ast.Import) for node in tree)
     assert not {node.attr for node in tree if isinstance(node, ast.Attribute)} & {"rank", "node", "place"}

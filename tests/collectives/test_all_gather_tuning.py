@@ -17,26 +17,27 @@ from hypothesis import strategies as st
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.all_gather import policy, tuning
-from tdcoll.collectives.all_gather.policy import CHUNK_ALIGNMENT, Entry, Plan, choose
-from tdcoll.collectives.all_gather.tuning import SIMULATOR, Section, Table
+from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, Facts, Plan, is_ll_chunk
+from tdcoll.collectives.all_gather.policy import POLICY
 from tdcoll.errors import RankMismatchError
 from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
+from tdcoll.tuning import SIMULATOR, Entry, Section, Table, agreement, shipped
 
+M = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def entry(up_to: int | None, algorithm: str, launch: str = "eager", in_place: bool = False, **how: Any) -> Entry:
-    how = {"ranks_per_node": 4, "nodes": 1, **how}
-    return Entry(up_to=up_to, algorithm=algorithm, launch=launch, in_place=in_place, **how)
+def section(
+    *entries: Entry, architecture: str = SIMULATOR, launch: str = "eager", in_place: bool = False, source: str = "",
+    ranks_per_node: int = 4, nodes: int = 1,
+) -> Section:  # fmt: skip
+    return Section(architecture, "all_gather", ranks_per_node, nodes, launch, in_place, entries, source)
 
 
-def section(*entries: Entry, architecture: str = SIMULATOR, source: str = "") -> Section:
-    first = entries[0]
-    kind = (first.ranks_per_node, first.nodes, first.launch, first.in_place)
-    return Section(architecture, *kind, entries, source)
+def choose(nbytes: int, topology: Topology, algorithm: Any = "auto", sections: Any = (), **facts: Any) -> Plan:
+    return POLICY.choose(Facts(nbytes, topology, **facts), algorithm, sections)
 
 
 def nodes_of(*sizes: int, rank: int = 0) -> Topology:
@@ -47,10 +48,10 @@ def nodes_of(*sizes: int, rank: int = 0) -> Topology:
 EXAMPLE = Table(
     (
         section(
-            entry(16 << 10, "ll", chunk=3072, num_warps=8), entry((4 << 20) + 1, "1d", channels=16), entry(None, "nccl")
+            Entry(16 << 10, "ll", chunk=3072, num_warps=8), Entry((4 << 20) + 1, "1d", channels=16), Entry(None, "nccl")
         ),
-        section(entry(1 << 20, "1d", "graph", num_warps=4), source="somewhere"),
-        section(entry(None, "1d", in_place=True, chunk=1 << 20), architecture="sm_90"),
+        section(Entry(1 << 20, "1d", num_warps=4), launch="graph", source="somewhere"),
+        section(Entry(None, "1d", chunk=1 << 20), in_place=True, architecture="sm_90"),
     )
 )
 
@@ -65,6 +66,17 @@ def test_a_table_comes_back_as_it_was() -> None:
     assert '    {"up_to": "16 KB", "algorithm": "ll", "chunk": "3 KB", "num_warps": 8},' in lines
     assert '    {"up_to": 4194305, "algorithm": "1d", "channels": 16},' in lines
     assert '    {"up_to": null, "algorithm": "nccl"}' in lines
+
+
+def test_tables_of_version_2_are_of_the_all_gather() -> None:
+    document = json.loads(EXAMPLE.text())
+    document |= {"tuning": "all_gather", "version": 2}
+    for section in document["tables"]:
+        del section["operation"]
+    assert Table.parse(json.dumps(document)) == EXAMPLE
+    document["tables"][0]["operation"] = "all_gather"
+    with pytest.raises(ValueError, match=r"tables\[0\]: expected no fields but architecture, ranks_per_node"):
+        Table.parse(json.dumps(document))
 
 
 def changed(path: tuple[Any, ...], value: Any) -> str:
@@ -86,16 +98,18 @@ FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("version",), 3, "t.json: version: expected 2, which this tdcoll reads, got 3"),
+        (("version",), 4, "t.json: version: expected 3 or 2, which this tdcoll reads, got 4"),
         (
             ("version",),
             1,
-            "version: expected 2, which this tdcoll reads (version 1 is of an older tdcoll: measure again",
+            "version: expected 3 or 2, which this tdcoll reads (version 1 is of an older tdcoll: measure again",
         ),
-        (("version",), True, "version: expected 2"),
-        (("tuning",), "all_reduce", 't.json: tuning: expected one of "all_gather", got "all_reduce"'),
+        (("version",), True, "version: expected 3"),
+        (("tuning",), "all_gather", 't.json: tuning: expected one of "tdcoll", got "all_gather"'),
+        ((*FIRST, "operation"), "all_gahter", 'tables[0]: operation: expected one of "all_gather"'),
+        ((*FIRST, "operation"), ..., "t.json: tables[0]: expected an object with operation, got"),
         (("tables",), {}, "t.json: tables: expected a list, got {}"),
-        (("tables", 1), 3, "t.json: tables[1]: expected an object with architecture, ranks_per_node"),
+        (("tables", 1), 3, "t.json: tables[1]: expected an object with architecture, operation"),
         ((*FIRST, "nodes"), ..., "t.json: tables[0]: expected an object with nodes, got"),
         ((*FIRST, "node"), 1, "t.json: tables[0]: expected no fields but architecture"),
         ((*FIRST, "nodes"), 0, "t.json: tables[0]: nodes: expected a whole number of at least 1, got 0"),
@@ -104,7 +118,11 @@ FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
         ((*FIRST, "in_place"), 0, "tables[0]: in_place: expected one of false, true, got 0"),
         ((*FIRST, "architecture"), 90, "tables[0]: architecture: expected a text, got 90"),
         ((*FIRST, "source"), 1, "tables[0]: source: expected a text"),
-        (("tables", 1, "launch"), "eager", "t.json: tables[1]: expected another architecture, ranks_per_node, nodes"),
+        (
+            ("tables", 1, "launch"),
+            "eager",
+            "t.json: tables[1]: expected another architecture, operation, ranks_per_node, nodes",
+        ),
         (
             (*ENTRY, "algorithm"),
             "3d",
@@ -144,31 +162,31 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
 def test_the_digest_is_of_what_it_says() -> None:
     again = Table(tuple(reversed(EXAMPLE.sections)), "another name")
     assert again.digest == EXAMPLE.digest
-    other = Table((section(entry(1 << 20, "1d", "graph", num_warps=8), source="somewhere"),))
-    same = Table((section(entry(1 << 20, "1d", "graph", num_warps=8), source="elsewhere"),))
+    other = Table((section(Entry(1 << 20, "1d", num_warps=8), launch="graph", source="somewhere"),))
+    same = Table((section(Entry(1 << 20, "1d", num_warps=8), launch="graph", source="elsewhere"),))
     assert other.digest == same.digest != EXAMPLE.digest
 
 
 def test_a_section_takes_the_place_of_that_of_its_kind() -> None:
-    new = section(entry(None, "1d", "graph"))
-    merged = EXAMPLE.with_sections([new, section(entry(None, "1d", ranks_per_node=2))])
+    new = section(Entry(None, "1d"), launch="graph")
+    merged = EXAMPLE.with_sections([new, section(Entry(None, "1d"), ranks_per_node=2)])
     assert merged.sections[:3] == (EXAMPLE.sections[0], new, EXAMPLE.sections[2])
     assert len(merged.sections) == 4
 
 
 def test_a_name_goes_before_a_compute_capability() -> None:
-    by_name = section(entry(None, "ll"), architecture="NVIDIA H200")
-    by_kind = section(entry(None, "1d"), architecture="sm_90")
-    graphs = section(entry(None, "1d", "graph"), architecture="sm_90")
+    by_name = section(Entry(None, "ll"), architecture="NVIDIA H200")
+    by_kind = section(Entry(None, "1d"), architecture="sm_90")
+    graphs = section(Entry(None, "1d"), launch="graph", architecture="sm_90")
     table = Table((by_kind, by_name, graphs))
-    assert table.entries(("NVIDIA H200", "sm_90")) == (*by_name.entries, *graphs.entries)
-    assert table.entries(("NVIDIA H100", "sm_90")) == (*by_kind.entries, *graphs.entries)
-    assert table.entries(("NVIDIA B200", "sm_100")) == ()
+    assert table.of(("NVIDIA H200", "sm_90")) == (by_name, graphs)
+    assert table.of(("NVIDIA H100", "sm_90")) == (by_kind, graphs)
+    assert table.of(("NVIDIA B200", "sm_100")) == ()
 
 
 def test_the_shipped_table_says_what_was_measured() -> None:
     """What `tune` wrote for docs/results, from the smallest size on."""
-    table = tuning.shipped()
+    table = shipped()
     assert table.sections
     for section in table.sections:
         (measured,) = [made for made in Table.load(ROOT / section.source).sections if made.kind == section.kind]
@@ -178,15 +196,21 @@ def test_the_shipped_table_says_what_was_measured() -> None:
 
 # ---------------------------------------------------------------------- plans
 
-ENTRIES = (*EXAMPLE.sections[0].entries, *EXAMPLE.sections[1].entries, *EXAMPLE.sections[2].entries)
-
 
 @pytest.mark.parametrize(
     ("nbytes", "facts", "plan"),
     [
         (64, {}, Plan("ll", 1, 3072, 8)),
-        (64, {"entries": (entry(None, "ll", num_warps=32),)}, Plan("ll", 1, 1536, 4)),  # as many as have words
-        (1 << 20, {"entries": (entry(None, "ll", channels=1),), "ll_bytes": 1 << 20}, Plan("ll", 86, 12288, 8)),
+        (
+            64,
+            {"sections": (section(Entry(None, "ll", num_warps=32)),)},
+            Plan("ll", 1, 1536, 4),
+        ),  # as many as have words
+        (
+            1 << 20,
+            {"sections": (section(Entry(None, "ll", channels=1)),), "ll_bytes": 1 << 20},
+            Plan("ll", 86, 12288, 8),
+        ),
         (16 << 10, {}, Plan("ll", 6, 3072, 8)),
         ((16 << 10) + 1, {}, Plan("1d", 15, 1152, 8)),
         (4 << 20, {}, Plan("1d", 16, 256 << 10, 16)),
@@ -204,19 +228,19 @@ ENTRIES = (*EXAMPLE.sections[0].entries, *EXAMPLE.sections[1].entries, *EXAMPLE.
     ],
 )
 def test_what_a_table_makes_of_a_call(nbytes: int, facts: dict[str, Any], plan: Plan) -> None:
-    facts = {"ll_bytes": 16 << 10, "entries": ENTRIES, **facts}
+    facts = {"ll_bytes": 16 << 10, "sections": EXAMPLE.sections, **facts}
     assert choose(nbytes, nodes_of(4), **facts) == plan
 
 
 def test_a_table_of_another_shape_says_nothing() -> None:
     for sizes in ((8,), (4, 4), (4, 2), (2, 2)):
-        assert choose(1 << 20, nodes_of(*sizes), entries=ENTRIES) == choose(1 << 20, nodes_of(*sizes))
+        assert choose(1 << 20, nodes_of(*sizes), sections=EXAMPLE.sections) == choose(1 << 20, nodes_of(*sizes))
 
 
 def test_nothing_is_handed_over_that_has_no_bytes() -> None:
-    entries = (entry(None, "nccl"),)
-    assert choose(1, nodes_of(4), entries=entries, hand_over=True).algorithm == "nccl"
-    assert choose(0, nodes_of(4), entries=entries, hand_over=True).algorithm == "1d"
+    sections = (section(Entry(None, "nccl")),)
+    assert choose(1, nodes_of(4), sections=sections, hand_over=True).algorithm == "nccl"
+    assert choose(0, nodes_of(4), sections=sections, hand_over=True).algorithm == "1d"
 
 
 @given(
@@ -230,18 +254,20 @@ def test_chunks_of_an_entry_cover_the_bytes(nbytes: int, algorithm: str, channel
         chunk = 3 << min(chunk, 12) if algorithm == "ll" else 1 << chunk
     how = {"chunk": chunk} if chunk is not None and channels is None else {"channels": channels}
     nbytes = nbytes % ((16 << 10) + 1) if algorithm == "ll" else nbytes
-    plan = choose(nbytes, nodes_of(4), entries=(entry(None, algorithm, **how),), ll_bytes=16 << 10, direct=True)
+    plan = choose(
+        nbytes, nodes_of(4), sections=(section(Entry(None, algorithm, **how)),), ll_bytes=16 << 10, stores=True
+    )
     assert plan.algorithm == algorithm
     assert plan.channels * plan.chunk >= nbytes
     assert (plan.channels - 1) * plan.chunk < max(nbytes, 1)
     if algorithm == "ll":
-        assert policy.is_ll_chunk(plan.chunk)
+        assert is_ll_chunk(plan.chunk)
         assert plan.chunk >= 12 * 32 * plan.num_warps or plan.num_warps == 1
     else:
         assert plan.channels <= CHANNELS
         assert plan.chunk % CHUNK_ALIGNMENT == 0
     # And it is a plan that somebody may ask for.
-    assert choose(nbytes, nodes_of(4), plan, ll_bytes=16 << 10, direct=True) == plan
+    assert choose(nbytes, nodes_of(4), plan, ll_bytes=16 << 10, stores=True) == plan
 
 
 @pytest.mark.parametrize(
@@ -284,19 +310,19 @@ def gathered(table: Table | None, nbytes: int = 1024, n_pes: int = 4, **world: A
 
 def test_a_context_goes_by_its_table() -> None:
     assert gathered(None) == [0] * 4  # the rules: LL, which has no puts
-    assert gathered(table_of(entry(2048, "1d", channels=4))) == [12] * 4
-    assert gathered(table_of(entry(2048, "1d", chunk=512))) == [6] * 4
-    assert gathered(table_of(entry(512, "1d", channels=4))) == [0] * 4
-    other = Table((section(entry(2048, "1d"), architecture="NVIDIA H200"),))
+    assert gathered(table_of(Entry(2048, "1d", channels=4))) == [12] * 4
+    assert gathered(table_of(Entry(2048, "1d", chunk=512))) == [6] * 4
+    assert gathered(table_of(Entry(512, "1d", channels=4))) == [0] * 4
+    other = Table((section(Entry(2048, "1d"), architecture="NVIDIA H200"),))
     assert gathered(other) == [0] * 4
-    nodes = table_of(entry(2048, "1d", channels=2, ranks_per_node=2, nodes=2))
+    nodes = Table((section(Entry(2048, "1d", channels=2), ranks_per_node=2, nodes=2),))
     assert gathered(nodes, ranks_per_node=2) == [6] * 4  # two channels to three ranks, where 2D is the rule
 
 
 def test_the_environment_names_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.json"
     monkeypatch.setenv("TDCOLL_TUNING", str(file))
-    file.write_text(table_of(entry(2048, "1d", channels=4)).text())
+    file.write_text(table_of(Entry(2048, "1d", channels=4)).text())
     assert gathered(None) == [12] * 4
     assert gathered(Table(())) == [0] * 4  # an argument goes before it
     file.write_text(changed((*ENTRY, "channels"), 0))
@@ -320,7 +346,7 @@ def refused(make: Any) -> list[str]:
 
 
 def test_ranks_with_different_tables_find_out() -> None:
-    tables = [Table((section(entry(up_to, "1d")),), f"{up_to}.json") for up_to in (64, 128)]
+    tables = [Table((section(Entry(up_to, "1d")),), f"{up_to}.json") for up_to in (64, 128)]
 
     def make(pe: int) -> None:
         tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=tables[pe])
@@ -335,7 +361,7 @@ def test_a_rank_whose_table_cannot_be_read_tells_the_others(monkeypatch: pytest.
             raise ValueError("t.json: no")
         return Table(())
 
-    monkeypatch.setattr(tuning, "shipped", load)
+    monkeypatch.setattr(agreement, "shipped", load)
     assert refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8)) == [
         "RankMismatchError: CollectiveContext: rank 1 cannot read its tuning table: t.json: no",
         "ValueError: t.json: no",
@@ -343,9 +369,9 @@ def test_a_rank_whose_table_cannot_be_read_tells_the_others(monkeypatch: pytest.
 
 
 def test_gpus_of_several_kinds_go_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = table_of(entry(2048, "1d", channels=4))
+    table = table_of(Entry(2048, "1d", channels=4))
     names = {0: ("an old GPU", SIMULATOR)}
-    monkeypatch.setattr(tuning, "architectures", lambda device: names.get(runtime.current().rank, (SIMULATOR,)))
+    monkeypatch.setattr(agreement, "architectures", lambda device: names.get(runtime.current().rank, (SIMULATOR,)))
     assert gathered(table) == [0] * 4
     names.clear()
     assert gathered(table) == [12] * 4
@@ -353,16 +379,20 @@ def test_gpus_of_several_kinds_go_by_the_rules(monkeypatch: pytest.MonkeyPatch) 
 
 def test_graphs_are_prepared_by_the_eager_call() -> None:
     """What a graph would capture differs from what an eager call does, and is there after one."""
-    table = Table((section(entry(None, "1d", channels=2)), section(entry(None, "1d", "graph", channels=4))))
+    table = Table((section(Entry(None, "1d", channels=2)), section(Entry(None, "1d", channels=4), launch="graph")))
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table) as ctx:
             tdcoll.all_gather(torch.zeros(256), ctx)
-            eager, graph = (ctx._kept["all_gather", 1024, "auto", False, captured] for captured in (False, True))
-            assert (eager._launch._grid[0], graph._launch._grid[0]) == (2 * 7, 4 * 7)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table_of(entry(64, "1d"))) as ctx:
+            eager, graph = (
+                ctx.known(("all_gather", 1024, "auto", None, False, captured)) for captured in (False, True)
+            )
+            assert (eager._launches[0]._grid[0], graph._launches[0]._grid[0]) == (2 * 7, 4 * 7)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table_of(Entry(64, "1d"))) as ctx:
             tdcoll.all_gather(torch.zeros(256), ctx)
-            eager, graph = (ctx._kept["all_gather", 1024, "auto", False, captured] for captured in (False, True))
+            eager, graph = (
+                ctx.known(("all_gather", 1024, "auto", None, False, captured)) for captured in (False, True)
+            )
             assert eager is graph
 
     World(4).run(host)
@@ -384,14 +414,14 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         parts = owner.control.all_gather(range(owner.world_size), "fake", input.clone())
         output.copy_(torch.cat(parts))
 
-    monkeypatch.setattr(tuning, "_process_group", lambda group_, everybody, device: group)
+    monkeypatch.setattr(agreement, "_process_group", lambda group_, everybody, device: group)
     monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", all_gather_into_tensor)
     return calls
 
 
 def test_calls_are_handed_over(process_group: list[int], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tdcoll")
-    table = Table((section(entry(32, "1d"), entry(None, "nccl")), section(entry(None, "nccl", in_place=True))))
+    table = Table((section(Entry(32, "1d"), Entry(None, "nccl")), section(Entry(None, "nccl"), in_place=True)))
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table) as ctx:
@@ -420,24 +450,24 @@ def test_calls_are_handed_over(process_group: list[int], caplog: pytest.LogCaptu
 def test_one_rank_without_a_process_group_is_enough(process_group: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(name=lambda: "fake")
     monkeypatch.setattr(
-        tuning, "_process_group", lambda given, everybody, device: group if runtime.current().rank else None
+        agreement, "_process_group", lambda given, everybody, device: group if runtime.current().rank else None
     )
-    assert gathered(table_of(entry(None, "nccl"))) == [0] * 4
+    assert gathered(table_of(Entry(None, "nccl"))) == [0] * 4
     assert process_group == []
 
 
 def test_which_process_group() -> None:
     cpu = torch.device("cpu")
-    assert tuning._process_group(None, True, cpu) is None  # there is none
+    assert agreement._process_group(None, True, cpu) is None  # there is none
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         world = torch.distributed.group.WORLD
-        assert tuning._process_group(None, True, cpu) is world
-        assert tuning._process_group(world, False, cpu) is world
-        assert tuning._process_group([0], True, cpu) is world
-        assert tuning._process_group([0], False, cpu) is None  # ranks without a group of their own
-        assert tuning._process_group(None, True, torch.device("cuda")) is None  # gloo waits for the GPU
+        assert agreement._process_group(None, True, cpu) is world
+        assert agreement._process_group(world, False, cpu) is world
+        assert agreement._process_group([0], True, cpu) is world
+        assert agreement._process_group([0], False, cpu) is None  # ranks without a group of their own
+        assert agreement._process_group(None, True, torch.device("cuda")) is None  # gloo waits for the GPU
     finally:
         torch.distributed.destroy_process_group()
 

@@ -12,7 +12,7 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.all_gather import op
+from tdcoll.collectives.all_gather.op import ALL_GATHER
 from tdcoll.collectives.sparse_all_reduce import context as sparse_context
 from tdcoll.language.constants import RECORD_VALID
 from tdcoll.testing import Deadlock, World
@@ -34,10 +34,10 @@ def test_a_rank_that_gave_up_sends_nothing_more(algorithm: str) -> None:
         tdcoll.all_gather(data(pe, 0), ctx, algorithm=algorithm)
         if pe == 0:
             out = torch.empty(32, dtype=torch.int32)
-            launch = op._launch(ctx, 64, algorithm, False)
+            launch = ALL_GATHER.launches(ctx, 64, algorithm)
             for call in (1, 2, 3):  # as a stream would run them, past every check of the host
                 mine = data(pe, call)
-                launch.gather(mine, out)
+                launch(mine, out)
             runtime.current().control.all_gather((0, 1), "given up", None)
             with pytest.raises(tdcoll.CollectiveTimeout, match="peer 1"):
                 ctx.check()

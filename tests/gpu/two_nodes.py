@@ -12,7 +12,8 @@ import all_gather_checks  # noqa: F401
 from harness import check, expect, run, world
 
 import tdcoll
-from tdcoll.collectives.all_gather.policy import choose
+from tdcoll.collectives._host.plan import Facts
+from tdcoll.collectives.all_gather.policy import POLICY
 
 
 @check
@@ -20,7 +21,7 @@ def takes_2d() -> str:
     topology = tdcoll.topology()
     half = world() // 2
     expect(topology.members == (tuple(range(half)), tuple(range(half, world()))), topology.describe())
-    expect(choose(1 << 16, topology).algorithm == "2d", "auto must take 2D here")
+    expect(POLICY.choose(Facts(1 << 16, topology)).algorithm == "2d", "auto must take 2D here")
     return topology.describe()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 import tdcoll
-from tdcoll.collectives.all_gather.policy import Plan
+from tdcoll.collectives._host.plan import Plan
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.testing import World
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 
-from tdcoll.collectives.all_gather import policy
+from tdcoll.collectives._host import plan
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several channels with few bytes, so that simulated runs stay short."""
-    monkeypatch.setattr(policy, "TARGET_CHUNK_BYTES", 128)
+    monkeypatch.setattr(plan, "TARGET_CHUNK_BYTES", 128)

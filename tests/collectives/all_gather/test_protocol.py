@@ -14,8 +14,8 @@ import triton.language as tl
 from kernel_mutants import installed
 
 import tdcoll
+from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_gather import kernels_puts, policy
-from tdcoll.collectives.all_gather.policy import Plan
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import World, explore, first_failure
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll.collectives.all_gather import policy as all_gather_policy
+from tdcoll.collectives._host import plan as plans
 from tdcoll.collectives.sparse_all_reduce import call as sparse_call
 from tdcoll.collectives.sparse_all_reduce import policy as sparse_policy
 from tdcoll.runtime.topology import Topology
@@ -28,7 +28,7 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(sparse_policy, "TILE_BYTES", 64)
         patch.setattr(sparse_call, "_IDS_BLOCK", 8)
         patch.setattr(sparse_call, "_PLAN_BLOCK", 4)
-        patch.setattr(all_gather_policy, "TARGET_CHUNK_BYTES", 128)
+        patch.setattr(plans, "TARGET_CHUNK_BYTES", 128)
         yield
 
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning tables: which all-gather was the fastest on which machine, in a JSON file.
+"""The tuning table, in a JSON file: sections of entries.
 
-A table has a section for each kind of call that was measured; what no section is for, the rules of :mod:`.policy`
-decide::
+A table has a section for each kind of call that was measured. Where there is none, the seed of the operation's policy
+decides::
 
     {
-     "tuning": "all_gather",
-     "version": 2,
+     "tuning": "tdcoll",
+     "version": 3,
      "tables": [
       {
        "architecture": "NVIDIA H200",      the GPU's name, or its compute capability, such as "sm_90"
+       "operation": "all_gather",
        "ranks_per_node": 8,
        "nodes": 1,
        "launch": "graph",                  or "eager"
@@ -24,9 +25,12 @@ decide::
      ]
     }
 
-``up_to`` is bytes per rank, null for all sizes. ``channels`` (chunks that a segment is cut into) or ``chunk`` (bytes of
-one), and ``num_warps``, are by the rules where they are missing. ``"nccl"`` leaves the call to torch.distributed;
-``"ring"`` is taken by no rule, only where an entry or the caller says so.
+``up_to`` is bytes of a segment (of an all-gather, what one rank contributes), null for all sizes. ``channels`` (chunks
+that a segment is cut into) or ``chunk`` (bytes of one), and ``num_warps``, are the policy's where they are missing.
+``"nccl"`` leaves the call to torch.distributed.
+
+Version 2 is read as well. Its tables are of the all-gather: ``"tuning"`` is ``"all_gather"``, and no section has an
+operation.
 
 ``python -m tdcoll.bench tune`` measures and writes one. A context takes the one it is given, else that of the file
 that ``TDCOLL_TUNING`` names, else tdcoll's own, which has what was measured for ``docs/results``.
@@ -40,34 +44,31 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tdcoll import arguments, runtime
-from tdcoll.collectives.all_gather.policy import (
-    ALGORITHMS,
-    CHUNK_ALIGNMENT,
-    HANDED_OVER,
-    LL_MOST_WORDS,
-    LL_WORD_BYTES,
-    Entry,
-    is_ll_chunk,
-)
-from tdcoll.errors import RankMismatchError
+from tdcoll import arguments
 from tdcoll.limits import CHANNELS
 
-__all__ = ["SIMULATOR", "Section", "Table", "Tuning", "agree", "architectures", "shipped"]
+__all__ = ["HANDED_OVER", "POLICIES", "SIMULATOR", "Entry", "Section", "Table", "shipped"]
 
-VERSION = 2
-"""1 was of LL with words of 64 bits, whose times and chunks say nothing of those of 128."""
+VERSION = 3
+"""2 was of the all-gather alone; 1 of LL with words of 64 bits, whose times and chunks say nothing of those of 128."""
+
+HANDED_OVER = "nccl"
+"""In a table and a plan: leave this call to torch.distributed."""
 
 SIMULATOR = "simulator"
 """The architecture of simulated ranks."""
 
-_VARIABLE = "TDCOLL_TUNING"
-_KIND = ("architecture", "ranks_per_node", "nodes", "launch", "in_place")
+POLICIES: dict[str, str] = {
+    "all_gather": "tdcoll.collectives.all_gather.policy",
+}
+"""The operations that tables may have, each with the module whose ``POLICY`` knows what its entries may say. A name and
+not the policy: policies lie above this module."""
+
+_KIND = ("architecture", "operation", "ranks_per_node", "nodes", "launch", "in_place")
 
 
 def _written(nbytes: int | None) -> str | int | None:
@@ -79,17 +80,39 @@ def _written(nbytes: int | None) -> str | int | None:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """What a section says of calls up to one size; None is left to the policy.
+
+    Attributes:
+        up_to: the most bytes of a segment that it holds for; None: any number.
+        algorithm: one of the operation's, or ``"nccl"``.
+        channels, chunk: chunks of a segment, or bytes of one; at most one of the two.
+        num_warps: warps of each program.
+    """
+
+    up_to: int | None
+    algorithm: str
+    channels: int | None = None
+    chunk: int | None = None
+    num_warps: int | None = None
+
+
+@dataclass(frozen=True)
 class Section:
     """The entries of one kind of call on one kind of GPU.
 
     Attributes:
         architecture: name or compute capability.
-        ranks_per_node, nodes, launch, in_place: as in :class:`~.policy.Entry`, whose are the same.
+        operation: such as ``"all_gather"``.
+        ranks_per_node, nodes: the group that it was measured on.
+        launch: ``"graph"``, captured in a CUDA graph, or ``"eager"``.
+        in_place: whether the calls are.
         entries: ascending.
-        source: what it was measured with.
+        source: where it comes from.
     """
 
     architecture: str
+    operation: str
     ranks_per_node: int
     nodes: int
     launch: str
@@ -99,7 +122,7 @@ class Section:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What no two sections of a table share."""
+        """What no two sections of a table share: the architecture, and then the kind of call."""
         return tuple(getattr(self, name) for name in _KIND)
 
 
@@ -152,14 +175,14 @@ class _Reader:
         raise self.fail('a number of bytes, such as 65536 or "64 KB"')
 
 
-def _read_entry(at: _Reader, kind: dict[str, Any], before: int | None, last: bool) -> Entry:
+def _read_entry(at: _Reader, operation: str, before: int | None, last: bool) -> Entry:
     given = at.fields(("up_to", "algorithm"), ("channels", "chunk", "num_warps"))
     up_to = None if given["up_to"].value is None else given["up_to"].nbytes()
     if up_to is None and not last:
         raise given["up_to"].fail("a number of bytes: null is for the last entry")
     if up_to is not None and before is not None and up_to <= before:
         raise given["up_to"].fail(f"more than the {before} bytes of the entry before")
-    algorithm = given["algorithm"].one_of((*ALGORITHMS[1:], HANDED_OVER))
+    algorithm = given["algorithm"].text()
     how: dict[str, int] = {}
     if algorithm == HANDED_OVER and (extra := set(given) - {"up_to", "algorithm"}):
         raise ValueError(f"{at.where}: expected no {', '.join(sorted(extra))} with algorithm {HANDED_OVER!r}")
@@ -170,31 +193,21 @@ def _read_entry(at: _Reader, kind: dict[str, Any], before: int | None, last: boo
     if "channels" in given:
         how["channels"] = given["channels"].whole(1, CHANNELS)
     if "chunk" in given:
-        how["chunk"] = chunk = given["chunk"].nbytes()
-        if algorithm != "ll" and chunk % CHUNK_ALIGNMENT:
-            raise given["chunk"].fail(f"a multiple of {CHUNK_ALIGNMENT} bytes")
-        if algorithm == "ll":
-            least = 32 * LL_WORD_BYTES * how.get("num_warps", 1)
-            if not is_ll_chunk(chunk) or chunk < least:
-                raise given["chunk"].fail(
-                    f"{LL_WORD_BYTES} times a power of two, from {least} (a word for each thread) to "
-                    f"{LL_WORD_BYTES * LL_MOST_WORDS} bytes"
-                )
-    return Entry(
-        ranks_per_node=kind["ranks_per_node"],
-        nodes=kind["nodes"],
-        launch=kind["launch"],
-        in_place=kind["in_place"],
-        up_to=up_to,
-        algorithm=algorithm,
-        **how,
-    )
+        how["chunk"] = given["chunk"].nbytes()
+    entry = Entry(up_to, algorithm, **how)
+    if wrong := import_module(POLICIES[operation]).POLICY.wrong(entry):
+        field, expected = wrong
+        raise given[field].fail(expected)
+    return entry
 
 
-def _read_section(at: _Reader) -> Section:
-    given = at.fields((*_KIND, "entries"), ("source",))
+def _read_section(at: _Reader, operation: str | None) -> Section:
+    kinds = _KIND if operation is None else tuple(name for name in _KIND if name != "operation")
+    given = at.fields((*kinds, "entries"), ("source",))
+    operation = operation or given["operation"].one_of(tuple(POLICIES))
     kind = {
         "architecture": given["architecture"].text(),
+        "operation": operation,
         "ranks_per_node": given["ranks_per_node"].whole(1),
         "nodes": given["nodes"].whole(1),
         "launch": given["launch"].one_of(("graph", "eager")),
@@ -203,7 +216,7 @@ def _read_section(at: _Reader) -> Section:
     entries: list[Entry] = []
     readers = _Reader(f"{at.where}.entries", given["entries"].value).items()
     for i, reader in enumerate(readers):
-        entries.append(_read_entry(reader, kind, entries[-1].up_to if entries else None, i + 1 == len(readers)))
+        entries.append(_read_entry(reader, operation, entries[-1].up_to if entries else None, i + 1 == len(readers)))
     return Section(**kind, entries=tuple(entries), source=given["source"].text() if "source" in given else "")
 
 
@@ -226,15 +239,15 @@ class Table:
         except ValueError as error:
             raise ValueError(f"{name}: expected a tuning table in JSON: {error}") from None
         given = _Reader(name, document).fields(("tuning", "version", "tables"), ("about",))
-        given["tuning"].one_of(("all_gather",))
-        if type(given["version"].value) is not int or given["version"].value != VERSION:
+        version = given["version"]
+        if type(version.value) is not int or version.value not in (2, VERSION):
             older = " (version 1 is of an older tdcoll: measure again, into a new file)"
-            raise given["version"].fail(
-                f"{VERSION}, which this tdcoll reads{older if given['version'].value == 1 else ''}"
-            )
+            raise version.fail(f"{VERSION} or 2, which this tdcoll reads{older if version.value == 1 else ''}")
+        operation = None if version.value == VERSION else "all_gather"
+        given["tuning"].one_of((operation or "tdcoll",))
         sections: dict[tuple[Any, ...], Section] = {}
         for at in _Reader(f"{name}: tables", given["tables"].value).items():
-            section = _read_section(at)
+            section = _read_section(at, operation)
             if section.kind in sections:
                 raise ValueError(f"{at.where}: expected another {', '.join(_KIND)} than an earlier table has")
             sections[section.kind] = section
@@ -271,22 +284,22 @@ class Table:
             lines.append('   "entries": [\n' + ",\n".join(entries) + "\n   ]")
             shown.append("  {\n" + ",\n".join(lines) + "\n  }")
         tables = "[\n" + ",\n".join(shown) + "\n ]" if shown else "[]"
-        return f'{{\n "tuning": "all_gather",\n "version": {VERSION},\n "tables": {tables}\n}}\n'
+        return f'{{\n "tuning": "tdcoll",\n "version": {VERSION},\n "tables": {tables}\n}}\n'
 
     @property
     def digest(self) -> str:
-        """Of what it says, whoever measured it: the same for tables that decide alike."""
+        """A hash of what it says, whoever measured it: the same for tables that decide alike."""
         said = sorted(repr(dataclasses.replace(section, source="")) for section in self.sections)
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
-    def entries(self, names: Sequence[str]) -> tuple[Entry, ...]:
-        """Entries for a GPU of these names; where two sections are of one kind of call, those of the earlier name."""
-        found: dict[tuple[Any, ...], tuple[Entry, ...]] = {}
+    def of(self, names: Sequence[str]) -> tuple[Section, ...]:
+        """Sections for a GPU of these names; of two for one kind of call, that of the earlier name."""
+        found: dict[tuple[Any, ...], Section] = {}
         for name in names:
             for section in self.sections:
                 if section.architecture == name:
-                    found.setdefault(section.kind[1:], section.entries)
-        return tuple(entry for entries in found.values() for entry in entries)
+                    found.setdefault(section.kind[1:], section)
+        return tuple(found.values())
 
     def with_sections(self, sections: Sequence[Section]) -> Table:
         """This table with ``sections`` in the place of those of the same kinds."""
@@ -296,106 +309,4 @@ class Table:
 
 def shipped() -> Table:
     """tdcoll's own table."""
-    return Table.load(Path(__file__).with_name("tuning.json"))
-
-
-def architectures(device: torch.device) -> tuple[str, ...]:
-    """What tables may call a device: its name, its compute capability."""
-    if device.type != "cuda":
-        return (SIMULATOR,)
-    major, minor = torch.cuda.get_device_capability(device)
-    return torch.cuda.get_device_name(device), f"sm_{major}{minor}"
-
-
-# ---------------------------------------------------------------------- of a context
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What a context goes by; agreed by its ranks.
-
-    Attributes:
-        entries: of the table, for these GPUs and groups of this shape; none if the GPUs differ.
-        group: the process group that a call may be left to, or None.
-    """
-
-    entries: tuple[Entry, ...]
-    group: Any = None
-
-
-def _process_group(group: runtime.Group, everybody: bool, device: torch.device) -> Any:
-    """The torch.distributed group of the same ranks that can serve the device on its stream, or None."""
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    if not isinstance(group, dist.ProcessGroup):
-        if not everybody:
-            return None
-        group = dist.group.WORLD
-    try:
-        if group.name() == "tdcoll":
-            return None  # it would come back here
-        backend = group._get_backend(device).name()
-    except (AttributeError, RuntimeError):  # none for such devices, or a group of another kind
-        return None
-    return group if backend == ("nccl" if device.type == "cuda" else "gloo") else None
-
-
-def _table(given: Any) -> Table:
-    if isinstance(given, Table):
-        return given
-    name = "tuning"
-    if given is None:
-        name, given = _VARIABLE, os.environ.get(_VARIABLE)
-        if not given:
-            return shipped()
-    arguments.instance(name, given, (str, os.PathLike), "a tuning table (Table), the path of its file, or None")
-    try:
-        return Table.load(given)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def agree(
-    owner: runtime.Runtime,
-    ranks: Sequence[int],
-    group: runtime.Group,
-    given: Table | str | os.PathLike[str] | None,
-) -> Tuning:
-    """The tuning of a context that is being made: compared, so that all ranks choose alike. Collective over ``ranks``.
-
-    Args:
-        given: a table, or the path of its file; None: that of ``TDCOLL_TUNING``, else tdcoll's own.
-
-    Raises:
-        TypeError: ``given`` is none of these.
-        ValueError: the file is no table.
-        RankMismatchError: another rank has another table, or none that can be read.
-    """
-    problem: TypeError | ValueError | None = None
-    table: Table | None = None
-    try:
-        table = _table(given)
-    except (TypeError, ValueError) as error:
-        problem = error
-    names = architectures(owner.device)
-    process_group = _process_group(group, tuple(ranks) == tuple(range(owner.world_size)), owner.device)
-    mine = (None if problem is None else str(problem), table and (table.digest, table.name), names, bool(process_group))
-    answers = owner.exchange(ranks, "CollectiveContext: tuning table", mine)
-    if problem is not None:
-        raise problem
-    for rank, (other, _, _, _) in enumerate(answers):
-        if other is not None:
-            raise RankMismatchError(f"CollectiveContext: rank {rank} cannot read its tuning table: {other}")
-    assert table is not None
-    if len({answer[1][0] for answer in answers}) > 1:
-        listing = ", ".join(f"rank {rank}: {name} ({digest})" for rank, (_, (digest, name), _, _) in enumerate(answers))
-        raise RankMismatchError(f"the tuning table must be the same on all ranks; got {listing}")
-    alike = len({answer[2] for answer in answers}) == 1  # nothing was measured on GPUs of several kinds
-    topology = owner.topology(ranks)
-    shape = (topology.ranks_per_node, topology.n_nodes)
-    entries = table.entries(names) if alike else ()
-    return Tuning(
-        tuple(entry for entry in entries if (entry.ranks_per_node, entry.nodes) == shape),
-        process_group if all(answer[3] for answer in answers) else None,
-    )
+    return Table.load(Path(__file__).with_name("shipped.json"))

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host side that collectives share: check, plan, launch.
+
+A call goes the long way the first time: everything is checked, a plan is made and its kernel prepared. The next call
+that differs in its addresses alone goes the short way (:meth:`Collective.at_once`), since its time is the host's: what
+the shapes decide is found in one look-up, and only what may have changed is checked again, by the same rules. The short
+way has no errors of its own. Whatever is not as it should be goes the long way, which finds out what it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tdcoll import arguments
+from tdcoll.collectives._host.algorithm import Algorithm, Launches, Planned
+from tdcoll.collectives._host.checks import check_tensor, lies_elsewhere_in, strided_bytes, unusable
+from tdcoll.collectives._host.plan import Facts, Plan, Policy
+from tdcoll.context import CollectiveContext
+from tdcoll.errors import ContextError
+from tdcoll.tuning import HANDED_OVER
+
+__all__ = ["UNCHECKED", "Collective"]
+
+_log = logging.getLogger("tdcoll")
+
+_MOST_EPOCHS = 1024
+"""Of one call. One that needs more has a context that is far too small for it."""
+
+
+class _HandOver:
+    """In the place of launches: torch.distributed's collective, because a tuning table says that it is faster."""
+
+    def __init__(self, collective: Collective, ctx: CollectiveContext, facts: Facts) -> None:
+        assert collective.hand_over is not None
+        self.plan = Plan(HANDED_OVER, 0, 0, 0)
+        self.group, self._context, self._by_torch = ctx.tuning.group, ctx, collective.hand_over
+        key = (collective.name, "handed over")
+        if key not in ctx.tables:
+            ctx.tables[key] = True
+            if ctx.rank == 0:
+                _log.info(
+                    "%s: the tuning table leaves %d bytes per rank%s on %s to torch.distributed (%s)",
+                    collective.name, facts.nbytes, " in CUDA graphs" if facts.graph else "", ctx.topology.describe(),
+                    self.group.name(),
+                )  # fmt: skip
+
+    def prepare(self) -> None:
+        """A first call, which makes the communicator: that cannot be captured."""
+        mine = torch.zeros(1, dtype=torch.uint8, device=self._context.device)
+        self(mine, mine.new_empty(self._context.world_size))
+
+    def __call__(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """Make the call."""
+        self._by_torch(tensor, out, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of calls with tensors of some shapes and dtype, after the first: all but where the tensors lie.
+
+    Attributes:
+        run: launches such a call, outside of CUDA graphs.
+        shape: of the result, where the call makes it.
+        part, whole: bytes of the smaller and of the larger of the two tensors.
+        own: where the smaller may lie in the larger, in bytes: as this rank's segment.
+    """
+
+    run: Callable[[int, int, int], None]
+    shape: torch.Size
+    part: int
+    whole: int
+    own: int
+
+
+UNCHECKED = object()
+"""In the place of a wish for :meth:`Collective.at_once`: ``"auto"``, after :meth:`Collective.unchecked`."""
+
+
+class Collective:
+    """The host side of one collective.
+
+    Args:
+        policy: its algorithms and which of them a call takes. Its operation is the collective's name.
+        algorithms: how each is launched.
+        shapes: ``(shape of a tensor, ranks) ->`` shapes that the result may have; the first is made.
+        gathers: the result is the larger of the two tensors, one segment for each rank; else the caller's is.
+        room: bytes of each segment that one epoch takes; a larger call is several epochs. None: there is no limit but
+            the context's capacity, over which a call is refused.
+        hand_over: does a call by ``torch.distributed``, given tensor, result and group.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        algorithms: Mapping[str, Algorithm],
+        *,
+        shapes: Callable[[torch.Size, int], tuple[torch.Size, ...]],
+        gathers: bool,
+        room: Callable[[CollectiveContext, Facts], int] | None = None,
+        hand_over: Callable[[torch.Tensor, torch.Tensor, Any], None] | None = None,
+    ) -> None:
+        assert set(algorithms) == set(policy.names)
+        self.name, self.policy, self._algorithms, self._shapes = policy.operation, policy, algorithms, shapes
+        self._gathers, self._room, self.hand_over = gathers, room, hand_over
+        self._short = f"{self.name}, the short way"
+
+    # ------------------------------------------------------------------ the short way
+
+    def at_once(self, tensor: Any, ctx: CollectiveContext, out: Any, wish: Hashable) -> torch.Tensor | None:
+        """Make a call like one that was made before, with as little on the host as will do.
+
+        Everything that the long way checks is checked here or follows from the shapes and dtypes, which were found
+        right then.
+
+        Args:
+            wish: what was remembered for such calls besides shapes and dtypes: the algorithm, and the collective's own.
+
+        Returns:
+            The result; None if anything is not as it should be, or not known yet, which the long way finds out and
+            says.
+        """
+        if not isinstance(tensor, torch.Tensor) or not (out is None or isinstance(out, torch.Tensor)):
+            return None
+        known: _Known | None
+        try:
+            if out is None:
+                known = ctx.known((self._short, tensor.shape, tensor.dtype, wish))
+            else:
+                known = ctx.known((self._short, tensor.shape, out.shape, tensor.dtype, out.dtype, wish))
+        except (RuntimeError, TypeError):  # a shape or a wish that cannot be a key
+            return None
+        if known is None or unusable(tensor, ctx.device) is not None:
+            return None
+        source = tensor.data_ptr()
+        if out is None:
+            if (stream := ctx.enter()) is None:
+                return None
+            # Of numbers: a tuple takes twice as long.
+            out = torch.empty(*known.shape, dtype=tensor.dtype, device=ctx.device)
+            known.run(stream, source, out.data_ptr())
+            return out
+        if unusable(out, ctx.device) is not None:
+            return None
+        result = out.data_ptr()
+        part, whole = (source, result) if self._gathers else (result, source)
+        if lies_elsewhere_in(part, known.part, whole, known.whole, known.own):
+            return None
+        if (stream := ctx.enter()) is None:
+            return None
+        known.run(stream, source, result)
+        return out
+
+    def _remember(
+        self, tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor | None, wish: Hashable, launch: Any
+    ) -> None:
+        """Let the next call with such tensors, which have been found right, be made by :meth:`at_once`."""
+        dtype = tensor.dtype
+        nested = tensor.is_nested or (out is not None and out.is_nested)  # those have no shape
+        if isinstance(launch, _HandOver) or ctx.capturing or nested:
+            return
+        part = self._segment(tensor, ctx.world_size)
+        known = _Known(
+            launch.run, self._shapes(tensor.shape, ctx.world_size)[0], part, ctx.world_size * part, ctx.rank * part
+        )
+        key = (
+            (self._short, tensor.shape, dtype, wish)
+            if out is None
+            else (self._short, tensor.shape, out.shape, dtype, out.dtype, wish)
+        )
+        ctx.once(key, lambda: known)
+
+    # ------------------------------------------------------------------ the long way
+
+    def __call__(
+        self,
+        tensor: Any,
+        ctx: CollectiveContext,
+        out: Any,
+        algorithm: Any,
+        *,
+        wish: Hashable,
+        options: Callable[[], Hashable] = lambda: None,
+        agree: Mapping[str, Any] = {},
+    ) -> torch.Tensor:
+        """Make a call.
+
+        Args:
+            tensor, out, algorithm: the caller's, not checked yet; ``out`` is None where the call makes it.
+            wish: as for :meth:`at_once`.
+            options: checks the collective's own arguments; what the kernel depends on besides bytes.
+            agree: those arguments, by name, for debug mode.
+
+        Raises:
+            ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as its public function says.
+        """
+        nbytes = strided_bytes(tensor)
+        given = out
+
+        def prepare() -> Launches | _HandOver:
+            check_tensor("tensor", tensor, ctx.device)
+            wanted = options()
+            if given is None:
+                self._shapes(tensor.shape, ctx.world_size)
+            else:
+                self._check_out(tensor, given, ctx)
+            segment = self._segment(tensor, ctx.world_size)
+            return self.launches(ctx, segment, algorithm, options=wanted, itemsize=tensor.dtype.itemsize)
+
+        facts = {"dtype": getattr(tensor, "dtype", None), "algorithm": algorithm, **agree}
+        if self._room is not None:
+            facts["bytes"] = nbytes
+        launch = ctx.begin(self.name, 0 if self._room is not None else nbytes, facts, prepare)
+        if out is None:
+            shape = self._shapes(tensor.shape, ctx.world_size)[0]
+            out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        launch(tensor, out)
+        self._remember(tensor, ctx, given, wish, launch)
+        return out
+
+    def unchecked(self, tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor) -> None:
+        """Make a call for callers that have checked both tensors themselves, which may be of any shapes.
+
+        The next call like it may be ``at_once(tensor, ctx, out, UNCHECKED)``.
+        """
+        nbytes = self._segment(tensor, ctx.world_size)
+        agree = {"dtype": tensor.dtype, "algorithm": "auto"}
+        launch = ctx.begin(self.name, nbytes, agree, lambda: self.launches(ctx, nbytes, "auto"))
+        launch(tensor, out)
+        self._remember(tensor, ctx, out, UNCHECKED, launch)
+
+    def _segment(self, tensor: torch.Tensor, world: int) -> int:
+        """Bytes of a segment."""
+        return tensor.nbytes if self._gathers else tensor.nbytes // world
+
+    def _check_out(self, tensor: torch.Tensor, out: Any, ctx: CollectiveContext) -> None:
+        """Raise unless ``out`` can take the result."""
+        check_tensor("out", out, ctx.device)
+        world = ctx.world_size
+        shapes = self._shapes(tensor.shape, world)
+        if out.dtype != tensor.dtype or out.shape not in shapes:
+            allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise ValueError(f"out must be {tensor.dtype} of shape {allowed}; got {out.dtype} of {list(out.shape)}")
+        part, whole = ("tensor", "out") if self._gathers else ("out", "tensor")
+        small, large = (tensor, out) if self._gathers else (out, tensor)
+        begin, first, own = small.data_ptr(), large.data_ptr(), ctx.rank * small.nbytes
+        if lies_elsewhere_in(begin, small.nbytes, first, large.nbytes, own):
+            raise ValueError(
+                f"{part} must not overlap {whole}, except as {whole}'s own segment at byte {own}; it lies at byte "
+                f"{begin - first}"
+            )
+
+    # ------------------------------------------------------------------ plans and launches
+
+    def facts(self, ctx: CollectiveContext, nbytes: int, **more: Any) -> Facts:
+        """Facts of a call on a context, of ``nbytes`` per segment."""
+        return Facts(
+            nbytes,
+            ctx.topology,
+            ll_bytes=ctx.ll_bytes,
+            stores=ctx.stores,
+            channels=ctx.channels,
+            max_programs=ctx.max_programs,
+            hand_over=ctx.tuning.group is not None and self.hand_over is not None,
+            simulated=ctx.job.simulated,
+            **more,
+        )
+
+    def launches(
+        self,
+        ctx: CollectiveContext,
+        nbytes: int,
+        algorithm: Any,
+        *,
+        options: Hashable = None,
+        itemsize: int = 1,
+        in_place: bool = False,
+    ) -> Any:
+        """What launches such calls: made once, together with that of the same calls in a CUDA graph if a table may say
+        something else of them, since no more can be made there."""
+        arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
+        graph = ctx.capturing and bool(ctx.tuning.sections)
+        shape = (self.name, nbytes, algorithm, options, in_place)
+        if (found := ctx.known((*shape, graph))) is not None:
+            return found
+
+        def make(graph: bool) -> Any:
+            facts = self.facts(ctx, nbytes, itemsize=itemsize, in_place=in_place, graph=graph)
+            return self._launches(ctx, facts, self._plan(facts, algorithm, ctx), options)
+
+        made = ctx.once((*shape, graph), lambda: make(graph))
+        if ctx.tuning.sections and not graph:
+            captured = make(True)
+            if captured.plan == made.plan:
+                captured = made
+            else:
+                captured.prepare()
+            ctx.once((*shape, True), lambda: captured)
+        return made
+
+    def _plan(self, facts: Facts, algorithm: str | Plan, ctx: CollectiveContext) -> Plan:
+        """The plan of a call, or of the first epoch of a larger one, whose algorithm is that of the whole."""
+        choose, sections = self.policy.choose, ctx.tuning.sections
+        plan = choose(facts, algorithm, sections)
+        epochs = self._epochs(ctx, facts, plan)
+        if len(epochs) == 1 or plan.algorithm == HANDED_OVER:
+            return plan
+        if isinstance(algorithm, Plan):
+            raise ValueError(
+                f"algorithm must be a name and no Plan for a call of several epochs: {facts.nbytes} bytes per rank are "
+                f"more than the {epochs[0]} that the context takes at a time"
+            )
+        return choose(dataclasses.replace(facts, nbytes=epochs[0]), plan.algorithm, sections)
+
+    def _epochs(self, ctx: CollectiveContext, facts: Facts, plan: Plan) -> list[int]:
+        """Bytes of a segment in each epoch of a call."""
+        if self._room is None or plan.algorithm == "ll":  # whose words have been counted
+            return [facts.nbytes]
+        room = self._room(ctx, facts)
+        n = max(1, -(-facts.nbytes // max(1, room)))
+        if n > _MOST_EPOCHS:
+            raise ContextError(
+                f"{self.name}: {facts.nbytes} bytes per rank would take {n} epochs of {room} bytes, and {_MOST_EPOCHS} "
+                f"is the most; make the context with max_bytes_per_rank={facts.nbytes // _MOST_EPOCHS * 4 + 128} or "
+                "more"
+            )
+        return [*(n - 1) * [room], facts.nbytes - (n - 1) * room]
+
+    def _launches(self, ctx: CollectiveContext, facts: Facts, plan: Plan, options: Hashable) -> Any:
+        if plan.algorithm == HANDED_OVER:
+            return _HandOver(self, ctx, facts)
+        calls: list[Planned] = []
+        for nbytes in self._epochs(ctx, facts, plan):
+            part = dataclasses.replace(facts, nbytes=nbytes)
+            if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
+                plan = self.policy.choose(part, plan.algorithm, ctx.tuning.sections)
+            calls.append(Planned(ctx, part, plan, options, facts.nbytes))
+        return Launches(self.name, self._algorithms[plan.algorithm], calls)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What functions with the signatures of ``torch.distributed`` share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import ReduceOp
+
+from tdcoll import arguments, runtime
+from tdcoll.collectives._host.pool import Pool
+from tdcoll.context import CollectiveContext
+
+__all__ = ["TORCH_OPERATIONS", "pooled", "refuse_async", "torch_operation"]
+
+TORCH_OPERATIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.MAX: "max",
+    ReduceOp.MIN: "min",
+    ReduceOp.PRODUCT: "prod",
+}
+"""tdcoll's names of torch.distributed's operations."""
+
+
+def refuse_async(async_op: Any) -> None:
+    """Raise if a drop-in is asked for a ``Work``."""
+    if async_op:
+        raise ValueError("async_op must be False: the call only queues work on the current stream")
+
+
+def torch_operation(op: Any) -> str:
+    """tdcoll's name of a ``torch.distributed.ReduceOp``.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is one that tdcoll has not.
+    """
+    arguments.instance("op", op, (ReduceOp, ReduceOp.RedOpType), "a torch.distributed.ReduceOp")
+    for known, name in TORCH_OPERATIONS.items():
+        if op == known:
+            return name
+    raise ValueError(f"op must be one of {', '.join(known.name for known in TORCH_OPERATIONS)}; got {op}")
+
+
+def pooled(operation: str, group: runtime.Group, nbytes: int) -> CollectiveContext:
+    """tdcoll's own context for an operation of a group, with room for ``nbytes`` per rank. Collective when it is made
+    or grows.
+
+    Raises:
+        ContextError: it has to be made, and a CUDA graph is being captured.
+        HeapExhaustedError: the heap has no room. On all ranks.
+    """
+    owner = runtime.current()
+    ranks = owner.ranks_of(group)
+    key = (operation, ranks)
+    pool: Any = owner.contexts.get(key)
+    if pool is None:
+        pool = owner.contexts[key] = Pool(owner, ranks, operation)
+    pool.prepare(nbytes)
+    context: CollectiveContext = pool.context
+    return context

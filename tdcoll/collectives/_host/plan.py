@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which algorithm a call takes, and how it is cut: pure functions of facts that are the same on every rank.
+
+Two ranks that choose differently wait for signals that nobody sends. So a choice may look at :class:`Facts`, at the
+caller's wish and at the sections of a tuning table, which the ranks have compared (:mod:`tdcoll.tuning`), and at
+nothing else: not at the rank, the clock, the device or an environment variable.
+
+Three things are kept apart. A :class:`Rule` *admits* a call or says why it cannot have the algorithm. A table says what
+was *measured* to be the fastest. A policy's *seed* says what to take where nothing was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tdcoll.limits import CHANNELS, MAX_PROGRAMS
+from tdcoll.tuning import HANDED_OVER, Entry, Section
+
+if TYPE_CHECKING:
+    from tdcoll.runtime.topology import Topology
+
+__all__ = [
+    *("CHUNK_ALIGNMENT", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "TARGET_CHUNK_BYTES"),
+    *("Facts", "Plan", "Policy", "Rule", "cut_chunks", "cut_words", "is_ll_chunk", "most_channels", "needs_stores"),
+    *("needs_words", "warps"),
+]
+
+CHUNK_ALIGNMENT = 128
+"""Bytes. Chunks start at multiples of it, so that full 128-byte lines travel."""
+
+TARGET_CHUNK_BYTES = 8 << 10
+"""Chunks of about this size keep one block's copy short beside the crossing; those of large messages are larger."""
+
+USUAL_CHANNELS = 64, 32
+"""Chunks are made larger before there are more of them than this, in one node and between nodes."""
+
+LARGE_CHUNKS = 8, 32
+"""Times :data:`TARGET_CHUNK_BYTES`, likewise: no larger while there are signals for more chunks, so that a large
+message is used, or forwarded, while it arrives. A put between nodes costs more than one inside."""
+
+MANY_WARPS_FROM = 128 << 10
+"""Bytes. Larger chunks are moved by 16 warps, smaller ones by 8, if the message is not :data:`LARGE`."""
+
+LARGE = 8 << 20
+"""Bytes per rank. Messages from here on are moved by 16 warps."""
+
+LL_BLOCK = 128
+"""128-bit words that one LL program moves: one for each thread of 4 warps."""
+
+LL_MOST_WORDS = 1024
+"""The same, at most: each word of a thread is a loop of its own in the code."""
+
+LL_WORD_BYTES = 12
+"""Data of such a word; the rest is its flag."""
+
+_LL_CHUNKS = f"{LL_WORD_BYTES} times a power of two, at most {LL_WORD_BYTES * LL_MOST_WORDS},"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is launched.
+
+    Attributes:
+        algorithm: one of its operation's, not ``"auto"``; ``"nccl"``: torch.distributed does it.
+        channels: chunks that each segment is cut into.
+        chunk: bytes of a chunk; the last may be shorter.
+        num_warps: warps of each program.
+    """
+
+    algorithm: str
+    channels: int
+    chunk: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a choice may look at; the same on every rank of the group, but for the rank in ``topology``.
+
+    Attributes:
+        nbytes: of one segment, which is what one rank sends to another.
+        topology: the group.
+        ll_bytes: the most that the context can send by LL; -1 if its ranks cannot store to each other's memory inside
+            each node.
+        stores: whether the ranks of a node can store to each other's memory.
+        channels: the most chunks that the context has signals for.
+        max_programs: the most programs of a launch on the context.
+        itemsize: bytes of an element; 1 where bytes are moved as they are.
+        graph: whether the call is captured in a CUDA graph.
+        in_place: whether it is in place.
+        hand_over: whether torch.distributed could take it.
+        simulated: whether the kernels run in the simulator, where each block operation of a program costs the same,
+            however large the block is.
+    """
+
+    nbytes: int
+    topology: Topology
+    ll_bytes: int = -1
+    stores: bool = False
+    channels: int = CHANNELS
+    max_programs: int = MAX_PROGRAMS
+    itemsize: int = 1
+    graph: bool = False
+    in_place: bool = False
+    hand_over: bool = False
+    simulated: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An algorithm as far as it is chosen. Two rules may have one name: the first that admits a call is meant.
+
+    Attributes:
+        name: what callers and tables call it.
+        admit: why such a call cannot have it, as a sentence that begins with ``needs``; None if it can.
+        cut: the plan of such a call, with what an entry of a table says.
+        words: whether a chunk is a block of LL's flagged words.
+    """
+
+    name: str
+    admit: Callable[[Facts], str | None]
+    cut: Callable[[Facts, Entry], Plan]
+    words: bool = False
+
+
+# ---------------------------------------------------------------------- what rules are made of
+
+
+def needs_words(facts: Facts) -> str | None:
+    """Why a call cannot go by flagged words."""
+    limit = f"at most {facts.ll_bytes} bytes per rank"
+    if facts.ll_bytes < 0:
+        limit = "ranks that can store to each other's memory inside each node"
+    elif facts.topology.ranks_per_node is not None and facts.nbytes <= facts.ll_bytes:
+        if _fewest_words(facts) <= LL_MOST_WORDS:
+            return None
+        limit = f"more than {facts.max_programs} programs"
+    return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "
+
+
+def needs_stores(facts: Facts) -> str | None:
+    """Why a call cannot go by stores alone."""
+    if facts.topology.n_nodes > 1 or not facts.stores:
+        return "needs one node whose ranks can store to each other's memory; got "
+    return None
+
+
+def most_channels(facts: Facts) -> int:
+    """Chunks of one segment, at most: a launch has up to ``2 * world + 1`` programs for each, and all of its programs
+    must have a share of one epoch."""
+    return max(1, min(facts.channels, (facts.max_programs - 1) // (2 * facts.topology.world_size + 1)))
+
+
+def warps(nbytes: int, chunk: int) -> int:
+    """Warps that move chunks of so many bytes."""
+    return 16 if nbytes >= LARGE or chunk >= MANY_WARPS_FROM else 8
+
+
+def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) -> Plan:
+    """Chunks with a signal each.
+
+    Args:
+        large: chunks may be as large as they get, since nothing is done with one before all are there.
+    """
+    several = facts.topology.n_nodes > 1
+    usual = max(TARGET_CHUNK_BYTES, -(-facts.nbytes // USUAL_CHANNELS[several]))
+    if not large:
+        usual = min(usual, LARGE_CHUNKS[several] * TARGET_CHUNK_BYTES)
+    wanted = entry.channels or -(-facts.nbytes // (entry.chunk or usual))
+    channels = min(most_channels(facts), max(1, wanted))
+    chunk = -(-facts.nbytes // channels)
+    chunk = max(1, -(-chunk // CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
+    channels = max(1, -(-facts.nbytes // chunk))
+    return Plan(algorithm, channels, chunk, entry.num_warps or warps(facts.nbytes, chunk))
+
+
+def is_ll_chunk(nbytes: int) -> bool:
+    """Whether one LL program can carry so many bytes: a power of two of words, at most :data:`LL_MOST_WORDS`."""
+    words, rest = divmod(nbytes, LL_WORD_BYTES)
+    return rest == 0 and 1 <= words <= LL_MOST_WORDS and words & (words - 1) == 0
+
+
+def _words(nbytes: int) -> int:
+    return max(1, -(-nbytes // LL_WORD_BYTES))
+
+
+def _power(number: int) -> int:
+    """The least power of two of at least ``number``, which is positive."""
+    return 1 << (number - 1).bit_length()
+
+
+def _fewest_words(facts: Facts) -> int:
+    """Words of each program, so that there are no more programs than the context may have: some for each rank."""
+    blocks = max(1, (facts.max_programs - 1) // facts.topology.world_size - 1)
+    return _power(-(-_words(facts.nbytes) // blocks))
+
+
+def cut_words(facts: Facts, entry: Entry, algorithm: str) -> Plan:
+    """Blocks of flagged words, one for each program and peer."""
+    words = _words(facts.nbytes)
+    if entry.chunk is not None:
+        block = entry.chunk // LL_WORD_BYTES
+    elif entry.channels is not None:
+        block = min(LL_MOST_WORDS, max(LL_BLOCK, _power(-(-words // entry.channels))))
+    else:
+        # The interpreter takes as long for a block of few words as for one of many.
+        block = LL_MOST_WORDS if facts.simulated else LL_BLOCK
+    block = max(block, _fewest_words(facts))
+    # Threads beyond a program's words would send them again.
+    return Plan(algorithm, -(-words // block), LL_WORD_BYTES * block, max(1, min(entry.num_warps or 8, block // 32)))
+
+
+# ---------------------------------------------------------------------- choosing
+
+_BY_THE_RULES = Entry(None, "")
+
+
+class Policy:
+    """The algorithms of one operation, and which of them a call takes.
+
+    Args:
+        operation: its name, which is also that of its sections in tuning tables.
+        rules: its algorithms.
+        seed: the name of the one to take where nothing was measured; it must admit the call.
+    """
+
+    def __init__(self, operation: str, rules: Sequence[Rule], seed: Callable[[Facts], str]) -> None:
+        self.operation, self.rules, self._seed = operation, tuple(rules), seed
+        self.names = tuple(dict.fromkeys(rule.name for rule in self.rules))
+        self.algorithms = ("auto", *self.names)
+
+    def rule(self, name: str, facts: Facts) -> Rule:
+        """The rule of this name that admits the call.
+
+        Raises:
+            ValueError: none does; says why.
+        """
+        problem = None
+        for rule in self.rules:
+            if rule.name == name:
+                if (problem := rule.admit(facts)) is None:
+                    return rule
+        raise ValueError(f"algorithm={name!r} {problem}{facts.topology.describe()}. Use algorithm='auto'.")
+
+    def admits(self, name: str, facts: Facts) -> bool:
+        """Whether such a call can have the algorithm."""
+        return any(rule.name == name and rule.admit(facts) is None for rule in self.rules)
+
+    def choose(self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()) -> Plan:
+        """The plan of a call; the same on all ranks of the group.
+
+        Args:
+            facts: of the call.
+            algorithm: one of ``self.algorithms``; or a plan, which is checked and taken as it is. ``"auto"`` takes what
+                the table says, if the call can have it, and else the seed.
+            sections: of a tuning table, for these GPUs. Chunks and warps are an entry's too, if it is of the algorithm
+                that is taken.
+
+        Raises:
+            ValueError: an unknown algorithm, one that such a call cannot have, a plan that cannot be launched.
+        """
+        if isinstance(algorithm, Plan):
+            self._check_plan(facts, algorithm)
+            return algorithm
+        if algorithm not in self.algorithms:
+            raise ValueError(f"algorithm must be one of {', '.join(self.algorithms)}; got {algorithm!r}")
+        entry = self._entry(facts, sections)
+        if algorithm == "auto":
+            if entry is not None and entry.algorithm == HANDED_OVER:
+                if facts.hand_over and facts.nbytes:
+                    return Plan(HANDED_OVER, 0, 0, 0)
+                entry = None
+            if entry is not None and self.admits(entry.algorithm, facts):
+                algorithm = entry.algorithm
+            else:
+                algorithm = self._seed(facts)
+        rule = self.rule(algorithm, facts)
+        if entry is None or entry.algorithm != algorithm:
+            entry = _BY_THE_RULES
+        return rule.cut(facts, entry)
+
+    def _entry(self, facts: Facts, sections: Sequence[Section]) -> Entry | None:
+        """The first entry that holds for such a call."""
+        topology = facts.topology
+        launch = "graph" if facts.graph else "eager"
+        kind = (self.operation, topology.ranks_per_node, topology.n_nodes, launch, facts.in_place)
+        for section in sections:
+            if section.kind[1:] == kind:
+                for entry in section.entries:
+                    if entry.up_to is None or facts.nbytes <= entry.up_to:
+                        return entry
+        return None
+
+    def _check_plan(self, facts: Facts, plan: Plan) -> None:
+        """Raise unless the plan, which somebody has made by hand, can be launched."""
+        if plan.algorithm not in self.names:
+            raise ValueError(f"a Plan's algorithm must be one of {', '.join(self.names)}; got {plan.algorithm!r}")
+        words = self.rule(plan.algorithm, facts).words
+        aligned = is_ll_chunk(plan.chunk) if words else plan.chunk % 16 == 0
+        if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < facts.nbytes:
+            raise ValueError(
+                f"a Plan's chunks must be {_LL_CHUNKS if words else 'a multiple of 16'} bytes and cover all "
+                f"{facts.nbytes} bytes; got {plan.channels} of {plan.chunk} bytes"
+            )
+        # No more blocks of words than carry something: others would wait for puts that nobody makes.
+        most = max(1, -(-facts.nbytes // plan.chunk)) if words else most_channels(facts)
+        if not 1 <= plan.channels <= most:
+            raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
+        topology = facts.topology
+        if words and (plan.channels + 1) * topology.world_size >= facts.max_programs:
+            raise ValueError(
+                f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
+                f"{topology.describe()}"
+            )
+
+    def wrong(self, entry: Entry) -> tuple[str, str] | None:
+        """``(field, what was expected there)`` of an entry that this policy cannot use; None if it can."""
+        names: tuple[str, ...] = (*self.names, HANDED_OVER)
+        if entry.algorithm not in names:
+            return "algorithm", "one of " + ", ".join(f'"{name}"' for name in names)
+        chunk: Any = entry.chunk
+        if chunk is None or entry.algorithm == HANDED_OVER:
+            return None
+        if not any(rule.words for rule in self.rules if rule.name == entry.algorithm):
+            return None if chunk % CHUNK_ALIGNMENT == 0 else ("chunk", f"a multiple of {CHUNK_ALIGNMENT} bytes")
+        least = 32 * LL_WORD_BYTES * (entry.num_warps or 1)
+        if is_ll_chunk(chunk) and chunk >= least:
+            return None
+        return "chunk", (
+            f"{LL_WORD_BYTES} times a power of two, from {least} (a word for each thread) to "
+            f"{LL_WORD_BYTES * LL_MOST_WORDS} bytes"
+        )

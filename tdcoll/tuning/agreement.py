@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a context go by, on which they agree when they make it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tdcoll import arguments, runtime
+from tdcoll.errors import RankMismatchError
+from tdcoll.tuning.table import SIMULATOR, Section, Table, shipped
+
+__all__ = ["Tuning", "agree", "architectures"]
+
+_VARIABLE = "TDCOLL_TUNING"
+
+
+def architectures(device: torch.device) -> tuple[str, ...]:
+    """What tables may call a device: its name, its compute capability."""
+    if device.type != "cuda":
+        return (SIMULATOR,)
+    major, minor = torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_name(device), f"sm_{major}{minor}"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a context goes by; agreed by its ranks.
+
+    Attributes:
+        sections: of the table, for these GPUs and groups of this shape; none if the GPUs differ.
+        group: the process group that a call may be left to, or None.
+    """
+
+    sections: tuple[Section, ...]
+    group: Any = None
+
+
+def _process_group(group: runtime.Group, everybody: bool, device: torch.device) -> Any:
+    """The torch.distributed group of the same ranks that can serve the device on its stream, or None."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        if not everybody:
+            return None
+        group = dist.group.WORLD
+    try:
+        if group.name() == "tdcoll":
+            return None  # it would come back here
+        backend = group._get_backend(device).name()
+    except (AttributeError, RuntimeError):  # none for such devices, or a group of another kind
+        return None
+    return group if backend == ("nccl" if device.type == "cuda" else "gloo") else None
+
+
+def _table(given: Any) -> Table:
+    if isinstance(given, Table):
+        return given
+    name = "tuning"
+    if given is None:
+        name, given = _VARIABLE, os.environ.get(_VARIABLE)
+        if not given:
+            return shipped()
+    arguments.instance(name, given, (str, os.PathLike), "a tuning table (Table), the path of its file, or None")
+    try:
+        return Table.load(given)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def agree(
+    owner: runtime.Runtime,
+    ranks: Sequence[int],
+    group: runtime.Group,
+    given: Table | str | os.PathLike[str] | None,
+) -> Tuning:
+    """The tuning of a context that is being made: compared, so that all ranks choose alike. Collective over ``ranks``.
+
+    Args:
+        given: a table, or the path of its file; None: that of ``TDCOLL_TUNING``, else tdcoll's own.
+
+    Raises:
+        TypeError: ``given`` is none of these.
+        ValueError: the file is no table.
+        RankMismatchError: another rank has another table, or none that can be read.
+    """
+    problem: TypeError | ValueError | None = None
+    table: Table | None = None
+    try:
+        table = _table(given)
+    except (TypeError, ValueError) as error:
+        problem = error
+    names = architectures(owner.device)
+    process_group = _process_group(group, tuple(ranks) == tuple(range(owner.world_size)), owner.device)
+    mine = (None if problem is None else str(problem), table and (table.digest, table.name), names, bool(process_group))
+    answers = owner.exchange(ranks, "CollectiveContext: tuning table", mine)
+    if problem is not None:
+        raise problem
+    for rank, (other, _, _, _) in enumerate(answers):
+        if other is not None:
+            raise RankMismatchError(f"CollectiveContext: rank {rank} cannot read its tuning table: {other}")
+    assert table is not None
+    if len({answer[1][0] for answer in answers}) > 1:
+        listing = ", ".join(f"rank {rank}: {name} ({digest})" for rank, (_, (digest, name), _, _) in enumerate(answers))
+        raise RankMismatchError(f"the tuning table must be the same on all ranks; got {listing}")
+    alike = len({answer[2] for answer in answers}) == 1  # nothing was measured on GPUs of several kinds
+    topology = owner.topology(ranks)
+    shape = (topology.ranks_per_node, topology.n_nodes)
+    sections = table.of(names) if alike else ()
+    return Tuning(
+        tuple(section for section in sections if (section.ranks_per_node, section.nodes) == shape),
+        process_group if all(answer[3] for answer in answers) else None,
+    )
