@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tdcoll.collectives._host.plan import Plan
     from tdcoll.collectives.all_gather import all_gather, all_gather_in_place, all_gather_into_tensor
     from tdcoll.collectives.index_match import match_indices, match_lists
+    from tdcoll.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
     from tdcoll.collectives.sparse_all_reduce import (
         PaddedRows,
         SparseContext,
@@ -70,6 +71,8 @@ __all__ = [
     "jit",
     "match_indices",
     "match_lists",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
     "sparse_all_reduce",
     "sparse_all_reduce_padded",
     "sparse_all_reduce_rows",
@@ -81,6 +84,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
     _NAMES = {
         "collectives.all_gather": "all_gather all_gather_in_place all_gather_into_tensor",
         "collectives.index_match": "match_indices match_lists",
+        "collectives.reduce_scatter": "reduce_scatter reduce_scatter_tensor",
         "collectives.sparse_all_reduce": (
             "PaddedRows SparseContext sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
         ),

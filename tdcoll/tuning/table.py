@@ -64,6 +64,7 @@ SIMULATOR = "simulator"
 
 POLICIES: dict[str, str] = {
     "all_gather": "tdcoll.collectives.all_gather.policy",
+    "reduce_scatter": "tdcoll.collectives.reduce_scatter.policy",
 }
 """The operations that tables may have, each with the module whose ``POLICY`` knows what its entries may say. A name and
 not the policy: policies lie above this module."""

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the algorithms of reduce-scatter are launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tdcoll.collectives._host.algorithm import Algorithm, Planned, local_peers, make_routes, on_device, successors
+from tdcoll.collectives._host.collective import Collective
+from tdcoll.collectives._host.plan import LL_WORD_BYTES, Facts
+from tdcoll.collectives.reduce_scatter.kernels_direct import reduce_scatter_direct
+from tdcoll.collectives.reduce_scatter.kernels_ll import reduce_scatter_ll
+from tdcoll.collectives.reduce_scatter.kernels_puts import Nodes, reduce_scatter_puts
+from tdcoll.collectives.reduce_scatter.policy import POLICY
+from tdcoll.context import CollectiveContext
+from tdcoll.primitives.puts import Routes
+from tdcoll.primitives.reduce import OPERATIONS, accumulator
+
+__all__ = ["REDUCE_SCATTER"]
+
+_REDUCED_BYTES = 16 << 10
+"""Of a chunk that one program reduces."""
+
+
+def _reducers(call: Planned) -> int:
+    return max(1, min(call.ctx.world_size, call.plan.chunk // _REDUCED_BYTES))
+
+
+def _arithmetic(call: Planned) -> dict[str, Any]:
+    dtype, op = call.options
+    kind = getattr(tl, str(dtype).removeprefix("torch."))
+    return {"DTYPE": kind, "ACC": accumulator(dtype), "OP": OPERATIONS[op]}
+
+
+def _sums(call: Planned) -> dict[str, Any]:
+    per_tile = 16 * 32 * call.plan.num_warps // call.options[0].itemsize  # 16 bytes for each thread
+    waited = triton.next_power_of_2(call.ctx.world_size)
+    return {**_arithmetic(call), "reducers": _reducers(call), "COUNT": per_tile, "WAITED": waited, "ALIGNED": False}
+
+
+def _routes(ctx: CollectiveContext) -> Routes:
+    local = local_peers(ctx.topology) if ctx.stores else []
+    return make_routes(ctx, local, [rank for rank in successors(ctx.topology) if rank not in local])
+
+
+def _nodes(ctx: CollectiveContext) -> Nodes:
+    begins, ranks = [0], [rank for members in ctx.topology.members for rank in members]
+    for members in ctx.topology.members:
+        begins.append(begins[-1] + len(members))
+    return Nodes(torch.tensor(begins + ranks, dtype=torch.int32, device=ctx.device), ctx.topology.n_nodes)
+
+
+def _tables(call: Planned) -> dict[str, Any]:
+    def make() -> dict[str, Any]:
+        return {"routes": _routes(call.ctx), "nodes": _nodes(call.ctx)}
+
+    made: dict[str, Any] = on_device(call.ctx, POLICY.operation, "reduce_scatter", make)
+    return made
+
+
+def _shapes(shape: torch.Size, world: int) -> tuple[torch.Size, ...]:
+    if not shape or shape[0] % world:
+        raise ValueError(f"tensor's first extent must be divisible by the {world} rank(s); got shape {list(shape)}")
+    part = torch.Size((shape[0] // world, *shape[1:]))
+    return (part, shape[1:]) if shape[0] == world else (part,)
+
+
+def _room(ctx: CollectiveContext, facts: Facts) -> int:
+    """Half of a segment is this rank's outbox where it has to put."""
+    room = ctx.capacity // (1 if facts.topology.n_nodes == 1 and facts.stores else 2)
+    return room // 128 * 128 or room // 16 * 16
+
+
+REDUCE_SCATTER = Collective(
+    POLICY,
+    {
+        "ll": Algorithm(
+            kernel=lambda call: reduce_scatter_ll,
+            programs=lambda call: call.plan.channels * call.ctx.world_size,
+            values=lambda call: {**_arithmetic(call), "BLOCK": call.plan.chunk // LL_WORD_BYTES},
+        ),
+        "direct": Algorithm(
+            kernel=lambda call: reduce_scatter_direct,
+            programs=lambda call: call.plan.channels * (call.ctx.world_size - 1 + _reducers(call)),
+            values=_sums,
+        ),
+        "1d": Algorithm(
+            kernel=lambda call: reduce_scatter_puts,
+            programs=lambda call: call.plan.channels * (call.ctx.world_size - 1 + _reducers(call)),
+            values=lambda call: {**_sums(call), **_tables(call)},
+        ),
+    },
+    shapes=_shapes,
+    gathers=False,
+    room=_room,
+)
+"""The host side. Options of a call are its dtype and its operation."""

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter: what users call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tdcoll import arguments, runtime
+from tdcoll.collectives._host.checks import check_context, strided_bytes
+from tdcoll.collectives._host.drop_in import pooled, refuse_async, torch_operation
+from tdcoll.collectives._host.plan import Plan
+from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
+from tdcoll.context import CollectiveContext
+from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
+
+__all__ = ["reduce_scatter", "reduce_scatter_tensor"]
+
+_MOST_POOLED_BYTES = 16 << 20
+"""Per rank and slot of tdcoll's own contexts; larger calls are several epochs."""
+
+
+def reduce_scatter(
+    tensor: torch.Tensor,
+    ctx: CollectiveContext | None = None,
+    out: torch.Tensor | None = None,
+    op: str = "sum",
+    algorithm: str | Plan = "auto",
+) -> torch.Tensor:
+    """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction of all ranks' tensors.
+
+    Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
+    eager call of the size. A call of more than ``ctx.max_bytes_per_rank`` bytes per part (between nodes, of half as
+    many) is several epochs, one launch each.
+
+    Sums are in fp32 for fp16 and bf16, in rank order inside each node, then in node order; a mean is the sum divided
+    once; what comes out is rounded once. So the bits are the same in every run, for every algorithm and size. Maximum
+    and minimum propagate NaN, integers wrap, and no floating-point result is -0.0.
+
+    Args:
+        tensor: a part for each rank, contiguous, on the context's device: ``[world * n, ...]`` or ``[world, n, ...]``
+            of fp16, bf16, fp32, fp64, int32 or int64.
+        ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
+            Making one is collective and synchronises.
+        out: where the result goes, contiguous, same dtype. Made if None. May be this rank's own part of ``tensor``, and
+            must not overlap it otherwise.
+        op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"``.
+        algorithm: ``"ll"``, ``"direct"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+
+    Returns:
+        ``out``, or a new ordinary tensor.
+
+    Raises:
+        ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
+        CollectiveTimeout: an earlier wait on the context expired.
+        RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
+        HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
+        TypeError, ValueError: an argument is not as described.
+
+    Algorithms: one stage, in which every rank sends each part to the rank that reduces it (direct reduce-scatter;
+    Thakur, Rabenseifner and Gropp, 2005, call its pattern pairwise exchange); by flagged words (``"ll"``), by stores
+    with a signal per chunk (``"direct"``), or by puts (``"1d"``).
+    """
+    if ctx is None:
+        ctx = _pooled(tensor, None)
+    check_context(ctx)
+    wish = (algorithm, op)
+    if (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
+        return made
+
+    def options() -> tuple[torch.dtype, str]:
+        if tensor.dtype not in ACCUMULATORS:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCUMULATORS)
+            raise TypeError(f"tensor must be of {allowed}; got {tensor.dtype}")
+        check_operation(op, tensor.dtype)
+        return tensor.dtype, op
+
+    return REDUCE_SCATTER(tensor, ctx, out, algorithm, wish=wish, options=options, agree={"op": op})
+
+
+def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:
+    """tdcoll's own context of a group."""
+    owner = runtime.current()
+    arguments.tensor("tensor", tensor)
+    part = strided_bytes(tensor) // len(owner.ranks_of(group))
+    return pooled("reduce_scatter", group, min(2 * part, _MOST_POOLED_BYTES))  # between nodes half is for sending
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = torch.distributed.ReduceOp.SUM,
+    group: runtime.Group = None,
+    async_op: bool = False,
+) -> None:
+    """Drop-in for ``torch.distributed.reduce_scatter_tensor``, in the order of the current stream.
+
+    The context is tdcoll's own, see :func:`reduce_scatter`; ``tdcoll.finalize()`` frees it. Make the first
+    and the largest call before capturing a CUDA graph.
+
+    Args:
+        output: ``[n, ...]``, contiguous, same dtype as ``input``.
+        input: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous.
+        op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``.
+        group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
+        async_op: False. The call is asynchronous on the stream in any case; there is no ``Work`` to return.
+
+    Raises:
+        NotInitializedError: before ``tdcoll.initialize()``.
+        ValueError: ``async_op`` is true, or ``op`` is another one.
+        Others: as :func:`reduce_scatter`.
+    """
+    refuse_async(async_op)
+    reduce_scatter(input, _pooled(input, group), output, torch_operation(op))
