@@ -38,7 +38,7 @@ from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.memory import NULL_PAGE
 from tdcoll.runtime.simulator.rewrite import KernelTransformer
 
-__all__ = ["Installed", "machine", "machine_or_none", "root_cause"]
+__all__ = ["Installed", "machine", "root_cause"]
 
 _machine: Machine | None = None
 _rewritten: dict[Any, Any] = {}  # kernels rewritten with KernelTransformer
@@ -50,11 +50,6 @@ _RELEASES = (_SEMANTIC.RELEASE, _SEMANTIC.ACQUIRE_RELEASE)
 _THREADS_PER_WARP = 32
 _BITS = "HB"
 """Codes of the numpy types that hold the bits of bf16 and fp8."""
-
-
-def machine_or_none() -> Machine | None:
-    """The machine that kernels run on, or None."""
-    return _machine
 
 
 def machine() -> Machine:
