@@ -56,17 +56,12 @@ KNOWN_UPWARD = {
     ("tdcoll.runtime.simulator", "tdcoll.language"),
 }
 
-KNOWN_CIRCLES = {
-    # The simulator reads language.constants and language.spec; importing those imports the package around them.
-    (
-        "tdcoll.language",
-        "tdcoll.language.simulator",
-        "tdcoll.runtime.simulator",
-        "tdcoll.runtime.simulator.interpreter",
-        "tdcoll.runtime.simulator.machine",
-        "tdcoll.runtime.simulator.monitor",
-    ),
+KNOWN_LOOPS = {
+    # The simulator reads language.constants and language.spec; importing those imports the package around them, which
+    # in the simulator imports this.
+    ("tdcoll.language", "tdcoll.language.simulator"),
 }
+"""Imports without which there would be no circle."""
 
 KNOWN_HEAVY = {
     # Both import runtime.topology, and the package around it imports torch.
@@ -146,8 +141,9 @@ def test_imports_point_one_way() -> None:
     assert {edge for edge in edges if not allowed(*edge)} == KNOWN_UPWARD
 
 
-def circles(graph: Mapping[str, set[str]]) -> set[tuple[str, ...]]:
-    """Sets of nodes each of which can be reached from each other."""
+def circles(graph: Mapping[str, set[str]], without: set[tuple[str, str]]) -> set[tuple[str, ...]]:
+    """Sets of nodes each of which can be reached from each other, not counting the edges ``without``."""
+    graph = {node: {other for other in others if (node, other) not in without} for node, others in graph.items()}
     reached = {}
     for node in graph:
         seen, front = set[str](), {node}
@@ -176,7 +172,9 @@ def test_there_are_no_circles() -> None:
         - around(module)
         for module, found in IMPORTS.items()
     }
-    assert circles(graph) == KNOWN_CIRCLES
+    assert circles(graph, without=KNOWN_LOOPS) == set()
+    for known in KNOWN_LOOPS:
+        assert circles(graph, without=KNOWN_LOOPS - {known}), f"{known} closes no circle any more"
 
 
 ALONE = """
@@ -248,4 +246,6 @@ def test_what_is_allowed() -> None:
 
 
 def test_what_a_circle_is() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": set()}) == {("b", "c")}
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": set[str]()}
+    assert circles(graph, without=set()) == {("b", "c")}
+    assert circles(graph, without={("c", "b")}) == set()

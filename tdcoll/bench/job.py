@@ -231,7 +231,7 @@ class Job:
 
     def count(self, action: Callable[[], Any], calls: int = 1) -> dict[str, list[float]]:
         """What the simulator counts while ``action`` makes ``calls`` calls: per call, of each rank."""
-        from tdcoll.runtime.simulator.interpreter import machine
+        from tdcoll.runtime.simulator.current import machine
 
         counted = machine().counts[self.topology.pes[self.topology.rank]]
         before = dataclasses.asdict(counted)
