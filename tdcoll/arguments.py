@@ -2,7 +2,8 @@
 """Checks of arguments. Each names the argument, what was expected and what came.
 
 A wrong kind of value is a ``TypeError``, a value out of range a ``ValueError``. ``name`` is the argument as the caller
-knows it: the name of a parameter, or of an environment variable.
+knows it: the name of a parameter, or of an environment variable. Imports nothing but the standard library, for what
+must run where PyTorch is not (the doctor) or need not be imported (policies).
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import re
 from fractions import Fraction
 from numbers import Real
 from typing import Any
-
-import torch
 
 __all__ = ["MOST_SECONDS", "byte_count", "extents", "instance", "parse_bytes", "seconds", "tensor", "whole"]
 
@@ -35,6 +34,8 @@ def _shown(value: Any) -> str:
 
 def tensor(name: str, value: Any) -> None:
     """Raise unless ``value`` is a tensor."""
+    import torch
+
     instance(name, value, torch.Tensor, "a torch.Tensor")
 
 

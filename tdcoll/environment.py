@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variables that are tdcoll's, and the size of a heap for which none is set.
+"""The environment variables that are tdcoll's, and the size of the symmetric heap, which is NVSHMEM's variable.
 
 Imports nothing but the standard library: the doctor, which runs where PyTorch is missing, judges by the same facts.
 """
@@ -10,7 +10,9 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from tdcoll import arguments
 
 __all__ = [
     "DEFAULT_HEAP_BYTES",
@@ -18,6 +20,7 @@ __all__ = [
     "INTERNAL",
     "KNOWN",
     "PUBLIC",
+    "heap_bytes",
     "unknown",
     "warn_of_unknown",
 ]
@@ -64,6 +67,17 @@ INTERNAL = frozenset(
 read."""
 
 KNOWN = PUBLIC | INTERNAL
+
+
+def heap_bytes(simulated: bool, variables: Mapping[str, str] = os.environ) -> int:
+    """Bytes of each rank's symmetric heap unless a call says otherwise: ``NVSHMEM_SYMMETRIC_SIZE``, else the default.
+
+    Raises:
+        ValueError: the variable is set and is no number of bytes.
+    """
+    if text := variables.get("NVSHMEM_SYMMETRIC_SIZE"):
+        return arguments.parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE")
+    return DEFAULT_SIMULATED_HEAP_BYTES if simulated else DEFAULT_HEAP_BYTES
 
 
 def unknown(names: Iterable[str]) -> dict[str, str | None]:

@@ -17,15 +17,13 @@ from typing import Any
 import torch
 
 import tdcoll
-from tdcoll import runtime
-from tdcoll.arguments import parse_bytes
+from tdcoll import environment, runtime
 from tdcoll.bench import rows as files
 from tdcoll.bench.projection import Cluster, cluster
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import AnyRow
 from tdcoll.bench.sparse_data import Vocabulary
 from tdcoll.bench.table import Column, Table
-from tdcoll.environment import DEFAULT_HEAP_BYTES, DEFAULT_SIMULATED_HEAP_BYTES
 from tdcoll.errors import CollectiveTimeout, HeapExhaustedError
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import lifecycle
@@ -233,7 +231,7 @@ class Job:
 
     def count(self, action: Callable[[], Any], calls: int = 1) -> dict[str, list[float]]:
         """What the simulator counts while ``action`` makes ``calls`` calls: per call, of each rank."""
-        from tdcoll.runtime.simulator.interpreter import machine
+        from tdcoll.runtime.simulator.current import machine
 
         counted = machine().counts[self.topology.pes[self.topology.rank]]
         before = dataclasses.asdict(counted)
@@ -278,10 +276,8 @@ def run(
         project: what follows from the rows, as lines of Markdown; they are printed and written as well.
     """
     refuse_shared_gpus(benchmark)
-    usual = DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else DEFAULT_HEAP_BYTES
-    if wanted := os.environ.get("NVSHMEM_SYMMETRIC_SIZE"):
-        usual = parse_bytes(wanted, "NVSHMEM_SYMMETRIC_SIZE")
-    tdcoll.initialize(heap_bytes=max(usual, heap_bytes(int(os.environ.get("WORLD_SIZE", "1")))))
+    needed = heap_bytes(int(os.environ.get("WORLD_SIZE", "1")))
+    tdcoll.initialize(heap_bytes=max(environment.heap_bytes(INTERPRETED), needed))
     owner = runtime.current()
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts = provenance()

@@ -16,7 +16,6 @@ __all__ = [
     "NetworkDevice",
     "note",
     "ok",
-    "parse_size",
     "problem",
     "size",
     "version",
@@ -176,17 +175,6 @@ class Facts:
     def of(self, step: str) -> Mapping[str, Any]:
         """What the child found in ``step``; if it never came there, that is its error."""
         return self.probe.get(step, {"error": "not looked at"})
-
-
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int | None:
-    """Bytes of ``"64M"`` and the like, as ``tdcoll.initialize`` reads NVSHMEM_SYMMETRIC_SIZE; None if it refuses."""
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        return None
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " ")) or None
 
 
 def size(nbytes: int) -> str:

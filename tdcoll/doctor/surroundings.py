@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from tdcoll import environment
-from tdcoll.doctor.facts import Facts, Interface, Line, note, ok, parse_size, problem, size
+from tdcoll.doctor.facts import Facts, Interface, Line, note, ok, problem, size
 
 __all__ = ["SURROUNDINGS_CHECKS", "matching_interfaces"]
 
@@ -71,9 +71,9 @@ def _suggestion(facts: Facts) -> str:
 
 def heap(facts: Facts) -> Line:
     name, text = "symmetric heap", facts.environment.get("NVSHMEM_SYMMETRIC_SIZE", "")
-    default = environment.DEFAULT_SIMULATED_HEAP_BYTES if facts.simulated else environment.DEFAULT_HEAP_BYTES
-    nbytes = parse_size(text) if text else default
-    if nbytes is None:
+    try:
+        nbytes = environment.heap_bytes(facts.simulated, facts.environment)
+    except ValueError:
         return problem(name, f"NVSHMEM_SYMMETRIC_SIZE={text} is not a size", "write 67108864, 64M or 2G, or unset it")
     source = "your NVSHMEM_SYMMETRIC_SIZE" if text else "the default; NVSHMEM_SYMMETRIC_SIZE sets another"
     whose = f"{size(nbytes)} per rank ({source})"

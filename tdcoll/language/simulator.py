@@ -22,8 +22,8 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.language import constants as c
 from tdcoll.language.spec import FUNCTIONS, not_64_bits, not_linked
+from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import Address
-from tdcoll.runtime.simulator.interpreter import machine
 from tdcoll.runtime.simulator.lanes import thread_index
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.monitor import Monitor
@@ -249,7 +249,7 @@ def signal_block(running, sig_addr, signal, sig_op, pe):
 @_device
 def signal_wait_until(running, sig_addr, cmp_, cmp_val):
     running.check_signal(sig_addr, "sig_addr")
-    seen = running.wait_until(sig_addr, _checked_compare("cmp_", cmp_), cmp_val)
+    seen = running.waits.until(sig_addr, _checked_compare("cmp_", cmp_), cmp_val)
     return _scalar(seen, np.uint64, tl.uint64)
 
 
@@ -358,7 +358,7 @@ for _function in (ld, ld_acquire, st, st_release):
 def wait_signal(running, signal, compare, value, monitor, peer, index):
     running.check_signal(signal, "signal")
     _checked_compare("compare", compare)
-    return _int32(running.wait_all([(signal, peer, index)], compare, value, Monitor(monitor)))
+    return _int32(running.waits.all([(signal, peer, index)], compare, value, Monitor(monitor)))
 
 
 @_device
@@ -392,7 +392,7 @@ def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
     running.check_symmetric(signals, 8 * max(count, 0), "signals")
     _checked_compare("compare", compare)
     wanted = [(signals + 8 * index, index, index) for index in range(count) if index != skip]
-    return _int32(running.wait_all(wanted, compare, value, Monitor(monitor)))
+    return _int32(running.waits.all(wanted, compare, value, Monitor(monitor)))
 
 
 def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _semantic: Any = None) -> Any:
@@ -408,7 +408,7 @@ def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _sem
         running.check_flagged(address)
     held = Monitor(_address64("wait_flagged", "monitor", monitor))
     threads = [(sender, place) for place in places.tolist()]
-    seen, arrived = running.wait_flagged(pending, threads, wanted, held)
+    seen, arrived = running.waits.flagged(pending, threads, wanted, held)
     parts = np.zeros((4, addresses.size), np.uint32)
     parts[3] = 1
     parts[:3, places] = seen.view(np.uint32)[:, :3].T

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tdcoll import arguments, runtime
-from tdcoll.environment import DEFAULT_HEAP_BYTES, DEFAULT_SIMULATED_HEAP_BYTES, warn_of_unknown
+from tdcoll import arguments, environment, runtime
 from tdcoll.errors import AlreadyInitializedError, RankMismatchError, TdcollError
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import last_words
@@ -49,12 +48,10 @@ class _Settings:
         emulate_nodes: int | None,
         share_gpus: bool | None = None,
     ) -> _Settings:
-        warn_of_unknown()
+        environment.warn_of_unknown()
         env = os.environ
         if heap_bytes is None:
-            default = DEFAULT_SIMULATED_HEAP_BYTES if INTERPRETED else DEFAULT_HEAP_BYTES
-            text = env.get("NVSHMEM_SYMMETRIC_SIZE")
-            heap_bytes = arguments.parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE") if text else default
+            heap_bytes = environment.heap_bytes(INTERPRETED)
         if timeout_s is None:
             try:
                 timeout_s = float(env.get("TDCOLL_TIMEOUT_S", "") or DEFAULT_TIMEOUT_S)

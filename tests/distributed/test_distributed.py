@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll import distributed, runtime
-from tdcoll.distributed import BackendTimeout, Options, explain
-from tdcoll.distributed import backend as backend_module
+from tdcoll.distributed import BackendTimeout, Options, agreement, explain
 from tdcoll.distributed.inner import NamedWork, RollCall, add_backends
 from tdcoll.distributed.options import KINDS, SERVES
 from tdcoll.distributed.work import Task, TaskWork, as_backend_error, worker
@@ -122,7 +121,7 @@ def test_device_of_a_rank(monkeypatch, current: int, local_rank: str, share: str
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", share)
-    assert backend_module._device_of_this_rank() == torch.device("cuda", device)
+    assert agreement._device_of_this_rank() == torch.device("cuda", device)
 
 
 EXPIRED = """
@@ -131,7 +130,8 @@ from tdcoll.distributed import BackendTimeout
 from tdcoll.monitor import c
 dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2)))
-dist.group.WORLD._sums.context.collective.monitor._host[c.RECORD_VALID.value] = 1  # as a kernel does whose wait expires
+monitor = dist.group.WORLD._sides.sums.context.collective.monitor
+monitor._host[c.RECORD_VALID.value] = 1  # as a kernel does whose wait expires
 try:
     dist.destroy_process_group()
 except BackendTimeout as error:

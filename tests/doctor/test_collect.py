@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tdcoll import arguments
 from tdcoll.doctor import collect, functional, job, probe, surroundings
 from tdcoll.doctor.child import Ended, run
-from tdcoll.doctor.facts import Interface, parse_size, size, version
+from tdcoll.doctor.facts import Interface, size, version
 from tdcoll.language.jit import bitcode_path
 from tdcoll.runtime import nvshmem
 
@@ -121,17 +120,6 @@ def test_the_child_itself(tmp_path):
 def test_interfaces_are_chosen_as_nvshmem_does(value, names):
     there = [Interface(name) for name in ("lo", "eth0", "eth1", "docker0")]
     assert [found.name for found in surroundings.matching_interfaces(value, there)] == names
-
-
-@pytest.mark.parametrize(
-    "text", ["64M", "1g", "3.5 MiB", "4096", " 2 GB ", "0", "0.1", "1 gig", "-1", "", "K", "1e9", "5T"]
-)
-def test_sizes_are_read_as_tdcoll_does(text):
-    try:
-        wanted = arguments.parse_bytes(text, "it")
-    except ValueError:
-        wanted = None
-    assert parse_size(text) == wanted
 
 
 def test_sizes_and_versions_in_words():

@@ -6,8 +6,10 @@ From the bottom up:
 - :mod:`.policy` makes every choice that a real machine leaves open, from a seed;
 - :mod:`.scheduler` runs tasks (hosts and programs) one at a time, and finds deadlocks;
 - :mod:`.memory` is the symmetric heap of all PEs; :mod:`.network` delivers messages late and out of order;
-- :mod:`.machine` is what the device language works on; :mod:`.trace` records a timeline of it;
-- :mod:`.interpreter` and :mod:`.lanes` hook it into Triton's interpreter;
+- :mod:`.machine` is what the device language works on, with :mod:`.waits` for signals; :mod:`.trace` records a
+  timeline of it;
+- :mod:`.interpreter` hooks it into Triton's interpreter: :mod:`.launcher` for launches, :mod:`.builder` for operations,
+  :mod:`.lanes` for threads;
 - :mod:`.world` puts all PEs into one process, :mod:`.process` is one process per rank.
 
 Users meet this through :mod:`tdcoll.testing` and ``launch.sh``; ``docs/simulator.md`` describes the model.

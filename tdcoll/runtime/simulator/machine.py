@@ -2,7 +2,7 @@
 """The simulated machine as kernels see it: what each operation of the device language does to memory.
 
 :mod:`tdcoll.language.simulator` turns a kernel's arguments into numbers and calls this;
-:mod:`tdcoll.runtime.simulator.interpreter` calls it for Triton's own loads, stores and atomics. The same code
+:mod:`tdcoll.runtime.simulator.builder` calls it for Triton's own loads, stores and atomics. The same code
 serves the in-process :class:`~tdcoll.runtime.simulator.world.World` and one process per rank; they differ in
 the scheduler, and in that only a World may have a weak network. Without one everything arrives at once.
 """
@@ -14,35 +14,19 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from tdcoll.errors import TdcollError
 from tdcoll.language import constants as c
 from tdcoll.runtime.simulator.extents import Extents, origin_of
 from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory
-from tdcoll.runtime.simulator.monitor import Monitor
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.pointers import PointerAccess
 from tdcoll.runtime.simulator.tasks import Task
 from tdcoll.runtime.simulator.trace import Trace
+from tdcoll.runtime.simulator.waits import Waits
 
-__all__ = ["COMPARE", "Counts", "Machine", "TaskScheduler"]
+__all__ = ["Counts", "Machine", "TaskScheduler"]
 
-COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
-    ("==", lambda seen, wanted: seen == wanted),
-    ("!=", lambda seen, wanted: seen != wanted),
-    (">", lambda seen, wanted: seen > wanted),
-    ("<=", lambda seen, wanted: seen <= wanted),
-    ("<", lambda seen, wanted: seen < wanted),
-    (">=", lambda seen, wanted: seen >= wanted),
-)
-"""Sign and meaning of each ``CMP_*``, by value; of ints, and of arrays element by element."""
-
-_GROWING = (c.CMP_GT.value, c.CMP_GE.value)
 _SIGNAL_ADD = c.SIGNAL_ADD.value
-_FLAG_SHIFT = np.uint64(32)
-
-Array = np.ndarray[Any, Any]
 
 
 class TaskScheduler(Protocol):
@@ -122,7 +106,7 @@ class Machine:
         self.launch, self._arrive, self._atomic_add = launch, barrier, atomic_add
         self.check_overflow = check_overflow
         self.extents = Extents(memory)
-        self.pointers = PointerAccess(self)
+        self.pointers, self.waits = PointerAccess(self), Waits(self)
         self.counts = [Counts() for _ in self.node_ids]
 
     @property
@@ -391,137 +375,10 @@ class Machine:
         """Wait for every PE; ``barrier_all`` completes what the PE has sent first."""
         if name == "barrier_all":
             self.quiet()
-        self._timed(name, lambda: self._arrive(name))
+        self.timed(name, lambda: self._arrive(name))
 
-    # ------------------------------------------------------------------ waits
-
-    def wait_until(self, address: int, compare: int, value: int) -> int:
-        """Wait without a deadline until the signal at ``address`` compares true; its value."""
-        memory, (_, true) = self.memory, COMPARE[compare]
-        seen = 0
-
-        def ready() -> bool:
-            nonlocal seen
-            seen = memory.word(address)
-            return true(seen, value)
-
-        self.counts[self.program.pe].waits += 1
-        what = f"{memory.describe(address)} {COMPARE[compare][0]} {value}"
-        self._timed(
-            f"wait {what}",
-            lambda: self.scheduler.wait(ready, lambda: f"waits for {what}, is {memory.word(address)}", [address]),
-        )
-        return seen
-
-    def wait_all(self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor) -> bool:
-        """Wait until every signal compares true with ``value``; False when the monitor's deadline expires.
-
-        Args:
-            signals: address, peer and index of each; the latter two for the record.
-        """
-        sign, true = COMPARE[compare]
-        return self._wait_for(
-            np.array([address for address, _, _ in signals], np.uint64),
-            [(peer, index) for _, peer, index in signals],
-            lambda words: true(words, np.uint64(value)),
-            monitor,
-            # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow
-            # may as well be looked at all together.
-            enough=np.all if compare in _GROWING else np.any,
-            what=lambda address, word: f"{self.memory.describe(address)} {sign} {value}, is {word}",
-            name=f"wait {len(signals)} signal(s) {sign} {value}",
-            expected=value,
-        )
-
-    def wait_flagged(
-        self, words: Array, threads: Sequence[tuple[int, int]], flag: int, monitor: Monitor
-    ) -> tuple[Array, Array]:
-        """Wait until the last 32 of the 128 bits of every word are ``flag``, or the monitor's deadline expires.
-
-        Args:
-            words: ``[n]`` uint64, addresses.
-            threads: peer and index of each, for the record.
-
-        Returns:
-            ``[n, 2]`` uint64, the halves of each word that had the flag, and ``[n]``, which had.
-        """
-        memory = self.memory
-        seen, arrived = np.zeros((words.size, 2), np.uint64), np.zeros(words.size, bool)
-
-        def take(places: Array, halves: Array) -> None:
-            # The flag is in the upper half, which is written last (PointerAccess.store_flagged), and so read first.
-            seen[places, 1], seen[places, 0], arrived[places] = halves, memory.words(words[places]), True
-
-        self._wait_for(
-            words,
-            threads,
-            lambda halves: halves >> _FLAG_SHIFT == flag,
-            monitor,
-            enough=np.all,
-            what=lambda address, half: f"{memory.describe(address)} flagged {flag}, is {half >> 32}",
-            name=f"wait {words.size} word(s) flagged {flag}",
-            expected=flag,
-            read=lambda addresses: memory.words(addresses + np.uint64(8)),
-            shift=32,
-            take=take,
-        )
-        return seen, arrived
-
-    def _wait_for(
-        self,
-        words: Array,
-        threads: Sequence[tuple[int, int]],
-        true: Callable[[Array], Array],
-        monitor: Monitor,
-        *,
-        enough: Callable[[Array], Any],
-        what: Callable[[int, int], str],
-        name: str,
-        expected: int,
-        read: Callable[[Array], Array] | None = None,
-        shift: int = 0,
-        take: Callable[[Array, Array], None] = lambda places, seen: None,
-    ) -> bool:
-        """Every element is a thread that polls its own word until ``true``, and then takes it: ``take`` is called with
-        the places of such threads and what they saw. ``read`` gives what they see; the words, if None."""
-        scheduler, read = self.scheduler, read or self.memory.words
-        self.counts[self.program.pe].waits += 1
-        left = np.arange(words.size)
-
-        def look() -> None:
-            nonlocal left
-            seen = read(words[left])
-            satisfied = true(seen)
-            take(left[satisfied], seen[satisfied])
-            left = left[~satisfied]
-
-        def describe() -> str:
-            seen = read(words[left])
-            missing = np.flatnonzero(~true(seen))
-            return "waits for " + ", ".join(what(int(words[left[i]]), int(seen[i])) for i in missing)
-
-        def worth_a_look() -> bool:
-            return bool(enough(true(read(words[left])))) or monitor.aborted
-
-        def wait() -> bool:
-            deadline_ns = scheduler.now_ns + monitor.timeout_ns
-            while True:
-                keys: list[Hashable] = [*words[left].tolist(), ("monitor", monitor.address)]
-                in_time = scheduler.wait(worth_a_look, describe, keys, deadline_ns - scheduler.now_ns)
-                look()
-                if not left.size:
-                    return True
-                if monitor.aborted or not in_time:
-                    return False
-
-        satisfied = not words.size or self._timed(name, wait)
-        if not satisfied:
-            peer, index = threads[left[0]]
-            monitor.give_up(peer, index, expected, int(read(words[left[:1]])[0]) >> shift)
-            scheduler.notify(("monitor", monitor.address))
-        return satisfied
-
-    def _timed(self, name: str, wait: Callable[[], Any]) -> Any:
+    def timed(self, name: str, wait: Callable[[], Any]) -> Any:
+        """``wait()``, as a slice of the running program's track on the timeline, if there is one."""
         if self.trace is None:
             return wait()
         program = self.program

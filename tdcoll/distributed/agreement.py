@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a new group agree on, and joining the job if nobody has.
+
+What is found here is the same on all ranks: an obstacle on one of them is an obstacle for the group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.errors import TdcollError
+from tdcoll.language import INTERPRETED
+from tdcoll.language.jit import bitcode_path
+from tdcoll.runtime import lifecycle
+from tdcoll.runtime.control import StoreControlPlane, require_equal
+
+__all__ = ["Agreement"]
+
+
+def _device_of_this_rank() -> torch.device:
+    """The GPU for the symmetric heap: the current one where the script has chosen, else the launcher's number."""
+    current, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
+    if current == 0 and local.isdigit():
+        index = lifecycle.device_index(int(local), lifecycle.may_share_gpus())
+        current = index if index < torch.cuda.device_count() else current
+    return torch.device("cuda", current)
+
+
+def _obstacle() -> str | None:
+    """Why tdcoll's kernels cannot run in this process; None if they can, as far as it can be seen alone."""
+    if INTERPRETED:
+        return None
+    if not torch.cuda.is_available():
+        return "no GPU, and not the simulator (TRITON_INTERPRET=1 when the process starts)"
+    try:
+        bitcode_path()
+        importlib.import_module("nvshmem.bindings.nvshmem")
+    except (ImportError, FileNotFoundError) as error:
+        return f"NVSHMEM is not installed ({error})"
+    return None
+
+
+class Agreement:
+    """What the ranks of a group have agreed on when it was made.
+
+    Attributes:
+        kinds: served by tdcoll's kernels.
+        reason: why that is not all that was asked for; or None.
+        owns_job: whether this group has joined the job, and leaves it.
+    """
+
+    def __init__(self, control: StoreControlPlane, size: int, kinds: tuple[str, ...], agreed: dict[str, Any]) -> None:
+        self._control, self._everyone = control, range(size)
+        self.kinds, self.owns_job = kinds, False
+        self.reason: str | None = None
+        answers = control.all_gather(self._everyone, "backend tdcoll", (agreed, self._local_obstacle(size)))
+        require_equal([given for given, _ in answers], self._everyone, "the options of backend tdcoll")
+        self._give_up([obstacle for _, obstacle in answers])
+
+    def _local_obstacle(self, size: int) -> str | None:
+        if not self.kinds:
+            return "told to serve nothing"
+        job = runtime.current_or_none()
+        if job is not None:
+            return None
+        if dist.is_initialized() and size < dist.get_world_size():
+            return "tdcoll was not initialised when this group of some of the ranks was made (tdcoll.initialize())"
+        return _obstacle()
+
+    def _give_up(self, obstacles: list[str | None]) -> None:
+        """If there is any obstacle, serve nothing and say so; the same on all ranks."""
+        found = {rank: obstacle for rank, obstacle in enumerate(obstacles) if obstacle is not None}
+        if found:
+            rank, obstacle = next(iter(found.items()))
+            everywhere = len(set(found.values())) == 1 and len(found) == len(obstacles)
+            self.kinds = ()
+            self.reason = obstacle if everywhere else f"rank {rank}: {obstacle}"
+
+    def join(self, store: Any, rank: int, size: int, heap_bytes: int | str | None, timeout_s: float | None) -> None:
+        """Initialise tdcoll for the ranks of the default group, if nobody has. Collective."""
+        if not self.kinds or runtime.current_or_none() is not None:
+            return
+        obstacle = None
+        try:
+            if INTERPRETED:
+                lifecycle.join(store, rank, size, heap_bytes=heap_bytes, timeout_s=timeout_s)
+            else:
+                with torch.cuda.device(_device_of_this_rank()):
+                    lifecycle.join(store, rank, size, heap_bytes=heap_bytes, timeout_s=timeout_s)
+            self.owns_job = True
+        except TdcollError as error:
+            obstacle = str(error)
+        self._give_up(self._control.all_gather(self._everyone, "joined", obstacle))
+        if self.owns_job and not self.kinds:  # some have joined and others could not
+            self.owns_job, runtime.current().failed = False, True
+            tdcoll.finalize()  # forgets the job, and waits for nobody

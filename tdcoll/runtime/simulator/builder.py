@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interpreter's builder on a simulated machine: which operations it sees, and what they do to values.
+
+The position in the grid is read from the running task, and loads, stores and atomics are shown to the machine, so that
+switching tasks has nothing to save or restore. Handles carry the origin of what they hold (:mod:`.extents`), in an
+attribute that :class:`.interpreter.Installed` gives them. Arithmetic on bf16, and casts to and from bf16 and fp8, which
+Triton's interpreter gets wrong, are done here (:mod:`.floats`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as triton_interpreter
+
+from tdcoll.runtime.simulator.current import machine
+from tdcoll.runtime.simulator.extents import MIXED, joined
+from tdcoll.runtime.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
+from tdcoll.runtime.simulator.memory import NULL_PAGE
+
+__all__ = ["MachineBuilder", "StockBuilder", "is_narrow_handle", "moved_from", "numpy_dtype"]
+
+StockBuilder = type(triton_interpreter.interpreter_builder)
+_SEMANTIC = triton_interpreter._ir.MEM_SEMANTIC
+_SYSTEM = triton_interpreter._ir.MEM_SYNC_SCOPE.SYSTEM
+_RELEASES = (_SEMANTIC.RELEASE, _SEMANTIC.ACQUIRE_RELEASE)
+_BITS = "HB"
+"""Codes of the numpy types that hold the bits of bf16 and fp8."""
+
+
+def _flat(handle: Any) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(handle.data).reshape(-1)
+
+
+def _flat_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    data = mask if isinstance(mask, np.ndarray) else mask.data  # triton passes a handle or, for descriptors, an array
+    return np.ascontiguousarray(np.broadcast_to(data, shape)).reshape(-1).astype(bool, copy=False)
+
+
+class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
+    """The interpreter's builder while a machine is installed."""
+
+    @property
+    def grid_idx(self) -> Any:
+        return machine().program.grid_idx
+
+    @property
+    def grid_dim(self) -> Any:
+        return machine().program.grid_dim
+
+    # ------------------------------------------------------------------ memory
+
+    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
+        volatile = named.get("is_volatile", options[-1] if options else False)
+        addresses, wanted = _flat(ptrs), _flat_mask(mask, ptrs.data.shape)
+        pointers = machine().pointers
+        symmetric = pointers.check(addresses, wanted, _itemsize(ptrs), ptrs.origin, "load from")
+        pointers.before_load(addresses, wanted, polls=volatile is True, symmetric=symmetric)
+        if not symmetric:
+            return super().create_masked_load(ptrs, mask, other, *options, **named)
+        touched = addresses[wanted]
+        with pointers.as_seen(int(touched.min()), int(touched.max()) + _itemsize(ptrs)):
+            return super().create_masked_load(ptrs, mask, other, *options, **named)
+
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *options: Any, **named: Any) -> Any:
+        shape = ptrs.data.shape
+        addresses, wanted = _flat(ptrs), _flat_mask(mask, shape)
+        pointers = machine().pointers
+        if not pointers.check(addresses, wanted, _itemsize(ptrs), ptrs.origin, "store to"):
+            super().create_masked_store(ptrs, value, mask, *options, **named)
+            machine().scheduler.progress += 1
+            return
+        values = np.ascontiguousarray(np.broadcast_to(value.data, shape)).reshape(-1)
+        local = pointers.store_weakly(addresses, values, wanted)
+        if local is not wanted:
+            mask = triton_interpreter.TensorHandle(local.reshape(shape), tl.int1)
+        super().create_masked_store(ptrs, value, mask, *options, **named)
+        pointers.stored(addresses, wanted)
+
+    def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        shape = ptr.data.shape
+        addresses, mask = _flat(ptr), np.ones(ptr.data.size, dtype=bool)
+        self._before_atomic(ptr, addresses, mask, sem, scope)
+        old = super().create_atomic_cas(ptr, cmp, val, sem, scope)
+        swapped = np.broadcast_to(old.data == cmp.data, shape) & np.broadcast_to(cmp.data != val.data, shape)
+        machine().pointers.after_atomic(addresses, mask, changed=bool(swapped.any()))
+        return old
+
+    def create_atomic_rmw(self, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        addresses, wanted = _flat(ptr), _flat_mask(mask, ptr.data.shape)
+        self._before_atomic(ptr, addresses, wanted, sem, scope)
+        if is_narrow_handle(val):
+            old = _add_narrow(ptr, val, wanted)
+        else:
+            old = super().create_atomic_rmw(rmw, ptr, val, mask, sem, scope)
+        new = triton_interpreter._interpreter.load(ptr.data, mask.data, np.zeros_like(old.data), old.data.dtype)
+        machine().pointers.after_atomic(addresses, wanted, changed=not np.array_equal(new, old.data))
+        return old
+
+    def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:  # triton >= 3.9
+        if sem in _RELEASES:
+            machine().release(system=scope == _SYSTEM)
+        super().create_atomic_store(ptr, val, mask, sem, scope)
+
+    def _before_atomic(self, ptr: Any, addresses: Any, wanted: Any, sem: Any, scope: Any) -> None:
+        pointers = machine().pointers
+        symmetric = pointers.check(addresses, wanted, _itemsize(ptr), ptr.origin, "store to")
+        if sem in _RELEASES:
+            machine().release(system=scope == _SYSTEM)
+        pointers.before_atomic(addresses, wanted, symmetric=symmetric)
+
+    # ------------------------------------------------------------------ arithmetic, of narrow types and of addresses
+
+    def cast_impl(self, src: Any, dst_type: Any) -> Any:
+        target = dst_type.scalar
+        if not (is_narrow_handle(src) or is_narrow(target)):
+            return moved_from(src, super().cast_impl(src, dst_type))
+        values = to_float32(src.data, src.dtype.scalar) if is_narrow_handle(src) else src.data
+        data = narrowed(values, target) if is_narrow(target) else values.astype(numpy_dtype(target))
+        return triton_interpreter.TensorHandle(data, target)
+
+    def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        target = dst_type.scalar
+        if not (is_narrow_handle(src) or is_narrow(target)):
+            return super().create_fp_to_fp(src, dst_type, rounding_mode)
+        if rounding_mode == triton_interpreter._ir.ROUNDING_MODE.RTZ:
+            raise ValueError(f"fp_downcast_rounding='rtz' to {target} is not simulated; leave it out")
+        return self.cast_impl(src, dst_type)
+
+    def binary_op(self, lhs: Any, rhs: Any, op: Any) -> Any:
+        if lhs.data.dtype.char in _BITS and is_narrow_handle(lhs):
+            return _computed(op, lhs, rhs)
+        result = super().binary_op(lhs, rhs, op)
+        if result.data.dtype.char == "?":
+            result.dtype = tl.int1  # the interpreter gives a comparison the type of what was compared
+        if lhs.origin is not None or rhs.origin is not None:
+            # A distance within one tensor is no address, nor is the remainder of one.
+            distance = op is np.subtract and lhs.origin is rhs.origin
+            remainder = op is np.fmod or (op is np.bitwise_and and result.data.max(initial=0) < NULL_PAGE)
+            if not distance and not remainder:
+                result.origin = joined(lhs.origin, rhs.origin)
+        return result
+
+    def ternary_op(self, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
+        if op is np.where:
+            return _either(rhs, other, super().ternary_op(lhs, rhs, other, op))
+        return _computed(op, lhs, rhs, other) if is_narrow_handle(other) else super().ternary_op(lhs, rhs, other, op)
+
+    def unary_op(self, arg: Any, op: Any) -> Any:
+        return _computed(op, arg) if is_narrow_handle(arg) else super().unary_op(arg, op)
+
+    def create_fma(self, x: Any, y: Any, z: Any) -> Any:
+        if not is_narrow_handle(z):
+            return super().create_fma(x, y, z)
+        return _computed(lambda x, y, z: x.astype(np.float64) * y + z, x, y, z)
+
+    def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        wide = [
+            triton_interpreter.TensorHandle(to_float32(h.data, h.dtype.scalar), tl.float32)
+            if is_narrow_handle(h)
+            else h
+            for h in (a, b)
+        ]
+        return super().create_dot(*wide, d, *options)
+
+    def get_bf16(self, value: float) -> Any:
+        return triton_interpreter.TensorHandle(narrowed(np.array([value], np.float64), tl.bfloat16), tl.bfloat16)
+
+    # ------------------------------------------------------------------ what only moves values
+
+    def create_addptr(self, ptr: Any, offset: Any) -> Any:
+        return moved_from(ptr, super().create_addptr(ptr, offset))
+
+    def create_splat(self, ret_ty: Any, arg: Any) -> Any:
+        return moved_from(arg, super().create_splat(ret_ty, arg))
+
+    def create_cat(self, lhs: Any, rhs: Any) -> Any:
+        return _either(lhs, rhs, super().create_cat(lhs, rhs))
+
+    def create_join(self, lhs: Any, rhs: Any) -> Any:
+        return _either(lhs, rhs, super().create_join(lhs, rhs))
+
+    def create_split(self, val: Any) -> Any:
+        return tuple(moved_from(val, half) for half in super().create_split(val))
+
+
+def _passing_on(name: str) -> Any:
+    moved = getattr(StockBuilder, name)
+
+    def move(self: Any, arg: Any, *rest: Any, **named: Any) -> Any:
+        return moved_from(arg, moved(self, arg, *rest, **named))
+
+    return move
+
+
+for _name in (
+    "create_ashr",
+    "create_bitcast",
+    "create_broadcast",
+    "create_expand_dims",
+    "create_gather",
+    "create_idiv",
+    "create_int_to_ptr",
+    "create_ptr_to_int",
+    "create_reshape",
+    "create_trans",
+    "create_unsplat",
+):
+    setattr(MachineBuilder, _name, _passing_on(_name))
+
+
+def moved_from(source: Any, result: Any) -> Any:
+    """``result``, which was made of ``source``."""
+    if source.origin is not None:
+        result.origin = source.origin
+    return result
+
+
+def _either(one: Any, other: Any, result: Any) -> Any:
+    """``result``, each of whose elements is one of ``one`` or of ``other``."""
+    if one.origin is not None or other.origin is not None:
+        result.origin = one.origin if one.origin is other.origin else MIXED
+    return result
+
+
+def _itemsize(ptrs: Any) -> int:
+    return max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+
+
+def is_narrow_handle(handle: Any) -> bool:
+    """Whether a handle holds bf16 or fp8."""
+    return handle.data.dtype.char in _BITS and is_narrow(handle.dtype.scalar)
+
+
+def _computed(op: Callable[..., Any], *operands: Any) -> Any:
+    """``op`` of bf16, computed in fp32 and rounded."""
+    kind = operands[-1].dtype.scalar
+    if is_fp8(kind):
+        raise TypeError(f"Triton has no arithmetic on {kind}: cast to a wider type first, such as .to(tl.float32)")
+    result = op(*(to_float32(operand.data, kind) for operand in operands))
+    if result.dtype == np.bool_:
+        return triton_interpreter.TensorHandle(result, tl.int1)
+    return triton_interpreter.TensorHandle(narrowed(result, kind), kind)
+
+
+def _add_narrow(ptr: Any, val: Any, wanted: Any) -> Any:
+    """An atomic addition of bf16, which the interpreter does not have; what was there before."""
+    atomics, kind = triton_interpreter._interpreter, val.dtype.scalar
+    order = atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
+    summands = np.broadcast_to(val.data, ptr.data.shape).reshape(-1)
+    before = np.zeros(ptr.data.size, np.uint16)
+    for place in np.flatnonzero(wanted):
+        at = _flat(ptr)[place : place + 1]
+        while True:
+            old = atomics.load(at, np.ones(1, bool), np.zeros(1, np.uint16), np.dtype(np.uint16))
+            new = from_float32(to_float32(old, kind) + to_float32(summands[place : place + 1], kind), kind)
+            if atomics.atomic_cas(at, old, new, order)[0] == old[0]:
+                break
+        before[place] = old[0]
+    return triton_interpreter.TensorHandle(before.reshape(ptr.data.shape), kind)
+
+
+_numpy_dtypes: dict[str, Any] = {}
+_uncached_numpy_dtype = triton_interpreter._get_np_dtype
+
+
+def numpy_dtype(dtype: Any) -> Any:
+    """The numpy type of a Triton type. Triton builds a table of all types to answer that, for every operation."""
+    found = _numpy_dtypes.get(dtype.name)
+    if found is None:
+        found = _numpy_dtypes[dtype.name] = _uncached_numpy_dtype(dtype)
+    return found

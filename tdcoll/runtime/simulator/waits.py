@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How programs wait for signals and for flagged words, and give up when a deadline expires."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tdcoll.language import constants as c
+from tdcoll.runtime.simulator.monitor import Monitor
+
+if TYPE_CHECKING:
+    from tdcoll.runtime.simulator.machine import Machine
+
+__all__ = ["COMPARE", "Waits"]
+
+COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
+    ("==", lambda seen, wanted: seen == wanted),
+    ("!=", lambda seen, wanted: seen != wanted),
+    (">", lambda seen, wanted: seen > wanted),
+    ("<=", lambda seen, wanted: seen <= wanted),
+    ("<", lambda seen, wanted: seen < wanted),
+    (">=", lambda seen, wanted: seen >= wanted),
+)
+"""Sign and meaning of each ``CMP_*``, by value; of ints, and of arrays element by element."""
+
+_GROWING = (c.CMP_GT.value, c.CMP_GE.value)
+_FLAG_SHIFT = np.uint64(32)
+
+Array = np.ndarray[Any, Any]
+
+
+class Waits:
+    """The waits of programs on ``machine``."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def until(self, address: int, compare: int, value: int) -> int:
+        """Wait without a deadline until the signal at ``address`` compares true; its value."""
+        machine, (_, true) = self._machine, COMPARE[compare]
+        memory, scheduler = machine.memory, machine.scheduler
+        seen = 0
+
+        def ready() -> bool:
+            nonlocal seen
+            seen = memory.word(address)
+            return true(seen, value)
+
+        machine.counts[machine.program.pe].waits += 1
+        what = f"{memory.describe(address)} {COMPARE[compare][0]} {value}"
+        machine.timed(
+            f"wait {what}",
+            lambda: scheduler.wait(ready, lambda: f"waits for {what}, is {memory.word(address)}", [address]),
+        )
+        return seen
+
+    def all(self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor) -> bool:
+        """Wait until every signal compares true with ``value``; False when the monitor's deadline expires.
+
+        Args:
+            signals: address, peer and index of each; the latter two for the record.
+        """
+        sign, true = COMPARE[compare]
+        return self._wait_for(
+            np.array([address for address, _, _ in signals], np.uint64),
+            [(peer, index) for _, peer, index in signals],
+            lambda words: true(words, np.uint64(value)),
+            monitor,
+            # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow
+            # may as well be looked at all together.
+            enough=np.all if compare in _GROWING else np.any,
+            what=lambda address, word: f"{self._machine.memory.describe(address)} {sign} {value}, is {word}",
+            name=f"wait {len(signals)} signal(s) {sign} {value}",
+            expected=value,
+        )
+
+    def flagged(
+        self, words: Array, threads: Sequence[tuple[int, int]], flag: int, monitor: Monitor
+    ) -> tuple[Array, Array]:
+        """Wait until the last 32 of the 128 bits of every word are ``flag``, or the monitor's deadline expires.
+
+        Args:
+            words: ``[n]`` uint64, addresses.
+            threads: peer and index of each, for the record.
+
+        Returns:
+            ``[n, 2]`` uint64, the halves of each word that had the flag, and ``[n]``, which had.
+        """
+        memory = self._machine.memory
+        seen, arrived = np.zeros((words.size, 2), np.uint64), np.zeros(words.size, bool)
+
+        def take(places: Array, halves: Array) -> None:
+            # The flag is in the upper half, which is written last (PointerAccess.store_flagged), and so read first.
+            seen[places, 1], seen[places, 0], arrived[places] = halves, memory.words(words[places]), True
+
+        self._wait_for(
+            words,
+            threads,
+            lambda halves: halves >> _FLAG_SHIFT == flag,
+            monitor,
+            enough=np.all,
+            what=lambda address, half: f"{memory.describe(address)} flagged {flag}, is {half >> 32}",
+            name=f"wait {words.size} word(s) flagged {flag}",
+            expected=flag,
+            read=lambda addresses: memory.words(addresses + np.uint64(8)),
+            shift=32,
+            take=take,
+        )
+        return seen, arrived
+
+    def _wait_for(
+        self,
+        words: Array,
+        threads: Sequence[tuple[int, int]],
+        true: Callable[[Array], Array],
+        monitor: Monitor,
+        *,
+        enough: Callable[[Array], Any],
+        what: Callable[[int, int], str],
+        name: str,
+        expected: int,
+        read: Callable[[Array], Array] | None = None,
+        shift: int = 0,
+        take: Callable[[Array, Array], None] = lambda places, seen: None,
+    ) -> bool:
+        """Every element is a thread that polls its own word until ``true``, and then takes it: ``take`` is called with
+        the places of such threads and what they saw. ``read`` gives what they see; the words, if None."""
+        machine = self._machine
+        scheduler, read = machine.scheduler, read or machine.memory.words
+        machine.counts[machine.program.pe].waits += 1
+        left = np.arange(words.size)
+
+        def look() -> None:
+            nonlocal left
+            seen = read(words[left])
+            satisfied = true(seen)
+            take(left[satisfied], seen[satisfied])
+            left = left[~satisfied]
+
+        def describe() -> str:
+            seen = read(words[left])
+            missing = np.flatnonzero(~true(seen))
+            return "waits for " + ", ".join(what(int(words[left[i]]), int(seen[i])) for i in missing)
+
+        def worth_a_look() -> bool:
+            return bool(enough(true(read(words[left])))) or monitor.aborted
+
+        def wait() -> bool:
+            deadline_ns = scheduler.now_ns + monitor.timeout_ns
+            while True:
+                keys: list[Hashable] = [*words[left].tolist(), ("monitor", monitor.address)]
+                in_time = scheduler.wait(worth_a_look, describe, keys, deadline_ns - scheduler.now_ns)
+                look()
+                if not left.size:
+                    return True
+                if monitor.aborted or not in_time:
+                    return False
+
+        satisfied = not words.size or machine.timed(name, wait)
+        if not satisfied:
+            peer, index = threads[left[0]]
+            monitor.give_up(peer, index, expected, int(read(words[left[:1]])[0]) >> shift)
+            scheduler.notify(("monitor", monitor.address))
+        return satisfied

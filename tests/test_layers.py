@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports point one way, along the table :data:`LAYERS`; there are no circles; policies need neither torch nor triton.
+
+Each rule has a list of known violations. An entry that is no longer violated fails the test, so the lists only shrink.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce", "index_match"
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "limits"),
+    ("arguments", "capture"),
+    ("environment",),
+    ("language.constants", "language.spec"),
+    ("runtime.topology", "runtime.peers"),
+    ("runtime",),
+    ("runtime.simulator",),
+    ("language",),
+    # What joins a job: it starts the transport and, in the meantime, the compiler.
+    ("runtime.last_words",),
+    ("runtime.nvshmem", "runtime.simulator.process", "runtime.simulator.world"),
+    ("runtime.lifecycle",),
+    ("monitor", "memory"),
+    ("primitives",),
+    ("tuning",),
+    ("context",),
+    ("collectives", "collectives._host"),
+    tuple(f"collectives.{name}" for name in COLLECTIVES),
+    ("collectives.sparse_all_reduce",),
+    ("fused",),
+    ("",),  # the package itself, which gives out the public names of all the above
+    ("distributed",),
+    ("bench", "testing", "doctor", "torchrun"),
+    ("__main__",),
+)
+"""Parts of the package, the lowest first. A module belongs to the longest name that it begins with. It may import its
+own part and those of lower rows, but no other part of its row."""
+
+FACES = {("collectives.sparse_all_reduce", f"collectives.{name}") for name in COLLECTIVES if name != "index_match"}
+"""Of the second, the first may import the package itself, which has the public functions, but none of its modules."""
+
+KNOWN_UPWARD = {
+    # A context has the tuning table read when it is made.
+    ("tdcoll.context", "tdcoll.collectives.all_gather.tuning"),
+    ("tdcoll.collectives.sparse_all_reduce.call", "tdcoll.collectives.all_gather.op"),
+    # Whoever imports the simulator first gets the language whole, whose modules import the simulator's.
+    ("tdcoll.runtime.simulator", "tdcoll.language"),
+}
+
+KNOWN_LOOPS = {
+    # The simulator reads language.constants and language.spec; importing those imports the package around them, which
+    # in the simulator imports this.
+    ("tdcoll.language", "tdcoll.language.simulator"),
+}
+"""Imports without which there would be no circle."""
+
+KNOWN_HEAVY = {
+    # Both import runtime.topology, and the package around it imports torch.
+    "tdcoll.collectives.all_gather.policy",
+    "tdcoll.collectives.sparse_all_reduce.policy",
+}
+
+
+def modules(root: Path) -> dict[str, str]:
+    """The source of each module below ``root``, by the module's name."""
+    found = {}
+    for path in sorted((root / "tdcoll").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    return found
+
+
+SOURCES = modules(ROOT)
+
+
+def imports(source: str, known: Mapping[str, str]) -> set[tuple[str, bool]]:
+    """The modules of ``known`` that ``source`` imports, and for each whether that is when it is imported itself.
+
+    A string that is a submodule's name counts: ``importlib`` may be given it. What does not: imports for type checkers,
+    and ``import tdcoll`` inside of a function, which takes a public name when it is called.
+    """
+
+    def targets(node: ast.AST, inside: bool) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if not (inside and alias.name == "tdcoll"))
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module or ""
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != "tdcoll":
+            yield node.value
+
+    def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
+        at_once = not inside or isinstance(node, ast.Constant)  # a function may give its string to the module
+        yield from ((name, at_once) for name in targets(node, inside) if name in known)
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        checked = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for child in node.orelse if checked else ast.iter_child_nodes(node):  # type: ignore[attr-defined]
+            yield from walk(child, inside)
+
+    return set(walk(ast.parse(source), False))
+
+
+IMPORTS = {name: imports(source, SOURCES) for name, source in SOURCES.items()}
+
+
+def part_of(module: str) -> str:
+    """The name in :data:`LAYERS` that a module belongs to."""
+    name = module.removeprefix("tdcoll").removeprefix(".")
+    parts = [part for row in LAYERS for part in row if part and f"{name}.".startswith(f"{part}.")]
+    if not parts and name:
+        raise LookupError(f"{module} is in no row of LAYERS")
+    return max(parts, key=len, default="")
+
+
+HEIGHT = {part: height for height, row in enumerate(LAYERS) for part in row}
+
+
+def allowed(module: str, target: str) -> bool:
+    """Whether ``module`` may import ``target``."""
+    its, other = part_of(module), part_of(target)
+    if (its, other) in FACES:
+        return target == f"tdcoll.{other}"
+    return its == other or HEIGHT[other] < HEIGHT[its]
+
+
+def test_imports_point_one_way() -> None:
+    edges = {(module, target) for module, found in IMPORTS.items() for target, _ in found if target != module}
+    assert len(SOURCES) > 90
+    assert len(edges) > 400
+    assert {edge for edge in edges if not allowed(*edge)} == KNOWN_UPWARD
+
+
+def circles(graph: Mapping[str, set[str]], without: set[tuple[str, str]]) -> set[tuple[str, ...]]:
+    """Sets of nodes each of which can be reached from each other, not counting the edges ``without``."""
+    graph = {node: {other for other in others if (node, other) not in without} for node, others in graph.items()}
+    reached = {}
+    for node in graph:
+        seen, front = set[str](), {node}
+        while front:
+            front = {target for known in front for target in graph[known]} - seen
+            seen |= front
+        reached[node] = seen
+    return {
+        tuple(sorted(other for other in reached[node] if node in reached[other]))
+        for node in graph
+        if node in reached[node]
+    }
+
+
+def around(module: str) -> set[str]:
+    """The packages that a module lies in."""
+    parts = module.split(".")
+    return {name for end in range(1, len(parts)) if (name := ".".join(parts[:end])) in SOURCES}
+
+
+def test_there_are_no_circles() -> None:
+    """Importing a module imports the packages around it first, so these count, but for those already around."""
+    graph = {
+        module: {name for target, at_once in found if at_once for name in {target} | around(target)}
+        - {module}
+        - around(module)
+        for module, found in IMPORTS.items()
+    }
+    assert circles(graph, without=KNOWN_LOOPS) == set()
+    for known in KNOWN_LOOPS:
+        assert circles(graph, without=KNOWN_LOOPS - {known}), f"{known} closes no circle any more"
+
+
+ALONE = """
+import importlib, os, sys, types
+for name in sys.argv[1:]:
+    if not (child := os.fork()):
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            package = types.ModuleType(".".join(parts[:end]))
+            package.__path__ = [os.path.join(*parts[:end])]
+            sys.modules[package.__name__] = package
+        importlib.import_module(name)
+        print(name, *{module.partition(".")[0] for module in sys.modules} & {"torch", "triton"}, flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{name} cannot be imported")
+"""
+
+
+def test_policies_import_nothing_of_the_gpu() -> None:
+    """Nor does anything that they import. The package around a policy does: it has the collective, and is left out."""
+    light = [name for name in SOURCES if name.endswith(".policy") and name.startswith("tdcoll.collectives.")]
+    assert len(light) >= 3
+    light += [name for name in ("tdcoll.collectives._host.plan", "tdcoll.tuning") if name in SOURCES]
+    light += ["tdcoll.arguments", "tdcoll.environment", "tdcoll.errors", "tdcoll.limits"]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *light], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, *_ in found] == light
+    assert {name for name, *heavy in found if heavy} == KNOWN_HEAVY
+
+
+def test_what_an_import_is() -> None:
+    known = dict.fromkeys(["tdcoll", "tdcoll.errors", "tdcoll.runtime", "tdcoll.runtime.heap", "tdcoll.bench"], "")
+    cases: list[tuple[str, set[tuple[str, bool]]]] = [
+        ("import tdcoll, os", {("tdcoll", True)}),
+        ("def f():\n import tdcoll", set()),
+        ("def f():\n import tdcoll.errors", {("tdcoll.errors", False)}),
+        ("from tdcoll import errors, empty", {("tdcoll.errors", True), ("tdcoll", True)}),
+        ("if x:\n from tdcoll.runtime import heap, Runtime", {("tdcoll.runtime.heap", True), ("tdcoll.runtime", True)}),
+        ("if TYPE_CHECKING:\n import tdcoll.bench\nelse:\n import tdcoll.errors", {("tdcoll.errors", True)}),
+        ("class A:\n def f(self):\n  from tdcoll.bench import x", {("tdcoll.bench", False)}),
+        ("def name():\n return 'tdcoll.bench'\nimport_module(name())", {("tdcoll.bench", True)}),
+    ]
+    for source, found in cases:
+        assert imports(source, known) == found, source
+
+
+def test_what_is_allowed() -> None:
+    both = "tdcoll.collectives.all_gather.op", "tdcoll.collectives.reduce_scatter.op"
+    cases = [
+        ("tdcoll.context", "tdcoll.errors", True),
+        ("tdcoll.errors", "tdcoll.context", False),
+        ("tdcoll.runtime", "tdcoll.runtime.lifecycle", False),
+        (*both, False),
+        (*reversed(both), False),
+        ("tdcoll.collectives._host.launch", "tdcoll.collectives.index_match", False),
+        ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.index_match.kernels", True),
+        ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather", True),
+        ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather.kernels_ll", False),
+        ("tdcoll.memory", "tdcoll", False),
+        ("tdcoll.distributed.ddp", "tdcoll", True),
+        ("tdcoll.testing", "tdcoll.bench.job", False),
+    ]
+    for module, target, fine in cases:
+        assert allowed(module, target) is fine, (module, target)
+
+
+def test_what_a_circle_is() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": set[str]()}
+    assert circles(graph, without=set()) == {("b", "c")}
+    assert circles(graph, without={("c", "b")}) == set()
