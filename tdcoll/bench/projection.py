@@ -53,8 +53,7 @@ from tdcoll.bench.subjects import IN_PLACE
 from tdcoll.collectives.all_gather.policy import Plan, choose, put_chunks
 from tdcoll.collectives.index_match.kernels import HEADER
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS
-from tdcoll.context import most_ll_bytes
-from tdcoll.limits import CHANNELS
+from tdcoll.limits import CHANNELS, flagged_bytes
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Cluster", "Counts", "Projected", "all_gather_counts", "all_gather_us", "cluster", "lines"]
@@ -163,7 +162,14 @@ def plan_of(name: str, nbytes: int, topology: Topology) -> Plan:
     stores = topology.n_nodes == 1
     in_place = name == IN_PLACE
     wanted = "auto" if in_place else name
-    return choose(nbytes, topology, wanted, ll_bytes=most_ll_bytes(topology), direct=stores, in_place=in_place)
+    return choose(
+        nbytes,
+        topology,
+        wanted,
+        ll_bytes=flagged_bytes(topology.world_size, topology.n_nodes),
+        direct=stores,
+        in_place=in_place,
+    )
 
 
 def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: bool) -> Counts:

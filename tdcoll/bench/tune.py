@@ -46,9 +46,9 @@ from tdcoll.bench.timing import LineUp
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
 from tdcoll.collectives.all_gather.policy import ALGORITHMS, HANDED_OVER, LL_WORD_BYTES, Entry, Plan, choose
 from tdcoll.collectives.all_gather.tuning import Section, Table, architectures
-from tdcoll.context import CollectiveContext, most_ll_bytes
+from tdcoll.context import CollectiveContext
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import CHANNELS
+from tdcoll.limits import CHANNELS, flagged_bytes
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Candidate", "Options", "candidates", "main", "parse", "part_of", "pick", "sections", "verdict"]
@@ -185,7 +185,9 @@ def pick(
 
 def _usual(topology: Topology, in_place: bool, nbytes: int) -> str:
     """The algorithm that the rules take."""
-    return choose(nbytes, topology, ll_bytes=most_ll_bytes(topology), direct=True, in_place=in_place).algorithm
+    return choose(
+        nbytes, topology, ll_bytes=flagged_bytes(topology.world_size, topology.n_nodes), direct=True, in_place=in_place
+    ).algorithm
 
 
 Times = dict[int, dict[Candidate, float]]
@@ -548,7 +550,11 @@ class _Progress:
 
     def _measurements(self, nbytes: int) -> int:
         topology = self._job.topology
-        return len(_candidates(self._options, nbytes, topology, min(nbytes, most_ll_bytes(topology))))
+        return len(
+            _candidates(
+                self._options, nbytes, topology, min(nbytes, flagged_bytes(topology.world_size, topology.n_nodes))
+            )
+        )
 
 
 def _say(text: str) -> None:
@@ -600,7 +606,7 @@ def listing(options: Options, topology: Topology, ll: bool) -> str:
     """
     lines, total = [], 0
     for nbytes in options.sizes:
-        ll_bytes = min(nbytes, most_ll_bytes(topology)) if ll else -1
+        ll_bytes = min(nbytes, flagged_bytes(topology.world_size, topology.n_nodes)) if ll else -1
         found = _candidates(options, nbytes, topology, ll_bytes)
         total += len(found) * len(options.launches)
         lines.append(f"{format_bytes(nbytes)} per rank: {', '.join(candidate.name for candidate in found)}")
