@@ -3,15 +3,16 @@
 
 A context owns, in symmetric memory,
 
-- ``staging`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, r]``;
-- ``signals`` ``[2, channels, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose chunk
-  ``channel`` of rank r has landed in that slot;
-- ``flagged`` ``[2, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small messages
-  inside nodes;
+- ``staging`` ``[2, phases, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, phase, r]``;
+- ``signals`` ``[2, phases, channels, world]`` int64: ``signals[slot, phase, channel, r]`` holds the last epoch whose
+  chunk ``channel`` of rank r has landed there;
+- ``flagged`` ``[2, phases, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small
+  messages inside nodes;
 - ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
   the caller's as its result (see "in place" below);
 
-and, in ordinary device memory, one 64-bit ``control`` word: the epoch.
+and, in ordinary device memory, one 64-bit ``control`` word: the epoch. (Slots and phases are one dimension of the
+tensors: row ``slot * phases + phase``.)
 
 **One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
 part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
@@ -22,6 +23,11 @@ another has raised already, nobody has to be last and reset anything, and a CUDA
 peer sends it from inside the same call; so when epoch e is complete here, every peer has *started* e, and the stream
 order on that peer says that its call e-1, and whatever read the result of e-1 there, is over. Call e+1 writes slot
 (e+1) mod 2 = (e-1) mod 2. With one slot, a fast rank would write e+1 over data of e that a slow one still copies out.
+
+**Phases.** In a call of one phase a rank sends what it had before the call. Where it sends again what it has made of
+what came, as an all-reduce in two stages does, the second phase has an inbox, signals and flagged words of its own: a
+peer that is ahead sends in its second phase while this rank still waits and reads in its first. The argument for slots
+holds for each phase, since it is about calls.
 
 **Why waits compare with >=.** A peer can be one epoch ahead of us, not two: for e+2 it needs our signal of e+1. Slots
 alternate, so a signal word goes from e to e+2 only when we are done with e. "At least" costs the same as "equal" and
@@ -46,34 +52,24 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from tdcoll import arguments, runtime
+from tdcoll import arguments, limits, runtime
 from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError, TdcollError
-from tdcoll.limits import CHANNELS
+from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.primitives.group import Group
 from tdcoll.runtime.control import require_equal
-from tdcoll.runtime.topology import Topology
 from tdcoll.tuning.agreement import agree
 
-__all__ = ["CollectiveContext", "most_ll_bytes"]
+__all__ = ["CollectiveContext"]
 
-LL_SENT_BYTES = 1 << 20
-"""Of one rank to all others of its node: up to there a context has room for the LL protocol, which sends a third more
-and saves crossings."""
-
-LL_MAX_BYTES_BETWEEN_NODES = 16 << 10
-"""Of one rank, whatever their number: up to there a context of a group on several nodes has room for LL."""
+_REFUSED, _JOB_ENDED, _EXPIRED = "refused", "job ended", "expired"
+_ELSEWHERE, _CAPTURING, _OTHER_STREAM, _DEBUG = "elsewhere", "capturing", "other stream", "debug"
+_FOR_GOOD = (_REFUSED, _JOB_ENDED, _EXPIRED)
+"""Obstacles of which a rank does not tell the others in debug mode: they may be past this call, or gone."""
 
 KEPT = 2048
 """Entries that a context remembers of call shapes: how to launch them, and what the arguments must look like."""
-
-
-def most_ll_bytes(topology: Topology) -> int:
-    """Bytes per rank up to which a context of such a group has room for LL."""
-    if topology.n_nodes > 1:
-        return LL_MAX_BYTES_BETWEEN_NODES
-    return LL_SENT_BYTES // max(1, topology.world_size - 1)
 
 
 class CollectiveContext:
@@ -86,11 +82,18 @@ class CollectiveContext:
 
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
-        max_bytes_per_rank: the most that one rank contributes to one call, in bytes. Takes
-            ``2 * world_size * max_bytes_per_rank`` bytes of symmetric heap, and up to 6 MiB besides (of a group
-            on several nodes up to 44 KiB per rank, and 16 bytes per rank and channel).
-        channels: the most chunks that one rank's data is cut into, for 16 bytes of symmetric heap each per rank of the
-            group. A large message is copied out while it arrives, the better the more chunks it has.
+        max_bytes_per_rank: the most that one rank contributes to one call, in bytes. Takes ``2 * phases * world_size *
+            max_bytes_per_rank`` bytes of symmetric heap.
+        channels: the most chunks that one rank's data is cut into. Each takes ``16 * phases`` bytes of symmetric heap
+            per rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
+        phases: how often a rank sends to the same peer within one call, each time with an inbox, signals and flagged
+            words of its own.
+        flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * phases *
+            world_size`` times as much of the symmetric heap. Default: ``max_bytes_per_rank``, but no more than
+            :func:`tdcoll.limits.flagged_bytes` of the group.
+        max_programs: the most programs that one launch on the context has. Kernels of several contexts that are in
+            flight together wait for peers, so their programs must fit on the GPU at once. Default: as many as a launch
+            may have.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange.
             Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
@@ -112,6 +115,9 @@ class CollectiveContext:
         *,
         max_bytes_per_rank: int,
         channels: int = CHANNELS,
+        phases: int = 1,
+        flagged_bytes: int | None = None,
+        max_programs: int | None = None,
         timeout_s: float | None = None,
         debug: bool | None = None,
         stream: Any = None,
@@ -119,6 +125,11 @@ class CollectiveContext:
     ) -> None:
         arguments.whole("max_bytes_per_rank", max_bytes_per_rank, 0)
         arguments.whole("channels", channels, 1, CHANNELS)
+        arguments.whole("phases", phases, 1)
+        if flagged_bytes is not None:
+            arguments.whole("flagged_bytes", flagged_bytes, 0)
+        if max_programs is not None:
+            arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
         if stream is not None:
             arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
         self.job = owner = runtime.current()
@@ -128,10 +139,21 @@ class CollectiveContext:
         self.device = owner.device
         self.max_bytes_per_rank = max_bytes_per_rank
         self.channels = channels
+        self.phases = phases
+        self.max_programs = MAX_PROGRAMS if max_programs is None else max_programs
+        """The most programs that a launch on the context has; policies keep to it."""
+        self.stores: bool
+        """Whether the ranks of each node can store to each other's memory."""
+        self.ll_bytes: int
+        """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: ranks of a node
+        cannot store to each other, or nodes have different numbers of ranks."""
         self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else bool(debug)
+        self._expired = self.monitor.valid
         self._group = self.topology.pes
+        self._flagged_bytes = flagged_bytes
         self._refusal: str | None = None
         self._closed = False
+        self._obstacle = ""
         self._calls = 0
         self._cuda = self.device.type == "cuda"
         self.follows_stream = False
@@ -160,14 +182,25 @@ class CollectiveContext:
     def _make(self, group: runtime.Group, tuning: Any) -> None:
         """Agree with the other ranks, and take memory. Collective."""
         owner, world = self.job, self.topology.world_size
-        same = {"max_bytes_per_rank": self.max_bytes_per_rank, "channels": self.channels, "debug": self.debug}
+        same = {
+            "max_bytes_per_rank": self.max_bytes_per_rank,
+            "channels": self.channels,
+            "phases": self.phases,
+            "flagged_bytes": self._flagged_bytes,
+            "max_programs": self.max_programs,
+            "debug": self.debug,
+        }
         owner.agree(self._group, "arguments of CollectiveContext", same)
         self.tuning = agree(owner, self._group, group, tuning)
         self.capacity = max(16, -(-self.max_bytes_per_rank // 16) * 16)
-        self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
-        self.signals = self._allocate((2, self.channels, world), torch.int64, "signals")
+        self.stores = self._agree_on_stores()
+        self.ll_bytes = self._most_ll_bytes()
+        words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))  # a call of no bytes sends one
+        rows = 2 * self.phases
+        self.staging = self._allocate((rows, world, self.capacity), torch.uint8, "staging")
+        self.signals = self._allocate((rows, self.channels, world), torch.int64, "signals")
         self.ready = self._allocate((world,), torch.int64, "ready")
-        self.flagged = self._allocate((2, world, self._flagged_words(), 2), torch.int64, "flagged")
+        self.flagged = self._allocate((rows, world, words, 2), torch.int64, "flagged")
         self.flagged.zero_()
         self.signals.zero_()
         self.ready.zero_()
@@ -188,27 +221,20 @@ class CollectiveContext:
         self.job.held.pop(id(self), None)
         self.job.held.pop(id(self.monitor), None)
 
-    def _flagged_words(self) -> int:
-        """128-bit words of a rank's segment in ``flagged``; none if ranks of a node cannot store to each other."""
+    def _agree_on_stores(self) -> bool:
+        """Whether the ranks of each node, all of them, can store to each other's memory. Collective."""
         owner, topology = self.job, self.topology
         mates = [topology.pes[rank] for rank in topology.members[topology.node]]
         reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
-        if not all(owner.exchange(self._group, "peers reachable", reachable)) or topology.ranks_per_node is None:
-            return 0
-        return max(1, -(-min(self.max_bytes_per_rank, most_ll_bytes(topology)) // 12))
+        return all(owner.exchange(self._group, "peers reachable", reachable))
 
-    @property
-    def ll_bytes(self) -> int:
-        """The most that a rank can send by the LL protocol, in bytes; -1 where ranks of a node cannot store to each
-        other, or nodes have different numbers of ranks."""
-        words = self.flagged.shape[2]
-        return min(self.max_bytes_per_rank, most_ll_bytes(self.topology)) if words else -1
-
-    @property
-    def stores(self) -> bool:
-        return self.ll_bytes >= 0
-
-    max_programs = 1 << 20
+    def _most_ll_bytes(self) -> int:
+        topology = self.topology
+        if not self.stores or topology.ranks_per_node is None:
+            return -1
+        if self._flagged_bytes is not None:
+            return self._flagged_bytes
+        return min(self.max_bytes_per_rank, limits.flagged_bytes(topology.world_size, topology.n_nodes))
 
     def _device_group(self) -> Group:
         heap = self.job.heap
@@ -222,6 +248,7 @@ class CollectiveContext:
             rank=self.rank,
             channels=tl.constexpr(self.channels),
             world=tl.constexpr(self.world_size),
+            phases=tl.constexpr(self.phases),
         )
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -296,7 +323,9 @@ class CollectiveContext:
 
         Args:
             operation: its name, for messages.
-            nbytes: what this rank contributes, in bytes; counted against the capacity.
+            nbytes: what of the inbox one rank's data takes, in bytes; must fit. 0 for a call that fits anyway, such as
+                one that runs as several epochs of at most ``max_bytes_per_rank`` each or uses no inbox: ``agree`` then
+                has its size.
             agree: whatever else must be the same on all ranks, by name; compared, with ``nbytes``, in debug mode.
             prepare: raises if the other arguments are wrong on this rank, of which the others hear in debug mode;
                 else returns what is to be launched.
@@ -310,17 +339,14 @@ class CollectiveContext:
             NotInitializedError: after ``tdcoll.finalize()``.
             RankMismatchError: (debug) ranks disagree, or another rank's arguments are wrong; raised on all of them.
         """
-        if self._refusal is not None:
-            raise ContextError(f"{operation}: {self._refusal}")
-        if self.job.closed:
-            raise NotInitializedError(f"{operation}: the context is of a job that tdcoll.finalize() has ended")
-        self.monitor.raise_if_expired()
+        obstacle = self._obstacle if self.enter() is None else None
+        if obstacle in _FOR_GOOD:
+            self._overcome(obstacle, operation)
         if self.debug:
-            prepared = self._agree(operation, nbytes, agree, prepare)
+            prepared = self._agree(operation, nbytes, agree, prepare, obstacle)
         else:
-            self._allow(operation, nbytes)
+            self._allow(operation, nbytes, obstacle)
             prepared = prepare()
-        self._calls += 1
         return prepared
 
     def current_stream(self) -> int:
@@ -335,26 +361,64 @@ class CollectiveContext:
             and then nothing has been done: the context refuses calls, a wait has expired, debug mode, another device,
             another stream, a CUDA graph that is being captured.
         """
-        if self._refusal is not None or self.debug or self.job.closed or self.monitor.valid[0]:
-            return None
+        # The rules stand here only; `begin` asks here, too, and then does or says what is left in `_obstacle`.
+        if self._refusal is not None:
+            return self._stopped_by(_REFUSED)
+        if self.job.closed:
+            return self._stopped_by(_JOB_ENDED)
+        if self._expired[0]:
+            return self._stopped_by(_EXPIRED)
         handle = self._handle
         if self._cuda:
-            if (
-                torch._C._cuda_getDevice() != self._index
-                or torch._C._cuda_getCurrentRawStream(self._index) != handle
-                or (handle and torch._C._cuda_isCurrentStreamCapturing())
-            ):
-                return None
-            self.capturing = False
-        self._calls += 1
+            # The raw calls: CUDA runs already, and they take a third of the time.
+            if torch._C._cuda_getDevice() != self._index:
+                return self._stopped_by(_ELSEWHERE)
+            current = torch._C._cuda_getCurrentRawStream(self._index)
+            # CUDA's default stream, whose handle is 0, cannot be captured; asking takes longer than the rest of this.
+            if current and torch._C._cuda_isCurrentStreamCapturing():
+                return self._stopped_by(_CAPTURING)
+            if current != handle:
+                return self._stopped_by(_OTHER_STREAM)
+        if self.debug:
+            return self._stopped_by(_DEBUG)
+        self.capturing = False
         return handle
 
-    def _agree(self, operation: str, nbytes: int, agree: Mapping[str, Any], prepare: Callable[[], Any]) -> Any:
+    def _stopped_by(self, obstacle: str) -> int | None:
+        self._obstacle = obstacle
+        return None
+
+    def _overcome(self, obstacle: str | None, operation: str) -> None:
+        """Raise the error that says what was in the way of :meth:`enter`, or do what the call needs in spite of it."""
+        if obstacle == _REFUSED:
+            raise ContextError(f"{operation}: {self._refusal}")
+        if obstacle == _JOB_ENDED:
+            raise NotInitializedError(f"{operation}: the context is of a job that tdcoll.finalize() has ended")
+        if obstacle == _EXPIRED:
+            self.monitor.raise_if_expired()
+        if obstacle == _ELSEWHERE:
+            raise ContextError(
+                f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
+                f"{self.device}; call torch.cuda.set_device({self.device.index})"
+            )
+        if obstacle == _OTHER_STREAM:
+            self._change_stream(operation)
+        self.capturing = obstacle == _CAPTURING
+        self.captured = self.captured or self.capturing
+
+    def _agree(
+        self,
+        operation: str,
+        nbytes: int,
+        agree: Mapping[str, Any],
+        prepare: Callable[[], Any],
+        obstacle: str | None,
+    ) -> Any:
         """The checks of a call in debug mode: what is wrong on one rank is an error on all."""
         problem: Exception | None = None
         prepared = None
         try:
-            self._allow(operation, nbytes)
+            self._allow(operation, nbytes, obstacle)
             prepared = prepare()
         except (TdcollError, TypeError, ValueError) as error:
             problem = error
@@ -373,29 +437,16 @@ class CollectiveContext:
             if other is not None:
                 raise RankMismatchError(f"{operation}: rank {rank} cannot make this call: {other}")
         require_equal([theirs for _, theirs in answers], range(self.world_size), what)
+        self._calls += 1
         return prepared
 
-    def _allow(self, operation: str, nbytes: int) -> None:
+    def _allow(self, operation: str, nbytes: int, obstacle: str | None) -> None:
         if nbytes > self.max_bytes_per_rank:
             raise ContextError(
                 f"{operation}: {nbytes} bytes per rank is over the context's capacity of "
                 f"{self.max_bytes_per_rank}; make it with max_bytes_per_rank={nbytes} or more"
             )
-        if not self._cuda:
-            return
-        # The raw calls: CUDA runs already, and they take a third of the time.
-        if torch._C._cuda_getDevice() != self._index:
-            raise ContextError(
-                f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
-                f"{self.device}; call torch.cuda.set_device({self.device.index})"
-            )
-        handle = torch._C._cuda_getCurrentRawStream(self._index)
-        # CUDA's default stream, whose handle is 0, cannot be captured; asking takes longer than the rest of this.
-        self.capturing = handle != 0 and torch._C._cuda_isCurrentStreamCapturing()
-        if self.capturing:
-            self.captured = True
-        elif handle != self._handle:
-            self._change_stream(operation)
+        self._overcome(obstacle, operation)
 
     def _change_stream(self, operation: str) -> None:
         stream = torch.cuda.current_stream(self.device)

@@ -54,8 +54,7 @@ from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.collectives.all_gather.policy import POLICY, put_chunks
 from tdcoll.collectives.index_match.kernels import HEADER
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS
-from tdcoll.context import most_ll_bytes
-from tdcoll.limits import CHANNELS
+from tdcoll.limits import CHANNELS, flagged_bytes
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Cluster", "Counts", "Projected", "all_gather_counts", "all_gather_us", "cluster", "lines"]
@@ -164,7 +163,8 @@ def plan_of(name: str, nbytes: int, topology: Topology) -> Plan:
     stores = topology.n_nodes == 1
     in_place = name == IN_PLACE
     wanted = "auto" if in_place else name
-    facts = Facts(nbytes, topology, ll_bytes=most_ll_bytes(topology), stores=stores, in_place=in_place)
+    ll_bytes = flagged_bytes(topology.world_size, topology.n_nodes)
+    facts = Facts(nbytes, topology, ll_bytes=ll_bytes, stores=stores, in_place=in_place)
     return POLICY.choose(facts, wanted)
 
 

@@ -46,9 +46,9 @@ from tdcoll.bench.timing import LineUp
 from tdcoll.collectives._host.plan import LL_WORD_BYTES, Facts, Plan
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
 from tdcoll.collectives.all_gather.policy import POLICY
-from tdcoll.context import CollectiveContext, most_ll_bytes
+from tdcoll.context import CollectiveContext
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import CHANNELS
+from tdcoll.limits import CHANNELS, flagged_bytes
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import HANDED_OVER, Entry, Section, Table
 from tdcoll.tuning.agreement import architectures
@@ -176,7 +176,8 @@ def pick(
 
 def _usual(topology: Topology, in_place: bool, nbytes: int) -> str:
     """The algorithm that the rules take."""
-    facts = Facts(nbytes, topology, ll_bytes=most_ll_bytes(topology), stores=True, in_place=in_place)
+    ll_bytes = flagged_bytes(topology.world_size, topology.n_nodes)
+    facts = Facts(nbytes, topology, ll_bytes=ll_bytes, stores=True, in_place=in_place)
     return POLICY.choose(facts).algorithm
 
 
@@ -541,7 +542,11 @@ class _Progress:
 
     def _measurements(self, nbytes: int) -> int:
         topology = self._job.topology
-        return len(_candidates(self._options, nbytes, topology, min(nbytes, most_ll_bytes(topology))))
+        return len(
+            _candidates(
+                self._options, nbytes, topology, min(nbytes, flagged_bytes(topology.world_size, topology.n_nodes))
+            )
+        )
 
 
 def _say(text: str) -> None:
@@ -593,7 +598,7 @@ def listing(options: Options, topology: Topology, ll: bool) -> str:
     """
     lines, total = [], 0
     for nbytes in options.sizes:
-        ll_bytes = min(nbytes, most_ll_bytes(topology)) if ll else -1
+        ll_bytes = min(nbytes, flagged_bytes(topology.world_size, topology.n_nodes)) if ll else -1
         found = _candidates(options, nbytes, topology, ll_bytes)
         total += len(found) * len(options.launches)
         lines.append(f"{format_bytes(nbytes)} per rank: {', '.join(candidate.name for candidate in found)}")

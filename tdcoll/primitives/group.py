@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A context as kernels see it: the ranks, the number of this call, the signals, and the memory that peers write to.
 
-Every launch of a protocol calls :func:`start` once in each of its programs, which gives the epoch and counts it. The
-epoch says which of two *slots* of signals and memory the call uses: :func:`slot` is the only place that knows. Why a
-slot may be reused is told in :mod:`tdcoll.context`.
+Every launch of a protocol calls :func:`start` once in each of its programs, which gives the epoch and counts it; later
+launches of the same call, if it has several, ask :func:`now`. The epoch says which of two *slots* of signals and memory
+the call uses: :func:`slot` is the only place that knows. Why a slot may be reused is told in :mod:`tdcoll.context`.
 
-Signals are named by their role. ``arrived[slot, channel, r]`` is set to the epoch by whoever delivers chunk ``channel``
-of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call in which peers
-write to memory of the caller's, and polled here before that memory of rank r is written.
+A slot has a part for each *phase*, for calls in which a rank sends twice: what it sends in the second phase must not
+overwrite what its peers still read of the first, nor have a signal that the first has set.
+
+Signals are named by their role. ``arrived[slot, phase, channel, r]`` is set to the epoch by whoever delivers chunk
+``channel`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call in
+which peers write to memory of the caller's, and polled here before that memory of rank r is written.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +23,7 @@ from tdcoll.limits import MAX_PROGRAMS
 
 __all__ = [
     *("EPOCH_SHIFT", "Group", "Window"),
-    *("begin_epoch", "chunk_bytes", "row", "segment", "slot", "start"),
+    *("begin_epoch", "chunk_bytes", "now", "row", "segment", "slot", "start", "this_program"),
 ]
 
 EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
@@ -32,14 +35,14 @@ class Group(NamedTuple):
     """The ranks of a context, seen from one of them: ``ctx.device_group``.
 
     Attributes:
-        arrived: int64 ``[2, channels, world]``, symmetric.
+        arrived: int64 ``[2, phases, channels, world]``, symmetric.
         entered: int64 ``[world]``, symmetric.
         control: int64 ``[1]``: the epoch.
         monitor: int64 ``[4]``: deadline of waits.
         deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each rank that can
             be stored to.
         rank: group rank.
-        channels, world: extents of ``arrived``.
+        channels, world, phases: extents of ``arrived``; of a window's two slots as well.
     """
 
     arrived: Any
@@ -50,23 +53,32 @@ class Group(NamedTuple):
     rank: tl.int32
     channels: tl.constexpr
     world: tl.constexpr
+    phases: tl.constexpr = tl.constexpr(1)
 
 
 class Window(NamedTuple):
-    """Symmetric memory of every rank that its peers write to: segment ``[slot, r]`` of it is for rank r to fill.
+    """Symmetric memory of every rank that its peers write to: segment ``[slot, phase, r]`` of it is for rank r to fill.
 
     Attributes:
         base: its address here.
         stride: bytes from the segment of one rank to that of the next.
         deltas: int64 ``[world]``: from an address in it to the same on each rank that can be stored to.
-        slots: 2 of the context's own memory; 1 of a buffer of the caller's, which peers may write to only after its
-            owner has entered the call.
+        slots: 2 of the context's own memory; 1 of a buffer of the caller's, ``[r]``, which peers may write to only
+            after its owner has entered the call.
     """
 
     base: tl.int64
     stride: tl.int64
     deltas: Any
     slots: tl.constexpr
+
+
+@jit
+def this_program():
+    """``(program, programs)``: the number of this program and how many there are, of all dimensions of the grid."""
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+    return program, programs
 
 
 @jit
@@ -80,8 +92,7 @@ def begin_epoch(control, monitor):
     ``alive`` is 0 once a wait of the context has expired: the program must then do nothing. A rank that gave up on a
     peer and went on sending would write the next calls' data over what a peer that is only late has yet to read.
     """
-    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+    program, programs = this_program()
     word = tdl.ld(control, "gpu", "relaxed")
     aborted = tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed")
     alive = tdl.block_and(aborted == 0)
@@ -99,23 +110,39 @@ def start(g):
 
 
 @jit
+def now(g):
+    """``(epoch, alive)`` of the call that an earlier launch on the stream has begun by :func:`start`.
+
+    For the later launches of a call that has several. A launch calls either this or :func:`start`. What was begun stays
+    the epoch until the next call's :func:`start`, whatever the grids of the launches between.
+    """
+    word = tdl.ld(g.control, "gpu", "relaxed")
+    aborted = tdl.ld(g.monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed")
+    alive = tdl.block_and(aborted == 0)
+    return word >> EPOCH_SHIFT, alive
+
+
+@jit
 def slot(epoch):
     """Which of the two slots a call uses."""
     return epoch % 2
 
 
 @jit
-def row(g, epoch, channel):
-    """``-> [world]``: the signals of all ranks' chunks ``channel`` in this call."""
-    return g.arrived + slot(epoch) * (g.channels * g.world) + channel * g.world
+def row(g, epoch, channel, phase=0):
+    """``-> [world]``: the signals of all ranks' chunks ``channel`` in this phase of the call."""
+    return g.arrived + (slot(epoch) * g.phases + phase) * (g.channels * g.world) + channel * g.world
 
 
 @jit
-def segment(window, g, epoch, origin):
-    """Address, on this rank, of rank ``origin``'s segment of a window in this call."""
+def segment(window, g, epoch, origin, phase=0):
+    """Address, on this rank, of rank ``origin``'s segment of a window in this phase of the call.
+
+    A buffer of the caller's has one phase.
+    """
     at = window.base
     if window.slots == 2:
-        at += slot(epoch) * g.world * window.stride
+        at += (slot(epoch) * g.phases + phase) * g.world * window.stride
     return at + tl.cast(origin, tl.int64) * window.stride
 
 

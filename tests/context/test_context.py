@@ -8,9 +8,10 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.limits import CHANNELS
+from tdcoll.limits import CHANNELS, MAX_PROGRAMS, flagged_bytes
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.runtime.heap import Arena
+from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import Deadlock, World
 
 N = 4
@@ -382,6 +383,89 @@ def test_channels_are_a_number_of_chunks_that_ranks_agree_on() -> None:
                     assert torch.equal(got, torch.cat([torch.arange(len(small)) * (p + 1) for p in range(N)]))
 
     everywhere(host)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def test_sizes_that_are_none() -> None:
+    def host(pe: int) -> None:
+        before = tdcoll.heap_info()
+        for name, wrong, error, text in (
+            ("phases", 0, ValueError, "phases must be at least 1, got 0"),
+            ("flagged_bytes", -1, ValueError, "flagged_bytes must be at least 0, got -1"),
+            ("max_programs", MAX_PROGRAMS + 1, ValueError, f"max_programs must be 1 to {MAX_PROGRAMS}, got"),
+            ("max_programs", "8", TypeError, "max_programs must be an int, got '8'"),
+        ):
+            with pytest.raises(error, match=text):
+                tdcoll.CollectiveContext(max_bytes_per_rank=64, **{name: wrong})  # type: ignore[arg-type]
+        for name, usual in (("phases", 1), ("flagged_bytes", 64), ("max_programs", 132)):
+            with pytest.raises(tdcoll.RankMismatchError, match=rf"differ in {name} \(.*rank 3: {usual + 1}\)$"):
+                tdcoll.CollectiveContext(max_bytes_per_rank=64, **{name: usual + (pe == 3)})
+        assert tdcoll.heap_info() == before
+
+    everywhere(host)
+
+
+def test_each_phase_has_memory_of_its_own() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, channels=2, phases=3) as ctx:
+            assert (ctx.staging.shape, ctx.signals.shape) == ((6, N, 64), (6, 2, N))
+            assert ctx.flagged.shape == (6, N, 6, 2)
+            assert (ctx.phases, ctx.device_group.phases.value) == (3, 3)
+            for call in range(3):  # collectives of one phase do not mind
+                for algorithm in ("1d", "direct", "ll"):
+                    gather_and_compare(ctx, call, algorithm=algorithm)
+
+    everywhere(host, seed=1, weak=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "asked", "most"),
+    [(4, None, 1000), (4, 0, 0), (4, 5000, 5000), (2, None, 1000), ([3, 1], None, -1), ([3, 1], 64, -1)],
+)
+def test_room_for_flagged_words(ranks_per_node: int | list[int], asked: int | None, most: int) -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1000, flagged_bytes=asked) as ctx:
+            assert (ctx.ll_bytes, ctx.stores) == (most, True)
+            assert ctx.flagged.shape == (2, N, max(1, -(-most // 12)) if most >= 0 else 0, 2)
+            if most >= 0:
+                gather_and_compare(ctx, 1, algorithm="ll" if most >= 64 else "auto")
+
+    everywhere(host, ranks_per_node=ranks_per_node)
+
+
+def test_flagged_words_for_as_many_bytes_as_limits_say() -> None:
+    assert [flagged_bytes(world, 1) for world in (1, 2, 5)] == [1 << 20, 1 << 20, 1 << 18]
+    assert flagged_bytes(8, 2) == flagged_bytes(64, 8) == 16 << 10
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=20 << 10, channels=1) as ctx:
+            assert ctx.ll_bytes == flagged_bytes(N, 2)
+
+    everywhere(host, ranks_per_node=2)
+
+
+def test_ranks_that_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, it is so for all."""
+    blind = lambda view, pe: view.base if view.pe != 2 or pe == 2 else 0  # noqa: E731
+    monkeypatch.setattr(MemoryView, "peer_base", blind)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            assert (ctx.stores, ctx.ll_bytes, ctx.flagged.numel()) == (False, -1, 0)
+
+    everywhere(host)
+
+
+def test_program_budget() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, max_programs=132) as ctx:
+            assert ctx.max_programs == 132
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            assert ctx.max_programs == MAX_PROGRAMS
+
+    everywhere(host, 1)
 
 
 def test_a_context_of_few_channels_over_nodes() -> None:

@@ -12,7 +12,7 @@ from harness import check, device, expect, expect_raises, rank, run, scaled, sha
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.context import most_ll_bytes
+from tdcoll.limits import flagged_bytes
 from tdcoll.primitives.group import EPOCH_SHIFT
 
 DTYPES = [
@@ -40,7 +40,7 @@ def algorithms(nbytes: int) -> list[str]:
     """Those that serve ``nbytes`` per rank on all ranks of this job."""
     topology = tdcoll.topology()
     one_node = topology.n_nodes == 1
-    most = most_ll_bytes(topology)
+    most = flagged_bytes(topology.world_size, topology.n_nodes)
     ll = ["ll"] if topology.ranks_per_node is not None and nbytes <= most else []
     return [*ll, *(["direct", "ring"] if one_node else []), "1d", *([] if topology.ranks_per_node is None else ["2d"])]
 
