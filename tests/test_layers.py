@@ -49,8 +49,6 @@ FACES = {("collectives.sparse_all_reduce", f"collectives.{name}") for name in CO
 """Of the second, the first may import the package itself, which has the public functions, but none of its modules."""
 
 KNOWN_UPWARD = {
-    # A context has the tuning table read when it is made.
-    ("tdcoll.context", "tdcoll.collectives.all_gather.tuning"),
     ("tdcoll.collectives.sparse_all_reduce.call", "tdcoll.collectives.all_gather.op"),
     # Whoever imports the simulator first gets the language whole, whose modules import the simulator's.
     ("tdcoll.runtime.simulator", "tdcoll.language"),
@@ -64,8 +62,7 @@ KNOWN_LOOPS = {
 """Imports without which there would be no circle."""
 
 KNOWN_HEAVY = {
-    # Both import runtime.topology, and the package around it imports torch.
-    "tdcoll.collectives.all_gather.policy",
+    # It imports runtime.topology, and the package around it imports torch.
     "tdcoll.collectives.sparse_all_reduce.policy",
 }
 

@@ -34,10 +34,12 @@ class Tuning:
     Attributes:
         sections: of the table, for these GPUs and groups of this shape; none if the GPUs differ.
         group: the process group that a call may be left to, or None.
+        name: of the table.
     """
 
     sections: tuple[Section, ...]
     group: Any = None
+    name: str = ""
 
 
 def _process_group(group: runtime.Group, everybody: bool, device: torch.device) -> Any:
@@ -115,4 +117,5 @@ def agree(
     return Tuning(
         tuple(section for section in sections if (section.ranks_per_node, section.nodes) == shape),
         process_group if all(answer[3] for answer in answers) else None,
+        table.name,
     )

@@ -44,14 +44,13 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tdcoll import arguments
 from tdcoll.limits import CHANNELS
 
-__all__ = ["HANDED_OVER", "POLICIES", "SIMULATOR", "Entry", "Section", "Table", "shipped"]
+__all__ = ["HANDED_OVER", "OPERATIONS", "SIMULATOR", "Entry", "Section", "Table", "shipped"]
 
 VERSION = 3
 """2 was of the all-gather alone; 1 of LL with words of 64 bits, whose times and chunks say nothing of those of 128."""
@@ -62,12 +61,9 @@ HANDED_OVER = "nccl"
 SIMULATOR = "simulator"
 """The architecture of simulated ranks."""
 
-POLICIES: dict[str, str] = {
-    "all_gather": "tdcoll.collectives.all_gather.policy",
-    "reduce_scatter": "tdcoll.collectives.reduce_scatter.policy",
-}
-"""The operations that tables may have, each with the module whose ``POLICY`` knows what its entries may say. A name and
-not the policy: policies lie above this module."""
+OPERATIONS = ("all_gather", "reduce_scatter")
+"""That tables may have sections of. What an algorithm and its chunks may be is known to the operation's policy, which
+checks the sections of a context when they are first used."""
 
 _KIND = ("architecture", "operation", "ranks_per_node", "nodes", "launch", "in_place")
 
@@ -126,6 +122,11 @@ class Section:
         """What no two sections of a table share: the architecture, and then the kind of call."""
         return tuple(getattr(self, name) for name in _KIND)
 
+    def where(self, entry: Entry) -> str:
+        """Where an entry is, for messages."""
+        said = ", ".join(f"{name} {json.dumps(getattr(self, name))}" for name in _KIND)
+        return f"{said}: entry up to {json.dumps(_written(entry.up_to))}"
+
 
 class _Reader:
     """A value of the file, and where it is; raises what was expected there."""
@@ -176,7 +177,7 @@ class _Reader:
         raise self.fail('a number of bytes, such as 65536 or "64 KB"')
 
 
-def _read_entry(at: _Reader, operation: str, before: int | None, last: bool) -> Entry:
+def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
     given = at.fields(("up_to", "algorithm"), ("channels", "chunk", "num_warps"))
     up_to = None if given["up_to"].value is None else given["up_to"].nbytes()
     if up_to is None and not last:
@@ -195,17 +196,13 @@ def _read_entry(at: _Reader, operation: str, before: int | None, last: bool) -> 
         how["channels"] = given["channels"].whole(1, CHANNELS)
     if "chunk" in given:
         how["chunk"] = given["chunk"].nbytes()
-    entry = Entry(up_to, algorithm, **how)
-    if wrong := import_module(POLICIES[operation]).POLICY.wrong(entry):
-        field, expected = wrong
-        raise given[field].fail(expected)
-    return entry
+    return Entry(up_to, algorithm, **how)
 
 
 def _read_section(at: _Reader, operation: str | None) -> Section:
     kinds = _KIND if operation is None else tuple(name for name in _KIND if name != "operation")
     given = at.fields((*kinds, "entries"), ("source",))
-    operation = operation or given["operation"].one_of(tuple(POLICIES))
+    operation = operation or given["operation"].one_of(OPERATIONS)
     kind = {
         "architecture": given["architecture"].text(),
         "operation": operation,
@@ -217,7 +214,7 @@ def _read_section(at: _Reader, operation: str | None) -> Section:
     entries: list[Entry] = []
     readers = _Reader(f"{at.where}.entries", given["entries"].value).items()
     for i, reader in enumerate(readers):
-        entries.append(_read_entry(reader, operation, entries[-1].up_to if entries else None, i + 1 == len(readers)))
+        entries.append(_read_entry(reader, entries[-1].up_to if entries else None, i + 1 == len(readers)))
     return Section(**kind, entries=tuple(entries), source=given["source"].text() if "source" in given else "")
 
 

@@ -123,16 +123,6 @@ FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
             "eager",
             "t.json: tables[1]: expected another architecture, operation, ranks_per_node, nodes",
         ),
-        (
-            (*ENTRY, "algorithm"),
-            "3d",
-            't.json: tables[0].entries[1]: algorithm: expected one of "ll", "direct", "ring", "1d", "2d"',
-        ),
-        (
-            (*ENTRY, "algorithm"),
-            "auto",
-            'entries[1]: algorithm: expected one of "ll", "direct", "ring", "1d", "2d", "nccl", got "auto"',
-        ),
         ((*ENTRY, "algorithm"), "nccl", "entries[1]: expected no channels with algorithm 'nccl'"),
         ((*ENTRY, "up_to"), "much", 'entries[1]: up_to: expected a number of bytes, such as 65536 or "64 KB", got "mu'),
         ((*ENTRY, "up_to"), 16384, "entries[1]: up_to: expected more than the 16384 bytes of the entry before"),
@@ -141,15 +131,40 @@ FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)
         ((*ENTRY, "chunk"), "8 KB", "entries[1]: expected channels or chunk, got both"),
         ((*ENTRY, "num_warps"), 3, "entries[1]: num_warps: expected one of 1, 2, 4, 8, 16, 32, got 3"),
         ((*ENTRY, "warps"), 4, "entries[1]: expected no fields but up_to, algorithm, channels, chunk, num_warps"),
-        ((*FIRST, "entries", 0, "chunk"), 4096, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
-        ((*FIRST, "entries", 0, "chunk"), 1536, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
-        ((*FIRST, "entries", 0, "chunk"), 24576, "(a word for each thread) to 12288 bytes, got 24576"),
-        (("tables", 2, "entries", 0, "chunk"), 130, "tables[2].entries[0]: chunk: expected a multiple of 128 bytes"),
     ],
 )
 def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Table.parse(changed(path, value), "t.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ((*ENTRY, "algorithm"), "3d", "algorithm: expected one of ll, direct, ring, 1d, 2d, nccl, got 3d"),
+        ((*ENTRY, "algorithm"), "auto", "entry up to 4194305: algorithm: expected one of ll, direct, ring, 1d"),
+        ((*FIRST, "entries", 0, "chunk"), 4096, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
+        ((*FIRST, "entries", 0, "chunk"), 1536, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
+        ((*FIRST, "entries", 0, "chunk"), 24576, "(a word for each thread) to 12288 bytes, got 24576"),
+        (
+            ("tables", 2, "entries", 0, "chunk"),
+            130,
+            "in_place true: entry up to null: chunk: expected a multi",
+        ),
+    ],
+)
+def test_the_policy_knows_what_its_entries_may_say(path: tuple[Any, ...], value: Any, message: str) -> None:
+    assert POLICY.sections(EXAMPLE.sections, "t.json") == EXAMPLE.sections
+    table = Table.parse(changed(path, value), "t.json")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        POLICY.sections(table.sections, table.name)
+
+    def host(pe: int) -> None:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=table_of(Entry(64, "3d")))
+        with pytest.raises(ValueError, match=r"a tuning table: .*: algorithm: expected one of ll, direct"):
+            tdcoll.all_gather(torch.zeros(4), ctx)
+
+    World(4).run(host)
 
 
 def test_files_that_are_no_tables(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tdcoll.collectives._host.checks import check_tensor, lies_elsewhere_in, str
 from tdcoll.collectives._host.plan import Facts, Plan, Policy
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError
-from tdcoll.tuning import HANDED_OVER
+from tdcoll.tuning import HANDED_OVER, Section
 
 __all__ = ["UNCHECKED", "Collective"]
 
@@ -284,7 +284,8 @@ class Collective:
         """What launches such calls: made once, together with that of the same calls in a CUDA graph if a table may say
         something else of them, since no more can be made there."""
         arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
-        graph = ctx.capturing and bool(ctx.tuning.sections)
+        tabled = bool(self._sections(ctx))
+        graph = ctx.capturing and tabled
         shape = (self.name, nbytes, algorithm, options, in_place)
         if (found := ctx.known((*shape, graph))) is not None:
             return found
@@ -294,7 +295,7 @@ class Collective:
             return self._launches(ctx, facts, self._plan(facts, algorithm, ctx), options)
 
         made = ctx.once((*shape, graph), lambda: make(graph))
-        if ctx.tuning.sections and not graph:
+        if tabled and not graph:
             captured = make(True)
             if captured.plan == made.plan:
                 captured = made
@@ -303,9 +304,17 @@ class Collective:
             ctx.once((*shape, True), lambda: captured)
         return made
 
+    def _sections(self, ctx: CollectiveContext) -> tuple[Section, ...]:
+        """What the context's tuning table says of this operation."""
+        tuning = ctx.tuning
+        found: tuple[Section, ...] = ctx.once(
+            (self.name, "sections"), lambda: self.policy.sections(tuning.sections, tuning.name)
+        )
+        return found
+
     def _plan(self, facts: Facts, algorithm: str | Plan, ctx: CollectiveContext) -> Plan:
         """The plan of a call, or of the first epoch of a larger one, whose algorithm is that of the whole."""
-        choose, sections = self.policy.choose, ctx.tuning.sections
+        choose, sections = self.policy.choose, self._sections(ctx)
         plan = choose(facts, algorithm, sections)
         epochs = self._epochs(ctx, facts, plan)
         if len(epochs) == 1 or plan.algorithm == HANDED_OVER:
@@ -338,6 +347,6 @@ class Collective:
         for nbytes in self._epochs(ctx, facts, plan):
             part = dataclasses.replace(facts, nbytes=nbytes)
             if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
-                plan = self.policy.choose(part, plan.algorithm, ctx.tuning.sections)
+                plan = self.policy.choose(part, plan.algorithm, self._sections(ctx))
             calls.append(Planned(ctx, part, plan, options, facts.nbytes))
         return Launches(self.name, self._algorithms[plan.algorithm], calls)

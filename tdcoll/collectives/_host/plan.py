@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.tuning import HANDED_OVER, Entry, Section
@@ -315,20 +315,38 @@ class Policy:
                 f"{topology.describe()}"
             )
 
-    def wrong(self, entry: Entry) -> tuple[str, str] | None:
-        """``(field, what was expected there)`` of an entry that this policy cannot use; None if it can."""
-        names: tuple[str, ...] = (*self.names, HANDED_OVER)
+    def sections(self, table: Sequence[Section], name: str) -> tuple[Section, ...]:
+        """The sections of a table that are of this operation.
+
+        Args:
+            name: of the table, for messages.
+
+        Raises:
+            ValueError: an entry names an algorithm, or has chunks, that there cannot be.
+        """
+        mine = tuple(section for section in table if section.operation == self.operation)
+        for section in mine:
+            for entry in section.entries:
+                if (problem := self._problem(entry)) is not None:
+                    raise ValueError(f"{name}: {section.where(entry)}: {problem}")
+        return mine
+
+    def _problem(self, entry: Entry) -> str | None:
+        """What was expected in an entry, and what is there; None if it is right."""
+        names, chunk = (*self.names, HANDED_OVER), entry.chunk
         if entry.algorithm not in names:
-            return "algorithm", "one of " + ", ".join(f'"{name}"' for name in names)
-        chunk: Any = entry.chunk
-        if chunk is None or entry.algorithm == HANDED_OVER:
+            return f"algorithm: expected one of {', '.join(names)}, got {entry.algorithm}"
+        if chunk is None:
             return None
         if not any(rule.words for rule in self.rules if rule.name == entry.algorithm):
-            return None if chunk % CHUNK_ALIGNMENT == 0 else ("chunk", f"a multiple of {CHUNK_ALIGNMENT} bytes")
-        least = 32 * LL_WORD_BYTES * (entry.num_warps or 1)
-        if is_ll_chunk(chunk) and chunk >= least:
-            return None
-        return "chunk", (
-            f"{LL_WORD_BYTES} times a power of two, from {least} (a word for each thread) to "
-            f"{LL_WORD_BYTES * LL_MOST_WORDS} bytes"
-        )
+            fits, expected = chunk % CHUNK_ALIGNMENT == 0, f"a multiple of {CHUNK_ALIGNMENT}"
+        else:
+            least = 32 * LL_WORD_BYTES * (entry.num_warps or 1)
+            fits, expected = (
+                is_ll_chunk(chunk) and chunk >= least,
+                (
+                    f"{LL_WORD_BYTES} times a power of two, from {least} (a word for each thread) to "
+                    f"{LL_WORD_BYTES * LL_MOST_WORDS}"
+                ),
+            )
+        return None if fits else f"chunk: expected {expected} bytes, got {chunk}"
