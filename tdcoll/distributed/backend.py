@@ -23,14 +23,14 @@ from torch._C._distributed_c10d import (
     ProcessGroup,
 )
 
-from tdcoll import arguments, runtime
+from tdcoll import arguments, capture, runtime
+from tdcoll.collectives._host.drop_in import TORCH_OPERATIONS
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.inner import RollCall, add_backends, gather_into, sparse_sum_by_gather
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.served import SparseSums, plain
 from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.work import CompletedWork, backend_errors
-from tdcoll.errors import ContextError
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
 
@@ -39,20 +39,11 @@ __all__ = ["TdcollProcessGroup", "create", "explain"]
 _UNSET = AllgatherOptions().timeout
 """What a call's options hold when it has no timeout of its own."""
 
-_OPERATIONS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "prod",
-}
-
-
 _NO_ROOM = "the symmetric heap has no room for it"
 
 
 def _operation(op: Any) -> str:
-    return next((name for known, name in _OPERATIONS.items() if op == known), str(op))
+    return next((name for known, name in TORCH_OPERATIONS.items() if op == known), str(op))
 
 
 def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
@@ -359,11 +350,11 @@ class TdcollProcessGroup(ProcessGroup):
         )
         if why is not None:
             return self._sparse_inner(tensors, op, opts, why)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ContextError(
-                "sparse all_reduce: the size of the result must be known on the host, which a CUDA graph cannot wait "
-                "for; use tdcoll.sparse_all_reduce_padded"
-            )
+        capture.refuse(
+            device, "sparse all_reduce",
+            "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
+            "tdcoll.sparse_all_reduce_padded",
+        )  # fmt: skip
         with backend_errors:
             sides.gathers.check()
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
+from tdcoll.capture import capturing
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.inner import NamedWork, RollCall, may_be_a_peers
 from tdcoll.distributed.options import KINDS, SERVES, Options
@@ -230,7 +231,7 @@ class Sides:
                         self._check()
                 return CompletedWork(result)
             stream = self._internal_stream("worker" if waits else "main")
-            if not torch.cuda.is_current_stream_capturing():
+            if not capturing(device):
                 for tensor in touched:
                     record_stream(tensor, stream)
             if waits:
