@@ -12,7 +12,9 @@ A context owns, in symmetric memory,
   the caller's as its result (see "in place" below);
 
 and, in ordinary device memory, one 64-bit ``control`` word: the epoch. (Slots and phases are one dimension of the
-tensors: row ``slot * phases + phase``.)
+tensors: row ``slot * phases + phase``.) If asked, it also has an inbox for words that announce themselves
+(:mod:`tdcoll.primitives.lamport`), and counters of tiles (:mod:`tdcoll.primitives.tiles`): those are of this GPU alone,
+and lie in symmetric memory because waits look there.
 
 **One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
 part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
@@ -58,6 +60,8 @@ from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.primitives.group import Group
+from tdcoll.primitives.lamport import SENTINEL, Lamport
+from tdcoll.primitives.tiles import Tiles
 from tdcoll.runtime.control import require_equal
 from tdcoll.tuning.agreement import agree
 
@@ -91,6 +95,11 @@ class CollectiveContext:
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * phases *
             world_size`` times as much of the symmetric heap. Default: ``max_bytes_per_rank``, but no more than
             :func:`tdcoll.limits.flagged_bytes` of the group.
+        lamport_bytes: the most of one rank's data that words which announce themselves carry, in bytes; takes ``3 *
+            phases * world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each
+            other.
+        tiles: the most tiles of one call that programs of one GPU hand to each other; each takes 12 bytes of symmetric
+            heap.
         max_programs: the most programs that one launch on the context has. Kernels of several contexts that are in
             flight together wait for peers, so their programs must fit on the GPU at once. Default: as many as a launch
             may have.
@@ -117,6 +126,8 @@ class CollectiveContext:
         channels: int = CHANNELS,
         phases: int = 1,
         flagged_bytes: int | None = None,
+        lamport_bytes: int = 0,
+        tiles: int = 0,
         max_programs: int | None = None,
         timeout_s: float | None = None,
         debug: bool | None = None,
@@ -128,6 +139,8 @@ class CollectiveContext:
         arguments.whole("phases", phases, 1)
         if flagged_bytes is not None:
             arguments.whole("flagged_bytes", flagged_bytes, 0)
+        arguments.whole("lamport_bytes", lamport_bytes, 0)
+        arguments.whole("tiles", tiles, 0)
         if max_programs is not None:
             arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
         if stream is not None:
@@ -148,6 +161,13 @@ class CollectiveContext:
         """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: ranks of a node
         cannot store to each other, or nodes have different numbers of ranks."""
         self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else bool(debug)
+        self.lamport_bytes = lamport_bytes
+        """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
+        self.device_lamport: Lamport | None = None
+        """The inbox of such words as kernels see it; None where there is none."""
+        self.tiles = tiles
+        self.device_tiles: Tiles | None = None
+        """The counters of tiles as kernels see them; None where there are none."""
         self._expired = self.monitor.valid
         self._group = self.topology.pes
         self._flagged_bytes = flagged_bytes
@@ -187,6 +207,8 @@ class CollectiveContext:
             "channels": self.channels,
             "phases": self.phases,
             "flagged_bytes": self._flagged_bytes,
+            "lamport_bytes": self.lamport_bytes,
+            "tiles": self.tiles,
             "max_programs": self.max_programs,
             "debug": self.debug,
         }
@@ -206,7 +228,12 @@ class CollectiveContext:
         self.ready.zero_()
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.device_group = self._device_group()
-        barrier(self._group)  # nobody may signal before everybody has zeroed
+        self.lamport_bytes = self.lamport_bytes if self.stores else 0
+        if self.lamport_bytes:
+            self.device_lamport = self._device_lamport()
+        if self.tiles:
+            self.device_tiles = self._device_tiles()
+        barrier(self._group)  # nobody may signal or send before everybody's memory is as it must be
         owner.held[id(self)] = self
 
     def take_back(self) -> None:
@@ -250,6 +277,22 @@ class CollectiveContext:
             world=tl.constexpr(self.world_size),
             phases=tl.constexpr(self.phases),
         )
+
+    def _device_lamport(self) -> Lamport:
+        stride = -(-self.lamport_bytes // 16) * 16
+        inbox = self._allocate((3 * self.phases, self.world_size, stride // 4), torch.int32, "lamport")
+        inbox.fill_(SENTINEL.value)
+        return Lamport(
+            base=inbox.data_ptr(),
+            stride=stride,
+            control=torch.zeros(1, dtype=torch.int64, device=self.device),
+            extents=torch.zeros((3, self.phases), dtype=torch.int64, device=self.device),
+        )
+
+    def _device_tiles(self) -> Tiles:
+        counts = self._allocate((self.tiles,), torch.int32, "tile_counts")
+        ready = self._allocate((self.tiles,), torch.int64, "tiles")
+        return Tiles(counts.zero_(), ready.zero_())
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         tensor = self.job.allocate(shape, dtype, group=self._group, name=name)

@@ -270,8 +270,8 @@ _COMPARISONS = ("eq", "ne", "gt", "le", "lt", "ge")  # by CMP_* value
 
 # A thread polls until `look` has set the predicate `done`, or another wait of the monitor has expired, or its own
 # deadline has passed: the first of all threads for which it has leaves the record. `ok`, `monitor`, `active`, `peer`,
-# `index` and `expected` are operands of the asm; `prepare`, `look`, and `see`, which leaves in `word` what was seen
-# last, are PTX.
+# `index`, `epoch` and `expected` are operands of the asm; `prepare`, `look`, and `see`, which leaves in `word` what was
+# seen last, are PTX.
 _POLL = """
 .reg .pred done, again;
 .reg .b32 misses, phase, flag;
@@ -312,7 +312,7 @@ cvt.s64.s32 now, {peer};
 st.global.b64 [record+{PEER}], now;
 cvt.s64.s32 now, {index};
 st.global.b64 [record+{SIGNAL}], now;
-st.global.b64 [record+{EPOCH}], {expected};
+st.global.b64 [record+{EPOCH}], {epoch};
 st.global.b64 [record+{EXPECTED}], {expected};
 st.global.b64 [record+{SEEN}], word;
 mov.b64 now, 1;
@@ -342,7 +342,7 @@ _PLACES = {
 
 
 def _polling(**pieces: str) -> str:
-    pieces = {"prepare": "", "see": "", **pieces}
+    pieces = {"prepare": "", "see": "", "epoch": pieces["expected"], **pieces}
     return "{" + _POLL.format(**pieces, **_PLACES) + "}"
 
 
@@ -412,6 +412,42 @@ def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
 
 
 _poll_flagged.bounded = True
+
+
+@core.extern
+def _poll_words(words, absent, monitor, active, peer, index, call, _semantic=None):
+    """Per element: (data, data, data, data, 1) once no part of the word is ``absent``; (any, 0) after the deadline."""
+    parts = ("$0", "$1", "$2", "$3")
+    look = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$5];\nsetp.ne.b32 done, $0, $6;\n"
+    look += "\n".join(f"setp.ne.and.b32 done, {part}, $6, done;" for part in parts[1:])
+    count = "setp.ne.b32 again, {}, $6;\nselp.u64 now, 1, 0, again;\nadd.u64 word, word, now;"
+    asm = _polling(
+        prepare=".reg .b64 four;\nmov.b64 four, 4;\n" + "\n".join(f"mov.b32 {part}, 0;" for part in parts),
+        look=look,
+        see="mov.b64 word, 0;\n" + "\n".join(map(count.format, parts)),
+        ok="$4",
+        monitor="$7",
+        active="$8",
+        peer="$9",
+        index="$10",
+        epoch="$11",
+        expected="four",
+    )
+    args = _cast_all(
+        _semantic,
+        (words, tl.int64),
+        (absent, tl.int32),
+        (monitor, tl.int64),
+        (active, tl.int32),
+        (peer, tl.int32),
+        (index, tl.int32),
+        (call, tl.uint64),
+    )
+    outputs = "=&r,=&r,=&r,=&r,=&r,l,r,l,r,r,r,l,~{memory}"
+    return core.inline_asm_elementwise(asm, outputs, args, (tl.int32,) * 5, is_pure=False, pack=1, _semantic=_semantic)
+
+
+_poll_words.bounded = True
 
 
 def _all_threads(flag: Any, then: str, semantic: Any) -> Any:
@@ -511,6 +547,30 @@ def store_flagged(words, first, second, third, flag, mask, _semantic=None):
         "@active st.relaxed.sys.global.b128 [$1], wide; mov.b32 $0, 0; }",
         "=r,l,r,r,r,r,r,~{memory}",
         args,
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+@triton.jit
+def wait_words(words, absent, mask, monitor, peer, call):
+    _require_ptr64("wait_words", "monitor", monitor)
+    place = tl.arange(0, words.shape[0])
+    found = _poll_words(words, absent, monitor, mask.to(tl.int32), peer, place, call)
+    _acquired()
+    return found
+
+
+@core.extern
+def store_words(words, first, second, third, fourth, mask, _semantic=None):
+    data = [(part, tl.int32) for part in (first, second, third, fourth)]
+    core.inline_asm_elementwise(
+        "{ .reg .pred active; setp.ne.b32 active, $6, 0; "
+        "@active st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
+        "=r,l,r,r,r,r,r,~{memory}",
+        _cast_all(_semantic, (words, tl.int64), *data, (mask, tl.int32)),
         tl.int32,
         is_pure=False,
         pack=1,

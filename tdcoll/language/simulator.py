@@ -13,7 +13,7 @@ adds once for each thread (or warp) that would have called.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -395,43 +395,76 @@ def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
     return _int32(running.waits.all(wanted, compare, value, Monitor(monitor)))
 
 
-def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _semantic: Any = None) -> Any:
-    running = machine()
-    addresses = words.handle.data.reshape(-1)
+def _words(words: Any, mask: Any, what: str) -> tuple[Any, Any]:
+    """Addresses of 128-bit words, uint64 and flat, and which of them count."""
+    addresses = words.handle.data.reshape(-1).astype(np.uint64)
     active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
-    running.pointers.check(addresses, active, 16, words.handle.origin, "load from")
-    wanted = _number("wait_flagged", "flag", flag) & 0xFFFF_FFFF
-    sender = _number("wait_flagged", "peer", peer)
+    machine().pointers.check(addresses, active, 16, words.handle.origin, what)
+    return addresses, active
+
+
+def _wait_for_words(
+    function: str, words: Any, mask: Any, monitor: Any, peer: Any, n_parts: int, wait: Callable[..., Any]
+) -> Any:
+    """The first ``n_parts`` of the four parts of each word, and 1 where it came in time. ``wait`` is given addresses,
+    threads and the monitor."""
+    addresses, active = _words(words, mask, "load from")
+    sender = _number(function, "peer", peer)
     places = np.flatnonzero(active)
-    pending = addresses[places].astype(np.uint64)
+    pending = addresses[places]
     for address in pending[[0, -1]].tolist() if pending.size else ():
-        running.check_flagged(address)
-    held = Monitor(_address64("wait_flagged", "monitor", monitor))
-    threads = [(sender, place) for place in places.tolist()]
-    seen, arrived = running.waits.flagged(pending, threads, wanted, held)
-    parts = np.zeros((4, addresses.size), np.uint32)
-    parts[3] = 1
-    parts[:3, places] = seen.view(np.uint32)[:, :3].T
-    parts[3, places] = arrived
+        machine().check_flagged(address)
+    held = Monitor(_address64(function, "monitor", monitor))
+    seen, arrived = wait(pending, [(sender, place) for place in places.tolist()], held)
+    parts = np.zeros((n_parts + 1, addresses.size), np.uint32)
+    parts[n_parts] = 1
+    parts[:n_parts, places] = seen.view(np.uint32)[:, :n_parts].T
+    parts[n_parts, places] = arrived
     kind, shape = tl.block_type(tl.int32, words.shape), words.handle.data.shape
     blocks = [triton_interpreter.TensorHandle(part.view(np.int32).reshape(shape), tl.int32) for part in parts]
     return tuple(tl.tensor(block, kind) for block in blocks)
 
 
+def _parts(words: Any, parts: Sequence[Any]) -> Any:
+    """``[n, len(parts)]`` uint32: parts of 128-bit words."""
+    shape = words.handle.data.shape
+    columns = [np.broadcast_to(part.handle.data, shape).reshape(-1) for part in parts]
+    return np.ascontiguousarray(np.stack(columns, axis=1)).astype(np.int32).view(np.uint32)
+
+
+def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _semantic: Any = None) -> Any:
+    wanted = _number("wait_flagged", "flag", flag) & 0xFFFF_FFFF
+
+    def wait(pending: Any, threads: Any, held: Monitor) -> Any:
+        return machine().waits.flagged(pending, threads, wanted, held)
+
+    return _wait_for_words("wait_flagged", words, mask, monitor, peer, 3, wait)
+
+
 def store_flagged(words: Any, first: Any, second: Any, third: Any, flag: Any, mask: Any, _semantic: Any = None) -> None:
-    running = machine()
-    addresses = words.handle.data.reshape(-1).astype(np.uint64)
-    active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
-    running.pointers.check(addresses, active, 16, words.handle.origin, "store to")
-    parts = np.empty((addresses.size, 4), np.uint32)
-    for place, part in enumerate((first, second, third)):
-        parts[:, place] = np.broadcast_to(part.handle.data, words.handle.data.shape).reshape(-1)
-    parts[:, 3] = _number("store_flagged", "flag", flag) & 0xFFFF_FFFF
-    running.pointers.store_flagged(addresses, parts, active)
+    addresses, active = _words(words, mask, "store to")
+    last = np.full(addresses.size, _number("store_flagged", "flag", flag) & 0xFFFF_FFFF, np.uint32)
+    parts = np.column_stack([_parts(words, (first, second, third)), last])
+    machine().pointers.store_flagged(addresses, parts, active)
 
 
-wait_flagged.__doc__ = FUNCTIONS["wait_flagged"].doc
-store_flagged.__doc__ = FUNCTIONS["store_flagged"].doc
+def wait_words(words: Any, absent: Any, mask: Any, monitor: Any, peer: Any, call: Any, _semantic: Any = None) -> Any:
+    missing = _number("wait_words", "absent", absent) & 0xFFFF_FFFF
+    number = _number("wait_words", "call", call) & _MASK64
+
+    def wait(pending: Any, threads: Any, held: Monitor) -> Any:
+        return machine().waits.words(pending, threads, missing, number, held)
+
+    return _wait_for_words("wait_words", words, mask, monitor, peer, 4, wait)
+
+
+def store_words(words: Any, first: Any, second: Any, third: Any, fourth: Any, mask: Any, _semantic: Any = None) -> None:
+    addresses, active = _words(words, mask, "store to")
+    machine().pointers.store_words(addresses, _parts(words, (first, second, third, fourth)), active)
+
+
+for _name in ("wait_flagged", "store_flagged", "wait_words", "store_words"):
+    globals()[_name].__doc__ = FUNCTIONS[_name].doc
 
 
 @_device

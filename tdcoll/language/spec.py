@@ -384,6 +384,43 @@ _FUNCTIONS = [
         "of NCCL, with 128-bit words instead of 64-bit ones.",
     ),
     DeviceFunction(
+        "wait_words",
+        (
+            ("words", "ptr"),
+            ("absent", "int"),
+            ("mask", "value"),
+            ("monitor", "ptr64"),
+            ("peer", "int"),
+            ("call", "u64"),
+        ),
+        None,
+        "value",
+        "bounded polling of 128-bit words {4 x 32 bits of data}",
+        "Waits until none of the four 32-bit parts of every 128-bit word at the block of addresses `words`, where "
+        "`mask` is true, is the int32 `absent`; returns the blocks of first, second, third and fourth parts, and a "
+        "block of 1, or of 0 where a deadline has expired before all four were there, as for `wait_signal`. Each "
+        "thread waits for its own words only. The parts of a word may arrive one by one. `call` is for the report: its "
+        "epoch; what it expected is 4, and what it saw the number of parts that were there.",
+        acquires=True,
+    ),
+    DeviceFunction(
+        "store_words",
+        (
+            ("words", "ptr"),
+            ("first", "value"),
+            ("second", "value"),
+            ("third", "value"),
+            ("fourth", "value"),
+            ("mask", "value"),
+        ),
+        None,
+        None,
+        "st.relaxed.sys of 128-bit words {4 x 32 bits of data}",
+        "Stores the blocks of int32 `first` to `fourth`, element by element, as 128-bit words at the block of "
+        "addresses `words` (multiples of 16), where `mask` is true. Each part of 32 bits arrives whole, and nothing "
+        "orders one after another.",
+    ),
+    DeviceFunction(
         "block_and",
         (("flag", "int"),),
         None,

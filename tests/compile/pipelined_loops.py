@@ -56,6 +56,13 @@ def by_wait_flagged(words, monitor, i):
 
 
 @triton.jit
+def by_wait_words(words, monitor, i):
+    place = tl.arange(0, 128)
+    tdl.wait_words(words + 2 * place, i, place < 100, monitor, 0, 1)
+    return 0
+
+
+@triton.jit
 def by_signal_wait_until(words, monitor, i):
     tdl.signal_wait_until(words + i, tdl.CMP_GE, 1)
     return 0
@@ -107,6 +114,7 @@ WAITS: dict[str, Any] = {
     "wait_signal": by_wait_signal,
     "wait_signals": by_wait_signals,
     "wait_flagged": by_wait_flagged,
+    "wait_words": by_wait_words,
     "signal_wait_until": by_signal_wait_until,
     "ld_acquire": by_ld_acquire,
     "ld, acquire": by_ld,

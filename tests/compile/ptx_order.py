@@ -21,7 +21,7 @@ KINDS = {  # the first that occurs in an instruction, or in an inline asm, is it
     "load": r"\bld\.global\.",
 }
 WAIT = r"\bld\.acquire\.sys\.global\.b64 word"  # of a signal
-FLAGGED = r"\bld\.relaxed\.sys\.global\.b128 wide"  # of a word that holds its data, and orders nothing else
+FLAGGED = r"\bld\.relaxed\.sys\.global\.(b128 wide|v4\.b32)"  # of a word that holds its data, and orders nothing else
 RULES = (  # from, to, and what it means if there is a path without a barrier
     ("store", "release", "stores are released without a barrier, by a thread that need not have made them"),
     ("control", "add", "the epoch goes up before all threads have read it"),

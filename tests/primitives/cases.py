@@ -76,3 +76,101 @@ class TwoStages:
         kernels().push_parts[(max(1, world - 1),)](at, window, g, nbytes)
         kernels().reduce_part[(1,)](at, to, window, g, nbytes, BLOCK)
         kernels().hand_out[(2,)](to, window, g, nbytes)
+
+
+MINUS_ZERO = -(1 << 31)
+
+
+def floats(rank: int, call: int, count: int) -> torch.Tensor:
+    """``-> [count]`` fp32, whose sums depend on the order, and every third of which is -0.0."""
+    index = torch.arange(count)
+    values = (0.1 + rank + index * 0.01 + call * 7) * torch.tensor([1.0, -3e7, 3e7])[(rank + index) % 3]
+    values[index % 3 == call % 3] = -0.0
+    return values.float()
+
+
+def sum_in_rank_order(call: int, count: int, world: int) -> torch.Tensor:
+    """``-> [count]`` fp32."""
+    total = torch.zeros(count)
+    for rank in range(world):
+        total += floats(rank, call, count)
+    return total
+
+
+class Words:
+    """All-reduces of fp32 by words that announce themselves, with calls of another kind between.
+
+    Args:
+        calls: the elements of a call; ``"g"`` for an all-gather; ``(elements, phase)`` for a call in another phase.
+        pause: turns for which rank 0 rests after each call.
+    """
+
+    def __init__(self, calls: Sequence[Any], block: int = 4, pause: int = 0) -> None:
+        self.calls, self.block, self.pause = calls, block, pause
+
+    def __call__(self, world: World) -> None:
+        def host(pe: int) -> None:
+            n = world.n_pes
+            with tdcoll.CollectiveContext(max_bytes_per_rank=16, channels=1, lamport_bytes=200, phases=2) as ctx:
+                for call, kind in enumerate(self.calls):
+                    if kind == "g":
+                        got = tdcoll.all_gather(numbers(pe, call, 4), ctx, algorithm="direct")
+                        assert torch.equal(got, torch.cat([numbers(rank, call, 4) for rank in range(n)]))
+                        continue
+                    count, phase = kind if isinstance(kind, tuple) else (kind, 0)
+                    source = floats(pe, call, count)
+                    out = torch.full((count + 1,), 9.5)
+                    self.launch(ctx, source, out, phase)
+                    ctx.check()
+                    wanted = sum_in_rank_order(call, count, n)
+                    wrong = int((out[:count].view(torch.int32) != wanted.view(torch.int32)).sum())
+                    assert wrong == 0, f"rank {pe}, call {call}: {wrong} wrong numbers of {count}"
+                    assert out[count] == 9.5
+                    if self.pause and pe == 0:
+                        world.pause(self.pause)
+
+        world.run(host)
+
+    def launch(self, ctx: tdcoll.CollectiveContext, source: torch.Tensor, out: torch.Tensor, phase: int = 0) -> None:
+        """``[n] -> [n]``, or more."""
+        programs = max(1, -(-source.nbytes // (16 * self.block)))
+        at = source.data_ptr() if source.numel() else 0
+        kernels().all_reduce_of_words[(programs,)](
+            at, out.data_ptr(), ctx.device_group, ctx.device_lamport, source.numel(), self.block, phase
+        )
+
+
+class Tiles:
+    """Sums by tiles, call by call: (tiles, parts of a tile, elements of a part)."""
+
+    def __init__(self, calls: Sequence[tuple[int, int, int]]) -> None:
+        self.calls = calls
+
+    def __call__(self, world: World) -> None:
+        def host(pe: int) -> None:
+            with tdcoll.CollectiveContext(max_bytes_per_rank=512, channels=8, tiles=8) as ctx:
+                for call, (n_tiles, parts, count) in enumerate(self.calls):
+                    source = self.source(pe, call)
+                    out = torch.full((2, n_tiles, count), -1, dtype=torch.int32)
+                    self.launch(ctx, source, torch.empty(n_tiles, parts + 1, count, dtype=torch.int32), out)
+                    ctx.check()
+                    for place, rank in enumerate((pe, (pe - 1) % world.n_pes)):
+                        wrong = int((out[place] != self.source(rank, call).sum(1)).sum())
+                        assert wrong == 0, f"rank {pe}, call {call}: {wrong} wrong numbers of rank {rank}"
+                assert ctx.device_tiles is not None
+                assert not ctx.device_tiles.counts.any()
+
+        world.run(host)
+
+    def source(self, rank: int, call: int) -> torch.Tensor:
+        """``[tiles, parts, count]`` int32."""
+        shape = self.calls[call]
+        return numbers(rank, call, shape[0] * shape[1] * shape[2]).view(shape)
+
+    def launch(self, ctx: tdcoll.CollectiveContext, source: torch.Tensor, scratch: torch.Tensor, out: Any) -> None:
+        n_tiles, parts, count = source.shape
+        addresses = source.data_ptr(), scratch.data_ptr(), out.data_ptr()
+        kernels().sum_by_tiles[(n_tiles * (parts + 1),)](
+            *addresses, inbox(ctx), ctx.device_group, ctx.device_tiles,
+            n_tiles, parts, count, triton.next_power_of_2(count),
+        )  # fmt: skip

@@ -107,6 +107,14 @@ BEYOND = {  # what a kernel does with a pointer to 8 words -> the bytes that the
         lambda p: tdl.store_flagged(as_flagged(p + 2), *[tl.arange(0, 4)] * 3, 1, tl.arange(0, 4) < 4),
         "would store to bytes 64..80 of pe0.rows",
     ),
+    "wait_words": (
+        lambda p: tdl.wait_words(as_flagged(p + 2), 0, tl.arange(0, 4) < 4, p, 0, 1),
+        "would load from bytes 64..80 of pe0.rows",
+    ),
+    "store_words": (
+        lambda p: tdl.store_words(as_flagged(p + 2), *[tl.arange(0, 4)] * 4, tl.arange(0, 4) < 4),
+        "would store to bytes 64..80 of pe0.rows",
+    ),
     "copy to": (lambda p: tdl.copy_block(p + 8, p, 8), f"would store to {ROWS}"),
     "copy from": (lambda p: tdl.copy_block(p, p + 1, 64), "would load from bytes 8..72 of pe0.rows"),
     "descriptor": (

@@ -225,6 +225,28 @@ def flagged_words(words, stamp, pe, monitor, out, ok):
     tl.store(ok, tdl.block_and(tl.min(arrived) == 1))
 
 
+@tdcoll.jit
+def words_that_announce_themselves(words, absent, pe, monitor, out, ok, whole):
+    """Four parts of data in a word, to a peer and from the one before; words from ``whole`` on have no last part."""
+    offsets = tl.arange(0, 64)
+    mask = offsets < 50
+    data = offsets - 7 + 1000 * tdl.my_pe()
+    tdl.store_words(
+        tdl.remote_ptr(words, pe) + 2 * offsets,
+        data,
+        data + 1,
+        data + 2,
+        tl.where(offsets < whole, -data, absent),
+        mask,
+    )
+    first, second, third, fourth, arrived = tdl.wait_words(words + 2 * offsets, absent, mask, monitor, pe, 1)
+    tl.store(out + offsets, first, mask=mask)
+    tl.store(out + 64 + offsets, second, mask=mask)
+    tl.store(out + 128 + offsets, third, mask=mask)
+    tl.store(out + 192 + offsets, fourth, mask=mask)
+    tl.store(ok, tdl.block_and(tl.min(arrived) == 1))
+
+
 @tdcoll.jit(do_not_specialize=["rounds"])
 def words_in_one_piece(words, rounds, pe, monitor, torn):
     """As many rounds as fast as they go: a word has data of its own flag only, or it was not stored in one piece."""
@@ -444,6 +466,36 @@ def words_with_flags() -> str | None:
     tdcoll.barrier()
     tdcoll.free(words)
     return None
+
+
+@check
+def words_without_flags() -> None:
+    """Words that announce themselves: all of them, and all but one whose last part never comes."""
+    if tdcoll.topology().n_nodes != 1:
+        return
+    absent = -(1 << 31)
+    words = tdcoll.empty((64, 4), torch.int32)
+    monitor = tdcoll.WaitMonitor(timeout_s=0.5)
+    wanted = torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
+    for missing in (False, True):
+        words.fill_(absent)
+        tdcoll.barrier()
+        out, ok = (torch.zeros(count, dtype=torch.int32, device=device()) for count in (256, 1))
+        words_that_announce_themselves[(1,)](
+            words.view(torch.int64), absent, neighbour(), monitor.words, out, ok, 49 if missing else 50
+        )
+        parts = (wanted, wanted + 1, wanted + 2, -wanted)
+        received = all(
+            torch.equal(*pair) for pair in zip(out.view(4, 64)[:, :49], (p[:49] for p in parts), strict=True)
+        )
+        expect(int(ok) == (not missing) and received, f"missing {missing}: {out.view(4, 64)[:, :4].tolist()}")
+        tdcoll.barrier()
+    error = expect_raises(tdcoll.CollectiveTimeout, monitor.check)
+    assert isinstance(error, tdcoll.CollectiveTimeout)
+    told = (error.signal, error.epoch, error.expected, error.seen)
+    expect(told == (49, 1, 4, 3), f"signal, epoch, expected, seen: {told}")
+    tdcoll.barrier()
+    tdcoll.free(words)
 
 
 @check

@@ -33,7 +33,7 @@ class Monitor:
         """Deadline of each wait."""
         return read_word(self.address + 8 * c.MONITOR_TIMEOUT_NS.value)
 
-    def give_up(self, peer: int, signal: int, expected: int, seen: int) -> None:
+    def give_up(self, peer: int, signal: int, expected: int, seen: int, epoch: int) -> None:
         """Set the aborted word and write the record, unless another wait did so first."""
         if self.aborted:
             return
@@ -43,7 +43,7 @@ class Monitor:
             (c.RECORD_RANK, read_word(self.address + 8 * c.MONITOR_RANK.value)),
             (c.RECORD_PEER, peer),
             (c.RECORD_SIGNAL, signal),
-            (c.RECORD_EPOCH, expected),
+            (c.RECORD_EPOCH, epoch),
             (c.RECORD_EXPECTED, expected),
             (c.RECORD_SEEN, seen),
             (c.RECORD_VALID, 1),

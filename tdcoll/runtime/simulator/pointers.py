@@ -141,14 +141,26 @@ class PointerAccess:
                 self._store(program, pe, int(addresses[run[0]]), values[run].tobytes(), values.itemsize)
         return mask & (pes == program.pe)
 
+    def store_words(self, addresses: Array, words: Array, mask: Array) -> None:
+        """Store 128-bit words, ``[n, 4]`` uint32, whose parts may arrive one by one. A schedule point."""
+        self._check_words(addresses, mask)
+        places = (addresses[:, None] + np.arange(0, 16, 4, dtype=np.uint64)).reshape(-1)
+        wanted, values = np.repeat(mask, 4), np.ascontiguousarray(words).reshape(-1)
+        here = self.store_weakly(places, values, wanted)
+        triton_interpreter._interpreter.store(places, values, here)
+        self.stored(places, wanted)
+
+    def _check_words(self, addresses: Array, mask: Array) -> None:
+        for address in addresses[mask & (addresses % np.uint64(16) != 0)].tolist():
+            raise ValueError(f"words must be 16-byte aligned, got {address:#x}")
+
     def store_flagged(self, addresses: Array, words: Array, mask: Array) -> None:
         """Store 128-bit words, ``[n, 4]`` uint32, each whole. A schedule point.
 
         Other processes that read the same memory see a word's upper half after its lower one, if not with it (on x86,
         whose stores arrive in their order).
         """
-        for address in addresses[mask & (addresses % np.uint64(16) != 0)].tolist():
-            raise ValueError(f"words must be 16-byte aligned, got {address:#x}")
+        self._check_words(addresses, mask)
         whole = np.ascontiguousarray(words).view("V16").reshape(-1)
         here = np.flatnonzero(self.store_weakly(addresses, whole, mask))
         halves, present = words.view(np.uint64)[here], np.ones(here.size, bool)

@@ -111,6 +111,41 @@ class Waits:
         )
         return seen, arrived
 
+    def words(
+        self, words: Array, threads: Sequence[tuple[int, int]], absent: int, call: int, monitor: Monitor
+    ) -> tuple[Array, Array]:
+        """Wait until none of the four 32-bit parts of every word is ``absent``, or the monitor's deadline expires.
+
+        Arguments and results as for :meth:`flagged`; ``call`` is for the record.
+        """
+        memory = self._machine.memory
+        seen, arrived = np.zeros((words.size, 2), np.uint64), np.zeros(words.size, bool)
+
+        def halves(addresses: Array) -> Array:
+            return np.stack((memory.words(addresses), memory.words(addresses + np.uint64(8))), axis=-1)
+
+        def parts_there(addresses: Array) -> Array:
+            return np.count_nonzero(halves(addresses).view(np.uint32) != absent, axis=-1).astype(np.uint64)
+
+        def take(places: Array, _: Array) -> None:
+            seen[places], arrived[places] = halves(words[places]), True  # what has come stays
+
+        self._wait_for(
+            words,
+            threads,
+            lambda there: there == 4,
+            monitor,
+            enough=np.all,
+            what=lambda address, there: f"{memory.describe(address)}, of which {there} of 4 parts are there",
+            name=f"wait {words.size} word(s) of call {call}",
+            expected=4,
+            epoch=call,
+            nbytes=16,
+            read=parts_there,
+            take=take,
+        )
+        return seen, arrived
+
     def _wait_for(
         self,
         words: Array,
@@ -122,12 +157,15 @@ class Waits:
         what: Callable[[int, int], str],
         name: str,
         expected: int,
+        epoch: int | None = None,
+        nbytes: int = 8,
         read: Callable[[Array], Array] | None = None,
         shift: int = 0,
         take: Callable[[Array, Array], None] = lambda places, seen: None,
     ) -> bool:
         """Every element is a thread that polls its own word until ``true``, and then takes it: ``take`` is called with
-        the places of such threads and what they saw. ``read`` gives what they see; the words, if None."""
+        the places of such threads and what they saw. ``read`` gives what they see; the words, if None. A thread
+        looks at ``nbytes`` from its word on."""
         machine = self._machine
         scheduler, read = machine.scheduler, read or machine.memory.words
         machine.counts[machine.program.pe].waits += 1
@@ -151,7 +189,9 @@ class Waits:
         def wait() -> bool:
             deadline_ns = scheduler.now_ns + monitor.timeout_ns
             while True:
-                keys: list[Hashable] = [*words[left].tolist(), ("monitor", monitor.address)]
+                places = words[left].tolist()
+                keys: list[Hashable] = [place + half for place in places for half in range(0, nbytes, 8)]
+                keys.append(("monitor", monitor.address))
                 in_time = scheduler.wait(worth_a_look, describe, keys, deadline_ns - scheduler.now_ns)
                 look()
                 if not left.size:
@@ -162,6 +202,7 @@ class Waits:
         satisfied = not words.size or machine.timed(name, wait)
         if not satisfied:
             peer, index = threads[left[0]]
-            monitor.give_up(peer, index, expected, int(read(words[left[:1]])[0]) >> shift)
+            seen = int(read(words[left[:1]])[0]) >> shift
+            monitor.give_up(peer, index, expected, seen, expected if epoch is None else epoch)
             scheduler.notify(("monitor", monitor.address))
         return satisfied

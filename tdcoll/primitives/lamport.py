@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words that announce themselves: data without flag or signal, inside a node, for floating types (Lamport).
+
+The inbox holds a sentinel wherever nothing has come. A receiver polls the data itself until the sentinel is gone: one
+crossing, no fence, no release, and not a byte besides the data. The sentinel is the 32-bit word 0x80000000: -0.0 in
+fp32; in fp16, bf16 and fp8 a -0.0 above zeros. A sender turns that word into 0, so what differs is the sign of a zero.
+Not for integers, nor for fp64, which have other values with such a word.
+
+Words are stored and loaded by 128 bits, for speed. Nothing relies on a word arriving whole: the receiver looks at each
+of its four parts, and parts of 32 bits do arrive whole.
+
+Slots and calls. A call that begins with :func:`start` counts as a *Lamport call*, on the device and apart from the
+epoch, which calls of other kinds advance as well. Call k uses slot k mod 3, and every program of it takes part in
+:func:`clear`, which fills with sentinels what call k - 1 has left in its slot. ::
+
+    call k        peers write slot k        this rank polls slot k, and clears slot k - 1
+    call k + 1    peers write slot k + 1    ... clears slot k
+    call k + 2    peers write slot k - 1
+
+A peer starts k + 2 when it is done with k + 1, for which it has heard from this rank. This rank sends in k + 1 when its
+call k is over, and with it the clearing of slot k - 1. With two slots a peer would write, in k + 1, the slot that this
+rank still clears in k. The data of k - 1 may be cleared in k because the launch of k - 1, which has read it, is over.
+
+Extents. What has to be cleared is what was *written* there: calls differ in size, and with CUDA graphs only the device
+knows which call came before. So each call notes on the device how many words of each segment its peers write.
+
+Ordering: that of the kernels of one stream, and nothing else.
+
+A call of no bytes sends one word all the same (:func:`carry`), so that every call hears from every peer.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.jit import jit
+from tdcoll.primitives.group import begin_epoch, this_program
+
+__all__ = ["SENTINEL", "Lamport", "carry", "clear", "receive", "segment", "send", "slot", "start"]
+
+SENTINEL = tl.constexpr(-(1 << 31))
+"""0x80000000 as an int32."""
+
+
+class Lamport(NamedTuple):
+    """Memory of words that announce themselves, as kernels see it: ``ctx.device_lamport``.
+
+    Attributes:
+        base: address here of the inbox ``[3, phases, world, stride]``, symmetric.
+        stride: bytes from the segment of one rank to that of the next.
+        control: int64 ``[1]``: the number of Lamport calls, as a group's ``control`` has that of epochs.
+        extents: int64 ``[3, phases]``: words of each segment that the last call in that slot has written.
+    """
+
+    base: tl.int64
+    stride: tl.int64
+    control: Any
+    extents: Any
+
+
+@jit
+def start(g, lamport):
+    """``(call, alive)``: the Lamport call, counted from 1. Every program of the launch calls it exactly once.
+
+    As :func:`tdcoll.primitives.group.start` for epochs, of which a call that uses nothing else needs none.
+    """
+    return begin_epoch(lamport.control, g.monitor)
+
+
+@jit
+def slot(call):
+    """Which of the three slots a call uses."""
+    return call % 3
+
+
+@jit
+def segment(g, lamport, call, origin, phase=0):
+    """Address, on this rank, of rank ``origin``'s segment in this phase of the call."""
+    return lamport.base + ((slot(call) * g.phases + phase) * g.world + origin) * lamport.stride
+
+
+@jit
+def carry(word, nbytes):
+    """Which of the 128-bit words carry something of ``nbytes``; the first always does."""
+    return word < tl.maximum((nbytes + 15) // 16, 1)
+
+
+@jit
+def _present(part):
+    """A part of a word as it may be sent."""
+    return tl.where(part == SENTINEL, 0, part)
+
+
+@jit
+def send(g, lamport, origin, peer_delta, word, first, second, third, fourth, call, mask, phase=0):
+    """Words of rank ``origin``'s segment to a peer: the blocks of int32 ``first`` to ``fourth``."""
+    theirs = segment(g, lamport, call, origin, phase) + peer_delta + 16 * tl.cast(word, tl.int64)
+    tdl.store_words(theirs, _present(first), _present(second), _present(third), _present(fourth), mask)
+
+
+@jit
+def receive(g, lamport, origin, word, call, mask, phase=0):
+    """``(first, second, third, fourth, arrived)``: words of rank ``origin``'s segment here, once they are there."""
+    landed = segment(g, lamport, call, origin, phase) + 16 * tl.cast(word, tl.int64)
+    return tdl.wait_words(landed, SENTINEL, mask, g.monitor, origin, call)
+
+
+@jit
+def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr, PHASES: tl.constexpr = 1):
+    """Clear what the call before has left, and note what this one leaves. Every program calls it once.
+
+    Best between sending and receiving, where it costs no time. The programs share the work, whatever the grids of the
+    two calls.
+
+    Args:
+        nbytes: what peers write to each segment in this call, at most.
+        BLOCK: words that a program clears at once.
+        PHASES: how many phases the call uses, from the first on. All phases are cleared.
+    """
+    program, programs = this_program()
+    place = tl.arange(0, BLOCK)
+    nothing = tl.full([BLOCK], SENTINEL, tl.int32)
+    for phase in tl.static_range(g.phases):
+        left = tl.load(lamport.extents + slot(call - 1) * g.phases + phase)
+        for origin in range(g.world):
+            begin = tl.cast(program, tl.int64) * BLOCK
+            while begin < left:
+                word = begin + place
+                stale = segment(g, lamport, call - 1, origin, phase) + 16 * word
+                tdl.store_words(stale, nothing, nothing, nothing, nothing, (word < left) & (origin != g.rank))
+                begin += tl.cast(programs, tl.int64) * BLOCK
+        if program == 0:
+            words = tl.maximum((tl.cast(nbytes, tl.int64) + 15) // 16, 1)
+            tl.store(lamport.extents + slot(call) * g.phases + phase, tl.where(phase < PHASES, words, 0))
