@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,30 +82,38 @@ SOURCES = modules(ROOT)
 def imports(source: str, known: Mapping[str, str]) -> set[tuple[str, bool]]:
     """The modules of ``known`` that ``source`` imports, and for each whether that is when it is imported itself.
 
-    A string that is a submodule's name counts: ``importlib`` may be given it. What does not: imports for type checkers,
-    and ``import tdcoll`` inside of a function, which takes a public name when it is called.
+    A string that is a submodule's name counts, as ``importlib`` may be given it: at once, if outside of functions
+    ``import_module`` is called. What does not count: imports for type checkers, and ``import tdcoll`` inside of a
+    function, which takes a public name when it is called.
     """
+    nodes = list(walk(ast.parse(source), False))
+    loads = any(isinstance(n, ast.Call) and "import_module" in ast.unparse(n.func) for n, inside in nodes if not inside)
 
-    def targets(node: ast.AST, inside: bool) -> Iterator[str]:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if not (inside and alias.name == "tdcoll"))
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports are absolute"
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in known else node.module or ""
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != "tdcoll":
-            yield node.value
+    def found() -> Iterator[tuple[str, bool]]:
+        for node, inside in nodes:
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, not inside) for alias in node.names if not (inside and alias.name == "tdcoll"))
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, "imports are absolute"
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    yield name if name in known else node.module or "", not inside
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != "tdcoll":
+                yield node.value, loads
 
-    def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
-        at_once = not inside or isinstance(node, ast.Constant)  # a function may give its string to the module
-        yield from ((name, at_once) for name in targets(node, inside) if name in known)
-        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        checked = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        for child in node.orelse if checked else ast.iter_child_nodes(node):  # type: ignore[attr-defined]
-            yield from walk(child, inside)
+    return {(name, at_once) for name, at_once in found() if name in known}
 
-    return set(walk(ast.parse(source), False))
+
+def walk(node: ast.AST, inside: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes but those for type checkers, and whether each is inside of a function."""
+    yield node, inside
+    inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        children: Iterable[ast.AST] = node.orelse
+    else:
+        children = ast.iter_child_nodes(node)
+    for child in children:
+        yield from walk(child, inside)
 
 
 IMPORTS = {name: imports(source, SOURCES) for name, source in SOURCES.items()}
@@ -217,6 +225,7 @@ def test_what_an_import_is() -> None:
         ("if TYPE_CHECKING:\n import tdcoll.bench\nelse:\n import tdcoll.errors", {("tdcoll.errors", True)}),
         ("class A:\n def f(self):\n  from tdcoll.bench import x", {("tdcoll.bench", False)}),
         ("def name():\n return 'tdcoll.bench'\nimport_module(name())", {("tdcoll.bench", True)}),
+        ("MODULE = 'tdcoll.bench'\ndef f():\n importlib.import_module(MODULE)", {("tdcoll.bench", False)}),
     ]
     for source, found in cases:
         assert imports(source, known) == found, source

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from tdcoll.bench.arithmetic import Summary, all_gather_bus_bandwidth, ratio
 
 __all__ = [
     *("KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "Row", "SignalRow", "SparseRow", "load", "save"),
-    *("with_ratios", "write_whole"),
+    *("distinct", "with_ratios", "write_whole"),
 ]
 
 SCHEMA = 1
@@ -218,6 +218,11 @@ KINDS: dict[str, type[Measured]] = {
 """The rows of each benchmark."""
 
 AnyRow = TypeVar("AnyRow", bound=Measured)
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in the order in which they came first."""
+    return list(dict.fromkeys(values))
 
 
 def with_ratios(rows: Sequence[AnyRow]) -> list[AnyRow]:

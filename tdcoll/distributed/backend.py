@@ -115,12 +115,10 @@ class TdcollProcessGroup(ProcessGroup):
         members = self._members
         store = generation(store, members[rank], members, "backend tdcoll", timeout.total_seconds())
         self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
-        self._own_store = dist.PrefixStore("tdcoll/", store)
         inner = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without what is overridden here."""
         share_gpus = lifecycle.may_share_gpus()
-        made = (self, inner)
-        names = add_backends(made, store, rank, size, timeout, name, ranks, options.nccl, split, share_gpus)
+        names = add_backends((self, inner), store, rank, size, timeout, name, ranks, options.nccl, split, share_gpus)
         timeout_s = _deadline(timeout)
         settings = {
             "serves": options.kinds,
@@ -130,6 +128,7 @@ class TdcollProcessGroup(ProcessGroup):
             "share_gpus": share_gpus,
         }
         own_store = dist.PrefixStore("tdcoll/", store)
+        roll_call = RollCall(dist.PrefixStore("roll-call/", own_store), rank, size, timeout)
         control = StoreControlPlane(own_store, rank, timeout.total_seconds())
         agreed = Agreement(control, size, options.kinds, settings)
         if not ranks:
@@ -142,7 +141,7 @@ class TdcollProcessGroup(ProcessGroup):
             rank=rank,
             members=members,
             inner=names,
-            roll_call=RollCall(dist.PrefixStore("roll-call/", own_store), rank, size, timeout),
+            roll_call=roll_call,
             timeout_s=timeout_s,
         )
 

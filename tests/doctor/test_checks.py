@@ -13,7 +13,6 @@ from tdcoll.doctor.facts import Facts, NetworkDevice
 from tests.doctor.healthy import GPUS, HOSTS, SIMULATOR, environment, found, gpu
 
 MISSING = {"missing": True, "error": "No module named ..."}
-CU12 = {"nvshmem4py-cu12": "0.4.1", "nvidia-nvshmem-cu12": "3.4.5"}
 IFNAME = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
 
 
