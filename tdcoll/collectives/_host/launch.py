@@ -171,8 +171,8 @@ class Launch:
         num_warps: warps of each program.
 
     Raises:
-        TypeError: a parameter has no argument, or an argument no parameter: a compiled kernel knows of no defaults, and
-            it is only there on a GPU.
+        TypeError: a parameter has no argument, or an argument no parameter (a compiled kernel knows of no defaults, and
+            it is only there on a GPU); or the changing parameters do not follow each other.
     """
 
     def __init__(
@@ -191,6 +191,13 @@ class Launch:
                 f"{kernel.__name__} has parameters {sorted(kernel.arg_names)} and was given arguments {sorted(given)}"
             )
         self._arguments = {name: given[name] for name in kernel.arg_names}
+        order = [leaf for name, value in self._arguments.items() for leaf, _ in _leaves(name, value)]
+        first = order.index(changing[0])
+        if order[first : first + len(changing)] != list(changing):
+            raise TypeError(
+                f"{kernel.__name__}: the changing parameters {', '.join(changing)} must follow each other in this "
+                f"order; its parameters are {', '.join(order)}"
+            )
         self._kernel, self._changing, self._num_warps = kernel, tuple(changing), num_warps
         self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         self._prepared: _Prepared | None = None
@@ -207,9 +214,8 @@ class Launch:
         compiled = self._kernel.warmup(**self._arguments, grid=self._grid, num_warps=self._num_warps)
         if isinstance(compiled, CompiledKernel) and _known(compiled):  # not while it is compiled in the background
             self._prepared = prepared = _Prepared(compiled, self._arguments, self._grid)
-            places = [prepared.place[name] for name in self._changing]
-            self._places = slice(places[0], places[-1] + 1)
-            assert places == list(range(places[0], places[-1] + 1)), "changing parameters follow each other"
+            first = prepared.place[self._changing[0]]
+            self._places = slice(first, first + len(self._changing))
 
     def __call__(self, stream: int, *new: int) -> None:
         """Launch it on the stream of this handle, which is the current one.

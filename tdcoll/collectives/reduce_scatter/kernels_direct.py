@@ -77,7 +77,7 @@ def store_result(out, index, mask, sum, world, DTYPE: tl.constexpr, OP: tl.const
 
 @jit
 def reduce_scatter_direct(
-    source: tl.int64, source_stride: tl.int64, out: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64,
+    source: tl.int64, out: tl.int64, source_stride: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64,
     reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
     COUNT: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip

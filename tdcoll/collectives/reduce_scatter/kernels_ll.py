@@ -63,7 +63,7 @@ def _result(sum, world, DTYPE: tl.constexpr, OP: tl.constexpr):
 
 @jit
 def reduce_scatter_ll(
-    source: tl.int64, source_stride: tl.int64, out: tl.int64, words, g, nbytes: tl.int64,
+    source: tl.int64, out: tl.int64, source_stride: tl.int64, words, g, nbytes: tl.int64,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node.

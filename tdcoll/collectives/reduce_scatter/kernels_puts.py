@@ -73,7 +73,7 @@ def _put(to, pe, source, window, g, offset, size, signal, epoch):
 
 @jit
 def reduce_scatter_puts(
-    source: tl.int64, source_stride: tl.int64, out: tl.int64, window, g, routes, nodes, nbytes: tl.int64,
+    source: tl.int64, out: tl.int64, source_stride: tl.int64, window, g, routes, nodes, nbytes: tl.int64,
     chunk: tl.int64, channels: tl.int32, reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
     ALIGNED: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
