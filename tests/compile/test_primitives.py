@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels share, compiled: no spills, no NVSHMEM inside a node, the same code on all ranks, words in one access."""
+"""What kernels share, compiled: no spills, no NVSHMEM inside a node, one compilation for all ranks, wide words."""
 
 from __future__ import annotations
 
