@@ -86,8 +86,9 @@ def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str
     constants = dict(constants)
     for place, (name, kind) in enumerate(signature.items()):
         if isinstance(kind, tuple):
-            constants |= {(place, i): value for i, value in enumerate(kind) if isinstance(value, int)}
-            signature[name] = type(kind)(*("constexpr" if isinstance(of, int) else of for of in kind))
+            fixed = (int, tl.constexpr)  # also a default that is a constant
+            constants |= {(place, i): getattr(of, "value", of) for i, of in enumerate(kind) if isinstance(of, fixed)}
+            signature[name] = type(kind)(*("constexpr" if isinstance(of, fixed) else of for of in kind))
     libraries = {"libnvshmem_device": bitcode_path()} if needs_nvshmem(kernel) else {}
     hints = {
         (i,): [["tt.divisibility", 16]]

@@ -241,7 +241,7 @@ def lower(kernel: Any, arch: int, num_stages: int, until: str = "ptx") -> dict[s
 
 TTGIR = {
     "for": r"scf\.for",
-    "wait": r"barrier\.cta\.red|ld\.acquire|b128|tt\.extern_elementwise|gpu\.barrier|ttg\.barrier",
+    "wait": r"barrier\.cta\.red|ld\.acquire|b128|sys\.global\.v4|tt\.extern_elementwise|gpu\.barrier|ttg\.barrier",
     "async": r"ttg\.async_copy_global_to_local|ttng\.async_tma_copy_global",
     "load": r"tt\.load|tt\.descriptor_load",
 }

@@ -72,6 +72,12 @@ def test_all_checks(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("language_checks.py", "all_gather_checks.py")
 
 
+@ranks_of(1, 2, 4, 8)
+def test_primitives_checks(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "primitives_checks.py")
+    assert set(verdicts(done)) == checks_of("primitives_checks.py")
+
+
 @ranks_of(1, 2, 3, 4, 6, 8)
 def test_sparse_checks(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, WORKERS / "sparse_checks.py")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -16,9 +16,11 @@ import triton.language as tl
 
 import tdcoll
 from tdcoll.primitives.group import Window
-from tdcoll.testing import World
 
 from . import kernels as _kernels
+
+if TYPE_CHECKING:
+    from tdcoll.testing import World
 
 Call = Callable[[], None]
 """One call, with what it reads and writes; may be made again and again."""

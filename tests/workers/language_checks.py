@@ -494,6 +494,7 @@ def words_without_flags() -> None:
     assert isinstance(error, tdcoll.CollectiveTimeout)
     told = (error.signal, error.epoch, error.expected, error.seen)
     expect(told == (49, 1, 4, 3), f"signal, epoch, expected, seen: {told}")
+    runtime.current().failed = False  # nothing else is broken
     tdcoll.barrier()
     tdcoll.free(words)
 

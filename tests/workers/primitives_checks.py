@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of tests/primitives on every rank of a job, one node: eager calls, and on GPUs CUDA graphs of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from harness import check, device, expect, rank, run, scaled, simulated, world
+
+import tdcoll
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from primitives import cases
+
+Call = tuple[Callable[[], object], torch.Tensor, torch.Tensor]
+"""What launches a call, its result, and what that should be."""
+
+
+def run_and_replay(ctx: tdcoll.CollectiveContext, calls: list[Call]) -> None:
+    """Each call by itself, then all of them in one CUDA graph, and all but the last in another. Replays of both take
+    turns, so that what came before a call differs from replay to replay."""
+
+    def compare(done: list[Call], what: str) -> None:
+        ctx.check()
+        for i, (_, result, wanted) in enumerate(done):
+            expect(torch.equal(result, wanted), f"{what}, call {i}: {int((result != wanted).sum())} wrong numbers")
+            result.fill_(-1)
+
+    for i, call in enumerate(calls):
+        call[0]()
+        compare([call], f"eager call {i}")
+    if simulated():
+        return
+    graphs = []
+    stream = ctx._stream
+    for captured in (calls, calls[:-1]):
+        graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        side.wait_stream(stream)
+        with torch.cuda.graph(graph, stream=side):
+            for launch, _, _ in captured:
+                launch()
+        stream.wait_stream(side)
+        graphs.append((graph, captured))
+    for turn in range(scaled(20, 0, shared_gpus=4)):
+        graph, captured = graphs[turn % 3 % 2]
+        graph.replay()
+        compare(captured, f"replay {turn}")
+    for turn in range(scaled(200, 0, shared_gpus=4)):  # without a pause
+        graphs[turn % 3 % 2][0].replay()
+    ctx.check()
+    compare(calls, "many replays")
+
+
+def numbers(owner: int, call: int, count: int) -> torch.Tensor:
+    return cases.numbers(owner, call, count).to(device())
+
+
+def two_stages(launches: bool) -> None:
+    counts = [5, 1, 3] if simulated() else [1000, 1, 257, 900, 1024]
+    case = cases.TwoStages(counts, launches)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=4096, phases=2, channels=1) as ctx:
+        calls: list[Call] = []
+        for call, count in enumerate(counts):
+            source = numbers(rank(), call, count * world())
+            result = torch.full_like(source, -1)
+            wanted = sum(numbers(owner, call, count * world()) for owner in range(world()))
+            assert isinstance(wanted, torch.Tensor)
+            calls.append((lambda s=source, r=result: case.launch(ctx, s, r), result, wanted))
+        run_and_replay(ctx, calls)
+
+
+@check
+def two_stages_in_one_launch() -> None:
+    two_stages(launches=False)
+
+
+@check
+def two_stages_in_three_launches() -> None:
+    two_stages(launches=True)
+
+
+@check
+def words_that_announce_themselves() -> None:
+    counts = [9, 30, 1, 0, 30] if simulated() else [9, 16384, 1, 0, 5000, 3, 16000]
+    case = cases.Words(counts, block=4 if simulated() else 128)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=65536, phases=2) as ctx:
+        calls: list[Call] = []
+        for call, count in enumerate(counts):
+            source = cases.floats(rank(), call, count).to(device())
+            result = torch.full((count,), -1.0, device=device())
+            wanted = cases.sum_in_rank_order(call, count, world()).to(device())
+            phase = int(call % 3 == 1)
+            calls.append((lambda s=source, r=result, p=phase: case.launch(ctx, s, r, p), result, wanted))
+            mine, gathered = numbers(rank(), call, 4), torch.empty(4 * world(), dtype=torch.int32, device=device())
+            if call % 2:
+                others = torch.cat([numbers(owner, call, 4) for owner in range(world())])
+                calls.append((lambda m=mine, o=gathered: tdcoll.all_gather(m, ctx, out=o), gathered, others))
+        run_and_replay(ctx, calls)
+
+
+@check
+def counters_of_tiles() -> None:
+    shapes = (
+        [(3, 2, 4), (5, 1, 4), (2, 4, 3)] if simulated() else [(64, 4, 100), (5, 1, 512), (32, 7, 64), (64, 4, 100)]
+    )
+    case = cases.Tiles(shapes)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 17, channels=64, tiles=64) as ctx:
+        calls: list[Call] = []
+        for call, (n_tiles, parts, count) in enumerate(shapes):
+            source = case.source(rank(), call).to(device())
+            scratch = torch.empty(n_tiles, parts + 1, count, dtype=torch.int32, device=device())
+            result = torch.full((2, n_tiles, count), -1, dtype=torch.int32, device=device())
+            sums = [case.source(owner % world(), call).sum(1, dtype=torch.int32) for owner in (rank(), rank() - 1)]
+            wanted = torch.stack(sums).to(device())
+            calls.append((lambda s=source, t=scratch, r=result: case.launch(ctx, s, t, r), result, wanted))
+        run_and_replay(ctx, calls)
+        assert ctx.device_tiles is not None
+        expect(not bool(ctx.device_tiles.counts.any()), "counts are 0 between calls")
+
+
+if __name__ == "__main__":
+    run()
