@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter inside one node by direct stores. It needs nothing of NVSHMEM's device code.
+
+Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced. One stage: every part
+crosses NVLink once, which is the least, and every rank reduces what it returns, so all parts are in one place and the
+order of the sum is free to choose. Small messages are faster by ``kernels_ll``, which has no signal to wait for.
+
+Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into chunks::
+
+    source[p] --stores--> window[slot, r] on rank p, for every other rank p; then a release of the chunk's signal
+    window[slot, 0], ..., source[r], ..., window[slot, world - 1] --sum in rank order--> out
+
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the programs that
+reduce that chunk. They wait for all ranks at once, since the sum takes them in order.
+
+Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Nothing else is relied on. Reuse of
+a slot is what :mod:`tdcoll.context` says: a rank that has the signals of epoch e from everybody knows that everybody
+has started e, hence has read the window of e - 1.
+
+Order of programs: chunk by chunk, and in a chunk the senders first. A sender waits for nobody. A reducer waits for the
+senders of its chunk on other ranks, which come before the reducers of that chunk there; so any number of resident
+blocks makes progress, and the chunks of a large message are reduced while later ones are on their way.
+
+In place: ``out`` may be ``source[r]``. Nobody else reads that part, and every element of it is read by the program that
+then writes it.
+
+The association is that of every dense reduction on one node: rank order, in the accumulator's type
+(:mod:`tdcoll.primitives.reduce`).
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.jit import jit
+from tdcoll.primitives import stores
+from tdcoll.primitives.group import chunk_bytes, row, segment, start
+from tdcoll.primitives.reduce import accumulate, finish, rounded
+
+__all__ = ["elements", "load_part", "n_elements", "reduce_scatter_direct", "store_result"]
+
+
+@jit
+def elements(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """``address`` as a pointer to elements. ``ALIGNED``: it is a multiple of 16."""
+    pointer = tl.cast(address, tl.int64).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@jit
+def n_elements(nbytes, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements of ``nbytes`` bytes; ``ALIGNED``: a multiple of 16 bytes, which the compiler is shown."""
+    width: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    if ALIGNED:
+        count = nbytes // 16 * (16 // width)
+    else:
+        count = nbytes // width
+    return count
+
+
+@jit
+def load_part(
+    r, own, offset, window, g, epoch, index, mask, DTYPE: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Elements ``index`` of rank ``r``'s chunk, in ``ACC``: from where they landed, or of this rank from ``own``."""
+    at = tl.where(r == g.rank, own, segment(window, g, epoch, r)) + offset
+    return tl.load(elements(at, DTYPE, ALIGNED) + index, mask=mask, other=0).to(ACC)
+
+
+@jit
+def store_result(out, index, mask, sum, world, DTYPE: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements ``index`` of the chunk at ``out``: what comes of the sum of all parts."""
+    result = rounded(finish(sum, world, OP), DTYPE, OP)
+    tl.store(elements(out, DTYPE, ALIGNED) + index, result, mask=mask)
+
+
+@jit
+def reduce_scatter_direct(
+    source: tl.int64, source_stride: tl.int64, out: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64,
+    reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
+    COUNT: tl.constexpr, WAITED: tl.constexpr,
+):  # fmt: skip
+    """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``world - 1 + reducers`` for each chunk.
+
+    Args (addresses are integers, so that one compilation serves all ranks):
+        source: the parts, the first for rank 0; any alignment that ``DTYPE`` allows.
+        source_stride: bytes from the part for one rank to that for the next.
+        out: the result, ``nbytes`` bytes, any memory of this GPU; or this rank's part of ``source``.
+        window: :class:`~tdcoll.primitives.group.Window` of two slots, segments of at least ``nbytes`` bytes.
+        g: :class:`~tdcoll.primitives.group.Group`.
+        nbytes: of a part in this epoch.
+        chunk: bytes of a chunk, a multiple of 16.
+        reducers: programs that reduce a chunk, tile by tile in turn.
+        DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
+        ALIGNED: ``source``, ``source_stride``, ``out`` and ``nbytes`` are multiples of 16.
+        COUNT: elements of a tile.
+        WAITED: a power of two of at least ``world``.
+    """
+    senders = g.world - 1
+    channel = tl.program_id(0) // (senders + reducers)
+    given = tl.program_id(0) % (senders + reducers)
+    to = (g.rank + 1 + given) % g.world
+    # Read before the epoch is: both take their time.
+    to_delta = tl.load(window.deltas + to)
+    to_signal_delta = tl.load(g.deltas + to)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    offset = tl.cast(channel, tl.int64) * chunk
+    size = chunk_bytes(nbytes, chunk, channel)
+    signals = row(g, epoch, channel)
+    if given < senders:
+        mine = segment(window, g, epoch, g.rank) + offset
+        part = source + tl.cast(to, tl.int64) * source_stride + offset
+        stores.push(mine, part, size, to_delta, signals + g.rank, to_signal_delta, epoch)
+    elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+        own = source + tl.cast(g.rank, tl.int64) * source_stride
+        count = n_elements(size, DTYPE, ALIGNED)
+        for begin in tl.range(tl.cast(given - senders, tl.int64) * COUNT, count, tl.cast(reducers, tl.int64) * COUNT):
+            index = begin + tl.arange(0, COUNT)
+            mask = index < count
+            sum = tl.zeros([COUNT], ACC)
+            for r in tl.static_range(g.world):
+                part = load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)
+                sum = accumulate(sum, part, r == 0, OP)
+            store_result(out + offset, index, mask, sum, g.world, DTYPE, OP, ALIGNED)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter over any nodes, in one stage: every rank sends its part for rank p to rank p.
+
+Scope: ranks on several nodes, any number on each; also one node whose ranks cannot store to each other's memory. Every
+part crosses between nodes by itself. (To sum inside a node first would send fewer bytes between nodes, in two stages.)
+
+Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into ``channels``
+chunks. A segment of the window has two halves: the *inbox*, for the rank whose segment it is to fill, and the *outbox*,
+from which this rank puts::
+
+    source[p] --stores--> inbox of window[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
+    source[p] --> outbox of own window[slot, p] --nbi put+signal--> inbox of window[slot, r] on p             all others
+    inboxes and source[r] --sum in rank order inside each node--> node sums --sum in node order--> out
+
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the programs that
+reduce that chunk.
+
+Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and the
+reducer acquires the signals. The nbi puts read the outbox after the launch has ended; nothing waits for them. This rank
+writes that outbox next in epoch e + 2, when it is done with e + 1, for which it has heard from every peer. So each peer
+had started e + 1, hence was done with e and had received what was put to it. By then every rank knows this of all
+others, so a call of another kind may write the whole segment in e + 2, too.
+
+Order of programs: first all that put; then chunk by chunk those that store, and those that reduce. A sender waits for
+nobody. A reducer waits for senders of its chunk, which on every rank come before the reducers of that chunk; so any
+number of resident blocks makes progress.
+
+In place: as in ``kernels_direct``.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.reduce_scatter.kernels_direct import load_part, n_elements, store_result
+from tdcoll.language.jit import jit
+from tdcoll.primitives import stores
+from tdcoll.primitives.group import chunk_bytes, row, segment, start
+from tdcoll.primitives.reduce import accumulate
+
+__all__ = ["Nodes", "half_bytes", "reduce_scatter_puts"]
+
+
+class Nodes(NamedTuple):
+    """Which ranks are on which node: the order of a sum over nodes.
+
+    Attributes:
+        table: int32 ``[n_nodes + 1 + world]``: where the ranks of each node begin among those that follow, and where
+            the last end; then the group ranks, node by node, ascending on each.
+        n_nodes: how many.
+    """
+
+    table: Any
+    n_nodes: tl.int32
+
+
+@jit
+def half_bytes(window):
+    """Bytes of the inbox, and of the outbox, of a segment: a multiple of 16."""
+    return window.stride // 32 * 16
+
+
+@jit
+def _put(to, pe, source, window, g, offset, size, signal, epoch):
+    """Put a chunk at ``source`` to rank ``to``, from the outbox; nothing waits for it."""
+    staged = segment(window, g, epoch, to) + half_bytes(window) + offset
+    tdl.copy_block(staged, source, size)
+    tdl.syncthreads()
+    landing = segment(window, g, epoch, g.rank) + offset
+    tdl.putmem_signal_nbi_block(landing, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
+
+
+@jit
+def reduce_scatter_puts(
+    source: tl.int64, source_stride: tl.int64, out: tl.int64, window, g, routes, nodes, nbytes: tl.int64,
+    chunk: tl.int64, channels: tl.int32, reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    ALIGNED: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
+):  # fmt: skip
+    """``[world, nbytes] -> [nbytes]`` on any nodes.
+
+    Programs: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``reducers``).
+
+    Args: those of ``reduce_scatter_direct``, and
+        window: its segments have at least ``nbytes`` bytes in each half, see :func:`half_bytes`.
+        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; as local ones those that can be stored to.
+        nodes: :class:`Nodes`.
+        channels: chunks.
+    """
+    putters = routes.n_remote * channels
+    inside = tl.maximum(tl.program_id(0) - putters, 0)
+    per_chunk = routes.n_local + reducers
+    channel = inside // per_chunk
+    given = inside % per_chunk
+    if tl.program_id(0) < putters:
+        channel = tl.program_id(0) // routes.n_remote
+        given = tl.program_id(0) % routes.n_remote - routes.n_remote
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    offset = tl.cast(channel, tl.int64) * chunk
+    size = chunk_bytes(nbytes, chunk, channel)
+    signals = row(g, epoch, channel)
+    if given < 0:
+        remote = routes.ranks + 2 * routes.n_local + routes.n_remote + given
+        to = tl.load(remote)
+        pe = tl.load(remote + routes.n_remote)
+        part = source + tl.cast(to, tl.int64) * source_stride + offset
+        _put(to, pe, part, window, g, offset, size, signals + g.rank, epoch)
+    elif given < routes.n_local:
+        to = tl.load(routes.ranks + given)
+        mine = segment(window, g, epoch, g.rank) + offset
+        part = source + tl.cast(to, tl.int64) * source_stride + offset
+        to_delta = tl.load(window.deltas + to)
+        stores.push(mine, part, size, to_delta, signals + g.rank, tl.load(g.deltas + to), epoch)
+    elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+        own = source + tl.cast(g.rank, tl.int64) * source_stride
+        ranks = nodes.table + nodes.n_nodes + 1
+        count = n_elements(size, DTYPE, ALIGNED)
+        mine_first = tl.cast(given - routes.n_local, tl.int64) * COUNT
+        for begin in tl.range(mine_first, count, tl.cast(reducers, tl.int64) * COUNT):
+            index = begin + tl.arange(0, COUNT)
+            mask = index < count
+            total = tl.zeros([COUNT], ACC)
+            for node in tl.range(0, nodes.n_nodes):
+                first = tl.load(nodes.table + node)
+                last = tl.load(nodes.table + node + 1)
+                sum = tl.zeros([COUNT], ACC)
+                for k in tl.range(first, last):
+                    r = tl.load(ranks + k)
+                    part = load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)
+                    sum = accumulate(sum, part, k == first, OP)
+                total = accumulate(total, sum, node == 0, OP)
+            store_result(out + offset, index, mask, total, g.world, DTYPE, OP, ALIGNED)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter on one process, for tests: the result that every algorithm must give, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
+
+__all__ = ["reduce_parts", "reduce_scatter_reference"]
+
+_COMBINE = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
+
+
+def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = "sum") -> torch.Tensor:
+    """``world`` times ``[n, ...] -> [n, ...]``, with the association that dense collectives document.
+
+    The accumulator is fp32 for fp16, bf16 and fp32, and the dtype itself otherwise; integers wrap. Parts are combined
+    in rank order inside each node, and the results of the nodes in node order. A mean is the sum divided once by
+    ``world``. The result is rounded once; a -0.0 becomes +0.0.
+
+    Args:
+        parts: one per rank, in rank order.
+        nodes: the node of each rank, as in :attr:`Topology.nodes`.
+        op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` (both propagate NaN) or ``"prod"``.
+
+    Raises:
+        ValueError: ``op`` is not one of these, or a mean of integers.
+    """
+    dtype = parts[0].dtype
+    check_operation(op, dtype)
+    combine = _COMBINE[op]
+    of_nodes: dict[int, torch.Tensor] = {}
+    for node, part in zip(nodes, parts, strict=True):
+        part = part.to(ACCUMULATORS[dtype])
+        of_nodes[node] = combine(of_nodes[node], part) if node in of_nodes else part
+    total, *others = (of_nodes[node] for node in sorted(of_nodes))
+    for other in others:
+        total = combine(total, other)
+    if op == "mean":
+        total = total / torch.full_like(total, len(parts))  # by a tensor: by a number, a GPU multiplies
+    result = total.to(dtype)
+    return result + 0.0 if dtype.is_floating_point else result.clone()
+
+
+def reduce_scatter_reference(
+    tensors: Sequence[torch.Tensor], nodes: Sequence[int], op: str = "sum"
+) -> list[torch.Tensor]:
+    """``world`` times ``[world * n, ...] -> world`` times ``[n, ...]``: the result of every rank, in rank order.
+
+    Args:
+        tensors: one per rank, in rank order.
+        nodes, op: as for :func:`reduce_parts`, which also says what is raised.
+    """
+    parts = [tensor.chunk(len(tensors)) if tensor.numel() else [tensor] * len(tensors) for tensor in tensors]
+    return [reduce_parts([of[rank] for of in parts], nodes, op) for rank in range(len(tensors))]
