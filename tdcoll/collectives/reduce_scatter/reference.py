@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
 
 __all__ = ["reduce_parts", "reduce_scatter_reference"]
 
-_COMBINE = {
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
     "max": torch.maximum,
