@@ -22,10 +22,12 @@ _MODULES = [  # each may import those before it
     "tdcoll.primitives.stores",
     "tdcoll.primitives.puts",
     "tdcoll.primitives.ll",
+    "tdcoll.primitives.reduce",
     "tdcoll.collectives.all_gather.kernels_direct",
     "tdcoll.collectives.all_gather.kernels_ll",
     "tdcoll.collectives.all_gather.kernels_ring",
     "tdcoll.collectives.all_gather.kernels_puts",
+    "tdcoll.collectives.sparse_all_reduce.kernels",
 ]
 
 
@@ -34,7 +36,7 @@ class Change:
     """Something else in the place of an expression, or of statements that follow each other.
 
     Attributes:
-        where: ``"module.function"``, the module without its packages.
+        where: ``"module.function"``, the module with as many of its packages as tell it from others.
         old: what is replaced wherever it stands in that function; it must stand there.
         new: what stands there instead; an expression for an expression.
     """
@@ -98,13 +100,15 @@ def installed(changes: Sequence[Change], folder: Path, more: Sequence[str] = ())
         folder: for the sources.
         more: names of further modules that may be changed; each may import those before it, and all the usual ones.
     """
-    named: dict[str, list[Change]] = {}
-    for change in changes:
-        named.setdefault(change.where.partition(".")[0], []).append(change)
     modules = [import_module(name) for name in (*_MODULES, *more)]
-    short = [module.__name__.rpartition(".")[2] for module in modules]
-    assert set(named) <= set(short), f"{sorted(named)} are not all among {short}"
-    first = min(short.index(name) for name in named)
+    names = [module.__name__ for module in modules]
+    named: dict[str, list[Change]] = {name: [] for name in names}
+    for change in changes:
+        wanted = change.where.rpartition(".")[0]
+        meant = [name for name in names if f".{name}".endswith(f".{wanted}")]
+        assert len(meant) == 1, f"{wanted} is not one of {names}, but {meant}"
+        named[meant[0]].append(change)
+    first = min(place for place, name in enumerate(names) if named[name])
     undo = []
 
     def put(owner: object, name: str, value: object) -> None:
@@ -115,7 +119,7 @@ def installed(changes: Sequence[Change], folder: Path, more: Sequence[str] = ())
         for module in modules[first:]:
             name = module.__name__
             path = folder / f"{name}.py"
-            path.write_text(_changed(module, named.get(name.rpartition(".")[2], [])))
+            path.write_text(_changed(module, named[name]))
             copy = ModuleType(name)
             copy.__file__ = str(path)
             undo.append((sys.modules, name, module))

@@ -13,7 +13,7 @@ once (:func:`finish`, before :func:`rounded`). The sparse all-reduce, where nobo
 part (:func:`share`). Both divisions are correctly rounded.
 
 No floating-point result is -0.0. A sum that began at +0.0 is never -0.0; a product, a maximum of zeros of both signs
-and what is rounded to zero may be, and have 0 added to them. NaN propagates through maximum and minimum.
+and what is rounded to zero may be, and are replaced by 0. NaN propagates through maximum and minimum.
 """
 
 import torch
@@ -108,5 +108,7 @@ def rounded(sum, DTYPE: tl.constexpr, OP: tl.constexpr):
     result = sum.to(DTYPE)
     if sum.dtype.is_floating():
         if (OP != SUM and OP != MEAN) or sum.dtype != DTYPE:
-            result = (result.to(sum.dtype) + 0.0).to(DTYPE)
+            value = result.to(sum.dtype)
+            # Not by adding 0: fused with a product that is about to be rounded to -0.0, that would change nothing.
+            result = tl.where(value == 0, tl.zeros_like(value), value).to(DTYPE)
     return result

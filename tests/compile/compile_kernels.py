@@ -18,23 +18,29 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import ptx_order
+import torch
 import triton
 import triton.language as tl
 from kernel_mutants import Change, installed
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import tdcoll.language as tdl
 from tdcoll.bench import kernels as bench
 from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
 from tdcoll.collectives.index_match import kernels as index_match
+from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
+from tdcoll.collectives.reduce_scatter import kernels_ll as scatter_ll
+from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
 from tdcoll.collectives.sparse_all_reduce import kernels as sparse
 from tdcoll.language import jit, nvshmem
-from tdcoll.language.jit import bitcode_path, needs_nvshmem
+from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
+from tdcoll.primitives import reduce
 from tdcoll.primitives.group import Group, Window
 from tdcoll.primitives.puts import Routes
+from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 
 WORLD = 8
 
@@ -198,7 +204,7 @@ def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> d
     }
 
 
-_SUM = {"SEARCH": False, "REPEATED": True, "OP": sparse.SUM, "ACC": tl.float32}
+_SUM = {"SEARCH": False, "REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
@@ -214,7 +220,7 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("sum_partial", {"ACC": tl.float32, "ALIGNED": True, "WIDE": 2048}, "*bf16", (90,)),
     (
         "merge",
-        {"SEARCH": False, "OP": sparse.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
+        {"SEARCH": False, "OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
         "*fp16",
         (90, 100),
     ),
@@ -250,6 +256,59 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
         "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
         **resources(ptx, arch),
     }
+
+
+_FLOATS = {"DTYPE": tl.float32, "ACC": tl.float32}
+_TILES = {"WAITED": WORLD}
+_SCATTER_DIRECT, _SCATTER_PUTS = scatter_direct.reduce_scatter_direct, scatter_puts.reduce_scatter_puts
+REDUCE_SCATTER = [  # kernel, constants, architectures
+    (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": MEAN, "COUNT": 1024}, (90, 100)),
+    (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MAX, "COUNT": 2048}, (90,)),
+    (_SCATTER_DIRECT, {**_TILES, "DTYPE": tl.int64, "ACC": tl.int64, "OP": MAX, "COUNT": 512}, (90,)),
+    (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": PROD, "COUNT": 1024}, (90,)),
+    (_SCATTER_PUTS, {**_FLOATS, **_TILES, "OP": SUM, "COUNT": 1024}, (90, 100)),
+    (_SCATTER_PUTS, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MEAN, "COUNT": 2048}, (90,)),
+    (scatter_ll.reduce_scatter_ll, {**_FLOATS, "OP": SUM, "BLOCK": 128}, (90, 100)),
+    (scatter_ll.reduce_scatter_ll, {**_FLOATS, "DTYPE": tl.bfloat16, "OP": MEAN, "BLOCK": 256}, (90,)),
+]
+
+
+def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> dict[str, object]:
+    constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
+    types = tuples() | {"nodes": scatter_puts.Nodes("*i32", "i32")}
+    ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
+    return {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "dtype": str(constants["DTYPE"]),
+        "needs": needs_nvshmem(kernel),
+        "links": "nvshmemi_device_state" in ptx,
+        "maxima": sorted(set(re.findall(r"\b(?:max|min)\.\S*f\d\d", ptx))),
+        "fused": len(re.findall(r"fma\.rn\.f", ptx)),
+        "globaltimer": ptx.count("%globaltimer"),
+        "release_sys": ptx.count("st.release.sys"),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
+        "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
+        **resources(ptx, arch),
+    }
+
+
+def compiled_forms(kernel) -> int:
+    """How many kernels ranks 0, 1, 2 and 16 compile, of different sizes too."""
+    backend, forms = make_backend(GPUTarget("cuda", 90, 32)), set()
+    bind = _with_plain_fields(create_function_from_signature(kernel.signature, kernel.params, backend))
+    word, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    for rank in (0, 1, 2, 16):
+        known = {
+            "g": Group(word, word, word, word, word, rank, channels=tl.constexpr(16), world=tl.constexpr(32)),
+            **dict.fromkeys(("window", "words"), Window(16 * rank, 1 + rank, word, tl.constexpr(2))),
+            "routes": Routes(table, rank, 31 - rank),
+            "nodes": scatter_puts.Nodes(table, 1 + rank),
+            **{name: 8 for name in kernel.arg_names if name.isupper()},
+        }
+        _, specialization, _ = bind(**{name: known.get(name, rank) for name in kernel.arg_names}, debug=False)
+        forms.add(str(specialization))
+    return len(forms)
 
 
 SIGNALS = {"ping_pong": {}, "signal_all": {"WORLD": 8, "BLOCK": 8}}
@@ -334,6 +393,11 @@ def main() -> None:
     checks = compile_language_checks(90)
     compiled = {"all_gather": results, "ll": ll, "language": checks, "index_match": matching, "sparse": sums}
     compiled["signals"] = signals
+    kernels = (_SCATTER_DIRECT, _SCATTER_PUTS, scatter_ll.reduce_scatter_ll)
+    compiled["reduce_scatter_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in kernels}
+    compiled["reduce_scatter"] = [
+        compile_reduce_scatter(k, arch, c) for k, c, archs in REDUCE_SCATTER for arch in archs
+    ]
     stores = (kernels_direct.all_gather_direct, kernels_ring.all_gather_ring)
     compiled["direct"] = [
         compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)

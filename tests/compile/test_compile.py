@@ -122,6 +122,42 @@ def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
         assert kernel["wide_stores"] > 0, kernel
 
 
+def test_reduce_scatter_compiles_without_spills_and_needs_nvshmem_for_puts_only(compiled) -> None:
+    kernels = compiled["reduce_scatter"]
+    assert {(k["kernel"], k["arch"]) for k in kernels} == {
+        (f"reduce_scatter_{name}", arch) for name in ("direct", "ll", "puts") for arch in (90, 100)
+    }
+    for kernel in kernels:
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["registers"] <= 128, kernel
+        assert kernel["globaltimer"] >= 1, kernel
+        assert kernel["needs"] == kernel["links"] == (kernel["kernel"] == "reduce_scatter_puts"), kernel
+
+
+def test_reduce_scatter_moves_16_bytes_at_a_time_and_fuses_nothing(compiled) -> None:
+    """A product that is fused with the addition of 0 which was to make +0.0 of -0.0 stays -0.0."""
+    aligned = [k for k in compiled["reduce_scatter"] if k["aligned"]]
+    unaligned = [k for k in compiled["reduce_scatter"] if not k["aligned"] and k["kernel"] == "reduce_scatter_direct"]
+    assert aligned
+    assert unaligned
+    for kernel in aligned:
+        assert kernel["wide_loads"] > unaligned[0]["wide_loads"], kernel
+        assert kernel["wide_stores"] > unaligned[0]["wide_stores"], kernel
+    assert [k for k in compiled["reduce_scatter"] if k["fused"]] == []
+
+
+def test_a_maximum_propagates_nan(compiled) -> None:
+    """Which the simulator's does in any case."""
+    maxima = [maximum for k in compiled["reduce_scatter"] for maximum in k["maxima"]]
+    assert maxima
+    assert [maximum for maximum in maxima if ".NaN." not in maximum] == []
+
+
+def test_reduce_scatter_is_compiled_once_for_all_ranks(compiled) -> None:
+    forms = compiled["reduce_scatter_forms"]
+    assert forms == {"reduce_scatter_direct": 1, "reduce_scatter_puts": 1, "reduce_scatter_ll": 1}
+
+
 def test_kernels_of_the_signal_benchmark(compiled) -> None:
     kernels = compiled["signals"]
     assert len(kernels) == 4

@@ -39,7 +39,7 @@ def _arithmetic(call: Planned) -> dict[str, Any]:
 def _sums(call: Planned) -> dict[str, Any]:
     per_tile = 16 * 32 * call.plan.num_warps // call.options[0].itemsize  # 16 bytes for each thread
     waited = triton.next_power_of_2(call.ctx.world_size)
-    return {**_arithmetic(call), "reducers": _reducers(call), "COUNT": per_tile, "WAITED": waited, "ALIGNED": False}
+    return {**_arithmetic(call), "reducers": _reducers(call), "COUNT": per_tile, "WAITED": waited}
 
 
 def _routes(ctx: CollectiveContext) -> Routes:

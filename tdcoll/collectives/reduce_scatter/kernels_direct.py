@@ -76,10 +76,27 @@ def store_result(out, index, mask, sum, world, DTYPE: tl.constexpr, OP: tl.const
 
 
 @jit
+def _reduce(
+    worker, workers, own, out, offset, size, window, g, epoch,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """This worker's tiles of the chunk at ``offset``, from all ranks ``->`` the same place in ``out``."""
+    count = n_elements(size, DTYPE, ALIGNED)
+    for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
+        index = begin + tl.arange(0, COUNT)
+        mask = index < count
+        sum = tl.zeros([COUNT], ACC)
+        for r in tl.static_range(g.world):
+            part = load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)
+            sum = accumulate(sum, part, r == 0, OP)
+        store_result(out + offset, index, mask, sum, g.world, DTYPE, OP, ALIGNED)
+
+
+@jit
 def reduce_scatter_direct(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64,
-    reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
-    COUNT: tl.constexpr, WAITED: tl.constexpr,
+    reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    WAITED: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``world - 1 + reducers`` for each chunk.
 
@@ -93,7 +110,6 @@ def reduce_scatter_direct(
         chunk: bytes of a chunk, a multiple of 16.
         reducers: programs that reduce a chunk, tile by tile in turn.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
-        ALIGNED: ``source``, ``source_stride``, ``out`` and ``nbytes`` are multiples of 16.
         COUNT: elements of a tile.
         WAITED: a power of two of at least ``world``.
     """
@@ -116,12 +132,8 @@ def reduce_scatter_direct(
         stores.push(mine, part, size, to_delta, signals + g.rank, to_signal_delta, epoch)
     elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
-        count = n_elements(size, DTYPE, ALIGNED)
-        for begin in tl.range(tl.cast(given - senders, tl.int64) * COUNT, count, tl.cast(reducers, tl.int64) * COUNT):
-            index = begin + tl.arange(0, COUNT)
-            mask = index < count
-            sum = tl.zeros([COUNT], ACC)
-            for r in tl.static_range(g.world):
-                part = load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)
-                sum = accumulate(sum, part, r == 0, OP)
-            store_result(out + offset, index, mask, sum, g.world, DTYPE, OP, ALIGNED)
+        worker = given - senders
+        if (source | source_stride | out | nbytes) % 16 == 0:
+            _reduce(worker, reducers, own, out, offset, size, window, g, epoch, DTYPE, ACC, OP, True, COUNT)
+        else:
+            _reduce(worker, reducers, own, out, offset, size, window, g, epoch, DTYPE, ACC, OP, False, COUNT)

@@ -72,10 +72,34 @@ def _put(to, pe, source, window, g, offset, size, signal, epoch):
 
 
 @jit
+def _reduce(
+    worker, workers, own, out, offset, size, window, g, epoch, nodes,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """This worker's tiles of the chunk at ``offset``, from all ranks ``->`` the same place in ``out``."""
+    ranks = nodes.table + nodes.n_nodes + 1
+    count = n_elements(size, DTYPE, ALIGNED)
+    for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
+        index = begin + tl.arange(0, COUNT)
+        mask = index < count
+        total = tl.zeros([COUNT], ACC)
+        for node in tl.range(0, nodes.n_nodes):
+            first = tl.load(nodes.table + node)
+            last = tl.load(nodes.table + node + 1)
+            sum = tl.zeros([COUNT], ACC)
+            for k in tl.range(first, last):
+                r = tl.load(ranks + k)
+                part = load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)
+                sum = accumulate(sum, part, k == first, OP)
+            total = accumulate(total, sum, node == 0, OP)
+        store_result(out + offset, index, mask, total, g.world, DTYPE, OP, ALIGNED)
+
+
+@jit
 def reduce_scatter_puts(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, window, g, routes, nodes, nbytes: tl.int64,
     chunk: tl.int64, channels: tl.int32, reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
-    ALIGNED: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
+    COUNT: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` on any nodes.
 
@@ -115,20 +139,8 @@ def reduce_scatter_puts(
         stores.push(mine, part, size, to_delta, signals + g.rank, tl.load(g.deltas + to), epoch)
     elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
-        ranks = nodes.table + nodes.n_nodes + 1
-        count = n_elements(size, DTYPE, ALIGNED)
-        mine_first = tl.cast(given - routes.n_local, tl.int64) * COUNT
-        for begin in tl.range(mine_first, count, tl.cast(reducers, tl.int64) * COUNT):
-            index = begin + tl.arange(0, COUNT)
-            mask = index < count
-            total = tl.zeros([COUNT], ACC)
-            for node in tl.range(0, nodes.n_nodes):
-                first = tl.load(nodes.table + node)
-                last = tl.load(nodes.table + node + 1)
-                sum = tl.zeros([COUNT], ACC)
-                for k in tl.range(first, last):
-                    r = tl.load(ranks + k)
-                    part = load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)
-                    sum = accumulate(sum, part, k == first, OP)
-                total = accumulate(total, sum, node == 0, OP)
-            store_result(out + offset, index, mask, total, g.world, DTYPE, OP, ALIGNED)
+        worker = given - routes.n_local
+        if (source | source_stride | out | nbytes) % 16 == 0:
+            _reduce(worker, reducers, own, out, offset, size, window, g, epoch, nodes, DTYPE, ACC, OP, True, COUNT)
+        else:
+            _reduce(worker, reducers, own, out, offset, size, window, g, epoch, nodes, DTYPE, ACC, OP, False, COUNT)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter as a case for `tdcoll.testing.explore`: several calls, results read late, bits compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import tdcoll
+import tdcoll.collectives.reduce_scatter.kernels_ll
+import tdcoll.collectives.reduce_scatter.kernels_puts  # and kernels_direct; looked up when called, for mutants
+from tdcoll.collectives import reduce_scatter as kernels
+from tdcoll.collectives.reduce_scatter.reference import reduce_parts
+from tdcoll.primitives.group import EPOCH_SHIFT, Window
+from tdcoll.primitives.puts import Routes
+from tdcoll.primitives.reduce import OPERATIONS, accumulator
+from tdcoll.runtime.topology import Topology
+
+CHUNK = 128
+"""Bytes of a chunk, so that few elements have several."""
+
+
+def reduce_scatter(
+    tensor: torch.Tensor, ctx: tdcoll.CollectiveContext, out: torch.Tensor, op: str, algorithm: str
+) -> None:
+    """``[world * n] -> [n]``: one launch. Tiles are small, and two programs reduce a chunk, to have many of all."""
+    world, nbytes, size = ctx.world_size, out.nbytes, out.element_size()
+    source, channels, reducers = tensor.data_ptr(), max(1, -(-out.nbytes // CHUNK)), 2
+    ctx.begin("reduce_scatter", nbytes)
+    deltas = ctx.device_group.deltas
+    known: dict[str, Any] = {
+        "source": source,
+        "source_stride": nbytes,
+        "out": out.data_ptr(),
+        "window": Window(ctx.staging.data_ptr(), ctx.capacity, deltas, tl.constexpr(2)),
+        "words": Window(ctx.flagged.data_ptr(), 16 * ctx.flagged.shape[2], deltas, tl.constexpr(2)),
+        "g": ctx.device_group,
+        "nbytes": nbytes,
+        "chunk": CHUNK,
+        "channels": channels,
+        "reducers": reducers,
+        "DTYPE": getattr(tl, str(out.dtype).removeprefix("torch.")),
+        "ACC": accumulator(out.dtype),
+        "OP": OPERATIONS[op],
+        "COUNT": max(4, 32 // size),
+        "WAITED": triton.next_power_of_2(world),
+        "BLOCK": 4,
+    }
+    if algorithm == "direct":
+        kernel, programs = kernels.kernels_direct.reduce_scatter_direct, channels * (world - 1 + reducers)
+    elif algorithm == "ll":
+        kernel, programs = kernels.kernels_ll.reduce_scatter_ll, world * max(1, -(-nbytes // 48))
+    else:
+        kernel, routes = kernels.kernels_puts.reduce_scatter_puts, routes_of(ctx)
+        known |= {"routes": routes, "nodes": nodes_of(ctx.topology)}
+        programs = channels * (routes.n_remote + routes.n_local + reducers)
+    kernel[(programs,)](**{name: known[name] for name in kernel.arg_names})
+
+
+def routes_of(ctx: tdcoll.CollectiveContext) -> Routes:
+    topology, stored = ctx.topology, ctx.ll_bytes >= 0 or ctx.job.heap.peer_base(ctx.topology.pes[ctx.rank - 1]) != 0
+    others = [(ctx.rank + i) % ctx.world_size for i in range(1, ctx.world_size)]
+    local = [r for r in others if stored and topology.nodes[r] == topology.node]
+    remote = [r for r in others if r not in local]
+    entries = [*local, *(topology.pes[r] for r in local), *remote, *(topology.pes[r] for r in remote)]
+    return Routes(torch.tensor(entries or [0], dtype=torch.int32), len(local), len(remote))
+
+
+def nodes_of(topology: Topology) -> Any:
+    begins = [0]
+    for members in topology.members:
+        begins.append(begins[-1] + len(members))
+    ranks = [rank for members in topology.members for rank in members]
+    return kernels.kernels_puts.Nodes(torch.tensor([*begins, *ranks], dtype=torch.int32), topology.n_nodes)
+
+
+def values(owner: int, call: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """``[count]``: numbers of the dtype whose sums show their order, and when an operand is of another rank or call."""
+    made = torch.Generator().manual_seed(1 + owner + 1000 * call)
+    if dtype.is_floating_point:
+        scale = torch.exp2(torch.randint(-4, 5, (count,), generator=made).double())
+        return (torch.randn(count, generator=made, dtype=torch.float64) * scale).to(dtype)
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, (count,), generator=made, dtype=dtype)
+
+
+def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> int:
+    """Elements that differ; any NaN is the same as any other."""
+    nan = got.isnan() & wanted.isnan()
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    return int(((got.view(kind) != wanted.view(kind)) & ~nan).sum())
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """Runs ``calls`` on every rank: ``o`` out of place, ``i`` in place, ``z`` of no elements.
+
+    Attributes:
+        algorithm: of the calls; or several, separated by spaces, for the calls in turn.
+        calls: kinds of calls, in order.
+        count: elements per rank.
+        ops: of the calls, in turn.
+        offset: elements from an aligned address to those of the tensors.
+        group: ranks that take part; None for all.
+        first_epoch: of the first call.
+    """
+
+    algorithm: str
+    calls: str = "oio"
+    count: int = 34
+    dtype: torch.dtype = torch.float32
+    ops: Sequence[str] = ("sum",)
+    offset: int = 0
+    group: Sequence[int] | None = None
+    first_epoch: int = 1
+
+    def __call__(self, world: tdcoll.testing.World) -> None:
+        world.run(self.host)
+
+    def tensor(self, pe: int, call: int, count: int) -> torch.Tensor:
+        """What a PE gives to a call."""
+        return values(pe, call, count, self.dtype)
+
+    def host(self, pe: int) -> None:
+        if self.group is not None and pe not in self.group:
+            return
+        dtype, count, offset, turns = self.dtype, self.count, self.offset, self.algorithm.split()
+        most = 2 * (-(-count * dtype.itemsize // 16) * 16)
+        with tdcoll.CollectiveContext(self.group, max_bytes_per_rank=most) as ctx:
+            ctx.control.fill_((self.first_epoch - 1) << EPOCH_SHIFT.value)
+            world, topology = ctx.world_size, ctx.topology
+            for call, kind in enumerate(self.calls):
+                n = 0 if kind == "z" else count
+                op = self.ops[call % len(self.ops)]
+                given = [self.tensor(p, call, world * n) for p in topology.pes]
+                tensor = torch.empty(offset + world * n, dtype=dtype)[offset:]
+                tensor.copy_(given[ctx.rank])
+                mine = slice(ctx.rank * n, (ctx.rank + 1) * n)
+                out = tensor[mine] if kind == "i" else torch.empty(offset + n + 1, dtype=dtype)[offset:-1]
+                reduce_scatter(tensor, ctx, out, op, turns[call % len(turns)])
+                wanted = reduce_parts([of[mine] for of in given], topology.nodes, op)
+                wrong = same_bits(out, wanted)
+                assert wrong == 0, f"rank {ctx.rank}, call {call} ({kind}): {wrong} wrong elements"
+                for part in set(range(world)) - {ctx.rank}:
+                    other = slice(part * n, (part + 1) * n)
+                    assert same_bits(tensor[other], given[ctx.rank][other]) == 0, "the input was written to"
+            ctx.check()
+        assert tdcoll.heap_info().used == 0

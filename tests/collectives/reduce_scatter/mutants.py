@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reduce-scatter kernels with one protection switched off: what the simulator must catch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_mutants import Change
+
+MODULES = (
+    "tdcoll.collectives.reduce_scatter.kernels_direct",
+    "tdcoll.collectives.reduce_scatter.kernels_ll",
+    "tdcoll.collectives.reduce_scatter.kernels_puts",
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One protection less.
+
+    Attributes:
+        name: what is missing.
+        changes: to the kernels, or to device functions that they call.
+        expect: regular expression that the failure's report must match: what goes wrong, and not just that it does.
+        algorithm: whose kernel shows it.
+        ranks_per_node: as for ``World``; 4 ranks.
+        case: further arguments of ``Reductions``.
+        resident: as for ``World``.
+    """
+
+    name: str
+    changes: tuple[Change, ...]
+    expect: str
+    algorithm: str = "direct"
+    ranks_per_node: int | tuple[int, ...] | None = None
+    case: tuple[tuple[str, Any], ...] = (("calls", "oooo"),)
+    resident: int | None = None
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """Arguments of ``World``."""
+        return {"n_pes": 4, "ranks_per_node": self.ranks_per_node, "resident": self.resident}
+
+
+WRONG = r"AssertionError: rank \d+, call \d+ \([oi]\): \d+ wrong elements"
+
+
+def missing(signal: str) -> str:
+    """A deadlock in which somebody waits for this array of signals."""
+    return rf"[Dd]eadlock[\s\S]*waits for pe\d+\.{signal}\["
+
+
+def to(where: str, old: str, new: str) -> tuple[Change, ...]:
+    """One change."""
+    return (Change(where, old, new),)
+
+
+DIRECT = "reduce_scatter.kernels_direct.reduce_scatter_direct"
+LL = "reduce_scatter.kernels_ll.reduce_scatter_ll"
+PUTS = "reduce_scatter.kernels_puts.reduce_scatter_puts"
+REDUCE = "reduce_scatter.kernels_direct._reduce"
+REDUCE_NODES = "reduce_scatter.kernels_puts._reduce"
+PUT = "reduce_scatter.kernels_puts._put"
+LOAD = "reduce_scatter.kernels_direct.load_part"
+
+WAIT = "tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
+OWN = "tl.where(r == g.rank, own, segment(window, g, epoch, r))"
+ROW = "row(g, epoch, channel)"
+GIVEN = "tl.program_id(0) % (senders + reducers)"
+STORE = "tdl.copy_block(target + delta, source, nbytes)"
+RELEASE = "release(signal, signal_delta, value)"
+NBI = "tdl.putmem_signal_nbi_block(landing, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)"
+RECEIVE = "ll.receive(g, words, r, index, epoch, mask)"
+LATER = "(r + g.rank) % g.world"
+TWO = 2
+UNEVEN = (3, 1)
+
+MUTANTS = [
+    # ------------------------------------------------------------------ slots and signals
+    *(
+        Mutant(f"{name}: one slot", to("group.slot", "epoch % 2", "epoch * 0"), expect, name, nodes)
+        for name, nodes, expect in (
+            ("direct", None, WRONG),
+            ("ll", None, missing("flagged")),
+            ("puts", TWO, WRONG),
+        )
+    ),
+    # By stores one row would do: a release comes after all that earlier launches have stored.
+    Mutant("puts: one row of signals", to("group.row", "slot(epoch)", "0"), WRONG, "puts", TWO),
+    *(
+        Mutant(f"{name}: the reducer does not wait", to(where, WAIT, WAIT.replace("epoch", "0")), WRONG, name, nodes)
+        for name, where, nodes in (("direct", DIRECT, None), ("puts", PUTS, TWO))
+    ),
+    Mutant(
+        "direct: the reducer waits for the first chunk only",
+        to(DIRECT, WAIT, WAIT.replace("(signals", "(row(g, epoch, 0)")),
+        WRONG,
+    ),
+    Mutant("direct: the second chunk has the signal of the first", to(DIRECT, ROW, "row(g, epoch, 0)"), WRONG),
+    Mutant(
+        "direct: the signal goes before the data",
+        to("stores.push", f"{STORE}\n{RELEASE}", f"{RELEASE}\n{STORE}"),
+        WRONG,
+    ),
+    Mutant("direct: nobody is told", to("stores.push", RELEASE, "pass"), missing("signals")),
+    Mutant(
+        "direct: reducers before senders",
+        to(DIRECT, GIVEN, f"(senders + reducers - 1) - {GIVEN}"),
+        missing("signals"),
+        resident=1,
+    ),
+    # ------------------------------------------------------------------ the order of the sum
+    Mutant(
+        "direct: parts are summed from the own one on",
+        to(
+            REDUCE,
+            "load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)",
+            f"load_part({LATER}, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)",
+        ),
+        WRONG,
+    ),
+    Mutant(
+        "ll: parts are summed from the own one on",
+        (
+            *to(LL, "r != g.rank", f"{LATER} != g.rank"),
+            *to(LL, RECEIVE, RECEIVE.replace("words, r,", f"words, {LATER},")),
+        ),
+        WRONG,
+        "ll",
+    ),
+    Mutant(
+        "puts: all parts are summed in rank order, whatever their nodes",
+        to(REDUCE_NODES, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)")
+        + to(REDUCE_NODES, "tl.load(nodes.table + node + 1)", "g.world"),
+        WRONG,
+        "puts",
+        TWO,
+    ),
+    Mutant(
+        "puts: the nodes are summed from the own one on",
+        to(
+            REDUCE_NODES,
+            "tl.load(nodes.table + node)",
+            "tl.load(nodes.table + (node + g.rank) % nodes.n_nodes)",
+        )
+        + to(REDUCE_NODES, "tl.load(nodes.table + node + 1)", "tl.load(nodes.table + (node + g.rank) % nodes.n_nodes + 1)"),
+        WRONG,
+        "puts",
+        # Two numbers are summed alike in either order.
+        (2, 1, 1),
+    ),
+    # ------------------------------------------------------------------ whose parts
+    Mutant("direct: the own part from the window", to(LOAD, OWN, "segment(window, g, epoch, r)"), WRONG),
+    # ------------------------------------------------------------------ LL
+    Mutant("ll: a flag of the epoch before", to("ll.send", "flag(epoch)", "flag(epoch - 2)"), missing("flagged"), "ll"),
+    Mutant(
+        "ll: the flags are not looked at",
+        to(
+            "ll.receive",
+            "return tdl.wait_flagged(landed, flag(epoch), mask, g.monitor, origin)",
+            "part = landed.to(tl.pointer_type(tl.int32))\n"
+            "return tl.load(part, mask=mask, other=0), tl.load(part + 1, mask=mask, other=0), "
+            "tl.load(part + 2, mask=mask, other=0), mask",
+        ),
+        WRONG,
+        "ll",
+    ),
+    Mutant(
+        "ll: a call of no bytes hears from nobody",
+        to("ll.carry", "tl.maximum((nbytes + 11) // 12, 1)", "(nbytes + 11) // 12"),
+        missing("flagged"),
+        "ll",
+        case=(("calls", "ozozozo"),),
+    ),
+    Mutant(
+        "ll: reducers before senders",
+        to(LL, "g.rank + 1 + tl.program_id(0) % g.world", "g.rank - tl.program_id(0) % g.world + g.world"),
+        missing("flagged"),
+        "ll",
+        resident=1,
+    ),
+    # ------------------------------------------------------------------ puts
+    Mutant("puts: nothing in the outbox", to(PUT, "tdl.copy_block(staged, source, size)", "pass"), WRONG, "puts", TWO),
+    Mutant(
+        "puts: from the inbox",
+        to(PUT, "half_bytes(window)", "0"),
+        WRONG,
+        "puts",
+        TWO,
+    ),
+    Mutant(
+        "puts: signal before data",
+        to(
+            PUT,
+            NBI,
+            "tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, pe)\ntdl.fence()\n"
+            "tdl.putmem_nbi_block(landing, staged, size, pe)",
+        ),
+        WRONG,
+        "puts",
+        TWO,
+    ),
+    Mutant(
+        "puts: no signal",
+        to(PUT, NBI, "tdl.putmem_nbi_block(landing, staged, size, pe)"),
+        missing("signals"),
+        "puts",
+        TWO,
+    ),
+    Mutant(
+        "puts: reducers before those that put",
+        to(PUTS, "tl.program_id(0) - putters", "tl.num_programs(0) - 1 - tl.program_id(0) - putters")
+        + to(PUTS, "tl.program_id(0) < putters", "tl.num_programs(0) - 1 - tl.program_id(0) < putters")
+        + to(
+            PUTS,
+            "tl.program_id(0) // routes.n_remote",
+            "(tl.num_programs(0) - 1 - tl.program_id(0)) // routes.n_remote",
+        ),
+        missing("signals"),
+        "puts",
+        TWO,
+        resident=1,
+    ),
+]

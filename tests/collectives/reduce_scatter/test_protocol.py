@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels give the bits of the reference under adverse schedules, and broken kernels are caught."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_mutants import installed
+
+from tdcoll.primitives.reduce import OPERATIONS
+from tdcoll.runtime.simulator.memory import MemoryView
+from tdcoll.testing import explore, first_failure
+
+from .cases import Reductions
+from .mutants import MODULES, MUTANTS, Mutant
+
+HEAP = 1 << 18
+SEEDS = os.environ.get("EXPLORE_SEEDS")
+"""So many seeds for every grid instead: 200 before a kernel's change lands."""
+
+GRIDS = [  # algorithm, ranks per node, calls, seeds that every run tries
+    ("direct", [4], "oiozi", 6),
+    ("ll", [4], "oizo", 4),
+    ("puts", [2, 2], "oiozi", 6),
+    ("puts", [3, 1], "oio", 3),
+    ("puts", [1, 2, 1], "oio", 3),
+    ("direct ll puts", [3], "oiozioioo", 2),
+]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (*FLOATS, torch.int32, torch.int64)
+
+
+def serves(algorithm: str, dtype: torch.dtype) -> bool:
+    return algorithm != "ll" or dtype.itemsize < 8
+
+
+@pytest.mark.parametrize(("algorithm", "nodes", "calls", "seeds"), GRIDS)
+def test_clean_over_seeds(algorithm: str, nodes: list[int], calls: str, seeds: int) -> None:
+    case, seeds = Reductions(algorithm, calls), int(SEEDS or seeds)
+    explore(case, n_pes=sum(nodes), seeds=seeds, ranks_per_node=nodes, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ["direct", "ll", "puts"])
+def test_every_dtype_and_operation(algorithm: str, dtype: torch.dtype) -> None:
+    """On three ranks, whose number divides nothing, with tensors that are not aligned to 16 bytes."""
+    if serves(algorithm, dtype):
+        ops = [op for op in OPERATIONS if op != "mean" or dtype.is_floating_point]
+        nodes = [2, 1] if algorithm == "puts" else None
+        case = Reductions(algorithm, "oi" * len(ops), 13, dtype, [op for op in ops for _ in "oi"], 1)
+        explore(case, n_pes=3, seeds=1, ranks_per_node=nodes, heap_bytes=HEAP)
+
+
+@dataclass(frozen=True)
+class Special(Reductions):
+    """Ranks give infinities, NaN, zeros of both signs, subnormal and large numbers, in all pairs."""
+
+    def tensor(self, pe: int, call: int, count: int) -> torch.Tensor:
+        kinds = torch.finfo(self.dtype)
+        numbers = [0.0, -0.0, 1.0, -1.0, kinds.max, -kinds.max, kinds.tiny, float("inf"), float("nan")]
+        numbers.append(-kinds.tiny * kinds.eps)  # the smallest: half of it is rounded to -0.0
+        index = torch.arange(count) % self.count
+        chosen = index % len(numbers) if pe % 2 == 0 else index // len(numbers) % len(numbers)
+        return torch.tensor(numbers, dtype=self.dtype)[chosen]
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("algorithm", ["direct", "ll", "puts"])
+def test_special_numbers(algorithm: str, dtype: torch.dtype) -> None:
+    """No result is -0.0, and a NaN is never lost."""
+    if serves(algorithm, dtype):
+        case = Special(algorithm, "ooooo", 100, dtype, tuple(OPERATIONS))
+        explore(case, n_pes=2, seeds=1, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("n_pes", range(1, 9))
+def test_every_world_size(n_pes: int) -> None:
+    for algorithm in ("direct", "ll", "puts"):
+        nodes = [n_pes - n_pes // 3, n_pes // 3] if algorithm == "puts" and n_pes > 2 else None
+        explore(Reductions(algorithm, "oi", 35), n_pes=n_pes, seeds=1, ranks_per_node=nodes, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 8, 33, 70])
+@pytest.mark.parametrize("algorithm", ["direct", "ll", "puts"])
+def test_every_size(algorithm: str, count: int) -> None:
+    """Of 4 bytes and of 2; aligned and not."""
+    nodes = [1, 2] if algorithm == "puts" else None
+    for dtype, offset in ((torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 3)):
+        explore(
+            Reductions(algorithm, "oi", count, dtype, offset=offset),
+            n_pes=3, seeds=1, ranks_per_node=nodes, heap_bytes=HEAP,
+        )  # fmt: skip
+
+
+def test_ranks_of_a_node_that_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryView, "peer_base", lambda self, pe: self.base if pe == self.pe else 0)
+    explore(Reductions("puts", "oio"), n_pes=4, seeds=3, ranks_per_node=[3, 1], heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("group", [[0, 2], [5, 0, 3], [4, 3, 0, 1]])
+def test_subgroups(group: list[int]) -> None:
+    explore(Reductions("puts", group=group), n_pes=6, seeds=2, ranks_per_node=3, heap_bytes=HEAP)
+    explore(Reductions("direct ll", group=group), n_pes=6, seeds=1, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize(("algorithm", "nodes"), [("direct", None), ("ll", None), ("puts", 2), ("puts", [3, 1])])
+def test_one_resident_block_is_enough(algorithm: str, nodes: int | list[int] | None) -> None:
+    explore(Reductions(algorithm, "oiz"), n_pes=4, seeds=2, ranks_per_node=nodes, heap_bytes=HEAP, resident=1)
+
+
+@pytest.mark.parametrize(("algorithm", "nodes"), [("direct ll", None), ("puts", [2, 1])])
+def test_many_calls_with_stragglers(algorithm: str, nodes: list[int] | None) -> None:
+    case = Reductions(algorithm, "ooizoio" * 3, 12)
+    explore(case, n_pes=3, seeds=2, ranks_per_node=nodes, heap_bytes=HEAP, stragglers=True)
+
+
+def test_epochs_that_need_more_than_32_bits() -> None:
+    for algorithm in ("direct", "ll"):
+        explore(Reductions(algorithm, "oooo", first_epoch=(1 << 32) - 1), n_pes=3, seeds=2, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    case = Reductions(mutant.algorithm, **dict(mutant.case))
+    with installed(mutant.changes, tmp_path, MODULES):
+        failure = first_failure(case, seeds=100, heap_bytes=HEAP, **mutant.job)
+    assert failure is not None, f"nothing noticed: {mutant.name}"
+    assert re.search(mutant.expect, failure.report), f"{mutant.name} fails, but not as it should: {failure.report}"
+
+
+SAME_AS_MUTANTS = {f"{m.algorithm} {dict(m.case)} {m.job}": m for m in MUTANTS}
+
+
+@pytest.mark.parametrize("mutant", SAME_AS_MUTANTS.values(), ids=SAME_AS_MUTANTS)
+def test_real_kernels_pass_where_mutants_are_caught(mutant: Mutant) -> None:
+    case = Reductions(mutant.algorithm, **dict(mutant.case))
+    explore(case, seeds=1, heap_bytes=HEAP, **mutant.job)
