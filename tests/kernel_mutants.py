@@ -22,10 +22,12 @@ _MODULES = [  # each may import those before it
     "tdcoll.primitives.stores",
     "tdcoll.primitives.puts",
     "tdcoll.primitives.ll",
+    "tdcoll.primitives.reduce",
     "tdcoll.collectives.all_gather.kernels_direct",
     "tdcoll.collectives.all_gather.kernels_ll",
     "tdcoll.collectives.all_gather.kernels_ring",
     "tdcoll.collectives.all_gather.kernels_puts",
+    "tdcoll.collectives.sparse_all_reduce.kernels",
 ]
 
 

@@ -14,9 +14,9 @@ from tdcoll.collectives._host.pool import Pool, on
 from tdcoll.collectives.all_gather import all_gather
 from tdcoll.collectives.all_gather.op import UNCHECKED, all_gather_at_once, all_gather_unchecked, lies_elsewhere_in
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
-from tdcoll.collectives.sparse_all_reduce.rows import SUMS
 from tdcoll.distributed.work import worker
 from tdcoll.errors import HeapExhaustedError
+from tdcoll.primitives.reduce import ACCUMULATORS
 from tdcoll.runtime import Runtime
 
 __all__ = ["Gathers", "SparseSums", "plain"]
@@ -131,7 +131,7 @@ class SparseSums:
     def refusal(tensor: torch.Tensor, op: str) -> str | None:
         """Why a sparse tensor cannot be summed here, from what is the same on all ranks; None if it can."""
         dtype = tensor.dtype
-        if dtype not in SUMS:
+        if dtype not in ACCUMULATORS:
             return f"{dtype} is not among the dtypes of tdcoll's sums"
         if op not in ("sum", "mean"):
             return f"{op} of sparse tensors is not defined by torch.distributed"

@@ -2,6 +2,6 @@
 """What kernels of several collectives share: device functions, and the tuples that they take.
 
 ``group``: the ranks, this call's epoch, the signals, the memory that peers write to; ``stores``: data and signals by
-stores, inside a node; ``puts``: data and signals by NVSHMEM, also between nodes; ``ll``: words that carry a flag. Only
-``puts`` needs NVSHMEM's device code.
+stores, inside a node; ``puts``: data and signals by NVSHMEM, also between nodes; ``ll``: words that carry a flag;
+``reduce``: arithmetic of reductions. Only ``puts`` needs NVSHMEM's device code.
 """

@@ -33,6 +33,7 @@ from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.sparse_all_reduce import kernels as sparse
 from tdcoll.language import jit, nvshmem
 from tdcoll.language.jit import bitcode_path, needs_nvshmem
+from tdcoll.primitives import reduce
 from tdcoll.primitives.group import Group, Window
 from tdcoll.primitives.puts import Routes
 
@@ -197,7 +198,7 @@ def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> d
     }
 
 
-_SUM = {"SEARCH": False, "REPEATED": True, "OP": sparse.SUM, "ACC": tl.float32}
+_SUM = {"SEARCH": False, "REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
@@ -213,7 +214,7 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("sum_partial", {"ACC": tl.float32, "ALIGNED": True, "WIDE": 2048}, "*bf16", (90,)),
     (
         "merge",
-        {"SEARCH": False, "OP": sparse.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
+        {"SEARCH": False, "OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
         "*fp16",
         (90, 100),
     ),

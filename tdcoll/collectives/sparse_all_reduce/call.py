@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from tdcoll.collectives.all_gather.op import exchange_counted
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.sparse_all_reduce import kernels
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.policy import Counts, choose, may_be_dense, tiles
-from tdcoll.collectives.sparse_all_reduce.rows import SUMS, Rows
+from tdcoll.collectives.sparse_all_reduce.rows import Rows
 from tdcoll.errors import ContextError, RankMismatchError
+from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator
 
 __all__ = ["Call", "Status"]
 
@@ -27,17 +27,6 @@ _IDS_BLOCK, _PLAN_BLOCK = 1024, 256
 """Ids of a program that does nothing else with them, and of one that looks each of them up."""
 
 _KINDS_KEPT = 256
-
-_OPERATION = {
-    name: number.value
-    for name, number in (
-        ("sum", kernels.SUM),
-        ("mean", kernels.MEAN),
-        ("max", kernels.MAX),
-        ("min", kernels.MIN),
-        ("prod", kernels.PROD),
-    )
-}
 
 
 @functools.cache
@@ -94,8 +83,8 @@ class _Kind:
             "row_elements": rows.elements,
             "row_bytes": rows.row_bytes,
             "REPEATED": not rows.coalesced,
-            "OP": _OPERATION[op],
-            "ACC": getattr(tl, str(SUMS[dtype]).removeprefix("torch.")),
+            "OP": OPERATIONS[op],
+            "ACC": accumulator(dtype),
             "ALIGNED": rows.row_bytes % 16 == 0,
             "ROWS": cut.rows,
             "WIDE": cut.wide,
@@ -230,7 +219,9 @@ class Call:
         if rows.coalesced or n <= piece:
             return
         pieces = n // piece + 1
-        partial = torch.empty((2 * pieces, rows.elements), dtype=SUMS[rows.values.dtype], device=self.ctx.device)
+        partial = torch.empty(
+            (2 * pieces, rows.elements), dtype=ACCUMULATORS[rows.values.dtype], device=self.ctx.device
+        )
         self.launch(kernels.sum_pieces, (min(16, pieces), min(32, pieces)), partial=partial)
         self.launch(kernels.sum_partial, self.workers(pieces), target=target, partial=partial)
 
@@ -289,7 +280,7 @@ class Call:
         """``-> [union, *shape]`` by a dense all-reduce of the whole table, in fp32 for 16-bit types."""
         ctx, rows = self.ctx, self.rows
         dtype = rows.values.dtype
-        wide = SUMS[dtype]
+        wide = ACCUMULATORS[dtype]
         self._combine(ctx.stage_address, everything=True)
         parts = ctx.stage(own, (rows.elements,), dtype).to(wide)
         if self.op == "mean":

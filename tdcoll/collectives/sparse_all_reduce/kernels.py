@@ -66,14 +66,10 @@ import tdcoll.language as tdl
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import begin_epoch
+from tdcoll.primitives.reduce import accumulate, rounded, share
 
 __all__ = [
     "HEADER",
-    "MAX",
-    "MEAN",
-    "MIN",
-    "PROD",
-    "SUM",
     "combine",
     "copy_list",
     "count_first",
@@ -88,8 +84,6 @@ __all__ = [
     "sum_pieces",
     "write_list",
 ]
-
-SUM, MEAN, MAX, MIN, PROD = (tl.constexpr(i) for i in range(5))
 
 HEADER = match.HEADER
 
@@ -285,43 +279,6 @@ def _rows_of(address, like, ALIGNED: tl.constexpr = False):
     if ALIGNED:
         rows = tl.multiple_of(rows, 16)
     return rows
-
-
-@jit
-def _accumulate(sum, part, first, OP: tl.constexpr):
-    """``sum`` and one more ``part``. A ``sum`` to which nothing was added is zeros; ``part`` is then the ``first``."""
-    if OP == MAX:
-        both = tl.where(first, part, tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL))
-    elif OP == MIN:
-        both = tl.where(first, part, tl.minimum(sum, part, propagate_nan=tl.PropagateNan.ALL))
-    elif OP == PROD:
-        both = tl.where(first, part, sum * part)
-    else:
-        both = sum + part
-    return both
-
-
-@jit
-def _part(values, world, ACC: tl.constexpr, OP: tl.constexpr):
-    """What a rank brings: its value, or for the mean its share."""
-    part = values.to(ACC)
-    if OP == MEAN:
-        if ACC == tl.float32:
-            part = tl.div_rn(part, tl.cast(world, ACC))  # "/" is not rounded to the nearest
-        else:
-            part = part / tl.cast(world, ACC)
-    return part
-
-
-@jit
-def _result(sum, like, OP: tl.constexpr):
-    """``sum`` as a result is stored: rounded to the type that ``like`` points to, -0.0 as +0.0."""
-    rounded = sum.to(like.dtype.element_ty)
-    if sum.dtype.is_floating():
-        # A sum that began at +0.0 is never -0.0, unless it is rounded to it.
-        if (OP != SUM and OP != MEAN) or sum.dtype != like.dtype.element_ty:
-            rounded = (rounded.to(sum.dtype) + 0.0).to(like.dtype.element_ty)
-    return rounded
 
 
 @jit
@@ -545,8 +502,8 @@ def reduce(
             for column in tl.range(0, row_elements, WIDE):
                 columns = column + tl.arange(0, WIDE)
                 tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
-                alone = _accumulate(tl.zeros([ROWS, WIDE], ACC), _part(tile, world, ACC, OP), True, OP)
-                tile = _result(alone, source, OP)
+                alone = accumulate(tl.zeros([ROWS, WIDE], ACC), share(tile, world, ACC, OP), True, OP)
+                tile = rounded(alone, source.dtype.element_ty, OP)
                 _store_everywhere(tile, at, inside, columns, outs, rank, world, source, row_elements, ALIGNED)
         n_contested = tl.load(counters + CONTESTED)
         if (worker == 0) | (worker * ROWS < n_contested):
@@ -573,10 +530,10 @@ def reduce(
                                 offsets = position.to(tl.int64)[:, None] * row_elements + columns[None, :]
                                 mask = has[:, None] & (columns < row_elements)[None, :]
                                 tile = tl.load(theirs + offsets, mask=mask, other=0)
-                            both = _accumulate(sum, _part(tile, world, ACC, OP), (seen == 0)[:, None], OP)
+                            both = accumulate(sum, share(tile, world, ACC, OP), (seen == 0)[:, None], OP)
                             sum = tl.where(has[:, None], both, sum)
                             seen += has.to(tl.int32)
-                        result = _result(sum, source, OP)
+                        result = rounded(sum, source.dtype.element_ty, OP)
                         _store_everywhere(result, at, inside, columns, outs, rank, world, source, row_elements, ALIGNED)
 
 
@@ -709,13 +666,13 @@ def reduce_nodes(
                                         address = source + tl.load(order + begin) * row_elements
                                 else:
                                     address = source + row * row_elements
-                            part = _part(tl.load(address + columns, mask=inside, other=0), world, ACC, OP)
-                            sum = _accumulate(sum, part, seen == 0, OP)
+                            part = share(tl.load(address + columns, mask=inside, other=0), world, ACC, OP)
+                            sum = accumulate(sum, part, seen == 0, OP)
                             seen += 1
                     if earlier != 0:
                         before = tl.load(result + columns, mask=inside, other=0).to(ACC)
-                        sum = _accumulate(before, sum, False, OP)
-                    tl.store(result + columns, _result(sum, source, OP), mask=inside)
+                        sum = accumulate(before, sum, False, OP)
+                    tl.store(result + columns, rounded(sum, source.dtype.element_ty, OP), mask=inside)
                 tdl.syncthreads()
                 offset = at * row_bytes
                 if following < n_nodes:
@@ -796,12 +753,12 @@ def merge(
                     theirs = _rows_of(rows, out, ALIGNED)
                     offsets = position[:, None] * row_elements + columns[None, :]
                     tile = tl.load(theirs + offsets, mask=has[:, None] & within, other=0)
-                    both = _accumulate(sum, _part(tile, world, ACC, OP), (seen == 0)[:, None], OP)
+                    both = accumulate(sum, share(tile, world, ACC, OP), (seen == 0)[:, None], OP)
                     sum = tl.where(has[:, None], both, sum)
                     seen += has.to(tl.int32)
                 tl.store(
                     out + at[:, None] * row_elements + columns[None, :],
-                    _result(sum, out, OP),
+                    rounded(sum, out.dtype.element_ty, OP),
                     mask=inside[:, None] & within,
                 )
 

@@ -16,8 +16,9 @@ from tdcoll.collectives.sparse_all_reduce import kernels
 from tdcoll.collectives.sparse_all_reduce.borrowed import lend
 from tdcoll.collectives.sparse_all_reduce.call import Call, Status
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-from tdcoll.collectives.sparse_all_reduce.rows import Rows, check_op, rows_of_pair, rows_of_tensor
+from tdcoll.collectives.sparse_all_reduce.rows import Rows, rows_of_pair, rows_of_tensor
 from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.primitives.reduce import check_operation
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
 
@@ -85,7 +86,7 @@ def _begin(
 
     def checked() -> Rows:
         rows = prepare()
-        check_op(op, rows.values.dtype)
+        check_operation(op, rows.values.dtype)
         for part in (rows.indices, rows.values):
             if _is_view(ctx, part):
                 raise ValueError(

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["ALGORITHMS", "EXCHANGE_CHANNELS", "OPERATIONS", "Counts", "Tiles"]
+__all__ = ["ALGORITHMS", "EXCHANGE_CHANNELS", "Counts", "Tiles"]
 __all__ += ["choose", "dense_us", "may_be_dense", "owner_us", "tiles"]
 
 ALGORITHMS = ("auto", "owner", "gather", "dense")
-OPERATIONS = ("sum", "mean", "max", "min", "prod")
 
 GATHER_BYTES = 64 << 10
 """Bytes of ids and rows of one rank, at the context's capacity, up to which everybody is sent everything: beyond it

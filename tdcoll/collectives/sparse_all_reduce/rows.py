@@ -9,19 +9,9 @@ from typing import Any
 import torch
 
 from tdcoll import arguments
-from tdcoll.collectives.sparse_all_reduce.policy import OPERATIONS
+from tdcoll.primitives.reduce import ACCUMULATORS
 
-__all__ = ["SUMS", "Rows", "check_op", "rows_of_pair", "rows_of_tensor"]
-
-SUMS = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.int32: torch.int32,
-    torch.int64: torch.int64,
-}
-"""The dtype of sums for every dtype of values."""
+__all__ = ["Rows", "rows_of_pair", "rows_of_tensor"]
 
 
 @dataclass(frozen=True)
@@ -51,16 +41,9 @@ class Rows:
         return self.elements * self.values.dtype.itemsize
 
 
-def check_op(op: str, dtype: torch.dtype) -> None:
-    if op not in OPERATIONS:
-        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {op!r}")
-    if op == "mean" and not dtype.is_floating_point:
-        raise ValueError(f"op='mean' needs values of a floating-point dtype, got {dtype}")
-
-
 def _check_values(name: str, values: torch.Tensor, device: torch.device) -> None:
-    if values.dtype not in SUMS:
-        allowed = ", ".join(str(dtype) for dtype in SUMS)
+    if values.dtype not in ACCUMULATORS:
+        allowed = ", ".join(str(dtype) for dtype in ACCUMULATORS)
         raise TypeError(f"{name} must have one of the dtypes {allowed}; got {values.dtype}")
     if values.device != device:
         raise ValueError(f"{name} must be on {device}, where the context is; got {values.device}")

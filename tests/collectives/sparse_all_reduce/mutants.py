@@ -42,7 +42,7 @@ class Mutant:
         case: what shows it.
         world: arguments of ``World``.
         seeds: how many, from 0, at the most.
-        exchange: changes to the all-gather's kernels.
+        changes: to device functions, or to the all-gather's kernels.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Mutant:
     case: Reduces = ANY
     world: dict[str, Any] = field(default_factory=lambda: {"n_pes": 4})
     seeds: int = 20
-    exchange: tuple[Change, ...] = ()
+    changes: tuple[Change, ...] = ()
 
     def source(self) -> str:
         """What the kernels become."""
@@ -182,9 +182,14 @@ MUTANTS = [
     Mutant("the owner's own row comes first", ((IN_RANK_ORDER, IN_TURNED_ORDER),), WRONG_ROWS, FLOATS),
     Mutant(
         "the first part is added to zero",
-        (("tl.where(first, part, tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL))", "tl.maximum(sum, part)"),),
+        (),
         WRONG_ROWS,
         Reduces("oo", (4,), 6, op="max", shape=(2,), data=_negative),
+        changes=to(
+            "reduce.accumulate",
+            "tl.where(first, part, tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL))",
+            "tl.maximum(sum, part)",
+        ),
     ),
     Mutant(
         "every contributor owns the row",
@@ -193,16 +198,17 @@ MUTANTS = [
     ),
     Mutant(
         "the mean is the sum",
-        (("part = tl.div_rn(part, tl.cast(world, ACC))", "pass"),),
+        (),
         WRONG_ROWS,
         MEANS,
+        changes=to("reduce.share", "part = _divided(part, world)", "pass"),
     ),
     Mutant(
         "a row that one rank has is not divided",
         (
             (
-                "alone = _accumulate(tl.zeros([ROWS, WIDE], ACC), _part(tile, world, ACC, OP), True, OP)",
-                "alone = _accumulate(tl.zeros([ROWS, WIDE], ACC), tile.to(ACC), True, OP)",
+                "alone = accumulate(tl.zeros([ROWS, WIDE], ACC), share(tile, world, ACC, OP), True, OP)",
+                "alone = accumulate(tl.zeros([ROWS, WIDE], ACC), tile.to(ACC), True, OP)",
             ),
         ),
         WRONG_ROWS,
@@ -307,14 +313,14 @@ MUTANTS = [
         (),
         BAD_LISTS,
         GATHERS,
-        exchange=at_once("stores.may_write", all_gather.MAY_WRITE),
+        changes=at_once("stores.may_write", all_gather.MAY_WRITE),
     ),
     Mutant(
         "exchange: the receiver waits for the first chunk only",
         (),
         BAD_LISTS,
         LONG_LISTS,
-        exchange=to("kernels_puts._receive", "row(g, epoch, channel)", "row(g, epoch, 0)"),
+        changes=to("kernels_puts._receive", "row(g, epoch, channel)", "row(g, epoch, 0)"),
     ),
     Mutant(
         "exchange: the forwarder counts its own bytes",
@@ -322,7 +328,7 @@ MUTANTS = [
         BAD_LISTS,
         LONG_GATHERS,
         TWO_NODES,
-        exchange=to(
+        changes=to(
             "kernels_puts.all_gather_2d",
             "size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, channel)",
             "pass",
@@ -334,7 +340,7 @@ MUTANTS = [
         BAD_LISTS,
         LONG_GATHERS,
         TWO_NODES,
-        exchange=at_once(
+        changes=at_once(
             "kernels_puts.all_gather_2d", "tdl.wait_signal(first, tdl.CMP_GE, epoch, g.monitor, origin, origin)"
         ),
     ),
@@ -344,7 +350,7 @@ MUTANTS = [
         BAD_LISTS,
         LONG_GATHERS,
         TWO_NODES,
-        exchange=at_once("kernels_puts.all_gather_2d", all_gather.FORWARDED),
+        changes=at_once("kernels_puts.all_gather_2d", all_gather.FORWARDED),
     ),
     Mutant(
         "exchange: a list is packed while it is still being read",
@@ -352,13 +358,13 @@ MUTANTS = [
         BAD_LISTS,
         GATHERS,
         TWO_NODES,
-        exchange=to("puts.push_remote", "tdl.quiet()", "pass"),
+        changes=to("puts.push_remote", "tdl.quiet()", "pass"),
     ),
     Mutant(
         "exchange: segments are as long as this rank's",
         (),
         f"{WRONG_INDICES}|{REFUSED}",
-        exchange=to(
+        changes=to(
             "kernels_direct.used_bytes",
             "tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64)))",
             "0 * tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64)))",
@@ -370,8 +376,8 @@ MUTANTS = [
 @contextmanager
 def installed(mutant: Mutant, folder: Path) -> Iterator[None]:
     """Let sparse all-reduces, or their exchange, launch the mutant's kernels."""
-    if mutant.exchange:
-        with changed(mutant.exchange, folder):
+    if mutant.changes:
+        with changed(mutant.changes, folder):
             yield
         return
     name = "sparse_all_reduce_mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name)
