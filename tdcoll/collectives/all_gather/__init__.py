@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-gather: LL, direct stores, ring, 1D push, and 2D push by rails."""
 
-from tdcoll.collectives.all_gather.op import all_gather, all_gather_in_place, all_gather_into_tensor
+from tdcoll.collectives.all_gather.op import all_gather, all_gather_in_place, all_gather_into_tensor, exchange_counted
 
-__all__ = ["all_gather", "all_gather_in_place", "all_gather_into_tensor"]
+__all__ = ["all_gather", "all_gather_in_place", "all_gather_into_tensor", "exchange_counted"]

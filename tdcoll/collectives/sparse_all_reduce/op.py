@@ -12,7 +12,7 @@ import torch
 
 from tdcoll import arguments, runtime
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce import kernels
+from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.borrowed import lend
 from tdcoll.collectives.sparse_all_reduce.call import Call, Status
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
@@ -244,7 +244,7 @@ def sparse_all_reduce(
         TypeError, ValueError: an argument is not as described, or (on all ranks) an index of a rank is out of range.
 
     Algorithm: reduction of each row by one of its contributors, chosen by hash; see
-    :mod:`tdcoll.collectives.sparse_all_reduce.kernels`.
+    :mod:`tdcoll.collectives.sparse_all_reduce`.
     """
     _refuse_capture("sparse_all_reduce")
     ctx = _context(ctx)
@@ -344,14 +344,14 @@ def sparse_all_reduce_padded(
     if rows.row_bytes > ctx.max_row_bytes:
         _raise_too_wide(name, ctx, rows)
     call = Call(ctx, rows, op, algorithm)
-    pieces = not coalesced and rows.indices.shape[0] > kernels.PIECE.value
+    pieces = not coalesced and rows.indices.shape[0] > kernels_values.PIECE.value
     ctx.allow_capture((name, call.variant, op, call.algorithm, call.directory.search, coalesced, pieces), name)
     call.match()
     padded = call.move(call.algorithm)
     union = torch.empty(ctx.max_union_rows, dtype=torch.int64, device=ctx.device)
     count = torch.empty(1, dtype=torch.int64, device=ctx.device)
     programs = call.workers(-(-ctx.max_union_rows // call.tiles.rows))
-    call.launch(kernels.pad, programs, indices=union, values=padded, count=count, remembered=ctx.remembered)
+    call.launch(kernels_merge.pad, programs, indices=union, values=padded, count=count, remembered=ctx.remembered)
     ctx.explain = lambda: _explain(ctx, name)
     return PaddedRows(union, _lend(ctx, name, padded), count)
 
