@@ -234,7 +234,8 @@ def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
     key = ("exchange_counted", nbytes)
 
     def make() -> _Launch:
-        return _Launch(ctx, nbytes, choose(nbytes, ctx.topology, channels=ctx.channels), in_place=True, counted=True)
+        plan = choose(nbytes, ctx.topology, direct=ctx.ll_bytes >= 0, channels=ctx.channels, in_place=True)
+        return _Launch(ctx, nbytes, plan, in_place=True, counted=True)
 
     launch = ctx.once(key, make)
     launch.gather_at(address + ctx.rank * nbytes, address)

@@ -297,10 +297,26 @@ MUTANTS = [
         GATHERS,
     ),
     Mutant(
-        "exchange: the receiver waits for the first chunk only",
+        "exchange: the receiver does not wait",
+        at_once(
+            "kernels_direct.all_gather_direct",
+            "tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm)",
+        ),
+        BAD_LISTS,
+        LONG_LISTS,
+    ),
+    Mutant(
+        "exchange: the signal does not order the list",
+        to("stores.push", all_gather.STORE + "\n" + all_gather.RELEASE, all_gather.RELEASE + "\n" + all_gather.STORE),
+        BAD_LISTS,
+        LONG_LISTS,
+    ),
+    Mutant(
+        "exchange, nodes: the receiver waits for the first chunk only",
         to("kernels_puts._receive", "row(g, epoch, channel)", "row(g, epoch, 0)"),
         BAD_LISTS,
         LONG_LISTS,
+        TWO_NODES,
     ),
     Mutant(
         "exchange: the forwarder counts its own bytes",
