@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 
 from tdcoll import arguments, runtime
+from tdcoll.capture import refuse
 from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
@@ -344,13 +345,13 @@ class SparseContext:
         Raises:
             ContextError: what comes next compiles kernels, which a graph that is being captured cannot hold.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if kind not in self._eager:
-                raise ContextError(
-                    f"{operation}: the first call of a kind on a context compiles kernels, which a CUDA graph cannot "
-                    "capture; make one such call, on every rank, before capturing"
-                )
-        else:
+        if kind not in self._eager:
+            refuse(
+                self.device,
+                operation,
+                "the first call of a kind on a context compiles kernels, which a CUDA graph cannot capture; make one "
+                "such call, on every rank, before capturing",
+            )
             self._eager.add(kind)
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tdcoll import arguments, runtime
+from tdcoll.capture import refuse
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.borrowed import lend
@@ -71,12 +72,13 @@ def _default_context(values: Any, num_rows: Any) -> SparseContext:
     return found
 
 
-def _refuse_capture(operation: str) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ContextError(
-            f"{operation}: the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
-            "sparse_all_reduce_padded"
-        )
+def _refuse_capture(ctx: SparseContext | None, operation: str) -> None:
+    refuse(
+        runtime.current().device if ctx is None else ctx.device,
+        operation,
+        "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
+        "sparse_all_reduce_padded",
+    )
 
 
 def _begin(
@@ -246,8 +248,8 @@ def sparse_all_reduce(
     Algorithm: reduction of each row by one of its contributors, chosen by hash; see
     :mod:`tdcoll.collectives.sparse_all_reduce`.
     """
-    _refuse_capture("sparse_all_reduce")
     ctx = _context(ctx)
+    _refuse_capture(ctx, "sparse_all_reduce")
     if ctx is None:
         is_sparse = isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
         ctx = _default_context(*((tensor.detach()._values(), tensor.shape[0]) if is_sparse else (None, None)))
@@ -288,8 +290,8 @@ def sparse_all_reduce_rows(
         As :func:`sparse_all_reduce`.
     """
     name = "sparse_all_reduce_rows"
-    _refuse_capture(name)
     ctx = _context(ctx)
+    _refuse_capture(ctx, name)
     if ctx is None:
         ctx = _default_context(values, num_rows)
     facts = _facts(values, row_shape=getattr(values, "shape", ())[1:], num_rows=num_rows)
