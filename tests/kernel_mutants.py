@@ -27,7 +27,11 @@ _MODULES = [  # each may import those before it
     "tdcoll.collectives.all_gather.kernels_ll",
     "tdcoll.collectives.all_gather.kernels_ring",
     "tdcoll.collectives.all_gather.kernels_puts",
-    "tdcoll.collectives.sparse_all_reduce.kernels",
+    "tdcoll.collectives.sparse_all_reduce.kernels_lists",
+    "tdcoll.collectives.sparse_all_reduce.kernels_values",
+    "tdcoll.collectives.sparse_all_reduce.kernels_reduce",
+    "tdcoll.collectives.sparse_all_reduce.kernels_nodes",
+    "tdcoll.collectives.sparse_all_reduce.kernels_merge",
 ]
 
 

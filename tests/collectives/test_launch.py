@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
 
 from tdcoll.collectives._host import launch as launches
-from tdcoll.collectives._host.launch import Launch, Launcher
+from tdcoll.collectives._host.launch import Launch, Launcher, Packed
 
 STREAM = 77
 
@@ -233,6 +234,31 @@ def test_a_launcher_gives_the_driver_all_arguments_from_the_second_launch_on(ker
     (only,) = driver.launches
     assert (only["grid"], only["stream"], only["block"]) == ((5, 6, 1), STREAM + 3, (64, 1, 1))
     assert only["values"] == [OTHER.data_ptr(), 0, 2**32 - 8, 0, 0, 0, 0]
+
+
+def test_a_launcher_takes_tuples_apart_once_and_leaves_their_constants_out(kernel: Kernel, driver: Driver) -> None:
+    launch = Launcher()
+    near, far = torch.zeros(4), torch.ones(4)
+    first, second = Packed(Pair(near, 1 << 40, tl.constexpr(8))), Packed(Pair(far, -1, tl.constexpr(8)))
+    assert first.numbers == [near.data_ptr(), 1 << 40]
+    launch(kernel, 5, (TENSOR, True, 7, first), (64,), num_warps=2)
+    launch(kernel, 6, (OTHER, False, 16, second), (64,), num_warps=2)
+    (by_triton,) = kernel.notes
+    assert by_triton[3] == (TENSOR, True, 7, first.whole, 64)
+    (only,) = driver.launches
+    assert only["values"] == [OTHER.data_ptr(), 0, 16, far.data_ptr(), 2**64 - 1, 0, 0]
+
+
+def test_a_constant_beside_a_tuple_does_not_shift_its_fields(kernel: Kernel, driver: Driver) -> None:
+    """Triton makes a constant of a 1 among the arguments, and of nothing in the tuple."""
+    launch = Launcher()
+    kernel.signature["number"] = "constexpr"
+    kernel.parameters, driver.widths = 6, [kind for i, kind in enumerate(driver.widths) if i != 2]
+    pair = Packed(Pair(OTHER, 1, tl.constexpr(8)))
+    for _ in range(2):
+        launch(kernel, 5, (TENSOR, True, 1, pair), (64,))
+    (only,) = driver.launches
+    assert only["values"] == [TENSOR.data_ptr(), 1, OTHER.data_ptr(), 1, 0, 0]
 
 
 @pytest.mark.parametrize("change", [{"constants": (32,)}, {"variant": "unaligned"}, {"num_warps": 8}])

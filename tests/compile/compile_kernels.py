@@ -34,7 +34,13 @@ from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_ll as scatter_ll
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
-from tdcoll.collectives.sparse_all_reduce import kernels as sparse
+from tdcoll.collectives.sparse_all_reduce import (
+    kernels_lists,
+    kernels_merge,
+    kernels_nodes,
+    kernels_reduce,
+    kernels_values,
+)
 from tdcoll.language import jit, nvshmem
 from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
 from tdcoll.primitives import reduce
@@ -101,6 +107,9 @@ def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str
         for i, name in enumerate(kernel.arg_names)
         if aligned and (str(signature[name]).startswith("*") or name == "row_elements")
     }
+    for place, kind in enumerate(signature.values()):
+        if aligned and isinstance(kind, tuple):
+            hints |= {(place, i): [["tt.divisibility", 16]] for i, of in enumerate(kind) if of.startswith("*")}
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, hints),
         target=GPUTarget("cuda", arch, 32),
@@ -156,6 +165,14 @@ def direct_ptx(kernel, arch: int, in_place: bool) -> str:
     return compile_for(kernel, arch, constants, tuples(1 if in_place else 2)).asm["ptx"]
 
 
+def compile_exchange(arch: int) -> dict[str, object]:
+    """The exchange of lists in one node: in place, with segments that say how much they hold."""
+    kernel = kernels_direct.all_gather_direct
+    ptx = compile_for(kernel, arch, {"COUNTED": True}, tuples(1)).asm["ptx"]
+    called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
+    return {"counted": True, "needs": needs_nvshmem(kernel), "calls": called, **resources(ptx, arch)}
+
+
 def compile_direct(kernel, arch: int, in_place: bool) -> dict[str, object]:
     ptx = direct_ptx(kernel, arch, in_place)
     return {
@@ -204,23 +221,24 @@ def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> d
     }
 
 
-_SUM = {"SEARCH": False, "REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
+_SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
-    ("reduce", {**_SUM, "SEARCH": True, "ALIGNED": False, "ROWS": 32, "WIDE": 32, "WAITED": 8}, "*fp64", (90,)),
+    ("reduce", {**_SUM, "search": True, "ALIGNED": False, "ROWS": 32, "WIDE": 32, "WAITED": 8}, "*fp64", (90,)),
     ("reduce_nodes", {**_SUM, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce_nodes_of_single", {**_SUM, "WIDE": 1, "WAITED": 8}, "*fp16", (90,)),
-    ("forward", {"SEARCH": False, "WAITED": 8}, "*fp32", (90,)),
+    ("forward", {"WAITED": 8}, "*fp32", (90,)),
     ("meet", {"WAITED": 8}, "*fp32", (90,)),
-    ("plan", {"SEARCH": False, "REPEATED": True, "BLOCK": 256}, "*fp32", (90,)),
+    ("meet_nodes", {"WAITED": 8}, "*fp32", (90,)),
+    ("plan", {"REPEATED": True, "BLOCK": 256}, "*fp32", (90,)),
     ("combine", {**_ROW, "ALL": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
     ("sum_pieces", {"ACC": tl.float32, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
     ("sum_partial", {"ACC": tl.float32, "ALIGNED": True, "WIDE": 2048}, "*bf16", (90,)),
     (
         "merge",
-        {"SEARCH": False, "OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
+        {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
         "*fp16",
         (90, 100),
     ),
@@ -229,29 +247,43 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("write_list", {"BLOCK": 1024}, "*fp32", (90,)),
     ("copy_list", {"BLOCK": 1024}, "*fp32", (90,)),
 ]
+SPARSE_KERNELS = {
+    name: kernel
+    for module in (kernels_lists, kernels_values, kernels_reduce, kernels_nodes, kernels_merge)
+    for name, kernel in vars(module).items()
+    if name in module.__all__
+}
 SPARSE_TYPES = {
-    **dict.fromkeys(("ids", "own", "lists", "union", "entries", "status", "begins", "order", "control"), "*i64"),
-    **dict.fromkeys(("monitor", "signals", "count", "indices", "remembered", "stages", "outs"), "*i64"),
-    **dict.fromkeys(("totals", "counters", "targets", "work", "mates", "pes", "nodes"), "*i32"),
-    **dict.fromkeys(("node_begins", "node_ranks"), "*i32"),
-    **dict.fromkeys(("target", "num_rows"), "i64"),
+    **dict.fromkeys(("ids", "begins", "order", "count", "indices", "remembered"), "*i64"),
+    "totals": "*i32",
     "partial": "*fp32",
+    "g": tuples()["g"],
+    "memory": kernels_lists.Memory("*i64", "*i64", "*i32", "*i32", "*i32"),
+    "nodes": kernels_lists.Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
 }
 
 
+def index_of_all(search: bool) -> kernels_lists.Index:
+    return kernels_lists.Index("*i64", "*i64", "*i64", "*i64", "i64", "i32", "i32", "i32", search)
+
+
 def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str) -> dict[str, object]:
-    kernel = getattr(sparse, name)
+    kernel = SPARSE_KERNELS[name]
     constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
-    types = SPARSE_TYPES | dict.fromkeys(("source", "out", "values", "like"), rows)
+    search = bool(constants.pop("search", False))
+    types = SPARSE_TYPES | dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
     ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED"))).asm["ptx"]
     return {
         "kernel": name,
         "arch": arch,
         "rows": rows,
-        "search": constants.get("SEARCH", False),
+        "search": search,
+        "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
         "aligned": bool(constants.get("ALIGNED")),
         "needs": needs_nvshmem(kernel),
         "globaltimer": ptx.count("%globaltimer"),
+        "release_sys": ptx.count("st.release.sys"),
+        "nan_max": ptx.count("max.NaN.f32"),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
         "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
         **resources(ptx, arch),
@@ -402,6 +434,7 @@ def main() -> None:
     compiled["direct"] = [
         compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)
     ]
+    compiled["exchange"] = [compile_exchange(90)]
     compiled["order"] = list(ORDER)
     json.dump({"triton": triton.__version__, **compiled, "mutants": compile_mutants()}, sys.stdout)
 

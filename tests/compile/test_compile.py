@@ -101,17 +101,32 @@ def test_sparse_all_reduce_compiles_without_spills(compiled) -> None:
     assert {k["arch"] for k in kernels if k["kernel"] == "reduce"} == {90, 100}
     # Around the call that sends a signal, once per program: a few bytes of a search, and of this one what its waits'
     # record of a timeout needs.
-    most = {"reduce_nodes": {100: 72}}
+    most = {"reduce_nodes": {100: 80}}
     for kernel in kernels:
         allowed = 64 if kernel["search"] else most.get(kernel["kernel"], {}).get(kernel["arch"], 0)
         assert kernel["spilled_bytes"] <= allowed, kernel
     assert all(k["registers"] <= 128 for k in kernels)
 
 
-def test_sparse_all_reduce_links_nvshmem_where_it_signals(compiled) -> None:
-    signalling = {"reduce", "reduce_nodes", "reduce_nodes_of_single", "forward", "meet"}
-    assert {k["kernel"] for k in compiled["sparse"] if k["needs"]} == signalling
-    assert {k["kernel"] for k in compiled["sparse"] if k["globaltimer"]} == signalling
+def test_sparse_all_reduce_signals_by_stores_in_one_node_and_by_nvshmem_between_nodes(compiled) -> None:
+    stores, puts = {"reduce", "meet"}, {"reduce_nodes", "reduce_nodes_of_single", "forward", "meet_nodes"}
+    kernels = compiled["sparse"]
+    assert {k["kernel"] for k in kernels if k["globaltimer"]} == stores | puts
+    assert {k["kernel"] for k in kernels if k["needs"]} == puts
+    assert {k["kernel"] for k in kernels if k["calls"]} == puts
+    assert {k["kernel"] for k in kernels if k["release_sys"] and k["kernel"] not in puts} == stores
+
+
+def test_one_node_sparse_all_reduce_has_no_nvshmem(compiled) -> None:
+    """All that it launches: its own kernels, and the exchange of lists."""
+    one_node = [k for k in compiled["sparse"] if k["kernel"] not in ("reduce_nodes", "reduce_nodes_of_single")]
+    one_node = [k for k in one_node if k["kernel"] not in ("forward", "meet_nodes")]
+    assert {"write_list", "copy_list", "plan", "combine", "reduce", "meet", "merge"} <= {k["kernel"] for k in one_node}
+    assert [k for k in one_node if k["calls"] or k["needs"]] == []
+    (exchange,) = compiled["exchange"]
+    assert exchange["counted"]
+    assert exchange["calls"] == []
+    assert not exchange["needs"]
 
 
 def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
@@ -136,13 +151,10 @@ def test_reduce_scatter_compiles_without_spills_and_needs_nvshmem_for_puts_only(
 
 def test_reduce_scatter_moves_16_bytes_at_a_time_and_fuses_nothing(compiled) -> None:
     """A product that is fused with the addition of 0 which was to make +0.0 of -0.0 stays -0.0."""
-    aligned = [k for k in compiled["reduce_scatter"] if k["aligned"]]
-    unaligned = [k for k in compiled["reduce_scatter"] if not k["aligned"] and k["kernel"] == "reduce_scatter_direct"]
-    assert aligned
-    assert unaligned
-    for kernel in aligned:
-        assert kernel["wide_loads"] > unaligned[0]["wide_loads"], kernel
-        assert kernel["wide_stores"] > unaligned[0]["wide_stores"], kernel
+    direct = [k for k in compiled["reduce_scatter"] if k["kernel"] == "reduce_scatter_direct"]
+    assert direct
+    for kernel in direct:  # a load for each of 8 ranks and a store, besides the 4 of each that copy_block has
+        assert (kernel["wide_loads"], kernel["wide_stores"]) == (12, 5), kernel
     assert [k for k in compiled["reduce_scatter"] if k["fused"]] == []
 
 
@@ -156,6 +168,12 @@ def test_a_maximum_propagates_nan(compiled) -> None:
 def test_reduce_scatter_is_compiled_once_for_all_ranks(compiled) -> None:
     forms = compiled["reduce_scatter_forms"]
     assert forms == {"reduce_scatter_direct": 1, "reduce_scatter_puts": 1, "reduce_scatter_ll": 1}
+
+
+def test_the_maximum_propagates_nan(compiled) -> None:
+    """Which the interpreter's does whatever it is asked for."""
+    (merge,) = [k for k in compiled["sparse"] if k["kernel"] == "merge" and k["arch"] == 90]
+    assert merge["nan_max"] > 0
 
 
 def test_kernels_of_the_signal_benchmark(compiled) -> None:

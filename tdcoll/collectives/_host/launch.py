@@ -17,12 +17,13 @@ from itertools import compress
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
 
 from tdcoll.language import INTERPRETED
 
-__all__ = ["Launch", "Launcher"]
+__all__ = ["Launch", "Launcher", "Packed"]
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 """``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``."""
@@ -69,6 +70,21 @@ def _number(value: Any) -> int:
     return value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
 
 
+class Packed:
+    """A tuple that many launches take as one argument, taken apart once.
+
+    Attributes:
+        whole: the tuple.
+        numbers: what the driver reads of it: addresses and whole numbers, its constants left out.
+    """
+
+    __slots__ = ("numbers", "whole")
+
+    def __init__(self, whole: tuple[Any, ...]) -> None:
+        self.whole = whole
+        self.numbers = [_number(value) for _, value in _leaves("", whole) if not isinstance(value, tl.constexpr)]
+
+
 class _Prepared:
     """A compiled kernel and its parameters. Not for two threads at once: they would share the parameters.
 
@@ -80,15 +96,23 @@ class _Prepared:
     Attributes:
         slots: the parameters, 64 bits each, of which the driver reads as many as the parameter has: the low ones.
         place: index in ``slots`` by name, ``tuple.field`` for one of a tuple.
-        passed: of the arguments, with those of tuples one by one, which are parameters; the others are constants.
+        passed: of the arguments, with those of tuples one by one and without ``tl.constexpr`` in them, which are
+            parameters; the others are constants.
         all_passed: none but the constants of the kernel's text, which come last, are constants.
     """
 
     def __init__(self, compiled: CompiledKernel, arguments: Mapping[str, Any], grid: tuple[int, int, int]) -> None:
         _ = compiled[grid]  # loads it
         metadata, signature = compiled.metadata, compiled.src.signature
-        kinds = [leaf for name in arguments for leaf in _leaves(name, signature[name])]
-        values = [value for name in arguments for _, value in _leaves(name, arguments[name])]
+        leaves = [
+            (name, kind, value)
+            for argument in arguments
+            for (name, kind), (_, value) in zip(
+                _leaves(argument, signature[argument]), _leaves(argument, arguments[argument]), strict=True
+            )
+            if not isinstance(value, tl.constexpr)
+        ]
+        kinds, values = [(name, kind) for name, kind, _ in leaves], [value for _, _, value in leaves]
         self.passed = [kind != "constexpr" for _, kind in kinds]
         self.all_passed = all(passed or name.isupper() for passed, (name, _) in zip(self.passed, kinds, strict=True))
         self.place = {name: i for i, (name, _) in enumerate(compress(kinds, self.passed))}
@@ -257,10 +281,11 @@ class Launcher:
 
         Args:
             programs: of the grid's first dimension, or first two.
-            arguments: tensors, addresses and whole numbers, in the order of the kernel's parameters.
+            arguments: tensors, addresses, whole numbers and :class:`Packed` tuples of these, in the order of the
+                kernel's parameters.
             constants: its last parameters, ``tl.constexpr`` all.
             variant: whatever else the compiled code depends on: the dtypes of tensors whose dtype may differ from call
-                to call, alignment, and the values of integers that the kernel specialises on.
+                to call, alignment, the values of integers that the kernel specialises on, and constants in tuples.
 
         Raises:
             TypeError: as for :class:`Launch`.
@@ -270,14 +295,19 @@ class Launcher:
         ready = self._ready.get(key)
         if ready is not None and not _hooked():
             # Triton asks the driver about every tensor, which takes longer than the launch; not about addresses.
-            values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+            values: list[int] = []
+            for argument in arguments:
+                if isinstance(argument, Packed):
+                    values += argument.numbers
+                else:
+                    values.append(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
             if not ready.all_passed:
                 values = list(compress(values, ready.passed))
             ready.slots[: len(values)] = values
             ready.config.grid = grid
             ready.launch(torch._C._cuda_getCurrentRawStream(self._device))
             return
-        given = (*arguments, *constants)
+        given = (*(a.whole if isinstance(a, Packed) else a for a in arguments), *constants)
         if len(given) != len(kernel.arg_names):
             raise TypeError(
                 f"{kernel.__name__} has {len(kernel.arg_names)} parameters and was given {len(given)} arguments"

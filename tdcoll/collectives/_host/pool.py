@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from tdcoll.capture import refuse
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.errors import HeapExhaustedError
 from tdcoll.runtime import Runtime
 
 __all__ = ["Pool", "on"]
@@ -72,11 +73,12 @@ class Pool:
             return True
         if self.limit is not None and nbytes > self.limit:
             return False
-        if self._owner.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ContextError(
-                f"{self._operation}: {nbytes} bytes per rank need a larger context, which cannot be made while a CUDA "
-                "graph is captured; make one call of this size before"
-            )
+        refuse(
+            self._owner.device,
+            self._operation,
+            f"{nbytes} bytes per rank need a larger context, which cannot be made while a CUDA graph is captured; make "
+            "one call of this size before",
+        )
         self._before()
         try:
             self.context = self._larger(old, nbytes)

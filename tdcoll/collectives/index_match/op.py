@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from tdcoll import arguments
+from tdcoll.capture import capturing, refuse
 from tdcoll.collectives._host.launch import Launcher
 from tdcoll.collectives.index_match import kernels
 from tdcoll.collectives.index_match.policy import METHODS, bitmap_words, choose_method, entries_bytes
-from tdcoll.errors import ContextError
 from tdcoll.language import INTERPRETED
 
 __all__ = ["Directory", "IndexMatch", "match_indices", "match_lists"]
@@ -149,15 +149,13 @@ class Directory:
         elif self.device.type == "cuda":
             tensor.record_stream(torch.cuda.current_stream(self.device))
 
-    def _capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
     def _refuse_capture(self, num_rows: int) -> None:
-        if self._capturing():
-            raise ContextError(
-                f"index matching for {num_rows} rows needs more memory, which cannot be allocated while a CUDA graph "
-                "is captured; make one call with this number of rows before"
-            )
+        refuse(
+            self.device,
+            "index matching",
+            f"{num_rows} rows need more memory, which cannot be allocated while a CUDA graph is captured; make one "
+            "call with this number of rows before",
+        )
 
     def build(self, lists: torch.Tensor, signature: int, num_rows: int | None = None) -> None:
         """Make the directory of ``lists``: four launches on the current stream; no synchronisation.
@@ -187,7 +185,7 @@ class Directory:
                 f"lists must be int64 [{self.world}, {_HEADER + self.capacity} or more] on {self.device}, contiguous "
                 f"within a list; got {lists.dtype} {list(lists.shape)} on {lists.device}, strides {lists.stride()}"
             )
-        if self._capturing():
+        if capturing(self.device):
             self._captured = True
         world, capacity, words, status = self.world, self.capacity, self.words, self.status
         stride, totals, union = lists.stride(0), self._totals, self.union

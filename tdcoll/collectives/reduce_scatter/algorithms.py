@@ -12,9 +12,7 @@ import triton.language as tl
 from tdcoll.collectives._host.algorithm import Algorithm, Planned, local_peers, make_routes, on_device, successors
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.plan import LL_WORD_BYTES, Facts
-from tdcoll.collectives.reduce_scatter.kernels_direct import reduce_scatter_direct
-from tdcoll.collectives.reduce_scatter.kernels_ll import reduce_scatter_ll
-from tdcoll.collectives.reduce_scatter.kernels_puts import Nodes, reduce_scatter_puts
+from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_ll, kernels_puts
 from tdcoll.collectives.reduce_scatter.policy import POLICY
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.puts import Routes
@@ -47,11 +45,11 @@ def _routes(ctx: CollectiveContext) -> Routes:
     return make_routes(ctx, local, [rank for rank in successors(ctx.topology) if rank not in local])
 
 
-def _nodes(ctx: CollectiveContext) -> Nodes:
+def _nodes(ctx: CollectiveContext) -> kernels_puts.Nodes:
     begins, ranks = [0], [rank for members in ctx.topology.members for rank in members]
     for members in ctx.topology.members:
         begins.append(begins[-1] + len(members))
-    return Nodes(torch.tensor(begins + ranks, dtype=torch.int32, device=ctx.device), ctx.topology.n_nodes)
+    return kernels_puts.Nodes(torch.tensor(begins + ranks, dtype=torch.int32, device=ctx.device), ctx.topology.n_nodes)
 
 
 def _tables(call: Planned) -> dict[str, Any]:
@@ -79,17 +77,17 @@ REDUCE_SCATTER = Collective(
     POLICY,
     {
         "ll": Algorithm(
-            kernel=lambda call: reduce_scatter_ll,
+            kernel=lambda call: kernels_ll.reduce_scatter_ll,
             programs=lambda call: call.plan.channels * call.ctx.world_size,
             values=lambda call: {**_arithmetic(call), "BLOCK": call.plan.chunk // LL_WORD_BYTES},
         ),
         "direct": Algorithm(
-            kernel=lambda call: reduce_scatter_direct,
+            kernel=lambda call: kernels_direct.reduce_scatter_direct,
             programs=lambda call: call.plan.channels * (call.ctx.world_size - 1 + _reducers(call)),
             values=_sums,
         ),
         "1d": Algorithm(
-            kernel=lambda call: reduce_scatter_puts,
+            kernel=lambda call: kernels_puts.reduce_scatter_puts,
             programs=lambda call: call.plan.channels * (call.ctx.world_size - 1 + _reducers(call)),
             values=lambda call: {**_sums(call), **_tables(call)},
         ),

@@ -1,5 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse all-reduce: the sum over the ranks of tensors that have few of their rows."""
+"""Sparse all-reduce: the sum over the ranks of tensors that have few of their rows.
+
+Every row is reduced by one of the ranks that have it. One call, step by step; each line is one launch, on every rank,
+in the order of its stream. ``lists``, ``out`` and ``stage`` are symmetric memory of a :class:`SparseContext`, the rest
+is this GPU's own::
+
+    pack       own ids --sorted, each once--> lists[rank], with a header that says how many
+    exchange   lists[rank] --counted all-gather in place--> lists[rank] on every rank                     epoch e
+    directory  lists --> the union, and where each id is in each list (tdcoll.collectives.index_match)
+    plan       own ids, directory --> who reduces each of my rows: work lists
+    combine    rows that I have several times, or that another rank reduces: sum --> stage[position in lists[rank]]
+               (two more launches if there may be more than PIECE rows of one id)
+    reduce     rows that I reduce: own row, stage[...] of the others --sum in rank order--> out[union position] of all
+                                                                                                          epoch e + 1
+    meet       nothing moves                                                                              epoch e + 2
+
+With few rows (gather) they travel behind the ids in ``lists``, and each rank sums all of them itself: *merge* comes
+after *directory*, and the rest is left out. Over several nodes *reduce* is one launch and one epoch for each node, and
+*forward* one more.
+
+The kernels, their signal maps and orders: ``kernels_lists`` (pack and plan), ``kernels_values`` (combine),
+``kernels_reduce`` (reduce and meet, in one node, by stores), ``kernels_nodes`` (the same over several, by puts between
+them), ``kernels_merge`` (few rows, and results of fixed size). The exchange is the
+all-gather in place: by stores in one node (:mod:`tdcoll.collectives.all_gather.kernels_direct`), else by puts.
+
+Why the memory may be used again: when *exchange* of the next call is complete here, every rank has begun that call, so
+it is done with the results of this one (the caller's work on its stream included) and with everybody's ``stage``. The
+exchange itself lets nobody write into ``lists`` of a rank that has not begun. So one ``lists``, one ``stage`` and one
+``out`` are enough.
+
+Accumulation is in fp32 for fp16 and bf16, rounded when a partial result is stored: once where a rank has a row several
+times, once per node, once at the end. Every rank gets the bits of the one that reduced the row. No result is -0.0, also
+of a row that only one rank has (:mod:`tdcoll.primitives.reduce`).
+"""
 
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.op import (

@@ -12,9 +12,15 @@ from typing import Any
 import torch
 import triton
 
-from tdcoll.collectives.all_gather.op import exchange_counted
+from tdcoll.collectives.all_gather import exchange_counted
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce import kernels
+from tdcoll.collectives.sparse_all_reduce import (
+    kernels_lists,
+    kernels_merge,
+    kernels_nodes,
+    kernels_reduce,
+    kernels_values,
+)
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.policy import Counts, choose, may_be_dense, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Rows
@@ -40,46 +46,23 @@ class _Kind:
     """What calls of one kind on a context have in common, which the host need not find out again.
 
     Attributes:
-        algorithm, too_wide, tiles, own: as in :class:`Call`.
+        algorithm, too_wide, tiles, lists: as in :class:`Call`.
         arguments: of all kernels, by the names of their parameters, as far as they are the same.
         seed: of the signature.
     """
 
     def __init__(self, ctx: SparseContext, rows: Rows, op: str, wanted: str, dense_allowed: bool) -> None:
-        dtype, tables, topology = rows.values.dtype, ctx.tables, ctx.topology
+        dtype = rows.values.dtype
         self.too_wide = rows.row_bytes > ctx.max_row_bytes
         self.algorithm = _choose(ctx, rows, wanted, dense_allowed, None)
-        lists = ctx.lists(with_rows=self.algorithm == "gather")
-        self.own = lists[ctx.rank]
+        self.lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.seed = zlib.crc32(repr((rows.num_rows, rows.shape, str(dtype), op, wanted, dense_allowed)).encode())
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)
-        signals, control, monitor = ctx.collective_words
         self.arguments = {
-            "lists": lists,
-            "own": self.own,
-            "work": ctx.work,
-            "counters": ctx.counters,
-            "targets": ctx.targets,
-            "mates": tables.mates,
-            "stages": tables.stages,
-            "outs": tables.outs,
-            "pes": tables.pes,
-            "nodes": tables.nodes,
-            "node_begins": tables.node_begins,
-            "node_ranks": tables.node_ranks,
-            "signals": signals,
-            "control": control,
-            "monitor": monitor,
-            "slot_signals": ctx.slot_signals,
-            "stride": lists.shape[1],
-            "capacity": ctx.max_rows_per_rank,
-            "max_union": ctx.max_union_rows,
+            "memory": ctx.memory,
+            "nodes": ctx.nodes,
+            "g": ctx.group,
             "num_rows": rows.num_rows,
-            "rank": ctx.rank,
-            "world": ctx.world_size,
-            "n_mates": tables.mates.shape[0],
-            "node": topology.node,
-            "n_nodes": topology.n_nodes,
             "row_elements": rows.elements,
             "row_bytes": rows.row_bytes,
             "REPEATED": not rows.coalesced,
@@ -122,14 +105,14 @@ def _choose(ctx: SparseContext, rows: Rows, wanted: str, dense_allowed: bool, co
 
 
 class Call:
-    """One sparse all-reduce on one rank: its launches, in the order of the docstring of ``kernels``.
+    """One sparse all-reduce on one rank: its launches, in the order that the package's docstring draws.
 
     Attributes:
         algorithm: the choice that the context's capacity and the shape allow; see :attr:`decides_late`.
         too_wide: rows are over the context's bytes. They take part in the exchange, which shows whether all ranks have
             such rows, and move no further.
         tiles: how kernels that move rows cut them.
-        own: this rank's list.
+        lists: int64 ``[world, stride]``: every rank's list.
         directory: of the lists of all ranks, after :meth:`match`.
     """
 
@@ -137,7 +120,7 @@ class Call:
         self.ctx, self.rows, self.op, self.wanted = ctx, rows, op, algorithm
         self._dense_allowed = _process_group(ctx) is not None
         kind = _kind(ctx, rows, op, algorithm, self._dense_allowed)
-        self.algorithm, self.too_wide, self.tiles, self.own = kind.algorithm, kind.too_wide, kind.tiles, kind.own
+        self.algorithm, self.too_wide, self.tiles, self.lists = kind.algorithm, kind.too_wide, kind.tiles, kind.lists
         self.directory = directory = ctx.directory(rows.num_rows)
         # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
         self._signature = zlib.crc32(b"%d" % ctx.exchanges, kind.seed) >> 1
@@ -149,14 +132,10 @@ class Call:
             "begins": rows.indices,
             "n": rows.indices.shape[0],
             "signature": self._signature,
-            "union": directory.union,
-            "entries": directory.entries,
-            "status": directory.status,
-            "words": directory.words,
-            "SEARCH": directory.search,
+            "index": ctx.index(rows.num_rows, with_rows=kind.algorithm == "gather"),
         }
-        self.variant = (rows.values.dtype, rows.elements, rows.values.data_ptr() % 16)
-        """What Triton specialises kernels on, besides their constants."""
+        self.variant = (rows.values.dtype, rows.elements, rows.values.data_ptr() % 16, directory.search)
+        """What Triton specialises kernels on, besides the constants that are parameters."""
 
     def choose(self, counts: Counts | None) -> str:
         """The algorithm, given the counts of this call if they are known."""
@@ -198,32 +177,32 @@ class Call:
         with_rows = self.algorithm == "gather" and not self.too_wide
         row_bytes = rows.row_bytes if with_rows else 0
         if rows.coalesced:
-            self.launch(kernels.copy_list, blocks, ids=rows.indices, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
+            self.launch(kernels_lists.copy_list, blocks, ids=rows.indices, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
         else:
             ids, known["order"] = torch.sort(rows.indices, stable=True)
             known["begins"] = torch.empty(n + 1, dtype=torch.int64, device=ctx.device)
             totals = torch.empty(blocks, dtype=torch.int32, device=ctx.device)
-            self.launch(kernels.count_first, blocks, ids=ids, totals=totals, BLOCK=_IDS_BLOCK)
-            self.launch(kernels.write_list, blocks, ids=ids, totals=totals, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
+            self.launch(kernels_lists.count_first, blocks, ids=ids, totals=totals, BLOCK=_IDS_BLOCK)
+            self.launch(kernels_lists.write_list, blocks, ids=ids, totals=totals, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
         if with_rows:
             self._combine(0, everything=True)
         ctx.exchanges += 1
         if ctx.world_size > 1:
-            exchange_counted(ctx.collective, known["lists"].data_ptr(), 8 * known["stride"])
-        self.directory.build(known["lists"], self._signature, rows.num_rows)
+            exchange_counted(ctx.collective, self.lists.data_ptr(), 8 * self.lists.shape[1])
+        self.directory.build(self.lists, self._signature, rows.num_rows)
 
     def _combine(self, target: int, everything: bool) -> None:
-        rows, piece = self.rows, kernels.PIECE.value
+        rows, piece = self.rows, kernels_values.PIECE.value
         n = rows.indices.shape[0]
-        self.launch(kernels.combine, self.workers(n), target=target, ALL=everything)
+        self.launch(kernels_values.combine, self.workers(n), target=target, ALL=everything)
         if rows.coalesced or n <= piece:
             return
         pieces = n // piece + 1
         partial = torch.empty(
             (2 * pieces, rows.elements), dtype=ACCUMULATORS[rows.values.dtype], device=self.ctx.device
         )
-        self.launch(kernels.sum_pieces, (min(16, pieces), min(32, pieces)), partial=partial)
-        self.launch(kernels.sum_partial, self.workers(pieces), target=target, partial=partial)
+        self.launch(kernels_values.sum_pieces, (min(16, pieces), min(32, pieces)), partial=partial)
+        self.launch(kernels_values.sum_partial, self.workers(pieces), target=target, partial=partial)
 
     def move(self, algorithm: str) -> torch.Tensor:
         """The rows of the union ``-> [max_union, *shape]``, of which the first are theirs."""
@@ -237,24 +216,26 @@ class Call:
         nothing moves where the lists are not valid."""
         ctx = self.ctx
         n = min(self.rows.indices.shape[0], ctx.max_rows_per_rank)
-        self.launch(kernels.plan, max(1, -(-n // _PLAN_BLOCK)), BLOCK=_PLAN_BLOCK)
+        self.launch(kernels_lists.plan, max(1, -(-n // _PLAN_BLOCK)), BLOCK=_PLAN_BLOCK)
         self._combine(ctx.stage_address, everything=False)
         announcers = ctx.world_size - 1
         if ctx.topology.n_nodes == 1:
-            self.launch(kernels.reduce, announcers + self.workers(-(-n // self.tiles.rows)))
+            self.launch(kernels_reduce.reduce, announcers + self.workers(-(-n // self.tiles.rows)))
+            meet = kernels_reduce.meet
         else:
-            kernel = kernels.reduce_nodes_of_single if self.rows.elements == 1 else kernels.reduce_nodes
+            kernel = kernels_nodes.reduce_nodes_of_single if self.rows.elements == 1 else kernels_nodes.reduce_nodes
             for step in range(ctx.topology.n_nodes):
                 self.launch(kernel, announcers + self.workers(n), step=step)
-            self.launch(kernels.forward, announcers + self.workers(ctx.max_union_rows))
+            self.launch(kernels_nodes.forward, announcers + self.workers(ctx.max_union_rows))
+            meet = kernels_nodes.meet_nodes
         if ctx.world_size > 1:
-            self.launch(kernels.meet, ctx.world_size)
+            self.launch(meet, ctx.world_size)
 
     def _merge(self) -> torch.Tensor:
         ctx, rows = self.ctx, self.rows
         out = torch.empty((ctx.max_union_rows, *rows.shape), dtype=rows.values.dtype, device=ctx.device)
         if rows.elements:
-            self.launch(kernels.merge, self.workers(-(-ctx.max_union_rows // self.tiles.rows)), out=out)
+            self.launch(kernels_merge.merge, self.workers(-(-ctx.max_union_rows // self.tiles.rows)), out=out)
         return out
 
     def status(self) -> Callable[[], Status]:
@@ -263,7 +244,7 @@ class Call:
         words = ctx.status_words
         words[:8].copy_(self.directory.status, non_blocking=True)
         if self.decides_late:  # how many rows this rank brings after duplicates are summed: for the dense way
-            words[8:].copy_(self.own[1:2], non_blocking=True)
+            words[8:].copy_(self.lists[ctx.rank, 1:2], non_blocking=True)
         event = ctx.status_event
         if event is not None:
             event.record()
@@ -286,8 +267,8 @@ class Call:
         if self.op == "mean":
             parts = parts / self.ctx.world_size
         table = torch.full((rows.num_rows, rows.elements), _neutral(self.op, wide), dtype=wide, device=ctx.device)
-        begin = kernels.HEADER.value
-        table.index_copy_(0, self.own[begin : begin + own], parts)
+        begin = kernels_lists.HEADER.value
+        table.index_copy_(0, self.lists[ctx.rank, begin : begin + own], parts)
         dist, group = torch.distributed, _process_group(ctx)
         operation = {"max": "MAX", "min": "MIN", "prod": "PRODUCT"}.get(self.op, "SUM")
         lossy = self.op in ("max", "min") and wide.is_floating_point  # whether they keep NaN is up to the backend

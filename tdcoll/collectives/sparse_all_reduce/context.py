@@ -8,12 +8,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from tdcoll import arguments, runtime
-from tdcoll.collectives._host.launch import Launcher
+from tdcoll.capture import refuse
+from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
-from tdcoll.collectives.sparse_all_reduce.kernels import HEADER, LISTS
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LISTS, Index, Memory, Nodes
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
@@ -54,22 +56,24 @@ def _areas(world: int, rows: int, row_bytes: int, union: int) -> tuple[int, int,
     return world * _list_bytes(rows), _up(union * row_bytes, 16) + 16 * world, _up(rows * row_bytes, 16)
 
 
-class _Tables:
-    """What the kernels read of the topology, on the device; made once per area."""
+def _nodes(topology: Topology, device: torch.device) -> Nodes:
+    """Who is where, on the device."""
 
-    def __init__(self, topology: Topology, stages: list[int], outs: list[int], device: torch.device) -> None:
-        def table(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+    def table(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
 
-        begins = [0]
-        for members in topology.members:
-            begins.append(begins[-1] + len(members))
-        self.pes = table(list(topology.pes), torch.int32)
-        self.stages, self.outs = table(stages, torch.int64), table(outs, torch.int64)
-        self.mates = table(list(topology.members[topology.node]), torch.int32)
-        self.nodes = table(list(topology.nodes), torch.int32)
-        self.node_begins = table(begins, torch.int32)
-        self.node_ranks = table([rank for members in topology.members for rank in members], torch.int32)
+    begins = [0]
+    for members in topology.members:
+        begins.append(begins[-1] + len(members))
+    return Nodes(
+        table(list(topology.pes)),
+        table(list(topology.nodes)),
+        table(begins),
+        table([rank for members in topology.members for rank in members]),
+        topology.node,
+        topology.n_nodes,
+        topology.world_size,
+    )
 
 
 class SparseContext:
@@ -147,6 +151,10 @@ class SparseContext:
         device = self.collective.device
         cuda = device.type == "cuda"
         self.launch = Launcher()
+        self.group = Packed(self.collective.device_group)
+        """The ranks, the epoch and the signals, for kernels."""
+        self.nodes = Packed(_nodes(self.collective.topology, device))
+        """Who is where, for kernels."""
         most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.most_programs = most if max_programs is None else min(most, max_programs)
         owner, pes = self.collective.job, self.collective.topology.pes
@@ -204,16 +212,22 @@ class SparseContext:
             base + offset if here and (base := owner.heap.peer_base(pe)) else 0
             for pe, here in zip(pes, local, strict=True)
         ]
-        self.tables = _Tables(
-            context.topology,
-            [base + self._stage_at if base else 0 for base in bases],
-            [base + self._out_at if base else 0 for base in bases],
-            device,
+        stages, outs = (
+            torch.tensor([base + at if base else 0 for base in bases], dtype=torch.int64, device=device)
+            for at in (stage_at, out_at)
         )
-        self.work = torch.empty((LISTS.value, rows), dtype=torch.int32, device=device)
-        self.counters = torch.zeros(LISTS.value, dtype=torch.int32, device=device)
-        self.targets = torch.empty(rows, dtype=torch.int32, device=device)
+        self.memory = Packed(
+            Memory(
+                stages,
+                outs,
+                torch.empty((LISTS.value, rows), dtype=torch.int32, device=device),
+                torch.zeros(LISTS.value, dtype=torch.int32, device=device),
+                torch.empty(rows, dtype=torch.int32, device=device),
+            )
+        )
+        """Where rows lie, and the work lists; for kernels."""
         self._directory: Directory | None = None
+        self._index: tuple[Hashable, Packed] | None = None
         reachable = all(base for base, here in zip(bases, local, strict=True) if here)
         if not all(owner.exchange(pes, "peers reachable", reachable)):
             raise ContextError(
@@ -296,21 +310,29 @@ class SparseContext:
         self._directory.prepare(num_rows)
         return self._directory
 
+    def index(self, num_rows: int, with_rows: bool) -> Packed:
+        """The ids of all ranks, for kernels: :meth:`lists`, and the :meth:`directory` of a table of ``num_rows``."""
+        directory, key = self.directory(num_rows), (num_rows, with_rows)
+        if self._index is None or self._index[0] != key:
+            lists = self.lists(with_rows)
+            made = Index(
+                lists,
+                directory.entries,
+                directory.union,
+                directory.status,
+                stride=lists.shape[1],
+                capacity=self.max_rows_per_rank,
+                words=directory.words,
+                max_union=self.max_union_rows,
+                search=tl.constexpr(directory.search),
+            )
+            self._index = key, Packed(made)
+        return self._index[1]
+
     @property
     def captured(self) -> bool:
         """Whether a call was captured: then a CUDA graph may still use the memory."""
         return self.collective.captured
-
-    @property
-    def collective_words(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Signals, control word and monitor, as kernels take them."""
-        context = self.collective
-        return context.signals, context.control, context.monitor.words
-
-    @property
-    def slot_signals(self) -> int:
-        """Signals of one slot."""
-        return self.collective.signals[0].numel()
 
     @property
     def stage_address(self) -> int:
@@ -323,13 +345,13 @@ class SparseContext:
         Raises:
             ContextError: what comes next compiles kernels, which a graph that is being captured cannot hold.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if kind not in self._eager:
-                raise ContextError(
-                    f"{operation}: the first call of a kind on a context compiles kernels, which a CUDA graph cannot "
-                    "capture; make one such call, on every rank, before capturing"
-                )
-        else:
+        if kind not in self._eager:
+            refuse(
+                self.device,
+                operation,
+                "the first call of a kind on a context compiles kernels, which a CUDA graph cannot capture; make one "
+                "such call, on every rank, before capturing",
+            )
             self._eager.add(kind)
 
     def __repr__(self) -> str:

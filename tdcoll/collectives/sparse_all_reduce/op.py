@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from tdcoll import arguments, runtime
+from tdcoll.capture import refuse
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce import kernels
+from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.borrowed import lend
 from tdcoll.collectives.sparse_all_reduce.call import Call, Status
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
@@ -71,12 +72,13 @@ def _default_context(values: Any, num_rows: Any) -> SparseContext:
     return found
 
 
-def _refuse_capture(operation: str) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ContextError(
-            f"{operation}: the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
-            "sparse_all_reduce_padded"
-        )
+def _refuse_capture(ctx: SparseContext | None, operation: str) -> None:
+    refuse(
+        runtime.current().device if ctx is None else ctx.device,
+        operation,
+        "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
+        "sparse_all_reduce_padded",
+    )
 
 
 def _begin(
@@ -244,10 +246,10 @@ def sparse_all_reduce(
         TypeError, ValueError: an argument is not as described, or (on all ranks) an index of a rank is out of range.
 
     Algorithm: reduction of each row by one of its contributors, chosen by hash; see
-    :mod:`tdcoll.collectives.sparse_all_reduce.kernels`.
+    :mod:`tdcoll.collectives.sparse_all_reduce`.
     """
-    _refuse_capture("sparse_all_reduce")
     ctx = _context(ctx)
+    _refuse_capture(ctx, "sparse_all_reduce")
     if ctx is None:
         is_sparse = isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
         ctx = _default_context(*((tensor.detach()._values(), tensor.shape[0]) if is_sparse else (None, None)))
@@ -288,8 +290,8 @@ def sparse_all_reduce_rows(
         As :func:`sparse_all_reduce`.
     """
     name = "sparse_all_reduce_rows"
-    _refuse_capture(name)
     ctx = _context(ctx)
+    _refuse_capture(ctx, name)
     if ctx is None:
         ctx = _default_context(values, num_rows)
     facts = _facts(values, row_shape=getattr(values, "shape", ())[1:], num_rows=num_rows)
@@ -344,14 +346,14 @@ def sparse_all_reduce_padded(
     if rows.row_bytes > ctx.max_row_bytes:
         _raise_too_wide(name, ctx, rows)
     call = Call(ctx, rows, op, algorithm)
-    pieces = not coalesced and rows.indices.shape[0] > kernels.PIECE.value
+    pieces = not coalesced and rows.indices.shape[0] > kernels_values.PIECE.value
     ctx.allow_capture((name, call.variant, op, call.algorithm, call.directory.search, coalesced, pieces), name)
     call.match()
     padded = call.move(call.algorithm)
     union = torch.empty(ctx.max_union_rows, dtype=torch.int64, device=ctx.device)
     count = torch.empty(1, dtype=torch.int64, device=ctx.device)
     programs = call.workers(-(-ctx.max_union_rows // call.tiles.rows))
-    call.launch(kernels.pad, programs, indices=union, values=padded, count=count, remembered=ctx.remembered)
+    call.launch(kernels_merge.pad, programs, indices=union, values=padded, count=count, remembered=ctx.remembered)
     ctx.explain = lambda: _explain(ctx, name)
     return PaddedRows(union, _lend(ctx, name, padded), count)
 

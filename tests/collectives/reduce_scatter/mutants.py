@@ -144,7 +144,11 @@ MUTANTS = [
             "tl.load(nodes.table + node)",
             "tl.load(nodes.table + (node + g.rank) % nodes.n_nodes)",
         )
-        + to(REDUCE_NODES, "tl.load(nodes.table + node + 1)", "tl.load(nodes.table + (node + g.rank) % nodes.n_nodes + 1)"),
+        + to(
+            REDUCE_NODES,
+            "tl.load(nodes.table + node + 1)",
+            "tl.load(nodes.table + (node + g.rank) % nodes.n_nodes + 1)",
+        ),
         WRONG,
         "puts",
         # Two numbers are summed alike in either order.

@@ -1,26 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse all-reduce's kernels with one protection or one rule less: what the simulator must catch.
-
-A mutant is the source of its kernels, or of those of the exchange, with one piece replaced, loaded as a module of its
-own.
-"""
+"""The sparse all-reduce's kernels with one protection or one rule less: what the simulator must catch."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from kernel_mutants import Change
-from kernel_mutants import installed as changed
-
-from tdcoll.collectives.sparse_all_reduce import call as sparse_call
 
 from ..all_gather import mutants as all_gather
 from ..all_gather.mutants import at_once, to
@@ -37,31 +24,19 @@ class Mutant:
 
     Attributes:
         name: what is missing.
-        pieces: replacements in the source; each must occur exactly once.
+        changes: to the kernels, those of the exchange, or device functions that they call.
         expect: regular expression that the report of some seed must match: what goes wrong, and not just that it does.
         case: what shows it.
         world: arguments of ``World``.
         seeds: how many, from 0, at the most.
-        changes: to device functions, or to the all-gather's kernels.
     """
 
     name: str
-    pieces: tuple[tuple[str, str], ...]
+    changes: tuple[Change, ...]
     expect: str
     case: Reduces = ANY
     world: dict[str, Any] = field(default_factory=lambda: {"n_pes": 4})
     seeds: int = 20
-    changes: tuple[Change, ...] = ()
-
-    def source(self) -> str:
-        """What the kernels become."""
-        module = sparse_call.kernels
-        source = Path(str(module.__file__)).read_text()
-        for old, new in self.pieces:
-            found = source.count(old)
-            assert found == 1, f"mutant {self.name}: {module.__name__} holds {old!r} {found} times, not once"
-            source = source.replace(old, new)
-        return source
 
 
 WRONG_ROWS = r"AssertionError: rank \d+, call \d+ \([og]\): \d+ wrong rows"
@@ -109,80 +84,83 @@ REPEATED = Reduces("og", (300,), 2, shape=(2,), data=_many_times)
 TWO_NODES = {"n_pes": 4, "ranks_per_node": 2}
 THREE_NODES = {"n_pes": 3, "ranks_per_node": 1}
 
-# ---------------------------------------------------------------------- pieces
+# ---------------------------------------------------------------------- changes
 
-WAIT = "tdl.wait_signals(begun, world, rank, tdl.CMP_GE, epoch, monitor, WAITED)"
-NO_WAIT = WAIT.replace("epoch", "0")
-IN_REDUCE = f"            if {WAIT} != 0:\n"
-IN_MEET = f"    else:\n        {WAIT}\n"
-IN_NODES = f"    elif {WAIT} != 0:\n        worker"
-IN_FORWARD = f"    elif {WAIT} != 0:\n        out"
-HAND_ON = "_hand_on(out, {}, row_bytes, outs, rank, node, node_begins, node_ranks)\n"
-SIGNAL = "tdl.signal_block(begun + rank, epoch, tdl.SIGNAL_SET, tl.load(pes + (rank + 1 + program) % world))"
-HAVE = "have += (match.find(ids, tl.load(mates + m), lists"
-IN_RANK_ORDER = "for q in tl.range(0, world):\n                            if q == rank:\n"
-IN_TURNED_ORDER = (
-    "for i in tl.range(0, world):\n                            q = (rank + i) % world\n"
-    "                            if q == rank:\n"
-)
-IN_MERGE = "                for q in tl.range(0, world):\n"
-TURNED_MERGE = "                for i in tl.range(0, world):\n                    q = world - 1 - i\n"
-CROSSING = "tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(pes + {}))"
-
-
-def _unwaited(context: str) -> tuple[tuple[str, str], ...]:
-    return ((context, context.replace(WAIT, NO_WAIT)),)
-
-
+WAIT = "tdl.wait_signals(begun, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
+WAIT_NODES = WAIT.replace("g.world", "nodes.world")
+SIGNAL = "stores.release(begun + g.rank, delta, epoch)"
+SIGNAL_NODES = "tdl.signal_block(begun + g.rank, epoch, tdl.SIGNAL_SET, pe)"
+HAVE = "have += (place(index, ids, tl.load(nodes.ranks + m)) >= 0).to(tl.int32)"
+CROSSING = "tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(nodes.pes + {}))"
+HAND_ON = "_hand_on(out, {}, row_bytes, memory, nodes, g)"
 FORWARDED = HAND_ON.format("tl.cast(k, tl.int64) * row_bytes")
-FORWARDED_BEFORE = (
-    (IN_FORWARD, "    else:\n        out"),
-    (FORWARDED, f"{FORWARDED}        {WAIT}\n"),
+
+STORED = "_store_everywhere(result, at, inside, columns, memory, g, source, row_elements, ALIGNED)"
+READ_BEFORE = (
+    *to("kernels_reduce.reduce", f"{WAIT} != 0", "True"),
+    *to("kernels_reduce.reduce", STORED, f"{STORED}\n{WAIT}"),
 )
 LOOKED_BEFORE = (
-    (IN_NODES, "    else:\n        worker"),
-    ("        tdl.quiet()\n", f"        tdl.quiet()\n        {WAIT}\n"),
+    *to("kernels_nodes.reduce_nodes", f"{WAIT_NODES} != 0", "True"),
+    *to("kernels_nodes.reduce_nodes", "tdl.quiet()", f"tdl.quiet()\n{WAIT_NODES}"),
 )
-READ_BEFORE = (
-    (IN_REDUCE, "            if True:\n"),
-    (
-        "\n\n\n@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)\ndef meet(",
-        f"\n            {WAIT}\n\n\n@jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_USERS)\ndef meet(",
-    ),
+FORWARDED_BEFORE = (
+    *to("kernels_nodes.forward", f"{WAIT_NODES} != 0", "True"),
+    *to("kernels_nodes.forward", FORWARDED, f"{FORWARDED}\n{WAIT_NODES}"),
 )
 """The wait comes after the work."""
 
 MUTANTS = [
     # ------------------------------------------------------------------ one node
-    Mutant("nobody waits in reduce", _unwaited(IN_REDUCE), ANYTHING),
+    Mutant("nobody waits in reduce", at_once("kernels_reduce.reduce", WAIT), ANYTHING),
     Mutant("reduce waits after it has read", READ_BEFORE, WRONG_ROWS),
-    Mutant("meet does not wait", _unwaited(IN_MEET), WRONG_ROWS),
-    Mutant("nobody says that it has begun", ((SIGNAL, "pass"),), MISSING),
-    Mutant("signal of the epoch before", ((SIGNAL, SIGNAL.replace("epoch", "epoch - 2")),), MISSING),
+    Mutant("meet does not wait", at_once("kernels_reduce.meet", WAIT), WRONG_ROWS),
+    Mutant("nobody says that it has begun", to("kernels_reduce._announce", SIGNAL, "pass"), MISSING),
+    Mutant(
+        "signal of the epoch before",
+        to("kernels_reduce._announce", SIGNAL, SIGNAL.replace("epoch", "epoch - 2")),
+        MISSING,
+    ),
     Mutant(
         "rows that others reduce are not staged",
-        (("staged = inside & (owner != rank)", "staged = inside & (owner != owner)"),),
+        to("kernels_lists.plan", "inside & (owner != g.rank)", "inside & (owner != owner)"),
         WRONG_ROWS,
     ),
     Mutant(
         "repeated rows that I reduce are not combined",
-        (("            staged = staged | (inside & (end - begin > 1))\n", ""),),
+        to("kernels_lists.plan", "staged = staged | (inside & (end - begin > 1))", "pass"),
         WRONG_ROWS,
     ),
     Mutant(
         "the first of repeated rows stands for all",
-        (
-            (
-                "sum += tl.sum(tile.to(ACC), axis=0)",
-                "sum += tl.sum(tl.where(parts == begin, 1, 0)[:, None] * tile.to(ACC), axis=0)",
-            ),
+        to(
+            "kernels_values._sum_of",
+            "sum += tl.sum(tile.to(ACC), axis=0)",
+            "sum += tl.sum(tl.where(parts == begin, 1, 0)[:, None] * tile.to(ACC), axis=0)",
         ),
         WRONG_ROWS,
     ),
-    Mutant("the owner's own row comes first", ((IN_RANK_ORDER, IN_TURNED_ORDER),), WRONG_ROWS, FLOATS),
+    Mutant(
+        "the owner's own row comes first",
+        (
+            *to("kernels_reduce.reduce", "q == g.rank", "(g.rank + q) % g.world == g.rank"),
+            *to("kernels_reduce.reduce", "place(index, ids, q)", "place(index, ids, (g.rank + q) % g.world)"),
+            *to(
+                "kernels_reduce.reduce",
+                "tl.load(memory.stages + q)",
+                "tl.load(memory.stages + (g.rank + q) % g.world)",
+            ),
+        ),
+        WRONG_ROWS,
+        FLOATS,
+    ),
     Mutant(
         "the first part is added to zero",
-        (),
+        to(
+            "reduce.accumulate",
+            "tl.where(first, part, tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL))",
+            "tl.maximum(sum, part)",
+        ),
         WRONG_ROWS,
         Reduces("oo", (4,), 6, op="max", shape=(2,), data=_negative),
         changes=to(
@@ -193,94 +171,97 @@ MUTANTS = [
     ),
     Mutant(
         "every contributor owns the row",
-        (("owner = tl.where(has & (seen == pick), mate, owner)", "owner = tl.where(has, rank, owner)"),),
+        to("kernels_lists.plan", "tl.where(has & (seen == picked), mate, owner)", "tl.where(has, g.rank, owner)"),
         WRONG_ROWS,
     ),
-    Mutant(
-        "the mean is the sum",
-        (),
-        WRONG_ROWS,
-        MEANS,
-        changes=to("reduce.share", "part = _divided(part, world)", "pass"),
-    ),
+    Mutant("the mean is the sum", to("reduce.share", "part = _divided(part, world)", "pass"), WRONG_ROWS, MEANS),
     Mutant(
         "a row that one rank has is not divided",
-        (
-            (
-                "alone = accumulate(tl.zeros([ROWS, WIDE], ACC), share(tile, world, ACC, OP), True, OP)",
-                "alone = accumulate(tl.zeros([ROWS, WIDE], ACC), tile.to(ACC), True, OP)",
-            ),
+        to(
+            "kernels_reduce.reduce",
+            "alone = accumulate(tl.zeros([ROWS, WIDE], ACC), share(tile, g.world, ACC, OP), True, OP)",
+            "alone = accumulate(tl.zeros([ROWS, WIDE], ACC), tile.to(ACC), True, OP)",
         ),
         WRONG_ROWS,
         MEANS,
     ),
     Mutant(
         "two rows of which many are there share a partial sum",
-        (("return 2 * piece + (begin > piece * PIECE).to(tl.int64)", "return 2 * piece"),),
+        to("kernels_values._slot", "2 * piece + (begin > piece * PIECE).to(tl.int64)", "2 * piece"),
         WRONG_ROWS,
         REPEATED,
         {"n_pes": 1},
     ),
     Mutant(
         "gather: the last rank comes first",
-        ((f"{IN_MERGE}                    position", f"{TURNED_MERGE}                    position"),),
+        (
+            *to("kernels_merge.merge", "place(index, ids, q)", "place(index, ids, g.world - 1 - q)"),
+            *to("kernels_merge.merge", "end_of_ids(index, q)", "end_of_ids(index, g.world - 1 - q)"),
+        ),
         WRONG_ROWS,
         Reduces("gg", (9,), 9, shape=(2,), data=_of_any_floats),
     ),
     # ------------------------------------------------------------------ lists
     Mutant(
         "the header says the capacity",
-        (("    tl.store(own + 1, count)\n", "    tl.store(own + 1, tl.cast(capacity, tl.int64))\n"),),
+        to("kernels_lists._write_header", "tl.store(own + 1, count)", "tl.store(own + 1, index.capacity)"),
         f"{WRONG_INDICES}|{REFUSED}",
     ),
     Mutant(
         "the header's bytes leave out the header",
-        (("ids_bytes = 8 * (HEADER + kept)\n", "ids_bytes = 8 * kept\n"),),
+        to("kernels_lists._write_header", "ids_bytes = 8 * (HEADER + kept)", "ids_bytes = 8 * kept"),
         f"{WRONG_INDICES}|{REFUSED}",
         LONG_LISTS,
     ),
     Mutant(
         "an id is written as often as it is there",
-        (("return inside & ((index == 0) | (here != before)), here", "return inside, here"),),
+        to("kernels_lists._is_first", "inside & ((at == 0) | (here != before))", "inside"),
         f"{WRONG_INDICES}|{REFUSED}",
     ),
     # ------------------------------------------------------------------ several nodes
     Mutant("a node does not wait for the one before", LOOKED_BEFORE, WRONG_ROWS, world=TWO_NODES),
     Mutant("a node does not wait for the one before, one rank each", LOOKED_BEFORE, WRONG_ROWS, world=THREE_NODES),
-    Mutant("nobody waits in reduce_nodes", _unwaited(IN_NODES), ANYTHING, world=TWO_NODES),
+    Mutant(
+        "nobody waits in reduce_nodes", at_once("kernels_nodes.reduce_nodes", WAIT_NODES), ANYTHING, world=TWO_NODES
+    ),
     Mutant("the forwarder waits after it has forwarded", FORWARDED_BEFORE, WRONG_ROWS, world=TWO_NODES),
-    Mutant("nobody waits in forward", _unwaited(IN_FORWARD), ANYTHING, world=TWO_NODES),
+    Mutant("nobody waits in forward", at_once("kernels_nodes.forward", WAIT_NODES), ANYTHING, world=TWO_NODES),
+    Mutant("meet_nodes does not wait", at_once("kernels_nodes.meet_nodes", WAIT_NODES), WRONG_ROWS, world=TWO_NODES),
+    Mutant(
+        "nodes: nobody says that it has begun",
+        to("kernels_nodes._announce", SIGNAL_NODES, "pass"),
+        MISSING,
+        world=TWO_NODES,
+    ),
     Mutant(
         "contributors of all nodes pick the owner",
-        (
-            (
-                f"for m in tl.range(0, n_mates):\n            {HAVE}",
-                f"for m in tl.range(0, world):\n            {HAVE.replace('tl.load(mates + m)', 'm')}",
-            ),
+        to(
+            "kernels_lists.plan",
+            f"for m in tl.range(first, last):\n    {HAVE}",
+            f"for m in tl.range(0, g.world):\n    {HAVE.replace('tl.load(nodes.ranks + m)', 'm')}",
         ),
         WRONG_ROWS,
         world=TWO_NODES,
     ),
     Mutant(
         "what earlier nodes have summed is left out",
-        (("if earlier != 0:", "if earlier > 1:"),),
+        to("kernels_nodes.reduce_nodes", "earlier != 0", "earlier > 1"),
         WRONG_ROWS,
         ALIKE,
         TWO_NODES,
     ),
     Mutant(
         "a node adds to what it has not been given",
-        (("if earlier != 0:", "if earlier >= 0:"),),
+        to("kernels_nodes.reduce_nodes", "earlier != 0", "earlier >= 0"),
         WRONG_ROWS,
         world=TWO_NODES,
     ),
     Mutant(
         "a partial sum skips a node",
-        (
-            (
-                "tl.where(has & (number > step), tl.minimum(following, number)",
-                "tl.where(has & (number > step), tl.maximum(following % n_nodes, number)",
-            ),
+        to(
+            "kernels_nodes._steps_of",
+            "tl.minimum(following, number)",
+            "tl.maximum(following % nodes.n_nodes, number)",
         ),
         WRONG_ROWS,
         ALIKE,
@@ -288,110 +269,99 @@ MUTANTS = [
     ),
     Mutant(
         "all rows begin with the same node",
-        (("return _choose(ids, n_nodes, 2246822519)", "return (ids * 0).to(tl.int32)"),),
+        to("kernels_lists.turn", "_choose(ids, n_nodes, 2246822519)", "(ids * 0).to(tl.int32)"),
         WRONG_ROWS,
         FLOATS,
         THREE_NODES,
     ),
-    Mutant("a partial sum is not sent", ((CROSSING.format("after"), "pass"),), WRONG_ROWS, ALIKE, TWO_NODES),
-    Mutant("a final row is not sent", ((CROSSING.format("entrance"), "pass"),), WRONG_ROWS, world=TWO_NODES),
+    Mutant(
+        "a partial sum is not sent",
+        to("kernels_nodes.reduce_nodes", CROSSING.format("after"), "pass"),
+        WRONG_ROWS,
+        ALIKE,
+        TWO_NODES,
+    ),
+    Mutant(
+        "a final row is not sent",
+        to("kernels_nodes.reduce_nodes", CROSSING.format("entrance"), "pass"),
+        WRONG_ROWS,
+        world=TWO_NODES,
+    ),
     Mutant(
         "the last node keeps the row to its owner",
-        ((f"                    {HAND_ON.format('offset')}", ""),),
+        to("kernels_nodes.reduce_nodes", HAND_ON.format("offset"), "pass"),
         WRONG_ROWS,
         world=TWO_NODES,
     ),
-    Mutant(
-        "the forwarder keeps the row",
-        ((FORWARDED, "pass\n"),),
-        WRONG_ROWS,
-        world=TWO_NODES,
-    ),
+    Mutant("the forwarder keeps the row", to("kernels_nodes.forward", FORWARDED, "pass"), WRONG_ROWS, world=TWO_NODES),
     # ------------------------------------------------------------------ the exchange, counted
     Mutant(
         "exchange: a rank is written to before it has entered",
-        (),
+        at_once("stores.may_write", all_gather.MAY_WRITE),
         BAD_LISTS,
         GATHERS,
-        changes=at_once("stores.may_write", all_gather.MAY_WRITE),
     ),
     Mutant(
-        "exchange: the receiver waits for the first chunk only",
-        (),
+        "exchange: the receiver does not wait",
+        at_once(
+            "kernels_direct.all_gather_direct",
+            "tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm)",
+        ),
         BAD_LISTS,
         LONG_LISTS,
-        changes=to("kernels_puts._receive", "row(g, epoch, channel)", "row(g, epoch, 0)"),
+    ),
+    Mutant(
+        "exchange: the signal does not order the list",
+        to("stores.push", all_gather.STORE + "\n" + all_gather.RELEASE, all_gather.RELEASE + "\n" + all_gather.STORE),
+        BAD_LISTS,
+        LONG_LISTS,
+    ),
+    Mutant(
+        "exchange, nodes: the receiver waits for the first chunk only",
+        to("kernels_puts._receive", "row(g, epoch, channel)", "row(g, epoch, 0)"),
+        BAD_LISTS,
+        LONG_LISTS,
+        TWO_NODES,
     ),
     Mutant(
         "exchange: the forwarder counts its own bytes",
-        (),
-        BAD_LISTS,
-        LONG_GATHERS,
-        TWO_NODES,
-        changes=to(
+        to(
             "kernels_puts.all_gather_2d",
             "size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, channel)",
             "pass",
         ),
+        BAD_LISTS,
+        LONG_GATHERS,
+        TWO_NODES,
     ),
     Mutant(
         "exchange: the forwarder does not wait for the count",
-        (),
+        at_once("kernels_puts.all_gather_2d", "tdl.wait_signal(first, tdl.CMP_GE, epoch, g.monitor, origin, origin)"),
         BAD_LISTS,
         LONG_GATHERS,
         TWO_NODES,
-        changes=at_once(
-            "kernels_puts.all_gather_2d", "tdl.wait_signal(first, tdl.CMP_GE, epoch, g.monitor, origin, origin)"
-        ),
     ),
     Mutant(
         "exchange: the forwarder does not wait for the chunk",
-        (),
+        at_once("kernels_puts.all_gather_2d", all_gather.FORWARDED),
         BAD_LISTS,
         LONG_GATHERS,
         TWO_NODES,
-        changes=at_once("kernels_puts.all_gather_2d", all_gather.FORWARDED),
     ),
     Mutant(
         "exchange: a list is packed while it is still being read",
-        (),
+        to("puts.push_remote", "tdl.quiet()", "pass"),
         BAD_LISTS,
         GATHERS,
         TWO_NODES,
-        changes=to("puts.push_remote", "tdl.quiet()", "pass"),
     ),
     Mutant(
         "exchange: segments are as long as this rank's",
-        (),
-        f"{WRONG_INDICES}|{REFUSED}",
-        changes=to(
+        to(
             "kernels_direct.used_bytes",
             "tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64)))",
             "0 * tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64)))",
         ),
+        f"{WRONG_INDICES}|{REFUSED}",
     ),
 ]
-
-
-@contextmanager
-def installed(mutant: Mutant, folder: Path) -> Iterator[None]:
-    """Let sparse all-reduces, or their exchange, launch the mutant's kernels."""
-    if mutant.changes:
-        with changed(mutant.changes, folder):
-            yield
-        return
-    name = "sparse_all_reduce_mutant_" + "".join(c if c.isalnum() else "_" for c in mutant.name)
-    path = folder / f"{name}.py"
-    path.write_text(mutant.source())
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sparse_call, "kernels", module)
-            yield
-    finally:
-        del sys.modules[name]

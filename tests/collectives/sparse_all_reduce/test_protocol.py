@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_mutants import installed
 
 import tdcoll
 from tdcoll.runtime.simulator.pointers import PointerAccess
 from tdcoll.testing import World, explore, first_failure
 
 from .cases import HEAP, Reduces, small_pieces, some_part
-from .mutants import ANY, MUTANTS, Mutant, installed
+from .mutants import ANY, MUTANTS, Mutant
 from .reference import Rows, coalesce
 
 
@@ -88,7 +89,7 @@ def test_floats_have_the_same_bits_in_every_schedule(layout: list[int]) -> None:
 def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     """Some seed fails as it should; what others fail with depends on who gets ahead of whom."""
     otherwise = "nothing noticed"
-    with installed(mutant, tmp_path):
+    with installed(mutant.changes, tmp_path):
         for seed in range(mutant.seeds):
             failure = first_failure(mutant.case, seeds=[seed], heap_bytes=HEAP, **mutant.world)
             if failure is not None:

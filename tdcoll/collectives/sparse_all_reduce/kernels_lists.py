@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of ids: this rank's own, those of all ranks, and who reduces which row. Ranks of any number of nodes.
+
+::
+
+    own ids, sorted --count_first, write_list--> lists[rank], each once, with a header that says how many
+    own ids, sorted and different --copy_list--> lists[rank]
+    lists of all ranks --plan--> work lists: what this rank does with each of its rows
+
+No launch here has an epoch: each reads what launches of this rank before it have written, and what the exchange of the
+lists has brought. Programs of one launch meet in the counters of the work lists only, by atomic additions; the order of
+a work list is that of their arrival, on which no result depends.
+
+*Who reduces a row*: one of the ranks of the node that have it, picked by a hash of its id, which all ranks compute
+alike. For c contributors that moves c - 1 rows in and world - 1 out, which is the least that a reduction to one place
+and a broadcast from it can move. The hash, and not the range that an id is in, spreads the rows: a vocabulary sorted by
+frequency has all of its frequent rows in one range.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from tdcoll.collectives.index_match import kernels as match
+from tdcoll.language.jit import jit
+
+__all__ = [
+    *("CONTESTED", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
+    *("Index", "Memory", "Nodes"),
+    *("copy_list", "count_first", "plan", "write_list"),
+    *("own_list", "pick", "place", "turn", "valid"),
+]
+
+HEADER = match.HEADER
+
+SINGLE, CONTESTED, STAGED, LONG = (tl.constexpr(i) for i in range(4))
+"""Work lists: rows that this rank alone has (in its node) and reduces; others that it reduces; those to combine; and of
+these the ones that are too many times there for one program."""
+
+LISTS = tl.constexpr(4)
+
+_IDS = ["ids", "begins"]
+"""What may be the caller's memory, at any address; rows are, too, and their alignment pays."""
+
+
+class Index(NamedTuple):
+    """The ids of all ranks, and where each of them is: a directory of :mod:`tdcoll.collectives.index_match`.
+
+    Attributes:
+        lists: int64 ``[world, stride]``, symmetric: header and ids of each rank; for gather, followed by its rows.
+        entries: int64, the directory's.
+        union: int64 ``[max_union]``: the different ids, ascending.
+        status: int64 ``[STATUS_WORDS]``: how many there are, and what is wrong with the lists.
+        stride: words from one list to the next.
+        capacity: the most ids of a list.
+        words: of a row of ``entries``.
+        max_union: the most ids of the union.
+        search: which kind of directory it is.
+    """
+
+    lists: Any
+    entries: Any
+    union: Any
+    status: Any
+    stride: tl.int64
+    capacity: tl.int32
+    words: tl.int32
+    max_union: tl.int32
+    search: tl.constexpr
+
+
+class Memory(NamedTuple):
+    """Where rows lie that are reduced, and what is to be done with this rank's.
+
+    Attributes:
+        stages, outs: int64 ``[world]``: addresses of each rank's ``stage`` and ``out``, of the ranks of this node; of
+            others not used.
+        work, counters: int32 ``[LISTS, capacity]`` and ``[LISTS]``: the work lists and their lengths.
+        targets: int32 ``[capacity]``: place in the union of each row of this rank's list.
+    """
+
+    stages: Any
+    outs: Any
+    work: Any
+    counters: Any
+    targets: Any
+
+
+class Nodes(NamedTuple):
+    """Who is where.
+
+    Attributes:
+        pes: int32 ``[world]``: PE of each rank.
+        of: int32 ``[world]``: node of each rank.
+        begins, ranks: int32 ``[n_nodes + 1]``, ``[world]``: the ranks of node n are ``ranks[begins[n]:begins[n + 1]]``,
+            ascending.
+        node: this rank's.
+        n_nodes: how many.
+        world: ranks. Not a constant as in the group: loops over all ranks that look for one id would be unrolled, and
+            take twice the registers.
+    """
+
+    pes: Any
+    of: Any
+    begins: Any
+    ranks: Any
+    node: tl.int32
+    n_nodes: tl.int32
+    world: tl.int32
+
+
+@jit
+def own_list(index, g):
+    """This rank's list."""
+    return index.lists + tl.cast(g.rank, tl.int64) * index.stride
+
+
+@jit
+def place(index, ids, q):
+    """Places of ``ids`` in the list of rank ``q``, int32; -1 where they are not there."""
+    return match.find(
+        ids, q, index.lists, index.stride, index.capacity, index.entries, index.words, index.search
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- pack
+
+
+@jit
+def _write_header(index, g, count, signature, row_bytes):
+    """Header of this rank's list: bytes used, ids, signature. ``row_bytes``: of the rows that follow the ids; 0 if none
+    do."""
+    own = own_list(index, g)
+    kept = tl.minimum(count, tl.cast(index.capacity, tl.int64))
+    ids_bytes = 8 * (HEADER + kept)
+    if row_bytes > 0:
+        ids_bytes = (ids_bytes + 15) // 16 * 16
+    tl.store(own, ids_bytes + kept * row_bytes)
+    tl.store(own + 1, count)
+    tl.store(own + 2, signature)
+    tl.store(own + 3, tl.cast(0, tl.int64))
+
+
+@jit
+def _is_first(ids, at, n):
+    """Which of the sorted ``ids[at]`` differ from the one before, and they."""
+    inside = at < n
+    here = tl.load(ids + at, mask=inside, other=0)
+    before = tl.load(ids + at - 1, mask=inside & (at > 0), other=0)
+    return inside & ((at == 0) | (here != before)), here
+
+
+@jit(do_not_specialize_on_alignment=_IDS)
+def count_first(ids, totals, n: tl.int32, BLOCK: tl.constexpr):
+    """``ids [n]`` sorted ``-> totals [blocks]``: distinct ids of each block that do not begin before it."""
+    block = tl.program_id(0)
+    at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first, _ = _is_first(ids, at, n)
+    tl.store(totals + block, tl.sum(first.to(tl.int32), axis=0))
+
+
+@jit(do_not_specialize_on_alignment=_IDS)
+def write_list(
+    ids, totals, begins, index, memory, g, n: tl.int32, signature: tl.int64, row_bytes: tl.int64, BLOCK: tl.constexpr
+):  # fmt: skip
+    """``ids [n]`` sorted ``->`` this rank's list: each once, with the header; ``begins[k]``: where the k-th begins in
+    ``ids``.
+
+    ``begins`` has room for ``n + 1``; the last one used is ``n``. Zeroes the counters of the work lists. One program
+    per ``BLOCK`` ids, at least one.
+    """
+    block = tl.program_id(0)
+    at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first, here = _is_first(ids, at, n)
+    before = tl.cast(0, tl.int64)
+    for other in tl.range(0, block, BLOCK):
+        blocks = other + tl.arange(0, BLOCK)
+        before += tl.sum(tl.load(totals + blocks, mask=blocks < block, other=0).to(tl.int64), axis=0)
+    number = before + tl.cumsum(first.to(tl.int64), axis=0) - 1
+    tl.store(begins + number, at, mask=first)
+    tl.store(own_list(index, g) + HEADER + number, here, mask=first & (number < index.capacity))
+    if block == tl.num_programs(0) - 1:
+        count = before + tl.sum(first.to(tl.int64), axis=0)
+        tl.store(begins + count, tl.cast(n, tl.int64))
+        _write_header(index, g, count, signature, row_bytes)
+        _zero_counters(memory)
+
+
+@jit
+def _zero_counters(memory):
+    for i in tl.static_range(LISTS):
+        tl.store(memory.counters + i, 0)
+
+
+@jit(do_not_specialize_on_alignment=_IDS)
+def copy_list(ids, index, memory, g, n: tl.int32, signature: tl.int64, row_bytes: tl.int64, BLOCK: tl.constexpr):
+    """``ids [n]``, sorted, each once, ``->`` this rank's list, with the header; zeroes the counters of the work lists.
+
+    Programs: as many as blocks.
+    """
+    block = tl.program_id(0)
+    at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.minimum(tl.cast(n, tl.int64), tl.cast(index.capacity, tl.int64))
+    tl.store(own_list(index, g) + HEADER + at, tl.load(ids + at, mask=inside, other=0), mask=inside)
+    if block == 0:
+        _write_header(index, g, tl.cast(n, tl.int64), signature, row_bytes)
+        _zero_counters(memory)
+
+
+# ---------------------------------------------------------------------- plan
+
+
+@jit
+def _choose(ids, count, FACTOR: tl.constexpr):
+    """A number in ``0..count - 1`` for each id: Knuth's multiplicative hash of all bits of the id, folded to 31."""
+    key = (ids ^ (ids >> 31)) & 0x7FFFFFFF
+    key ^= key >> 15
+    mixed = ((key * FACTOR) >> 16) & 0xFFFF
+    return ((mixed * count) >> 16).to(tl.int32)
+
+
+@jit
+def pick(ids, count):
+    """Which of ``count`` ranks works on a row."""
+    return _choose(ids, count, 2654435761)
+
+
+@jit
+def turn(ids, n_nodes):
+    """The node that is first in the order of nodes of each id."""
+    return _choose(ids, n_nodes, 2246822519)
+
+
+@jit
+def _append(memory, index, kind, rows, wanted):
+    """Add ``rows`` where ``wanted`` to the work list ``kind``. The order of a list is that of the programs' arrival."""
+    number = wanted.to(tl.int32)
+    begin = tl.atomic_add(memory.counters + kind, tl.sum(number, axis=0), sem="relaxed", scope="gpu")
+    at = begin + tl.cumsum(number, axis=0) - 1
+    tl.store(memory.work + tl.cast(kind, tl.int64) * index.capacity + at, rows.to(tl.int32), mask=wanted)
+
+
+@jit
+def valid(index):
+    """Whether the lists of all ranks are fit to be used; the same on every rank, since all have the same lists."""
+    status = index.status
+    fits = (tl.load(status + match.UNION) <= index.max_union) & (tl.load(status + match.MAX_ROWS) <= index.capacity)
+    bad = tl.load(status + match.BAD_RANGE) | tl.load(status + match.BAD_ORDER) | tl.load(status + match.BAD_SIGNATURE)
+    return fits & (bad == 0)
+
+
+@jit(do_not_specialize_on_alignment=_IDS)
+def plan(begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Sort this rank's rows into work lists, and find their places in the union. One program per ``BLOCK`` rows.
+
+    The work lists stay empty, and nothing moves, if the lists of ids are not valid (see :func:`valid`).
+
+    Args:
+        begins: as :func:`write_list` leaves it. With ``REPEATED`` only.
+        REPEATED: rows may be there several times: ``begins`` says where each begins.
+    """
+    rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < match.list_size(index.lists, index.stride, g.rank, index.capacity)
+    if valid(index):
+        ids = tl.load(own_list(index, g) + HEADER + rows, mask=inside, other=0)
+        first = tl.load(nodes.begins + nodes.node)
+        last = tl.load(nodes.begins + nodes.node + 1)
+        have = tl.zeros([BLOCK], tl.int32)
+        for m in tl.range(first, last):
+            have += (place(index, ids, tl.load(nodes.ranks + m)) >= 0).to(tl.int32)
+        picked = pick(ids, have)
+        seen = tl.zeros([BLOCK], tl.int32)
+        owner = tl.zeros([BLOCK], tl.int32) - 1
+        for m in tl.range(first, last):
+            mate = tl.load(nodes.ranks + m)
+            has = place(index, ids, mate) >= 0
+            owner = tl.where(has & (seen == picked), mate, owner)
+            seen += has.to(tl.int32)
+        target = match.find_in_union(
+            ids, index.union, index.status, g.world, index.max_union, index.entries, index.words, index.search
+        )  # fmt: skip
+        tl.store(memory.targets + rows, target.to(tl.int32), mask=inside)
+        mine = inside & (owner == g.rank)
+        staged = inside & (owner != g.rank)
+        if REPEATED:
+            begin = tl.load(begins + rows, mask=inside, other=0)
+            end = tl.load(begins + rows + 1, mask=inside, other=0)
+            staged = staged | (inside & (end - begin > 1))
+        _append(memory, index, SINGLE, rows, mine & (have == 1))
+        _append(memory, index, CONTESTED, rows, mine & (have > 1))
+        _append(memory, index, STAGED, rows, staged)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduction of rows over several nodes: inside a node by loads and stores, from node to node by puts.
+
+No address of another node can be stored to. Each node reduces its own rows first, as
+:mod:`~tdcoll.collectives.sparse_all_reduce.kernels_reduce` does but among its ranks only; a row of several nodes then
+goes from node to node as a partial sum, and from the last of them to one rank of every other node, which hands it on
+inside. From one node to another a row crosses at most once, and between nodes (nodes that have it - 1) + (nodes - 1)
+times in all. The order of the nodes of a row is rotated by its hash, so that all nodes are busy in each of the steps::
+
+    reduce_nodes, step = 0 .. nodes - 1        one launch and one epoch each
+        rows of which this node is number ``step`` in the rotated order, and this rank the one that reduces it:
+        out[u] (what an earlier node has put there) + the node's parts --> own out[u]
+        --put--> out[u] of the rank that reduces it in the next node that has it, or, on the last,
+        --stores--> out[u] of this node, --put--> out[u] of one rank of every other node
+    forward    that rank --stores--> out[u] of its node                                                   one epoch
+    meet_nodes nothing moves                                                                              one epoch
+
+Signal map: ``arrived[slot, 0, p] >= epoch`` on a rank is set by rank p when it has begun that launch, hence done all
+that it launched before. Programs of their own send the signals, the first of the grid, by NVSHMEM to all ranks. Every
+launch polls those of all ranks before it reads what others have written, and *meet_nodes* before it ends. Every rank
+waits for all of them in every epoch, also where it has nothing to read: only then has everybody got the signal of e
+when one of e + 2 is sent to the same word. (A signal of e that arrived after one of e + 2 would take it back.)
+
+Ordering: a put row is complete before its program ends (quiet), and is looked at in a later launch, after the signal of
+that one. Stores are ordinary ones; ``signal_block`` of the next launch fences at system scope. ``out[u]`` of a rank is
+written at most twice by others in a call: by the partial sum that comes in, and by the final one, which exists only
+after the partial sum has been used.
+
+Order of programs: those that send come first, so any number of resident blocks makes progress.
+
+A partial sum is rounded when it is stored: once per node, and the last of these is the result.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.index_match import kernels as match
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
+    CONTESTED,
+    HEADER,
+    SINGLE,
+    own_list,
+    pick,
+    place,
+    turn,
+    valid,
+)
+from tdcoll.collectives.sparse_all_reduce.kernels_values import rows_of
+from tdcoll.language.jit import jit
+from tdcoll.primitives.group import row, start
+from tdcoll.primitives.reduce import accumulate, rounded, share
+
+__all__ = ["forward", "meet_nodes", "reduce_nodes", "reduce_nodes_of_single"]
+
+_ANY_ALIGNMENT = ["order", "begins"]
+"""May be the caller's indices, where they are not read."""
+
+
+@jit
+def _announce(i, begun, nodes, g, epoch):
+    """Tell the rank that comes ``i + 1`` after this one that this rank has begun the launch."""
+    pe = tl.load(nodes.pes + (g.rank + 1 + i) % nodes.world)
+    tdl.signal_block(begun + g.rank, epoch, tdl.SIGNAL_SET, pe)
+
+
+@jit
+def _steps_of(index, id, begin, step, nodes, g):
+    """``(earlier, following, last)`` for one id, whose nodes come in an order that begins with node ``begin``.
+
+    ``earlier``: whether a node before ``step`` in that order has the row. ``following``: the first after ``step`` that
+    has it; ``n_nodes`` where none has. ``last``: the last that has it.
+    """
+    earlier = tl.cast(0, tl.int32)
+    following = tl.cast(nodes.n_nodes, tl.int32)
+    last = tl.cast(0, tl.int32)
+    for q in tl.range(0, nodes.world):
+        has = place(index, id, q) >= 0
+        number = (tl.load(nodes.of + q) - begin + nodes.n_nodes) % nodes.n_nodes
+        earlier = tl.where(has & (number < step), 1, earlier)
+        following = tl.where(has & (number > step), tl.minimum(following, number), following)
+        last = tl.where(has, tl.maximum(last, number), last)
+    return earlier, following, last
+
+
+@jit
+def _owner_in(index, id, node, nodes, g):
+    """The rank of ``node`` that reduces the row: as ``kernels_lists.plan`` picks it there."""
+    have = tl.cast(0, tl.int32)
+    for q in tl.range(0, nodes.world):
+        has = place(index, id, q) >= 0
+        have += (has & (tl.load(nodes.of + q) == node)).to(tl.int32)
+    picked = pick(id, have)
+    seen = tl.cast(0, tl.int32)
+    owner = tl.cast(0, tl.int32)
+    for q in tl.range(0, nodes.world):
+        has = place(index, id, q) >= 0
+        there = has & (tl.load(nodes.of + q) == node)
+        owner = tl.where(there & (seen == picked), q, owner)
+        seen += there.to(tl.int32)
+    return owner
+
+
+@jit
+def _entrance(id, node, nodes):
+    """The rank of ``node`` that takes the final row for its node when it comes from another."""
+    begin = tl.load(nodes.begins + node)
+    size = tl.load(nodes.begins + node + 1) - begin
+    return tl.load(nodes.ranks + begin + pick(id, size))
+
+
+@jit
+def _hand_on(out, offset, row_bytes, memory, nodes, g):
+    """This rank's ``out[offset:offset + row_bytes]`` to all others of its node. After a block barrier."""
+    begin = tl.load(nodes.begins + nodes.node)
+    size = tl.load(nodes.begins + nodes.node + 1) - begin
+    for i in tl.range(0, size):
+        mate = tl.load(nodes.ranks + begin + i)
+        if mate != g.rank:
+            tdl.copy_block(tl.load(memory.outs + mate) + offset, out + offset, row_bytes)
+
+
+@jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def reduce_nodes(
+    source, order, begins, index, memory, nodes, g, step: tl.int32, row_elements,
+    REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr, WAITED: tl.constexpr,
+):  # fmt: skip
+    """One step: see the module's docstring. Programs: ``world - 1`` that announce, and any number that work.
+
+    Args: those of ``kernels_reduce.reduce``, and
+        nodes: :class:`~tdcoll.collectives.sparse_all_reduce.kernels_lists.Nodes`.
+        step: which of the nodes of a row, in its order, adds its parts.
+    """
+    program = tl.program_id(0)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    begun = row(g, epoch, 0)
+    if program < nodes.world - 1:
+        _announce(program, begun, nodes, g, epoch)
+    elif tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+        worker = program - (nodes.world - 1)
+        workers = tl.num_programs(0) - (nodes.world - 1)
+        n_nodes = nodes.n_nodes
+        row_bytes = tl.cast(row_elements, tl.int64) * (source.dtype.element_ty.primitive_bitwidth // 8)
+        out = tl.load(memory.outs + g.rank)
+        n_single = tl.load(memory.counters + SINGLE)
+        n_mine = n_single + tl.load(memory.counters + CONTESTED)
+        mates_begin = tl.load(nodes.begins + nodes.node)
+        mates_end = tl.load(nodes.begins + nodes.node + 1)
+        for k in tl.range(worker, n_mine, workers):
+            item = tl.where(k < n_single, tl.cast(k, tl.int64), tl.cast(index.capacity, tl.int64) + k - n_single)
+            mine = tl.load(memory.work + item).to(tl.int64)
+            id = tl.load(own_list(index, g) + HEADER + mine)
+            first = turn(id, n_nodes)
+            if (nodes.node - first + n_nodes) % n_nodes == step:
+                earlier, following, _ = _steps_of(index, id, first, step, nodes, g)
+                at = tl.load(memory.targets + mine).to(tl.int64)
+                result = rows_of(out, source) + at * row_elements
+                for column in tl.range(0, row_elements, WIDE):
+                    columns = column + tl.arange(0, WIDE)
+                    inside = columns < row_elements
+                    sum = tl.zeros([WIDE], ACC)
+                    seen = tl.cast(0, tl.int32)
+                    for m in tl.range(mates_begin, mates_end):
+                        q = tl.load(nodes.ranks + m)
+                        position = place(index, id, q).to(tl.int64)
+                        if position >= 0:
+                            address = rows_of(tl.load(memory.stages + q), source) + position * row_elements
+                            if q == g.rank:
+                                if REPEATED:
+                                    begin = tl.load(begins + mine)
+                                    if tl.load(begins + mine + 1) - begin == 1:
+                                        address = source + tl.load(order + begin) * row_elements
+                                else:
+                                    address = source + mine * row_elements
+                            part = share(tl.load(address + columns, mask=inside, other=0), nodes.world, ACC, OP)
+                            sum = accumulate(sum, part, seen == 0, OP)
+                            seen += 1
+                    if earlier != 0:
+                        before = tl.load(result + columns, mask=inside, other=0).to(ACC)
+                        sum = accumulate(before, sum, False, OP)
+                    tl.store(result + columns, rounded(sum, source.dtype.element_ty, OP), mask=inside)
+                tdl.syncthreads()
+                offset = at * row_bytes
+                if following < n_nodes:
+                    after = _owner_in(index, id, (first + following) % n_nodes, nodes, g)
+                    tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(nodes.pes + after))
+                else:
+                    for other in tl.range(1, n_nodes):
+                        entrance = _entrance(id, (nodes.node + other) % n_nodes, nodes)
+                        tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(nodes.pes + entrance))
+                    _hand_on(out, offset, row_bytes, memory, nodes, g)
+        tdl.quiet()
+
+
+# Triton 3.6 fails to coalesce the accesses of this kernel where row_elements is the constant 1, as it makes of any 1.
+reduce_nodes_of_single = jit(do_not_specialize=["row_elements"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)(
+    reduce_nodes.fn
+)
+""":func:`reduce_nodes` for rows of one element."""
+
+
+@jit
+def forward(index, memory, nodes, g, row_bytes: tl.int64, WAITED: tl.constexpr):
+    """Final rows that came to this rank from another node, to the others of its own.
+
+    Programs: ``world - 1`` that announce, and any number that work.
+    """
+    program = tl.program_id(0)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    begun = row(g, epoch, 0)
+    if program < nodes.world - 1:
+        _announce(program, begun, nodes, g, epoch)
+    elif tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+        out = tl.load(memory.outs + g.rank)
+        size = tl.load(index.status + match.UNION)
+        if valid(index) == 0:
+            size = tl.cast(0, tl.int64)
+        for k in tl.range(program - (nodes.world - 1), size, tl.num_programs(0) - (nodes.world - 1)):
+            id = tl.load(index.union + k)
+            first = turn(id, nodes.n_nodes)
+            _, _, last = _steps_of(index, id, first, 0, nodes, g)
+            if ((first + last) % nodes.n_nodes != nodes.node) & (_entrance(id, nodes.node, nodes) == g.rank):
+                _hand_on(out, tl.cast(k, tl.int64) * row_bytes, row_bytes, memory, nodes, g)
+
+
+@jit
+def meet_nodes(nodes, g, WAITED: tl.constexpr):
+    """All ranks are done with what they launched before. Programs: ``world``."""
+    program = tl.program_id(0)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    begun = row(g, epoch, 0)
+    if program < nodes.world - 1:
+        _announce(program, begun, nodes, g, epoch)
+    else:
+        tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduction of rows inside one node, by loads and stores: nothing of NVSHMEM's device code.
+
+Data flow, seen from rank r, for the rows that r reduces (:mod:`~tdcoll.collectives.sparse_all_reduce.kernels_lists`)::
+
+    own row, stage[place of the id] of every other rank that has it --sum in rank order--> out[union position] of all
+
+Signal map: ``arrived[slot, 0, p] >= epoch`` on r is set by rank p when it has begun that launch, hence done all that it
+launched before; see :mod:`tdcoll.primitives.group`. Programs of their own send the signals, the first of the grid,
+which do nothing else.
+
+- *reduce* polls them before it reads any ``stage``: everybody has combined.
+- *meet* polls them before it ends: everybody has reduced, so ``out`` is complete here.
+
+Ordering: the stores into peers' ``out`` are ordinary ones. The end of their launch comes before the release at system
+scope with which *meet* says that this rank has begun it, and who acquires that signal sees them. Rows in a ``stage``
+are ordered in the same way before the signal of *reduce*.
+
+A rank that reduces no contested row reads no ``stage``. Its first worker waits all the same: in every epoch, every rank
+hears from every peer.
+
+Order of programs: those that send come first, so any number of resident blocks makes progress. Rows that nobody else
+has come before contested ones: they need no rank but this one, so the others have that time to combine theirs.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import CONTESTED, HEADER, SINGLE, own_list, place
+from tdcoll.collectives.sparse_all_reduce.kernels_values import rows_of
+from tdcoll.language.jit import jit
+from tdcoll.primitives import stores
+from tdcoll.primitives.group import row, start
+from tdcoll.primitives.reduce import accumulate, rounded, share
+
+__all__ = ["meet", "reduce"]
+
+_ANY_ALIGNMENT = ["order", "begins"]
+"""May be the caller's indices, where they are not read."""
+
+
+@jit
+def _own_places(rows, inside, order, begins, REPEATED: tl.constexpr):
+    """``(places, direct)`` of this rank's ``rows``: in ``source`` where ``direct``, in ``stage`` where combined."""
+    places = rows
+    direct = inside
+    if REPEATED:
+        begin = tl.load(begins + rows, mask=inside, other=0)
+        end = tl.load(begins + rows + 1, mask=inside, other=0)
+        direct = inside & (end - begin == 1)
+        places = tl.where(direct, tl.load(order + begin, mask=inside, other=0), rows)
+    return places, direct
+
+
+@jit
+def _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED: tl.constexpr):
+    """``-> [ROWS, WIDE]``: rows at ``places``, see :func:`_own_places`."""
+    within = (columns < row_elements)[None, :]
+    offsets = places[:, None] * row_elements + columns[None, :]
+    tile = tl.load(source + offsets, mask=direct[:, None] & within, other=0)
+    if REPEATED:
+        combined = tl.load(stage + offsets, mask=(inside & (direct == 0))[:, None] & within, other=0)
+        tile = tl.where(direct[:, None], tile, combined)
+    return tile
+
+
+@jit
+def _store_everywhere(tile, at, inside, columns, memory, g, like, row_elements, ALIGNED: tl.constexpr):
+    """Rows ``at`` of every rank's ``out``, this one's first, so that no rank is everybody's first target."""
+    mask = inside[:, None] & (columns < row_elements)[None, :]
+    for i in tl.range(0, g.world):
+        out = rows_of(tl.load(memory.outs + (g.rank + i) % g.world), like, ALIGNED)
+        tl.store(out + at[:, None] * row_elements + columns[None, :], tile, mask=mask)
+
+
+@jit
+def _announce(i, begun, g, epoch):
+    """Tell the rank that comes ``i + 1`` after this one that this rank has begun the launch."""
+    delta = tl.load(g.deltas + (g.rank + 1 + i) % g.world)
+    stores.release(begun + g.rank, delta, epoch)
+
+
+@jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+def reduce(
+    source, order, begins, index, memory, g, row_elements,
+    REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, WAITED: tl.constexpr,
+):  # fmt: skip
+    """The rows that this rank reduces ``-> out[union position]`` of every rank.
+
+    Programs: ``world - 1`` that announce, and any number that work.
+
+    Args:
+        source, order, begins: as in ``kernels_values.combine``.
+        row_elements: of a row.
+        ROWS, WIDE: of a tile.
+        WAITED: a power of two of at least ``world``.
+    """
+    program = tl.program_id(0)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    begun = row(g, epoch, 0)
+    if program < g.world - 1:
+        _announce(program, begun, g, epoch)
+    else:
+        worker = program - (g.world - 1)
+        workers = tl.num_programs(0) - (g.world - 1)
+        contested = memory.work + tl.cast(index.capacity, tl.int64)
+        stage = rows_of(tl.load(memory.stages + g.rank), source, ALIGNED)
+        n_single = tl.load(memory.counters + SINGLE)
+        for k in tl.range(worker * ROWS, n_single, workers * ROWS):
+            items = k + tl.arange(0, ROWS)
+            inside = items < n_single
+            rows = tl.load(memory.work + items, mask=inside, other=0).to(tl.int64)
+            at = tl.load(memory.targets + rows, mask=inside, other=0).to(tl.int64)
+            places, direct = _own_places(rows, inside, order, begins, REPEATED)
+            for column in tl.range(0, row_elements, WIDE):
+                columns = column + tl.arange(0, WIDE)
+                tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
+                alone = accumulate(tl.zeros([ROWS, WIDE], ACC), share(tile, g.world, ACC, OP), True, OP)
+                tile = rounded(alone, source.dtype.element_ty, OP)
+                _store_everywhere(tile, at, inside, columns, memory, g, source, row_elements, ALIGNED)
+        n_contested = tl.load(memory.counters + CONTESTED)
+        if (worker == 0) | (worker * ROWS < n_contested):
+            if tdl.wait_signals(begun, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+                for k in tl.range(worker * ROWS, n_contested, workers * ROWS):
+                    items = k + tl.arange(0, ROWS)
+                    inside = items < n_contested
+                    rows = tl.load(contested + items, mask=inside, other=0).to(tl.int64)
+                    at = tl.load(memory.targets + rows, mask=inside, other=0).to(tl.int64)
+                    ids = tl.load(own_list(index, g) + HEADER + rows, mask=inside, other=0)
+                    places, direct = _own_places(rows, inside, order, begins, REPEATED)
+                    for column in tl.range(0, row_elements, WIDE):
+                        columns = column + tl.arange(0, WIDE)
+                        sum = tl.zeros([ROWS, WIDE], ACC)
+                        seen = tl.zeros([ROWS], tl.int32)
+                        for q in tl.range(0, g.world):
+                            if q == g.rank:
+                                has = inside
+                                tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
+                            else:
+                                position = place(index, ids, q)
+                                has = inside & (position >= 0)
+                                theirs = rows_of(tl.load(memory.stages + q), source, ALIGNED)
+                                offsets = position.to(tl.int64)[:, None] * row_elements + columns[None, :]
+                                mask = has[:, None] & (columns < row_elements)[None, :]
+                                tile = tl.load(theirs + offsets, mask=mask, other=0)
+                            both = accumulate(sum, share(tile, g.world, ACC, OP), (seen == 0)[:, None], OP)
+                            sum = tl.where(has[:, None], both, sum)
+                            seen += has.to(tl.int32)
+                        result = rounded(sum, source.dtype.element_ty, OP)
+                        _store_everywhere(result, at, inside, columns, memory, g, source, row_elements, ALIGNED)
+
+
+@jit
+def meet(g, WAITED: tl.constexpr):
+    """All ranks are done with what they launched before. Programs: ``world``."""
+    program = tl.program_id(0)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    begun = row(g, epoch, 0)
+    if program < g.world - 1:
+        _announce(program, begun, g, epoch)
+    else:
+        tdl.wait_signals(begun, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
