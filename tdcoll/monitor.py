@@ -16,7 +16,7 @@ import torch
 
 from tdcoll import arguments, runtime
 from tdcoll.errors import CollectiveTimeout
-from tdcoll.language import constants as c
+from tdcoll.spec import constants as c
 
 __all__ = ["WaitMonitor"]
 

@@ -75,7 +75,7 @@ def test_anything_may_be_the_first() -> None:
         *("testing", "context", "memory", "runtime.lifecycle", "language.jit", "distributed", "collectives.all_gather"),
         *("runtime.simulator.machine", "runtime.simulator.process", "collectives.sparse_all_reduce", "bench.job"),
     ]
-    attributes = "import tdcoll; tdcoll.runtime.current_or_none, tdcoll.errors.TdcollError, tdcoll.language.constants"
+    attributes = "import tdcoll; tdcoll.runtime.current_or_none, tdcoll.errors.TdcollError, tdcoll.language.CMP_GE"
     done = subprocess.run(
         [sys.executable, "-c", EACH_FIRST, attributes, *(f"import tdcoll.{name}" for name in modules)],
         capture_output=True,

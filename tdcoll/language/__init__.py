@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a kernel may say: ``import tdcoll.language as tdl``.
 
-The functions of :data:`tdcoll.language.spec.FUNCTIONS`, implemented three ways. The choice is made here, once, at
+The functions of :data:`tdcoll.spec.functions.FUNCTIONS`, implemented three ways. The choice is made here, once, at
 import, because Triton makes its own at that moment:
 
 - ``TRITON_INTERPRET=1`` (before triton is first imported): the simulator;
@@ -16,9 +16,9 @@ import os
 
 from triton import knobs
 
-from tdcoll.language import constants as _constants
-from tdcoll.language.constants import *  # noqa: F403
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec import constants as _constants
+from tdcoll.spec.constants import *  # noqa: F403
+from tdcoll.spec.functions import FUNCTIONS
 
 __all__ = ["INTERPRETED", "LOWERING", *_constants.__all__, *FUNCTIONS]
 

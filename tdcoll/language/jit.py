@@ -37,7 +37,8 @@ from triton.runtime.jit import JITFunction
 from tdcoll import runtime
 from tdcoll.errors import NotInitializedError
 from tdcoll.language import INTERPRETED, LOWERING
-from tdcoll.language.spec import LIBRARY, LINKED, not_a_monitor
+from tdcoll.spec import functions
+from tdcoll.spec.functions import LIBRARY, LINKED, not_a_monitor
 
 __all__ = ["bitcode_path", "jit", "needs_nvshmem", "typed_fields"]
 
@@ -237,13 +238,14 @@ def for_descriptors(src: Any) -> Iterator[None]:
         descriptors.reset(token)
 
 
-_FOLDER = Path(__file__).parent
+_FOLDERS = Path(__file__).parent, Path(functions.__file__).parent
 
 
 @functools.cache
 def _lowering_digest() -> str:
     """What Triton's own cache keys leave out: the text of the lowering, whose extern functions write PTX."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(_FOLDER.glob("*.py")))).hexdigest()
+    files = sorted(file for folder in _FOLDERS for file in folder.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def typed_fields(kind: type) -> dict[str, tl.dtype]:

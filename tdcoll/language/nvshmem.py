@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from tdcoll.language.constants import (
+from tdcoll.spec.constants import (
     MONITOR_ABORTED,
     MONITOR_RANK,
     MONITOR_RECORD,
@@ -43,7 +43,7 @@ from tdcoll.language.constants import (
     RECORD_SIGNAL,
     RECORD_VALID,
 )
-from tdcoll.language.spec import FUNCTIONS, LIBRARY, not_64_bits, not_linked
+from tdcoll.spec.functions import FUNCTIONS, LIBRARY, not_64_bits, not_linked
 
 _TYPES = {"ptr": tl.int64, "ptr64": tl.int64, "size": tl.int64, "pe": tl.int32, "int": tl.int32, "u64": tl.uint64}
 _RETURNS = {"int32": tl.int32, "uint64": tl.uint64, "pointer": tl.int64, None: tl.int32}

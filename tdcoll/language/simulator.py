@@ -3,7 +3,7 @@
 
 Arguments are what the interpreter hands over: tensors of one element, constexprs, ints. Every function takes
 the ``_semantic`` that Triton passes to its own, and has no use for it. Meanings are in
-:data:`tdcoll.language.spec.FUNCTIONS`.
+:data:`tdcoll.spec.functions.FUNCTIONS`.
 
 Functions that every *thread* calls for itself act once per thread on a GPU. Here a program is one thread of
 control, so outside of ``if tid(0) == ...`` a put acts once; only ``SIGNAL_ADD``, where the difference shows,
@@ -20,13 +20,13 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.language import constants as c
-from tdcoll.language.spec import FUNCTIONS, not_64_bits, not_linked
 from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import Address
 from tdcoll.runtime.simulator.lanes import thread_index
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.monitor import Monitor
+from tdcoll.spec import constants as c
+from tdcoll.spec.functions import FUNCTIONS, not_64_bits, not_linked
 
 _THREADS_PER_WARP = 32
 _MASK64 = 0xFFFF_FFFF_FFFF_FFFF

@@ -12,7 +12,7 @@ import importlib
 from types import ModuleType
 
 from tdcoll.language import nvshmem as _stock
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS
 
 
 def _libshmem_device() -> ModuleType:

@@ -28,7 +28,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll.language import nvshmem
 from tdcoll.language.jit import bitcode_path, for_descriptors, needs_nvshmem
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS
 
 CONSTANTS = {"STEPS": 64, "M": 64, "N": 64, "K": 32}
 TYPES = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": "*fp32", "words": "*i64", "monitor": "*i64"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS
 
 DRIVER = Path(__file__).with_name("compile_kernels.py")
 

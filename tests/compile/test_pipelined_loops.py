@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS
 
 DRIVER = Path(__file__).with_name("pipelined_loops.py")
 

@@ -14,7 +14,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives.all_gather.op import ALL_GATHER
 from tdcoll.collectives.sparse_all_reduce import context as sparse_context
-from tdcoll.language.constants import RECORD_VALID
+from tdcoll.spec.constants import RECORD_VALID
 from tdcoll.testing import Deadlock, World
 
 HEAP = 1 << 18

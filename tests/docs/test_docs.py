@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tdcoll import errors
-from tdcoll.language.spec import table
+from tdcoll.spec.functions import table
 from tdcoll.testing import World
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,7 +33,7 @@ report["with"] = attempt()
 
 import tdcoll.language as tdl  # noqa: E402
 from tdcoll.language import nvshmem  # noqa: E402
-from tdcoll.language.spec import FUNCTIONS  # noqa: E402
+from tdcoll.spec.functions import FUNCTIONS  # noqa: E402
 
 report["lowering"] = tdl.LOWERING
 report["theirs"] = [name for name in FUNCTIONS if getattr(tdl, name) == ("theirs", name)]

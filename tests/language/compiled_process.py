@@ -28,7 +28,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.language import jit, nvshmem, warm_up
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS
 
 
 class NotingDriver:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tdcoll.language as tdl
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS
 
 PROGRAM = Path(__file__).with_name("choose_compiler.py")
 

@@ -10,8 +10,8 @@ import pytest
 from kernels_to_launch import HALVES
 
 import tdcoll.language as tdl
-from tdcoll.language import simulator, spec
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.language import simulator
+from tdcoll.spec.functions import FUNCTIONS, table
 
 
 def parameters_in_the_table(name: str) -> list[list[Any]]:
@@ -70,7 +70,7 @@ def test_table_is_complete(name: str) -> None:
     for parameter, kind in function.parameters:
         assert kind in ("ptr", "ptr64", "size", "pe", "int", "u64", "value", "constant")
         assert (parameter == "pe") == (kind == "pe")
-    assert f"| `{function.signature}` |" in spec.table()
+    assert f"| `{function.signature}` |" in table()
 
 
 def test_signature_of_a_function_with_defaults() -> None:

@@ -17,7 +17,7 @@ import pytest
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS
 
 RELEASE = "triton-dist==0.0.0"
 SHMEM = "triton_dist/language/extra/libshmem_device.py"

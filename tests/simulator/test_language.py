@@ -15,7 +15,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.language import simulator
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS
 from tdcoll.testing import World, explore
 
 

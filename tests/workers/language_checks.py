@@ -12,7 +12,7 @@ from harness import check, device, expect, expect_raises, rank, run, scaled, sha
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
-from tdcoll.language.spec import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS
 
 NBYTES = 1003  # no multiple of anything
 

@@ -9,8 +9,10 @@ number of rows, the clock or the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tdcoll.runtime.topology import Topology
+if TYPE_CHECKING:
+    from tdcoll.runtime.topology import Topology
 
 __all__ = ["ALGORITHMS", "EXCHANGE_CHANNELS", "Counts", "Tiles"]
 __all__ += ["choose", "dense_us", "may_be_dense", "owner_us", "tiles"]

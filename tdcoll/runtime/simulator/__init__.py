@@ -14,5 +14,3 @@ From the bottom up:
 
 Users meet this through :mod:`tdcoll.testing` and ``launch.sh``; ``docs/simulator.md`` describes the model.
 """
-
-import tdcoll.language  # noqa: F401  (first: in the simulator the language imports this package, and needs it whole)

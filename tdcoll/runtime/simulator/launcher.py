@@ -14,9 +14,9 @@ import triton.runtime.interpreter as triton_interpreter
 from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tdcoll.language.spec import LINKED
 from tdcoll.runtime.simulator.builder import numpy_dtype
 from tdcoll.runtime.simulator.current import machine
+from tdcoll.spec.functions import LINKED
 
 __all__ = ["MachineLauncher", "root_cause"]
 

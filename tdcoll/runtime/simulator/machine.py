@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tdcoll.errors import TdcollError
-from tdcoll.language import constants as c
 from tdcoll.runtime.simulator.extents import Extents, origin_of
 from tdcoll.runtime.simulator.memory import NULL_PAGE, Memory
 from tdcoll.runtime.simulator.network import Network
@@ -23,6 +22,7 @@ from tdcoll.runtime.simulator.pointers import PointerAccess
 from tdcoll.runtime.simulator.tasks import Task
 from tdcoll.runtime.simulator.trace import Trace
 from tdcoll.runtime.simulator.waits import Waits
+from tdcoll.spec import constants as c
 
 __all__ = ["Counts", "Machine", "TaskScheduler"]
 

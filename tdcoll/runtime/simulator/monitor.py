@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tdcoll import runtime
-from tdcoll.language import constants as c
-from tdcoll.language.spec import not_a_monitor
 from tdcoll.runtime.simulator.memory import read_word, write_word
+from tdcoll.spec import constants as c
+from tdcoll.spec.functions import not_a_monitor
 
 __all__ = ["Monitor"]
 

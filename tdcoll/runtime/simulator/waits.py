@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tdcoll.language import constants as c
 from tdcoll.runtime.simulator.monitor import Monitor
+from tdcoll.spec import constants as c
 
 if TYPE_CHECKING:
     from tdcoll.runtime.simulator.machine import Machine
