@@ -101,8 +101,8 @@ class CollectiveContext:
         tiles: the most tiles of one call that programs of one GPU hand to each other; each takes 12 bytes of symmetric
             heap.
         max_programs: the most programs that one launch on the context has. Kernels of several contexts that are in
-            flight together wait for peers, so their programs must fit on the GPU at once. Default: as many as a launch
-            may have.
+            flight together wait for peers, so their programs must fit on the GPU at once. At least ``2 * world_size +
+            2``. Default: as many as a launch may have.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange.
             Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
@@ -148,6 +148,11 @@ class CollectiveContext:
         self.job = owner = runtime.current()
         """The job that the context is of: exchanges on the host, and the symmetric heap."""
         self.topology = owner.topology(group)
+        if max_programs is not None and max_programs < (least := 2 * self.topology.world_size + 2):
+            raise ValueError(
+                f"max_programs must be at least {least}, as many as one chunk takes on {self.topology.describe()}; got "
+                f"{max_programs}"
+            )
         self.monitor = WaitMonitor(timeout_s=timeout_s, rank=self.topology.rank)
         self.device = owner.device
         self.max_bytes_per_rank = max_bytes_per_rank
@@ -259,8 +264,8 @@ class CollectiveContext:
         topology = self.topology
         if not self.stores or topology.ranks_per_node is None:
             return -1
-        if self._flagged_bytes is not None:
-            return self._flagged_bytes
+        if self._flagged_bytes is not None:  # what crosses between nodes is staged in the inbox first
+            return self._flagged_bytes if topology.n_nodes == 1 else min(self._flagged_bytes, self.capacity)
         return min(self.max_bytes_per_rank, limits.flagged_bytes(topology.world_size, topology.n_nodes))
 
     def _device_group(self) -> Group:

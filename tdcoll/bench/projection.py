@@ -285,7 +285,7 @@ def sparse_counts(
     gather = algorithm == "gather"
     used = sum(list_bytes(torch.unique(part).numel(), gather) for part in indices) / world
     room = -(-int(list_bytes(capacity_rows, gather)) // 16) * 16
-    plan = POLICY.choose(Facts(room, topology, channels=EXCHANGE_CHANNELS))
+    plan = POLICY.choose(Facts(room, topology, stores=nodes == 1, in_place=True, channels=EXCHANGE_CHANNELS))
     exchange = all_gather_counts(plan, used, topology, True)
     if gather:
         return SparseCounts(exchange, plan, used, 0.0, 0.0)
@@ -387,10 +387,8 @@ def _mean(parts: Sequence[Counts]) -> Counts:
 
 
 def _signals(name: str, on: Cluster) -> int:
-    """Signals of a rank after the exchange: one to every other in each launch."""
-    if name == "gather":
-        return 0
-    return (2 if on.nodes == 1 else on.nodes + 2) * (on.ranks - 1)
+    """Signals by NVSHMEM after the exchange: one to every other rank in each launch; in one node they are stores."""
+    return 0 if name == "gather" or on.nodes == 1 else (on.nodes + 2) * (on.ranks - 1)
 
 
 _HEADINGS = ("size", "algorithm", "counts", "puts", "put bytes", "signals", "inter-node puts", "inter-node bytes")

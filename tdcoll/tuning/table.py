@@ -50,13 +50,16 @@ from typing import Any
 from tdcoll import arguments
 from tdcoll.limits import CHANNELS
 
-__all__ = ["HANDED_OVER", "OPERATIONS", "SIMULATOR", "Entry", "Section", "Table", "shipped"]
+__all__ = ["HANDED_OVER", "OPERATIONS", "SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
 
 VERSION = 3
 """2 was of the all-gather alone; 1 of LL with words of 64 bits, whose times and chunks say nothing of those of 128."""
 
 HANDED_OVER = "nccl"
 """In a table and a plan: leave this call to torch.distributed."""
+
+WARPS = (1, 2, 4, 8, 16, 32)
+"""That a program may have."""
 
 SIMULATOR = "simulator"
 """The architecture of simulated ranks."""
@@ -191,7 +194,7 @@ def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
     if "channels" in given and "chunk" in given:
         raise ValueError(f"{at.where}: expected channels or chunk, got both")
     if "num_warps" in given:
-        how["num_warps"] = given["num_warps"].one_of((1, 2, 4, 8, 16, 32))
+        how["num_warps"] = given["num_warps"].one_of(WARPS)
     if "channels" in given:
         how["channels"] = given["channels"].whole(1, CHANNELS)
     if "chunk" in given:

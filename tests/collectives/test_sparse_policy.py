@@ -244,6 +244,6 @@ def test_tiles_are_bounded(elements: int, itemsize: int) -> None:
 def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     tree = list(ast.walk(ast.parse(inspect.getsource(policy))))
     imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "dataclasses", "tdcoll.runtime.topology"}
+    assert imported == {"__future__", "dataclasses", "typing", "tdcoll.runtime.topology"}
     assert not any(isinstance(node, ast.Import) for node in tree)
     assert not {node.attr for node in tree if isinstance(node, ast.Attribute)} & {"rank", "node", "place"}

@@ -864,7 +864,7 @@ def test_rows_are_spread_whatever_the_pattern_of_their_ids() -> None:
             for shift in (0, 7, 19, 31, 40):
                 ids = torch.arange(n) << shift
                 tdcoll.sparse_all_reduce_rows(ids, torch.ones(n, 4), 1 << 50, ctx, coalesced=True, algorithm="owner")
-                mine = int(ctx.counters[1])  # rows that others have as well, and that this rank reduced
+                mine = int(ctx.memory.whole.counters[1])  # rows that others have as well, and that this rank reduced
                 assert n // 4 - 12 <= mine <= n // 4 + 12, (shift, mine)
 
     everywhere(host, 4)

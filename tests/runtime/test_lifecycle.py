@@ -310,12 +310,15 @@ CALLS: dict[str, Callable[[], object]] = {
     "empty": lambda: tdcoll.empty(1),
     "free": lambda: tdcoll.free(torch.zeros(1)),
     "heap_info": tdcoll.heap_info,
+    "reduce_scatter": lambda: tdcoll.reduce_scatter(torch.zeros(1)),
+    "reduce_scatter_tensor": lambda: tdcoll.reduce_scatter_tensor(torch.zeros(1), torch.zeros(1)),
     "sparse_all_reduce": lambda: tdcoll.sparse_all_reduce(torch.zeros(1).to_sparse()),
     "sparse_all_reduce_rows": lambda: tdcoll.sparse_all_reduce_rows(torch.zeros(1).long(), torch.zeros(1), 1),
     "topology": tdcoll.topology,
     "zeros": lambda: tdcoll.zeros(1),
 }
 NEED_NO_JOB = {"finalize", "initialize", "is_initialized", "jit", "match_indices", "match_lists", "__version__"}
+NEED_NO_JOB |= {"Plan", "Table", "Topology"}
 TAKE_A_CONTEXT = {"all_gather", "all_gather_in_place", "sparse_all_reduce_padded"}
 RETURNED = {"PaddedRows"}
 

@@ -152,7 +152,7 @@ class Launches:
             for launch, epoch in offsets:
                 launch(stream, source + epoch * room, out + epoch * room)
 
-        self.run: Callable[[int, int, int], None] = first if len(calls) == 1 else run_all
+        self.run: Callable[[int, int, int], None] = first.__call__ if len(calls) == 1 else run_all
         """Launches, given the handle of the stream and addresses of source and result."""
         if in_buffer:
             self.run = lambda stream, source, out: first(stream, source, 0, out)

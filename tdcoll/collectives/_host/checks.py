@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the tensors of a call. Each says why not, or None; the fast path asks the same ones as the slow one."""
+"""Rules for the tensors of a call. The fast path asks them; the slow one asks the same, and says what is wrong."""
 
 from __future__ import annotations
 
@@ -10,32 +10,43 @@ import torch
 from tdcoll import arguments
 from tdcoll.context import CollectiveContext
 
-__all__ = ["check_context", "check_tensor", "lies_elsewhere_in", "strided_bytes", "unusable"]
+__all__ = ["check_context", "check_tensor", "lies_elsewhere_in", "strided_bytes", "usable"]
+
+_STRIDED = torch.strided
 
 
 def check_context(ctx: Any) -> None:
     """Raise unless ``ctx`` is a context."""
-    arguments.instance("ctx", ctx, CollectiveContext, "a tdcoll.CollectiveContext")
+    if not isinstance(ctx, CollectiveContext):
+        arguments.instance("ctx", ctx, CollectiveContext, "a tdcoll.CollectiveContext")
 
 
-def unusable(tensor: torch.Tensor, device: torch.device) -> str | None:
-    """Why kernels on ``device`` cannot take the bytes of a tensor as they are."""
+def usable(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether kernels on ``device`` can take the bytes of a tensor as they are."""
+    return (
+        tensor.device == device
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
+def _problem(tensor: torch.Tensor, device: torch.device) -> str:
+    """Why a tensor is not :func:`usable`."""
     if tensor.device != device:
         return f"must be on {device}, where the context is; got {tensor.device}"
     if tensor.is_conj() or tensor.is_neg():
         return "must hold its values as they are; call resolve_conj() and resolve_neg() first"
     if tensor.layout is not torch.strided:
         return f"must be contiguous; got shape {list(tensor.shape)} in {tensor.layout}"
-    if not tensor.is_contiguous():
-        return f"must be contiguous; got shape {list(tensor.shape)} with strides {tensor.stride()}"
-    return None
+    return f"must be contiguous; got shape {list(tensor.shape)} with strides {tensor.stride()}"
 
 
 def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
     """Raise unless ``tensor`` is one that kernels on ``device`` can take."""
     arguments.tensor(name, tensor)
-    if (problem := unusable(tensor, device)) is not None:
-        raise ValueError(f"{name} {problem}")
+    if not usable(tensor, device):
+        raise ValueError(f"{name} {_problem(tensor, device)}")
 
 
 def strided_bytes(tensor: Any) -> int:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tdcoll import arguments
 from tdcoll.collectives._host.algorithm import Algorithm, Launches, Planned
-from tdcoll.collectives._host.checks import check_tensor, lies_elsewhere_in, strided_bytes, unusable
+from tdcoll.collectives._host.checks import check_tensor, lies_elsewhere_in, strided_bytes, usable
 from tdcoll.collectives._host.plan import Facts, Plan, Policy
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError
@@ -60,8 +59,7 @@ class _HandOver:
         self._by_torch(tensor, out, self.group)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(NamedTuple):
     """What is known of calls with tensors of some shapes and dtype, after the first: all but where the tensors lie.
 
     Attributes:
@@ -127,7 +125,6 @@ class Collective:
         """
         if not isinstance(tensor, torch.Tensor) or not (out is None or isinstance(out, torch.Tensor)):
             return None
-        known: _Known | None
         try:
             if out is None:
                 known = ctx.known((self._short, tensor.shape, tensor.dtype, wish))
@@ -135,25 +132,28 @@ class Collective:
                 known = ctx.known((self._short, tensor.shape, out.shape, tensor.dtype, out.dtype, wish))
         except (RuntimeError, TypeError):  # a shape or a wish that cannot be a key
             return None
-        if known is None or unusable(tensor, ctx.device) is not None:
+        device = ctx.device
+        if known is None or not usable(tensor, device):
             return None
+        run, shape, part, whole, own = known
         source = tensor.data_ptr()
         if out is None:
             if (stream := ctx.enter()) is None:
                 return None
-            # Of numbers: a tuple takes twice as long.
-            out = torch.empty(*known.shape, dtype=tensor.dtype, device=ctx.device)
-            known.run(stream, source, out.data_ptr())
+            out = torch.empty(*shape, dtype=tensor.dtype, device=device)  # of numbers: a tuple takes twice as long
+            run(stream, source, out.data_ptr())
             return out
-        if unusable(out, ctx.device) is not None:
+        if not usable(out, device):
             return None
         result = out.data_ptr()
-        part, whole = (source, result) if self._gathers else (result, source)
-        if lies_elsewhere_in(part, known.part, whole, known.whole, known.own):
+        if self._gathers:
+            if lies_elsewhere_in(source, part, result, whole, own):
+                return None
+        elif lies_elsewhere_in(result, part, source, whole, own):
             return None
         if (stream := ctx.enter()) is None:
             return None
-        known.run(stream, source, result)
+        run(stream, source, result)
         return out
 
     def _remember(
@@ -292,7 +292,7 @@ class Collective:
 
         def make(graph: bool) -> Any:
             facts = self.facts(ctx, nbytes, itemsize=itemsize, in_place=in_place, graph=graph)
-            return self._launches(ctx, facts, self._plan(facts, algorithm, ctx), options)
+            return self.launches_of(ctx, facts, self._plan(facts, algorithm, ctx), options)
 
         made = ctx.once((*shape, graph), lambda: make(graph))
         if tabled and not graph:
@@ -331,7 +331,7 @@ class Collective:
         if self._room is None or plan.algorithm == "ll":  # whose words have been counted
             return [facts.nbytes]
         room = self._room(ctx, facts)
-        n = max(1, -(-facts.nbytes // max(1, room)))
+        n = max(1, -(-facts.nbytes // room)) if room else 1 + _MOST_EPOCHS * (facts.nbytes > 0)
         if n > _MOST_EPOCHS:
             raise ContextError(
                 f"{self.name}: {facts.nbytes} bytes per rank would take {n} epochs of {room} bytes, and {_MOST_EPOCHS} "
@@ -340,7 +340,8 @@ class Collective:
             )
         return [*(n - 1) * [room], facts.nbytes - (n - 1) * room]
 
-    def _launches(self, ctx: CollectiveContext, facts: Facts, plan: Plan, options: Hashable) -> Any:
+    def launches_of(self, ctx: CollectiveContext, facts: Facts, plan: Plan, options: Hashable) -> Any:
+        """What launches calls by a plan that was made for these facts."""
         if plan.algorithm == HANDED_OVER:
             return _HandOver(self, ctx, facts)
         calls: list[Planned] = []

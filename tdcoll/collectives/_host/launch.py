@@ -130,9 +130,11 @@ class _Prepared:
         at_config, at_pointers = ctypes.addressof(config), ctypes.addressof(self._pointers)
         self._given = *map(ctypes.c_void_p, (at_config, compiled.function, at_pointers)), None
         self._launch = _driver().cuLaunchKernelEx
+        self._stream = 0  # of the last launch
 
     def launch(self, stream: int) -> None:
-        self.config.stream = stream
+        if stream != self._stream:
+            self.config.stream = self._stream = stream
         failed = self._launch(*self._given)
         if failed == _INVALID_CONTEXT:
             _use_primary_context()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
-from tdcoll.tuning import HANDED_OVER, Entry, Section
+from tdcoll.tuning import HANDED_OVER, WARPS, Entry, Section
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
@@ -298,6 +298,11 @@ class Policy:
         if plan.algorithm not in self.names:
             raise ValueError(f"a Plan's algorithm must be one of {', '.join(self.names)}; got {plan.algorithm!r}")
         words = self.rule(plan.algorithm, facts).words
+        for name in ("channels", "chunk", "num_warps"):
+            if type(value := getattr(plan, name)) is not int:
+                raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
+        if plan.num_warps not in WARPS:
+            raise ValueError(f"a Plan's num_warps must be one of {', '.join(map(str, WARPS))}; got {plan.num_warps}")
         aligned = is_ll_chunk(plan.chunk) if words else plan.chunk % 16 == 0
         if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < facts.nbytes:
             raise ValueError(

@@ -132,8 +132,8 @@ def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
 def _make_counted(ctx: CollectiveContext, nbytes: int) -> Any:
     """By the seed, without LL: no table has measured such calls, and flagged words know of no counts."""
     facts = ALL_GATHER.facts(ctx, nbytes, in_place=True)
-    algorithm = POLICY.choose(dataclasses.replace(facts, ll_bytes=-1)).algorithm
-    return ALL_GATHER.launches(ctx, nbytes, algorithm, options="counted", in_place=True)
+    plan = POLICY.choose(dataclasses.replace(facts, ll_bytes=-1))
+    return ALL_GATHER.launches_of(ctx, facts, plan, "counted")
 
 
 def all_gather(

@@ -18,7 +18,8 @@ from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
 __all__ = ["reduce_scatter", "reduce_scatter_tensor"]
 
 _MOST_POOLED_BYTES = 16 << 20
-"""Per rank and slot of tdcoll's own contexts; larger calls are several epochs."""
+"""Per rank and slot of tdcoll's own contexts, and no more than an eighth of the heap in all; larger calls are several
+epochs."""
 
 
 def reduce_scatter(
@@ -39,8 +40,8 @@ def reduce_scatter(
     and minimum propagate NaN, integers wrap, and no floating-point result is -0.0.
 
     Args:
-        tensor: a part for each rank, contiguous, on the context's device: ``[world * n, ...]`` or ``[world, n, ...]``
-            of fp16, bf16, fp32, fp64, int32 or int64.
+        tensor: a part for each rank, contiguous, on the context's device, of fp16, bf16, fp32, fp64, int32 or int64.
+            With ``out`` it may be ``[world, n, ...]`` as well.
         ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
             Making one is collective and synchronises.
         out: where the result goes, contiguous, same dtype. Made if None. May be this rank's own part of ``tensor``, and
@@ -55,6 +56,7 @@ def reduce_scatter(
         ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
+        NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
         TypeError, ValueError: an argument is not as described.
 
@@ -83,8 +85,9 @@ def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context of a group."""
     owner = runtime.current()
     arguments.tensor("tensor", tensor)
-    part = strided_bytes(tensor) // len(owner.ranks_of(group))
-    return pooled("reduce_scatter", group, min(2 * part, _MOST_POOLED_BYTES))  # between nodes half is for sending
+    world = len(owner.ranks_of(group))
+    most = min(_MOST_POOLED_BYTES, owner.heap.nbytes // (16 * world))
+    return pooled("reduce_scatter", group, min(2 * strided_bytes(tensor) // world, most))  # half is to put from
 
 
 def reduce_scatter_tensor(
@@ -112,4 +115,6 @@ def reduce_scatter_tensor(
         Others: as :func:`reduce_scatter`.
     """
     refuse_async(async_op)
+    arguments.tensor("output", output)
+    arguments.tensor("input", input)
     reduce_scatter(input, _pooled(input, group), output, torch_operation(op))

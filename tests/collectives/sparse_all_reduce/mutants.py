@@ -163,11 +163,6 @@ MUTANTS = [
         ),
         WRONG_ROWS,
         Reduces("oo", (4,), 6, op="max", shape=(2,), data=_negative),
-        changes=to(
-            "reduce.accumulate",
-            "tl.where(first, part, tl.maximum(sum, part, propagate_nan=tl.PropagateNan.ALL))",
-            "tl.maximum(sum, part)",
-        ),
     ),
     Mutant(
         "every contributor owns the row",
