@@ -143,6 +143,7 @@ class Launches:
                 kernel, algorithm.programs(call), arguments, changing, num_warps=call.plan.num_warps
             )
         self._launches = list(launches.values())
+        self._ready = all(launch.prepared for launch in self._launches)
         constants = [(name, value) for name, value in arguments.items() if name.isupper()]
         self._variant = (operation, kernel.__name__, *constants, *{c.plan.num_warps for c in calls}, in_buffer)
         first, offsets = launches[calls[0]], [(launches[call], i) for i, call in enumerate(calls)]
@@ -163,7 +164,7 @@ class Launches:
 
     def at(self, source: int, out: int) -> None:
         """Make the call, given addresses: of what this rank brings, and of the result or the buffer of both."""
-        if not all(launch.prepared for launch in self._launches):
+        if not self._ready:
             if self._variant not in self._context.tables:
                 _outside_of_graphs(self._context, self._operation)
             self.prepare()
@@ -173,4 +174,5 @@ class Launches:
         """Compile and load what a CUDA graph may capture before any call of this kind is made."""
         for launch in self._launches:
             launch.prepare()
+        self._ready = all(launch.prepared for launch in self._launches)
         self._context.tables[self._variant] = True

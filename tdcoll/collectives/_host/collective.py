@@ -283,12 +283,13 @@ class Collective:
     ) -> Any:
         """What launches such calls: made once, together with that of the same calls in a CUDA graph if a table may say
         something else of them, since no more can be made there."""
-        arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
-        tabled = bool(self._sections(ctx))
-        graph = ctx.capturing and tabled
+        if not isinstance(algorithm, (str, Plan)):
+            arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
+        graph = ctx.capturing and bool(self._sections(ctx))
         shape = (self.name, nbytes, algorithm, options, in_place)
         if (found := ctx.known((*shape, graph))) is not None:
             return found
+        tabled = bool(self._sections(ctx))
 
         def make(graph: bool) -> Any:
             facts = self.facts(ctx, nbytes, itemsize=itemsize, in_place=in_place, graph=graph)
