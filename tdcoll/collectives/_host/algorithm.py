@@ -41,7 +41,7 @@ class Planned:
 
     @property
     def in_buffer(self) -> bool:
-        """Whether peers write to the caller's buffer."""
+        """True where peers write to the caller's buffer."""
         return self.facts.in_place and self.plan.algorithm != "ll"  # whose words land elsewhere
 
     @property
@@ -90,7 +90,7 @@ class Algorithm:
 
 
 def on_device(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], Any]) -> Any:
-    """What ``make`` copies to the device, once for as long as the context lives."""
+    """Return what ``make`` copies to the device, once for as long as the context lives."""
     if key not in ctx.tables:
         _outside_of_graphs(ctx, operation)
         ctx.tables[key] = make()
@@ -98,7 +98,7 @@ def on_device(ctx: CollectiveContext, operation: str, key: Hashable, make: Calla
 
 
 def _outside_of_graphs(ctx: CollectiveContext, operation: str) -> None:
-    """What comes next compiles a kernel or copies to the device."""
+    """Refuse to compile a kernel or to copy to the device while a CUDA graph is captured."""
     capture.refuse(
         ctx.device, operation,
         "the first call of a kind on a context prepares what a CUDA graph cannot capture; make one such call, of about "

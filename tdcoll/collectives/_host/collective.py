@@ -29,7 +29,7 @@ __all__ = ["UNCHECKED", "Collective"]
 _log = logging.getLogger("tdcoll")
 
 _MOST_EPOCHS = 1024
-"""Of one call. One that needs more has a context that is far too small for it."""
+"""A call takes no more; one that needs more has a context that is far too small for it."""
 
 
 class _HandOver:
