@@ -111,7 +111,7 @@ def test_drop_ins_name_their_own_arguments() -> None:
             tdcoll.reduce_scatter_tensor(None, x)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"input must be a torch\.Tensor"):
             tdcoll.reduce_scatter_tensor(x, 3)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="op must be a str"):
+        with pytest.raises(ValueError, match="op must be one of sum, mean, max, min, prod; got"):
             tdcoll.reduce_scatter(x, op=["sum"])  # type: ignore[arg-type]
 
     World(1).run(host)
