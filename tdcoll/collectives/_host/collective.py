@@ -60,7 +60,7 @@ class _HandOver:
 
 
 class _Known(NamedTuple):
-    """What is known of calls with tensors of some shapes and dtype, after the first: all but where the tensors lie.
+    """A kind of call as the short way knows it after the first one: all but where the tensors lie.
 
     Attributes:
         run: launches such a call, outside of CUDA graphs.
@@ -281,8 +281,11 @@ class Collective:
         itemsize: int = 1,
         in_place: bool = False,
     ) -> Any:
-        """What launches such calls: made once, together with that of the same calls in a CUDA graph if a table may say
-        something else of them, since no more can be made there."""
+        """Return what launches such calls. It is made once.
+
+        Where a table may say something else of the same calls in a CUDA graph, what launches those is made with it: no
+        more can be made there.
+        """
         if not isinstance(algorithm, (str, Plan)):
             arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
         graph = ctx.capturing and bool(self._sections(ctx))
@@ -306,7 +309,7 @@ class Collective:
         return made
 
     def _sections(self, ctx: CollectiveContext) -> tuple[Section, ...]:
-        """What the context's tuning table says of this operation."""
+        """Return the sections of the context's tuning table for this operation."""
         tuning = ctx.tuning
         found: tuple[Section, ...] = ctx.once(
             (self.name, "sections"), lambda: self.policy.sections(tuning.sections, tuning.name)
@@ -342,7 +345,7 @@ class Collective:
         return [*(n - 1) * [room], facts.nbytes - (n - 1) * room]
 
     def launches_of(self, ctx: CollectiveContext, facts: Facts, plan: Plan, options: Hashable) -> Any:
-        """What launches calls by a plan that was made for these facts."""
+        """Return what launches calls by a plan that was made for these facts."""
         if plan.algorithm == HANDED_OVER:
             return _HandOver(self, ctx, facts)
         calls: list[Planned] = []

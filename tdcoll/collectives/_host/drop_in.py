@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What functions with the signatures of ``torch.distributed`` share."""
+"""Functions with the signatures of ``torch.distributed`` share this: their contexts, and the names of operations."""
 
 from __future__ import annotations
 

@@ -228,8 +228,7 @@ class SparseContext:
         """Where rows lie, and the work lists; for kernels."""
         self._directory: Directory | None = None
         self._index: tuple[Hashable, Packed] | None = None
-        reachable = all(base for base, here in zip(bases, local, strict=True) if here)
-        if not all(owner.exchange(pes, "peers reachable", reachable)):
+        if not context.stores:  # on which the ranks have agreed
             raise ContextError(
                 "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access between "
                 "their GPUs), which the sparse all-reduce needs inside a node"
