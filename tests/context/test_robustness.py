@@ -171,7 +171,7 @@ def test_a_rank_that_cannot_make_its_context_keeps_the_others_from_having_one(mo
     monkeypatch.setattr(sparse_context, "Memory", fail_on_one)
 
     def host(pe: int) -> None:
-        with pytest.raises(RuntimeError, match="here" if pe else r"waited .* in 'peers reachable' for rank\(s\) \[1\]"):
+        with pytest.raises(RuntimeError, match="here" if pe else r"waited .* in 'barrier' for rank\(s\) \[1\]"):
             tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16)
         _nothing_is_taken()
 

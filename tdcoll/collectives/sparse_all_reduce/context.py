@@ -19,6 +19,7 @@ from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LISTS, In
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.memory import barrier
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["SparseContext", "symmetric_bytes"]
@@ -141,6 +142,11 @@ class SparseContext:
         self, group: runtime.Group, grow: bool, max_programs: int | None, rows: int, row_bytes: int, union: int
     ) -> None:
         """The rest of making it. Collective."""
+        if not self.collective.stores:  # on which the ranks have agreed
+            raise ContextError(
+                "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access between "
+                "their GPUs), which the sparse all-reduce needs inside a node"
+            )
         self.grow = bool(grow)
         self.process_group = group if isinstance(group, torch.distributed.ProcessGroup) else None
         self.everybody = group is None
@@ -194,7 +200,7 @@ class SparseContext:
         area = owner.allocate((lists + out + stage,), torch.uint8, group=pes, name="sparse")
         try:
             self._use_area(area, lists, lists + out, rows, row_bytes, union)
-        except Exception:  # before anybody uses it: the last that all ranks do in there is to wait for each other
+        except Exception:  # before anybody uses it: what all ranks do last in there is to wait for each other
             owner.take_back(area)
             raise
         self._area = area
@@ -228,11 +234,7 @@ class SparseContext:
         """Where rows lie, and the work lists; for kernels."""
         self._directory: Directory | None = None
         self._index: tuple[Hashable, Packed] | None = None
-        if not context.stores:  # on which the ranks have agreed
-            raise ContextError(
-                "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access between "
-                "their GPUs), which the sparse all-reduce needs inside a node"
-            )
+        barrier(pes)  # nobody may store to the area of a rank that could not make use of it
 
     # ------------------------------------------------------------------ facts
 
