@@ -46,37 +46,30 @@ of that: it lands in ``flagged``, and each rank writes its buffer itself.)
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Hashable, Mapping
-from types import MappingProxyType, TracebackType
+from collections.abc import Callable, Hashable
+from types import TracebackType
 from typing import Any
 
 import torch
 import triton.language as tl
 
 from tdcoll import arguments, limits, runtime
-from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError, TdcollError
+from tdcoll.gate import Gate
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
 from tdcoll.primitives.tiles import Tiles
-from tdcoll.runtime.control import require_equal
 from tdcoll.tuning.agreement import agree
 
 __all__ = ["CollectiveContext"]
-
-_REFUSED, _JOB_ENDED, _EXPIRED = "refused", "job ended", "expired"
-_ELSEWHERE, _CAPTURING, _OTHER_STREAM, _DEBUG = "elsewhere", "capturing", "other stream", "debug"
-_FOR_GOOD = (_REFUSED, _JOB_ENDED, _EXPIRED)
-"""Obstacles of which a rank does not tell the others in debug mode: they may be past this call, or gone."""
 
 KEPT = 2048
 """Entries that a context remembers of call shapes: how to launch them, and what the arguments must look like."""
 
 
-class CollectiveContext:
+class CollectiveContext(Gate):
     """Symmetric slots, signals and the epoch for the collectives of one group on one stream.
 
     Collective over the group to make and to close; a context manager. Several may be alive at once, over the same or
@@ -145,17 +138,15 @@ class CollectiveContext:
             arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
         if stream is not None:
             arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
-        self.job = owner = runtime.current()
-        """The job that the context is of: exchanges on the host, and the symmetric heap."""
-        self.topology = owner.topology(group)
-        if max_programs is not None and max_programs < (least := 2 * self.topology.world_size + 2):
+        job = runtime.current()
+        topology = job.topology(group)
+        if max_programs is not None and max_programs < (least := 2 * topology.world_size + 2):
             raise ValueError(
-                f"max_programs must be at least {least}, as many as one chunk takes on {self.topology.describe()}; got "
+                f"max_programs must be at least {least}, as many as one chunk takes on {topology.describe()}; got "
                 f"{max_programs}"
             )
-        self.monitor = WaitMonitor(timeout_s=timeout_s, rank=self.topology.rank)
-        self.device = owner.device
-        self.max_bytes_per_rank = max_bytes_per_rank
+        monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
+        super().__init__(job, topology, max_bytes_per_rank, monitor, debug, stream)
         self.channels = channels
         self.phases = phases
         self.max_programs = MAX_PROGRAMS if max_programs is None else max_programs
@@ -165,7 +156,6 @@ class CollectiveContext:
         self.ll_bytes: int
         """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: ranks of a node
         cannot store to each other, or nodes have different numbers of ranks."""
-        self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else bool(debug)
         self.lamport_bytes = lamport_bytes
         """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
         self.device_lamport: Lamport | None = None
@@ -173,29 +163,13 @@ class CollectiveContext:
         self.tiles = tiles
         self.device_tiles: Tiles | None = None
         """The counters of tiles as kernels see them; None where there are none."""
-        self._expired = self.monitor.valid
-        self._group = self.topology.pes
-        self._flagged_bytes = flagged_bytes
-        self._refusal: str | None = None
-        self._closed = False
-        self._obstacle = ""
-        self._calls = 0
-        self._cuda = self.device.type == "cuda"
-        self.follows_stream = False
-        """Whether calls may come on any stream, whichever is the current one; each then waits for the one before."""
-        self._stream = stream
-        if self._cuda and stream is None:
-            self._stream = torch.cuda.current_stream(self.device)
-        self._index: int = self.device.index if self._cuda else 0
-        self._handle: int = self._stream.cuda_stream if self._cuda else 0
-        self.capturing = False
-        """Whether the last call was made while a CUDA graph was being captured."""
-        self.captured = False
-        """Whether a call was made while a CUDA graph was being captured: then a graph may still use the memory."""
         self.device_group: Group
         """The context as kernels see it."""
         self.tables: dict[Hashable, Any] = {}
         """Device tensors that launches and captured graphs refer to, for as long as the context lives."""
+        self._group = topology.pes
+        self._flagged_bytes = flagged_bytes
+        self._closed = False
         self._kept: dict[Hashable, Any] = {}
         self._symmetric: list[torch.Tensor] = []
         try:
@@ -329,10 +303,6 @@ class CollectiveContext:
             f"{self.max_bytes_per_rank} bytes per rank, {state}>"
         )
 
-    def refuse(self, why: str) -> None:
-        """Every call from now on is an error that says ``why``."""
-        self._refusal = why
-
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What a collective's host side computes once per ``key`` (its name and a call shape) and finds again.
 
@@ -349,162 +319,6 @@ class CollectiveContext:
         return self._kept.get(key)
 
     # ------------------------------------------------------------------ life
-
-    def check(self) -> None:
-        """Wait for this context's stream and raise if a wait in one of its kernels has expired.
-
-        Raises:
-            CollectiveTimeout: naming rank, peer, signal and epoch.
-        """
-        if self._cuda:
-            self._stream.synchronize()
-        self.monitor.raise_if_expired()
-
-    def begin(
-        self,
-        operation: str,
-        nbytes: int,
-        agree: Mapping[str, Any] = MappingProxyType({}),
-        prepare: Callable[[], Any] = lambda: None,
-    ) -> Any:
-        """What every collective does before it launches: is the call allowed here and now?
-
-        Args:
-            operation: its name, for messages.
-            nbytes: what of the inbox one rank's data takes, in bytes; must fit. 0 for a call that fits anyway, such as
-                one that runs as several epochs of at most ``max_bytes_per_rank`` each or uses no inbox: ``agree`` then
-                has its size.
-            agree: whatever else must be the same on all ranks, by name; compared, with ``nbytes``, in debug mode.
-            prepare: raises if the other arguments are wrong on this rank, of which the others hear in debug mode;
-                else returns what is to be launched.
-
-        Returns:
-            What ``prepare`` returned.
-
-        Raises:
-            ContextError: closed, on another stream, or over the capacity.
-            CollectiveTimeout: a wait has expired.
-            NotInitializedError: after ``tdcoll.finalize()``.
-            RankMismatchError: (debug) ranks disagree, or another rank's arguments are wrong; raised on all of them.
-        """
-        obstacle = self._obstacle if self.enter() is None else None
-        if obstacle in _FOR_GOOD:
-            self._overcome(obstacle, operation)
-        if self.debug:
-            prepared = self._agree(operation, nbytes, agree, prepare, obstacle)
-        else:
-            self._allow(operation, nbytes, obstacle)
-            prepared = prepare()
-        return prepared
-
-    def current_stream(self) -> int:
-        """Handle of the device's current stream; 0 on CPUs."""
-        return torch._C._cuda_getCurrentRawStream(self._index) if self._cuda else 0
-
-    def enter(self) -> int | None:
-        """:meth:`begin` for a call that differs from an earlier one in its addresses alone, in less time.
-
-        Returns:
-            The handle of the stream to launch on (0 on CPUs); None where :meth:`begin` has something to do or to say,
-            and then nothing has been done: the context refuses calls, a wait has expired, debug mode, another device,
-            another stream, a CUDA graph that is being captured.
-        """
-        # The rules stand here only; `begin` asks here, too, and then does or says what is left in `_obstacle`.
-        if self._refusal is not None:
-            return self._stopped_by(_REFUSED)
-        if self.job.closed:
-            return self._stopped_by(_JOB_ENDED)
-        if self._expired[0]:
-            return self._stopped_by(_EXPIRED)
-        handle = self._handle
-        if self._cuda:
-            # The raw calls: CUDA runs already, and they take a third of the time.
-            if torch._C._cuda_getDevice() != self._index:
-                return self._stopped_by(_ELSEWHERE)
-            current = torch._C._cuda_getCurrentRawStream(self._index)
-            # CUDA's default stream, whose handle is 0, cannot be captured; asking takes longer than the rest of this.
-            if current and torch._C._cuda_isCurrentStreamCapturing():
-                return self._stopped_by(_CAPTURING)
-            if current != handle:
-                return self._stopped_by(_OTHER_STREAM)
-        if self.debug:
-            return self._stopped_by(_DEBUG)
-        self.capturing = False
-        return handle
-
-    def _stopped_by(self, obstacle: str) -> int | None:
-        self._obstacle = obstacle
-        return None
-
-    def _overcome(self, obstacle: str | None, operation: str) -> None:
-        """Raise the error that says what was in the way of :meth:`enter`, or do what the call needs in spite of it."""
-        if obstacle == _REFUSED:
-            raise ContextError(f"{operation}: {self._refusal}")
-        if obstacle == _JOB_ENDED:
-            raise NotInitializedError(f"{operation}: the context is of a job that tdcoll.finalize() has ended")
-        if obstacle == _EXPIRED:
-            self.monitor.raise_if_expired()
-        if obstacle == _ELSEWHERE:
-            raise ContextError(
-                f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
-                f"{self.device}; call torch.cuda.set_device({self.device.index})"
-            )
-        if obstacle == _OTHER_STREAM:
-            self._change_stream(operation)
-        self.capturing = obstacle == _CAPTURING
-        self.captured = self.captured or self.capturing
-
-    def _agree(
-        self,
-        operation: str,
-        nbytes: int,
-        agree: Mapping[str, Any],
-        prepare: Callable[[], Any],
-        obstacle: str | None,
-    ) -> Any:
-        """The checks of a call in debug mode: what is wrong on one rank is an error on all."""
-        problem: Exception | None = None
-        prepared = None
-        try:
-            self._allow(operation, nbytes, obstacle)
-            prepared = prepare()
-        except (TdcollError, TypeError, ValueError) as error:
-            problem = error
-        facts = {
-            "bytes per rank": nbytes,
-            **{name: str(fact) if isinstance(fact, torch.dtype) else fact for name, fact in agree.items()},
-            # Two contexts used in different orders show as well.
-            "context, by its offset in the symmetric heap": self.job.offset_of(self.staging, "staging"),
-            "earlier calls on the context": self._calls,
-        }
-        what = f"{operation} arguments"
-        answers = self.job.exchange(self._group, what, (str(problem) if problem else None, facts))
-        if problem is not None:
-            raise problem
-        for rank, (other, _) in enumerate(answers):
-            if other is not None:
-                raise RankMismatchError(f"{operation}: rank {rank} cannot make this call: {other}")
-        require_equal([theirs for _, theirs in answers], range(self.world_size), what)
-        self._calls += 1
-        return prepared
-
-    def _allow(self, operation: str, nbytes: int, obstacle: str | None) -> None:
-        if nbytes > self.max_bytes_per_rank:
-            raise ContextError(
-                f"{operation}: {nbytes} bytes per rank is over the context's capacity of "
-                f"{self.max_bytes_per_rank}; make it with max_bytes_per_rank={nbytes} or more"
-            )
-        self._overcome(obstacle, operation)
-
-    def _change_stream(self, operation: str) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        if not self.follows_stream:
-            raise ContextError(
-                f"{operation}: the context is bound to {self._stream}, and the current stream is {stream}. Make one "
-                "context per stream, or enter `with torch.cuda.stream(...)`."
-            )
-        stream.wait_stream(self._stream)
-        self._stream, self._handle = stream, stream.cuda_stream
 
     def close(self) -> None:
         """Free the symmetric memory. Collective; waits for the stream. A second call does nothing.

@@ -1,2 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One folder per collective: ``kernels.py`` (device), ``op.py`` (host), ``policy.py`` (pure choice)."""
+"""One folder per collective: kernels (device), ``op`` (what users call), ``policy`` (pure choice), ``reference``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+__all__ = ["lazily"]
+
+
+def lazily(package: str, **modules: Sequence[str]) -> Callable[[str], Any]:
+    """A package's ``__getattr__``, which imports a public name when it is asked for: a policy needs no Triton.
+
+    Args:
+        package: its name.
+        modules: the public names of each of its modules.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names}
+
+    def find(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{module_of[name]}"), name)
+
+    return find

@@ -12,10 +12,11 @@ import torch
 
 from tdcoll.collectives._host.checks import lies_elsewhere_in
 from tdcoll.collectives._host.collective import UNCHECKED
-from tdcoll.collectives._host.pool import Pool, on
+from tdcoll.collectives._host.pool import Pool
 from tdcoll.collectives.all_gather import all_gather
 from tdcoll.collectives.all_gather.op import ALL_GATHER
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
+from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.distributed.work import worker
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.primitives.reduce import ACCUMULATORS
@@ -27,7 +28,6 @@ _BESIDE_OTHERS = 64
 """Programs of a launch that goes on beside a backward pass, and may wait for ranks whose own is behind: half of the SMs
 of an H100 stay free. (With programs on all of them the backward pass stood still for as long.)
 """
-_FEWEST_ROWS = 256
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,18 +142,16 @@ class SparseSums:
     def prepare(self, tensor: torch.Tensor) -> bool:
         """Have a context; whether there is one. Collective, the first time."""
         if self.context is None and not self.exhausted:
-            worker.drain()
             indices, values = _parts(tensor)
             row_bytes = torch.Size(values.shape[1:]).numel() * values.dtype.itemsize
-            asked = self._owner.exchange(self._ranks, "sparse all-reduce: rows", (indices.shape[1], row_bytes))
             try:
-                self.open(max(_FEWEST_ROWS, *(rows for rows, _ in asked)), max(nbytes for _, nbytes in asked))
+                self.open(indices.shape[1], row_bytes)
             except HeapExhaustedError:  # on all ranks
                 self.exhausted = True
         return self.context is not None
 
     def open(self, rows_per_rank: int, row_bytes: int) -> None:
-        """Make the context, if there is none, with room for this much to begin with. Collective.
+        """Make the context, if there is none, with room for what any rank says here. Collective.
 
         Raises:
             HeapExhaustedError: on all ranks.
@@ -161,16 +159,14 @@ class SparseSums:
         if self.context is not None:
             return
         worker.drain()
-        with on(self._owner.device):
-            self.context = SparseContext(
-                self._ranks,
-                max_rows_per_rank=rows_per_rank,
-                max_row_bytes=row_bytes,
-                grow=True,
-                max_programs=_BESIDE_OTHERS,
-                timeout_s=self._timeout_s,
-            )
-            self.context.collective.follows_stream = True
+        self.context = growing_context(
+            self._owner,
+            self._ranks,
+            rows_per_rank,
+            row_bytes,
+            max_programs=_BESIDE_OTHERS,
+            timeout_s=self._timeout_s,
+        )
 
     def __call__(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The sum or mean over the ranks of a COO tensor, coalesced; after :meth:`prepare`.

@@ -13,17 +13,21 @@ Signals are named by their role. ``arrived[slot, phase, channel, r]`` is set to 
 which peers write to memory of the caller's, and polled here before that memory of rank r is written.
 """
 
+from collections.abc import Iterable
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
+import torch
 import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.limits import MAX_PROGRAMS
+from tdcoll.runtime.topology import Topology
 
 __all__ = [
-    *("EPOCH_SHIFT", "Group", "Window"),
-    *("begin_epoch", "chunk_bytes", "now", "row", "segment", "slot", "start", "this_program"),
+    *("EPOCH_SHIFT", "Group", "Nodes", "Window"),
+    *("begin_epoch", "chunk_bytes", "nodes_of", "now", "row", "segment", "slot", "start", "this_program"),
 ]
 
 EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
@@ -71,6 +75,47 @@ class Window(NamedTuple):
     stride: tl.int64
     deltas: Any
     slots: tl.constexpr
+
+
+class Nodes(NamedTuple):
+    """Which rank of a group is where; made by :func:`nodes_of`.
+
+    Attributes:
+        pes: int32 ``[world]``: PE of each rank.
+        of: int32 ``[world]``: node of each rank.
+        begins, ranks: int32 ``[n_nodes + 1]``, ``[world]``: the ranks of node n are ``ranks[begins[n]:begins[n + 1]]``,
+            ascending.
+        node: this rank's.
+        n_nodes: how many.
+        world: ranks. Not a constant as in the group: loops over all ranks that look for one id would be unrolled, and
+            take twice the registers.
+    """
+
+    pes: Any
+    of: Any
+    begins: Any
+    ranks: Any
+    node: tl.int32
+    n_nodes: tl.int32
+    world: tl.int32
+
+
+def nodes_of(topology: Topology, device: torch.device) -> Nodes:
+    """A group's :class:`Nodes`, on the device."""
+
+    def table(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+    sizes = (len(members) for members in topology.members)
+    return Nodes(
+        table(topology.pes),
+        table(topology.nodes),
+        table(accumulate(sizes, initial=0)),
+        table(chain.from_iterable(topology.members)),
+        topology.node,
+        topology.n_nodes,
+        topology.world_size,
+    )
 
 
 @jit

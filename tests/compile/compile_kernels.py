@@ -44,7 +44,7 @@ from tdcoll.collectives.sparse_all_reduce import (
 from tdcoll.language import jit, nvshmem
 from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
 from tdcoll.primitives import reduce
-from tdcoll.primitives.group import Group, Window
+from tdcoll.primitives.group import Group, Nodes, Window
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 
@@ -259,7 +259,7 @@ SPARSE_TYPES = {
     "partial": "*fp32",
     "g": tuples()["g"],
     "memory": kernels_lists.Memory("*i64", "*i64", "*i32", "*i32", "*i32"),
-    "nodes": kernels_lists.Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
+    "nodes": Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
 }
 
 
@@ -307,7 +307,7 @@ REDUCE_SCATTER = [  # kernel, constants, architectures
 
 def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> dict[str, object]:
     constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
-    types = tuples() | {"nodes": scatter_puts.Nodes("*i32", "i32")}
+    types = tuples() | {"nodes": SPARSE_TYPES["nodes"]}
     ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
     return {
         "kernel": kernel.__name__,
@@ -335,7 +335,7 @@ def compiled_forms(kernel) -> int:
             "g": Group(word, word, word, word, word, rank, channels=tl.constexpr(16), world=tl.constexpr(32)),
             **dict.fromkeys(("window", "words"), Window(16 * rank, 1 + rank, word, tl.constexpr(2))),
             "routes": Routes(table, rank, 31 - rank),
-            "nodes": scatter_puts.Nodes(table, 1 + rank),
+            "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},
         }
         _, specialization, _ = bind(**{name: known.get(name, rank) for name in kernel.arg_names}, debug=False)

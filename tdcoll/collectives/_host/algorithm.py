@@ -31,6 +31,7 @@ class Planned:
         plan: how.
         options: what else the kernel depends on, such as dtype and operation.
         stride: bytes from one segment of the caller's tensor to the next.
+        by_words: it goes by LL's flagged words, which land in memory of their own.
     """
 
     ctx: CollectiveContext
@@ -38,11 +39,12 @@ class Planned:
     plan: Plan
     options: Any
     stride: int
+    by_words: bool
 
     @property
     def in_buffer(self) -> bool:
         """True where peers write to the caller's buffer."""
-        return self.facts.in_place and self.plan.algorithm != "ll"  # whose words land elsewhere
+        return self.facts.in_place and not self.by_words
 
     @property
     def window(self) -> Window:
@@ -144,8 +146,9 @@ class Launches:
             )
         self._launches = list(launches.values())
         self._ready = all(launch.prepared for launch in self._launches)
-        constants = [(name, value) for name, value in arguments.items() if name.isupper()]
-        self._variant = (operation, kernel.__name__, *constants, *{c.plan.num_warps for c in calls}, in_buffer)
+        constants = frozenset((name, value) for name, value in arguments.items() if name.isupper())
+        warps = frozenset(call.plan.num_warps for call in calls)
+        self._variant = (operation, kernel.__name__, constants, warps, in_buffer)
         first, offsets = launches[calls[0]], [(launches[call], i) for i, call in enumerate(calls)]
         room = calls[0].facts.nbytes
 

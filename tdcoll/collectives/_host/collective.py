@@ -104,6 +104,7 @@ class Collective:
         hand_over: Callable[[torch.Tensor, torch.Tensor, Any], None] | None = None,
     ) -> None:
         assert set(algorithms) == set(policy.names)
+        assert policy.hand_over == (hand_over is not None)
         self.name, self.policy, self._algorithms, self._shapes = policy.operation, policy, algorithms, shapes
         self._gathers, self._room, self.hand_over = gathers, room, hand_over
         self._short = f"{self.name}, the short way"
@@ -210,7 +211,8 @@ class Collective:
             else:
                 self._check_out(tensor, given, ctx)
             segment = self._segment(tensor, ctx.world_size)
-            return self.launches(ctx, segment, algorithm, options=wanted, itemsize=tensor.dtype.itemsize)
+            itemsize = 1 if wanted is None else tensor.dtype.itemsize  # bytes are moved as they are
+            return self.launches(ctx, segment, algorithm, options=wanted, itemsize=itemsize)
 
         facts = {"dtype": getattr(tensor, "dtype", None), "algorithm": algorithm, **agree}
         if self._room is not None:
@@ -266,7 +268,7 @@ class Collective:
             stores=ctx.stores,
             channels=ctx.channels,
             max_programs=ctx.max_programs,
-            hand_over=ctx.tuning.group is not None and self.hand_over is not None,
+            hand_over=ctx.tuning.group is not None and self.policy.hand_over,
             simulated=ctx.job.simulated,
             **more,
         )
@@ -320,8 +322,7 @@ class Collective:
         """The plan of a call, or of the first epoch of a larger one, whose algorithm is that of the whole."""
         choose, sections = self.policy.choose, self._sections(ctx)
         plan = choose(facts, algorithm, sections)
-        epochs = self._epochs(ctx, facts, plan)
-        if len(epochs) == 1 or plan.algorithm == HANDED_OVER:
+        if plan.algorithm == HANDED_OVER or len(epochs := self._epochs(ctx, facts, plan)) == 1:
             return plan
         if isinstance(algorithm, Plan):
             raise ValueError(
@@ -332,15 +333,15 @@ class Collective:
 
     def _epochs(self, ctx: CollectiveContext, facts: Facts, plan: Plan) -> list[int]:
         """Bytes of a segment in each epoch of a call."""
-        if self._room is None or plan.algorithm == "ll":  # whose words have been counted
+        if self._room is None or self.policy.rules[plan.algorithm].words:  # those have been counted
             return [facts.nbytes]
         room = self._room(ctx, facts)
         n = max(1, -(-facts.nbytes // room)) if room else 1 + _MOST_EPOCHS * (facts.nbytes > 0)
         if n > _MOST_EPOCHS:
             raise ContextError(
-                f"{self.name}: {facts.nbytes} bytes per rank would take {n} epochs of {room} bytes, and {_MOST_EPOCHS} "
-                f"is the most; make the context with max_bytes_per_rank={facts.nbytes // _MOST_EPOCHS * 4 + 128} or "
-                "more"
+                f"{self.name}: {facts.nbytes} bytes per rank are more than {_MOST_EPOCHS} epochs of {room}, what "
+                "the context takes at a time; make it with "
+                f"max_bytes_per_rank={facts.nbytes // _MOST_EPOCHS * 4 + 128} or more"
             )
         return [*(n - 1) * [room], facts.nbytes - (n - 1) * room]
 
@@ -353,5 +354,5 @@ class Collective:
             part = dataclasses.replace(facts, nbytes=nbytes)
             if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
                 plan = self.policy.choose(part, plan.algorithm, self._sections(ctx))
-            calls.append(Planned(ctx, part, plan, options, facts.nbytes))
+            calls.append(Planned(ctx, part, plan, options, facts.nbytes, self.policy.rules[plan.algorithm].words))
         return Launches(self.name, self._algorithms[plan.algorithm], calls)

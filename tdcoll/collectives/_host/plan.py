@@ -110,7 +110,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Rule:
-    """An algorithm as far as it is chosen. Two rules may have one name: the first that admits a call is meant.
+    """An algorithm as far as it is chosen.
 
     Attributes:
         name: what callers and tables call it.
@@ -224,29 +224,31 @@ class Policy:
         operation: its name, which is also that of its sections in tuning tables.
         rules: its algorithms.
         seed: the name of the one to take where nothing was measured; it must admit the call.
+        hand_over: whether tables may leave a call to torch.distributed.
     """
 
-    def __init__(self, operation: str, rules: Sequence[Rule], seed: Callable[[Facts], str]) -> None:
-        self.operation, self.rules, self._seed = operation, tuple(rules), seed
-        self.names = tuple(dict.fromkeys(rule.name for rule in self.rules))
+    def __init__(
+        self, operation: str, rules: Sequence[Rule], seed: Callable[[Facts], str], *, hand_over: bool = False
+    ) -> None:
+        self.operation, self.hand_over, self._seed = operation, hand_over, seed
+        self.rules = {rule.name: rule for rule in rules}
+        self.names = tuple(self.rules)
         self.algorithms = ("auto", *self.names)
 
     def rule(self, name: str, facts: Facts) -> Rule:
-        """The rule of this name that admits the call.
+        """The rule of this name.
 
         Raises:
-            ValueError: none does; says why.
+            ValueError: it does not admit the call; says why.
         """
-        problem = None
-        for rule in self.rules:
-            if rule.name == name:
-                if (problem := rule.admit(facts)) is None:
-                    return rule
-        raise ValueError(f"algorithm={name!r} {problem}{facts.topology.describe()}. Use algorithm='auto'.")
+        rule = self.rules[name]
+        if (problem := rule.admit(facts)) is not None:
+            raise ValueError(f"algorithm={name!r} {problem}{facts.topology.describe()}. Use algorithm='auto'.")
+        return rule
 
     def admits(self, name: str, facts: Facts) -> bool:
         """Whether such a call can have the algorithm."""
-        return any(rule.name == name and rule.admit(facts) is None for rule in self.rules)
+        return self.rules[name].admit(facts) is None
 
     def choose(self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()) -> Plan:
         """The plan of a call; the same on all ranks of the group.
@@ -338,12 +340,12 @@ class Policy:
 
     def _problem(self, entry: Entry) -> str | None:
         """What was expected in an entry, and what is there; None if it is right."""
-        names, chunk = (*self.names, HANDED_OVER), entry.chunk
+        names, chunk = (*self.names, *([HANDED_OVER] if self.hand_over else [])), entry.chunk
         if entry.algorithm not in names:
             return f"algorithm: expected one of {', '.join(names)}, got {entry.algorithm}"
         if chunk is None:
             return None
-        if not any(rule.words for rule in self.rules if rule.name == entry.algorithm):
+        if entry.algorithm == HANDED_OVER or not self.rules[entry.algorithm].words:
             fits, expected = chunk % CHUNK_ALIGNMENT == 0, f"a multiple of {CHUNK_ALIGNMENT}"
         else:
             least = 32 * LL_WORD_BYTES * (entry.num_warps or 1)

@@ -71,5 +71,6 @@ POLICY = Policy(
         _rule("2d", _needs_even_nodes),
     ],
     _seed,
+    hand_over=True,
 )
 """``"ll"``, ``"direct"``, ``"ring"``, ``"1d"`` and ``"2d"``."""

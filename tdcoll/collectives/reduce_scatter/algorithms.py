@@ -11,10 +11,11 @@ import triton.language as tl
 
 from tdcoll.collectives._host.algorithm import Algorithm, Planned, local_peers, make_routes, on_device, successors
 from tdcoll.collectives._host.collective import Collective
-from tdcoll.collectives._host.plan import LL_WORD_BYTES, Facts
+from tdcoll.collectives._host.plan import LL_WORD_BYTES, Facts, needs_stores
 from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_ll, kernels_puts
 from tdcoll.collectives.reduce_scatter.policy import POLICY
 from tdcoll.context import CollectiveContext
+from tdcoll.primitives.group import nodes_of
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator
 
@@ -45,16 +46,9 @@ def _routes(ctx: CollectiveContext) -> Routes:
     return make_routes(ctx, local, [rank for rank in successors(ctx.topology) if rank not in local])
 
 
-def _nodes(ctx: CollectiveContext) -> kernels_puts.Nodes:
-    begins, ranks = [0], [rank for members in ctx.topology.members for rank in members]
-    for members in ctx.topology.members:
-        begins.append(begins[-1] + len(members))
-    return kernels_puts.Nodes(torch.tensor(begins + ranks, dtype=torch.int32, device=ctx.device), ctx.topology.n_nodes)
-
-
 def _tables(call: Planned) -> dict[str, Any]:
     def make() -> dict[str, Any]:
-        return {"routes": _routes(call.ctx), "nodes": _nodes(call.ctx)}
+        return {"routes": _routes(call.ctx), "nodes": nodes_of(call.ctx.topology, call.ctx.device)}
 
     made: dict[str, Any] = on_device(call.ctx, POLICY.operation, "reduce_scatter", make)
     return made
@@ -67,9 +61,13 @@ def _shapes(shape: torch.Size, world: int) -> tuple[torch.Size, ...]:
     return (part, shape[1:]) if shape[0] == world else (part,)
 
 
+def _half(ctx: CollectiveContext) -> int:
+    """Bytes of the inbox, and of the outbox, of a segment where a rank has to put."""
+    return ctx.capacity // 32 * 16
+
+
 def _room(ctx: CollectiveContext, facts: Facts) -> int:
-    """Half of a segment is this rank's outbox where it has to put."""
-    room = ctx.capacity // (1 if facts.topology.n_nodes == 1 and facts.stores else 2)
+    room = ctx.capacity if needs_stores(facts) is None else _half(ctx)
     return room // 128 * 128 or room // 16 * 16
 
 
@@ -89,7 +87,7 @@ REDUCE_SCATTER = Collective(
         "1d": Algorithm(
             kernel=lambda call: kernels_puts.reduce_scatter_puts,
             programs=lambda call: call.plan.channels * (call.ctx.world_size - 1 + _reducers(call)),
-            values=lambda call: {**_sums(call), **_tables(call)},
+            values=lambda call: {**_sums(call), **_tables(call), "outbox": _half(call.ctx)},
         ),
     },
     shapes=_shapes,

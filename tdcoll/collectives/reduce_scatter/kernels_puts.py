@@ -28,8 +28,6 @@ number of resident blocks makes progress.
 In place: as in ``kernels_direct``.
 """
 
-from typing import Any, NamedTuple
-
 import triton.language as tl
 
 import tdcoll.language as tdl
@@ -39,32 +37,13 @@ from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 from tdcoll.primitives.reduce import accumulate
 
-__all__ = ["Nodes", "half_bytes", "reduce_scatter_puts"]
-
-
-class Nodes(NamedTuple):
-    """Which ranks are on which node: the order of a sum over nodes.
-
-    Attributes:
-        table: int32 ``[n_nodes + 1 + world]``: where the ranks of each node begin among those that follow, and where
-            the last end; then the group ranks, node by node, ascending on each.
-        n_nodes: how many.
-    """
-
-    table: Any
-    n_nodes: tl.int32
+__all__ = ["reduce_scatter_puts"]
 
 
 @jit
-def half_bytes(window):
-    """Bytes of the inbox, and of the outbox, of a segment: a multiple of 16."""
-    return window.stride // 32 * 16
-
-
-@jit
-def _put(to, pe, source, window, g, offset, size, signal, epoch):
+def _put(to, pe, source, window, g, outbox, offset, size, signal, epoch):
     """Put a chunk at ``source`` to rank ``to``, from the outbox; nothing waits for it."""
-    staged = segment(window, g, epoch, to) + half_bytes(window) + offset
+    staged = segment(window, g, epoch, to) + outbox + offset
     tdl.copy_block(staged, source, size)
     tdl.syncthreads()
     landing = segment(window, g, epoch, g.rank) + offset
@@ -77,18 +56,17 @@ def _reduce(
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """This worker's tiles of the chunk at ``offset``, from all ranks ``->`` the same place in ``out``."""
-    ranks = nodes.table + nodes.n_nodes + 1
     count = n_elements(size, DTYPE, ALIGNED)
     for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
         total = tl.zeros([COUNT], ACC)
         for node in tl.range(0, nodes.n_nodes):
-            first = tl.load(nodes.table + node)
-            last = tl.load(nodes.table + node + 1)
+            first = tl.load(nodes.begins + node)
+            last = tl.load(nodes.begins + node + 1)
             sum = tl.zeros([COUNT], ACC)
             for k in tl.range(first, last):
-                r = tl.load(ranks + k)
+                r = tl.load(nodes.ranks + k)
                 part = load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)
                 sum = accumulate(sum, part, k == first, OP)
             total = accumulate(total, sum, node == 0, OP)
@@ -98,17 +76,18 @@ def _reduce(
 @jit
 def reduce_scatter_puts(
     source: tl.int64, out: tl.int64, source_stride: tl.int64, window, g, routes, nodes, nbytes: tl.int64,
-    chunk: tl.int64, channels: tl.int32, reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
-    COUNT: tl.constexpr, WAITED: tl.constexpr,
+    outbox: tl.int64, chunk: tl.int64, channels: tl.int32, reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr,
+    OP: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` on any nodes.
 
     Programs: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``reducers``).
 
     Args: those of ``reduce_scatter_direct``, and
-        window: its segments have at least ``nbytes`` bytes in each half, see :func:`half_bytes`.
+        window: its segments have at least ``outbox + nbytes`` bytes.
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; as local ones those that can be stored to.
-        nodes: :class:`Nodes`.
+        nodes: :class:`~tdcoll.primitives.group.Nodes`.
+        outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
         channels: chunks.
     """
     putters = routes.n_remote * channels
@@ -130,7 +109,7 @@ def reduce_scatter_puts(
         to = tl.load(remote)
         pe = tl.load(remote + routes.n_remote)
         part = source + tl.cast(to, tl.int64) * source_stride + offset
-        _put(to, pe, part, window, g, offset, size, signals + g.rank, epoch)
+        _put(to, pe, part, window, g, outbox, offset, size, signals + g.rank, epoch)
     elif given < routes.n_local:
         to = tl.load(routes.ranks + given)
         mine = segment(window, g, epoch, g.rank) + offset

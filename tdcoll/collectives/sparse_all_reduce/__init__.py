@@ -34,13 +34,18 @@ times, once per node, once at the end. Every rank gets the bits of the one that 
 of a row that only one rank has (:mod:`tdcoll.primitives.reduce`).
 """
 
-from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-from tdcoll.collectives.sparse_all_reduce.op import (
-    PaddedRows,
-    sparse_all_reduce,
-    sparse_all_reduce_padded,
-    sparse_all_reduce_rows,
-)
+from typing import TYPE_CHECKING
+
+from tdcoll.collectives import lazily
+
+if TYPE_CHECKING:
+    from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+    from tdcoll.collectives.sparse_all_reduce.op import (
+        PaddedRows,
+        sparse_all_reduce,
+        sparse_all_reduce_padded,
+        sparse_all_reduce_rows,
+    )
 
 __all__ = [
     "PaddedRows",
@@ -49,3 +54,6 @@ __all__ = [
     "sparse_all_reduce_padded",
     "sparse_all_reduce_rows",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazily(__name__, context=["SparseContext"], op=[name for name in __all__ if name != "SparseContext"])

@@ -15,11 +15,13 @@ from tdcoll.capture import refuse
 from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LISTS, Index, Memory, Nodes
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LISTS, Index, Memory
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.memory import barrier
+from tdcoll.primitives.group import nodes_of
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["SparseContext", "symmetric_bytes"]
@@ -57,26 +59,6 @@ def _areas(world: int, rows: int, row_bytes: int, union: int) -> tuple[int, int,
     return world * _list_bytes(rows), _up(union * row_bytes, 16) + 16 * world, _up(rows * row_bytes, 16)
 
 
-def _nodes(topology: Topology, device: torch.device) -> Nodes:
-    """Who is where, on the device."""
-
-    def table(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    begins = [0]
-    for members in topology.members:
-        begins.append(begins[-1] + len(members))
-    return Nodes(
-        table(list(topology.pes)),
-        table(list(topology.nodes)),
-        table(begins),
-        table([rank for members in topology.members for rank in members]),
-        topology.node,
-        topology.n_nodes,
-        topology.world_size,
-    )
-
-
 class SparseContext:
     """Symmetric rows, lists of ids, signals and scratch for :func:`tdcoll.sparse_all_reduce` of one group.
 
@@ -96,8 +78,9 @@ class SparseContext:
             which is always enough.
         grow: a call that is over the rows makes the context larger on all ranks and goes on, instead of raising.
             Copies of results are not affected; views (``copy=False``) of earlier calls are.
-        max_programs: the most programs of one launch that moves rows. Default: as many as pay, 4 per SM. Programs
-            wait for other ranks on the GPU: with fewer than there are SMs, what runs beside them goes on meanwhile.
+        max_programs: the most programs of one launch that waits for other ranks, and no fewer than ``2 * world_size +
+            2``. Default: as many as pay, 4 per SM. With fewer than there are SMs, what runs beside them goes on
+            meanwhile. The exchange of ids keeps to the least that a rank asks for.
         timeout_s, debug, stream: as for :class:`~tdcoll.CollectiveContext`. In debug mode the ranks also compare
             shapes, dtypes and operations on every call, and a view that is used after the next call raises.
 
@@ -127,8 +110,19 @@ class SparseContext:
         if max_programs is not None:
             arguments.whole("max_programs", max_programs, 1)
         self._area: torch.Tensor | None = None
+        owner = runtime.current()
+        asked = owner.exchange(owner.ranks_of(group), "SparseContext: max_programs", max_programs)
+        limits = [most for most in asked if most is not None]
+        self.beside_others = bool(limits)
+        """Whether a rank limits its programs, which need not be the same on all."""
         self.collective = CollectiveContext(
-            group, max_bytes_per_rank=0, channels=EXCHANGE_CHANNELS, timeout_s=timeout_s, debug=debug, stream=stream
+            group,
+            max_bytes_per_rank=0,
+            channels=EXCHANGE_CHANNELS,
+            max_programs=max(2 * len(asked) + 2, min(MAX_PROGRAMS, *limits)) if limits else None,
+            timeout_s=timeout_s,
+            debug=debug,
+            stream=stream,
         )
         """Signals and the epoch."""
         try:
@@ -159,13 +153,11 @@ class SparseContext:
         self.launch = Launcher()
         self.group = Packed(self.collective.device_group)
         """The ranks, the epoch and the signals, for kernels."""
-        self.nodes = Packed(_nodes(self.collective.topology, device))
+        self.nodes = Packed(nodes_of(self.collective.topology, device))
         """Who is where, for kernels."""
         most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.most_programs = most if max_programs is None else min(most, max_programs)
-        owner, pes = self.collective.job, self.collective.topology.pes
-        self.beside_others = any(owner.exchange(pes, "SparseContext: max_programs", max_programs is not None))
-        """Whether a rank limits its programs, which need not be the same on all."""
+        owner = self.collective.job
         words = STATUS_WORDS.value
         self.status_words = torch.zeros(words + 1, dtype=torch.int64, pin_memory=cuda)
         """What the lists of a call say, on the host; and how many rows of its own this rank brought."""

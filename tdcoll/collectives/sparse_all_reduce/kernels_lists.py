@@ -26,7 +26,7 @@ from tdcoll.language.jit import jit
 
 __all__ = [
     *("CONTESTED", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
-    *("Index", "Memory", "Nodes"),
+    *("Index", "Memory"),
     *("copy_list", "count_first", "plan", "write_list"),
     *("own_list", "pick", "place", "turn", "valid"),
 ]
@@ -84,29 +84,6 @@ class Memory(NamedTuple):
     work: Any
     counters: Any
     targets: Any
-
-
-class Nodes(NamedTuple):
-    """Who is where.
-
-    Attributes:
-        pes: int32 ``[world]``: PE of each rank.
-        of: int32 ``[world]``: node of each rank.
-        begins, ranks: int32 ``[n_nodes + 1]``, ``[world]``: the ranks of node n are ``ranks[begins[n]:begins[n + 1]]``,
-            ascending.
-        node: this rank's.
-        n_nodes: how many.
-        world: ranks. Not a constant as in the group: loops over all ranks that look for one id would be unrolled, and
-            take twice the registers.
-    """
-
-    pes: Any
-    of: Any
-    begins: Any
-    ranks: Any
-    node: tl.int32
-    n_nodes: tl.int32
-    world: tl.int32
 
 
 @jit

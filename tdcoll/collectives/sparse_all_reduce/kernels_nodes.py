@@ -127,7 +127,7 @@ def reduce_nodes(
     """One step: see the module's docstring. Programs: ``world - 1`` that announce, and any number that work.
 
     Args: those of ``kernels_reduce.reduce``, and
-        nodes: :class:`~tdcoll.collectives.sparse_all_reduce.kernels_lists.Nodes`.
+        nodes: :class:`~tdcoll.primitives.group.Nodes`.
         step: which of the nodes of a row, in its order, adds its parts.
     """
     program = tl.program_id(0)

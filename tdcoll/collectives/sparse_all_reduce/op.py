@@ -17,6 +17,7 @@ from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.borrowed import lend
 from tdcoll.collectives.sparse_all_reduce.call import Call, Status
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import Rows, rows_of_pair, rows_of_tensor
 from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.primitives.reduce import check_operation
@@ -47,10 +48,6 @@ def _context(given: SparseContext | None) -> SparseContext | None:
     return given
 
 
-_FEW_ROWS = 256
-"""Rows of tdcoll's own context where the heap has no room for as many as the first call brings at most."""
-
-
 def _default_context(values: Any, num_rows: Any) -> SparseContext:
     """tdcoll's own context of all ranks: it grows, follows the stream, and lives until ``finalize``."""
     owner = runtime.current()
@@ -61,14 +58,7 @@ def _default_context(values: Any, num_rows: Any) -> SparseContext:
         if isinstance(values, torch.Tensor) and values.layout == torch.strided and values.dim():
             n, row_bytes = values.shape[0], torch.Size(values.shape[1:]).numel() * values.dtype.itemsize
         n = min(n, num_rows) if isinstance(num_rows, int) else n  # repeated rows count once
-        asked = owner.exchange(key[1], "sparse_all_reduce: rows, row bytes", (n, row_bytes))
-        most, row_bytes = max(_FEW_ROWS, *(n for n, _ in asked)), max(b for _, b in asked)
-        try:
-            found = SparseContext(max_rows_per_rank=most, max_row_bytes=row_bytes, grow=True)
-        except HeapExhaustedError:  # on all ranks alike; there may be fewer different rows
-            found = SparseContext(max_rows_per_rank=_FEW_ROWS, max_row_bytes=row_bytes, grow=True)
-        found.collective.follows_stream = True
-        owner.contexts[key] = found
+        found = owner.contexts[key] = growing_context(owner, key[1], n, row_bytes)
     return found
 
 

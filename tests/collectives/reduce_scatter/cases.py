@@ -16,10 +16,9 @@ import tdcoll.collectives.reduce_scatter.kernels_ll
 import tdcoll.collectives.reduce_scatter.kernels_puts  # and kernels_direct; looked up when called, for mutants
 from tdcoll.collectives import reduce_scatter as kernels
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
-from tdcoll.primitives.group import EPOCH_SHIFT, Window
+from tdcoll.primitives.group import EPOCH_SHIFT, Window, nodes_of
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator
-from tdcoll.runtime.topology import Topology
 
 CHUNK = 128
 """Bytes of a chunk, so that few elements have several."""
@@ -57,7 +56,7 @@ def reduce_scatter(
         kernel, programs = kernels.kernels_ll.reduce_scatter_ll, world * max(1, -(-nbytes // 48))
     else:
         kernel, routes = kernels.kernels_puts.reduce_scatter_puts, routes_of(ctx)
-        known |= {"routes": routes, "nodes": nodes_of(ctx.topology)}
+        known |= {"routes": routes, "nodes": nodes_of(ctx.topology, ctx.device), "outbox": ctx.capacity // 32 * 16}
         programs = channels * (routes.n_remote + routes.n_local + reducers)
     kernel[(programs,)](**{name: known[name] for name in kernel.arg_names})
 
@@ -69,14 +68,6 @@ def routes_of(ctx: tdcoll.CollectiveContext) -> Routes:
     remote = [r for r in others if r not in local]
     entries = [*local, *(topology.pes[r] for r in local), *remote, *(topology.pes[r] for r in remote)]
     return Routes(torch.tensor(entries or [0], dtype=torch.int32), len(local), len(remote))
-
-
-def nodes_of(topology: Topology) -> Any:
-    begins = [0]
-    for members in topology.members:
-        begins.append(begins[-1] + len(members))
-    ranks = [rank for members in topology.members for rank in members]
-    return kernels.kernels_puts.Nodes(torch.tensor([*begins, *ranks], dtype=torch.int32), topology.n_nodes)
 
 
 def values(owner: int, call: int, count: int, dtype: torch.dtype) -> torch.Tensor:

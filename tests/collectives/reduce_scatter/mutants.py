@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant("puts: nothing in the outbox", to(PUT, "tdl.copy_block(staged, source, size)", "pass"), WRONG, "puts", TWO),
     Mutant(
         "puts: from the inbox",
-        to(PUT, "half_bytes(window)", "0"),
+        to(PUT, "+ outbox", "+ 0"),
         WRONG,
         "puts",
         TWO,

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gate: whether a call may be made here and now.
+
+Each rule stands once, in :meth:`Gate.enter`, which is asked before every call and says nothing but yes or no: that is
+most of what a call costs the host. :meth:`Gate.begin` asks there, too, and raises the error or does what is left to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError, TdcollError
+from tdcoll.monitor import WaitMonitor
+from tdcoll.runtime import Runtime
+from tdcoll.runtime.control import require_equal
+from tdcoll.runtime.topology import Topology
+
+__all__ = ["Gate"]
+
+_REFUSED, _JOB_ENDED, _EXPIRED = "refused", "job ended", "expired"
+_ELSEWHERE, _CAPTURING, _OTHER_STREAM, _DEBUG = "elsewhere", "capturing", "other stream", "debug"
+_FOR_GOOD = (_REFUSED, _JOB_ENDED, _EXPIRED)
+"""Obstacles of which a rank does not tell the others in debug mode: they may be past this call, or gone."""
+
+
+class Gate:
+    """What a context's calls have to pass.
+
+    Args:
+        job, topology: of the context.
+        max_bytes_per_rank: the most that one rank contributes to one call, in bytes.
+        monitor: of the waits in its kernels.
+        debug: compare the ranks' arguments on every call. None: whether ``TDCOLL_DEBUG`` is set to other than 0.
+        stream: that calls are made on. None: the current one.
+    """
+
+    def __init__(
+        self,
+        job: Runtime,
+        topology: Topology,
+        max_bytes_per_rank: int,
+        monitor: WaitMonitor,
+        debug: bool | None,
+        stream: Any,
+    ) -> None:
+        self.job, self.topology, self.device, self.monitor = job, topology, job.device, monitor
+        self.max_bytes_per_rank = max_bytes_per_rank
+        self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else bool(debug)
+        self.staging: torch.Tensor
+        """Of the context; where it lies in the symmetric heap says which context it is."""
+        self.follows_stream = False
+        """Whether calls may come on any stream, whichever is the current one; each then waits for the one before."""
+        self.capturing = False
+        """Whether the last call was made while a CUDA graph was being captured."""
+        self.captured = False
+        """Whether a call was made while a CUDA graph was being captured: then a graph may still use the memory."""
+        self._expired = monitor.valid
+        self._refusal: str | None = None
+        self._obstacle = ""
+        self._calls = 0
+        self._cuda = self.device.type == "cuda"
+        self._stream = stream
+        if self._cuda and stream is None:
+            self._stream = torch.cuda.current_stream(self.device)
+        self._index: int = self.device.index if self._cuda else 0
+        self._handle: int = self._stream.cuda_stream if self._cuda else 0
+
+    def check(self) -> None:
+        """Wait for this context's stream and raise if a wait in one of its kernels has expired.
+
+        Raises:
+            CollectiveTimeout: naming rank, peer, signal and epoch.
+        """
+        if self._cuda:
+            self._stream.synchronize()
+        self.monitor.raise_if_expired()
+
+    def refuse(self, why: str) -> None:
+        """Every call from now on is an error that says ``why``."""
+        self._refusal = why
+
+    def begin(
+        self,
+        operation: str,
+        nbytes: int,
+        agree: Mapping[str, Any] = MappingProxyType({}),
+        prepare: Callable[[], Any] = lambda: None,
+    ) -> Any:
+        """What every collective does before it launches: is the call allowed here and now?
+
+        Args:
+            operation: its name, for messages.
+            nbytes: what of the inbox one rank's data takes, in bytes; must fit. 0 for a call that fits anyway, such as
+                one that runs as several epochs of at most ``max_bytes_per_rank`` each or uses no inbox: ``agree`` then
+                has its size.
+            agree: whatever else must be the same on all ranks, by name; compared, with ``nbytes``, in debug mode.
+            prepare: raises if the other arguments are wrong on this rank, of which the others hear in debug mode;
+                else returns what is to be launched.
+
+        Returns:
+            What ``prepare`` returned.
+
+        Raises:
+            ContextError: closed, on another stream, or over the capacity.
+            CollectiveTimeout: a wait has expired.
+            NotInitializedError: after ``tdcoll.finalize()``.
+            RankMismatchError: (debug) ranks disagree, or another rank's arguments are wrong; raised on all of them.
+        """
+        obstacle = self._obstacle if self.enter() is None else None
+        if obstacle in _FOR_GOOD:
+            self._overcome(obstacle, operation)
+        if self.debug:
+            prepared = self._agree(operation, nbytes, agree, prepare, obstacle)
+        else:
+            self._allow(operation, nbytes, obstacle)
+            prepared = prepare()
+        return prepared
+
+    def current_stream(self) -> int:
+        """Handle of the device's current stream; 0 on CPUs."""
+        return torch._C._cuda_getCurrentRawStream(self._index) if self._cuda else 0
+
+    def enter(self) -> int | None:
+        """:meth:`begin` for a call that differs from an earlier one in its addresses alone, in less time.
+
+        Returns:
+            The handle of the stream to launch on (0 on CPUs); None where :meth:`begin` has something to do or to say,
+            and then nothing has been done: the context refuses calls, a wait has expired, debug mode, another device,
+            another stream, a CUDA graph that is being captured.
+        """
+        # The rules stand here only; `begin` asks here, too, and then does or says what is left in `_obstacle`.
+        if self._refusal is not None:
+            return self._stopped_by(_REFUSED)
+        if self.job.closed:
+            return self._stopped_by(_JOB_ENDED)
+        if self._expired[0]:
+            return self._stopped_by(_EXPIRED)
+        handle = self._handle
+        if self._cuda:
+            # The raw calls: CUDA runs already, and they take a third of the time.
+            if torch._C._cuda_getDevice() != self._index:
+                return self._stopped_by(_ELSEWHERE)
+            current = torch._C._cuda_getCurrentRawStream(self._index)
+            # CUDA's default stream, whose handle is 0, cannot be captured; asking takes longer than the rest of this.
+            if current and torch._C._cuda_isCurrentStreamCapturing():
+                return self._stopped_by(_CAPTURING)
+            if current != handle:
+                return self._stopped_by(_OTHER_STREAM)
+        if self.debug:
+            return self._stopped_by(_DEBUG)
+        self.capturing = False
+        return handle
+
+    def _stopped_by(self, obstacle: str) -> int | None:
+        self._obstacle = obstacle
+        return None
+
+    def _overcome(self, obstacle: str | None, operation: str) -> None:
+        """Raise the error that says what was in the way of :meth:`enter`, or do what the call needs in spite of it."""
+        if obstacle == _REFUSED:
+            raise ContextError(f"{operation}: {self._refusal}")
+        if obstacle == _JOB_ENDED:
+            raise NotInitializedError(f"{operation}: the context is of a job that tdcoll.finalize() has ended")
+        if obstacle == _EXPIRED:
+            self.monitor.raise_if_expired()
+        if obstacle == _ELSEWHERE:
+            raise ContextError(
+                f"{operation}: the current device is cuda:{torch.cuda.current_device()}, and the context is on "
+                f"{self.device}; call torch.cuda.set_device({self.device.index})"
+            )
+        if obstacle == _OTHER_STREAM:
+            self._change_stream(operation)
+        self.capturing = obstacle == _CAPTURING
+        self.captured = self.captured or self.capturing
+
+    def _agree(
+        self,
+        operation: str,
+        nbytes: int,
+        agree: Mapping[str, Any],
+        prepare: Callable[[], Any],
+        obstacle: str | None,
+    ) -> Any:
+        """The checks of a call in debug mode: what is wrong on one rank is an error on all."""
+        problem: Exception | None = None
+        prepared = None
+        try:
+            self._allow(operation, nbytes, obstacle)
+            prepared = prepare()
+        except (TdcollError, TypeError, ValueError) as error:
+            problem = error
+        facts = {
+            "bytes per rank": nbytes,
+            **{name: str(fact) if isinstance(fact, torch.dtype) else fact for name, fact in agree.items()},
+            # Two contexts used in different orders show as well.
+            "context, by its offset in the symmetric heap": self.job.offset_of(self.staging, "staging"),
+            "earlier calls on the context": self._calls,
+        }
+        what = f"{operation} arguments"
+        answers = self.job.exchange(self.topology.pes, what, (str(problem) if problem else None, facts))
+        if problem is not None:
+            raise problem
+        for rank, (other, _) in enumerate(answers):
+            if other is not None:
+                raise RankMismatchError(f"{operation}: rank {rank} cannot make this call: {other}")
+        require_equal([theirs for _, theirs in answers], range(self.topology.world_size), what)
+        self._calls += 1
+        return prepared
+
+    def _allow(self, operation: str, nbytes: int, obstacle: str | None) -> None:
+        if nbytes > self.max_bytes_per_rank:
+            raise ContextError(
+                f"{operation}: {nbytes} bytes per rank is over the context's capacity of "
+                f"{self.max_bytes_per_rank}; make it with max_bytes_per_rank={nbytes} or more"
+            )
+        self._overcome(obstacle, operation)
+
+    def _change_stream(self, operation: str) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if not self.follows_stream:
+            raise ContextError(
+                f"{operation}: the context is bound to {self._stream}, and the current stream is {stream}. Make one "
+                "context per stream, or enter `with torch.cuda.stream(...)`."
+            )
+        stream.wait_stream(self._stream)
+        self._stream, self._handle = stream, stream.cuda_stream
