@@ -227,7 +227,7 @@ def _retyped(compile: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def for_descriptors(src: Any) -> Iterator[None]:
     """Waits that are lowered in here are right for loads by descriptors, if the kernel is given one or makes one."""
-    from tdcoll.language.nvshmem import descriptors
+    from tdcoll.language.ptx import descriptors
 
     given = any("tensordesc" in str(kind) for kind in src.signature.values())
     makes = any(one is tl.make_tensor_descriptor for one in _reach([src.fn, *src.constants.values()]))

@@ -41,7 +41,7 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_reduce,
     kernels_values,
 )
-from tdcoll.language import jit, nvshmem
+from tdcoll.language import jit, waits
 from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
 from tdcoll.primitives import reduce
 from tdcoll.primitives.group import Group, Nodes, Window
@@ -380,7 +380,7 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
 
 @triton.jit
 def wait_signal_without_its_barrier(signal, compare: tl.constexpr, value, monitor, peer, index):
-    return nvshmem._poll(signal, compare, value, monitor, 1, peer, index)
+    return waits._poll(signal, compare, value, monitor, 1, peer, index)
 
 
 def compile_mutants() -> dict[str, list[str]]:
@@ -402,10 +402,10 @@ def compile_mutants() -> dict[str, list[str]]:
         ):
             with installed([change], Path(folder)):
                 note(name)
-        polling, wait_signal = nvshmem._polling, tdl.wait_signal
-        nvshmem._polling = lambda **pieces: polling(**pieces).replace("ld.acquire.sys", "ld.relaxed.sys")
+        polling, wait_signal = waits._polling, tdl.wait_signal
+        waits._polling = lambda **pieces: polling(**pieces).replace("ld.acquire.sys", "ld.relaxed.sys")
         note("relaxed wait")
-        nvshmem._polling = polling
+        waits._polling = polling
         tdl.wait_signal = wait_signal_without_its_barrier
         note("wait without a barrier")
         tdl.wait_signal = wait_signal

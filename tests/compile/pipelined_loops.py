@@ -26,9 +26,9 @@ from triton.compiler import ASTSource
 
 import tdcoll
 import tdcoll.language as tdl
-from tdcoll.language import nvshmem
+from tdcoll.language import waits
 from tdcoll.language.jit import bitcode_path, for_descriptors, needs_nvshmem
-from tdcoll.spec.functions import FUNCTIONS
+from tdcoll.spec.functions import FUNCTIONS, LIBRARY
 
 CONSTANTS = {"STEPS": 64, "M": 64, "N": 64, "K": 32}
 TYPES = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": "*fp32", "words": "*i64", "monitor": "*i64"}
@@ -134,7 +134,7 @@ def by_wait_token(words, monitor, i):
 @triton.jit
 def unheld(words, monitor, i):
     """A control: `wait_signal` without what holds the loads."""
-    nvshmem._block_and_for_descriptors(nvshmem._poll(words + i, tdl.CMP_GE, 1, monitor, 1, i, i))
+    waits._block_and_for_descriptors(waits._poll(words + i, tdl.CMP_GE, 1, monitor, 1, i, i))
     return 0
 
 
@@ -224,7 +224,7 @@ def lower(kernel: Any, arch: int, num_stages: int, until: str = "ptx") -> dict[s
     constants = {**CONSTANTS, "K": num_stages} if kernel.__name__ == "stream" else CONSTANTS
     signature = {name: "constexpr" if name in constants else TYPES[name] for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in TYPES}
-    libraries = {nvshmem.LIBRARY: bitcode_path()} if needs_nvshmem(kernel) else {}
+    libraries = {LIBRARY: bitcode_path()} if needs_nvshmem(kernel) else {}
     options = {"num_warps": 4, "num_stages": num_stages, "extern_libs": libraries}
     try:
         source = ASTSource(kernel, signature, constants, aligned)
