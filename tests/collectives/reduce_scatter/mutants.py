@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant(
         "puts: all parts are summed in rank order, whatever their nodes",
         to(REDUCE_NODES, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)")
-        + to(REDUCE_NODES, "tl.load(nodes.table + node + 1)", "g.world"),
+        + to(REDUCE_NODES, "tl.load(nodes.begins + node + 1)", "g.world"),
         WRONG,
         "puts",
         TWO,
@@ -141,13 +141,13 @@ MUTANTS = [
         "puts: the nodes are summed from the own one on",
         to(
             REDUCE_NODES,
-            "tl.load(nodes.table + node)",
-            "tl.load(nodes.table + (node + g.rank) % nodes.n_nodes)",
+            "tl.load(nodes.begins + node)",
+            "tl.load(nodes.begins + (node + g.rank) % nodes.n_nodes)",
         )
         + to(
             REDUCE_NODES,
-            "tl.load(nodes.table + node + 1)",
-            "tl.load(nodes.table + (node + g.rank) % nodes.n_nodes + 1)",
+            "tl.load(nodes.begins + node + 1)",
+            "tl.load(nodes.begins + (node + g.rank) % nodes.n_nodes + 1)",
         ),
         WRONG,
         "puts",
@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant("puts: nothing in the outbox", to(PUT, "tdl.copy_block(staged, source, size)", "pass"), WRONG, "puts", TWO),
     Mutant(
         "puts: from the inbox",
-        to(PUT, "+ outbox", "+ 0"),
+        to(PUT, "segment(window, g, epoch, to) + outbox", "segment(window, g, epoch, to)"),
         WRONG,
         "puts",
         TWO,
