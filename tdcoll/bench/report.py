@@ -141,7 +141,7 @@ def _table(
 def _counted(layout: Layout, rows: Sequence[Measured]) -> list[str]:
     """What the simulator counted per call, the most of any rank."""
     rows = [row for row in rows if row.check != "not run"]
-    keys = distinct([key for row in rows for key in row.counts or {}])
+    keys = distinct([key for row in rows for key, of_ranks in (row.counts or {}).items() if any(of_ranks)])
     lines = [
         [
             *(text(row) for text in layout.size.values()),

@@ -191,7 +191,7 @@ def test_a_note_of_many_sizes_counts_them_but_wrong_ones_are_all_named() -> None
 
 
 def test_counts_of_the_simulator() -> None:
-    counts = {"puts": [3.0, 4.0], "put_bytes": [10.0, 20.0]}
+    counts = {"puts": [3.0, 4.0], "put_bytes": [10.0, 20.0], "gets": [0.0, 0.0]}
     text = report.markdown(HEAD, [row(1024, "1d", None, launch="simulator", counts=counts)])
     assert table(text) == [
         "| bytes per rank | algorithm | puts | put bytes | check |",
