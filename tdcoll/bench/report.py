@@ -76,7 +76,7 @@ def _measured_with(head: dict[str, Any]) -> str:
     changed = " with uncommitted changes" if facts.get("dirty") else ""
     versions = [f"tdcoll {facts['tdcoll']}{commit}{changed}"]
     versions += [f"{name} {facts[key]}" for key, name in _VERSIONS.items() if facts.get(key)]
-    text = f"{', '.join(versions)}; {head['started'][:10]}."
+    text = f"Measured with {', '.join(versions)}; {head['started'][:10]}."
     environment = {f"{name}={value}" for name, value in facts.get("environment", {}).items()}
     off = [f"`{setting}`" for setting in _NO_MULTICAST if setting in environment]
     return text + (f" Multicast was off ({', '.join(off)})." if off else "")
@@ -227,8 +227,9 @@ def markdown(
     if least is not None or any(getattr(row, "floor_us", 0) for row in rows):
         marks.append(layout.floor_text(rows[0], least))
     if hidden and not only:
-        marks.append(f"Measured as well: {', '.join(f'`{name}`' for name in distinct(hidden))}.")
-    parts += [" ".join([*marks, _measured_with(head)]), ""]
+        marks.append(f"The file also has {', '.join(f'`{name}`' for name in distinct(hidden))} (`--only`).")
+    parts += [" ".join(marks), ""] if marks else []
+    parts += [_measured_with(head), ""]
     parts += [*projection, ""] if (projection := head.get("projection")) else []
     return "\n".join([*parts, "```bash", head["command"], "```"]) + "\n"
 

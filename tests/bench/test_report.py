@@ -98,7 +98,7 @@ def test_the_table_has_a_line_for_each_size_and_marks_losing_ones() -> None:
         "| 1 KB | 4.00 | 18.0 † | 16.0 | 4.00 | 0.89 |",
         "| 4 KB | 40.0 † | 30.0 | 35.0 | 0.88 | 1.17 |",
     ]
-    assert "† slower than the fastest peer. Measured as well: `1d`. tdcoll 0.1.0" in text
+    assert "† slower than the fastest peer. The file also has `1d` (`--only`).\n\nMeasured with tdcoll 0.1.0" in text
     assert text.endswith(f"```bash\n{HEAD['command']}\n```\n")
 
 

@@ -104,7 +104,7 @@ def test_the_table_shows_what_loses_and_what_auto_took() -> None:
     ):
         assert note in text.splitlines()
     assert "at 390 GB/s per rank" in text
-    assert "Measured as well: `owner`, `published`, `allgather`, `dense`, `gloo`." in text
+    assert "The file also has `owner`, `published`, `allgather`, `dense`, `gloo` (`--only`)." in text
 
 
 def test_without_auto_all_of_tdcolls_have_columns() -> None:
