@@ -1,36 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tdcoll``: commands about tdcoll itself.
+"""``tdcoll`` and ``python -m tdcoll``: the commands.
 
-``tdcoll/__init__.py`` imports nothing when it is run like this, so that the doctor runs where PyTorch or Triton is
-missing or broken.
+Nothing is imported but the command that was asked for, so that the doctor runs where PyTorch or Triton is missing or
+broken.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
-_USAGE = """\
-usage: python -m tdcoll doctor [options]
+from tdcoll import __version__
 
-doctor   what a job needs, and whether it is here: for when one does not start
+_COMMANDS = {
+    "doctor": ("tdcoll.doctor.command", "what a job needs, and whether it is here: for when one does not start"),
+    "bench": ("tdcoll.bench.__main__", "measure the collectives against their peers, on this machine"),
+    "tune": ("tdcoll.bench.tune", "measure which algorithm is the fastest at which size; write a table of it"),
+    "report": ("tdcoll.bench.report", "tables and pictures of what bench wrote"),
+}
 
-It has a --help of its own. Benchmarks: python -m tdcoll.bench --help"""
+_USAGE = f"usage: python -m tdcoll {{{','.join(_COMMANDS)}}} [options]"
+
+_HELP = f"""\
+{_USAGE}
+
+{chr(10).join(f"{name:8}  {what}" for name, (_, what) in _COMMANDS.items())}
+
+bench and tune are jobs, one process per GPU, and are started by launch.sh or torchrun. Where tdcoll is installed,
+`tdcoll` is the same as `python -m tdcoll`.
+
+example:
+  python -m tdcoll doctor
+  bash launch.sh -m tdcoll bench all_gather --json result.json
+  python -m tdcoll report result.json
+
+Each command has a --help of its own.
+  -h, --help  this text
+  --version   tdcoll's version"""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one command; its exit status."""
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
-    if name == "doctor":
-        from tdcoll.doctor.command import main as doctor
-
-        return doctor(rest)
-    if name in ("-h", "--help"):
-        print(_USAGE)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status. None: the arguments of this process."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ("",)
+    if name in _COMMANDS:
+        return int(importlib.import_module(_COMMANDS[name][0]).main(rest))
+    if name in ("-h", "--help", "--version"):
+        print(f"tdcoll {__version__}" if name == "--version" else _HELP)
         return 0
-    print(f"{_USAGE}\n\nexpected doctor, got {name or 'nothing'}", file=sys.stderr)
+    print(f"{_USAGE}\ntdcoll: expected {', '.join(_COMMANDS)} or --help, got {name or 'nothing'}", file=sys.stderr)
     return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

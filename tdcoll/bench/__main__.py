@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tdcoll.bench``: choose the benchmark, or the report."""
+"""``tdcoll bench``: choose the benchmark."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_USAGE = """\
-usage: bash launch.sh [--nproc N] -m tdcoll.bench BENCHMARK [options]
-       python -m tdcoll.bench report FILE.json [...] [options]
+BENCHMARKS = {
+    "all_gather": "the all-gather against its peers",
+    "sparse_all_reduce": "the sum of row-sparse tensors against what NCCL and gloo can do",
+    "index_match": "matching lists of row numbers, on one GPU (--nproc 1)",
+    "signal": "how long a signal takes, one-way and all-to-all",
+}
+"""Name of each benchmark, which is also its module's, and what it measures."""
 
-all_gather          the all-gather against its peers
-sparse_all_reduce   the sum of row-sparse tensors against what NCCL and gloo can do
-index_match         matching lists of row numbers, on one GPU (--nproc 1)
-signal              how long a signal takes, one-way and all-to-all
-tune                a table of the fastest all-gathers on this machine, for TDCOLL_TUNING
-report              Markdown tables and plots of what they wrote with --json
+_USAGE = "usage: bash launch.sh [--nproc N] -m tdcoll bench BENCHMARK [options]"
 
-On the simulator the benchmarks check and count. Each has a --help of its own."""
+_HELP = f"""\
+{_USAGE}
 
-_BENCHMARKS = ("all_gather", "sparse_all_reduce", "index_match", "signal", "tune")
+{chr(10).join(f"{name:18}  {what}" for name, what in BENCHMARKS.items())}
+
+example:
+  bash launch.sh -m tdcoll bench all_gather --json result.json
+  python -m tdcoll report result.json --plot result.png
+
+Each benchmark has a --help of its own. On the simulator they check results and count messages."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; its exit status."""
+    """Run one benchmark; its exit status."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
-    if name in (*_BENCHMARKS, "report"):
+    if name in BENCHMARKS:
         return int(importlib.import_module(f"tdcoll.bench.{name}").main(rest))
     if name in ("-h", "--help"):
-        print(_USAGE)
+        print(_HELP)
         return 0
-    print(f"{_USAGE}\n\nexpected {', '.join(_BENCHMARKS)} or report, got {name or 'nothing'}", file=sys.stderr)
+    print(f"{_USAGE}\nbench: expected {', '.join(BENCHMARKS)} or --help, got {name or 'nothing'}", file=sys.stderr)
     return 2
 
 

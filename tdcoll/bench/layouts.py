@@ -1,143 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows of each benchmark become a table of a report."""
+"""How the rows of each benchmark become the tables and panels of a report. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tdcoll.bench.arithmetic import format_bytes
-from tdcoll.bench.rows import SparseRow
-from tdcoll.bench.table import (
-    Column,
-    all_gather_columns,
-    match_columns,
-    signal_columns,
-    signal_name,
-    sparse_columns,
-)
+from tdcoll.bench.arithmetic import Floor, format_bytes
+from tdcoll.bench.rows import distinct
 
-__all__ = ["LAYOUTS", "Layout", "indices"]
+__all__ = ["LAYOUTS", "Layout", "launch_of", "machine", "name_of", "shown_labels"]
+
+Text = Callable[[Any], str]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a benchmark's rows become a table.
+    """How a benchmark's rows are shown.
 
     Attributes:
         title: of the benchmark.
-        about: what else was the same for all rows of a table; rows for which it differs get tables of their own.
-        leading: columns that say which size it is; ``where``: the same in a few words.
-        unit, scale: of times, and how many of them a microsecond is.
-        rival: whether a row of tdcoll's is compared with the peers; if there is none, all are.
-        measured: columns of the fastest of those.
-        footnote: how to read it, from one of the rows.
-        counted: columns where there are no times.
+        size: heading and text of the columns that say which size a line is of.
+        shown: algorithms and peers that have a column unless others are asked for. Without any of tdcoll's all of them
+            have one.
+        about: what is the same for all rows of a table. Rows for which it differs get a table of their own.
+        unit, scale: of times; a microsecond is ``scale`` of them.
+        floor: the least time that a row could take, in microseconds; None: not known.
+        floor_text: what that time is.
+        x, x_text: place of a row on a picture's axis and what is written there; None: there are no pictures.
+        panel: the line and the column of panels that a row belongs to.
     """
 
     title: str
-    about: Callable[[Any], str]
-    leading: Sequence[Column]
-    where: Callable[[Any], str]
-    unit: str
-    scale: float
-    rival: Callable[[Any], bool]
-    measured: Sequence[Column]
-    footnote: Callable[[Any], str]
-    counted: Callable[[Sequence[str], bool], Sequence[Column]]
+    size: Mapping[str, Text]
+    shown: tuple[str, ...]
+    about: Text = lambda row: ""
+    unit: str = "µs"
+    scale: float = 1.0
+    floor: Callable[[Any, Floor | None], float | None] = lambda row, floor: None
+    floor_text: Callable[[Any, Floor | None], str] = lambda row, floor: ""
+    x: Callable[[Any], int] | None = None
+    x_text: Callable[[int], str] = str
+    panel: Callable[[Any], tuple[str, str]] = lambda row: ("", launch_of(row))
 
 
-def indices(row: SparseRow) -> str:
+_LAUNCHES = {"graph": "CUDA graphs", "eager": "eager calls", "simulator": "the simulator"}
+
+_NAMES = {"tdcoll auto": "tdcoll", "tdcoll in-place": "tdcoll in place", "nccl": "NCCL"}
+
+
+def launch_of(row: Any) -> str:
+    """How a row's calls were launched, in words."""
+    return _LAUNCHES.get(row.launch, str(row.launch))
+
+
+def shown_labels(layout: Layout, rows: Sequence[Any], only: Sequence[str] = ()) -> list[str]:
+    """The labels of rows that are shown, tdcoll's first: those of ``only``, or the layout's."""
+    names = only or layout.shown
+    ran = [row for row in rows if not row.peer or row.median_us]
+    ours = distinct([row.label for row in ran if not row.peer and row.algorithm in names])
+    if not ours and not only:
+        ours = distinct([row.label for row in ran if not row.peer])
+    return ours + distinct([row.label for row in ran if row.peer and row.algorithm in names])
+
+
+def machine(head: dict[str, Any], row: Any) -> str:
+    """``"4 × NVIDIA H200 on 1 node"``: what a row of the file was measured on."""
+    facts = head["provenance"]
+    gpus = Counter(gpu for gpu in facts.get("gpus", []) if gpu)
+    names = " and ".join(f"{count} × {name}" for name, count in gpus.items()) or f"{row.ranks} simulated ranks"
+    emulated = " (emulated)" if facts.get("environment", {}).get("TDCOLL_EMULATE_NODES", "1") not in ("", "1") else ""
+    return f"{names} on {row.nodes} node{'s' if row.nodes > 1 else ''}{emulated}"
+
+
+def name_of(label: str) -> str:
+    """A row's label as a report says it: ``"nccl-symmetric"`` is "NCCL symmetric", ``"tdcoll auto"`` "tdcoll"."""
+    first, comma, detail = label.partition(",")
+    return _NAMES.get(first, first).replace("nccl-", "NCCL ") + comma + detail
+
+
+def _indices(row: Any) -> str:
     return row.distribution + (f", repeated {row.duplicates}" if row.duplicates != "0" else "")
 
 
-def _sparse_footnote(row: SparseRow) -> str:
-    rate = f"{row.bytes_per_rank / row.floor_us / 1e3:.3g}" if row.floor_us else "the assumed"
-    floor = (
-        f"The floor is the time for the least rows that can cross between ranks, at {rate} GB/s per rank; GB/s are "
-        "those rows' bytes over the time."
-    )
-    if row.launch == "graph":
-        room = "which needs no host and has room for as many rows as all ranks could bring"
-        return f"{_MEDIANS}, of the padded form, {room}. {floor}"
+def _signal(row: Any) -> str:
+    if row.peer_rank is None:
+        return str(row.pattern)
+    return f"0 to {row.peer_rank}" + ("" if row.same_node else ", other node")
+
+
+def _dense_floor(row: Any, floor: Floor) -> str:
     return (
-        f"{_MEDIANS}, from an idle GPU to a sparse tensor that is there. {floor} tdcoll's best is among results with "
-        "memory of their own, as the peers' have, if there are any. Where a peer's time is less, the ratio is below 1."
+        f"The floor is a launch ({floor.launch_us:g} µs) and a crossing ({floor.crossing_us:.3g} µs), or what a rank "
+        f"sends at {floor.gbps:g} GB/s, whichever takes longer."
     )
 
 
-_MEDIANS = "Times are medians over iterations of the slowest rank"
+def _sparse_floor(row: Any, floor: Floor | None) -> str:
+    rate = f"{row.bytes_per_rank / row.floor_us / 1e3:.3g}"
+    return f"The floor is the least rows that can cross between ranks, at {rate} GB/s per rank."
+
+
+_DENSE = Layout(
+    title="All-gather",
+    size={"bytes per rank": lambda row: format_bytes(row.bytes_per_rank)},
+    shown=("auto", "in-place", "nccl", "nccl-symmetric"),
+    floor=lambda row, floor: floor.us(row.bytes_per_rank, row.ranks) if floor else None,
+    floor_text=lambda row, floor: _dense_floor(row, floor) if floor else "",
+    x=lambda row: row.bytes_per_rank,
+    x_text=format_bytes,
+)
 
 LAYOUTS: dict[str, Layout] = {
-    "all_gather": Layout(
-        title="All-gather",
-        about=lambda row: "",
-        leading=[Column("bytes per rank", lambda row: format_bytes(row.bytes_per_rank))],
-        where=lambda row: f"{format_bytes(row.bytes_per_rank)} per rank",
-        unit="µs",
-        scale=1.0,
-        rival=lambda row: True,
-        measured=[Column("bus GB/s", lambda row: f"{row.busbw_gbps:.3g}")],
-        footnote=lambda row: f"{_MEDIANS}; bus bandwidth is as in nccl-tests.",
-        counted=all_gather_columns,
-    ),
+    "all_gather": _DENSE,
+    "reduce_scatter": dataclasses.replace(_DENSE, title="Reduce-scatter"),
+    "tune": dataclasses.replace(_DENSE, title="Candidates of a tuning table"),
     "sparse_all_reduce": Layout(
         title="Sparse all-reduce",
-        about=lambda row: f", {row.num_rows:,} rows of {row.dtype}",
-        leading=[
-            Column("indices", lambda row: indices(row)),
-            Column("rows per rank", lambda row: f"{row.rows:,}"),
-            Column("dim", lambda row: str(row.dim)),
-            Column("union", lambda row: f"{row.union_rows:,.0f}"),
-            Column("floor, ms", lambda row: f"{row.floor_us / 1e3:.3g}"),
-        ],
-        where=lambda row: f"{indices(row)}, {row.rows:,} × {row.dim}",
+        size={"indices": _indices, "rows per rank": lambda row: f"{row.rows:,} × {row.dim}"},
+        shown=("auto", "dense"),
+        about=lambda row: f"{row.num_rows:,} rows of {row.dtype}",
         unit="ms",
         scale=1e-3,
-        rival=lambda row: row.copy is not False,
-        measured=[
-            Column("GB/s", lambda row: f"{row.gbps:.3g}"),
-            Column("/ floor", lambda row: "–" if row.over_floor is None else f"{row.over_floor:.2f}"),
-        ],
-        footnote=_sparse_footnote,
-        counted=sparse_columns,
+        floor=lambda row, floor: row.floor_us or None,
+        floor_text=lambda row, floor: _sparse_floor(row, floor) if row.floor_us else "",
+        x=lambda row: row.rows,
+        x_text=lambda rows: f"{rows:,}",
+        panel=lambda row: (_indices(row), f"rows of {row.dim}, {launch_of(row)}"),
     ),
     "index_match": Layout(
         title="Index matching",
-        about=lambda row: f", task {row.task}, {row.lists} lists of ids below {row.num_rows:,}",
-        leading=[
-            Column("indices", lambda row: row.distribution),
-            Column("rows per list", lambda row: f"{row.rows:,}"),
-            Column("union", lambda row: f"{row.union_rows:,.0f}"),
-        ],
-        where=lambda row: f"{row.distribution}, {row.rows:,} rows",
-        unit="µs",
-        scale=1.0,
-        rival=lambda row: True,
-        measured=[],
-        footnote=lambda row: f"{_MEDIANS}" + (", from an idle GPU." if row.launch == "eager" else "."),
-        counted=match_columns,
+        size={"indices": lambda row: row.distribution, "rows per list": lambda row: f"{row.rows:,}"},
+        shown=(),
+        about=lambda row: f"task {row.task}, {row.lists} lists of ids below {row.num_rows:,}",
+        x=lambda row: row.rows,
+        x_text=lambda rows: f"{rows:,}",
+        panel=lambda row: (row.distribution, f"{row.task}, {launch_of(row)}"),
     ),
     "signal": Layout(
         title="Signals",
-        about=lambda row: "",
-        leading=[
-            Column("signals", lambda row: signal_name(row)),
-            Column("rounds in a launch", lambda row: str(row.rounds)),
-        ],
-        where=lambda row: f"{signal_name(row)}, {row.rounds} round(s)",
-        unit="µs",
-        scale=1.0,
-        rival=lambda row: True,
-        measured=[],
-        footnote=lambda row: (
-            f"{_MEDIANS}. One-way is half of the time there and back, seeing the signal included. With one round in a "
-            "launch the launch counts, too."
-        ),
-        counted=lambda peers, simulated: signal_columns(simulated),
+        size={"signals": _signal, "rounds in a launch": lambda row: str(row.rounds)},
+        shown=(),
     ),
 }
-
-LAYOUTS["tune"] = dataclasses.replace(LAYOUTS["all_gather"], title="All-gather, candidates of a tuning table")

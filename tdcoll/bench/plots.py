@@ -1,145 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of results."""
+"""Pictures of results: time against size, for tdcoll and its peers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tdcoll.bench.arithmetic import Floor, all_gather_bus_bandwidth, format_bytes
+from tdcoll.bench.arithmetic import Floor
 from tdcoll.bench.floors import floor_of
-from tdcoll.bench.layouts import LAYOUTS, Layout, indices
-from tdcoll.bench.rows import Row, distinct
-from tdcoll.bench.table import signal_name
+from tdcoll.bench.layouts import LAYOUTS, machine, name_of, shown_labels
+from tdcoll.bench.rows import Measured, distinct
 
-__all__ = ["plot"]
+__all__ = ["CURVES", "draw", "plot"]
 
+CURVES = 8
+"""As many as a reader can tell apart, the floor included."""
 
-def _panel(axis: Any, lines: dict[str, list[Any]], x: Callable[[Any], int], y: Callable[[Any], float]) -> None:
-    """One line for each name, both axes logarithmic; peers' are dashed. Names without rows keep their colour."""
-    for position, (label, rows) in enumerate(lines.items()):
-        if rows := sorted(rows, key=x):
-            style = "--" if rows[0].peer else "-"
-            style += f"C{position}"
-            axis.plot([x(row) for row in rows], [y(row) for row in rows], style, marker="o", markersize=3, label=label)
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.grid(True, which="both", alpha=0.3)
+_OURS = "#d55e00", "#e69f00", "#8c564b", "#f0e442", "#ff9896", "#c49c94", "#b5651d", "#ffbb78"
+_PEERS = "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#7f7f7f", "#bcbd22", "#9467bd", "#98df8a"
+"""Warm colours are tdcoll's."""
+
+_MARKERS = "sD^vXPp*"
 
 
-def _ticks(axis: Any, values: Sequence[int], write: Callable[[int], str], heading: str) -> None:
-    ticks = sorted(set(values))
-    axis.set_xticks(ticks, [write(value) for value in ticks], rotation=45)
-    axis.minorticks_off()
-    axis.set_xlabel(heading)
+def draw(head: dict[str, Any], rows: Sequence[Measured], only: Sequence[str] = (), floor: Floor | None = None) -> Any:
+    """A matplotlib figure of one file's rows, both axes logarithmic, with a panel for each kind of row.
 
-
-def _plot_all_gather(plt: Any, lines: dict[str, list[Row]], floor: Floor | None = None) -> Any:
-    """Latency and bus bandwidth against size, with the floor as a line where all rows are of one number of ranks."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    _panel(axes[0], lines, lambda row: row.bytes_per_rank, lambda row: row.median_us)
-    _panel(axes[1], lines, lambda row: row.bytes_per_rank, lambda row: row.busbw_gbps)
-    every = [row for rows in lines.values() for row in rows]
-    if floor is not None and len(worlds := {row.ranks for row in every}) == 1:
-        (world,) = worlds
-        least = {nbytes: floor.us(nbytes, world) for nbytes in sorted({row.bytes_per_rank for row in every})}
-        axes[0].plot(list(least), list(least.values()), ":", color="black", label="floor")
-        rates = [all_gather_bus_bandwidth(nbytes, world, us) for nbytes, us in least.items()]
-        if world > 1:
-            axes[1].plot(list(least), rates, ":", color="black", label="floor")
-    for axis, quantity in zip(axes, ("latency, µs", "bus bandwidth, GB/s"), strict=True):
-        axis.set_ylabel(quantity)
-        _ticks(axis, [row.bytes_per_rank for row in every], format_bytes, "bytes per rank")
-    axes[0].legend()
-    return figure
-
-
-def _plot_panels(
-    plt: Any, lines: dict[str, list[Any]], across: Callable[[Any], str], down: Callable[[Any], str], layout: Layout
-) -> Any:
-    """Time against rows per rank or list, a panel for each pair of ``across`` and ``down``."""
-    every = [row for rows in lines.values() for row in rows]
-    columns, rows = distinct([across(row) for row in every]), distinct([down(row) for row in every])
-    size = (1 + 3.6 * len(columns), 1 + 2.8 * len(rows))
-    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, layout="constrained", squeeze=False)
-    handles: dict[str, Any] = {}
-    for axis, place in zip(axes.flat, ((row, column) for row in rows for column in columns), strict=True):
-        chosen = {label: [row for row in its if (down(row), across(row)) == place] for label, its in lines.items()}
-        _panel(axis, chosen, lambda row: row.rows, lambda row: row.median_us * layout.scale)
-        here = [row for its in chosen.values() for row in its]
-        if floors := sorted({(row.rows, row.floor_us * layout.scale) for row in here if getattr(row, "floor_us", 0)}):
-            axis.plot(*zip(*floors, strict=True), ":", color="black", label="floor")
-        _ticks(axis, [row.rows for row in here if not row.peer], lambda value: f"{value:,}", "rows")
-        axis.set_ylabel(layout.unit)
-        axis.set_title(", ".join(place))
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=max(1, int(size[0] // 2.6)))
-    return figure
-
-
-def _plot_signal(plt: Any, lines: dict[str, list[Any]]) -> Any:
-    """Bars: what each pair, and all together, take."""
-    places = distinct([(signal_name(row), row.rounds) for rows in lines.values() for row in rows])
-    figure, axis = plt.subplots(figsize=(2 + 0.9 * len(places), 4.2), layout="constrained")
-    width = 0.8 / len(lines)
-    for position, (label, rows) in enumerate(lines.items()):
-        at = [places.index((signal_name(row), row.rounds)) + (position + 0.5) * width - 0.4 for row in rows]
-        axis.bar(at, [row.median_us for row in rows], width, label=label)
-    names = [name + ("" if rounds > 1 else "\n(a launch)") for name, rounds in places]
-    axis.set_xticks(range(len(places)), names, rotation=45, ha="right")
-    axis.set_ylabel("µs")
-    axis.grid(True, axis="y", alpha=0.3)
-    axis.legend()
-    return figure
-
-
-_PLOTS: dict[str, Callable[..., Any]] = {
-    "all_gather": _plot_all_gather,
-    "tune": _plot_all_gather,
-    "sparse_all_reduce": partial(
-        _plot_panels, across=lambda row: f"dim {row.dim}", down=indices, layout=LAYOUTS["sparse_all_reduce"]
-    ),
-    "index_match": partial(
-        _plot_panels,
-        across=lambda row: f"task {row.task}",
-        down=lambda row: row.distribution,
-        layout=LAYOUTS["index_match"],
-    ),
-    "signal": _plot_signal,
-}
-
-
-def plot(results: Sequence[tuple[dict[str, Any], list[Any]]], path: Path, floor: Floor | None = None) -> None:
-    """Times against size, one line for each algorithm and peer; ``floor`` as for :func:`.report.markdown`.
+    Args:
+        only: algorithms and peers to draw; none: tdcoll's columns of the table, and all peers.
+        floor: in place of that of :data:`.floors.FLOORS`.
 
     Raises:
-        ValueError: nothing was timed, or the files are of different benchmarks.
+        ValueError: nothing was timed, there are more than :data:`CURVES` curves, or the benchmark has no pictures.
     """
-    if len(kinds := distinct([head["benchmark"] for head, _ in results])) > 1:
-        raise ValueError(f"a plot is of one benchmark; got {', '.join(kinds)}")
-    lines: dict[str, list[Any]] = {}
-    launches = {row.launch for _, others in results for row in others if row.median_us}
-    for position, (_, rows) in enumerate(results):
-        for row in rows:
-            if row.median_us and row.check == "ok":
-                launch = f", {row.launch}" if len(launches) > 1 else ""
-                source = f" ({position + 1})" if len(results) > 1 else ""
-                lines.setdefault(f"{row.label}{launch}{source}", []).append(row)
-    if not lines:
-        raise ValueError("nothing to plot: no times in these files")
-    import matplotlib
+    layout = LAYOUTS[head["benchmark"]]
+    if (x := layout.x) is None:
+        raise ValueError(f"expected a benchmark over sizes, got {head['benchmark']}, of which there are no pictures")
+    timed = [row for row in rows if row.median_us and row.check == "ok"]
+    shown = shown_labels(layout, timed, only)
+    chosen = [row for row in timed if row.label in shown or (row.peer and not only)]
+    if not chosen:
+        raise ValueError("nothing to plot: expected rows with times, got none")
+    least = floor_of(head, chosen, floor)
+    times = {id(row): (row.median_us or 0.0) * layout.scale for row in chosen}
+    floors = {id(row): us * layout.scale for row in chosen if (us := layout.floor(row, least))}
+    labels = distinct([row.label for row in sorted(chosen, key=lambda row: row.peer)])
+    if len(labels) + bool(floors) > CURVES:
+        raise ValueError(f"expected at most {CURVES} curves, the floor included, got {', '.join(labels)}: use --only")
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
-    make = _PLOTS[kinds[0]]
-    if make is _plot_all_gather:
-        floors = {floor_of(head, [row for row in rows if row.median_us], floor) for head, rows in results}
-        make = partial(make, floor=floors.pop() if len(floors) == 1 else None)
-    figure = make(plt, lines)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    ours, peers = ([row.label for row in chosen if row.peer is peer] for peer in (False, True))
+    styles: dict[str, dict[str, Any]] = {}
+    for label, colour in zip(distinct(ours), _OURS, strict=False):
+        styles[label] = {"color": colour, "marker": "o", "markersize": 5, "linewidth": 2.6, "zorder": 3}
+        styles[label]["linestyle"] = "-" if len(styles) == 1 else "--"
+    for label, colour, marker in zip(distinct(peers), _PEERS, _MARKERS, strict=False):
+        styles[label] = {
+            "color": colour,
+            "marker": marker,
+            "markersize": 4.5,
+            "linewidth": 1.4,
+            "zorder": 3 - len(styles) / 9,
+        }
+    ticks = sorted({x(row) for row in [row for row in chosen if not row.peer] or chosen})
+    lines, columns = (distinct([layout.panel(row)[side] for row in chosen]) for side in (0, 1))
+    size = (max(6.0, 4.6 * len(columns)), 1.0 + 3.4 * len(lines))
+    with rc_context({"font.size": 11, "axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(len(lines), len(columns), squeeze=False, sharex=True, sharey=True)
+        for down, across in ((line, column) for line in lines for column in columns):
+            axis = axes[lines.index(down)][columns.index(across)]
+            here = sorted([row for row in chosen if layout.panel(row) == (down, across)], key=x)
+            for label in labels:
+                if mine := [(x(row), times[id(row)]) for row in here if row.label == label]:
+                    axis.plot(*zip(*mine, strict=True), **styles[label], label=name_of(label))
+            if known := sorted({(x(row), floors[id(row)]) for row in here if id(row) in floors}):
+                axis.plot(*zip(*known, strict=True), ":", color="black", linewidth=1.4, label="floor")
+            axis.set(xscale="log", yscale="log", title=", ".join(filter(None, (down, across))))
+            axis.set_xticks(ticks, map(layout.x_text, ticks), rotation=45, minor=False)
+            axis.xaxis.minorticks_off()
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.minorticks_off()
+            axis.set_ylim(0.6 * min(times.values()), 1.4 * max(times.values()))
+            axis.grid(True, which="major", alpha=0.35)
+            axis.label_outer()
+        for axis in axes[-1]:
+            axis.set_xlabel(list(layout.size)[-1])
+        for axis in axes[:, 0]:
+            axis.set_ylabel(f"time, {layout.unit}")
+        figure.suptitle(f"{layout.title}, {machine(head, chosen[0])}", fontsize=13)
+        found = [axis.get_legend_handles_labels() for axis in axes.flat]
+        handles = {label: handle for its in found for handle, label in zip(*its, strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def plot(
+    head: dict[str, Any], rows: Sequence[Measured], path: Path, only: Sequence[str] = (), floor: Floor | None = None
+) -> None:
+    """Write what :func:`draw` draws as a PNG."""
+    draw(head, rows, only, floor).savefig(path, format="png", dpi=150, metadata={"Software": None})

@@ -1,60 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tdcoll.bench report``: Markdown tables and plots of the benchmarks' JSON files."""
+"""``tdcoll report``: Markdown tables and pictures of the benchmarks' files.
+
+A page of the documentation says where a file's tables go::
+
+    <!-- report: all-gather-4xH200 -->         all tables of docs/results/all-gather-4xH200.json
+    <!-- /report -->
+    <!-- report: all-gather-4xH200 brief -->   one table, of few sizes and columns
+    <!-- /report -->
+    ![...](results/all-gather-4xH200.png)      a picture of the same file
+
+``tdcoll report --write`` fills them in.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tdcoll.bench import rows as files
 from tdcoll.bench.arithmetic import Floor, ratio
-from tdcoll.bench.floors import FLOORS, floor_of, given_floor
-from tdcoll.bench.layouts import LAYOUTS, Layout
+from tdcoll.bench.floors import floor_of, parse_floor
+from tdcoll.bench.layouts import LAYOUTS, Layout, launch_of, machine, name_of, shown_labels
 from tdcoll.bench.plots import plot
 from tdcoll.bench.rows import Measured, distinct
 
-__all__ = ["caption", "insert", "main", "markdown"]
+__all__ = ["main", "markdown", "pages", "pictures"]
 
-_LAUNCHES = {"graph": "CUDA graph replays", "eager": "eager calls", "simulator": "the simulator"}
+_EXAMPLE = """\
+example:
+  bash launch.sh -m tdcoll bench all_gather --json result.json
+  python -m tdcoll report result.json --plot result.png"""
+
+_BRIEF_LINES, _MOST_PLACES = 6, 4
+_VERSIONS = {
+    "torch": "PyTorch",
+    "triton": "Triton",
+    "nvshmem": "NVSHMEM",
+    "nccl": "NCCL",
+    "cuda": "CUDA",
+    "driver": "driver",
+}
+_NO_MULTICAST = "NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "NVSHMEM_DISABLE_NVLS=1"
 
 
 def _short(value: float | None) -> str:
     """Three digits or more."""
-    return "–" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def _hardware(provenance: dict[str, Any], row: Measured) -> str:
-    gpus = Counter(gpu for gpu in provenance.get("gpus", []) if gpu)
-    names = " and ".join(f"{count} × {name}" for name, count in gpus.items()) or f"{row.ranks} simulated ranks"
-    emulated = provenance.get("environment", {}).get("TDCOLL_EMULATE_NODES", "1")
-    nodes = f"{row.nodes} node{'s' if row.nodes > 1 else ''}"
-    return f"{names} on {nodes}{' (emulated)' if emulated not in ('', '1') else ''}"
-
-
-def caption(head: dict[str, Any], row: Measured) -> str:
-    """What the rows like ``row`` of a file were measured with, in a sentence or two."""
-    facts, layout = head["provenance"], LAYOUTS[head["benchmark"]]
-    commit = f" at {facts['commit'][:12]}" if facts.get("commit") else ""
-    changed = " with uncommitted changes" if facts.get("dirty") else ""
-    versions = [f"tdcoll {facts['tdcoll']}{commit}{changed}"]
-    for key, name in (
-        ("torch", "PyTorch"),
-        ("triton", "Triton"),
-        ("nvshmem", "NVSHMEM"),
-        ("nccl", "NCCL"),
-        ("cuda", "CUDA"),
-        ("driver", "driver"),
-    ):
-        if facts.get(key):
-            versions.append(f"{name} {facts[key]}")
-    straggler = ", a random rank delayed in each iteration" if row.straggler else ""
-    launch = _LAUNCHES.get(row.launch, row.launch)
-    where = f"{_hardware(facts, row)}{layout.about(row)}, {launch}{straggler}"
-    return f"**{layout.title} on {where}.** {', '.join(versions)}; {head['started'][:10]}."
+    return "–" if value is None else f"{value:#.3g}".rstrip(".") if value < 100 else f"{value:.0f}"
 
 
 def _line(texts: Sequence[str]) -> str:
@@ -65,11 +60,36 @@ def _grid(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     return [_line(headings), _line(["---:"] * len(headings)), *map(_line, lines)]
 
 
-def _time(row: Measured | None, scale: float) -> str:
+def _caption(head: dict[str, Any], row: Measured) -> str:
+    """Which benchmark, on what, launched how: of the rows like ``row``."""
+    layout = LAYOUTS[head["benchmark"]]
+    straggler = "a random rank delayed in each iteration" if row.straggler else ""
+    said = [layout.title, machine(head, row), layout.about(row), launch_of(row), straggler]
+    unit = "" if row.launch == "simulator" else f" Times in {layout.unit}."
+    return f"**{', '.join(filter(None, said))}.**{unit}"
+
+
+def _measured_with(head: dict[str, Any]) -> str:
+    """Versions, date, and whether multicast was off."""
+    facts = head["provenance"]
+    commit = f" at {facts['commit'][:12]}" if facts.get("commit") else ""
+    changed = " with uncommitted changes" if facts.get("dirty") else ""
+    versions = [f"tdcoll {facts['tdcoll']}{commit}{changed}"]
+    versions += [f"{name} {facts[key]}" for key, name in _VERSIONS.items() if facts.get(key)]
+    text = f"Measured with {', '.join(versions)}; {head['started'][:10]}."
+    environment = {f"{name}={value}" for name, value in facts.get("environment", {}).items()}
+    off = [f"`{setting}`" for setting in _NO_MULTICAST if setting in environment]
+    return text + (f" Multicast was off ({', '.join(off)})." if off else "")
+
+
+def _time(row: Measured | None, layout: Layout, fastest: Measured | None = None) -> str:
+    """A time; what is wrong or slower than the fastest peer is marked."""
     if row is None or row.check == "not run":
         return "–"
-    time = _short(None if row.median_us is None else row.median_us * scale)
-    return time if row.check == "ok" else f"{time} WRONG"
+    text = _short(None if row.median_us is None else row.median_us * layout.scale)
+    if row.check != "ok":
+        return f"{text} WRONG"
+    return f"{text} †" if fastest and (ratio(fastest.median_us, row.median_us) or 1) < 1 else text
 
 
 def _fastest(rows: Sequence[Measured]) -> Measured | None:
@@ -78,48 +98,68 @@ def _fastest(rows: Sequence[Measured]) -> Measured | None:
     return min(good, key=lambda row: row.median_us or 0.0, default=None)
 
 
-def _ratio(peer: Measured | None, ours: Measured | None) -> str:
-    """How many times faster than the peer ours is."""
-    faster = ratio(peer.median_us if peer else None, ours.median_us if ours else None)
-    return "–" if faster is None else f"{faster:.2f}"
+def _sizes(rows: Sequence[Measured]) -> list[Any]:
+    """Tdcoll's, if it has any: some peers take others."""
+    return distinct([row.size for row in rows if not row.peer]) or distinct([row.size for row in rows])
 
 
-def _timed_table(layout: Layout, rows: Sequence[Measured], floor: Floor | None = None) -> list[str]:
-    """One line per size: times of all, then what tdcoll's fastest reaches, and ratios to it."""
-    sizes = distinct([row.size for row in rows if not row.peer]) or distinct([row.size for row in rows])
-    lines = {size: {row.label: row for row in rows if row.size == size} for size in sizes}
-    ours = distinct([row.label for row in rows if not row.peer])
-    ran = distinct([row.label for row in rows if row.peer and row.median_us and row.size in sizes])
-    headings = [column.heading for column in layout.leading]
-    headings += [f"{label}, {layout.unit}" for label in (*ours, *ran)]
-    if floor is not None:
-        headings += [f"floor, {layout.unit}", "tdcoll's best / floor"]
-    headings += [f"tdcoll's best{'' if c.heading[0] == '/' else ','} {c.heading}" for c in layout.measured]
-    headings += [f"{peer} / tdcoll's best" for peer in ran]
-    if len(ran) > 1:
-        headings.append("fastest peer / tdcoll's best")
-    texts = []
-    for found in lines.values():
-        mine = [row for row in found.values() if not row.peer]
-        best = _fastest([row for row in mine if layout.rival(row)] or mine)
-        peers = [found.get(peer) for peer in ran]
-        line = [column.text(next(iter(found.values()))) for column in layout.leading]
-        line += [_time(found.get(label), layout.scale) for label in (*ours, *ran)]
-        if floor is not None:
-            row: Any = next(iter(found.values()))
-            least = floor.us(row.bytes_per_rank, row.ranks)
-            line += [_short(least), "–" if best is None or not best.median_us else f"{best.median_us / least:.2f}"]
-        line += ["–" if best is None else column.text(best) for column in layout.measured]
-        line += [_ratio(peer, best) for peer in peers]
-        if len(ran) > 1:
-            line.append(_ratio(_fastest([peer for peer in peers if peer]), best))
-        texts.append(line)
-    return _grid(headings, texts)
+def _table(
+    layout: Layout, rows: Sequence[Measured], shown: Sequence[str], floor: Floor | None, brief: bool
+) -> list[str]:
+    """A line for each size: times, the fastest peer and the floor, and how many times faster than that peer we are."""
+    sizes = _sizes(rows)
+    ours = [label for label in shown if any(row.label == label and not row.peer for row in rows)]
+    peers = distinct([row.label for row in rows if row.peer and row.median_us and row.size in sizes])
+    if brief:
+        last = len(sizes) - 1
+        sizes = distinct([sizes[round(line * last / (_BRIEF_LINES - 1))] for line in range(_BRIEF_LINES)])
+        shown = [*ours, *(label for label in shown if label in peers[:1])]
+    with_floor = not brief and any(layout.floor(row, floor) for row in rows)
+    headings = [*layout.size, *map(name_of, shown), *(["fastest peer"] if len(peers) > 1 else [])]
+    headings += ["floor"] if with_floor else []
+    rival = "fastest peer" if len(peers) > 1 else name_of(peers[0]) if peers else ""
+    headings += [f"{rival} / {name_of(label)}" for label in ours if peers and not brief]
+    lines = []
+    for size in sizes:
+        found = {row.label: row for row in rows if row.size == size}
+        of_size = next(iter(found.values()))
+        fastest = _fastest([found[label] for label in peers if label in found])
+        line = [text(of_size) for text in layout.size.values()]
+        line += [_time(found.get(label), layout, fastest if label in ours else None) for label in shown]
+        if len(peers) > 1:
+            line.append(f"{_time(fastest, layout)} ({name_of(fastest.label)})" if fastest else "–")
+        if with_floor:
+            line.append(_short((layout.floor(of_size, floor) or 0.0) * layout.scale))
+        for label in ours if peers and not brief else ():
+            mine = _fastest([found[label]]) if label in found else None
+            faster = ratio(fastest.median_us, mine.median_us) if fastest and mine else None
+            line.append("–" if faster is None else f"{faster:.2f}")
+        lines.append(line)
+    return _grid(headings, lines)
+
+
+def _counted(layout: Layout, rows: Sequence[Measured]) -> list[str]:
+    """What the simulator counted per call, the most of any rank."""
+    rows = [row for row in rows if row.check != "not run"]
+    keys = distinct([key for row in rows for key, of_ranks in (row.counts or {}).items() if any(of_ranks)])
+    lines = [
+        [
+            *(text(row) for text in layout.size.values()),
+            name_of(row.label),
+            *(f"{max(row.counts[key]):g}" if key in (row.counts or {}) and row.counts else "–" for key in keys),
+            row.check,
+        ]
+        for row in rows
+    ]
+    return _grid([*layout.size, "algorithm", *(key.replace("_", " ") for key in keys), "check"], lines)
 
 
 def _notes(layout: Layout, rows: Sequence[Measured]) -> list[str]:
-    """Why what did not run did not, what was wrong, what was of another size, and what else has to be known."""
-    sizes = distinct([row.size for row in rows if not row.peer]) or distinct([row.size for row in rows])
+    """Why what did not run did not, what was wrong, and what was of another size."""
+    sizes = _sizes(rows)
+
+    def where(row: Measured) -> str:
+        return ", ".join(text(row) for text in layout.size.values())
 
     notes = []
     for label, check, note in distinct([(r.label, r.check, r.note) for r in rows if r.size in sizes]):
@@ -127,146 +167,172 @@ def _notes(layout: Layout, rows: Sequence[Measured]) -> list[str]:
             continue
         same = [row for row in rows if (row.label, row.check, row.note) == (label, check, note)]
         everywhere = len(same) == sum(row.label == label for row in rows)
-        where = "" if everywhere and check != "WRONG" else " at " + "; ".join(map(layout.where, same))
+        at = "" if everywhere and check != "WRONG" else " at " + "; ".join(map(where, same))
+        if check != "WRONG" and at.count(";") >= _MOST_PLACES:
+            at = f" at {len(same)} of {len(sizes)} sizes"
         said = note or "" if check == "ok" else f"{check}{f' ({note})' if note else ''}"
-        notes.append(f"- {label}{where}: {said}")
+        notes.append(f"- {name_of(label)}{at}: {said}")
     others = [row for row in rows if row.size not in sizes]
     for label in distinct([row.label for row in others]):
-        texts = [
-            f"{layout.where(row)}: {_time(row, layout.scale)} {layout.unit}" for row in others if row.label == label
-        ]
-        notes.append(f"- {label}, of other sizes: {'; '.join(texts)}")
+        texts = [f"{where(row)}: {_time(row, layout)} {layout.unit}" for row in others if row.label == label]
+        notes.append(f"- {name_of(label)}, of other sizes: {'; '.join(texts)}")
     return notes
 
 
-def markdown(head: dict[str, Any], rows: Sequence[Measured], floor: Floor | None = None) -> str:
-    """Tables of one file, one for each way to launch, with captions and notes.
+def markdown(
+    head: dict[str, Any],
+    rows: Sequence[Measured],
+    *,
+    only: Sequence[str] = (),
+    floor: Floor | None = None,
+    brief: bool = False,
+) -> str:
+    """The tables of one file, one for each way to launch, with what they were measured with.
 
     Args:
-        floor: what all-gathers inside a node are compared with, in place of that of :data:`.floors.FLOORS`.
+        only: algorithms and peers that have a column; none: those of :data:`.layouts.LAYOUTS`. The fastest peer is
+            found among all.
+        floor: in place of that of :data:`.floors.FLOORS`.
+        brief: the first table alone, of at most 6 sizes, without floor, ratios and all peers but one and the fastest.
+
+    Raises:
+        ValueError: there are no rows of some name of ``only``.
     """
     layout = LAYOUTS[head["benchmark"]]
-    parts: list[str] = []
-    kinds = [(row.launch, row.straggler, row.ranks, row.nodes, layout.about(row)) for row in rows]
-    for kind in distinct(kinds):
-        chosen = [row for row, its in zip(rows, kinds, strict=True) if its == kind]
-        simulated = kind[0] == "simulator"
-        parts += [caption(head, chosen[0]), ""]
-        if simulated:
-            parts += ["Per call, the most of any rank (LL and direct stores are no puts, and are not counted):", ""]
-            columns = layout.counted((), True)
-            lines = [[column.text(row) for column in columns] for row in chosen if row.check != "not run"]
-            parts += _grid([column.heading for column in columns], lines)
-        else:
-            least = floor_of(head, chosen, floor)
-            parts += _timed_table(layout, chosen, least)
-        if notes := _notes(layout, [row for row in chosen if not simulated or row.check != "ok"]):
-            parts += ["", *notes]
-        if not simulated:
-            parts += ["", layout.footnote(chosen[0]) + (f" {_floor_note(least)}" if least else "")]
-        parts.append("")
-    if projection := head.get("projection"):
-        parts += [*projection, ""]
-    parts += ["```bash", head["command"], "```"]
-    return "\n".join(parts) + "\n"
-
-
-def _floor_note(floor: Floor) -> str:
-    return (
-        f"The floor is a launch ({floor.launch_us:g} µs) and one crossing ({floor.crossing_us:.3g} µs), or what a rank "
-        f"sends at {floor.gbps:g} GB/s, whichever takes longer."
-    )
-
-
-def insert(text: str, benchmark: str, content: str) -> str:
-    """``text`` with ``content`` between the benchmark's two markers.
-
-    Raises:
-        ValueError: the markers are missing, repeated or in the wrong order.
-    """
-    begin, end = f"<!-- benchmark:{benchmark} -->", f"<!-- /benchmark:{benchmark} -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"expected {begin} and, after it, {end}, each once")
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{content}{end}{rest.split(end)[1]}"
-
-
-def _positive(text: str) -> float:
-    try:
-        if (value := float(text)) > 0:
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-
-
-def _only(rows: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """The rows of these algorithms and peers.
-
-    Raises:
-        ValueError: there is none of some name.
-    """
     known = distinct([row.algorithm for row in rows])
-    if unknown := [name for name in names if name not in known]:
+    if unknown := [name for name in only if name not in known]:
         raise ValueError(f"--only: expected some of {', '.join(known)}; got {', '.join(unknown)}")
-    return [row for row in rows if row.algorithm in names]
+    parts: list[str] = []
+    hidden: list[str] = []
+    least = None
+    kinds = [(row.launch, row.straggler, row.ranks, row.nodes, layout.about(row)) for row in rows]
+    for kind in distinct(kinds)[: 1 if brief else None]:
+        chosen = [row for row, its in zip(rows, kinds, strict=True) if its == kind]
+        parts += [_caption(head, chosen[0]), ""]
+        if kind[0] == "simulator":
+            parts += ["Per call, the most of any rank (LL and direct stores are no puts, and are not counted):", ""]
+            parts += _counted(layout, chosen)
+            notes = _notes(layout, [row for row in chosen if row.check != "ok"])
+        else:
+            least = floor_of(head, chosen, floor) or least
+            shown = shown_labels(layout, chosen, only)
+            parts += _table(layout, chosen, shown, floor_of(head, chosen, floor), brief)
+            wrong = [row for row in chosen if row.label in shown or row.peer or row.check == "WRONG"]
+            notes = [] if brief else _notes(layout, wrong)
+            hidden += [row.algorithm for row in chosen if row.label not in shown]
+        parts += ["", *notes, ""] if notes else [""]
+    marks = ["† slower than the fastest peer."] if any(" † |" in part for part in parts) else []
+    if brief:
+        return "\n".join([*parts[:-1], *(["", *marks] if marks else [])]) + "\n"
+    if least is not None or any(getattr(row, "floor_us", 0) for row in rows):
+        marks.append(layout.floor_text(rows[0], least))
+    if hidden and not only:
+        marks.append(f"The file also has {', '.join(f'`{name}`' for name in distinct(hidden))} (`--only`).")
+    parts += [" ".join(marks), ""] if marks else []
+    parts += [_measured_with(head), ""]
+    parts += [*projection, ""] if (projection := head.get("projection")) else []
+    return "\n".join([*parts, "```bash", head["command"], "```"]) + "\n"
+
+
+_BLOCK = re.compile(r"^(<!-- report: (\S+)( brief)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S)
+_PICTURE = re.compile(r"\]\((?:docs/)?results/([\w.-]+)\.png\)")
+
+
+def _documents(root: Path) -> dict[Path, str]:
+    """The pages of a checkout, by path.
+
+    Raises:
+        ValueError: ``root`` is none.
+    """
+    if not (root / "docs/results").is_dir():
+        raise ValueError(f"--write: expected a checkout of tdcoll, with docs/results, got {root}")
+    return {page: page.read_text(encoding="utf-8") for page in (root / "README.md", *sorted(root.glob("docs/*.md")))}
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """The pages of the checkout ``root`` that have tables, as they have to be.
+
+    Raises:
+        ValueError: ``root`` is no checkout, a page's markers are wrong, or a file is no result.
+        OSError: a file cannot be read.
+    """
+
+    def block(found: re.Match[str]) -> str:
+        head, rows = files.load(root / f"docs/results/{found[2]}.json")
+        return f"{found[1]}{markdown(head, rows, brief=bool(found[3]))}<!-- /report -->"
+
+    made = {}
+    for page, text in _documents(root).items():
+        if (markers := text.count("<!-- report:")) != len(_BLOCK.findall(text)) or markers != text.count(
+            "<!-- /report"
+        ):
+            raise ValueError(
+                f"{page}: expected each <!-- report: NAME --> with a <!-- /report --> after it, on lines of their own"
+            )
+        if markers:
+            made[page] = _BLOCK.sub(block, text)
+    return made
+
+
+def pictures(root: Path) -> list[str]:
+    """Names, without suffix, of the files in docs/results of which a page shows a picture."""
+    return distinct([name for text in _documents(root).values() for name in _PICTURE.findall(text)])
+
+
+def _write(root: Path) -> None:
+    """Fill in the tables of all pages, and draw their pictures."""
+    for page, text in pages(root).items():
+        files.write_whole(page, text)
+    for name in pictures(root):
+        head, rows = files.load(root / f"docs/results/{name}.json")
+        plot(head, rows, root / f"docs/results/{name}.png")
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command; its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m tdcoll.bench report",
-        description="Markdown tables, and plots, of results written with --json.",
+        prog="python -m tdcoll report",
+        description="Markdown tables, and pictures, of results that `tdcoll bench` wrote with --json.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    parser.add_argument(
-        "--readme",
-        type=Path,
-        metavar="FILE.md",
-        help="write the tables between <!-- benchmark:NAME --> and <!-- /benchmark:NAME --> of this file, "
-        "instead of printing them",
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="times against size")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json", help="print its tables")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against size, of one file")
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
+        default=[],
         metavar="A,B",
-        help="show these algorithms and peers (default: all)",
+        help="columns and curves: these algorithms and peers; the fastest peer is found among all",
     )
-    for name, metavar, what in (
-        ("launch-us", "X", "an empty kernel takes"),
-        ("crossing-us", "X", "a store takes until another GPU sees it; a file of the signal benchmark says it, too"),
-        ("GBps", "X", "rate at which a rank can store to all others"),
-    ):
-        parser.add_argument(
-            f"--floor-{name}",
-            dest=f"floor_{name.replace('-', '_')}",
-            type=_positive,
-            metavar=metavar,
-            help=f"floor of all-gathers inside a node: {what} (known for {', '.join(FLOORS)}; else give all three)",
-        )
+    parser.add_argument(
+        "--floor",
+        type=parse_floor,
+        metavar="LAUNCH_US,CROSSING_US,GBPS",
+        help="what an empty kernel and a store to another GPU take, and the rate at which a rank stores to all others",
+    )
+    parser.add_argument(
+        "--write",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="DIR",
+        help="write the tables and pictures of a checkout's README and docs from its docs/results (default: here)",
+    )
     options = parser.parse_args(arguments)
+    if bool(options.files) == (options.write is not None):
+        parser.error("expected either FILE.json or --write")
+    if options.plot is not None and len(options.files) != 1:
+        parser.error(f"--plot: expected one FILE.json, got {len(options.files)}")
     try:
+        if options.write is not None:
+            _write(options.write)
         results = [files.load(path) for path in options.files]
-        floor = given_floor(options, results)
-        contents: dict[str, str] = {}
-        if options.only is not None:
-            results = [(head, _only(rows, options.only)) for head, rows in results]
-        for head, rows in results:
-            name = head["benchmark"]
-            contents[name] = "\n".join([*([contents[name]] if name in contents else []), markdown(head, rows, floor)])
-        if options.readme is None:
-            print("\n".join(contents.values()), end="")
-        else:
-            text = options.readme.read_text(encoding="utf-8")
-            for name, content in contents.items():
-                text = insert(text, name, content)
-            options.readme.write_text(text, encoding="utf-8")
+        print("\n".join(markdown(*result, only=options.only, floor=options.floor) for result in results), end="")
         if options.plot is not None:
-            drawn = [(head, rows) for head, rows in results if head["benchmark"] != "signal"]
-            plot(drawn or results, options.plot, floor)
+            plot(*results[0], options.plot, options.only, options.floor)
     except ImportError as error:
-        print(f"--plot needs matplotlib ({error}): install tdcoll[bench]", file=sys.stderr)
+        print(f"report: pictures need matplotlib ({error}): install tdcoll[bench]", file=sys.stderr)
         return 1
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)

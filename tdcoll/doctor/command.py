@@ -25,7 +25,11 @@ CHECKS: tuple[Callable[[Facts], Line | list[Line]], ...] = (*PACKAGE_CHECKS, *DE
 _EPILOG = """\
 Each line is ok, a note (look at it if something does not work) or a problem, with what to do. Exit status: 0 without
 problems, 1 with some, 2 for a wrong command line. Run it once on each host, after `source setenv.sh`, without torchrun
-and launch.sh."""
+and launch.sh.
+
+example:
+  source setenv.sh
+  python -m tdcoll doctor --nnodes 2"""
 
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 

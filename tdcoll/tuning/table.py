@@ -32,7 +32,7 @@ that a segment is cut into) or ``chunk`` (bytes of one), and ``num_warps``, are 
 Version 2 is read as well. Its tables are of the all-gather: ``"tuning"`` is ``"all_gather"``, and no section has an
 operation.
 
-``python -m tdcoll.bench tune`` measures and writes one. A context takes the one it is given, else that of the file
+``tdcoll tune`` measures and writes one. A context takes the one it is given, else that of the file
 that ``TDCOLL_TUNING`` names, else tdcoll's own, which has what was measured for ``docs/results``.
 """
 

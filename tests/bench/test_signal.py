@@ -4,22 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tdcoll.bench import report, signal
-from tdcoll.bench.__main__ import main
-from tdcoll.bench.rows import SignalRow, load, save
+from tdcoll.bench import signal
+from tdcoll.bench.rows import SignalRow
 from tdcoll.testing import World, explore
-
-HEAD: dict[str, Any] = {
-    "benchmark": "signal",
-    "command": "bash launch.sh --nproc 4 -m tdcoll.bench signal",
-    "started": "2031-02-03T04:05:06",
-    "provenance": {"tdcoll": "0.1.0", "gpus": ["NVIDIA Test"] * 4, "environment": {}},
-}
 
 
 @pytest.mark.parametrize(
@@ -118,32 +109,3 @@ def test_the_measuring_path(clock: Any, on_gpus: Callable[..., list[Any]], monke
         else:
             assert row.median_us == pytest.approx(2 / row.rounds + 1.5)
             assert row.calls == ((20, 21) if row.rounds == 1 else (1, 2))
-
-
-def example() -> list[SignalRow]:
-    from tdcoll.bench.arithmetic import Summary
-
-    made = []
-    places = (("one-way", 3, 500, 1.25), ("all-to-all", None, 500, 2.5), ("all-to-all", None, 1, 3.3))
-    for pattern, peer, rounds, us in places:
-        for send, more in (("signal_block", 0.5), ("st_release", 0.0)):
-            where: dict[str, Any] = {"pattern": pattern, "peer_rank": peer, "rounds": rounds}
-            row = SignalRow(ranks=4, nodes=1, algorithm=send, peer=False, launch="graph", check="ok", **where)
-            made.append(row.timed(Summary(us + more, us, us + 1)))
-    return made
-
-
-def test_the_report(tmp_path: Path) -> None:
-    save(tmp_path / "s.json", HEAD, example())
-    head, rows = load(tmp_path / "s.json")
-    assert rows == example()
-    assert [line for line in report.markdown(head, rows).splitlines() if line.startswith("|")] == [
-        "| signals | rounds in a launch | tdcoll signal_block, µs | tdcoll st_release, µs |",
-        "| ---: | ---: | ---: | ---: |",
-        "| 0 to 3 | 500 | 1.75 | 1.25 |",
-        "| all-to-all | 500 | 3 | 2.5 |",
-        "| all-to-all | 1 | 3.8 | 3.3 |",
-    ]
-    pytest.importorskip("matplotlib")
-    assert main(["report", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.png")]) == 0
-    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")

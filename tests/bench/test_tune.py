@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import tdcoll
+from tdcoll.__main__ import main
 from tdcoll.bench import all_gather as benchmark
 from tdcoll.bench import rows as files
 from tdcoll.bench import tune
-from tdcoll.bench.__main__ import main
 from tdcoll.bench.arithmetic import Summary
 from tdcoll.bench.rows import Row
 from tdcoll.bench.table import duration
@@ -178,7 +178,7 @@ def test_shared_gpus_have_no_times(
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
     for name in ("all_gather", "sparse_all_reduce", "index_match", "signal", "tune"):
         with pytest.raises(SystemExit) as ended:
-            main([name, *(["-o", str(tmp_path / "t.json")] if name == "tune" else [])])
+            main(["tune", "-o", str(tmp_path / "t.json")] if name == "tune" else ["bench", name])
         assert ended.value.code == 2
         assert f"{name}: error: TDCOLL_SHARE_GPUS (launch.sh --share-gpus) or initialize" in capsys.readouterr().err
 

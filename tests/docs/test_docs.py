@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tdcoll import errors
+from tdcoll.bench import report
 from tdcoll.spec.functions import table
 from tdcoll.testing import World
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/results/README.md"])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -45,13 +47,20 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-def test_readme_has_exactly_the_two_commands():
-    results = re.compile(r"<!-- benchmark:.*?<!-- /benchmark:\w+ -->", re.DOTALL)  # names the command that made them
-    text = results.sub("", (ROOT / "README.md").read_text())
-    commands = [
-        line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines() if line
-    ]
+def test_readme_is_short_and_has_exactly_the_two_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    commands = [line for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines() if line]
     assert commands == ["bash launch.sh tutorials/02-all-gather.py", "bash launch.sh tests"]
+
+
+def test_readme_has_one_picture_and_one_small_table():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    lines = table.splitlines()
+    assert 2 < len(lines) <= 2 + 6
+    assert max(line.count("|") for line in lines) <= 5 + 1
+    assert text.count("![") == 1
 
 
 @pytest.mark.parametrize("ranks_per_node", [None, 2])
@@ -70,9 +79,32 @@ def test_readme_example_runs(ranks_per_node):
     assert sorted(done) == [0, 1, 2, 3]
 
 
-def test_readme_has_a_place_for_the_benchmark():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.search(r"^<!-- benchmark:all_gather -->\n.*^<!-- /benchmark:all_gather -->$", text, re.M | re.S)
+def test_tables_are_what_the_results_say():
+    made = report.pages(ROOT)
+    assert {page.name for page in made} == {"README.md", "performance.md"}
+    stale = [page.name for page, text in made.items() if text != page.read_text(encoding="utf-8")]
+    assert stale == [], "run python -m tdcoll report --write"
+
+
+def test_a_changed_number_is_found(tmp_path):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    page = Path(shutil.copy(ROOT / "README.md", tmp_path))
+    text = page.read_text(encoding="utf-8")
+    changed = re.sub(r"(\| 1 KB \| )[\d.]+", r"\g<1>0.01", text)
+    page.write_text(changed, encoding="utf-8")
+    assert report.pages(tmp_path)[page] == text != changed
+
+
+def test_every_result_is_on_a_page():
+    """With its tables, or by name in the list of results. Every picture there is of one."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    listed = (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
+    results = {path.stem for path in (ROOT / "docs/results").glob("*.json")}
+    assert results
+    assert [name for name in sorted(results) if f"<!-- report: {name} -->" not in text] == []
+    assert [name for name in sorted(results) if f"`{name}.json`" not in listed] == []
+    pictures = {path.stem for path in (ROOT / "docs/results").glob("*.png")}
+    assert pictures == set(report.pictures(ROOT)) <= results
 
 
 def test_table_of_the_language_is_up_to_date():
@@ -82,7 +114,7 @@ def test_table_of_the_language_is_up_to_date():
     assert found[1].strip() == table(), "put the output of python -m tdcoll.language into docs/language.md"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page):
     assert broken_links(page) == []
 

@@ -71,14 +71,6 @@ def test_not_under_torchrun():
     assert refused.value.code == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"), [([], 2), (["docter"], 2), (["--help"], 0), (["doctor", "--help"], 0)]
-)
-def test_commands_of_the_package(arguments, status):
-    ended = run([sys.executable, "-S", "-m", "tdcoll", *arguments], 30, environment={"PYTHONPATH": str(ROOT)})
-    assert (ended.status, "usage: python -m tdcoll doctor" in ended.output) == (status, True)
-
-
 def run_with(monkeypatch, facts, outcome, *arguments: str) -> int:
     monkeypatch.setattr(command, "collect", lambda environment, nproc, nnodes: facts)
     monkeypatch.setattr(functional, "start", lambda facts, timeout_s: outcome)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: one program, light to start, whose every command helps."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import tdcoll
+from tdcoll.__main__ import main
+from tdcoll.bench.__main__ import BENCHMARKS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python -m tdcoll`` where nothing is installed: neither torch nor triton nor numpy can be imported."""
+    command = [sys.executable, "-S", "-m", "tdcoll", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["-h"], ["doctor", "--help"], ["bench", "--help"], ["report", "--help"]], ids=" ".join
+)
+def test_help_has_an_example_and_needs_nothing(command: list[str]) -> None:
+    done = run(*command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")
+    assert "example:\n" in done.stdout
+    assert "-m tdcoll " in done.stdout.split("example:\n")[1]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_each_benchmark_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", name, "--help"])
+    assert ended.value.code == 0
+    assert name in capsys.readouterr().out
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"tdcoll {tdcoll.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected doctor, bench, tune, report or --help, got nothing"),
+        (["docter"], "expected doctor, bench, tune, report or --help, got docter"),
+        (["bench"], "expected all_gather, "),
+        (["bench", "all_scatter"], "got all_scatter"),
+        (["report"], "expected either FILE.json or --write"),
+    ],
+)
+def test_a_wrong_command_line_is_exit_status_2(arguments: list[str], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_console_script_is_the_same_program() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^\[project.scripts\]\ntdcoll = "([\w.]+):(\w+)"\n\n', text, re.M)
+    assert found is not None
+    assert getattr(import_module(found[1]), found[2]) is main
