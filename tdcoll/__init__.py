@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tdcoll.collectives._host.plan import Plan
     from tdcoll.collectives.all_gather import all_gather, all_gather_in_place, all_gather_into_tensor
+    from tdcoll.collectives.all_reduce import all_reduce, all_reduce_
     from tdcoll.collectives.index_match import match_indices, match_lists
     from tdcoll.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
     from tdcoll.collectives.sparse_all_reduce import (
@@ -60,6 +61,8 @@ __all__ = [
     "all_gather",
     "all_gather_in_place",
     "all_gather_into_tensor",
+    "all_reduce",
+    "all_reduce_",
     "barrier",
     "device",
     "empty",
@@ -83,6 +86,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for a public one
     _NAMES = {
         "collectives.all_gather": "all_gather all_gather_in_place all_gather_into_tensor",
+        "collectives.all_reduce": "all_reduce all_reduce_",
         "collectives.index_match": "match_indices match_lists",
         "collectives.reduce_scatter": "reduce_scatter reduce_scatter_tensor",
         "collectives.sparse_all_reduce": (

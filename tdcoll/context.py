@@ -90,7 +90,7 @@ class CollectiveContext(Gate):
             :func:`tdcoll.limits.flagged_bytes` of the group.
         lamport_bytes: the most of one rank's data that words which announce themselves carry, in bytes; takes ``3 *
             phases * world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each
-            other.
+            other. Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.limits.lamport_bytes` of the group.
         tiles: the most tiles of one call that programs of one GPU hand to each other; each takes 12 bytes of symmetric
             heap.
         max_programs: the most programs that one launch on the context has. Kernels of several contexts that are in
@@ -119,7 +119,7 @@ class CollectiveContext(Gate):
         channels: int = CHANNELS,
         phases: int = 1,
         flagged_bytes: int | None = None,
-        lamport_bytes: int = 0,
+        lamport_bytes: int | None = None,
         tiles: int = 0,
         max_programs: int | None = None,
         timeout_s: float | None = None,
@@ -132,7 +132,8 @@ class CollectiveContext(Gate):
         arguments.whole("phases", phases, 1)
         if flagged_bytes is not None:
             arguments.whole("flagged_bytes", flagged_bytes, 0)
-        arguments.whole("lamport_bytes", lamport_bytes, 0)
+        if lamport_bytes is not None:
+            arguments.whole("lamport_bytes", lamport_bytes, 0)
         arguments.whole("tiles", tiles, 0)
         if max_programs is not None:
             arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
@@ -156,6 +157,8 @@ class CollectiveContext(Gate):
         self.ll_bytes: int
         """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: ranks of a node
         cannot store to each other, or nodes have different numbers of ranks."""
+        if lamport_bytes is None:
+            lamport_bytes = min(max_bytes_per_rank, limits.lamport_bytes(topology.world_size, topology.n_nodes))
         self.lamport_bytes = lamport_bytes
         """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
         self.device_lamport: Lamport | None = None

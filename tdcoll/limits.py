@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits that policies, contexts and kernels share; plain numbers."""
 
-__all__ = ["CHANNELS", "MAX_PROGRAMS", "flagged_bytes"]
+__all__ = ["CHANNELS", "MAX_PROGRAMS", "flagged_bytes", "lamport_bytes"]
 
 CHANNELS = 512
 """Most chunks that one rank's data is cut into, if a context is not made for fewer; each has its own signal."""
@@ -11,6 +11,7 @@ MAX_PROGRAMS = 1 << 20
 
 _SENT_BYTES = 1 << 20
 _BYTES_BETWEEN_NODES = 16 << 10
+_ANNOUNCED_BYTES = 2 << 20
 
 
 def flagged_bytes(world_size: int, n_nodes: int) -> int:
@@ -20,3 +21,11 @@ def flagged_bytes(world_size: int, n_nodes: int) -> int:
     in a group on several nodes each rank's data has 16 KiB, whatever the number of ranks.
     """
     return _BYTES_BETWEEN_NODES if n_nodes > 1 else _SENT_BYTES // max(1, world_size - 1)
+
+
+def lamport_bytes(world_size: int, n_nodes: int) -> int:
+    """Bytes of one rank for which a context has words that announce themselves, if it is not told otherwise.
+
+    They are for ranks of one node, and take three times 2 MiB of the symmetric heap, whatever the number of ranks.
+    """
+    return 0 if n_nodes > 1 else _ANNOUNCED_BYTES // world_size

@@ -7,11 +7,13 @@ Importing this registers the backend: ``init_process_group("tdcoll")``, or ``"cp
 
 import torch.distributed as _dist
 
+from tdcoll.collectives.all_reduce.op import all_reduce_in_group as all_reduce
 from tdcoll.distributed.backend import TdcollProcessGroup, create, explain
 from tdcoll.distributed.ddp import SparseGradientReducer, sparse_hook
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.work import BackendTimeout
 
-__all__ = ["BackendTimeout", "Options", "SparseGradientReducer", "TdcollProcessGroup", "explain", "sparse_hook"]
+__all__ = ["BackendTimeout", "Options", "SparseGradientReducer", "TdcollProcessGroup", "all_reduce", "explain"]
+__all__ += ["sparse_hook"]
 
 _dist.Backend.register_backend("tdcoll", create, extended_api=True, devices=["cpu", "cuda"])

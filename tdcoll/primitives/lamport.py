@@ -27,6 +27,9 @@ knows which call came before. So each call notes on the device how many words of
 Ordering: that of the kernels of one stream, and nothing else.
 
 A call of no bytes sends one word all the same (:func:`carry`), so that every call hears from every peer.
+
+Data may have any alignment and length. Where all of it is aligned to 128 bits it is loaded without a branch, before the
+call is known; other data is loaded anew after it (:func:`repair`).
 """
 
 from typing import Any, NamedTuple
@@ -35,9 +38,23 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
+from tdcoll.primitives.elements import load_bytes, load_words, store_any
 from tdcoll.primitives.group import begin_epoch, this_program
 
-__all__ = ["SENTINEL", "Lamport", "carry", "clear", "receive", "segment", "send", "slot", "start"]
+__all__ = [
+    "SENTINEL",
+    "Lamport",
+    "carry",
+    "clear",
+    "load",
+    "receive",
+    "repair",
+    "segment",
+    "send",
+    "slot",
+    "start",
+    "store",
+]
 
 SENTINEL = tl.constexpr(-(1 << 31))
 """0x80000000 as an int32."""
@@ -78,6 +95,52 @@ def slot(call):
 def segment(g, lamport, call, origin, phase=0):
     """Address, on this rank, of rank ``origin``'s segment in this phase of the call."""
     return lamport.base + ((slot(call) * g.phases + phase) * g.world + origin) * lamport.stride
+
+
+@jit
+def load(source, word, nbytes):
+    """What the 128-bit words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
+    index = 4 * tl.expand_dims(word, 1) + tl.expand_dims(tl.arange(0, 4), 0)
+    mask = (index < nbytes // 16 * 4) & ((source | nbytes) % 16 == 0)
+    aligned = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+    parts = tl.load(aligned + index, mask=mask, other=0)
+    even, odd = tl.split(tl.reshape(parts, [word.shape[0], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@jit
+def repair(source, word, nbytes, first, second, third, fourth):
+    """What :func:`load` gave, loaded anew if that was not aligned."""
+    if (source | nbytes) % 16 != 0:
+        if (source | nbytes) % 4 == 0:
+            first = load_words(source, 4 * word, nbytes)
+            second = load_words(source, 4 * word + 1, nbytes)
+            third = load_words(source, 4 * word + 2, nbytes)
+            fourth = load_words(source, 4 * word + 3, nbytes)
+        else:
+            first = load_bytes(source, 4 * word, nbytes)
+            second = load_bytes(source, 4 * word + 1, nbytes)
+            third = load_bytes(source, 4 * word + 2, nbytes)
+            fourth = load_bytes(source, 4 * word + 3, nbytes)
+    return first, second, third, fourth
+
+
+@jit
+def store(out, word, nbytes, first, second, third, fourth, mask):
+    """The inverse of :func:`load`, for any alignment, where ``mask`` is true."""
+    if (out | nbytes) % 16 == 0:
+        parts = tl.join(tl.join(first, third), tl.join(second, fourth))
+        index = 4 * tl.expand_dims(word, 1) + tl.expand_dims(tl.arange(0, 4), 0)
+        aligned = tl.multiple_of(out.to(tl.pointer_type(tl.int32)), 16)
+        inside = tl.expand_dims(mask, 1) & (index < nbytes // 16 * 4)
+        tl.store(aligned + index, tl.reshape(parts, [word.shape[0], 4]), mask=inside)
+    else:
+        store_any(out, 4 * word, nbytes, first, mask)
+        store_any(out, 4 * word + 1, nbytes, second, mask)
+        store_any(out, 4 * word + 2, nbytes, third, mask)
+        store_any(out, 4 * word + 3, nbytes, fourth, mask)
 
 
 @jit

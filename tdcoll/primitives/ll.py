@@ -23,48 +23,18 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
+from tdcoll.primitives.elements import load_bytes, load_words, store_any
 from tdcoll.primitives.group import segment
 
 __all__ = ["carry", "flag", "load", "receive", "repair", "send", "store"]
 
 
 @jit
-def _load_words(source, index, nbytes):
-    """32-bit words ``index`` of ``nbytes`` bytes at ``source``, zeros past the end; all zeros unless both are multiples
-    of 4. Without a branch, so that nobody waits for it before the data is needed."""
-    mask = (index < nbytes // 4) & ((source | nbytes) % 4 == 0)
-    return tl.load(source.to(tl.pointer_type(tl.int32)) + index, mask=mask, other=0)
-
-
-@jit
-def _load_bytes(source, index, nbytes):
-    """:func:`_load_words` for any alignment and number of bytes."""
-    words = tl.zeros_like(index)
-    pointer = source.to(tl.pointer_type(tl.uint8))
-    for byte in tl.static_range(4):
-        place = index * 4 + byte
-        words |= tl.load(pointer + place, mask=place < nbytes, other=0).to(tl.int32) << (8 * byte)
-    return words
-
-
-@jit
-def _store_words(out, index, nbytes, words, mask):
-    """Words ``index``, where ``mask`` is true, to ``nbytes`` bytes at ``out``, any alignment; none past the end."""
-    if (out | nbytes) % 4 == 0:
-        tl.store(out.to(tl.pointer_type(tl.int32)) + index, words, mask=mask & (index < nbytes // 4))
-    else:
-        pointer = out.to(tl.pointer_type(tl.uint8))
-        for byte in tl.static_range(4):
-            place = index * 4 + byte
-            tl.store(pointer + place, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), mask=mask & (place < nbytes))
-
-
-@jit
 def load(source, word, nbytes):
     """What the 128-bit words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
-    first = _load_words(source, 3 * word, nbytes)
-    second = _load_words(source, 3 * word + 1, nbytes)
-    third = _load_words(source, 3 * word + 2, nbytes)
+    first = load_words(source, 3 * word, nbytes)
+    second = load_words(source, 3 * word + 1, nbytes)
+    third = load_words(source, 3 * word + 2, nbytes)
     return first, second, third
 
 
@@ -72,18 +42,18 @@ def load(source, word, nbytes):
 def repair(source, word, nbytes, first, second, third):
     """What :func:`load` gave, loaded anew if that was not aligned."""
     if (source | nbytes) % 4 != 0:
-        first = _load_bytes(source, 3 * word, nbytes)
-        second = _load_bytes(source, 3 * word + 1, nbytes)
-        third = _load_bytes(source, 3 * word + 2, nbytes)
+        first = load_bytes(source, 3 * word, nbytes)
+        second = load_bytes(source, 3 * word + 1, nbytes)
+        third = load_bytes(source, 3 * word + 2, nbytes)
     return first, second, third
 
 
 @jit
 def store(out, word, nbytes, first, second, third, mask):
     """The inverse of :func:`load`, for any alignment, where ``mask`` is true."""
-    _store_words(out, 3 * word, nbytes, first, mask)
-    _store_words(out, 3 * word + 1, nbytes, second, mask)
-    _store_words(out, 3 * word + 2, nbytes, third, mask)
+    store_any(out, 3 * word, nbytes, first, mask)
+    store_any(out, 3 * word + 1, nbytes, second, mask)
+    store_any(out, 3 * word + 2, nbytes, third, mask)
 
 
 @jit

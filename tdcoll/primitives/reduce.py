@@ -24,7 +24,7 @@ from tdcoll.language.jit import jit
 __all__ = [
     *("ACCUMULATORS", "OPERATIONS"),
     *("MAX", "MEAN", "MIN", "PROD", "SUM"),
-    *("accumulate", "accumulator", "check_operation", "finish", "rounded", "share"),
+    *("accumulate", "accumulator", "check_operands", "check_operation", "finish", "rounded", "share"),
 ]
 
 SUM, MEAN, MAX, MIN, PROD = (tl.constexpr(i) for i in range(5))
@@ -59,6 +59,20 @@ def check_operation(op: str, dtype: torch.dtype) -> None:
         raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {op!r}")
     if op == "mean" and not dtype.is_floating_point:
         raise ValueError(f"op='mean' needs values of a floating-point dtype, got {dtype}")
+
+
+def check_operands(tensor: torch.Tensor, op: str) -> tuple[torch.dtype, str]:
+    """``(dtype, op)`` of a dense reduction.
+
+    Raises:
+        TypeError: the dtype cannot be reduced.
+        ValueError: as for :func:`check_operation`.
+    """
+    if tensor.dtype not in ACCUMULATORS:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCUMULATORS)
+        raise TypeError(f"tensor must be of {allowed}; got {tensor.dtype}")
+    check_operation(op, tensor.dtype)
+    return tensor.dtype, op
 
 
 @jit

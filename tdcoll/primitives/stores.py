@@ -11,7 +11,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 
-__all__ = ["may_write", "push", "release", "say_entered"]
+__all__ = ["may_write", "push", "release", "release_to_all", "say_entered"]
 
 
 @jit
@@ -21,6 +21,16 @@ def release(signal, delta, value):
     theirs = (tl.cast(signal, tl.int64) + delta).to(tl.pointer_type(tl.int64))
     if tdl.tid(0) == 0:
         tdl.st_release(theirs, value, "sys")
+
+
+@jit
+def release_to_all(g, signal, value):
+    """The copy of ``signal`` of every other rank becomes ``value``, after all that the block has stored before."""
+    tdl.syncthreads()
+    for step in range(1, g.world):
+        theirs = tl.cast(signal, tl.int64) + tl.load(g.deltas + (g.rank + step) % g.world)
+        if tdl.tid(0) == 0:
+            tdl.st_release(theirs.to(tl.pointer_type(tl.int64)), value, "sys")
 
 
 @jit

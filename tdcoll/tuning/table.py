@@ -64,7 +64,7 @@ WARPS = (1, 2, 4, 8, 16, 32)
 SIMULATOR = "simulator"
 """The architecture of simulated ranks."""
 
-OPERATIONS = ("all_gather", "reduce_scatter")
+OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
 """That tables may have sections of. What an algorithm and its chunks may be is known to the operation's policy, which
 checks the sections of a context when they are first used."""
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, Facts, Plan, is_ll_chunk
+from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, Facts, Plan, is_word_chunk
 from tdcoll.collectives.all_gather.policy import POLICY
 from tdcoll.errors import RankMismatchError
 from tdcoll.limits import CHANNELS
@@ -276,7 +276,7 @@ def test_chunks_of_an_entry_cover_the_bytes(nbytes: int, algorithm: str, channel
     assert plan.channels * plan.chunk >= nbytes
     assert (plan.channels - 1) * plan.chunk < max(nbytes, 1)
     if algorithm == "ll":
-        assert is_ll_chunk(plan.chunk)
+        assert is_word_chunk(plan.chunk)
         assert plan.chunk >= 12 * 32 * plan.num_warps or plan.num_warps == 1
     else:
         assert plan.channels <= CHANNELS

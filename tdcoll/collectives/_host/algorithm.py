@@ -16,9 +16,10 @@ from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import Window
 from tdcoll.primitives.puts import Routes
+from tdcoll.primitives.reduce import OPERATIONS, accumulator
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Algorithm", "Launches", "Planned", "local_peers", "make_routes", "on_device", "successors"]
+__all__ = ["Algorithm", "Launches", "Planned", "arithmetic", "local_peers", "make_routes", "on_device", "successors"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,13 @@ class Algorithm:
     kernel: Callable[[Planned], Any]
     programs: Callable[[Planned], int]
     values: Callable[[Planned], Mapping[str, Any]] = lambda call: {}
+
+
+def arithmetic(call: Planned) -> dict[str, Any]:
+    """The constants of a reduction's kernel. Options of such a call are its dtype and its operation."""
+    dtype, op = call.options
+    kind = getattr(tl, str(dtype).removeprefix("torch."))
+    return {"DTYPE": kind, "ACC": accumulator(dtype), "OP": OPERATIONS[op]}
 
 
 def on_device(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -87,7 +87,8 @@ class Collective:
         policy: its algorithms and which of them a call takes. Its operation is the collective's name.
         algorithms: how each is launched.
         shapes: ``(shape of a tensor, ranks) ->`` shapes that the result may have; the first is made.
-        gathers: the result is the larger of the two tensors, one segment for each rank; else the caller's is.
+        layout: ``"gather"``: the result is the larger of the two tensors, and has a segment for each rank;
+            ``"scatter"``: the caller's is and has; ``"same"``: both are one segment.
         room: bytes of each segment that one epoch takes; a larger call is several epochs. None: there is no limit but
             the context's capacity, over which a call is refused.
         hand_over: does a call by ``torch.distributed``, given tensor, result and group.
@@ -99,14 +100,14 @@ class Collective:
         algorithms: Mapping[str, Algorithm],
         *,
         shapes: Callable[[torch.Size, int], tuple[torch.Size, ...]],
-        gathers: bool,
+        layout: Literal["gather", "scatter", "same"],
         room: Callable[[CollectiveContext, Facts], int] | None = None,
         hand_over: Callable[[torch.Tensor, torch.Tensor, Any], None] | None = None,
     ) -> None:
         assert set(algorithms) == set(policy.names)
         assert policy.hand_over == (hand_over is not None)
         self.name, self.policy, self._algorithms, self._shapes = policy.operation, policy, algorithms, shapes
-        self._gathers, self._room, self.hand_over = gathers, room, hand_over
+        self._layout, self._room, self.hand_over = layout, room, hand_over
         self._short = f"{self.name}, the short way"
 
     # ------------------------------------------------------------------ the short way
@@ -147,7 +148,7 @@ class Collective:
         if not usable(out, device):
             return None
         result = out.data_ptr()
-        if self._gathers:
+        if self._layout == "gather":
             if lies_elsewhere_in(source, part, result, whole, own):
                 return None
         elif lies_elsewhere_in(result, part, source, whole, own):
@@ -166,9 +167,8 @@ class Collective:
         if isinstance(launch, _HandOver) or ctx.capturing or nested:
             return
         part = self._segment(tensor, ctx.world_size)
-        known = _Known(
-            launch.run, self._shapes(tensor.shape, ctx.world_size)[0], part, ctx.world_size * part, ctx.rank * part
-        )
+        segments, place = (1, 0) if self._layout == "same" else (ctx.world_size, ctx.rank)
+        known = _Known(launch.run, self._shapes(tensor.shape, ctx.world_size)[0], part, segments * part, place * part)
         key = (
             (self._short, tensor.shape, dtype, wish)
             if out is None
@@ -211,8 +211,8 @@ class Collective:
             else:
                 self._check_out(tensor, given, ctx)
             segment = self._segment(tensor, ctx.world_size)
-            itemsize = 1 if wanted is None else tensor.dtype.itemsize  # bytes are moved as they are
-            return self.launches(ctx, segment, algorithm, options=wanted, itemsize=itemsize)
+            dtype = None if wanted is None else tensor.dtype  # bytes are moved as they are
+            return self.launches(ctx, segment, algorithm, options=wanted, dtype=dtype)
 
         facts = {"dtype": getattr(tensor, "dtype", None), "algorithm": algorithm, **agree}
         if self._room is not None:
@@ -238,7 +238,7 @@ class Collective:
 
     def _segment(self, tensor: torch.Tensor, world: int) -> int:
         """Bytes of a segment."""
-        return tensor.nbytes if self._gathers else tensor.nbytes // world
+        return tensor.nbytes // world if self._layout == "scatter" else tensor.nbytes
 
     def _check_out(self, tensor: torch.Tensor, out: Any, ctx: CollectiveContext) -> None:
         """Raise unless ``out`` can take the result."""
@@ -248,24 +248,29 @@ class Collective:
         if out.dtype != tensor.dtype or out.shape not in shapes:
             allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise ValueError(f"out must be {tensor.dtype} of shape {allowed}; got {out.dtype} of {list(out.shape)}")
-        part, whole = ("tensor", "out") if self._gathers else ("out", "tensor")
-        small, large = (tensor, out) if self._gathers else (out, tensor)
-        begin, first, own = small.data_ptr(), large.data_ptr(), ctx.rank * small.nbytes
+        gathers = self._layout == "gather"
+        part, whole = ("tensor", "out") if gathers else ("out", "tensor")
+        small, large = (tensor, out) if gathers else (out, tensor)
+        begin, first = small.data_ptr(), large.data_ptr()
+        own = 0 if self._layout == "same" else ctx.rank * small.nbytes
+        allowed = f"to be {whole}" if self._layout == "same" else f"as {whole}'s own segment at byte {own}"
         if lies_elsewhere_in(begin, small.nbytes, first, large.nbytes, own):
             raise ValueError(
-                f"{part} must not overlap {whole}, except as {whole}'s own segment at byte {own}; it lies at byte "
-                f"{begin - first}"
+                f"{part} must not overlap {whole}, except {allowed}; it lies at byte {begin - first} of {whole}"
             )
 
     # ------------------------------------------------------------------ plans and launches
 
-    def facts(self, ctx: CollectiveContext, nbytes: int, **more: Any) -> Facts:
-        """Facts of a call on a context, of ``nbytes`` per segment."""
+    def facts(self, ctx: CollectiveContext, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
+        """Facts of a call on a context, of ``nbytes`` per segment; of elements that are reduced, with their dtype."""
+        announced = dtype is not None and dtype.is_floating_point and dtype.itemsize <= 4
         return Facts(
             nbytes,
             ctx.topology,
             ll_bytes=ctx.ll_bytes,
             stores=ctx.stores,
+            lamport_bytes=ctx.lamport_bytes if announced else 0,
+            itemsize=1 if dtype is None else dtype.itemsize,
             channels=ctx.channels,
             max_programs=ctx.max_programs,
             hand_over=ctx.tuning.group is not None and self.policy.hand_over,
@@ -280,7 +285,7 @@ class Collective:
         algorithm: Any,
         *,
         options: Hashable = None,
-        itemsize: int = 1,
+        dtype: torch.dtype | None = None,
         in_place: bool = False,
     ) -> Any:
         """Return what launches such calls. It is made once.
@@ -297,7 +302,7 @@ class Collective:
         tabled = bool(self._sections(ctx))
 
         def make(graph: bool) -> Any:
-            facts = self.facts(ctx, nbytes, itemsize=itemsize, in_place=in_place, graph=graph)
+            facts = self.facts(ctx, nbytes, dtype, in_place=in_place, graph=graph)
             return self.launches_of(ctx, facts, self._plan(facts, algorithm, ctx), options)
 
         made = ctx.once((*shape, graph), lambda: make(graph))
@@ -354,5 +359,5 @@ class Collective:
             part = dataclasses.replace(facts, nbytes=nbytes)
             if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
                 plan = self.policy.choose(part, plan.algorithm, self._sections(ctx))
-            calls.append(Planned(ctx, part, plan, options, facts.nbytes, self.policy.rules[plan.algorithm].words))
+            calls.append(Planned(ctx, part, plan, options, facts.nbytes, bool(self.policy.rules[plan.algorithm].words)))
         return Launches(self.name, self._algorithms[plan.algorithm], calls)

@@ -43,7 +43,7 @@ def torch_operation(op: Any) -> str:
     raise ValueError(f"op must be one of {', '.join(known.name for known in TORCH_OPERATIONS)}; got {op}")
 
 
-def pooled(operation: str, group: runtime.Group, nbytes: int) -> CollectiveContext:
+def pooled(operation: str, group: runtime.Group, nbytes: int, lamport_bytes: int | None = 0) -> CollectiveContext:
     """tdcoll's own context for an operation of a group, with room for ``nbytes`` per rank. Collective when it is made
     or grows.
 
@@ -56,7 +56,7 @@ def pooled(operation: str, group: runtime.Group, nbytes: int) -> CollectiveConte
     key = (operation, ranks)
     pool: Any = owner.contexts.get(key)
     if pool is None:
-        pool = owner.contexts[key] = Pool(owner, ranks, operation)
+        pool = owner.contexts[key] = Pool(owner, ranks, operation, lamport_bytes=lamport_bytes)
     pool.prepare(nbytes)
     context: CollectiveContext = pool.context
     return context

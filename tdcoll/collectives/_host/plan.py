@@ -11,6 +11,7 @@ was *measured* to be the fastest. A policy's *seed* says what to take where noth
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,8 +24,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("CHUNK_ALIGNMENT", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "TARGET_CHUNK_BYTES"),
-    *("Facts", "Plan", "Policy", "Rule", "cut_chunks", "cut_words", "is_ll_chunk", "most_channels", "needs_stores"),
-    *("needs_words", "warps"),
+    *(
+        "Extent",
+        "Facts",
+        "Plan",
+        "Policy",
+        "Rule",
+        "cut_chunks",
+        "cut_words",
+        "is_word_chunk",
+        "most_channels",
+        "needs_stores",
+    ),
+    *("needs_words", "warps", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
@@ -55,8 +67,6 @@ LL_MOST_WORDS = 1024
 LL_WORD_BYTES = 12
 """Data of such a word; the rest is its flag."""
 
-_LL_CHUNKS = f"{LL_WORD_BYTES} times a power of two, at most {LL_WORD_BYTES * LL_MOST_WORDS},"
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -85,6 +95,8 @@ class Facts:
         ll_bytes: the most that the context can send by LL; -1 if its ranks cannot store to each other's memory inside
             each node.
         stores: whether the ranks of a node can store to each other's memory.
+        lamport_bytes: the most that the context can send by words which announce themselves; 0 also where the dtype has
+            values that no such word can be told from.
         channels: the most chunks that the context has signals for.
         max_programs: the most programs of a launch on the context.
         itemsize: bytes of an element; 1 where bytes are moved as they are.
@@ -99,6 +111,7 @@ class Facts:
     topology: Topology
     ll_bytes: int = -1
     stores: bool = False
+    lamport_bytes: int = 0
     channels: int = CHANNELS
     max_programs: int = MAX_PROGRAMS
     itemsize: int = 1
@@ -109,6 +122,23 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """What the chunks of a call are cut from.
+
+    Attributes:
+        nbytes: that they cover together.
+        width: bytes of data in a word that needs no signal, where chunks are of such words.
+        programs: that a chunk of words takes.
+        signals: that another chunk has.
+    """
+
+    nbytes: int
+    width: int = LL_WORD_BYTES
+    programs: int = 1
+    signals: int = 1
+
+
+@dataclass(frozen=True)
 class Rule:
     """An algorithm as far as it is chosen.
 
@@ -116,13 +146,15 @@ class Rule:
         name: what callers and tables call it.
         admit: why such a call cannot have it, as a sentence that begins with ``needs``; None if it can.
         cut: the plan of such a call, with what an entry of a table says.
-        words: whether a chunk is a block of LL's flagged words.
+        words: where a chunk is a block of words that need no signal, bytes of data that such a word may carry.
+        extent: what the chunks of a call are cut from.
     """
 
     name: str
     admit: Callable[[Facts], str | None]
     cut: Callable[[Facts, Entry], Plan]
-    words: bool = False
+    words: tuple[int, ...] = ()
+    extent: Callable[[Facts], Extent] = lambda facts: Extent(facts.nbytes, programs=facts.topology.world_size)
 
 
 # ---------------------------------------------------------------------- what rules are made of
@@ -134,7 +166,7 @@ def needs_words(facts: Facts) -> str | None:
     if facts.ll_bytes < 0:
         limit = "ranks that can store to each other's memory inside each node"
     elif facts.topology.ranks_per_node is not None and facts.nbytes <= facts.ll_bytes:
-        if _fewest_words(facts) <= LL_MOST_WORDS:
+        if _fewest_words(Extent(facts.nbytes, programs=facts.topology.world_size), facts.max_programs) <= LL_MOST_WORDS:
             return None
         limit = f"more than {facts.max_programs} programs"
     return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "
@@ -176,14 +208,20 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
     return Plan(algorithm, channels, chunk, entry.num_warps or warps(facts.nbytes, chunk))
 
 
-def is_ll_chunk(nbytes: int) -> bool:
-    """Whether one LL program can carry so many bytes: a power of two of words, at most :data:`LL_MOST_WORDS`."""
-    words, rest = divmod(nbytes, LL_WORD_BYTES)
+def is_word_chunk(nbytes: int, width: int = LL_WORD_BYTES) -> bool:
+    """Whether one program can carry so many bytes: a power of two of words of this width, at most
+    :data:`LL_MOST_WORDS`."""
+    words, rest = divmod(nbytes, width)
     return rest == 0 and 1 <= words <= LL_MOST_WORDS and words & (words - 1) == 0
 
 
-def _words(nbytes: int) -> int:
-    return max(1, -(-nbytes // LL_WORD_BYTES))
+def _word_chunks(width: int) -> str:
+    return f"{width} times a power of two, at most {width * LL_MOST_WORDS},"
+
+
+def words_of(nbytes: int, width: int = LL_WORD_BYTES) -> int:
+    """Words that carry so many bytes; none is carried by one."""
+    return max(1, -(-nbytes // width))
 
 
 def _power(number: int) -> int:
@@ -191,25 +229,32 @@ def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _fewest_words(facts: Facts) -> int:
-    """Words of each program, so that there are no more programs than the context may have: some for each rank."""
-    blocks = max(1, (facts.max_programs - 1) // facts.topology.world_size - 1)
-    return _power(-(-_words(facts.nbytes) // blocks))
+def _fewest_words(extent: Extent, max_programs: int) -> int:
+    """Words of each chunk, so that there are no more programs than the context may have."""
+    blocks = max(1, (max_programs - 1) // extent.programs - 1)
+    return _power(-(-words_of(extent.nbytes, extent.width) // blocks))
 
 
-def cut_words(facts: Facts, entry: Entry, algorithm: str) -> Plan:
-    """Blocks of flagged words, one for each program and peer."""
-    words = _words(facts.nbytes)
+def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent | None = None, usual: int = LL_BLOCK) -> Plan:
+    """Blocks of words that need no signal.
+
+    Args:
+        extent: what they are cut from; None: a segment, a program for each block and rank.
+        usual: words of a block.
+    """
+    extent = extent or Extent(facts.nbytes, programs=facts.topology.world_size)
+    words = words_of(extent.nbytes, extent.width)
     if entry.chunk is not None:
-        block = entry.chunk // LL_WORD_BYTES
+        block = _power(entry.chunk // extent.width + 1) // 2  # at most so much
     elif entry.channels is not None:
         block = min(LL_MOST_WORDS, max(LL_BLOCK, _power(-(-words // entry.channels))))
     else:
         # The interpreter takes as long for a block of few words as for one of many.
-        block = LL_MOST_WORDS if facts.simulated else LL_BLOCK
-    block = max(block, _fewest_words(facts))
+        block = LL_MOST_WORDS if facts.simulated else usual
+    block = max(block, _fewest_words(extent, facts.max_programs))
     # Threads beyond a program's words would send them again.
-    return Plan(algorithm, -(-words // block), LL_WORD_BYTES * block, max(1, min(entry.num_warps or 8, block // 32)))
+    warps = max(1, min(entry.num_warps or 8, block // 32))
+    return Plan(algorithm, -(-words // block), extent.width * block, warps)
 
 
 # ---------------------------------------------------------------------- choosing
@@ -299,24 +344,27 @@ class Policy:
         """Raise unless the plan, which somebody has made by hand, can be launched."""
         if plan.algorithm not in self.names:
             raise ValueError(f"a Plan's algorithm must be one of {', '.join(self.names)}; got {plan.algorithm!r}")
-        words = self.rule(plan.algorithm, facts).words
+        rule = self.rule(plan.algorithm, facts)
+        words, extent = rule.words, rule.extent(facts)
         for name in ("channels", "chunk", "num_warps"):
             if type(value := getattr(plan, name)) is not int:
                 raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
         if plan.num_warps not in WARPS:
             raise ValueError(f"a Plan's num_warps must be one of {', '.join(map(str, WARPS))}; got {plan.num_warps}")
-        aligned = is_ll_chunk(plan.chunk) if words else plan.chunk % 16 == 0
-        if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < facts.nbytes:
+        aligned = is_word_chunk(plan.chunk, extent.width) if words else plan.chunk % 16 == 0
+        if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < extent.nbytes:
+            expected = _word_chunks(extent.width) if words else "a multiple of 16"
             raise ValueError(
-                f"a Plan's chunks must be {_LL_CHUNKS if words else 'a multiple of 16'} bytes and cover all "
-                f"{facts.nbytes} bytes; got {plan.channels} of {plan.chunk} bytes"
+                f"a Plan's chunks must be {expected} bytes and cover all {extent.nbytes} bytes; got {plan.channels} of "
+                f"{plan.chunk} bytes"
             )
         # No more blocks of words than carry something: others would wait for puts that nobody makes.
-        most = max(1, -(-facts.nbytes // plan.chunk)) if words else most_channels(facts)
+        signalled = most_channels(dataclasses.replace(facts, channels=facts.channels // extent.signals))
+        most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.channels <= most:
             raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
         topology = facts.topology
-        if words and (plan.channels + 1) * topology.world_size >= facts.max_programs:
+        if words and (plan.channels + 1) * extent.programs >= facts.max_programs:
             raise ValueError(
                 f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
                 f"{topology.describe()}"
@@ -348,12 +396,11 @@ class Policy:
         if entry.algorithm == HANDED_OVER or not self.rules[entry.algorithm].words:
             fits, expected = chunk % CHUNK_ALIGNMENT == 0, f"a multiple of {CHUNK_ALIGNMENT}"
         else:
-            least = 32 * LL_WORD_BYTES * (entry.num_warps or 1)
-            fits, expected = (
-                is_ll_chunk(chunk) and chunk >= least,
-                (
-                    f"{LL_WORD_BYTES} times a power of two, from {least} (a word for each thread) to "
-                    f"{LL_WORD_BYTES * LL_MOST_WORDS}"
-                ),
+            widths, least = self.rules[entry.algorithm].words, 32 * (entry.num_warps or 1)
+            fits = any(is_word_chunk(chunk, width) and chunk >= width * least for width in widths)
+            expected = " or ".join(
+                f"{width} times a power of two, from {width * least} (a word for each thread) to "
+                f"{width * LL_MOST_WORDS}"
+                for width in widths
             )
         return None if fits else f"chunk: expected {expected} bytes, got {chunk}"

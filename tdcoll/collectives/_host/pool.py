@@ -36,6 +36,7 @@ class Pool:
         operation: what the calls are named in messages.
         limit: a context never holds more bytes per rank; None: what the heap has room for.
         timeout_s: deadline of waits, seconds. Default: that of the job.
+        lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
         before: called before the ranks meet on the host.
 
     Attributes:
@@ -51,10 +52,11 @@ class Pool:
         *,
         limit: int | None = None,
         timeout_s: float | None = None,
+        lamport_bytes: int | None = 0,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self._owner, self._ranks, self._operation, self._timeout_s = owner, tuple(ranks), operation, timeout_s
-        self._before = before
+        self._before, self._lamport_bytes = before, lamport_bytes
         self.limit = limit
         self.context: CollectiveContext | None = None
         self._kept: list[CollectiveContext] = []
@@ -122,7 +124,12 @@ class Pool:
         for size in dict.fromkeys(sizes):
             try:
                 with on(self._owner.device):
-                    made = CollectiveContext(self._ranks, max_bytes_per_rank=size, timeout_s=self._timeout_s)
+                    made = CollectiveContext(
+                        self._ranks,
+                        max_bytes_per_rank=size,
+                        lamport_bytes=self._lamport_bytes,
+                        timeout_s=self._timeout_s,
+                    )
             except HeapExhaustedError as error:  # on all ranks
                 problem = error
             else:

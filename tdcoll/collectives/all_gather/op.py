@@ -108,7 +108,7 @@ ALL_GATHER = Collective(
         ),
     },
     shapes=functools.lru_cache(maxsize=1024)(_shapes),
-    gathers=True,
+    layout="gather",
     hand_over=_by_torch,
 )
 """The host side. The only option of a call is whether its segments are counted."""

@@ -50,7 +50,7 @@ def _seed(facts: Facts) -> str:
     return "2d" if in_two else "1d"
 
 
-def _rule(name: str, admit: object, words: bool = False) -> Rule:
+def _rule(name: str, admit: object, words: tuple[int, ...] = ()) -> Rule:
     def cut(facts: Facts, entry: Entry) -> Plan:
         if words:
             return cut_words(facts, entry, name)
@@ -64,7 +64,7 @@ def _rule(name: str, admit: object, words: bool = False) -> Rule:
 POLICY = Policy(
     "all_gather",
     [
-        _rule("ll", needs_words, words=True),
+        _rule("ll", needs_words, words=(plans.LL_WORD_BYTES,)),
         _rule("direct", needs_stores),
         _rule("ring", needs_stores),
         _rule("1d", lambda facts: None),

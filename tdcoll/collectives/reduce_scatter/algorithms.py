@@ -7,9 +7,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from tdcoll.collectives._host.algorithm import Algorithm, Planned, local_peers, make_routes, on_device, successors
+from tdcoll.collectives._host.algorithm import (
+    Algorithm,
+    Planned,
+    arithmetic,
+    local_peers,
+    make_routes,
+    on_device,
+    successors,
+)
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.plan import LL_WORD_BYTES, Facts, needs_stores
 from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_ll, kernels_puts
@@ -17,7 +24,6 @@ from tdcoll.collectives.reduce_scatter.policy import POLICY
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import nodes_of
 from tdcoll.primitives.puts import Routes
-from tdcoll.primitives.reduce import OPERATIONS, accumulator
 
 __all__ = ["REDUCE_SCATTER"]
 
@@ -29,16 +35,10 @@ def _reducers(call: Planned) -> int:
     return max(1, min(call.ctx.world_size, call.plan.chunk // _REDUCED_BYTES))
 
 
-def _arithmetic(call: Planned) -> dict[str, Any]:
-    dtype, op = call.options
-    kind = getattr(tl, str(dtype).removeprefix("torch."))
-    return {"DTYPE": kind, "ACC": accumulator(dtype), "OP": OPERATIONS[op]}
-
-
 def _sums(call: Planned) -> dict[str, Any]:
     per_tile = 16 * 32 * call.plan.num_warps // call.options[0].itemsize  # 16 bytes for each thread
     waited = triton.next_power_of_2(call.ctx.world_size)
-    return {**_arithmetic(call), "reducers": _reducers(call), "COUNT": per_tile, "WAITED": waited}
+    return {**arithmetic(call), "reducers": _reducers(call), "COUNT": per_tile, "WAITED": waited}
 
 
 def _routes(ctx: CollectiveContext) -> Routes:
@@ -77,7 +77,7 @@ REDUCE_SCATTER = Collective(
         "ll": Algorithm(
             kernel=lambda call: kernels_ll.reduce_scatter_ll,
             programs=lambda call: call.plan.channels * call.ctx.world_size,
-            values=lambda call: {**_arithmetic(call), "BLOCK": call.plan.chunk // LL_WORD_BYTES},
+            values=lambda call: {**arithmetic(call), "BLOCK": call.plan.chunk // LL_WORD_BYTES},
         ),
         "direct": Algorithm(
             kernel=lambda call: kernels_direct.reduce_scatter_direct,
@@ -91,7 +91,7 @@ REDUCE_SCATTER = Collective(
         ),
     },
     shapes=_shapes,
-    gathers=False,
+    layout="scatter",
     room=_room,
 )
 """The host side. Options of a call are its dtype and its operation."""

@@ -32,31 +32,11 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.primitives import stores
+from tdcoll.primitives import elements, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
-__all__ = ["elements", "load_part", "n_elements", "reduce_scatter_direct", "store_result"]
-
-
-@jit
-def elements(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """``address`` as a pointer to elements. ``ALIGNED``: it is a multiple of 16."""
-    pointer = tl.cast(address, tl.int64).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@jit
-def n_elements(nbytes, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements of ``nbytes`` bytes; ``ALIGNED``: a multiple of 16 bytes, which the compiler is shown."""
-    width: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    if ALIGNED:
-        count = nbytes // 16 * (16 // width)
-    else:
-        count = nbytes // width
-    return count
+__all__ = ["load_part", "reduce_scatter_direct", "store_result"]
 
 
 @jit
@@ -65,14 +45,14 @@ def load_part(
 ):  # fmt: skip
     """Elements ``index`` of rank ``r``'s chunk, in ``ACC``: from where they landed, or of this rank from ``own``."""
     at = tl.where(r == g.rank, own, segment(window, g, epoch, r)) + offset
-    return tl.load(elements(at, DTYPE, ALIGNED) + index, mask=mask, other=0).to(ACC)
+    return tl.load(elements.pointer(at, DTYPE, ALIGNED) + index, mask=mask, other=0).to(ACC)
 
 
 @jit
 def store_result(out, index, mask, sum, world, DTYPE: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr):
     """Elements ``index`` of the chunk at ``out``: what comes of the sum of all parts."""
     result = rounded(finish(sum, world, OP), DTYPE, OP)
-    tl.store(elements(out, DTYPE, ALIGNED) + index, result, mask=mask)
+    tl.store(elements.pointer(out, DTYPE, ALIGNED) + index, result, mask=mask)
 
 
 @jit
@@ -81,7 +61,7 @@ def _reduce(
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """This worker's tiles of the chunk at ``offset``, from all ranks ``->`` the same place in ``out``."""
-    count = n_elements(size, DTYPE, ALIGNED)
+    count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from tdcoll.language.jit import jit
 from tdcoll.primitives import ll
+from tdcoll.primitives.elements import pack, unpack
 from tdcoll.primitives.group import start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
@@ -34,31 +35,9 @@ __all__ = ["reduce_scatter_ll"]
 
 
 @jit
-def _unpack(words, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """Elements of 32-bit words in ``ACC``: ``[n] -> [n]``, or ``[n] -> [n, 2]`` of 2-byte elements."""
-    if DTYPE.primitive_bitwidth == 32:
-        values = words.to(DTYPE, bitcast=True)
-    else:
-        halves = tl.join(words, words >> 16).to(tl.int16)  # keeps the low 16 bits of each
-        values = halves.to(DTYPE, bitcast=True)
-    return values.to(ACC)
-
-
-@jit
-def _pack(values):
-    """The inverse of :func:`_unpack`, of elements that are rounded already."""
-    if values.dtype.primitive_bitwidth == 32:
-        words = values.to(tl.int32, bitcast=True)
-    else:
-        low, high = tl.split(values.to(tl.int16, bitcast=True).to(tl.int32))
-        words = (low & 0xFFFF) | (high << 16)
-    return words
-
-
-@jit
 def _result(sum, world, DTYPE: tl.constexpr, OP: tl.constexpr):
     """The words of the result, of the sum of all parts."""
-    return _pack(rounded(finish(sum, world, OP), DTYPE, OP))
+    return pack(rounded(finish(sum, world, OP), DTYPE, OP))
 
 
 @jit
@@ -89,7 +68,7 @@ def reduce_scatter_ll(
     if to != g.rank:
         ll.send(g, words, g.rank, delta, index, mine1, mine2, mine3, epoch, mask)
     else:
-        sum1 = tl.zeros_like(_unpack(mine1, DTYPE, ACC))
+        sum1 = tl.zeros_like(unpack(mine1, DTYPE, ACC))
         sum2 = sum1
         sum3 = sum1
         for r in tl.static_range(g.world):
@@ -99,9 +78,9 @@ def reduce_scatter_ll(
             if r != g.rank:
                 first, second, third, arrived = ll.receive(g, words, r, index, epoch, mask)
                 mask = mask & (arrived != 0)
-            sum1 = accumulate(sum1, _unpack(first, DTYPE, ACC), r == 0, OP)
-            sum2 = accumulate(sum2, _unpack(second, DTYPE, ACC), r == 0, OP)
-            sum3 = accumulate(sum3, _unpack(third, DTYPE, ACC), r == 0, OP)
+            sum1 = accumulate(sum1, unpack(first, DTYPE, ACC), r == 0, OP)
+            sum2 = accumulate(sum2, unpack(second, DTYPE, ACC), r == 0, OP)
+            sum3 = accumulate(sum3, unpack(third, DTYPE, ACC), r == 0, OP)
         first = _result(sum1, g.world, DTYPE, OP)
         second = _result(sum2, g.world, DTYPE, OP)
         third = _result(sum3, g.world, DTYPE, OP)

@@ -31,9 +31,9 @@ In place: as in ``kernels_direct``.
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.reduce_scatter.kernels_direct import load_part, n_elements, store_result
+from tdcoll.collectives.reduce_scatter.kernels_direct import load_part, store_result
 from tdcoll.language.jit import jit
-from tdcoll.primitives import stores
+from tdcoll.primitives import elements, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 from tdcoll.primitives.reduce import accumulate
 
@@ -56,7 +56,7 @@ def _reduce(
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """This worker's tiles of the chunk at ``offset``, from all ranks ``->`` the same place in ``out``."""
-    count = n_elements(size, DTYPE, ALIGNED)
+    count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count

@@ -13,7 +13,7 @@ from tdcoll.collectives._host.drop_in import pooled, refuse_async, torch_operati
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.reduce import ACCUMULATORS, check_operation
+from tdcoll.primitives.reduce import check_operands
 
 __all__ = ["reduce_scatter", "reduce_scatter_tensor"]
 
@@ -70,15 +70,9 @@ def reduce_scatter(
     wish = (algorithm, op)
     if (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
         return made
-
-    def options() -> tuple[torch.dtype, str]:
-        if tensor.dtype not in ACCUMULATORS:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCUMULATORS)
-            raise TypeError(f"tensor must be of {allowed}; got {tensor.dtype}")
-        check_operation(op, tensor.dtype)
-        return tensor.dtype, op
-
-    return REDUCE_SCATTER(tensor, ctx, out, algorithm, wish=wish, options=options, agree={"op": op})
+    return REDUCE_SCATTER(
+        tensor, ctx, out, algorithm, wish=wish, options=lambda: check_operands(tensor, op), agree={"op": op}
+    )
 
 
 def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:

@@ -3,7 +3,16 @@
 
 from __future__ import annotations
 
-from tdcoll.collectives._host.plan import Facts, Policy, Rule, cut_chunks, cut_words, needs_stores, needs_words
+from tdcoll.collectives._host.plan import (
+    LL_WORD_BYTES,
+    Facts,
+    Policy,
+    Rule,
+    cut_chunks,
+    cut_words,
+    needs_stores,
+    needs_words,
+)
 
 __all__ = ["POLICY"]
 
@@ -24,7 +33,7 @@ def _seed(facts: Facts) -> str:
 POLICY = Policy(
     "reduce_scatter",
     [
-        Rule("ll", _needs_words, lambda facts, entry: cut_words(facts, entry, "ll"), words=True),
+        Rule("ll", _needs_words, lambda facts, entry: cut_words(facts, entry, "ll"), words=(LL_WORD_BYTES,)),
         Rule("direct", needs_stores, lambda facts, entry: cut_chunks(facts, entry, "direct")),
         Rule("1d", lambda facts: None, lambda facts, entry: cut_chunks(facts, entry, "1d")),
     ],

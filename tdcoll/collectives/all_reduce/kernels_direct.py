@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce inside one node by stores, in two stages without a barrier between them.
+
+Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced; messages for which the
+bytes count, and not the crossings. Every rank sends and receives ``2 * (world - 1) / world`` times the data, which is
+the least. Each chunk is summed and sent on as soon as its parts are there. It needs nothing of NVSHMEM's device code.
+
+Data flow, seen from rank r. The data is cut into a part of ``part`` bytes for each rank, the last ones perhaps shorter
+or empty, and each part into ``channels`` chunks. A segment of the window has two halves::
+
+    source[p] --stores--> first half of window[slot, r] on rank p, for every other rank p; then the chunk's signal
+    first halves of window[slot, 0], ..., source[r], ... --sum in rank order--> out[r], and by the same stores
+                                --> second half of window[slot, r] on every other rank; then the chunk's second signal
+    second half of window[slot, p] --> out[p], for every other rank p
+
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s when its chunk for rank r is there. It
+is polled by the program that sums the chunk. ``arrived[slot, channels + channel, s]`` is set by rank s when its sum is
+there, and polled by the program that copies it out.
+
+Ordering: that of :mod:`tdcoll.primitives.stores`. The summing program stores a chunk to all ranks, passes one block
+barrier, and then releases the second signal to each. Reuse of a slot is what :mod:`tdcoll.context` says: a rank that
+has the second signals of epoch e from everybody knows that everybody has started e.
+
+Order of programs: chunk by chunk; in a chunk first those that send, then the one that sums, then those that copy out. A
+sender waits for nobody. The sum waits for senders of its chunk on other ranks, and who copies out waits for the sums of
+its chunk there. All of these come before the one that waits, on every rank; so any number of resident blocks makes
+progress.
+
+In place: ``out`` may be ``source``. ``out[r]`` is written by the program that has read ``source[r]``. ``out[p]`` is
+written over ``source[p]`` when the sum of that chunk has come back from rank p, which had it from this rank before: its
+sender here had read it. Chunks are cut alike in both stages.
+
+Bits: those of every other algorithm, see ``kernels_words``.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.jit import jit
+from tdcoll.primitives import elements, stores
+from tdcoll.primitives.group import chunk_bytes, row, segment, start
+from tdcoll.primitives.reduce import accumulate, finish, rounded
+
+__all__ = ["all_reduce_direct"]
+
+
+@jit
+def _sum_chunk(
+    own, out, landing, window, g, epoch, offset, size,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """This rank's chunk at ``offset`` of all ranks ``->`` ``out``, and ``landing`` on every other rank."""
+    count = elements.count(size, DTYPE, ALIGNED)
+    for begin in tl.range(0, count, COUNT):
+        index = begin + tl.arange(0, COUNT)
+        mask = index < count
+        sum = tl.zeros([COUNT], ACC)
+        for r in tl.static_range(g.world):
+            at = tl.where(r == g.rank, own, segment(window, g, epoch, r)) + offset
+            part = tl.load(elements.pointer(at, DTYPE, ALIGNED) + index, mask=mask, other=0).to(ACC)
+            sum = accumulate(sum, part, r == 0, OP)
+        result = rounded(finish(sum, g.world, OP), DTYPE, OP)
+        for step in tl.static_range(1, g.world):
+            delta = tl.load(window.deltas + (g.rank + step) % g.world)
+            tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
+        tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
+
+
+@jit
+def all_reduce_direct(
+    source: tl.int64, out: tl.int64, window, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
+    channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    WAITED: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [nbytes]`` inside one node. Programs: ``2 * world - 1`` for each chunk.
+
+    Args (addresses are integers, so that one compilation serves all ranks):
+        source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
+        out: the result, likewise; may be ``source``.
+        window: :class:`~tdcoll.primitives.group.Window` of two slots; its segments have ``second + part`` bytes.
+        g: :class:`~tdcoll.primitives.group.Group`, of at least ``2 * channels`` channels.
+        nbytes: of a rank's data in this epoch.
+        part: bytes of a rank's part, a multiple of 16.
+        second: where the second half of a segment begins, in bytes: a multiple of 16, at least ``part``.
+        chunk: bytes of a chunk, a multiple of 16.
+        channels: chunks of a part.
+        DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
+        COUNT: elements of a tile.
+        WAITED: a power of two of at least ``world``.
+    """
+    others = g.world - 1
+    channel = tl.program_id(0) // (2 * others + 1)
+    given = tl.program_id(0) % (2 * others + 1)
+    step = given + 1
+    if given > others:
+        step = given - others
+    peer = (g.rank + step) % g.world  # of a sender, whom it sends to
+    if given > others:
+        peer = (g.rank - step + g.world) % g.world  # who sends to this rank when the others begin with their successors
+    # Read before the epoch is: both take their time.
+    peer_delta = tl.load(window.deltas + peer)
+    peer_signal_delta = tl.load(g.deltas + peer)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    offset = tl.cast(channel, tl.int64) * chunk
+    arrived = row(g, epoch, channel)
+    summed = row(g, epoch, channels + channel)
+    if given < others:
+        at = tl.cast(peer, tl.int64) * part
+        size = chunk_bytes(chunk_bytes(nbytes, part, peer), chunk, channel)
+        mine = segment(window, g, epoch, g.rank) + offset
+        stores.push(mine, source + at + offset, size, peer_delta, arrived + g.rank, peer_signal_delta, epoch)
+    elif given == others:
+        if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+            at = tl.cast(g.rank, tl.int64) * part
+            size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, channel)
+            landing = segment(window, g, epoch, g.rank) + second + offset
+            if (source | out | size) % 16 == 0:
+                _sum_chunk(source + at, out + at, landing, window, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
+            else:
+                _sum_chunk(source + at, out + at, landing, window, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
+            stores.release_to_all(g, summed + g.rank, epoch)
+    elif tdl.wait_signal(summed + peer, tdl.CMP_GE, epoch, g.monitor, peer, (channels + channel) * g.world + peer) != 0:
+        at = tl.cast(peer, tl.int64) * part
+        size = chunk_bytes(chunk_bytes(nbytes, part, peer), chunk, channel)
+        theirs = segment(window, g, epoch, peer) + second + offset
+        tdl.copy_block(out + at + offset, theirs, size)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce over any nodes, in two stages: every rank sums one part and sends it to all others.
+
+Scope: ranks on several nodes, any number on each; also one node whose ranks cannot store to each other's memory. Every
+part crosses between nodes by itself, in both stages. (To sum inside each node first would send fewer bytes between
+nodes.)
+
+Data flow, seen from rank r. Parts and chunks are those of ``kernels_direct``. A segment of the window has three pieces:
+the *inbox* and the *second inbox*, for the rank whose segment it is to fill, and between them the *outbox*, from which
+this rank puts::
+
+    source[p] --stores--> inbox of window[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
+    source[p] --> outbox of own window[slot, p] --nbi put+signal--> inbox of window[slot, r] on p             all others
+    inboxes and source[r] --sum in rank order inside each node--> node sums --sum in node order--> out[r]
+         --> second inbox of own window[slot, r], and by stores on every rank that can be stored to; a release each
+    second inbox of own window[slot, r] --nbi put+signal--> the same on all others
+    second inbox of window[slot, p] --> out[p], for every other rank p
+
+Signal map: that of ``kernels_direct``.
+
+Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it; who waits
+acquires. A block barrier comes between stores to what is put and the put. The nbi puts read the outbox, and the own
+second inbox, after the launch has ended; nothing waits for them. This rank writes there next in epoch e + 2, when it is
+done with e + 1, for which it has heard from every peer. So each peer had started e + 1, hence was done with e and had
+received what was put to it.
+
+Order of programs: first all that put source; then chunk by chunk those that store, the one that sums, and those that
+copy out. As in ``kernels_direct`` each waits only for programs that come before its own number on every rank, so any
+number of resident blocks makes progress.
+
+In place: as in ``kernels_direct``. A putter has copied ``source[p]`` to the outbox before rank p can have summed it.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.language.jit import jit
+from tdcoll.primitives import elements, stores
+from tdcoll.primitives.group import chunk_bytes, row, segment, start
+from tdcoll.primitives.reduce import accumulate, finish, rounded
+
+__all__ = ["all_reduce_puts"]
+
+
+@jit
+def _put_source(to, pe, source, window, g, outbox, offset, size, signal, epoch):
+    """Put a chunk at ``source`` to rank ``to``, from the outbox; nothing waits for it."""
+    staged = segment(window, g, epoch, to) + outbox + offset
+    tdl.copy_block(staged, source, size)
+    tdl.syncthreads()
+    landing = segment(window, g, epoch, g.rank) + offset
+    tdl.putmem_signal_nbi_block(landing, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
+
+
+@jit
+def _sum_chunk(
+    own, out, landing, window, g, routes, nodes, epoch, offset, size,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """This rank's chunk at ``offset`` of all ranks ``->`` ``out``, and ``landing`` here and on local ranks."""
+    count = elements.count(size, DTYPE, ALIGNED)
+    for begin in tl.range(0, count, COUNT):
+        index = begin + tl.arange(0, COUNT)
+        mask = index < count
+        total = tl.zeros([COUNT], ACC)
+        for node in tl.range(0, nodes.n_nodes):
+            first = tl.load(nodes.begins + node)
+            last = tl.load(nodes.begins + node + 1)
+            sum = tl.zeros([COUNT], ACC)
+            for k in tl.range(first, last):
+                r = tl.load(nodes.ranks + k)
+                at = tl.where(r == g.rank, own, segment(window, g, epoch, r)) + offset
+                part = tl.load(elements.pointer(at, DTYPE, ALIGNED) + index, mask=mask, other=0).to(ACC)
+                sum = accumulate(sum, part, k == first, OP)
+            total = accumulate(total, sum, node == 0, OP)
+        result = rounded(finish(total, g.world, OP), DTYPE, OP)
+        for i in tl.range(0, routes.n_local):
+            delta = tl.load(window.deltas + tl.load(routes.ranks + i))
+            tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
+        tl.store(elements.pointer(landing, DTYPE, ALIGNED) + index, result, mask=mask)
+        tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
+
+
+@jit
+def _send_sum(landing, size, g, routes, signal, epoch):
+    """The sum at ``landing`` is there on local ranks; put it to the same address on the remote ones."""
+    tdl.syncthreads()
+    for i in tl.range(0, routes.n_local):
+        delta = tl.load(g.deltas + tl.load(routes.ranks + i))
+        theirs = (tl.cast(signal, tl.int64) + delta).to(tl.pointer_type(tl.int64))
+        if tdl.tid(0) == 0:
+            tdl.st_release(theirs, epoch, "sys")
+    pes = routes.ranks + 2 * routes.n_local + routes.n_remote
+    for i in tl.range(0, routes.n_remote):
+        tdl.putmem_signal_nbi_block(landing, landing, size, signal, epoch, tdl.SIGNAL_SET, tl.load(pes + i))
+
+
+@jit
+def all_reduce_puts(
+    source: tl.int64, out: tl.int64, window, g, routes, nodes, nbytes: tl.int64, part: tl.int64, outbox: tl.int64,
+    second: tl.int64, chunk: tl.int64, channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
+    COUNT: tl.constexpr, WAITED: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] -> [nbytes]`` on any nodes.
+
+    Programs: ``channels`` times n_remote that put, then ``channels`` times n_local that store, one that sums, and
+    ``world - 1`` that copy out.
+
+    Args: those of ``all_reduce_direct``, and
+        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; as local ones those that can be stored to.
+        nodes: :class:`~tdcoll.primitives.group.Nodes`.
+        outbox: where that piece of a segment begins, in bytes: a multiple of 16, at least ``part``.
+        second: the same of the second inbox: at least ``outbox + part``.
+    """
+    putters = routes.n_remote * channels
+    inside = tl.maximum(tl.program_id(0) - putters, 0)
+    per_chunk = routes.n_local + g.world
+    channel = inside // per_chunk
+    given = inside % per_chunk
+    if tl.program_id(0) < putters:
+        channel = tl.program_id(0) // routes.n_remote
+        given = tl.program_id(0) % routes.n_remote - routes.n_remote
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    offset = tl.cast(channel, tl.int64) * chunk
+    arrived = row(g, epoch, channel)
+    summed = row(g, epoch, channels + channel)
+    if given < routes.n_local:
+        entry = routes.ranks + given
+        if given < 0:
+            entry = routes.ranks + 2 * routes.n_local + routes.n_remote + given
+        to = tl.load(entry)
+        size = chunk_bytes(chunk_bytes(nbytes, part, to), chunk, channel)
+        piece = source + tl.cast(to, tl.int64) * part + offset
+        if given < 0:
+            pe = tl.load(entry + routes.n_remote)
+            _put_source(to, pe, piece, window, g, outbox, offset, size, arrived + g.rank, epoch)
+        else:
+            mine = segment(window, g, epoch, g.rank) + offset
+            to_delta = tl.load(window.deltas + to)
+            stores.push(mine, piece, size, to_delta, arrived + g.rank, tl.load(g.deltas + to), epoch)
+    elif given == routes.n_local:
+        if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+            at = tl.cast(g.rank, tl.int64) * part
+            size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, channel)
+            landing = segment(window, g, epoch, g.rank) + second + offset
+            if (source | out | size) % 16 == 0:
+                _sum_chunk(
+                    source + at, out + at, landing, window, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP,
+                    True, COUNT,
+                )  # fmt: skip
+            else:
+                _sum_chunk(
+                    source + at, out + at, landing, window, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP,
+                    False, COUNT,
+                )  # fmt: skip
+            _send_sum(landing, size, g, routes, summed + g.rank, epoch)
+    else:
+        origin = (g.rank + given - routes.n_local) % g.world
+        index = (channels + channel) * g.world + origin
+        if tdl.wait_signal(summed + origin, tdl.CMP_GE, epoch, g.monitor, origin, index) != 0:
+            at = tl.cast(origin, tl.int64) * part
+            size = chunk_bytes(chunk_bytes(nbytes, part, origin), chunk, channel)
+            theirs = segment(window, g, epoch, origin) + second + offset
+            tdl.copy_block(out + at + offset, theirs, size)

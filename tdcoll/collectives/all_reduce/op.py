@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce: what users call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tdcoll import arguments, runtime
+from tdcoll.collectives._host.checks import check_context, strided_bytes
+from tdcoll.collectives._host.drop_in import pooled, refuse_async, torch_operation
+from tdcoll.collectives._host.plan import Plan
+from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
+from tdcoll.context import CollectiveContext
+from tdcoll.primitives.reduce import check_operands
+
+__all__ = ["all_reduce", "all_reduce_", "all_reduce_in_group"]
+
+_MOST_POOLED_BYTES = 16 << 20
+"""Per rank and slot of tdcoll's own contexts, and no more than an eighth of the heap in all; larger calls are several
+epochs."""
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    ctx: CollectiveContext | None = None,
+    out: torch.Tensor | None = None,
+    op: str = "sum",
+    algorithm: str | Plan = "auto",
+) -> torch.Tensor:
+    """``[...] -> the same``: the reduction of all ranks' tensors, with the same bits on every rank.
+
+    Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
+    eager call of the size. A call whose parts (one for each rank) are over half of ``ctx.max_bytes_per_rank``, between
+    nodes over a third, is several epochs, one launch each.
+
+    Sums are in fp32 for fp16 and bf16, in rank order inside each node, then in node order; a mean is the sum divided
+    once; what comes out is rounded once. So the bits are the same on all ranks and in every run, for every algorithm
+    and size, and for each row of a batch whatever else is in it. Maximum and minimum propagate NaN, integers wrap, and
+    no floating-point result is -0.0.
+
+    Args:
+        tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, int32 or int64; the same shape on all
+            ranks, any number of elements.
+        ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
+            Making one is collective and synchronises.
+        out: where the result goes: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
+            not overlap it otherwise.
+        op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"``.
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+
+    Returns:
+        ``out``, or a new ordinary tensor.
+
+    Raises:
+        ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
+        CollectiveTimeout: an earlier wait on the context expired.
+        RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
+        NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
+        HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
+        TypeError, ValueError: an argument is not as described.
+
+    Algorithms: one-shot, every rank reduces what all have sent it; two-shot, a reduce-scatter and an all-gather in one
+    kernel (Rabenseifner, 2004). Small messages go by words that need no signal: data that announces itself (the Lamport
+    kernels of TensorRT-LLM) or carries a flag (NCCL's LL). Others go by stores (``"direct"``) or puts (``"1d"``) with a
+    signal per chunk.
+    """
+    if ctx is None:
+        ctx = _pooled(tensor, None)
+    check_context(ctx)
+    wish = (algorithm, op)
+    if (made := ALL_REDUCE.at_once(tensor, ctx, out, wish)) is not None:
+        return made
+    return ALL_REDUCE(
+        tensor, ctx, out, algorithm, wish=wish, options=lambda: check_operands(tensor, op), agree={"op": op}
+    )
+
+
+def all_reduce_(
+    tensor: torch.Tensor, ctx: CollectiveContext | None = None, op: str = "sum", algorithm: str | Plan = "auto"
+) -> torch.Tensor:
+    """``tensor`` becomes the reduction of all ranks': :func:`all_reduce` with ``out=tensor``, which see.
+
+    Returns:
+        ``tensor``.
+    """
+    return all_reduce(tensor, ctx, tensor, op, algorithm)
+
+
+def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:
+    """tdcoll's own context of a group."""
+    owner = runtime.current()
+    arguments.tensor("tensor", tensor)
+    world = len(owner.ranks_of(group))
+    most = min(_MOST_POOLED_BYTES, owner.heap.nbytes // (16 * world))
+    nbytes = min(3 * (strided_bytes(tensor) // world + 16), most)  # three pieces between nodes
+    return pooled("all_reduce", group, nbytes, lamport_bytes=None)
+
+
+def all_reduce_in_group(
+    tensor: torch.Tensor,
+    op: Any = torch.distributed.ReduceOp.SUM,
+    group: runtime.Group = None,
+    async_op: bool = False,
+) -> None:
+    """Drop-in for ``torch.distributed.all_reduce``, in place, in the order of the current stream.
+
+    The context is tdcoll's own, see :func:`all_reduce`; ``tdcoll.finalize()`` frees it. Make the first and the largest
+    call before capturing a CUDA graph. Public as ``tdcoll.distributed.all_reduce``.
+
+    Args:
+        tensor: contiguous, as for :func:`all_reduce`.
+        op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``.
+        group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
+        async_op: False. The call is asynchronous on the stream in any case; there is no ``Work`` to return.
+
+    Raises:
+        NotInitializedError: before ``tdcoll.initialize()``.
+        ValueError: ``async_op`` is true, or ``op`` is another one.
+        Others: as :func:`all_reduce`.
+    """
+    refuse_async(async_op)
+    all_reduce_(tensor, _pooled(tensor, group), torch_operation(op))
