@@ -89,8 +89,8 @@ class Collective:
         shapes: ``(shape of a tensor, ranks) ->`` shapes that the result may have; the first is made.
         layout: ``"gather"``: the result is the larger of the two tensors, and has a segment for each rank;
             ``"scatter"``: the caller's is and has; ``"same"``: both are one segment.
-        room: bytes of each segment that one epoch takes; a larger call is several epochs. None: there is no limit but
-            the context's capacity, over which a call is refused.
+        room: bytes of each segment that one epoch of an algorithm takes; a larger call is several epochs. None: there
+            is no limit but the context's capacity, over which a call is refused.
         hand_over: does a call by ``torch.distributed``, given tensor, result and group.
     """
 
@@ -101,7 +101,7 @@ class Collective:
         *,
         shapes: Callable[[torch.Size, int], tuple[torch.Size, ...]],
         layout: Literal["gather", "scatter", "same"],
-        room: Callable[[CollectiveContext, Facts], int] | None = None,
+        room: Callable[[CollectiveContext, Facts, str], int] | None = None,
         hand_over: Callable[[torch.Tensor, torch.Tensor, Any], None] | None = None,
     ) -> None:
         assert set(algorithms) == set(policy.names)
@@ -340,7 +340,7 @@ class Collective:
         """Bytes of a segment in each epoch of a call."""
         if self._room is None or self.policy.rules[plan.algorithm].words:  # those have been counted
             return [facts.nbytes]
-        room = self._room(ctx, facts)
+        room = self._room(ctx, facts, plan.algorithm)
         n = max(1, -(-facts.nbytes // room)) if room else 1 + _MOST_EPOCHS * (facts.nbytes > 0)
         if n > _MOST_EPOCHS:
             raise ContextError(

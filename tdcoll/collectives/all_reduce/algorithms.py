@@ -20,21 +20,29 @@ from tdcoll.collectives._host.algorithm import (
 )
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.plan import Facts, needs_stores
-from tdcoll.collectives.all_reduce import kernels_direct, kernels_puts, kernels_words
-from tdcoll.collectives.all_reduce.policy import LAMPORT_WORD_BYTES, POLICY, by_lamport, part_bytes
+from tdcoll.collectives.all_reduce import kernels_direct, kernels_nodes, kernels_puts, kernels_words
+from tdcoll.collectives.all_reduce.policy import LAMPORT_WORD_BYTES, POLICY, by_lamport, part_bytes, parts
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import nodes_of
 
 __all__ = ["ALL_REDUCE"]
 
 
-def _piece(ctx: CollectiveContext, pieces: int) -> int:
-    """Bytes of a segment's inbox, and of what comes after it."""
-    return ctx.capacity // (16 * pieces) * 16
+def _pieces(facts: Facts, algorithm: str) -> int:
+    """Into how many pieces a segment is cut. The last is for what has been summed, the first for what has not."""
+    if algorithm == "2d":  # a node's sum travels in the accumulator's type
+        return 1 + max(1, 4 // facts.itemsize)
+    # An outbox between the two, where a rank has to put.
+    return 2 if needs_stores(facts) is None else 3
 
 
-def _room(ctx: CollectiveContext, facts: Facts) -> int:
-    return facts.topology.world_size * _piece(ctx, 2 if needs_stores(facts) is None else 3)
+def _piece(ctx: CollectiveContext, facts: Facts, algorithm: str) -> int:
+    """Bytes of a piece."""
+    return ctx.capacity // (16 * _pieces(facts, algorithm)) * 16
+
+
+def _room(ctx: CollectiveContext, facts: Facts, algorithm: str) -> int:
+    return parts(facts.topology, algorithm) * _piece(ctx, facts, algorithm)
 
 
 def _words(shots: int) -> Callable[[Planned], dict[str, Any]]:
@@ -50,24 +58,27 @@ def _words(shots: int) -> Callable[[Planned], dict[str, Any]]:
 def _parts(call: Planned) -> dict[str, Any]:
     per_tile = 16 * 32 * call.plan.num_warps // call.options[0].itemsize  # 16 bytes for each thread
     waited = triton.next_power_of_2(call.ctx.world_size)
-    part = part_bytes(call.facts.nbytes, call.ctx.world_size)
-    second = _piece(call.ctx, 2)
-    return {**arithmetic(call), "part": part, "second": second, "COUNT": per_tile, "WAITED": waited}
+    facts, algorithm = call.facts, call.plan.algorithm
+    part = part_bytes(facts.nbytes, parts(facts.topology, algorithm))
+    piece = _piece(call.ctx, facts, algorithm)
+    second = (_pieces(facts, algorithm) - 1) * piece
+    return {**arithmetic(call), "part": part, "outbox": piece, "second": second, "COUNT": per_tile, "WAITED": waited}
 
 
 def _by_puts(call: Planned) -> dict[str, Any]:
     ctx = call.ctx
 
-    def make() -> dict[str, Any]:
-        local = local_peers(ctx.topology) if ctx.stores else []
-        remote = [rank for rank in successors(ctx.topology) if rank not in local]
-        return {"routes": make_routes(ctx, local, remote), "nodes": nodes_of(ctx.topology, ctx.device)}
+    topology, algorithm = ctx.topology, call.plan.algorithm
 
-    tables = on_device(ctx, POLICY.operation, "all_reduce", make)
-    # On one node that stores nothing is put, and the outbox is not used: two pieces are enough.
-    pieces = 2 if needs_stores(call.facts) is None else 3
-    outbox, second = _piece(ctx, pieces), (pieces - 1) * _piece(ctx, pieces)
-    return {**_parts(call), **tables, "outbox": outbox, "second": second}
+    def make() -> dict[str, Any]:
+        local = local_peers(topology) if ctx.stores else []
+        remote = [rank for rank in successors(topology) if rank not in local]
+        if algorithm == "2d":
+            remote = [members[topology.place] for members in topology.members if members[topology.place] in remote]
+        return {"routes": make_routes(ctx, local, remote), "nodes": nodes_of(topology, ctx.device)}
+
+    tables = on_device(ctx, POLICY.operation, (POLICY.operation, algorithm), make)
+    return {**_parts(call), **tables, "place": topology.place}
 
 
 ALL_REDUCE = Collective(
@@ -91,6 +102,11 @@ ALL_REDUCE = Collective(
         "1d": Algorithm(
             kernel=lambda call: kernels_puts.all_reduce_puts,
             programs=lambda call: call.plan.channels * (2 * call.ctx.world_size - 1),
+            values=_by_puts,
+        ),
+        "2d": Algorithm(
+            kernel=lambda call: kernels_nodes.all_reduce_nodes,
+            programs=lambda call: call.plan.channels * (2 * len(call.ctx.topology.members[0]) - 1),
             values=_by_puts,
         ),
     },

@@ -48,7 +48,8 @@ def all_reduce(
         out: where the result goes: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
             not overlap it otherwise.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"``.
-        algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"``, ``"2d"`` or ``"auto"``, or a
+            :class:`~tdcoll.Plan`.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -64,7 +65,7 @@ def all_reduce(
     Algorithms: one-shot, every rank reduces what all have sent it; two-shot, a reduce-scatter and an all-gather in one
     kernel (Rabenseifner, 2004). Small messages go by words that need no signal: data that announces itself (the Lamport
     kernels of TensorRT-LLM) or carries a flag (NCCL's LL). Others go by stores (``"direct"``) or puts (``"1d"``) with a
-    signal per chunk.
+    signal per chunk; between nodes of as many ranks each the sums of nodes go by rails (``"2d"``).
     """
     if ctx is None:
         ctx = _pooled(tensor, None)

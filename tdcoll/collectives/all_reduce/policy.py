@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tdcoll.collectives._host.plan import (
     LL_WORD_BYTES,
@@ -19,7 +21,10 @@ from tdcoll.collectives._host.plan import (
 )
 from tdcoll.tuning import Entry
 
-__all__ = ["LAMPORT_WORD_BYTES", "POLICY", "by_lamport", "part_bytes"]
+if TYPE_CHECKING:
+    from tdcoll.runtime.topology import Topology
+
+__all__ = ["LAMPORT_WORD_BYTES", "POLICY", "by_lamport", "part_bytes", "parts"]
 
 LAMPORT_WORD_BYTES = 16
 """Data of a word that announces itself."""
@@ -29,9 +34,9 @@ _ONE_SHOT_BYTES = 640 << 10
 saves: on H200s with 2 ranks from about 1 MB on, with 4 from about 200 KB."""
 
 
-def part_bytes(nbytes: int, world: int) -> int:
-    """Bytes of the part that each rank reduces, where parts are cut into chunks: a multiple of 16."""
-    return max(1, -(-nbytes // (16 * world))) * 16
+def part_bytes(nbytes: int, parts: int) -> int:
+    """Bytes of a part where the data is cut into so many, and these into chunks: a multiple of 16."""
+    return max(1, -(-nbytes // (16 * parts))) * 16
 
 
 def _words_sent(facts: Facts, width: int, shots: int) -> int:
@@ -71,14 +76,22 @@ def _words(name: str, shots: int) -> Rule:
     return Rule(name, admit, cut, (LAMPORT_WORD_BYTES, LL_WORD_BYTES), lambda facts: _extent(facts, shots))
 
 
-def _parts(facts: Facts) -> Extent:
-    return Extent(part_bytes(facts.nbytes, facts.topology.world_size), signals=2)
+def _parts(name: str, admit: Callable[[Facts], str | None]) -> Rule:
+    def extent(facts: Facts) -> Extent:
+        topology = facts.topology
+        return Extent(part_bytes(facts.nbytes, parts(topology, name)), signals=2)
+
+    def cut(facts: Facts, entry: Entry) -> Plan:
+        whole = extent(facts)
+        channels = facts.channels // whole.signals
+        return cut_chunks(dataclasses.replace(facts, nbytes=whole.nbytes, channels=channels), entry, name)
+
+    return Rule(name, admit, cut, extent=extent)
 
 
-def _cut_parts(facts: Facts, entry: Entry, name: str) -> Plan:
-    extent = _parts(facts)
-    channels = facts.channels // extent.signals
-    return cut_chunks(dataclasses.replace(facts, nbytes=extent.nbytes, channels=channels), entry, name)
+def parts(topology: Topology, algorithm: str) -> int:
+    """Into how many parts the data is cut: one for each rank, or for each place on a node."""
+    return topology.ranks_per_node or 1 if algorithm == "2d" else topology.world_size
 
 
 def _needs_signals(facts: Facts) -> str | None:
@@ -91,18 +104,23 @@ def _needs_direct(facts: Facts) -> str | None:
     return needs_stores(facts) or _needs_signals(facts)
 
 
+def _needs_rails(facts: Facts) -> str | None:
+    topology = facts.topology
+    if topology.n_nodes < 2 or (topology.ranks_per_node or 1) < 2 or not facts.stores:
+        return "needs several nodes of the same number of ranks, which can store to each other; got "
+    return _needs_signals(facts)
+
+
 def _seed(facts: Facts) -> str:
     """Few bytes by words, one-shot and then two-shot (not in the simulator, where words cost much more); else by stores
-    in one node, and by puts elsewhere."""
+    in one node; by rails where all nodes have as many ranks, and by puts elsewhere."""
     one, two = (POLICY.rules[name].admit(facts) is None for name in ("one_shot", "two_shot"))
     if not facts.simulated:
         if one and (facts.topology.world_size - 1) * facts.nbytes <= _ONE_SHOT_BYTES:
             return "one_shot"
         if two:
             return "two_shot"
-    if _needs_direct(facts) is None:
-        return "direct"
-    return "1d" if _needs_signals(facts) is None else "one_shot"
+    return next(name for name in ("direct", "2d", "1d", "one_shot") if POLICY.rules[name].admit(facts) is None)
 
 
 POLICY = Policy(
@@ -110,9 +128,10 @@ POLICY = Policy(
     [
         _words("one_shot", 1),
         _words("two_shot", 2),
-        Rule("direct", _needs_direct, lambda facts, entry: _cut_parts(facts, entry, "direct"), extent=_parts),
-        Rule("1d", _needs_signals, lambda facts, entry: _cut_parts(facts, entry, "1d"), extent=_parts),
+        _parts("direct", _needs_direct),
+        _parts("1d", _needs_signals),
+        _parts("2d", _needs_rails),
     ],
     _seed,
 )
-"""``"one_shot"``, ``"two_shot"``, ``"direct"`` and ``"1d"``."""
+"""``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"`` and ``"2d"``."""

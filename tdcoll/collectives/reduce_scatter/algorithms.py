@@ -66,7 +66,7 @@ def _half(ctx: CollectiveContext) -> int:
     return ctx.capacity // 32 * 16
 
 
-def _room(ctx: CollectiveContext, facts: Facts) -> int:
+def _room(ctx: CollectiveContext, facts: Facts, algorithm: str) -> int:
     room = ctx.capacity if needs_stores(facts) is None else _half(ctx)
     return room // 128 * 128 or room // 16 * 16
 
