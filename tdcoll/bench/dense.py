@@ -159,10 +159,7 @@ class Dense(Case):
         parser.add_argument("--dtype", choices=cls.dtypes, default="float32", help="default %(default)s")
         cls.add_options(parser)
         parser.add_argument(
-            "--algorithms",
-            type=names(known),
-            metavar="A,B",
-            help=f"some of {', '.join(known)} (default: {usual})",
+            "--algorithms", type=names(known), metavar="A,B", help=f"some of {', '.join(known)} (default: {usual})"
         )
         parser.add_argument(
             "--peers",

@@ -252,11 +252,7 @@ class SparseCounts:
 
 
 def sparse_counts(
-    algorithm: str,
-    indices: Sequence[torch.Tensor],
-    row_bytes: int,
-    capacity_rows: int,
-    topology: Topology,
+    algorithm: str, indices: Sequence[torch.Tensor], row_bytes: int, capacity_rows: int, topology: Topology
 ) -> SparseCounts:
     """Of ``"owner"`` or ``"gather"``, for the row numbers ``indices[rank]``.
 
