@@ -203,7 +203,7 @@ def _turn(job: Job, entry: Entry, subject: Subject, plan: Plan, line_up: LineUp,
         def before(calls: int) -> None:
             subject.before(subject.numbers(calls))
 
-        time_launches(entry.launches, plan.warmup if turn == 0 else 1, line_up, before)
+        time_launches(entry.launches, plan.warmup if turn == 0 else 1, line_up, before, last=last)
         entry.times_us += time_launches(entry.launches, iterations, line_up, before, plan.straggler, last)
         results = list(zip(subject.numbers(len(entry.results[last])), entry.results[last], strict=True))
         found = [subject.errors(number, result) for number, result in results[-1 if subject.alone else 0 :]]
