@@ -24,7 +24,7 @@ from tdcoll.bench.job import Job
 from tdcoll.bench.options import Parser
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.rows import Measured, with_ratios
-from tdcoll.bench.table import Column, Table
+from tdcoll.bench.table import Table
 from tdcoll.bench.timing import LineUp, Straggler
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import lifecycle
@@ -61,10 +61,12 @@ class Benchmark(Job, ABC):
 
     Attributes:
         benchmark: its name on the command line and in files.
+        columns: of the table, from the peers and whether there are no times; None: it prints what there is to see.
         options: of the command line.
     """
 
     benchmark: ClassVar[str]
+    columns: ClassVar[Any] = None
     options: argparse.Namespace
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -85,11 +87,6 @@ class Benchmark(Job, ABC):
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
         """Symmetric heap that it needs."""
         return 1 << 20
-
-    @classmethod
-    def columns(cls, options: argparse.Namespace, simulated: bool) -> Sequence[Column] | None:
-        """Of the table; None: :meth:`measure` prints what there is to see."""
-        return None
 
     @abstractmethod
     def measure(self, show: Show) -> list[Measured]:
@@ -200,9 +197,9 @@ def run(case: type[Benchmark], arguments: Sequence[str], options: argparse.Names
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     command = command_line(case.benchmark, arguments, owner.world_size, owner.simulated)
     head = {"benchmark": case.benchmark, "command": command, "started": started, "provenance": provenance()}
-    columns = case.columns(options, owner.simulated)
+    columns = () if case.columns is None else case.columns(getattr(options, "peers", ()), owner.simulated)
     heading = f"{case.benchmark}, {owner.topology().describe()}, {case.title(options)}"
-    table = Table(heading, columns or (), columns is not None and owner.rank == 0)
+    table = Table(heading, columns, case.columns is not None and owner.rank == 0)
     stream: Any = contextlib.nullcontext() if owner.simulated else torch.cuda.stream(torch.cuda.Stream())
     json = options.json if owner.rank == 0 else None
     shown: list[Measured] = []

@@ -22,7 +22,7 @@ from tdcoll.bench.engine import Entry, Subject
 from tdcoll.bench.options import names
 from tdcoll.bench.peers import FCOLLECT, ByTorch, MakeBuffers, subject_of, torch_call
 from tdcoll.bench.rows import Row
-from tdcoll.bench.table import Column, all_gather_columns
+from tdcoll.bench.table import all_gather_columns
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.plan import Facts, Plan, Policy
 from tdcoll.context import CollectiveContext
@@ -59,9 +59,12 @@ def plan_of(policy: Policy, name: str, nbytes: int, topology: Topology, itemsize
 
 def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str) -> None:
     """The options that say which sizes."""
-    parser.add_argument("-b", "--begin", default=begin, help="first size (default %(default)s)")
-    parser.add_argument("-e", "--end", default=end, help="last size (default %(default)s)")
-    parser.add_argument("-f", "--factor", default="4", help="from one size to the next (default %(default)s)")
+    for name, usual, what in (
+        ("begin", begin, "first size"),
+        ("end", end, "last size"),
+        ("factor", "4", "from one size to the next"),
+    ):
+        parser.add_argument(f"-{name[0]}", f"--{name}", default=usual, help=f"{what} (default %(default)s)")
 
 
 def read_sizes(parser: argparse.ArgumentParser, given: argparse.Namespace, itemsize: int) -> list[int]:
@@ -84,6 +87,7 @@ class Dense(Case):
         data: buffers that fit its calls.
     """
 
+    columns = staticmethod(all_gather_columns)
     host: ClassVar[Collective]
     about: ClassVar[str]
     dtypes: ClassVar[Mapping[str, torch.dtype]]
@@ -158,16 +162,9 @@ class Dense(Case):
         add_sizes(parser, "1K", "1M")
         parser.add_argument("--dtype", choices=cls.dtypes, default="float32", help="default %(default)s")
         cls.add_options(parser)
-        parser.add_argument(
-            "--algorithms", type=names(known), metavar="A,B", help=f"some of {', '.join(known)} (default: {usual})"
-        )
-        parser.add_argument(
-            "--peers",
-            type=names(tuple(cls.peers)),
-            default=["nccl"],
-            metavar="A,B",
-            help=f"some of {', '.join(cls.peers)}, or '' (default: nccl)",
-        )
+        what = f"some of {', '.join(known)} (default: {usual})"
+        parser.add_argument("--algorithms", type=names(known), metavar="A,B", help=what)
+        parser.some("--peers", tuple(cls.peers), "nccl")
         said.add_launches(parser, "graph")
         said.add_common(parser, 100)
         if cls.benchmark == "all_gather":
@@ -200,10 +197,6 @@ class Dense(Case):
         if algorithms is not None and BACKEND in algorithms:
             need += 4 * (staged + (4 << 20))
         return need
-
-    @classmethod
-    def columns(cls, options: argparse.Namespace, simulated: bool) -> Sequence[Column] | None:
-        return all_gather_columns(options.peers, simulated)
 
     # -- what is measured
 

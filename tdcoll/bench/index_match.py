@@ -27,10 +27,10 @@ from tdcoll.bench import case, options
 from tdcoll.bench.case import Wanted
 from tdcoll.bench.engine import Entry, Found, Subject, nothing
 from tdcoll.bench.kernels import match_by_equality
-from tdcoll.bench.options import at_least, names
+from tdcoll.bench.options import at_least
 from tdcoll.bench.rows import MatchRow
 from tdcoll.bench.sparse_data import INPUTS, Rows, Vocabulary, add_rows, check_rows
-from tdcoll.bench.table import Column, match_columns
+from tdcoll.bench.table import match_columns
 from tdcoll.collectives.index_match import Directory, IndexMatch, match_indices, match_lists
 from tdcoll.collectives.index_match.kernels import HEADER, UNION
 from tdcoll.language import INTERPRETED
@@ -50,6 +50,7 @@ class Matching(case.Case):
     """The case; a size is the lists of every input."""
 
     benchmark = "index_match"
+    columns = staticmethod(match_columns)
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
@@ -59,11 +60,10 @@ class Matching(case.Case):
             description="Time of matching sorted lists of row numbers on one GPU, checked. On the simulator: the "
             "check.",
         )
-        parser.add_argument("--lists", type=at_least(1), default=8, metavar="N", help="how many (default %(default)s)")
+        parser.option("--lists", at_least(1), 8, "N", "how many")
         add_rows(parser, "40" if small else "1000,10000,50000", 500 if small else 5_000_000, "uniform,zipf1.2")
-        for option, known in (("--methods", _METHODS), ("--peers", _PEERS)):
-            said = f"some of {', '.join(known)}, or '' (default: all)"
-            parser.add_argument(option, type=names(known), default=",".join(known), metavar="A,B", help=said)
+        parser.some("--methods", _METHODS)
+        parser.some("--peers", _PEERS)
         options.add_launches(parser, "both", straggler=False)
         options.add_common(parser, 50)
         given = parser.parse_args(arguments)
@@ -74,10 +74,6 @@ class Matching(case.Case):
     @classmethod
     def title(cls, options: argparse.Namespace) -> str:
         return f"{options.lists} lists of ids below {options.num_rows}"
-
-    @classmethod
-    def columns(cls, options: argparse.Namespace, simulated: bool) -> Sequence[Column]:
-        return match_columns(options.peers, simulated)
 
     def sizes(self) -> Iterator[Rows]:
         options = self.options

@@ -31,6 +31,15 @@ class Parser(argparse.ArgumentParser):
         elif file is sys.stderr:
             time.sleep(self.patience_s)
 
+    def option(self, name: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
+        """An option with a value; its help says what it is by default."""
+        self.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{text} (default %(default)s)")
+
+    def some(self, name: str, known: Sequence[str], default: str | None = None) -> None:
+        """An option that takes some of these names, by default all."""
+        usual = ",".join(known) if default is None else default
+        self.option(name, names(known), usual, "A,B", f"some of {', '.join(known)}, or ''")
+
 
 # ---------------------------------------------------------------------- types for argparse
 
@@ -105,18 +114,11 @@ def each(check: Callable[[str], object]) -> Callable[[str], list[str]]:
 # ---------------------------------------------------------------------- options that benchmarks share
 
 
-def add_common(parser: argparse.ArgumentParser, iterations: int, warmup: int = 5) -> None:
+def add_common(parser: Parser, iterations: int, warmup: int = 5) -> None:
     """The options that say how often, and where the result goes."""
-    parser.add_argument(
-        "--iterations",
-        type=at_least(2),
-        default=iterations,
-        metavar="N",
-        help="timed launches, or calls that are timed one at a time (default %(default)s)",
-    )
-    parser.add_argument(
-        "--warmup", type=at_least(1), default=warmup, metavar="N", help="untimed ones (default %(default)s)"
-    )
+    what = "timed launches, or calls that are timed one at a time"
+    parser.option("--iterations", at_least(2), iterations, "N", what)
+    parser.option("--warmup", at_least(1), warmup, "N", "untimed ones before")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and how they were measured")
 
 

@@ -27,17 +27,15 @@ import tdcoll
 from tdcoll.bench import case, options
 from tdcoll.bench.engine import Entry, Found, Subject
 from tdcoll.bench.kernels import ping_pong, signal_all
-from tdcoll.bench.options import at_least, names
+from tdcoll.bench.options import at_least
 from tdcoll.bench.rows import SignalRow
-from tdcoll.bench.table import Column, signal_columns
+from tdcoll.bench.table import signal_columns
 from tdcoll.language import INTERPRETED
 
 __all__ = ["SENDS", "Signalling", "main"]
 
 SENDS = {"signal_block": False, "st_release": True}
 """Ways to send, and whether they are stores to the peer's memory."""
-
-_PATTERNS = ("one-way", "all-to-all")
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class Signalling(case.Case):
     """The case; a size is :class:`Between`."""
 
     benchmark = "signal"
+    columns = staticmethod(lambda peers, simulated: signal_columns(simulated))
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
@@ -67,24 +66,13 @@ class Signalling(case.Case):
             prog="bash launch.sh [--nproc N] -m tdcoll.bench signal",
             description="Latency of signals, checked: CUDA graph replays. On the simulator: checks and counts.",
         )
-        for option, known in (("--patterns", _PATTERNS), ("--sends", tuple(SENDS))):
-            said = f"some of {', '.join(known)} (default: both)"
-            parser.add_argument(option, type=names(known), default=",".join(known), metavar="A,B", help=said)
-        parser.add_argument(
-            "--rounds",
-            type=at_least(2),
-            default=3 if INTERPRETED else 500,
-            metavar="N",
-            help="rounds in one launch (default %(default)s)",
-        )
+        parser.some("--patterns", ("one-way", "all-to-all"))
+        parser.some("--sends", tuple(SENDS))
+        parser.option("--rounds", at_least(2), 3 if INTERPRETED else 500, "N", "rounds in one launch")
         options.add_common(parser, 50)
         given = parser.parse_args(arguments)
         options.check_common(parser, given)
         return given
-
-    @classmethod
-    def columns(cls, options: argparse.Namespace, simulated: bool) -> Sequence[Column]:
-        return signal_columns(simulated)
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

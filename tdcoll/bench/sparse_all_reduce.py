@@ -22,11 +22,11 @@ import tdcoll
 from tdcoll.bench import case, options
 from tdcoll.bench.arithmetic import calls_per_launch, floor_us
 from tdcoll.bench.engine import Entry, Subject, nothing
-from tdcoll.bench.options import each, names
+from tdcoll.bench.options import each
 from tdcoll.bench.rows import SparseRow
 from tdcoll.bench.sparse_data import Rows, SparseData, Vocabulary, add_rows, check_rows, fraction
 from tdcoll.bench.sparse_peers import PEERS, subject_of
-from tdcoll.bench.table import Column, sparse_columns
+from tdcoll.bench.table import sparse_columns
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS
 from tdcoll.errors import RankMismatchError
@@ -42,6 +42,7 @@ class SparseAllReduce(case.Case):
     """The case; a size is :class:`~tdcoll.bench.sparse_data.SparseData`."""
 
     benchmark = "sparse_all_reduce"
+    columns = staticmethod(sparse_columns)
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
@@ -53,41 +54,20 @@ class SparseAllReduce(case.Case):
         )
         distributions = "uniform,zipf1.05,zipf1.2"
         add_rows(parser, "40" if small else "1000,10000,50000", 500 if small else 5_000_000, distributions)
-        parser.add_argument(
-            "--dims",
-            type=options.positive,
-            default="8" if small else "64,512,2048",
-            metavar="N,N",
-            help="numbers in a row (default %(default)s)",
+        parser.option("--dims", options.positive, "8" if small else "64,512,2048", "N,N", "numbers in a row")
+        what = (
+            "inputs that are not coalesced: which part of a rank's rows repeats others of that rank, or 'drawn', each "
+            "drawn by itself, as nn.Embedding(sparse=True) has them; --rows counts all"
         )
-        parser.add_argument(
-            "--duplicates",
-            type=each(fraction),
-            default="0",
-            metavar="A,B",
-            help="inputs that are not coalesced: which part of a rank's rows repeats others of that rank, or 'drawn', "
-            "each drawn by itself, as nn.Embedding(sparse=True) has them; --rows counts all (default %(default)s: "
-            "none)",
-        )
+        parser.option("--duplicates", each(fraction), "0", "A,B", what)
         parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default %(default)s")
-        for option, known, usual in (
-            ("--algorithms", tuple(ALGORITHMS), "owner,gather,auto"),
-            ("--peers", tuple(PEERS), "published,allgather,gloo,dense"),
-        ):
-            said = f"some of {', '.join(known)}, or '' (default %(default)s)"
-            parser.add_argument(option, type=names(known), default=usual, metavar="A,B", help=said)
-        parser.add_argument(
-            "--copy", choices=_COPIES, default="both", help="results in their own memory? (default both)"
-        )
+        parser.some("--algorithms", ALGORITHMS, "owner,gather,auto")
+        parser.some("--peers", tuple(PEERS), "published,allgather,gloo,dense")
+        what = "results in their own memory? (default both)"
+        parser.add_argument("--copy", choices=_COPIES, default="both", help=what)
         options.add_launches(parser, "both")
-        parser.add_argument(
-            "--floor-GBps",
-            dest="floor_gbps",
-            type=options.positive_number("GB/s"),
-            default=390.0,
-            metavar="X",
-            help="rate that a GPU could send at, for the floor (default %(default)s)",
-        )
+        what = "rate that a GPU could send at, for the floor"
+        parser.option("--floor-GBps", options.positive_number("GB/s"), 390.0, "X", what)
         options.add_common(parser, 20, warmup=2)
         options.add_project(parser)
         given = parser.parse_args(arguments)
@@ -108,10 +88,6 @@ class SparseAllReduce(case.Case):
         """What the largest size needs, and what lines the ranks up."""
         sizes = [(rows, dim * options.dtype.itemsize) for rows in options.rows for dim in options.dims]
         return max(symmetric_bytes(world, *size) for size in sizes) + (world << 18) + (1 << 20)
-
-    @classmethod
-    def columns(cls, options: argparse.Namespace, simulated: bool) -> Sequence[Column]:
-        return sparse_columns(options.peers, simulated)
 
     @staticmethod
     def forms(options: argparse.Namespace) -> list[tuple[str, bool | None]]:
@@ -177,7 +153,7 @@ class SparseAllReduce(case.Case):
             union_rows=rows.union_rows,
             moved_rows=rows.moved_rows,
             bytes_per_rank=nbytes,
-            floor_us=floor_us(nbytes, self.options.floor_gbps),
+            floor_us=floor_us(nbytes, self.options.floor_GBps),
         )
 
     def projection(self, rows: Sequence[SparseRow]) -> list[str]:

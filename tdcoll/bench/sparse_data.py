@@ -21,7 +21,7 @@ import torch
 
 from tdcoll.bench.arithmetic import moved_rows
 from tdcoll.bench.data import EXACT
-from tdcoll.bench.options import at_least, each, positive
+from tdcoll.bench.options import Parser, at_least, each, positive
 
 __all__ = ["INPUTS", "Rows", "SparseData", "Vocabulary", "add_rows", "check_rows", "fraction", "mixed"]
 
@@ -144,25 +144,12 @@ class Vocabulary:
         return torch.cat([different, different[again]])[order]
 
 
-def add_rows(parser: argparse.ArgumentParser, rows: str, num_rows: int, distributions: str) -> None:
+def add_rows(parser: Parser, rows: str, num_rows: int, distributions: str) -> None:
     """The options that say which row numbers there are, with these defaults."""
-    parser.add_argument(
-        "--rows",
-        type=positive,
-        default=rows,
-        metavar="N,N",
-        help="rows that each rank, or list, has (default %(default)s)",
-    )
-    parser.add_argument(
-        "--num-rows", type=at_least(1), default=num_rows, metavar="N", help="of the whole tensor (default %(default)s)"
-    )
-    parser.add_argument(
-        "--distributions",
-        type=each(Vocabulary.exponent_of),
-        default=distributions,
-        metavar="A,B",
-        help="which rows: uniform, or zipf and its exponent (default %(default)s)",
-    )
+    parser.option("--rows", positive, rows, "N,N", "rows that each rank, or list, has")
+    parser.option("--num-rows", at_least(1), num_rows, "N", "of the whole tensor")
+    what = "which rows: uniform, or zipf and its exponent"
+    parser.option("--distributions", each(Vocabulary.exponent_of), distributions, "A,B", what)
 
 
 def check_rows(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:

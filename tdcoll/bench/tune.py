@@ -34,7 +34,6 @@ from tdcoll.bench.all_gather import AllGather
 from tdcoll.bench.arithmetic import format_bytes
 from tdcoll.bench.choosing import CHANNEL_COUNTS, WARP_COUNTS, Candidate, Choice
 from tdcoll.bench.dense import IN_PLACE, Dense, add_sizes, read_sizes
-from tdcoll.bench.options import names
 from tdcoll.bench.provenance import command_line, provenance
 from tdcoll.bench.reduce_scatter import ReduceScatter
 from tdcoll.bench.rows import Row, distinct
@@ -233,37 +232,17 @@ class Tune(case.Benchmark):
             description="Measures which algorithm of a collective is the fastest on this machine, and writes a table "
             "for TDCOLL_TUNING. Sizes: bytes of a segment (per rank), such as 64M.",
         )
-        parser.add_argument(
-            "--operation",
-            type=names(tuple(OPERATIONS)),
-            default=list(OPERATIONS),
-            metavar="A,B",
-            help=f"some of {', '.join(OPERATIONS)} (default: all)",
-        )
+        parser.some("--operation", tuple(OPERATIONS))
         add_sizes(parser, "256", "64M")
         some = distinct(name for kind in OPERATIONS.values() for name in kind.host.policy.names)
-        parser.add_argument(
-            "--algorithms", type=names(some), default=some, metavar="A,B", help=f"some of {', '.join(some)}"
-        )
-        for option, counts, what in (
-            ("--channels", CHANNEL_COUNTS, "chunks of a segment"),
-            ("--warps", WARP_COUNTS, "warps of a program"),
-        ):
-            parser.add_argument(
-                option, type=options.positive, default=",".join(map(str, counts)), metavar="N,N", help=what
-            )
-        parser.add_argument(
-            "--peers", type=names((HANDED_OVER,)), default=[HANDED_OVER], metavar="A", help="nccl (default), or ''"
-        )
+        parser.some("--algorithms", some)
+        parser.option("--channels", options.positive, ",".join(map(str, CHANNEL_COUNTS)), "N,N", "chunks of a segment")
+        parser.option("--warps", options.positive, ",".join(map(str, WARP_COUNTS)), "N,N", "warps of a program")
+        parser.some("--peers", (HANDED_OVER,))
         options.add_launches(parser, "both", straggler=False)
         parser.add_argument("--in-place", action="store_true", help="measure calls in place as well, where there are")
-        parser.add_argument(
-            "--margin",
-            type=options.percent,
-            default="3",
-            metavar="PERCENT",
-            help="what is slower than the fastest by no more may be kept (default %(default)s)",
-        )
+        what = "what is slower than the fastest by no more may be kept"
+        parser.option("--margin", options.percent, "3", "PERCENT", what)
         options.add_common(parser, 40)
         parser.add_argument(
             *("-o", "--output"),

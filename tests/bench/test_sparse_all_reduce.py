@@ -77,7 +77,7 @@ def test_the_command_line() -> None:
     assert (options.distributions, options.duplicates) == (["zipf1.2", "uniform"], ["0", "0.5", "drawn"])
     assert (options.dtype, options.algorithms, options.peers) == (torch.float64, ["auto"], [])
     assert SparseAllReduce.forms(options) == [("coo", False)]
-    assert (options.iterations, options.floor_gbps, options.straggler) == (9, 450.5, True)
+    assert (options.iterations, options.floor_GBps, options.straggler) == (9, 450.5, True)
     usual = SparseAllReduce.parse([])
     assert (usual.rows, usual.dims, usual.num_rows) == ([40], [8], 500)
     assert SparseAllReduce.forms(usual) == [("coo", True), ("coo", False), ("padded", None)]
