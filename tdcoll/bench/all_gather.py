@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from tdcoll.bench import case
 from tdcoll.bench.data import Buffers
 from tdcoll.bench.dense import Dense
+from tdcoll.bench.options import add_project
 from tdcoll.bench.peers import ALL_GATHERS, FCOLLECT, ByTorch, let_nvshmem_have_nccl
 from tdcoll.bench.rows import Row
 from tdcoll.collectives._host.plan import Plan
@@ -36,6 +38,10 @@ class AllGather(Dense):
     tuned_dtype = torch.uint8
     peers = ALL_GATHERS
     in_place = True
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        add_project(parser)
 
     def ours(
         self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers

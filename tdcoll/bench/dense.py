@@ -61,7 +61,7 @@ def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str) -> None:
     """The options that say which sizes."""
     for name, usual, what in (
         ("begin", begin, "first size"),
-        ("end", end, "last size"),
+        ("end", end, "last size, such as 64M"),
         ("factor", "4", "from one size to the next"),
     ):
         parser.add_argument(f"-{name[0]}", f"--{name}", default=usual, help=f"{what} (default %(default)s)")
@@ -157,7 +157,7 @@ class Dense(Case):
         usual += ", and on several nodes 2d" if "2d" in known else ""
         parser = said.Parser(
             prog=f"bash launch.sh [--nproc N] -m tdcoll.bench {cls.benchmark}",
-            description=f"Latency and bus bandwidth of {cls.about}, such as 64M.",
+            description=f"Latency and bus bandwidth of {cls.about}.",
         )
         add_sizes(parser, "1K", "1M")
         parser.add_argument("--dtype", choices=cls.dtypes, default="float32", help="default %(default)s")
@@ -167,8 +167,6 @@ class Dense(Case):
         parser.some("--peers", tuple(cls.peers), "nccl")
         said.add_launches(parser, "graph")
         said.add_common(parser, 100)
-        if cls.benchmark == "all_gather":
-            said.add_project(parser)
         given = parser.parse_args(arguments)
         given.dtype = cls.dtypes[given.dtype]
         given.sizes = read_sizes(parser, given, given.dtype.itemsize)
@@ -252,7 +250,7 @@ class Dense(Case):
         """The call of ``torch.distributed`` on a process group with backend ``"tdcoll"``.
 
         Raises:
-            RuntimeError: tdcoll's kernels do not serve the group.
+            ValueError: tdcoll's kernels do not serve the group.
         """
         from tdcoll.distributed import Options, explain  # registers the backend
 
@@ -260,7 +258,7 @@ class Dense(Case):
         group = dist.new_group(backend="tdcoll", pg_options=options)
         if f"{self.benchmark}: tdcoll" not in (explained := explain(group)):
             dist.destroy_process_group(group)
-            raise RuntimeError(f"not served by tdcoll: {explained}")
+            raise ValueError(f"not served by tdcoll: {explained}")
 
         call = torch_call(buffers, self.by_torch, group=group)
         return subject_of(buffers, call, lambda: dist.destroy_process_group(group))

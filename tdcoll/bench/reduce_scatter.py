@@ -40,7 +40,7 @@ class ReduceScatter(Dense):
     host = REDUCE_SCATTER
     about = (
         "reduce-scatters, checked. Sizes: bytes of the part that each rank gets, which is what it sends to each other "
-        "rank; an input is as many times larger as there are ranks (and that is the size that nccl-tests shows)"
+        "rank. An input is as many times larger as there are ranks, and that is the size that nccl-tests shows"
     )
     dtypes: ClassVar = {str(dtype).removeprefix("torch."): dtype for dtype in ACCUMULATORS}
     tuned_dtype = torch.bfloat16
