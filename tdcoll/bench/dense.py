@@ -130,6 +130,11 @@ class Dense(Case):
     def by_torch(self) -> ByTorch:
         """The call of torch.distributed."""
 
+    @property
+    def op(self) -> str | None:
+        """How it reduces; None: it does not."""
+        return None
+
     def buffers(self, nbytes: int, *rest: Any, **named: Any) -> Buffers:
         """Of one launch; see :class:`~tdcoll.bench.data.Buffers`."""
         world, sets = self.topology.world_size, calls_of(nbytes, self.topology.world_size)[1]
@@ -265,5 +270,4 @@ class Dense(Case):
 
     def row(self, nbytes: int, entry: Entry, /, **common: Any) -> Row:
         dtype = str(self.options.dtype).removeprefix("torch.")
-        op = getattr(self.options, "op", None)
-        return Row(**common, bytes_per_rank=nbytes, operation=self.benchmark, dtype=dtype, op=op)
+        return Row(**common, bytes_per_rank=nbytes, operation=self.benchmark, dtype=dtype, op=self.op)

@@ -65,21 +65,25 @@ class ReduceScatter(Dense):
         """Between nodes half of a segment is what a rank puts from."""
         return 2 * (-(-nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
 
+    @property
+    def op(self) -> str:
+        return str(self.options.op)
+
     def buffers(self, nbytes: int, *rest: Any, **named: Any) -> Buffers:
-        return super().buffers(nbytes, *rest, op=self.options.op, nodes=self.topology.nodes, **named)
+        return super().buffers(nbytes, *rest, op=self.op, nodes=self.topology.nodes, **named)
 
     def ours(
         self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers
     ) -> Callable[[int], torch.Tensor]:
-        op = self.options.op
+        op = self.op
         return lambda i: reduce_scatter(buffers.inputs[i], context, buffers.results[i], op, algorithm)
 
     @property
     def by_torch(self) -> ByTorch:
-        return partial(dist.reduce_scatter_tensor, op=_OPERATIONS[self.options.op])
+        return partial(dist.reduce_scatter_tensor, op=_OPERATIONS[self.op])
 
     def peer(self, name: str, make: MakeBuffers) -> Subject:
-        if self.options.op == "mean" and (world := self.topology.world_size) & (world - 1):
+        if self.op == "mean" and (world := self.topology.world_size) & (world - 1):
             raise ValueError(f"rounds a mean over {world} ranks more than once: it cannot be checked to the bit")
         return super().peer(name, make)
 

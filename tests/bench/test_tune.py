@@ -263,7 +263,8 @@ def test_measuring_writes_a_table(
     assert {row.note for row in rows if row.peer} == {"needs GPUs"}
     # Of two operations and sizes.
     assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 4
-    assert {row.dtype for row in rows if row.operation == "reduce_scatter"} == {"bfloat16"}
+    kinds = {(row.operation, row.dtype, row.op) for row in rows}
+    assert kinds == {("all_gather", "uint8", None), ("reduce_scatter", "bfloat16", "sum")}
     table = Table.load(file)
     assert table.sections[0] == kept.sections[0]
     said = {
