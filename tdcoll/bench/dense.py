@@ -18,7 +18,7 @@ from tdcoll.bench import options as said
 from tdcoll.bench.arithmetic import calls_per_launch, message_sizes
 from tdcoll.bench.case import Case, Wanted
 from tdcoll.bench.data import Buffers
-from tdcoll.bench.engine import Entry, Subject
+from tdcoll.bench.engine import CALLS, Entry, Subject
 from tdcoll.bench.options import names
 from tdcoll.bench.peers import FCOLLECT, ByTorch, MakeBuffers, subject_of, torch_call
 from tdcoll.bench.rows import Row
@@ -35,12 +35,10 @@ __all__ = ["BACKEND", "IN_PLACE", "Dense", "add_sizes", "calls_of", "plan_of", "
 IN_PLACE = "in-place"
 BACKEND = "backend"
 
-_SIMULATED_CALLS = 3
-
 
 def calls_of(nbytes: int, world: int) -> tuple[int, int]:
     """Calls timed together, an even and an odd number; each has an input and a result of its own."""
-    return (_SIMULATED_CALLS - 1, _SIMULATED_CALLS) if INTERPRETED else calls_per_launch(nbytes, world)
+    return CALLS if INTERPRETED else calls_per_launch(nbytes, world)
 
 
 def plan_of(policy: Policy, name: str, nbytes: int, topology: Topology, itemsize: int = 1) -> Plan:

@@ -26,11 +26,15 @@ import torch
 from tdcoll.bench.arithmetic import Summary, summarize
 from tdcoll.bench.job import Job
 from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_call, time_launches
+from tdcoll.language import INTERPRETED
 
-__all__ = ["TURNS", "Entry", "Found", "Plan", "Subject", "measure_entries", "nothing", "simulate_entry"]
+__all__ = ["CALLS", "TURNS", "Entry", "Found", "Plan", "Subject", "measure_entries", "nothing", "simulate_entry"]
 
 TURNS = 4
 """Turns that each entry takes per size; even, so that both launches are the last of as many turns."""
+
+CALLS = (2, 3) if INTERPRETED else (20, 21)
+"""Calls timed together: an odd number shows protocols that mix up their buffers. Fewer where nothing is timed."""
 
 Found = tuple[int, str]
 """How much is wrong, and where it begins."""
@@ -65,7 +69,7 @@ class Subject:
     inputs: int = 1
     begin: Callable[[int], object] = nothing
     before: Callable[[Sequence[int]], object] = nothing
-    calls: tuple[int, ...] = (20, 21)
+    calls: tuple[int, ...] = CALLS
     parts: int = 1
     alone: bool = False
     takes_part: bool = True

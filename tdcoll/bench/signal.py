@@ -25,7 +25,7 @@ import triton
 
 import tdcoll
 from tdcoll.bench import case, options
-from tdcoll.bench.engine import Entry, Found, Subject
+from tdcoll.bench.engine import CALLS, Entry, Found, Subject
 from tdcoll.bench.kernels import ping_pong, signal_all
 from tdcoll.bench.options import at_least
 from tdcoll.bench.rows import SignalRow
@@ -136,7 +136,7 @@ class Signalling(case.Case):
             partial(self.errors, size),
             begin=self.zero,
             before=before,
-            calls=(20, 21) if size.rounds == 1 else (1, 2),
+            calls=CALLS if size.rounds == 1 else (1, 2),
             parts=size.rounds * (2 if one_way else 1),  # one-way: half of there and back
             alone=True,
             takes_part=self.takes_part(size),

@@ -252,8 +252,8 @@ def test_the_measuring_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "calls_per_launch", lambda nbytes, world: (2, 3))
     shown: list[Any] = []
     found = on_gpus(
-        "--rows 4,6 --dims 4 --distributions zipf1 --algorithms owner --peers published,dense --iterations 3 "
-        "--straggler",
+        "--rows 4,6 --dims 4 --distributions zipf1 --algorithms owner --peers published,dense --iterations 2 "
+        "--warmup 1 --straggler",
         2,
         shown,
     )
@@ -272,14 +272,14 @@ def test_the_measuring_path(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.gbps == pytest.approx(row.bytes_per_rank / row.median_us / 1e3)
         assert row.over_floor == pytest.approx(row.median_us / row.floor_us)
     owner, padded, peer = found[0], found[2], found[3]
-    assert owner.iterations == 3
+    assert owner.iterations == 2
     assert owner.calls == (1,)
     assert owner.wall_us > 0
     assert padded.calls == (2, 3)
     assert padded.wall_us is None
     assert owner.ratios == {"published": pytest.approx(peer.median_us / owner.median_us)}
     assert padded.ratios == {}
-    assert peer.iterations == 2
+    assert peer.iterations == 1
 
 
 def quick_peer(data: Any) -> Subject:
@@ -292,7 +292,7 @@ def quick_peer(data: Any) -> Subject:
             union[None], values, data.tensors[0].shape, is_coalesced=True, check_invariants=False
         )
 
-    return sparse_peers.subject_of(data, call, most_iterations=2)
+    return sparse_peers.subject_of(data, call, most_iterations=1)
 
 
 def measured(subject: Subject, launch: str, monkeypatch: pytest.MonkeyPatch, **plan: Any) -> Entry:
