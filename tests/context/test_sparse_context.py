@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import second
 
 import tdcoll
 from tdcoll import runtime
@@ -720,7 +721,7 @@ BAD_LISTS = [
     ("ids", "coalesced", "text"), [case[1:] for case in BAD_LISTS], ids=[case[0] for case in BAD_LISTS]
 )
 @pytest.mark.parametrize("algorithm", ["owner", "gather"])
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
+@pytest.mark.parametrize("ranks_per_node", [None, second(2)])
 def test_indices_that_are_wrong_on_one_rank(
     ids: list[int], coalesced: bool, text: str, algorithm: str, ranks_per_node: int | None
 ) -> None:
@@ -755,8 +756,10 @@ DIFFERENT: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("wrong", [case[1] for case in DIFFERENT], ids=[case[0] for case in DIFFERENT])
-@pytest.mark.parametrize("odd", [0, 2])
-@pytest.mark.parametrize(("algorithm", "debug"), [("auto", False), ("owner", False), ("gather", False), ("auto", True)])
+@pytest.mark.parametrize("odd", [0, second(2)])
+@pytest.mark.parametrize(
+    ("algorithm", "debug"), [("auto", False), ("owner", False), second("gather", False), ("auto", True)]
+)
 def test_ranks_that_disagree(wrong: dict[str, Any], odd: int, algorithm: str, debug: bool) -> None:
     """Without debug mode, too, all ranks are told, and the context goes on; with it, they are told what."""
     given: dict[str, Any] = {"indices": IDS, "values": PART, "num_rows": ROWS, "op": "sum", "algorithm": algorithm}
@@ -1193,7 +1196,7 @@ def test_before_a_job() -> None:
 
 @pytest.mark.parametrize("algorithm", ["owner", "gather", "auto"])
 @pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
+@pytest.mark.parametrize("ranks_per_node", [None, second(2)])
 def test_padded(algorithm: str, debug: bool, ranks_per_node: int | None) -> None:
     def host(pe: int) -> None:
         with make(debug=debug) as ctx:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,26 +182,29 @@ ONE_NODE = [[1], [2], [3], [4], [5], [8]]
 SEVERAL = [[1, 1], [2, 1], [2, 2], [1, 3], [1, 1, 1], [2, 2, 1], [1, 1, 1, 1], [3, 1, 2], [2, 2, 2, 2]]
 
 
-@settings(quick, max_examples=24)
-@given(case=cases(ONE_NODE, 30), small_pieces=st.booleans(), weak=st.booleans())
-def test_any_case_on_one_node(case: Any, small_pieces: bool, weak: bool) -> None:
-    _any_case(case, small_pieces, weak)
+@pytest.mark.parametrize(
+    ("layouts", "most", "examples"),
+    [
+        pytest.param(ONE_NODE, 9, 8, id="one node"),
+        pytest.param(SEVERAL, 6, 8, id="several nodes"),
+        second(ONE_NODE, 30, 24, id="one node, more"),
+        second(SEVERAL, 6, 24, id="several nodes, more"),
+    ],
+)
+def test_any_case(layouts: list[list[int]], most: int, examples: int) -> None:
+    tried = 0
 
+    @settings(quick, max_examples=examples)
+    @given(case=cases(layouts, most), small_pieces=st.booleans(), weak=st.booleans())
+    def any_case(case: Any, small_pieces: bool, weak: bool) -> None:
+        nonlocal tried
+        tried += 1
+        layout, num_rows, parts, how, seed = case
+        with small() if small_pieces else nullcontext():
+            check_all(parts, num_rows, how, layout=layout, seed=seed if weak else None, weak=weak)
 
-@settings(quick, max_examples=14)
-@given(case=cases(SEVERAL, 6), small_pieces=st.booleans(), weak=st.booleans())
-def test_any_case_on_several_nodes(case: Any, small_pieces: bool, weak: bool) -> None:
-    _any_case(case, small_pieces, weak)
-
-
-def _any_case(case: tuple[list[int], int, list[Rows], Options, int], small_pieces: bool, weak: bool) -> None:
-    layout, num_rows, parts, how, seed = case
-    more = {"layout": layout, "seed": seed if weak else None, "weak": weak}
-    if small_pieces:
-        with small():
-            check_all(parts, num_rows, how, **more)
-    else:
-        check_all(parts, num_rows, how, **more)
+    any_case()
+    assert tried >= examples
 
 
 # ---------------------------------------------------------------------- floats
