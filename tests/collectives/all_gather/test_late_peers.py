@@ -16,6 +16,8 @@ from tdcoll.testing import World, explore, first_failure
 
 from .cases import pattern
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 HEAP = 1 << 18
 NBYTES = 64
 QUEUED = 4

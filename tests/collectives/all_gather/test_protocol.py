@@ -23,6 +23,8 @@ from tdcoll.testing import World, explore, first_failure
 from .cases import Gathers
 from .mutants import MUTANTS, Mutant
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 HEAP = 1 << 18
 
 
