@@ -25,7 +25,8 @@ are PEs of tdcoll's simulator, and the program is the same. setenv.sh is sourced
 or activated. Options come before the program; everything after it is the program's.
 
   tests                  pytest in this repository's root, without torchrun. On the simulator the tests are spread
-                         over the cores, unless -n, -s or --pdb asks for something else.
+                         over the cores, unless -n, -s or --pdb asks for something else. Tests marked slow are the
+                         second tier: -m slow runs them.
 
   --nproc N              processes on this host. Default: one per visible GPU (CUDA_VISIBLE_DEVICES counts), or 4
                          when simulating.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests run interpreted; those marked `gpu` start jobs of their own and are left out where there are no GPUs."""
+"""Tests run interpreted. Those marked `slow` are the second tier; those marked `gpu` start jobs of their own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available() or "gpu" in (config.getoption("markexpr") or ""):
-        return
-    chosen = [item for item in items if item.get_closest_marker("gpu") is None]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    """Leave out what ``-m`` does not speak of: tests of the second tier, and of GPUs where there are none."""
+    expression = config.getoption("markexpr") or ""
+    absent = {"slow"} if torch.cuda.is_available() else {"slow", "gpu"}
+    absent = {marker for marker in absent if marker not in expression}
+    chosen = [item for item in items if not any(item.get_closest_marker(marker) for marker in absent)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 BENCHMARKS = {
     "all_gather": "the all-gather against its peers",
+    "reduce_scatter": "the reduce-scatter, likewise",
     "sparse_all_reduce": "the sum of row-sparse tensors against what NCCL and gloo can do",
     "index_match": "matching lists of row numbers, on one GPU (--nproc 1)",
     "signal": "how long a signal takes, one-way and all-to-all",

@@ -30,28 +30,37 @@ _RESULT_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Summary:
-    """Microseconds per call over the iterations, each taken by its slowest rank."""
+    """Microseconds per call over the iterations, each taken by its slowest rank.
+
+    ``skew_us`` is the median over the iterations of what the slowest rank took longer than the fastest.
+    """
 
     median_us: float
     min_us: float
     p90_us: float
+    skew_us: float | None = None
 
 
 def summarize(times_us: Sequence[Sequence[float]]) -> Summary:
-    """``times_us[rank][iteration]``: the maximum over ranks of each iteration; its median, minimum and p90.
+    """``times_us[rank][iteration]``: the maximum over ranks of each iteration; its median, minimum and p90; the skew.
 
     Raises:
         ValueError: no times, or ranks with different numbers of them.
     """
     if not times_us or not times_us[0] or any(len(times) != len(times_us[0]) for times in times_us):
         raise ValueError(f"every rank needs the same number of times, got {[len(times) for times in times_us]}")
-    slowest = sorted(max(iteration) for iteration in zip(*times_us, strict=True))
+    iterations = list(zip(*times_us, strict=True))
+    slowest = sorted(map(max, iterations))
     p90 = slowest[math.ceil(0.9 * len(slowest)) - 1]
-    return Summary(statistics.median(slowest), slowest[0], p90)
+    skew = statistics.median(max(of_ranks) - min(of_ranks) for of_ranks in iterations)
+    return Summary(statistics.median(slowest), slowest[0], p90, skew)
 
 
 def all_gather_bus_bandwidth(nbytes: int, world: int, time_us: float) -> float:
-    """GB/s that each rank receives, and sends: ``(world - 1) * nbytes / time``, as nccl-tests defines it."""
+    """GB/s that each rank receives, and sends: ``(world - 1) * nbytes / time``, as nccl-tests defines it.
+
+    ``nbytes`` is a segment: what a rank gives to an all-gather, or gets from a reduce-scatter.
+    """
     return (world - 1) * nbytes / time_us / 1e3
 
 

@@ -1,22 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers whose contents say where they belong: every byte depends on rank, index, call and round.
+"""Buffers whose contents say where they belong: every word depends on rank, index, call and round.
 
-A *round* is one launch of all calls; the inputs change between rounds on the device, in stream order, so a
-launch that shows an earlier round's data is found out. Words are integers, and compared exactly. Every call
-of a launch has an input and a result of its own (a *set*), so each of them is checked after the launch.
+A *round* is one launch of all calls; the inputs change between rounds on the device, in stream order, so a launch that
+shows an earlier round's data is found out. Words are integers, and compared exactly. Every call of a launch has an
+input and a result of its own (a *set*), so each of them is checked after the launch.
+
+:class:`Buffers` are those of an all-gather, whose words are of any value. :class:`Reduced` are those of a
+reduce-scatter, whose words are so small that sums over all ranks are exact in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["Buffers", "Pattern"]
+from tdcoll.collectives.reduce_scatter.reference import reduce_parts
+
+__all__ = ["EXACT", "Buffers", "Pattern", "Reduced"]
 
 _ALIGNMENT = 256
 _RANK, _CALL, _ROUND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 """Large odd numbers: sums of few multiples of them and of an index do not meet."""
+
+EXACT = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
+"""Whole numbers up to this are exact."""
+
+_INDEX, _MIX = 0x27D4EB2F, 0x2C1B3C6D
+"""Odd numbers that scatter bits."""
+
+_CHECKED = 1 << 24
+"""Words of a sum that are compared at once."""
 
 
 class Pattern:
@@ -29,14 +44,12 @@ class Pattern:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.word = torch.int32 if nbytes % 4 == 0 else torch.uint8
-        self._bits = 8 * self.word.itemsize
         count = nbytes // self.word.itemsize
         self._index = torch.arange(count, dtype=torch.int64, device=device).to(self.word)
 
     def number(self, value: int) -> int:
         """``value`` modulo the words' range."""
-        value &= (1 << self._bits) - 1
-        return value - (1 << 32) if self.word == torch.int32 and value >= 1 << 31 else value
+        return _signed(value) if self.word == torch.int32 else value % 256
 
     @property
     def step(self) -> int:
@@ -53,7 +66,7 @@ def _padded(nbytes: int) -> int:
 
 
 class Buffers:
-    """Inputs and results of the calls of one launch.
+    """Inputs and results of the calls of one launch: of an all-gather.
 
     Args:
         nbytes: bytes per rank.
@@ -84,33 +97,48 @@ class Buffers:
 
         make = allocate or plain
         self.world, self.rank, self.sets, self.round = world, rank, sets, 0
-        self._pattern = pattern = Pattern(nbytes, device)
         self._nbytes = nbytes
-        self._stride = _padded(world * nbytes)
+        given_bytes, result_bytes = self.extents(nbytes, world)
+        stride, given_stride = _padded(result_bytes), _padded(given_bytes)
         if storage is not None:
-            self._results = storage[: sets * self._stride]
-            own = self._results.view(sets, self._stride)[:, rank * nbytes : (rank + 1) * nbytes]
-            self._inputs, self._changing = [*own], [own.view(pattern.word)]
+            self._results = storage[: sets * stride]
+            own = self._results.view(sets, stride)[:, rank * nbytes : (rank + 1) * nbytes]
+            self._inputs, self._changing = [*own], [own]
         elif separate:
-            self._results = plain(sets * self._stride)
-            self._inputs = [make(nbytes) for _ in range(sets)]
-            self._changing = [given.view(pattern.word) for given in self._inputs]
+            self._results = plain(sets * stride)
+            self._inputs = [make(given_bytes) for _ in range(sets)]
+            self._changing = self._inputs
         else:
-            self._results = make(sets * self._stride)
-            input_stride = _padded(nbytes)
-            given = make(sets * input_stride)
-            self._inputs = [*given.view(sets, input_stride)[:, :nbytes]]
-            self._changing = [given.view(pattern.word)]
-        results = self._results.view(sets, self._stride)[:, : world * nbytes]
+            self._results = make(sets * stride)
+            given = make(sets * given_stride)
+            self._inputs = [*given.view(sets, given_stride)[:, :given_bytes]]
+            self._changing = [given]
+        results = self._results.view(sets, stride)[:, :result_bytes]
         self.inputs = [self._inputs[i].view(dtype) for i in range(sets)]
-        """``[n]``: this rank's contribution to each call."""
+        """What this rank gives to each call: ``[n]``, or, to a reduce-scatter, ``[world * n]``."""
         self.results = [results[i].view(dtype) for i in range(sets)]
-        """``[world * n]``: where each call's result goes."""
+        """Where each call's result goes: ``[world * n]``, or, of a reduce-scatter, ``[n]``."""
+        self._begin(dtype, device)
+
+    def _begin(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Make what the words follow from."""
+        self._pattern = Pattern(self._nbytes, device)
+        self._changing = [part.view(self._pattern.word) for part in self._changing]
 
     @staticmethod
-    def storage_bytes(nbytes: int, world: int, sets: int) -> int:
+    def extents(nbytes: int, world: int) -> tuple[int, int]:
+        """Bytes of an input and of a result."""
+        return nbytes, world * nbytes
+
+    @classmethod
+    def storage_bytes(cls, nbytes: int, world: int, sets: int) -> int:
         """Bytes of ``storage`` that the calls of one launch need."""
-        return sets * _padded(world * nbytes)
+        return sets * _padded(cls.extents(nbytes, world)[1])
+
+    @classmethod
+    def whole_bytes(cls, nbytes: int, world: int, sets: int) -> int:
+        """Bytes of all inputs and results."""
+        return sets * sum(map(_padded, cls.extents(nbytes, world)))
 
     def fill(self, round_: int) -> None:
         """Inputs of ``round_``, and results that are wrong everywhere."""
@@ -125,23 +153,94 @@ class Buffers:
         for words in self._changing:
             words.add_(self._pattern.step)
 
-    def errors(self, calls: int) -> tuple[int, str]:
-        """Number of wrong words in the results of the first ``calls`` calls, and where the first is."""
-        pattern, nbytes = self._pattern, self._nbytes
-        wrong = torch.zeros((calls, self.world), dtype=torch.int64, device=self._results.device)
-        for call in range(calls):
-            result = self.results[call].view(torch.uint8)
-            for peer in range(self.world):
-                words = result[peer * nbytes : (peer + 1) * nbytes].view(pattern.word)
-                wrong[call, peer] = (words != pattern.words(peer, call, self.round)).sum()
-        total = int(wrong.sum())
+    def errors(self, call: int, result: torch.Tensor) -> tuple[int, str]:
+        """Number of wrong words in a call's result, and where the first is."""
+        parts = [part.view(self._pattern.word) for part in result.view(torch.uint8).chunk(self.world)]
+        wrong = [(part != self._pattern.words(peer, call, self.round)).sum() for peer, part in enumerate(parts)]
+        total = int(torch.stack(wrong).sum())
         if not total:
             return 0, ""
-        call, peer = (int(i) for i in wrong.nonzero()[0])
-        words = self.results[call].view(torch.uint8)[peer * nbytes : (peer + 1) * nbytes].view(pattern.word)
-        expected = pattern.words(peer, call, self.round)
-        index = int((words != expected).nonzero()[0])
-        return total, (
-            f"rank {self.rank}: {total} wrong word(s), first: call {call}, rank {peer}'s word {index}: "
-            f"expected {int(expected[index])}, got {int(words[index])}"
+        peer = next(peer for peer, count in enumerate(wrong) if int(count))
+        expected = self._pattern.words(peer, call, self.round)
+        return total, self._said(total, call, f"rank {peer}'s word", parts[peer], expected)
+
+    def _said(
+        self, total: int, call: int, what: str, found: torch.Tensor, expected: torch.Tensor, first: int = 0
+    ) -> str:
+        index = int((found != expected).nonzero()[0])
+        return (
+            f"rank {self.rank}: {total} wrong word(s), first: call {call}, {what} {first + index}: "
+            f"expected {expected[index].item()}, got {found[index].item()}"
         )
+
+
+class Reduced(Buffers):
+    """Those of a reduce-scatter: element i of a rank's input to a call is a whole number of [0, heads + rounds).
+
+    It is ``head(rank, call, i) + round % rounds``; the heads are pseudo-random.
+
+    Args:
+        op: how the parts are reduced; ``nodes``: the node of each rank.
+        Others: as for :class:`Buffers`, but that a result has no place for its input: there is no ``storage``.
+
+    Raises:
+        ValueError: sums over so many ranks are not exact in ``dtype``.
+    """
+
+    def __init__(self, *arguments: Any, op: str = "sum", nodes: Sequence[int], **named: Any) -> None:
+        self._op, self._nodes = op, nodes
+        super().__init__(*arguments, **named)
+
+    def _begin(self, dtype: torch.dtype, device: torch.device) -> None:
+        room = EXACT.get(dtype, 1 << 24) // (self.world if self._op in ("sum", "mean") else 1)
+        if room < 4:
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"{name} has no exact sums of different numbers over {self.world} ranks; take another")
+        self._heads = min(1 << 12, 1 << (room // 2).bit_length() - 1)
+        self._rounds = min(1 << 10, room // 2)
+        self._dtype = dtype
+        self._index = torch.arange(self.inputs[0].numel(), dtype=torch.int32, device=device) * _signed(_INDEX)
+        self._changing = [part.view(dtype) for part in self._changing]
+
+    @staticmethod
+    def extents(nbytes: int, world: int) -> tuple[int, int]:
+        return world * nbytes, nbytes
+
+    def _values(self, rank: int, call: int, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin`` to before ``end`` of what ``rank`` gives to a call of this round."""
+        bits = self._index[begin:end] + _signed(rank * _RANK + call * _CALL)
+        bits = (bits ^ (bits >> 15)) * _signed(_MIX)
+        return ((bits >> 12) & (self._heads - 1)).add_(self.round % self._rounds).to(self._dtype)
+
+    def fill(self, round_: int) -> None:
+        self._results.fill_(0xA5)
+        self.round = round_
+        for call, given in enumerate(self.inputs):
+            given.copy_(self._values(self.rank, call, 0, given.numel()))
+
+    def advance(self) -> None:
+        before = self.round % self._rounds
+        self.round += 1
+        for values in self._changing:
+            values.add_(self.round % self._rounds - before)
+
+    def errors(self, call: int, result: torch.Tensor) -> tuple[int, str]:
+        count = self.results[0].numel()
+        own = self.rank * count
+
+        def expected(begin: int, end: int) -> torch.Tensor:
+            parts = [self._values(rank, call, own + begin, own + end) for rank in range(self.world)]
+            return reduce_parts(parts, self._nodes, self._op)
+
+        parts = [(begin, min(begin + _CHECKED, count)) for begin in range(0, count, _CHECKED)]
+        wrong = [(result[begin:end] != expected(begin, end)).sum() for begin, end in parts]
+        total = int(torch.stack(wrong).sum())
+        if not total:
+            return 0, ""
+        begin, end = next(part for part, errors in zip(parts, wrong, strict=True) if int(errors))
+        return total, self._said(total, call, "element", result[begin:end], expected(begin, end), begin)
+
+
+def _signed(value: int) -> int:
+    """The int32 with the low 32 bits of ``value``."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -114,10 +114,15 @@ _DENSE = Layout(
     x_text=format_bytes,
 )
 
+
+def _reduction(row: Any) -> str:
+    return " of ".join(part for part in (row.op, row.dtype) if part)
+
+
 LAYOUTS: dict[str, Layout] = {
     "all_gather": _DENSE,
-    "reduce_scatter": dataclasses.replace(_DENSE, title="Reduce-scatter"),
-    "tune": dataclasses.replace(_DENSE, title="Candidates of a tuning table"),
+    "reduce_scatter": dataclasses.replace(_DENSE, title="Reduce-scatter", about=_reduction),
+    "tune": dataclasses.replace(_DENSE, title="Candidates of a tuning table", about=lambda row: row.operation),
     "sparse_all_reduce": Layout(
         title="Sparse all-reduce",
         size={"indices": _indices, "rows per rank": lambda row: f"{row.rows:,} × {row.dim}"},

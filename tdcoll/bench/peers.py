@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other libraries' all-gathers, to compare with."""
+"""Other libraries' dense collectives, to compare with.
+
+Each is made by a function of what makes buffers, the device, and the call of ``torch.distributed``, which raises what
+keeps it from running. They are collective.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,14 @@ import torch.distributed as dist
 
 import tdcoll
 from tdcoll.bench.data import Buffers
-from tdcoll.bench.subjects import Subject
+from tdcoll.bench.engine import Subject, nothing
 from tdcoll.bench.timing import pause
 from tdcoll.errors import HeapExhaustedError
 
-__all__ = ["FCOLLECT", "PEERS", "MakeBuffers", "let_nvshmem_have_nccl", "require_joined"]
+__all__ = [
+    *("ALL_GATHERS", "FCOLLECT", "MakeBuffers", "let_nvshmem_have_nccl", "nccl", "nccl_symmetric", "require_joined"),
+    "subject_of",
+]
 
 FCOLLECT = "fcollect"
 
@@ -25,6 +32,24 @@ class MakeBuffers(Protocol):
     """Buffers from an allocator of bytes, or from None: ordinary ones, which subjects may share."""
 
     def __call__(self, allocate: Callable[[int], torch.Tensor] | None, separate: bool = False) -> Buffers: ...
+
+
+ByTorch = Callable[..., object]
+"""``(result, given, group=None)``: the call of ``torch.distributed``."""
+
+
+def subject_of(buffers: Buffers, call: Callable[[int], torch.Tensor], close: Callable[[], object] = nothing) -> Subject:
+    """A subject whose calls have inputs, and mostly results, of these buffers."""
+    return Subject(
+        call,
+        buffers.errors,
+        inputs=buffers.sets,
+        begin=buffers.fill,
+        before=lambda numbers: buffers.advance(),
+        calls=(buffers.sets - 1, buffers.sets),
+        data=buffers,
+        close=close,
+    )
 
 
 def _backend(device: torch.device) -> Any:
@@ -43,18 +68,25 @@ def _backend(device: torch.device) -> Any:
     return backend
 
 
-def _gather(buffers: Buffers) -> Callable[[int], object]:
-    return lambda i: dist.all_gather_into_tensor(buffers.results[i], buffers.inputs[i])
+def torch_call(buffers: Buffers, by_torch: ByTorch, **named: Any) -> Callable[[int], torch.Tensor]:
+    """The call of ``torch.distributed``."""
+    inputs, results = buffers.inputs, buffers.results
+
+    def call(i: int) -> torch.Tensor:
+        by_torch(results[i], inputs[i], **named)
+        return results[i]
+
+    return call
 
 
-def _nccl(make_buffers: MakeBuffers, device: torch.device) -> Subject:
-    """``torch.distributed.all_gather_into_tensor``."""
+def nccl(make_buffers: MakeBuffers, device: torch.device, by_torch: ByTorch) -> Subject:
+    """The call of ``torch.distributed``."""
     _backend(device)
     buffers = make_buffers(None)
-    return Subject("nccl", True, buffers, _gather(buffers))
+    return subject_of(buffers, torch_call(buffers, by_torch))
 
 
-def _nccl_symmetric(make_buffers: MakeBuffers, device: torch.device) -> Subject:
+def nccl_symmetric(make_buffers: MakeBuffers, device: torch.device, by_torch: ByTorch) -> Subject:
     """The same on buffers that NCCL allocated and registered as symmetric windows."""
     backend = _backend(device)
     if not hasattr(backend, "register_mem_pool"):
@@ -74,7 +106,7 @@ def _nccl_symmetric(make_buffers: MakeBuffers, device: torch.device) -> Subject:
         torch.cuda.synchronize()
         backend.deregister_mem_pool(pool)
 
-    return Subject("nccl-symmetric", True, buffers, _gather(buffers), close)
+    return subject_of(buffers, torch_call(buffers, by_torch), close)
 
 
 # ---------------------------------------------------------------------- torch's symmetric memory
@@ -116,7 +148,7 @@ def _symmetric_buffers(symmetric: Any, make_buffers: MakeBuffers, device: torch.
     return make_buffers(allocate, separate=True)
 
 
-def _torch_low_contention(make_buffers: MakeBuffers, device: torch.device) -> Subject:
+def _torch_low_contention(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
     """``torch.ops.symm_mem._low_contention_all_gather``: copy engines pull from symmetric inputs, on torch's stream.
 
     It makes its result itself.
@@ -125,15 +157,15 @@ def _torch_low_contention(make_buffers: MakeBuffers, device: torch.device) -> Su
     buffers = _symmetric_buffers(symmetric, make_buffers, device)
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
 
-    def call(i: int) -> None:
+    def call(i: int) -> torch.Tensor:
         made = torch.ops.symm_mem._low_contention_all_gather(buffers.inputs[i], group)
-        buffers.results[i] = torch.ops._c10d_functional.wait_tensor(made)
+        return torch.ops._c10d_functional.wait_tensor(made)
 
     require_joined(call, symmetric._get_backend_stream())
-    return Subject("torch-symm", True, buffers, call)
+    return subject_of(buffers, call)
 
 
-def _torch_one_shot(make_buffers: MakeBuffers, device: torch.device) -> Subject:
+def _torch_one_shot(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
     """All in one kernel, from torch's own pieces: barrier, ``torch.cat`` of all ranks' symmetric inputs, barrier.
 
     On the current stream.
@@ -146,12 +178,13 @@ def _torch_one_shot(make_buffers: MakeBuffers, device: torch.device) -> Subject:
         for handle, given in zip(handles, buffers.inputs, strict=True)
     ]
 
-    def call(i: int) -> None:
+    def call(i: int) -> torch.Tensor:
         handles[i].barrier(channel=0)
         torch.cat(remote[i], out=buffers.results[i])
         handles[i].barrier(channel=0)
+        return buffers.results[i]
 
-    return Subject("torch-symm-cat", True, buffers, call)
+    return subject_of(buffers, call)
 
 
 # ---------------------------------------------------------------------- NVSHMEM
@@ -166,7 +199,7 @@ def let_nvshmem_have_nccl() -> None:
         os.environ["NVSHMEM_DISABLE_NCCL"] = "0"
 
 
-def _fcollect(make_buffers: MakeBuffers, device: torch.device) -> Subject:
+def _fcollect(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
     """NVSHMEM's own all-gather, ``nvshmem.core.fcollect``, on the current stream.
 
     By the binding that it calls (without the look-ups of its Python, which tdcoll has not either), between symmetric
@@ -198,18 +231,19 @@ def _fcollect(make_buffers: MakeBuffers, device: torch.device) -> Subject:
     team, count = int(bindings.Team_id.TEAM_WORLD), nbytes // width
     addresses = [(r.data_ptr(), i.data_ptr()) for r, i in zip(buffers.results, buffers.inputs, strict=True)]
 
-    def call(i: int) -> None:
+    def call(i: int) -> torch.Tensor:
         result, given = addresses[i]
         function(team, result, given, count, torch.cuda.current_stream().cuda_stream)
+        return buffers.results[i]
 
-    return Subject(FCOLLECT, True, buffers, call, close)
+    return subject_of(buffers, call, close)
 
 
-PEERS: dict[str, Callable[[MakeBuffers, torch.device], Subject]] = {
-    "nccl": _nccl,
-    "nccl-symmetric": _nccl_symmetric,
+ALL_GATHERS: dict[str, Callable[..., Subject]] = {
+    "nccl": nccl,
+    "nccl-symmetric": nccl_symmetric,
     "torch-symm": _torch_low_contention,
     "torch-symm-cat": _torch_one_shot,
     FCOLLECT: _fcollect,
 }
-"""Makes each peer's subject; raises what keeps it from running. Collective."""
+"""Those of the all-gather, by name."""

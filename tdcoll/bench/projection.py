@@ -49,17 +49,20 @@ from dataclasses import dataclass
 import torch
 
 from tdcoll.bench.arithmetic import format_bytes, ratio
-from tdcoll.bench.subjects import IN_PLACE
+from tdcoll.bench.dense import IN_PLACE, plan_of
+from tdcoll.bench.rows import Row, SparseRow
+from tdcoll.bench.sparse_data import INPUTS, Vocabulary
 from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.collectives.all_gather.policy import POLICY, put_chunks
 from tdcoll.collectives.index_match.kernels import HEADER
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS
-from tdcoll.limits import CHANNELS, flagged_bytes
+from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Cluster", "Counts", "Projected", "all_gather_counts", "all_gather_us", "cluster", "lines"]
-__all__ += ["plan_of", "project_all_gather", "project_sparse", "sparse_counts", "sparse_us"]
-
+__all__ = [
+    *("Cluster", "Counts", "Projected", "all_gather_counts", "all_gather_us", "cluster", "lines", "of_all_gathers"),
+    *("of_sparse", "project_all_gather", "project_sparse", "sparse_counts", "sparse_us"),
+]
 
 _FLAGGED = 4 / 3
 """Bytes that LL stores for each byte of data."""
@@ -158,16 +161,6 @@ class Counts:
 # ---------------------------------------------------------------------- all-gather
 
 
-def plan_of(name: str, nbytes: int, topology: Topology) -> Plan:
-    """What ``name``, an algorithm or ``"in-place"``, is for a call. Raises ValueError where it cannot be had."""
-    stores = topology.n_nodes == 1
-    in_place = name == IN_PLACE
-    wanted = "auto" if in_place else name
-    ll_bytes = flagged_bytes(topology.world_size, topology.n_nodes)
-    facts = Facts(nbytes, topology, ll_bytes=ll_bytes, stores=stores, in_place=in_place)
-    return POLICY.choose(facts, wanted)
-
-
 def all_gather_counts(plan: Plan, nbytes: float, topology: Topology, in_place: bool) -> Counts:
     """Of each rank, in a group with as many ranks on every node. ``nbytes`` per rank."""
     nodes, world = topology.n_nodes, topology.world_size
@@ -259,11 +252,7 @@ class SparseCounts:
 
 
 def sparse_counts(
-    algorithm: str,
-    indices: Sequence[torch.Tensor],
-    row_bytes: int,
-    capacity_rows: int,
-    topology: Topology,
+    algorithm: str, indices: Sequence[torch.Tensor], row_bytes: int, capacity_rows: int, topology: Topology
 ) -> SparseCounts:
     """Of ``"owner"`` or ``"gather"``, for the row numbers ``indices[rank]``.
 
@@ -331,7 +320,7 @@ def project_all_gather(
     made = []
     for name in wanted:
         try:
-            plan = plan_of(name, nbytes, on.topology)
+            plan = plan_of(POLICY, name, nbytes, on.topology)
         except ValueError:
             continue
         in_place = name == IN_PLACE
@@ -412,3 +401,35 @@ def lines(projected: Sequence[Projected], on: Cluster) -> list[str]:
         "",
         *("| " + " | ".join(texts) + " |" for texts in (headings, ["---:"] * len(headings), *table)),
     ]
+
+
+def of_all_gathers(on: Cluster, rows: Sequence[Row]) -> list[str]:
+    """What the counted rows would take on a cluster."""
+    projected: list[Projected] = []
+    for nbytes in dict.fromkeys(row.bytes_per_rank for row in rows):
+        mine = [row for row in rows if row.bytes_per_rank == nbytes and not row.peer]
+        same = [row for row in mine if (row.ranks, row.nodes) == (on.ranks, on.nodes) and row.counts]
+        counted = {row.algorithm: Counts.counted(row.counts) for row in same if row.counts}
+        projected += project_all_gather(nbytes, [row.algorithm for row in mine], counted, on)
+    return lines(projected, on)
+
+
+def of_sparse(on: Cluster, rows: Sequence[SparseRow]) -> list[str]:
+    """What the counted rows would take on a cluster, whose ranks have row numbers of the same kind."""
+    projected: list[Projected] = []
+    for distribution, duplicates, count, dim in dict.fromkeys(row.size for row in rows):
+        mine = [row for row in rows if row.size == (distribution, duplicates, count, dim) and not row.peer]
+        if not mine:
+            continue
+        vocabulary = Vocabulary(distribution, mine[0].num_rows, torch.device("cpu"))
+        inputs = [
+            [vocabulary.rows(count, duplicates, rank, number) for rank in range(on.ranks)] for number in range(INPUTS)
+        ]
+        same = [row for row in mine if (row.ranks, row.nodes) == (on.ranks, on.nodes) and row.form == "coo"]
+        counted = {row.algorithm: Counts.counted(row.counts) for row in same if row.counts}
+        algorithms = list(dict.fromkeys(row.algorithm for row in mine))
+        repeated = f", repeated {duplicates}" if duplicates != "0" else ""
+        size = f"{distribution}{repeated}, {count:,} × {dim}"
+        row_bytes = dim * getattr(torch, mine[0].dtype).itemsize
+        projected += project_sparse(size, algorithms, inputs, row_bytes, count, counted, on)
+    return lines(projected, on)

@@ -127,4 +127,5 @@ def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated
     if emulated := os.environ.get("TDCOLL_EMULATE_NODES"):
         words.append(f"--emulate-nodes {emulated}")
     kept = re.sub(r"(?:^| )(?:--json|--output|-o)[ =]\S+", "", " ".join(arguments)).strip()
-    return " ".join([*words, "-m tdcoll.bench", benchmark, *([kept] if kept else [])])
+    command = "tune" if benchmark == "tune" else f"bench {benchmark}"
+    return " ".join([*words, "-m tdcoll", command, *([kept] if kept else [])])

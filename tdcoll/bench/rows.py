@@ -21,6 +21,8 @@ __all__ = [
 
 SCHEMA = 1
 
+AnyRow = TypeVar("AnyRow", bound="Measured")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(ABC):
@@ -33,6 +35,7 @@ class Measured(ABC):
         launch: ``"graph"``, ``"eager"`` or ``"simulator"``.
         check: ``"ok"``, ``"WRONG"``, or ``"not run"``, and then ``note`` says why.
         median_us, min_us, p90_us: per call; an iteration takes what its slowest rank took; None: not timed.
+        skew_us: median over the iterations of what the slowest rank took longer than the fastest.
         ratios: for each peer its median divided by this one.
         note: why it did not run, what was wrong, or what else has to be known.
         calls, iterations: calls timed together (alternating), and how many times.
@@ -49,6 +52,7 @@ class Measured(ABC):
     median_us: float | None = None
     min_us: float | None = None
     p90_us: float | None = None
+    skew_us: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)
     note: str | None = None
     calls: tuple[int, ...] = ()
@@ -66,17 +70,30 @@ class Measured(ABC):
     def size(self) -> Hashable:
         """What two rows of a file have to share to be compared."""
 
+    def timed(self: AnyRow, summary: Summary, wall_us: float | None = None) -> AnyRow:
+        """This row with its times and what follows from them; ``wall_us`` is by the host's clock."""
+        return dataclasses.replace(self, **dataclasses.asdict(summary), **self._derived(summary.median_us, wall_us))
+
+    def _derived(self, median_us: float, wall_us: float | None) -> dict[str, Any]:
+        """What follows from the times."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Measured):
-    """One size of an all-gather, one algorithm, one way to launch it.
+    """One size of a dense collective, one algorithm, one way to launch it.
 
     Attributes:
-        bytes_per_rank: what one rank contributes.
+        bytes_per_rank: of a segment: what one rank gives to an all-gather, or gets from a reduce-scatter.
+        operation: the collective.
+        dtype, op: of the data, and how it is reduced; None: not known, or not reduced.
         busbw_gbps: bus bandwidth at the median, as nccl-tests defines it.
     """
 
     bytes_per_rank: int
+    operation: str = "all_gather"
+    dtype: str | None = None
+    op: str | None = None
     busbw_gbps: float | None = None
 
     @property
@@ -84,10 +101,8 @@ class Row(Measured):
         """Bytes per rank."""
         return self.bytes_per_rank
 
-    def timed(self, summary: Summary) -> Row:
-        """This row with its times and bus bandwidth."""
-        busbw = all_gather_bus_bandwidth(self.bytes_per_rank, self.ranks, summary.median_us)
-        return dataclasses.replace(self, **dataclasses.asdict(summary), busbw_gbps=busbw)
+    def _derived(self, median_us: float, wall_us: float | None) -> dict[str, Any]:
+        return {"busbw_gbps": all_gather_bus_bandwidth(self.bytes_per_rank, self.ranks, median_us)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +156,9 @@ class SparseRow(Measured):
         """Which rows, and how long."""
         return self.distribution, self.duplicates, self.rows, self.dim
 
-    def timed(self, summary: Summary, wall_us: float | None) -> SparseRow:
-        """This row with its times and what follows from them."""
-        return dataclasses.replace(
-            self,
-            **dataclasses.asdict(summary),
-            wall_us=wall_us,
-            gbps=self.bytes_per_rank / summary.median_us / 1e3,
-            over_floor=ratio(summary.median_us, self.floor_us),
-        )
+    def _derived(self, median_us: float, wall_us: float | None) -> dict[str, Any]:
+        rate, over = self.bytes_per_rank / median_us / 1e3, ratio(median_us, self.floor_us)
+        return {"wall_us": wall_us, "gbps": rate, "over_floor": over}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +185,6 @@ class MatchRow(Measured):
         """Which task, on which lists."""
         return self.task, self.distribution, self.rows
 
-    def timed(self, summary: Summary) -> MatchRow:
-        """This row with its times."""
-        return dataclasses.replace(self, **dataclasses.asdict(summary))
-
 
 @dataclass(frozen=True, kw_only=True)
 class SignalRow(Measured):
@@ -203,21 +208,16 @@ class SignalRow(Measured):
         """Between whom, and how often in one launch."""
         return self.pattern, self.peer_rank, self.rounds
 
-    def timed(self, summary: Summary) -> SignalRow:
-        """This row with its times."""
-        return dataclasses.replace(self, **dataclasses.asdict(summary))
-
 
 KINDS: dict[str, type[Measured]] = {
     "all_gather": Row,
+    "reduce_scatter": Row,
     "tune": Row,
     "sparse_all_reduce": SparseRow,
     "index_match": MatchRow,
     "signal": SignalRow,
 }
 """The rows of each benchmark."""
-
-AnyRow = TypeVar("AnyRow", bound=Measured)
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:

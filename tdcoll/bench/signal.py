@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a signal takes: ``bash launch.sh [--nproc N] -m tdcoll.bench signal --help``.
+"""How long a signal takes: ``bash launch.sh [--nproc N] -m tdcoll bench signal --help``.
 
 Two patterns, each with signals of the library (``signal_block``) and by stores to the peer's memory (``st_release``):
 
@@ -13,81 +13,69 @@ CUDA graph replays. The check: afterwards the signals have the values that so ma
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 
 import tdcoll
-from tdcoll.bench import job as jobs
-from tdcoll.bench.arithmetic import summarize
-from tdcoll.bench.job import at_least, names
+from tdcoll.bench import case, options
+from tdcoll.bench.engine import CALLS, Entry, Found, Subject
 from tdcoll.bench.kernels import ping_pong, signal_all
+from tdcoll.bench.options import at_least
 from tdcoll.bench.rows import SignalRow
 from tdcoll.bench.table import signal_columns
-from tdcoll.bench.timing import Launch, LineUp, capture, time_launches
 from tdcoll.language import INTERPRETED
 
-__all__ = ["SENDS", "Options", "main", "measure", "parse", "simulate"]
+__all__ = ["SENDS", "Signalling", "main"]
 
 SENDS = {"signal_block": False, "st_release": True}
 """Ways to send, and whether they are stores to the peer's memory."""
 
-_CALLS = (20, 21)
-"""Launches in a graph where a launch is what is measured; an even and an odd number, taken in turn."""
-
 
 @dataclass(frozen=True)
-class Options:
-    """The command line."""
+class Between:
+    """Who signals whom.
 
-    patterns: list[str]
-    sends: list[str]
+    Attributes:
+        pattern, peer_rank, same_node, rounds: as in :class:`~tdcoll.bench.rows.SignalRow`.
+        reached: whether all of them can store to each other's memory.
+    """
+
+    pattern: str
+    peer_rank: int | None
+    same_node: bool
     rounds: int
-    iterations: int
-    warmup: int
-    json: Path | None
+    reached: bool
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Options from the command line; a wrong one ends the process with status 2."""
-    parser = jobs.Parser(
-        prog="bash launch.sh [--nproc N] -m tdcoll.bench signal",
-        description="Latency of signals, checked: CUDA graph replays. On the simulator: checks and counts.",
-    )
-    patterns = ("one-way", "all-to-all")
-    parser.add_argument(
-        *("--patterns", "-p"), type=names(patterns), default=list(patterns), metavar="A,B", help="default: both"
-    )
-    parser.add_argument(
-        "--sends", type=names(tuple(SENDS)), default=list(SENDS), metavar="A,B", help=f"some of {', '.join(SENDS)}"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=at_least(2),
-        default=3 if INTERPRETED else 500,
-        metavar="N",
-        help="rounds in one launch (default %(default)s)",
-    )
-    jobs.add_iterations(parser, "--iters", 2, 50)
-    jobs.add_json(parser)
-    given = parser.parse_args(arguments)
-    jobs.require_directory(parser, given.json)
-    return Options(given.patterns, given.sends, given.rounds, given.iters, given.warmup, given.json)
+class Signalling(case.Case):
+    """The case; a size is :class:`Between`."""
 
+    benchmark = "signal"
+    columns = staticmethod(lambda peers, simulated: signal_columns(simulated))
 
-# ---------------------------------------------------------------------- what is measured
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
+        parser = options.Parser(
+            prog="bash launch.sh [--nproc N] -m tdcoll bench signal",
+            description="Latency of signals, checked: CUDA graph replays. On the simulator: checks and counts.",
+        )
+        parser.some("--patterns", ("one-way", "all-to-all"))
+        parser.some("--sends", tuple(SENDS))
+        parser.option("--rounds", at_least(2), 3 if INTERPRETED else 500, "N", "rounds in one launch")
+        options.add_common(parser, 50)
+        given = parser.parse_args(arguments)
+        options.check_common(parser, given)
+        return given
 
-
-class _Bench(jobs.Job):
-    """The ranks, and what they signal with."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        self.options = options
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
         topology, heap = self.topology, self.owner.heap
         world = topology.world_size
         self.block = triton.next_power_of_2(world)
@@ -104,76 +92,87 @@ class _Bench(jobs.Job):
         addresses += [scratch] * (self.block - world)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         self.reached = self.gather("reached", [base != 0 for base in bases])
-        self.gather("zeroed", None)
+        self.launched = 0
+        """Launches since the signals were 0."""
 
     def close(self) -> None:
-        """Free the signals. Collective."""
         tdcoll.free(self.signals)
 
-    def rows(self) -> list[SignalRow]:
-        """What there is to measure, in order."""
+    def sizes(self) -> Iterator[Between]:
         options, topology = self.options, self.topology
-        made = []
-
-        def add(pattern: str, peer: int | None, rounds: int, same_node: bool, reached: bool) -> None:
-            for send in options.sends:
-                row = SignalRow(
-                    ranks=topology.world_size,
-                    nodes=topology.n_nodes,
-                    algorithm=send,
-                    peer=False,
-                    launch="simulator" if self.owner.simulated else "graph",
-                    check="ok",
-                    pattern=pattern,
-                    peer_rank=peer,
-                    same_node=same_node,
-                    rounds=rounds,
-                )
-                if SENDS[send] and not reached:
-                    note = "needs ranks that can store to each other's memory"
-                    row = dataclasses.replace(row, check="not run", note=note)
-                made.append(row)
-
         if "one-way" in options.patterns:
             for peer in range(1, topology.world_size):
                 reached = self.reached[0][peer] and self.reached[peer][0]
-                add("one-way", peer, options.rounds, topology.nodes[peer] == topology.nodes[0], reached)
+                yield Between("one-way", peer, topology.nodes[peer] == topology.nodes[0], options.rounds, reached)
         if "all-to-all" in options.patterns:
             for rounds in (options.rounds, 1):
-                add("all-to-all", None, rounds, topology.n_nodes == 1, all(map(all, self.reached)))
-        return made
+                yield Between("all-to-all", None, topology.n_nodes == 1, rounds, all(map(all, self.reached)))
 
-    def takes_part(self, row: SignalRow) -> bool:
+    @contextlib.contextmanager
+    def wanted(self, size: Between) -> Iterator[tuple[Sequence[case.Wanted], Callable[[], object]]]:
+        sends = self.options.sends
+        yield [case.Wanted(send, False, partial(self.subject, size, send), ["graph"]) for send in sends], self.check
+
+    def check(self) -> None:
+        """Raise if a wait has expired."""
+        self.monitor.check()
+
+    def row(self, size: Between, entry: Entry, /, **common: Any) -> SignalRow:
+        return SignalRow(
+            **common, pattern=size.pattern, peer_rank=size.peer_rank, same_node=size.same_node, rounds=size.rounds
+        )
+
+    def subject(self, size: Between, send: str) -> Subject:
+        """A launch is a call. Ranks that take no part do nothing in it."""
+        if SENDS[send] and not size.reached:
+            raise ValueError("needs ranks that can store to each other's memory")
+        one_way = size.pattern == "one-way"
+
+        def before(numbers: Sequence[int]) -> None:
+            self.launched += len(numbers)
+
+        return Subject(
+            lambda _: self.launch(size, SENDS[send]),
+            partial(self.errors, size),
+            begin=self.zero,
+            before=before,
+            calls=CALLS if size.rounds == 1 else (1, 2),
+            parts=size.rounds * (2 if one_way else 1),  # one-way: half of there and back
+            alone=True,
+            takes_part=self.takes_part(size),
+        )
+
+    def takes_part(self, size: Between) -> bool:
         """Whether this rank does."""
-        return row.pattern == "all-to-all" or self.topology.rank in (0, row.peer_rank)
+        return size.peer_rank is None or self.topology.rank in (0, size.peer_rank)
 
-    def launch(self, row: SignalRow) -> None:
+    def launch(self, size: Between, direct: bool) -> None:
         """One launch; nothing on ranks that take no part."""
-        if not self.takes_part(row):
+        if not self.takes_part(size):
             return
-        topology, direct = self.topology, SENDS[row.algorithm]
+        topology = self.topology
         rank, words = topology.rank, self.monitor.words
-        if row.pattern == "all-to-all":
+        if size.peer_rank is None:
             signal_all[(1,)](
-                *(self.signals, self.addresses, self.pes, self.counter, words, rank, row.rounds),
+                *(self.signals, self.addresses, self.pes, self.counter, words, rank, size.rounds),
                 *(topology.world_size, self.block, direct),
                 num_warps=max(1, min(4, self.block // 32)),
             )
             return
-        assert row.peer_rank is not None
-        peer = row.peer_rank if rank == 0 else 0
+        peer = size.peer_rank if rank == 0 else 0
         ping_pong[(1,)](
             *(self.signals, self.addresses, self.counter, words, rank, peer, topology.pes[peer]),
-            *(int(rank == 0), row.rounds, direct),
+            *(int(rank == 0), size.rounds, direct),
             num_warps=1,
         )
 
-    def begin(self) -> None:
+    def zero(self, _: int) -> None:
         """Everything from 0 again. Collective."""
         self.synchronize()
         self.gather("begin", None)
         self.signals.zero_()
         self.counter.zero_()
+        self.launched = 0
         self.synchronize()
         self.gather("zeroed", None)
 
@@ -182,96 +181,21 @@ class _Bench(jobs.Job):
         if not self.owner.simulated:
             torch.cuda.synchronize()
 
-    def checked(self, row: SignalRow, launches: int) -> SignalRow:
-        """The row, with what is wrong after so many launches on any rank. Collective."""
-        self.monitor.check()
-        found = None
-        if self.takes_part(row):
-            expected = launches * row.rounds
-            mine = self.topology.rank
-            others = [row.peer_rank if mine == 0 else 0] if row.peer_rank else range(self.topology.world_size)
-            # With all-to-all the rows are taken in turn.
-            last = self.signals[expected % 2 if row.peer_rank is None else 0].tolist()
-            values = {other: last[other] for other in others if other is not None and other != mine}
-            wrong = {other: value for other, value in values.items() if value != expected}
-            if wrong or int(self.counter) != expected:
-                found = f"rank {mine}: expected signals of {expected}, got {wrong}, counted {int(self.counter)}"
-        said = [other for other in self.gather("check", found) if other is not None]
-        return dataclasses.replace(row, check="WRONG", note=said[0]) if said else row
-
-
-def _measure_row(bench: _Bench, row: SignalRow, line_up: LineUp) -> SignalRow:
-    options = bench.options
-    bench.begin()
-    made = 0
-
-    def one(_: int) -> None:
-        bench.launch(row)
-
-    one(0)
-    made += 1
-    bench.synchronize()
-    graphs = [capture(one, calls) for calls in (_CALLS if row.rounds == 1 else (1, 2))]
-    # One-way: half of there and back.
-    parts = row.rounds * (2 if row.pattern == "one-way" else 1)
-    launches = [Launch(graph.run, graph.calls * parts, graph.head_start_us) for graph in graphs]
-    times: list[float] = []
-    for iterations, kept in ((options.warmup, False), (options.iterations, True)):
-        found = time_launches(launches, iterations, line_up)
-        # The iterations take the graphs in turn, backwards from the first.
-        made += sum(graphs[(iterations - 1 - i) % len(graphs)].calls for i in range(iterations))
-        times += found if kept else []
-    checked = bench.checked(row, made)
-    summary = summarize(bench.gather("times", times))
-    calls = tuple(graph.calls for graph in graphs)
-    return dataclasses.replace(checked, calls=calls, iterations=options.iterations).timed(summary)
-
-
-def measure(options: Options, show: Callable[[SignalRow], None]) -> list[SignalRow]:
-    """All rows, from GPUs. Collective."""
-    bench = _Bench(options)
-    rows = []
-    with LineUp() as line_up:
-        for row in bench.rows():
-            rows.append(row if row.check == "not run" else _measure_row(bench, row, line_up))
-            show(rows[-1])
-    bench.close()
-    return rows
-
-
-def simulate(options: Options, show: Callable[[SignalRow], None]) -> list[SignalRow]:
-    """All rows, from the simulator: checks and counts of one launch. Collective."""
-    bench = _Bench(options)
-    rows = []
-    for row in bench.rows():
-        if row.check != "not run":
-            bench.begin()
-
-            def run(row: SignalRow = row) -> None:
-                bench.launch(row)
-                bench.gather("run", None)
-
-            counts = bench.count(run)
-            row = dataclasses.replace(bench.checked(row, 1), counts=counts, calls=(1,), iterations=1)
-        rows.append(row)
-        show(row)
-    bench.close()
-    return rows
+    def errors(self, size: Between, _: int, __: Any) -> Found:
+        """What is wrong after all launches since the signals were 0."""
+        self.synchronize()
+        self.check()
+        expected, mine = self.launched * size.rounds, self.topology.rank
+        others = range(self.topology.world_size) if size.peer_rank is None else [size.peer_rank if mine == 0 else 0]
+        # With all-to-all the rows are taken in turn.
+        last = self.signals[expected % 2 if size.peer_rank is None else 0].tolist()
+        self.gather("read", None)  # the next launch may signal
+        wrong = {other: last[other] for other in others if other != mine and last[other] != expected}
+        if not self.takes_part(size) or (not wrong and int(self.counter) == expected):
+            return 0, ""
+        return 1, f"rank {mine}: expected signals of {expected}, got {wrong}, counted {int(self.counter)}"
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command; its exit status: 1 if a signal was wrong."""
-    options = parse(arguments)
-
-    def rows(simulated: bool, show: Callable[[SignalRow], None]) -> list[SignalRow]:
-        return (simulate if simulated else measure)(options, show)
-
-    return jobs.run(
-        "signal",
-        arguments,
-        options.json,
-        title="signals",
-        heap_bytes=lambda world: 1 << 20,
-        columns=signal_columns,
-        measure=rows,
-    )
+    return case.run(Signalling, arguments)

@@ -13,22 +13,22 @@ inputs are taken in turn: what an earlier call left behind is wrong everywhere.
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import dataclass
 
 import torch
 
 from tdcoll.bench.arithmetic import moved_rows
+from tdcoll.bench.data import EXACT
+from tdcoll.bench.options import Parser, at_least, each, positive
 
-__all__ = ["INPUTS", "Rows", "SparseData", "Vocabulary", "fraction", "mixed"]
+__all__ = ["INPUTS", "Rows", "SparseData", "Vocabulary", "add_rows", "check_rows", "fraction", "mixed"]
 
 INPUTS = 3
 """Inputs that calls take in turn, each with rows and values of its own."""
 
 _MOST_HEADS, _MOST_TAILS = 1 << 15, 1 << 10
-_EXACT = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
-"""Whole numbers up to this are exact."""
-
 _CHECKED = 1 << 26
 """Numbers of a result that are compared at once."""
 
@@ -144,6 +144,20 @@ class Vocabulary:
         return torch.cat([different, different[again]])[order]
 
 
+def add_rows(parser: Parser, rows: str, num_rows: int, distributions: str) -> None:
+    """The options that say which row numbers there are, with these defaults."""
+    parser.option("--rows", positive, rows, "N,N", "rows that each rank, or list, has")
+    parser.option("--num-rows", at_least(1), num_rows, "N", "of the whole tensor")
+    what = "which rows: uniform, or zipf and its exponent"
+    parser.option("--distributions", each(Vocabulary.exponent_of), distributions, "A,B", what)
+
+
+def check_rows(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """End with status 2 if there are not so many different rows."""
+    if (most := max(given.rows)) > given.num_rows:
+        parser.error(f"--rows: {most} different rows are more than the {given.num_rows} of --num-rows")
+
+
 @dataclass(frozen=True)
 class _Union:
     """What the sum over the ranks of one input is, but for the tails and the round."""
@@ -181,7 +195,7 @@ class Rows:
         """``indices[input][rank]``: ``[rows]`` int64."""
         found = [torch.unique(torch.cat(lists), return_inverse=True, return_counts=True) for lists in self.indices]
         most = max(int(entries.max()) for _, _, entries in found)
-        room = _EXACT[dtype] // most
+        room = EXACT[dtype] // most
         if room < 8:
             raise ValueError(
                 f"one row is the sum of {most} rows, and so many values have no exact sum in "

@@ -8,22 +8,17 @@ a dense tensor. On GPUs they run over NCCL; on the simulator over gloo, which is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tdcoll.bench.entries import Subject
-from tdcoll.bench.sparse_data import Rows, SparseData
+from tdcoll.bench.engine import Subject
+from tdcoll.bench.sparse_data import INPUTS, Rows, SparseData
 
-__all__ = [
-    "PEERS",
-    "all_gather_rows",
-    "all_reduce_dense",
-    "all_reduce_union",
-    "pieces",
-]
+__all__ = ["PEERS", "all_gather_rows", "all_reduce_dense", "all_reduce_union", "pieces", "subject_of"]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """``(out, tensor)``; newer PyTorch has renamed it."""
@@ -131,8 +126,19 @@ def pieces(num_rows: int, row_bytes: int, room: int) -> tuple[int, int]:
 # ---------------------------------------------------------------------- as subjects
 
 
+def subject_of(data: SparseData, call: Callable[[int], object], /, **named: Any) -> Subject:
+    """A subject whose calls take the inputs of ``data`` in turn, each in its next round."""
+
+    def before(numbers: Sequence[int]) -> None:
+        for number in dict.fromkeys(numbers):
+            data.advance(number)
+
+    usual = {"errors": data.errors_of, "before": before, "inputs": INPUTS, "alone": True}
+    return Subject(call, **{**usual, **named})
+
+
 def _plain(method: Callable[[torch.Tensor], torch.Tensor], data: SparseData) -> Subject:
-    return Subject(lambda number: method(data.tensors[number]), data.errors_of, data.advance)
+    return subject_of(data, lambda number: method(data.tensors[number]))
 
 
 def _published_match(data: SparseData) -> Subject:
@@ -176,7 +182,7 @@ def _dense_all_reduce(data: SparseData) -> Subject:
     buffers: list[torch.Tensor] = []
     world = dist.get_world_size()
 
-    def before(_: int) -> None:
+    def before(_: object) -> None:
         if not buffers:
             buffers.append(torch.empty((rows, data.dim), dtype=data.rows.dtype, device=device))
         buffers[0].fill_(1)
@@ -196,7 +202,7 @@ def _dense_all_reduce(data: SparseData) -> Subject:
 
     cut = f" in {number} pieces of {rows * row_bytes / 1e9:.1f} GB" if number > 1 else ""
     note = f"only the all-reduce of {_dense_bytes(data) / 1e9:.1f} GB{cut}"
-    return Subject(call, errors, before, most_iterations=4, notes=[note])
+    return subject_of(data, call, errors=errors, before=before, most_iterations=4, notes=[note])
 
 
 def _gloo(data: SparseData) -> Subject:
@@ -210,16 +216,17 @@ def _gloo(data: SparseData) -> Subject:
         note += f", {count} of {whole.rows} rows per rank"
     taken: dict[int, torch.Tensor] = {}
 
-    def before(number: int) -> None:
-        data.advance(number)
-        taken[number] = data.tensors[number].cpu().clone()  # the result replaces it
+    def before(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            data.advance(number)
+            taken[number] = data.tensors[number].cpu().clone()  # the result replaces it
 
     def call(number: int) -> torch.Tensor:
         tensor = taken.pop(number)
         dist.all_reduce(tensor)
         return tensor.coalesce()
 
-    return Subject(call, data.errors_of, before, data, most_iterations=4, notes=[note])
+    return subject_of(data, call, before=before, data=data, most_iterations=4, notes=[note])
 
 
 PEERS: dict[str, Callable[[SparseData], Subject]] = {

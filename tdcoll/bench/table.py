@@ -66,7 +66,8 @@ def _labels(width: int) -> list[Column]:
 
 
 def _times() -> list[Column]:
-    return [_fixed("µs", "median_us", 2), _fixed("min µs", "min_us", 2), _fixed("p90 µs", "p90_us", 2)]
+    columns = {"µs": "median_us", "min µs": "min_us", "p90 µs": "p90_us", "skew µs": "skew_us"}
+    return [_fixed(heading, attribute, 2) for heading, attribute in columns.items()]
 
 
 def _counts() -> list[Column]:

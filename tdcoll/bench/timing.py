@@ -111,7 +111,7 @@ def time_launches(
     launches: Sequence[Launch],
     iterations: int,
     line_up: LineUp,
-    before: Callable[[], object] | None = None,
+    before: Callable[[int], object] | None = None,
     straggler: Straggler | None = None,
     last: int = 0,
 ) -> list[float]:
@@ -121,7 +121,7 @@ def time_launches(
         launches: taken in turn.
         iterations: how many launches.
         line_up: what the ranks line up with.
-        before: runs before each, untimed, in stream order.
+        before: runs before each, told its number of calls; untimed, in stream order.
         straggler: delays a rank between lining up and the launch.
         last: index of the launch that the last iteration takes.
     """
@@ -130,7 +130,7 @@ def time_launches(
         launch = launches[(last + iterations - 1 - iteration) % len(launches)]
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if before is not None:
-            before()
+            before(launch.calls)
         line_up(launch.head_start_us)
         if straggler is not None:
             straggler()

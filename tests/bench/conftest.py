@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tdcoll.bench.case import Benchmark
 from tdcoll.bench.timing import Launch
 from tdcoll.testing import World
 
@@ -53,8 +54,7 @@ class Clock:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr("tdcoll.bench.timing.pause", lambda us: None)
-        for module in ("all_gather", "entries", "signal"):
-            monkeypatch.setattr(f"tdcoll.bench.{module}.capture", capture)
+        monkeypatch.setattr("tdcoll.bench.engine.capture", capture)
 
     def passes(self, us: float) -> None:
         """So much time goes by on this rank."""
@@ -76,5 +76,19 @@ def on_gpus() -> Callable[..., list[Any]]:
         for owner in made.runtimes:
             owner.simulated = False
         return made.run(function)
+
+    return run
+
+
+@pytest.fixture
+def rows_of() -> Callable[..., list[Any]]:
+    """``rows_of(case, "its options", n_pes, **world)``: its rows on a simulated world; all ranks have the same."""
+
+    def run(kind: type[Benchmark], arguments: str, n_pes: int, **world: Any) -> list[Any]:
+        options = kind.parse(arguments.split())
+        world.setdefault("heap_bytes", kind.heap_bytes(options, n_pes))
+        first, *others = World(n_pes, **world).run(lambda _: kind(options).measure(lambda row: None))
+        assert all(other == first for other in others)
+        return first
 
     return run

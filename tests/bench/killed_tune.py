@@ -12,28 +12,30 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from tdcoll.bench import all_gather, tune
 from tdcoll.bench.arithmetic import Summary
+from tdcoll.bench.case import Case
+from tdcoll.bench.choosing import Candidate
 from tdcoll.bench.rows import Row
+from tdcoll.bench.tune import Tune
 from tdcoll.testing import World
 
 US = {"ll": 3.0, "direct": 5.0, "1d": 7.0, "nccl": 9.0}
 
 
-def made_up(before: Callable[[int], None]) -> Callable[..., list[Row]]:
-    """For ``measure_size``: LL is the fastest up to 4 KB, direct stores above. First it calls ``before``."""
+def made_up(before: Callable[[str, int], None]) -> Callable[..., list[Row]]:
+    """For ``Case.measure_size``: LL is the fastest up to 4 KB, direct stores above. First it calls ``before``."""
 
-    def measure_size(job: Any, nbytes: int, storage: object, line_up: object, straggler: object) -> list[Row]:
-        if job.owner.rank == 0:
-            before(nbytes)
+    def measure_size(bench: Any, nbytes: int, line_up: object, wanted: Any) -> list[Row]:
+        if bench.owner.rank == 0:
+            before(bench.benchmark, nbytes)
         rows = []
-        for candidate in tune._candidates(job.tuned, nbytes, job.topology, nbytes):
-            job.known[candidate.name] = candidate
-            us = US[candidate.algorithm] * (3 if candidate.algorithm == "ll" and nbytes > 4096 else 1)
-            us *= 1 if candidate.channels is candidate.chunk is None else 1.5
-            kind: dict[str, Any] = {"algorithm": candidate.name, "peer": candidate.algorithm == "nccl", "check": "ok"}
-            row = Row(ranks=2, nodes=1, bytes_per_rank=nbytes, launch="graph", **kind)
-            rows.append(row.timed(Summary(us, us, us)))
+        with wanted(nbytes) as (every, _):
+            for candidate in [Candidate.named(one.name) for one in every]:
+                us = US[candidate.algorithm] * (3 if candidate.algorithm == "ll" and nbytes > 4096 else 1)
+                us *= 1 if candidate.channels is candidate.chunk is None else 1.5
+                kind: dict[str, Any] = {"algorithm": candidate.name, "operation": bench.benchmark, "check": "ok"}
+                row = Row(ranks=2, nodes=1, bytes_per_rank=nbytes, launch="graph", peer=False, **kind)
+                rows.append(row.timed(Summary(us, us, us)))
         return rows
 
     return measure_size
@@ -41,19 +43,15 @@ def made_up(before: Callable[[int], None]) -> Callable[..., list[Row]]:
 
 def run(arguments: list[str]) -> list[Row]:
     """``tune`` with these options, on two ranks."""
-    options = tune.parse(arguments)
-
-    def host(pe: int) -> list[Row]:
-        return tune.measure(options, arguments, lambda row: None)
-
-    return World(2).run(host)[0]
+    options = Tune.parse(arguments)
+    return World(2).run(lambda pe: Tune(options).measure(lambda row: None))[0]
 
 
 if __name__ == "__main__":
 
-    def die(nbytes: int) -> None:
+    def die(operation: str, nbytes: int) -> None:
         if nbytes == int(sys.argv[1]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    all_gather.measure_size = made_up(die)
+    Case.measure_size = made_up(die)  # type: ignore[method-assign]
     run(sys.argv[2:])

@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll.bench import all_gather as benchmark
+from tdcoll.bench import all_gather
 from tdcoll.bench.__main__ import main
+from tdcoll.bench.all_gather import AllGather
+from tdcoll.bench.data import Buffers
+from tdcoll.bench.dense import calls_of
 from tdcoll.bench.provenance import command_line
 from tdcoll.bench.timing import LineUp, graph_time_us
 from tdcoll.errors import TdcollError
@@ -22,10 +25,10 @@ from tdcoll.testing import World
 
 
 def test_the_command_line() -> None:
-    options = benchmark.parse(
+    options = AllGather.parse(
         [
             *("-b", "512", "-e", "2K", "-f", "2", "--dtype", "bfloat16", "--algorithms", "2d,in-place,2d"),
-            *("--peers=", "--both", "--iters", "7"),
+            *("--peers=", "--both", "--iterations", "7"),
         ]
     )
     assert options.sizes == [512, 1024, 2048]
@@ -34,7 +37,7 @@ def test_the_command_line() -> None:
     assert options.peers == []
     assert options.launches == ["graph", "eager"]
     assert options.iterations == 7
-    usual = benchmark.parse([])
+    usual = AllGather.parse([])
     assert (usual.launches, usual.peers, usual.algorithms, usual.straggler) == (
         ["graph"],
         ["nccl"],
@@ -49,7 +52,7 @@ def test_the_command_line() -> None:
         ("-b 3", "-b must be a multiple of the dtype's 4 bytes"),
         ("--algorithms 3d", "expected some of auto, ll, direct, ring, 1d, 2d"),
         ("--peers mpi", "expected some of nccl"),
-        ("--iters 1", "expected a whole number of at least 4"),
+        ("--iterations 1", "expected a whole number of at least 2"),
         ("--graph --eager", "not allowed with argument"),
         ("--dtype int3", "invalid choice"),
         ("--json no/such/folder/a.json", "there is no directory no/such/folder"),
@@ -59,7 +62,7 @@ def test_a_wrong_command_line_ends_with_status_2(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        benchmark.parse(arguments.split())
+        AllGather.parse(arguments.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -76,14 +79,15 @@ def test_the_command_is_repeated_without_what_is_local(monkeypatch: pytest.Monke
     monkeypatch.setenv("TDCOLL_EMULATE_NODES", "2")
     for json_option in (["--json", "/somewhere/a.json"], ["--json=/somewhere/a.json"], ["-o", "/somewhere/t.json"]):
         said = command_line("all_gather", ["-b", "1K", *json_option, "--eager"], 4, False)
-        assert said == "bash launch.sh --nproc 4 --emulate-nodes 2 -m tdcoll.bench all_gather -b 1K --eager"
+        assert said == "bash launch.sh --nproc 4 --emulate-nodes 2 -m tdcoll bench all_gather -b 1K --eager"
     assert "--nproc 4 --simulate --nnodes 2" in command_line("all_gather", [], 8, True)
 
 
 def test_the_heap_holds_what_the_sizes_need() -> None:
-    need = benchmark.heap_bytes([1 << 20], 4, ["1d"])
+    size = ["-b", "1M", "-e", "1M"]
+    need = AllGather.heap_bytes(AllGather.parse([*size, "--algorithms", "1d"]), 4)
     assert need >= 2 * 4 << 20
-    assert benchmark.heap_bytes([1 << 20], 4, None) >= need + 3 * (4 << 20)
+    assert AllGather.heap_bytes(AllGather.parse(size), 4) >= need + 3 * (4 << 20)
 
 
 def test_the_heap_holds_what_a_context_takes_besides_its_slots() -> None:
@@ -95,18 +99,13 @@ def test_the_heap_holds_what_a_context_takes_besides_its_slots() -> None:
             assert context.ll_bytes == 1 << 20
         tdcoll.free(in_place)
 
-    need_in_place = benchmark.Buffers.storage_bytes(1 << 20, 2, benchmark._sets(1 << 20, 2))
-    World(2, heap_bytes=benchmark.heap_bytes([1 << 20], 2, [benchmark.IN_PLACE])).run(host)
+    need_in_place = Buffers.storage_bytes(1 << 20, 2, calls_of(1 << 20, 2)[1])
+    options = AllGather.parse(["-b", "1M", "-e", "1M", "--algorithms", "in-place"])
+    World(2, heap_bytes=AllGather.heap_bytes(options, 2)).run(host)
 
 
-def run(arguments: str, n_pes: int, **world: Any) -> list[Any]:
-    options = benchmark.parse(arguments.split())
-    simulated = World(n_pes, **world)
-    return simulated.run(lambda *_: benchmark.simulate(options, lambda row: None))[0]
-
-
-def test_counts_and_checks_over_two_nodes() -> None:
-    rows = run("-b 1K -e 4K --algorithms 1d,2d,in-place", 4, ranks_per_node=2)
+def test_counts_and_checks_over_two_nodes(rows_of: Callable[..., list[Any]]) -> None:
+    rows = rows_of(AllGather, "-b 1K -e 4K --algorithms 1d,2d,in-place", 4, ranks_per_node=2)
     found = {(row.bytes_per_rank, row.algorithm): row for row in rows}
     assert [row.check for row in rows] == ["ok", "ok", "ok", "not run"] * 2
     assert found[1024, "nccl"].note == "needs GPUs"
@@ -118,26 +117,25 @@ def test_counts_and_checks_over_two_nodes() -> None:
         assert found[size, "1d"].median_us is None
 
 
-def test_what_cannot_run_says_why() -> None:
-    rows = run("-b 8 -e 8 --algorithms 1d,2d --peers=", 3, ranks_per_node=[2, 1])
+def test_what_cannot_run_says_why(rows_of: Callable[..., list[Any]]) -> None:
+    rows = rows_of(AllGather, "-b 8 -e 8 --algorithms 1d,2d --peers=", 3, ranks_per_node=[2, 1])
     assert [row.check for row in rows] == ["ok", "not run"]
     assert "same number of ranks on every node" in rows[1].note
 
 
-def test_wrong_results_are_rows_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tdcoll.bench import subjects
+def test_wrong_results_are_rows_that_say_so(monkeypatch: pytest.MonkeyPatch, rows_of: Callable[..., list[Any]]) -> None:
+    real = all_gather.all_gather
 
-    real = subjects.all_gather
-
-    def careless(tensor: Any, ctx: Any, out: Any, algorithm: str) -> None:
+    def careless(tensor: Any, ctx: Any, out: Any, algorithm: str) -> Any:
         real(tensor, ctx, out, algorithm=algorithm)
         if ctx.rank == 1:
             out[-1] = 0
+        return out
 
-    monkeypatch.setattr(subjects, "all_gather", careless)
-    (row,) = run("-b 64 -e 64 --algorithms 1d --peers=", 2)
+    monkeypatch.setattr(all_gather, "all_gather", careless)
+    (row,) = rows_of(AllGather, "-b 64 -e 64 --algorithms 1d --peers=", 2)
     assert row.check == "WRONG"
-    assert row.note.startswith("rank 1: 3 wrong word(s), first: call 0, rank 1's word 15:")
+    assert row.note.startswith("rank 1: 1 wrong word(s), first: call 0, rank 1's word 15:")
 
 
 def test_the_simulator_has_no_times() -> None:
@@ -178,7 +176,7 @@ def test_rank_0_speaks_for_all(rank: str, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr("time.sleep", waits.append)
     for arguments, status in ((["--begin", "x"], 2), (["--help"], 0)):
         with pytest.raises(SystemExit) as ended:
-            benchmark.parse(arguments)
+            AllGather.parse(arguments)
         assert ended.value.code == status
         said = capsys.readouterr()
         assert bool(said.out + said.err) == (rank == "0")

@@ -20,6 +20,7 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
     times = [[9.0, 1.0, 1.0, 1.0], [1.0, 8.0, 1.0, 5.0], [1.0, 1.0, 7.0, 1.0]]
     summary = summarize(times)
     assert (summary.median_us, summary.min_us, summary.p90_us) == (7.5, 5.0, 9.0)
+    assert summary.skew_us == 6.5  # of 8, 7, 6 and 4
 
 
 def test_the_p90_is_a_time_that_was_measured() -> None:

@@ -28,21 +28,21 @@ def test_a_wrong_command_line_ends_with_status_2(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        benchmark.parse(arguments.split())
+        benchmark.Matching.parse(arguments.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_the_command_line() -> None:
-    usual = benchmark.parse([])
+    usual = benchmark.Matching.parse([])
     assert (usual.lists, usual.rows, usual.launches) == (8, [40], ["graph", "eager"])
-    given = benchmark.parse(["--lists", "3", "--rows", "5,9", "--methods", "auto", "--peers=", "--eager"])
+    given = benchmark.Matching.parse(["--lists", "3", "--rows", "5,9", "--methods", "auto", "--peers=", "--eager"])
     assert (given.lists, given.rows, given.methods, given.peers, given.launches) == (3, [5, 9], ["auto"], [], ["eager"])
 
 
 def run(arguments: str) -> list[Any]:
-    options = benchmark.parse(arguments.split())
-    return World(1).run(lambda _: benchmark.simulate(options, lambda row: None))[0]
+    options = benchmark.Matching.parse(arguments.split())
+    return World(1).run(lambda _: benchmark.Matching(options).measure(lambda row: None))[0]
 
 
 TASKS = [

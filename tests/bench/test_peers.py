@@ -16,10 +16,10 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.bench import all_gather as benchmark
-from tdcoll.bench import peers
+from tdcoll.bench import all_gather, dense, engine, peers
+from tdcoll.bench.all_gather import AllGather
 from tdcoll.bench.data import Buffers
-from tdcoll.bench.subjects import Subject
+from tdcoll.bench.engine import Subject
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.testing import World
 
@@ -39,13 +39,12 @@ def makes(nbytes: int, world: int, sets: int = 2) -> Callable[..., Buffers]:
 def checked(subject: Subject, rounds: int = 2) -> None:
     """Calls, and what came out of them."""
     everybody = runtime.current()
-    subject.buffers.fill(5)
+    subject.begin(5)
     for _ in range(rounds):
-        subject.buffers.advance()
+        subject.before(range(subject.inputs))
         everybody.control.all_gather(range(everybody.world_size), "turn", None)
-        for i in range(subject.buffers.sets):
-            subject.call(i)
-        assert subject.buffers.errors(subject.buffers.sets) == (0, "")
+        results = [subject.call(i) for i in range(subject.inputs)]
+        assert [subject.errors(i, result) for i, result in enumerate(results)] == [(0, "")] * subject.inputs
 
 
 def gathered(mine: bytes) -> bytes:
@@ -53,10 +52,10 @@ def gathered(mine: bytes) -> bytes:
     return b"".join(owner.control.all_gather(range(owner.world_size), "gather", mine))
 
 
-@pytest.mark.parametrize("name", [name for name in peers.PEERS if "nccl" not in name])
+@pytest.mark.parametrize("name", [name for name in peers.ALL_GATHERS if "nccl" not in name])
 def test_without_gpus_they_say_why(name: str) -> None:
     with pytest.raises(RuntimeError, match="needs GPUs"):
-        peers.PEERS[name](makes(8, 1), CPU)
+        peers.ALL_GATHERS[name](makes(8, 1), CPU)
 
 
 # ---------------------------------------------------------------------- NVSHMEM's fcollect
@@ -91,9 +90,9 @@ def fake_nvshmem(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(("nbytes", "width"), [(1024, 8), (12, 4), (6, 2), (5, 1)])
 def test_fcollect(nbytes: int, width: int, fake_nvshmem: list[tuple[Any, ...]]) -> None:
     def host(pe: int) -> None:
-        subject = peers.PEERS["fcollect"](makes(nbytes, 3), CUDA)
+        subject = peers.ALL_GATHERS["fcollect"](makes(nbytes, 3), CUDA)
         owner = runtime.current()
-        for tensor in (*subject.buffers.inputs, *subject.buffers.results):
+        for tensor in (*subject.data.inputs, *subject.data.results):
             owner.offset_of(tensor, "a buffer")  # symmetric
         checked(subject)
         subject.close()
@@ -107,16 +106,19 @@ def test_fcollect(nbytes: int, width: int, fake_nvshmem: list[tuple[Any, ...]]) 
 def test_fcollect_without_room_gives_back_what_it_took(fake_nvshmem: list[tuple[Any, ...]]) -> None:
     def host(pe: int) -> None:
         with pytest.raises(HeapExhaustedError):
-            peers.PEERS["fcollect"](makes(1 << 18, 3), CUDA)
+            peers.ALL_GATHERS["fcollect"](makes(1 << 18, 3), CUDA)
         assert tdcoll.heap_info().used == 0
 
     World(3, heap_bytes=1_700_000).run(host)  # room for the results, and not for the inputs
 
 
 def test_the_heap_has_room_for_fcollect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "INTERPRETED", False)
-    without = benchmark.heap_bytes([1 << 20], 4, ["1d"])
-    assert benchmark.heap_bytes([1 << 20], 4, ["1d"], ["fcollect"]) == without + 21 * (5 << 20)
+    monkeypatch.setattr(dense, "INTERPRETED", False)
+    need = [
+        AllGather.heap_bytes(AllGather.parse(["-b", "1M", "-e", "1M", "--algorithms", "1d", "--peers", name]), 4)
+        for name in ("nccl", "fcollect")
+    ]
+    assert need[1] == need[0] + 21 * (5 << 20)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_the_heap_has_room_for_fcollect(monkeypatch: pytest.MonkeyPatch) -> None
 def test_nvshmem_keeps_its_nccl_for_fcollect(
     monkeypatch: pytest.MonkeyPatch, given: str, wanted: str | None, found: str | None
 ) -> None:
-    """When NVSHMEM starts, which is in ``jobs.run``; the variables of that moment are in the file."""
+    """When NVSHMEM starts, which is in ``case.run``; the variables of that moment are in the file."""
     monkeypatch.setenv("NVSHMEM_DISABLE_NCCL", wanted or "")
     if wanted is None:
         monkeypatch.delenv("NVSHMEM_DISABLE_NCCL")
@@ -136,9 +138,9 @@ def test_nvshmem_keeps_its_nccl_for_fcollect(
         seen.append(os.environ.get("NVSHMEM_DISABLE_NCCL"))
         return 0
 
-    monkeypatch.setattr(benchmark, "INTERPRETED", False)
-    monkeypatch.setattr(benchmark.jobs, "run", run)
-    assert benchmark.main(["-b", "1K", "-e", "1K", "--peers", given]) == 0
+    monkeypatch.setattr(all_gather, "INTERPRETED", False)
+    monkeypatch.setattr(all_gather.case, "run", run)
+    assert all_gather.main(["-b", "1K", "-e", "1K", "--peers", given]) == 0
     assert seen == [found]
 
 
@@ -213,7 +215,7 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.mark.parametrize("name", ["torch-symm", "torch-symm-cat"])
 def test_torchs_all_gathers(name: str, fake_torch: SimpleNamespace) -> None:
     fake_torch.worlds.append(World(3))
-    fake_torch.worlds[0].run(lambda pe: checked(peers.PEERS[name](makes(20, 3), CUDA)))
+    fake_torch.worlds[0].run(lambda pe: checked(peers.ALL_GATHERS[name](makes(20, 3), CUDA)))
     assert ("barrier" in fake_torch.said) == (name == "torch-symm-cat")
 
 
@@ -232,11 +234,11 @@ def test_results_of_the_last_launch_are_checked(
 ) -> None:
     """The graphs of an even and of an odd number of calls have results of their own, made when they are captured."""
 
-    def make(make_buffers: Any, device: torch.device) -> Subject:
+    def make(make_buffers: Any, device: torch.device, _: object) -> Subject:
         buffers = make_buffers(None)
         places: dict[Any, torch.Tensor] = {}
 
-        def call(i: int) -> None:
+        def call(i: int) -> torch.Tensor:
             clock.passes(5.0)
             found = torch.frombuffer(
                 bytearray(gathered(bytes(buffers.inputs[i].view(torch.uint8).tolist()))), dtype=torch.uint8
@@ -244,9 +246,9 @@ def test_results_of_the_last_launch_are_checked(
             key = (graph.get(runtime.current().rank), i)
             if key in places and not stale:
                 places[key].copy_(found)
-            buffers.results[i] = places.setdefault(key, found).view(torch.float32)
+            return places.setdefault(key, found).view(torch.float32)
 
-        return Subject("own", True, buffers, call)
+        return peers.subject_of(buffers, call)
 
     graph: dict[int, int] = {}
 
@@ -257,13 +259,11 @@ def test_results_of_the_last_launch_are_checked(
                 call(position)
 
         replay()
-        return benchmark.Launch(replay, calls)
+        return engine.Launch(replay, calls)
 
-    monkeypatch.setattr(benchmark, "capture", capture)
-    monkeypatch.setattr(benchmark, "calls_per_launch", lambda nbytes, world: (2, 3))
-    monkeypatch.setattr(benchmark, "INTERPRETED", False)
-    monkeypatch.setitem(benchmark.PEERS, "nccl", make)
-    options = benchmark.parse(["-b", "64", "-e", "64", "--algorithms=", "--iters", "4", "--warmup", "1"])
-    rows = on_gpus(lambda pe: benchmark.measure(options, lambda row: None), 2)[0]
+    monkeypatch.setattr(engine, "capture", capture)
+    monkeypatch.setitem(peers.ALL_GATHERS, "nccl", make)
+    options = AllGather.parse(["-b", "64", "-e", "64", "--algorithms=", "--iterations", "4", "--warmup", "1"])
+    rows = on_gpus(lambda pe: AllGather(options).measure(lambda row: None), 2)[0]
     assert [(row.algorithm, row.check) for row in rows] == [("nccl", "WRONG" if stale else "ok")]
     assert rows[0].median_us == pytest.approx(5.0)

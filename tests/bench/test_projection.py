@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tdcoll.bench import all_gather, projection, report, rows, sparse_all_reduce
+from tdcoll.bench import projection, report, rows
+from tdcoll.bench.all_gather import AllGather
+from tdcoll.bench.dense import plan_of
 from tdcoll.bench.projection import Cluster, Counts, cluster, project_all_gather, project_sparse
+from tdcoll.bench.sparse_all_reduce import SparseAllReduce
 from tdcoll.bench.sparse_data import Vocabulary
+from tdcoll.collectives.all_gather.policy import POLICY
 from tdcoll.testing import World
 
 COUNTED = ("puts", "put_bytes", "signals", "inter_node_puts", "inter_node_bytes")
@@ -48,9 +52,9 @@ def test_what_is_wrong_with_it_is_said(text: str, message: str) -> None:
 
 
 def test_gpus_have_no_counts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tdcoll.bench.job.INTERPRETED", False)
+    monkeypatch.setattr("tdcoll.bench.options.INTERPRETED", False)
     with pytest.raises(SystemExit):
-        all_gather.parse(["--project", "nodes=4,ranks=32,latency_us=5,GBps=48"])
+        AllGather.parse(["--project", "nodes=4,ranks=32,latency_us=5,GBps=48"])
     assert "--project needs the counts of the simulator" in capsys.readouterr().err
 
 
@@ -61,13 +65,13 @@ def test_gpus_have_no_counts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_counts_of_all_gathers_are_the_simulators(ranks: int, nodes: int) -> None:
     algorithms = "ll,1d,2d,in-place" + ",ring" * (nodes == 1)
     sizes = ["-b", "1K", "-e", "16K" if (ranks, nodes) == (4, 2) else "1K", "-f", "16"]
-    options = all_gather.parse([*sizes, "--algorithms", algorithms, "--peers="])
+    options = AllGather.parse([*sizes, "--algorithms", algorithms, "--peers="])
     world = World(ranks, ranks_per_node=ranks // nodes)
-    found = world.run(lambda _: all_gather.simulate(options, lambda row: None))[0]
+    found = world.run(lambda _: AllGather(options).measure(lambda row: None))[0]
     on = Cluster(nodes, ranks, 1.0, 1.0)
     for row in found:
         in_place = row.algorithm == "in-place"
-        plan = projection.plan_of(row.algorithm, row.bytes_per_rank, on.topology)
+        plan = plan_of(POLICY, row.algorithm, row.bytes_per_rank, on.topology)
         counts = projection.all_gather_counts(plan, row.bytes_per_rank, on.topology, in_place)
         assert {name: [getattr(counts, name)] * ranks for name in COUNTED} == {
             name: row.counts[name] for name in COUNTED
@@ -78,9 +82,9 @@ def test_counts_of_all_gathers_are_the_simulators(ranks: int, nodes: int) -> Non
 def test_counts_of_sparse_all_reduces_are_the_simulators(ranks: int, nodes: int) -> None:
     """Means of the ranks: which rank has more of the work is a matter of the hash."""
     arguments = "--rows 6 --dims 4 --num-rows 20 --distributions zipf1 --algorithms owner,gather --peers= --copy yes"
-    options = sparse_all_reduce.parse([*arguments.split(), "--eager", "--duplicates", "drawn"])
-    world = World(ranks, ranks_per_node=ranks // nodes, heap_bytes=sparse_all_reduce.heap_bytes(options, ranks))
-    found = world.run(lambda _: sparse_all_reduce.simulate(options, lambda row: None))[0]
+    options = SparseAllReduce.parse([*arguments.split(), "--eager", "--duplicates", "drawn"])
+    world = World(ranks, ranks_per_node=ranks // nodes, heap_bytes=SparseAllReduce.heap_bytes(options, ranks))
+    found = world.run(lambda _: SparseAllReduce(options).measure(lambda row: None))[0]
     assert len(found) == 2
     vocabulary = Vocabulary("zipf1", 20, torch.device("cpu"))
     for row in found:
@@ -201,7 +205,7 @@ def test_a_projection_of_counted_rows(tmp_path: Path) -> None:
     counts = {name: [value, value] for name, value in zip(COUNTED, (1.0, 1024.0, 1.0, 1.0, 1024.0), strict=True)}
     common: dict[str, Any] = {"ranks": 2, "nodes": 2, "peer": False, "launch": "simulator", "check": "ok"}
     made = [rows.Row(bytes_per_rank=1024, algorithm="1d", counts=counts, **common)]
-    text = all_gather._projection(Cluster(2, 2, 5.0, 50.0), made)
+    text = projection.of_all_gathers(Cluster(2, 2, 5.0, 50.0), made)
     assert text[4] == "| 1 KB per rank | 1d | counted | 1 | 1,024 | 1 | 1 | 1,024 | 5.02 | 1.00 × 1d |"
     facts = {"tdcoll": "0.1.0", "environment": {}}
     head = {"benchmark": "all_gather", "command": "x", "started": "2031-02-03", "provenance": facts, "projection": text}
@@ -211,11 +215,10 @@ def test_a_projection_of_counted_rows(tmp_path: Path) -> None:
 
 
 def test_a_projection_of_sparse_rows() -> None:
-    options = sparse_all_reduce.parse(["--rows", "12", "--dims", "4", "--distributions", "uniform"])
     row: Any = rows.SparseRow(
         ranks=2, nodes=1, algorithm="owner", peer=False, launch="simulator", check="ok", rows=12, dim=4, num_rows=500,
         dtype="float32", distribution="uniform",
     )  # fmt: skip
-    text = sparse_all_reduce._projection(options, Cluster(2, 16, 5.0, 50.0), [row])
+    text = projection.of_sparse(Cluster(2, 16, 5.0, 50.0), [row])
     assert len(text) == 5
     assert text[-1].startswith("| uniform, 12 × 4 | owner | formula | ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -15,11 +15,12 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.bench import entries, rows, sparse_peers
+from tdcoll.bench import engine, rows, sparse_peers
 from tdcoll.bench import sparse_all_reduce as benchmark
 from tdcoll.bench.arithmetic import floor_us, moved_rows
-from tdcoll.bench.entries import Entry, Plan, Subject, measure_entries
+from tdcoll.bench.engine import Entry, Plan, Subject, measure_entries
 from tdcoll.bench.job import Job
+from tdcoll.bench.sparse_all_reduce import SparseAllReduce
 from tdcoll.bench.timing import Launch, LineUp, Straggler
 from tdcoll.testing import World
 
@@ -65,7 +66,7 @@ def test_a_dense_tensor_of_which_no_row_fits() -> None:
 
 
 def test_the_command_line() -> None:
-    options = benchmark.parse(
+    options = SparseAllReduce.parse(
         [
             *("--rows", "7,30,7", "--dims", "16", "--num-rows", "50", "--distributions", "zipf1.2,uniform"),
             *("--duplicates", "0,0.5,drawn", "--dtype", "float64", "--algorithms", "auto", "--peers="),
@@ -75,13 +76,13 @@ def test_the_command_line() -> None:
     assert (options.rows, options.dims, options.num_rows) == ([7, 30], [16], 50)
     assert (options.distributions, options.duplicates) == (["zipf1.2", "uniform"], ["0", "0.5", "drawn"])
     assert (options.dtype, options.algorithms, options.peers) == (torch.float64, ["auto"], [])
-    assert options.forms == [("coo", False)]
-    assert (options.iterations, options.floor_gbps, options.straggler) == (9, 450.5, True)
-    usual = benchmark.parse([])
+    assert SparseAllReduce.forms(options) == [("coo", False)]
+    assert (options.iterations, options.floor_GBps, options.straggler) == (9, 450.5, True)
+    usual = SparseAllReduce.parse([])
     assert (usual.rows, usual.dims, usual.num_rows) == ([40], [8], 500)
-    assert usual.forms == [("coo", True), ("coo", False), ("padded", None)]
+    assert SparseAllReduce.forms(usual) == [("coo", True), ("coo", False), ("padded", None)]
     assert usual.peers == ["published", "allgather", "gloo", "dense"]
-    assert benchmark.parse(["--graph"]).forms == [("padded", None)]
+    assert SparseAllReduce.forms(SparseAllReduce.parse(["--graph"])) == [("padded", None)]
 
 
 @pytest.mark.parametrize(
@@ -108,14 +109,14 @@ def test_a_wrong_command_line_ends_with_status_2(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        benchmark.parse(arguments.split())
+        SparseAllReduce.parse(arguments.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_the_heap_holds_the_largest_size() -> None:
-    options = benchmark.parse(["--rows", "1000,50000", "--dims", "64,2048", "--num-rows", "5000000"])
-    need = benchmark.heap_bytes(options, 8)
+    options = SparseAllReduce.parse(["--rows", "1000,50000", "--dims", "64,2048", "--num-rows", "5000000"])
+    need = SparseAllReduce.heap_bytes(options, 8)
     assert need > 9 * 50_000 * 8192
     assert need < 9 * 50_000 * 8192 * 1.05
 
@@ -124,9 +125,9 @@ def test_the_heap_holds_the_largest_size() -> None:
 
 
 def run(arguments: str, n_pes: int, **world: Any) -> list[Any]:
-    options = benchmark.parse(arguments.split())
-    world.setdefault("heap_bytes", benchmark.heap_bytes(options, n_pes))
-    return World(n_pes, **world).run(lambda _: benchmark.simulate(options, lambda row: None))[0]
+    options = SparseAllReduce.parse(arguments.split())
+    world.setdefault("heap_bytes", SparseAllReduce.heap_bytes(options, n_pes))
+    return World(n_pes, **world).run(lambda _: SparseAllReduce(options).measure(lambda row: None))[0]
 
 
 def test_checks_and_counts_over_two_nodes() -> None:
@@ -229,18 +230,18 @@ class Clock:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr("tdcoll.bench.timing.pause", lambda us: None)
-        monkeypatch.setattr(entries, "capture", capture)
+        monkeypatch.setattr(engine, "capture", capture)
 
 
 def on_gpus(arguments: str, n_pes: int, shown: list[Any]) -> list[Any]:
     """The measuring path, in a world that says that it is not simulated."""
-    options = benchmark.parse(arguments.split())
-    world = World(n_pes, heap_bytes=benchmark.heap_bytes(options, n_pes))
+    options = SparseAllReduce.parse(arguments.split())
+    world = World(n_pes, heap_bytes=SparseAllReduce.heap_bytes(options, n_pes))
     for owner in world.runtimes:
         owner.simulated = False
 
     def host(pe: int) -> list[Any]:
-        return benchmark.measure(options, shown.append if pe == 0 else lambda row: None)
+        return SparseAllReduce(options).measure(shown.append if pe == 0 else lambda row: None)
 
     return world.run(host)[0]
 
@@ -251,8 +252,8 @@ def test_the_measuring_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "calls_per_launch", lambda nbytes, world: (2, 3))
     shown: list[Any] = []
     found = on_gpus(
-        "--rows 4,6 --dims 4 --distributions zipf1 --algorithms owner --peers published,dense --iterations 3 "
-        "--straggler",
+        "--rows 4,6 --dims 4 --distributions zipf1 --algorithms owner --peers published,dense --iterations 2 "
+        "--warmup 1 --straggler",
         2,
         shown,
     )
@@ -271,14 +272,14 @@ def test_the_measuring_path(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.gbps == pytest.approx(row.bytes_per_rank / row.median_us / 1e3)
         assert row.over_floor == pytest.approx(row.median_us / row.floor_us)
     owner, padded, peer = found[0], found[2], found[3]
-    assert owner.iterations == 3
+    assert owner.iterations == 2
     assert owner.calls == (1,)
     assert owner.wall_us > 0
     assert padded.calls == (2, 3)
     assert padded.wall_us is None
     assert owner.ratios == {"published": pytest.approx(peer.median_us / owner.median_us)}
     assert padded.ratios == {}
-    assert peer.iterations == 2
+    assert peer.iterations == 1
 
 
 def quick_peer(data: Any) -> Subject:
@@ -291,7 +292,7 @@ def quick_peer(data: Any) -> Subject:
             union[None], values, data.tensors[0].shape, is_coalesced=True, check_invariants=False
         )
 
-    return Subject(call, data.errors_of, data.advance, most_iterations=2)
+    return sparse_peers.subject_of(data, call, most_iterations=1)
 
 
 def measured(subject: Subject, launch: str, monkeypatch: pytest.MonkeyPatch, **plan: Any) -> Entry:
@@ -301,7 +302,7 @@ def measured(subject: Subject, launch: str, monkeypatch: pytest.MonkeyPatch, **p
 
     def host(_: int) -> None:
         with LineUp() as line_up:
-            measure_entries(Job(), [entry], Plan(**{"iterations": 5, "warmup": 1, "calls": (2, 3), **plan}), line_up)
+            measure_entries(Job(), [entry], Plan(**{"iterations": 5, "warmup": 1, **plan}), line_up)
 
     World(1).run(host)
     return entry
@@ -310,7 +311,7 @@ def measured(subject: Subject, launch: str, monkeypatch: pytest.MonkeyPatch, **p
 def test_every_timed_call_is_checked_and_inputs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     checked: list[Any] = []
-    prepared: list[int] = []
+    prepared: list[list[int]] = []
 
     def call(number: int) -> tuple[int, int]:
         called.append(number)
@@ -320,9 +321,11 @@ def test_every_timed_call_is_checked_and_inputs_take_turns(monkeypatch: pytest.M
         checked.append((number, result))
         return (1, f"call {result[1]}") if result[1] == 8 else (0, "")
 
-    entry = measured(Subject(call, errors, prepared.append), "eager", monkeypatch)
-    # Three to prepare; then two turns, each with one that is not timed before.
-    assert called == prepared == [0, 1, 2, 0, 0, 1, 2, 0, 1, 2]
+    subject = Subject(call, errors, inputs=3, before=prepared.append, alone=True)
+    entry = measured(subject, "eager", monkeypatch)
+    # Three to prepare; then four turns, each with one that is not timed before.
+    assert called == [0, 1, 2, *(0, 0, 1), *(0, 1), *(0, 2), *(0, 0)]
+    assert prepared == [[number] for number in called]
     assert checked == [(number, (number, i + 1)) for i, number in enumerate(called)]
     assert len(entry.times_us) == len(entry.walls_us) == 5
     assert entry.times_us == [8.0] * 5
@@ -342,18 +345,22 @@ def test_graphs_are_checked_by_the_last_call_of_the_last_replay(monkeypatch: pyt
     rounds = [0, 0, 0]
     checked: list[tuple[int, int]] = []
 
-    def before(number: int) -> None:
-        rounds[number] += 1
+    def before(numbers: Sequence[int]) -> None:
+        for number in dict.fromkeys(numbers):
+            rounds[number] += 1
 
     def errors(number: int, result: tuple[int, int]) -> tuple[int, str]:
         checked.append((number, result[0]))
         return int(result != (number, rounds[number])), "stale"
 
-    entry = measured(Subject(lambda number: (number, rounds[number]), errors, before), "graph", monkeypatch)
+    call = lambda number: (number, rounds[number])  # noqa: E731
+    subject = Subject(call, errors, inputs=3, before=before, calls=(2, 3), alone=True)
+    entry = measured(subject, "graph", monkeypatch)
     assert checked[:3] == [(0, 0), (1, 1), (2, 2)]
-    assert checked[3:] == [(1, 1), (2, 2)]  # graphs of two calls and of three were last once each
+    assert checked[3:] == [(1, 1), (2, 2)] * 2  # graphs of two calls and of three were last in turn
     assert entry.errors == 0
-    assert entry.times_us == [4.0, pytest.approx(8 / 3), 4.0, 4.0, pytest.approx(8 / 3)]
+    assert entry.calls == (2, 3)
+    assert entry.times_us == [pytest.approx(8 / n) for n in (3, 2, 3, 2, 3)]
     assert entry.walls_us == []
     assert entry.wall_us is None
 
@@ -367,7 +374,7 @@ def test_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def host(_: int) -> None:
         with LineUp() as line_up:
-            measure_entries(Job(), [entry], Plan(4, 1, (2, 3), Straggler(0, 1)), line_up)
+            measure_entries(Job(), [entry], Plan(4, 1, Straggler(0, 1)), line_up)
 
     World(1).run(host)
     assert entry.problem == "no such transport"
@@ -393,6 +400,6 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     assert [(row.label, row.check) for row in found] == [(label, "ok") for label in labels] * 2
     assert all(row.counts for row in found if not row.peer)
     assert found[-1].note.startswith("only the all-reduce of 0.0 GB")
-    assert head["command"].startswith("bash launch.sh --nproc 3 --simulate -m tdcoll.bench sparse_all_reduce --rows 12")
+    assert head["command"].startswith("bash launch.sh --nproc 3 --simulate -m tdcoll bench sparse_all_reduce --rows 12")
     assert "tdcoll auto" in done.stdout
     assert str(tmp_path) not in json.dumps(head)

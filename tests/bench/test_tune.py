@@ -15,18 +15,20 @@ from typing import Any
 
 import killed_tune
 import pytest
-import torch
 
 import tdcoll
 from tdcoll.__main__ import main
-from tdcoll.bench import all_gather as benchmark
+from tdcoll.bench import all_gather, reduce_scatter, tune
 from tdcoll.bench import rows as files
-from tdcoll.bench import tune
 from tdcoll.bench.arithmetic import Summary
+from tdcoll.bench.case import Case
+from tdcoll.bench.choosing import Candidate, Choice, pick
 from tdcoll.bench.rows import Row
 from tdcoll.bench.table import duration
-from tdcoll.bench.tune import Candidate, candidates, pick, sections
+from tdcoll.bench.tune import Tune
 from tdcoll.collectives._host.plan import Plan
+from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.collectives.reduce_scatter.policy import POLICY as REDUCE
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import SIMULATOR, Table
 
@@ -35,13 +37,14 @@ TWO_BY_TWO = Topology.of(0, range(4), [0, 0, 1, 1])
 
 LL, PUTS, NCCL = Candidate("ll"), Candidate("1d"), Candidate("nccl")
 WIDE = Candidate("1d", channels=32, num_warps=8)
+OF_FOUR = Choice(POLICY, FOUR)
 
 
 # ---------------------------------------------------------------------- what is tried
 
 
 def test_what_is_tried() -> None:
-    found = candidates(4096, FOUR, ll_bytes=4096, channels=(1, 4, 8), warps=(4, 8))
+    found = OF_FOUR.candidates(4096, ll_bytes=4096, channels=(1, 4, 8), warps=(4, 8))
     assert [c.name for c in found] == [
         *("ll", "ll 3 KB chunks 4 warps", "ll 3 KB chunks 8 warps"),  # 1.5 KB with 4 is the rules'
         *("ll 6 KB chunks 4 warps", "ll 6 KB chunks 8 warps"),
@@ -49,13 +52,16 @@ def test_what_is_tried() -> None:
         *("ring", "ring 1 chunks 4 warps", "ring 4 chunks 4 warps", "ring 4 chunks 8 warps"),
         *("1d", "1d 1 chunks 4 warps", "1d 4 chunks 4 warps", "1d 4 chunks 8 warps"),  # 1 with 8 is the rules'
     ]
-    plans = [c.plan(4096, FOUR, 4096) for c in found]
+    plans = [OF_FOUR.plan(c, 4096, 4096) for c in found]
     assert len(set(plans)) == len(plans)
+    assert [Candidate.named(c.name) for c in found] == found
+    more = (NCCL, WIDE, Candidate("ll", True, chunk=1536, num_warps=4), Candidate("2d", True, channels=4))
+    assert all(Candidate.named(c.name) == c for c in more)
 
 
 def test_what_cannot_be_had_is_not_tried() -> None:
-    def algorithms(*arguments: Any, **options: Any) -> set[str]:
-        return {c.algorithm for c in candidates(*arguments, **options)}
+    def algorithms(nbytes: int, topology: Topology, **options: Any) -> set[str]:
+        return {c.algorithm for c in Choice(POLICY, topology).candidates(nbytes, **options)}
 
     assert algorithms(1 << 20, FOUR, ll_bytes=16 << 10) == {"direct", "ring", "1d"}
     assert algorithms(64, FOUR, ll_bytes=64) == {"ll", "direct", "ring", "1d"}
@@ -65,6 +71,30 @@ def test_what_cannot_be_had_is_not_tried() -> None:
     assert algorithms(64, FOUR, ll_bytes=-1) == {"1d"}
     assert algorithms(64, TWO_BY_TWO, ll_bytes=-1) == {"1d", "2d"}
     assert algorithms(64, Topology.of(0, range(3), [0, 0, 1]), ll_bytes=-1) == {"1d"}
+
+
+def test_what_is_tried_is_the_operations_own() -> None:
+    choice = Choice(REDUCE, FOUR, itemsize=2, hand_over=False)
+    found = choice.candidates(4096, ll_bytes=4096, algorithms=("ring", "ll", "direct", "2d"), channels=(4,), warps=(4,))
+    assert [c.name for c in found] == [
+        "ll",
+        *(f"ll {n} KB chunks 4 warps" for n in (3, 6)),
+        "direct",
+        "direct 4 chunks 4 warps",
+    ]
+    wide = dataclasses.replace(choice, itemsize=8)
+    assert {c.algorithm for c in wide.candidates(4096, ll_bytes=4096)} == {"direct", "1d"}  # no words of 8 bytes
+
+
+def test_nccl_is_taken_only_where_calls_can_be_left_to_it() -> None:
+    times = {1024: {PUTS: 5.0, NCCL: 3.0}, 4096: {PUTS: 5.0, NCCL: 3.0}}
+    assert OF_FOUR.picked(times, False) == [(1024, NCCL), (4096, NCCL)]
+    choice = Choice(REDUCE, FOUR, itemsize=2, hand_over=False)
+    assert choice.picked(times, False) == [(1024, PUTS), (4096, PUTS)]
+    rows = [row(n, c, us) for n, found in times.items() for c, us in found.items()]
+    (section,) = choice.sections(rows, "NVIDIA Test", "a test")
+    assert (section.operation, [(e.up_to, e.algorithm) for e in section.entries]) == ("reduce_scatter", [(4096, "1d")])
+    assert choice.verdict(4096, rows) == "graph: 1d 5.00 µs (nccl -40%)"
 
 
 # ---------------------------------------------------------------------- what is taken
@@ -119,8 +149,7 @@ def test_sections_of_a_table() -> None:
         *(row(1024, LL, 12.0, "eager"), row(1024, NCCL, 20.0, "eager")),
         row(65536, inside, 5.0),
     ]
-    known = {c.name: c for c in (LL, PUTS, NCCL, WIDE, inside)}
-    made = sections(rows, known, FOUR, "NVIDIA Test", 0.03, "a test")
+    made = OF_FOUR.sections(rows, "NVIDIA Test", "a test")
     said = {
         (s.launch, s.in_place): [(e.up_to, e.algorithm, e.channels, e.chunk, e.num_warps) for e in s.entries]
         for s in made
@@ -150,6 +179,7 @@ def test_sections_of_a_table() -> None:
         ("--dry-run --channels 4,513", "--channels: expected at most 512, got 513"),
         ("--dry-run --warps 3", "--warps: expected some of 1, 2, 4, 8, 16, 32; got 3"),
         ("--dry-run --algorithms auto", "expected some of ll, direct, ring, 1d, 2d"),
+        ("--dry-run --operation broadcast", "expected some of all_gather, reduce_scatter; got broadcast"),
         ("--dry-run --margin -1", "expected a number of percent"),
         ("--dry-run -b 2K -e 1K", "-b must be at most -e"),
     ],
@@ -159,7 +189,7 @@ def test_a_wrong_command_line_ends_with_status_2(
 ) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     with pytest.raises(SystemExit) as ended:
-        tune.parse(arguments.split())
+        Tune.parse(arguments.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -176,7 +206,7 @@ def test_shared_gpus_have_no_times(
     monkeypatch.setattr("tdcoll.runtime.lifecycle.INTERPRETED", False)
     monkeypatch.setattr("tdcoll.bench.tune.INTERPRETED", False)
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
-    for name in ("all_gather", "sparse_all_reduce", "index_match", "signal", "tune"):
+    for name in ("all_gather", "reduce_scatter", "sparse_all_reduce", "index_match", "signal", "tune"):
         with pytest.raises(SystemExit) as ended:
             main(["tune", "-o", str(tmp_path / "t.json")] if name == "tune" else ["bench", name])
         assert ended.value.code == 2
@@ -185,11 +215,13 @@ def test_shared_gpus_have_no_times(
 
 def test_the_listing() -> None:
     arguments = "--dry-run -b 1K -e 512K -f 512 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
-    assert tune.listing(tune.parse(arguments.split()), FOUR, True).splitlines() == [
+    arguments += " --operation all_gather"
+    assert tune.listing(Tune.parse(arguments.split()), FOUR, True).splitlines() == [
         "tune, 4 rank(s) on 1 node(s) (4): 28 measurements of 40 iterations, graph and eager",
-        "1 KB per rank: ll, 1d, 1d 1 chunks 4 warps, in-place ll, in-place 1d, in-place 1d 1 chunks 4 warps, nccl",
-        "512 KB per rank: 1d, 1d 1 chunks 4 warps, 1d 4 chunks 4 warps, in-place 1d, in-place 1d 1 chunks 4 warps, "
-        "in-place 1d 4 chunks 4 warps, nccl",
+        "all_gather, 1 KB per rank: ll, 1d, 1d 1 chunks 4 warps, in-place ll, in-place 1d, in-place 1d 1 chunks 4 "
+        "warps, nccl",
+        "all_gather, 512 KB per rank: 1d, 1d 1 chunks 4 warps, 1d 4 chunks 4 warps, in-place 1d, in-place 1d 1 chunks "
+        "4 warps, in-place 1d 4 chunks 4 warps, nccl",
     ]
 
 
@@ -200,51 +232,58 @@ def test_measuring_writes_a_table(
     took, quick = {"ll": 3.0, "1d": 5.0}, Plan("1d", 4, 1024, 4)
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: torch.Tensor, context: Any, *rest: Any, algorithm: Any) -> Any:
-            clock.passes(2.5 if algorithm == quick else took[algorithm.algorithm])
-            return function(tensor, context, *rest, algorithm=algorithm)
+        def call(*arguments: Any, **named: Any) -> Any:
+            plan = named.get("algorithm") or arguments[-1]
+            clock.passes(2.5 if plan == quick else took[plan.algorithm])
+            return function(*arguments, **named)
 
         return call
 
-    monkeypatch.setattr(tune, "all_gather", timed(tune.all_gather))
-    monkeypatch.setattr(tune, "all_gather_in_place", timed(tune.all_gather_in_place))
-    monkeypatch.setattr(benchmark, "calls_per_launch", lambda nbytes, world: (2, 3))
+    for module, names in ((all_gather, ("all_gather", "all_gather_in_place")), (reduce_scatter, ("reduce_scatter",))):
+        for name in names:
+            monkeypatch.setattr(module, name, timed(getattr(module, name)))
     file = tmp_path / "t.json"
     kept = Table.parse(
         '{"tuning": "all_gather", "version": 2, "tables": [{"architecture": "NVIDIA Test", "ranks_per_node": 2, '
         '"nodes": 1, "launch": "eager", "in_place": false, "entries": [{"up_to": 64, "algorithm": "1d"}]}]}'
     )
     file.write_text(kept.text())
-    arguments = f"-b 1K -e 4K --channels 1,4 --warps 4 --algorithms ll,1d --in-place --graph --iters 4 -o {file}"
-    options = tune.parse(arguments.split())
+    arguments = "-b 1K -e 4K --channels 1,4 --warps 4 --algorithms ll,1d --in-place --graph --iterations 2 --warmup 1"
+    arguments += f" -o {file}"
+    options = Tune.parse(arguments.split())
     shown: list[Row] = []
-    monkeypatch.setattr(benchmark, "INTERPRETED", False)
 
     def host(pe: int) -> list[Row]:
-        return tune.measure(options, arguments.split(), shown.append if pe == 0 else lambda row: None)
+        return Tune(options).measure(shown.append if pe == 0 else lambda row: None)
 
     rows = on_gpus(host, 2)[0]
     assert shown == rows
     assert {row.check for row in rows if not row.peer} == {"ok"}
     assert {row.note for row in rows if row.peer} == {"needs GPUs"}
-    assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 2  # of 1 and 4 KB
+    # Of two operations and sizes.
+    assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 4
+    kinds = {(row.operation, row.dtype, row.op) for row in rows}
+    assert kinds == {("all_gather", "uint8", None), ("reduce_scatter", "bfloat16", "sum")}
     table = Table.load(file)
     assert table.sections[0] == kept.sections[0]
     said = {
-        (s.architecture, s.launch, s.in_place): [(e.up_to, e.algorithm, e.channels, e.num_warps) for e in s.entries]
+        (s.operation, s.launch, s.in_place): [(e.up_to, e.algorithm, e.channels, e.num_warps) for e in s.entries]
         for s in table.sections[1:]
     }
+    found = [(1024, "ll", None, None), (4096, "1d", 4, 4)]
     assert said == {
-        (SIMULATOR, "graph", False): [(1024, "ll", None, None), (4096, "1d", 4, 4)],
-        (SIMULATOR, "graph", True): [(1024, "ll", None, None), (4096, "1d", 4, 4)],
+        ("all_gather", "graph", False): found,
+        ("all_gather", "graph", True): found,
+        ("reduce_scatter", "graph", False): found,
     }
+    assert {s.architecture for s in table.sections[1:]} == {SIMULATOR}
     assert "tune -b 1K -e 4K" in table.sections[1].source
     assert str(tmp_path) not in table.sections[1].source
 
 
 # ---------------------------------------------------------------------- cut off, and on again
 
-SIZES = "-b 1K -e 64K -f 4 --channels 1,4 --warps 4 --algorithms ll,direct,1d --graph"
+SIZES = "-b 1K -e 64K -f 4 --channels 1,4 --warps 4 --algorithms ll,direct,1d --graph --operation all_gather"
 TUNED = [(4096, "ll"), (65536, "direct")]
 
 
@@ -255,17 +294,19 @@ def said_of(file: Path) -> list[tuple[int | None, str]]:
 
 
 class Times:
-    """Lets `tune` measure made-up times; notes of which sizes, and may end it at one."""
+    """Lets `tune` measure made-up times; notes of which operations and sizes, and may end it at one size."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int | None = None) -> None:
         self.sizes: list[int] = []
+        self.operations: list[str] = []
         self.until = until
-        monkeypatch.setattr(benchmark, "measure_size", killed_tune.made_up(self.note))
+        monkeypatch.setattr(Case, "measure_size", killed_tune.made_up(self.note))
 
-    def note(self, nbytes: int) -> None:
+    def note(self, operation: str, nbytes: int) -> None:
         if nbytes == self.until:
             raise KeyboardInterrupt
         self.sizes.append(nbytes)
+        self.operations.append(operation)
 
 
 def test_a_killed_run_goes_on_where_it_was(
@@ -279,9 +320,9 @@ def test_a_killed_run_goes_on_where_it_was(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     first, second = [line for line in killed.stdout.splitlines() if " per rank: " in line]
     assert first.startswith(
-        "tune: 1 KB per rank: graph: ll 3.00 µs (direct +67%, 1d +133%, nccl +200%) [1 of 4 sizes, "
+        "tune: all_gather, 1 KB per rank: graph: ll 3.00 µs (direct +67%, 1d +133%, nccl +200%) [1 of 4 sizes, "
     )
-    assert second.startswith("tune: 4 KB per rank: graph: ll 3.00 µs (")
+    assert second.startswith("tune: all_gather, 4 KB per rank: graph: ll 3.00 µs (")
     assert re.search(r"\[2 of 4 sizes, 0 s, about \d+ s left\]$", second)
     assert said_of(file) == [(4096, "ll")]
     part = tune.part_of(file)
@@ -292,8 +333,9 @@ def test_a_killed_run_goes_on_where_it_was(
     assert times.sizes == [16384, 65536], "what was measured is not measured again"
     assert {row.bytes_per_rank for row in rows} == {1024, 4096, 16384, 65536}
     said = capsys.readouterr().out
-    assert f"tune: goes on after 1 KB, 4 KB per rank, which are in {part}" in said
-    assert "tune: 64 KB per rank: graph: direct 5.00 µs (1d +40%, ll +80%, nccl +80%) [4 of 4 sizes, 0 s]" in said
+    assert f"tune: goes on after all_gather 1 KB, all_gather 4 KB per rank, which are in {part}" in said
+    last = "64 KB per rank: graph: direct 5.00 µs (1d +40%, ll +80%, nccl +80%) [4 of 4 sizes, 0 s]"
+    assert f"tune: all_gather, {last}" in said
     killed_tune.run([*SIZES.split(), "-o", str(whole)])
     assert Table.load(file).digest == Table.load(whole).digest
     assert said_of(file) == TUNED
@@ -303,7 +345,7 @@ def test_a_killed_run_goes_on_where_it_was(
 @pytest.mark.parametrize(
     ("options", "version", "differs"),
     [
-        ("--iters 8", None, "iterations: 40 then, 8 now"),
+        ("--iterations 8", None, "iterations: 40 then, 8 now"),
         ("--in-place", None, "in_place: False then, True now"),
         ("", "9.9", f"tdcoll: {tdcoll.__version__} then, 9.9 now"),
     ],
@@ -351,6 +393,32 @@ def test_an_earlier_table_holds_for_sizes_that_are_not_measured_yet(
     assert said_of(file) == TUNED
 
 
+def test_a_run_of_several_operations_goes_on_in_the_one_that_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "t.json"
+    arguments = [*SIZES.replace("all_gather", "all_gather,reduce_scatter").split(), "--in-place", "-o", str(file)]
+    times = Times(monkeypatch)
+    killed = killed_tune.made_up(times.note)
+
+    def until(bench: Any, nbytes: int, *rest: Any, **named: Any) -> list[Row]:
+        if (bench.benchmark, nbytes) == ("reduce_scatter", 4096):
+            raise KeyboardInterrupt
+        return killed(bench, nbytes, *rest, **named)
+
+    monkeypatch.setattr(Case, "measure_size", until)
+    with pytest.raises(KeyboardInterrupt):
+        killed_tune.run(arguments)
+    assert times.operations == ["all_gather"] * 4 + ["reduce_scatter"]
+    assert tune.part_of(file).exists()
+    times = Times(monkeypatch)
+    killed_tune.run(arguments)
+    assert times.operations == ["reduce_scatter"] * 3
+    said = {(s.operation, s.in_place): [(e.up_to, e.algorithm) for e in s.entries] for s in Table.load(file).sections}
+    assert said == {("all_gather", False): TUNED, ("all_gather", True): TUNED, ("reduce_scatter", False): TUNED}
+    assert not tune.part_of(file).exists()
+
+
 def test_a_file_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "t.json"
     files.write_whole(file, "before")
@@ -367,7 +435,7 @@ def test_a_file_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_file_of_rows_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.json.part").write_text("{}")
     with pytest.raises(SystemExit) as ended:
-        tune.parse(["-o", str(tmp_path / "t.json")])
+        Tune.parse(["-o", str(tmp_path / "t.json")])
     assert ended.value.code == 2
     assert "t.json.part is not a result of tdcoll.bench" in capsys.readouterr().err
 
@@ -379,11 +447,10 @@ def test_what_is_said_of_a_size() -> None:
         *(row(4096, kept, 5.1), row(4096, LL, 5.0), row(4096, NCCL, 10.2)),
         *(row(4096, LL, 12.0, "eager"), row(4096, WIDE, 2.0, check="WRONG")),
     ]
-    known = {c.name: c for c in (LL, NCCL, WIDE, kept)}
-    assert tune.verdict(4096, rows, known, FOUR, 0.03) == (
+    assert OF_FOUR.verdict(4096, rows) == (
         "graph: 1d 4 chunks 5.10 µs (ll -2%, nccl +100%); eager: ll 12.00 µs; WRONG: 1d 32 chunks 8 warps"
     )
-    assert tune.verdict(16384, rows, known, FOUR, 0.03) == "nothing was right"
+    assert OF_FOUR.verdict(16384, rows) == "nothing was right"
 
 
 @pytest.mark.parametrize(

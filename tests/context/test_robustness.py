@@ -14,6 +14,7 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives.all_gather.op import ALL_GATHER
 from tdcoll.collectives.sparse_all_reduce import context as sparse_context
+from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.spec.constants import RECORD_VALID
 from tdcoll.testing import Deadlock, World
 
@@ -176,6 +177,27 @@ def test_a_rank_that_cannot_make_its_context_keeps_the_others_from_having_one(mo
         _nothing_is_taken()
 
     World(2, heap_bytes=HEAP, on_timeout="expire").run(host)
+
+
+def test_a_sparse_context_needs_ranks_of_a_node_that_can_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tdcoll.runtime.simulator.memory.MemoryView.peer_base", lambda view, pe: 0)
+
+    def host(pe: int) -> None:
+        with pytest.raises(tdcoll.ContextError, match="cannot store to each other's memory"):
+            tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16)
+        _nothing_is_taken()
+
+    World(2, heap_bytes=HEAP).run(host)
+
+
+def test_the_exchange_of_a_sparse_context_keeps_to_the_least_budget_of_all_ranks() -> None:
+    def host(pe: int) -> None:
+        for given, most in (([None, None], MAX_PROGRAMS), ([None, 64], 64), ([7, 64], 7), ([1, 2], 6)):
+            with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16, max_programs=given[pe]) as ctx:
+                assert ctx.collective.max_programs == most
+                assert ctx.beside_others == (most < MAX_PROGRAMS)
+
+    World(2, heap_bytes=HEAP).run(host)
 
 
 def test_a_sparse_context_that_could_not_grow_refuses_calls_and_can_be_closed() -> None:

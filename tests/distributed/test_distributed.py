@@ -41,6 +41,7 @@ def test_checks(launch: Launch) -> None:
     assert "methods" in found["pytorchs_own_cases"]["note"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "words"),
     [
@@ -186,6 +187,7 @@ def test_a_wait_for_a_work_that_expires() -> None:
     assert work.wait(timedelta(seconds=20))
 
 
+@pytest.mark.slow
 def test_a_reducer_whose_finish_is_left_out(launch: Launch) -> None:
     """What it has begun waits for ranks that do not come; the process must not be aborted for it."""
     done = launch("--simulate", "--nproc", "2", str(WORKERS / "finish_left_out.py"))

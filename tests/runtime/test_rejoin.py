@@ -42,6 +42,7 @@ def test_under_torchrun(launch: Callable[..., subprocess.CompletedProcess[str]],
     assert lived(done.stdout) == [(life, ROUNDS) for life in lives]
 
 
+@pytest.mark.slow
 def test_without_a_launcher(capfd: pytest.CaptureFixture[str]) -> None:
     """The store is in the process of rank 0, which does not always leave last."""
     status = spawn(RANKS, ["--rounds", str(ROUNDS)], TIMEOUT_S)

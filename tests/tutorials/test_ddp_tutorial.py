@@ -88,6 +88,7 @@ def test_runs(launch, tmp_path):
     assert "hidden" not in found
 
 
+@pytest.mark.slow
 def test_run_that_loses_one_ranks_rows_fails(launch, tmp_path):
     lost = "model.memory.weight.register_hook(lambda gradient: gradient * (dist.get_rank() != 0))"
     whole = "        self.model = distribute(model, group)\n"

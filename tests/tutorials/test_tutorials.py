@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from changes import load_changed
+from tiers import seeds
 
 import tdcoll
 from tdcoll import runtime
@@ -47,6 +48,7 @@ def test_all_gather_runs_on_two_emulated_nodes(launch):
         assert f"\n{name}: " in done.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_is_named_by_the_others(launch):
     done = launch("--simulate", "--nproc", "2", "--timeout", "3", "--monitor-interval", "25", str(NOTIFY), "--die", "1")
     assert done.returncode != 0
@@ -108,8 +110,9 @@ SMALL = ("WORDS, SLOTS, ITEMS = 256, 4, 24", "WORDS, SLOTS, ITEMS = 16, 2, 18")
 
 
 @pytest.mark.parametrize("options", [{"n_pes": 1}, {"n_pes": 3}, {"n_pes": 3, "ranks_per_node": 1}], ids=str)
-def test_queue_is_right_in_any_order(tmp_path, options):
-    explore(queue_case(load_changed(NOTIFY, tmp_path, SMALL)), seeds=25, **options)
+@seeds(5, 20)
+def test_queue_is_right_in_any_order(tmp_path, options, seeds):
+    explore(queue_case(load_changed(NOTIFY, tmp_path, SMALL)), seeds=seeds, **options)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +176,9 @@ def no_process_group(monkeypatch):
     [{"n_pes": 1}, {"n_pes": 4}, {"n_pes": 4, "resident": 1}, {"n_pes": 4, "ranks_per_node": 2}],
     ids=str,
 )
-def test_my_all_gather_is_right_in_any_order(tmp_path, options):
-    explore(gather_case(load_changed(ALL_GATHER, tmp_path)), seeds=25, **options)
+@seeds(5, 20)
+def test_my_all_gather_is_right_in_any_order(tmp_path, options, seeds):
+    explore(gather_case(load_changed(ALL_GATHER, tmp_path)), seeds=seeds, **options)
 
 
 @pytest.mark.usefixtures("no_process_group")

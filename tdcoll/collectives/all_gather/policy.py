@@ -37,7 +37,7 @@ def _seed(facts: Facts) -> str:
     - 2D where there are several nodes of several ranks each, all of one size: a segment then crosses between nodes once
       per node pair.
     - 1D everywhere else.
-    - The ring nowhere: it was not measured on more than two GPUs.
+    - The ring nowhere: it was the fastest where a table says so, and was not measured on more than four GPUs.
     """
     topology, nbytes = facts.topology, facts.nbytes
     one_node, per_node = topology.n_nodes == 1, topology.ranks_per_node

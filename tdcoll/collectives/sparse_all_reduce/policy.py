@@ -24,8 +24,7 @@ GATHER_BYTES = 64 << 10
 the bytes cost more than the two launches and the crossing that it saves."""
 
 GATHERED_BYTES = 8 << 20
-"""The same in one node, in bytes that a rank is sent by all others together: there bytes cost little. (On 4 H200s
-gather was the faster up to seven times as many; but it moves each part of a row to all.)"""
+"""The same in one node, in bytes that a rank is sent by all others together: there bytes cost little."""
 
 EXCHANGE_CHANNELS = 32
 """Chunks that an exchange cuts a rank's list of ids into, at most."""

@@ -20,6 +20,7 @@ from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import MIXED, joined
 from tdcoll.runtime.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
 from tdcoll.runtime.simulator.memory import NULL_PAGE
+from tdcoll.runtime.simulator.shortcuts import block_type
 
 __all__ = ["MachineBuilder", "StockBuilder", "is_narrow_handle", "moved_from", "numpy_dtype"]
 
@@ -117,7 +118,8 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         target = dst_type.scalar
         if not (is_narrow_handle(src) or is_narrow(target)):
-            return moved_from(src, super().cast_impl(src, dst_type))
+            data = src.data.astype(numpy_dtype(target))
+            return moved_from(src, triton_interpreter.TensorHandle(data, target))
         values = to_float32(src.data, src.dtype.scalar) if is_narrow_handle(src) else src.data
         data = narrowed(values, target) if is_narrow(target) else values.astype(numpy_dtype(target))
         return triton_interpreter.TensorHandle(data, target)
@@ -165,6 +167,9 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
             for h in (a, b)
         ]
         return super().create_dot(*wide, d, *options)
+
+    def get_block_ty(self, dtype: Any, shape: Any) -> Any:
+        return block_type(dtype, shape)
 
     def get_bf16(self, value: float) -> Any:
         return triton_interpreter.TensorHandle(narrowed(np.array([value], np.float64), tl.bfloat16), tl.bfloat16)

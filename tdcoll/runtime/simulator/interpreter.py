@@ -32,6 +32,7 @@ from tdcoll.runtime.simulator.lanes import kernel_globals
 from tdcoll.runtime.simulator.launcher import MachineLauncher
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.rewrite import KernelTransformer
+from tdcoll.runtime.simulator.shortcuts import shortcuts
 
 __all__ = ["Installed"]
 
@@ -84,6 +85,8 @@ class Installed:
         self._language = module._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         # triton 3.6 with numpy >= 2.4: int() of a one-element array fails, and with it range(runtime value)
         self._language.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+        for owner, name, function in shortcuts(check_overflow=wanted.check_overflow):
+            self._language.set_attr(owner, name, function)
         self._saved: list[tuple[Any, str, Any]] = []
         self._replace(module, "GridExecutor", MachineLauncher)
         self._replace(module, "_patch_lang", lambda fn: _NOTHING)

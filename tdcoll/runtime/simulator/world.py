@@ -102,7 +102,7 @@ class World:
         backend: ``"greenlet"`` or ``"thread"``; None: greenlets where installed.
         trace: record a timeline; see :attr:`trace`.
         check_overflow: 32-bit integers that overflow in a kernel are errors, and so are failed
-            ``tl.device_assert``; a GPU wraps and goes on. Makes kernels about a third slower.
+            ``tl.device_assert``; a GPU wraps and goes on. Kernels take about twice as long.
         max_steps: a run that takes more is ended as a deadlock.
         spin_limit: loads of the same words, while nobody else does anything, after which a spin loop counts
             as blocked.

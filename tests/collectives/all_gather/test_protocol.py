@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton.language as tl
 from kernel_mutants import installed
+from tiers import second, seeds
 
 import tdcoll
 from tdcoll.collectives._host.plan import Plan
@@ -22,54 +23,56 @@ from tdcoll.testing import World, explore, first_failure
 from .cases import Gathers
 from .mutants import MUTANTS, Mutant
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 HEAP = 1 << 18
-CALLS = {"ll": "oi", "direct": "oi", "ring": "oi", "1d": "oi", "2d": "oi"}
-
-GRIDS = [  # algorithm, nodes, ranks per node, calls, bytes per rank, seeds that every run tries
-    ("ll", 1, 4, "oiozi", 201, 24),
-    ("ll", 2, 2, "oizo", 201, 20),
-    ("ll", 3, 2, "oio", 64, 10),
-    ("ll", 2, 2, "oioiz", 100, 20),
-    ("auto", 2, 2, "oio", 100, 5),
-    ("direct", 1, 4, "oioiz", 200, 30),
-    ("ring", 1, 4, "oioiz", 200, 10),
-    ("1d", 1, 4, "oio", 200, 100),
-    ("1d", 2, 2, "oio", 200, 100),
-    ("2d", 2, 2, "oio", 200, 132),
-    ("2d", 2, 4, "oio", 48, 20),
-    ("2d", 3, 2, "oio", 100, 30),
-    ("2d", 4, 2, "oio", 48, 20),
-]
-SEEDS = os.environ.get("EXPLORE_SEEDS")
-"""So many seeds for every grid instead: 200 before a kernel's change lands (about 15 minutes)."""
 
 
-@pytest.mark.parametrize(("algorithm", "nodes", "per_node", "calls", "nbytes", "seeds"), GRIDS)
-def test_clean_over_seeds(algorithm: str, nodes: int, per_node: int, calls: str, nbytes: int, seeds: int) -> None:
-    case, seeds = Gathers(algorithm, calls, nbytes), int(SEEDS or seeds)
+@pytest.mark.parametrize(
+    ("algorithm", "nodes", "per_node", "calls", "nbytes"),
+    [
+        ("ll", 1, 4, "oiozi", 201),
+        ("ll", 2, 2, "oioiz", 201),
+        second("ll", 3, 2, "oio", 64),
+        ("auto", 2, 2, "oio", 100),
+        ("direct", 1, 4, "oioiz", 200),
+        ("ring", 1, 4, "oioiz", 200),
+        ("1d", 1, 4, "oio", 200),
+        ("1d", 2, 2, "oio", 200),
+        ("2d", 2, 2, "oio", 200),
+        second("2d", 2, 4, "oio", 48),
+        ("2d", 3, 2, "oio", 100),
+        second("2d", 4, 2, "oio", 48),
+    ],
+)
+@seeds(4, 16)
+def test_clean_over_seeds(
+    algorithm: str, nodes: int, per_node: int, calls: str, nbytes: int, seeds: Sequence[int]
+) -> None:
+    case = Gathers(algorithm, calls, nbytes)
     explore(case, n_pes=nodes * per_node, seeds=seeds, ranks_per_node=per_node, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("n_pes", range(1, 9))
-def test_every_world_size(n_pes: int) -> None:
-    for algorithm in ("ll", "direct", *(["ring"] if n_pes <= 5 else []), "1d", "2d"):
-        explore(Gathers(algorithm, CALLS[algorithm]), n_pes=n_pes, seeds=3, heap_bytes=HEAP)
+@pytest.mark.parametrize("algorithm", ["ll", "direct", "ring", "1d", "2d"])
+def test_every_world_size(algorithm: str, n_pes: int) -> None:
+    if algorithm != "ring" or n_pes <= 5:
+        explore(Gathers(algorithm, "oi"), n_pes=n_pes, seeds=1, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 3, 16, 127, 128, 129, 1000])
+@pytest.mark.parametrize("nbytes", [0, 1, 3, 16, 127, 128, 129, second(1000)])
 @pytest.mark.parametrize("algorithm", ["ll", "direct", "ring", "1d", "2d"])
 def test_every_size(algorithm: str, nbytes: int) -> None:
-    case = Gathers(algorithm, CALLS[algorithm], nbytes)
     for per_node in {"ll": (None, 2), "direct": (None,), "ring": (None,)}.get(algorithm, (2,)):
-        explore(case, n_pes=4, seeds=3, ranks_per_node=per_node, heap_bytes=HEAP)
+        explore(Gathers(algorithm, "oi", nbytes), n_pes=4, seeds=1, ranks_per_node=per_node, heap_bytes=HEAP)
 
 
 def test_two_dimensions_where_ranks_of_a_node_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryView, "peer_base", lambda self, pe: self.base if pe == self.pe else 0)
-    explore(Gathers("2d", "oioo"), n_pes=4, seeds=20, ranks_per_node=2, heap_bytes=HEAP)
+    explore(Gathers("2d", "oio"), n_pes=4, seeds=4, ranks_per_node=2, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize("nbytes", [201, 599])
+@pytest.mark.parametrize("nbytes", [201, second(599)])
 def test_ll_over_nodes_in_many_pieces(nbytes: int) -> None:
     """4 words for each program, three programs' words for each put."""
     plan = Plan("ll", -(-nbytes // 48), 48, 1)
@@ -79,46 +82,54 @@ def test_ll_over_nodes_in_many_pieces(nbytes: int) -> None:
 
 @pytest.mark.parametrize("group", [[0, 2], [1, 3, 5], [5, 0, 3]])
 def test_subgroups(group: list[int]) -> None:
-    explore(Gathers("1d", group=group), n_pes=6, seeds=10, ranks_per_node=2, heap_bytes=HEAP)
+    explore(Gathers("1d", group=group), n_pes=6, seeds=2, ranks_per_node=2, heap_bytes=HEAP)
 
 
-def test_subgroup_in_two_dimensions() -> None:
+@seeds(2, 8)
+@pytest.mark.parametrize(("algorithm", "calls"), [("2d", "oio"), ("ll", "ooo")])
+def test_subgroup_over_nodes(algorithm: str, calls: str, seeds: Sequence[int]) -> None:
     """Two of the three ranks of each node, listed so that the group's nodes are not the job's."""
-    explore(Gathers("2d", group=[4, 3, 0, 1]), n_pes=6, seeds=20, ranks_per_node=3, heap_bytes=HEAP)
-    explore(Gathers("ll", "ooo", group=[4, 3, 0, 1]), n_pes=6, seeds=10, ranks_per_node=3, heap_bytes=HEAP)
+    case = Gathers(algorithm, calls, group=[4, 3, 0, 1])
+    explore(case, n_pes=6, seeds=seeds, ranks_per_node=3, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize("calls", ["oioo", "iiii"])
+@seeds(2, 6)
 @pytest.mark.parametrize(
-    ("algorithm", "per_node"), [("ll", None), ("direct", None), ("1d", None), ("1d", 2), ("2d", 2)]
+    ("algorithm", "per_node", "calls"),
+    [
+        ("ll", None, "oioo"),
+        ("ll", 2, "oooo"),
+        ("direct", None, "oioo"),
+        ("ring", None, "oioo"),
+        ("1d", None, "oioo"),
+        ("1d", 2, "iiii"),
+        ("2d", 2, "oioo"),
+        ("2d", 2, "iiii"),
+    ],
 )
-def test_one_resident_block_is_enough(algorithm: str, per_node: int | None, calls: str) -> None:
-    explore(Gathers(algorithm, calls), n_pes=4, seeds=10, ranks_per_node=per_node, heap_bytes=HEAP, resident=1)
+def test_one_resident_block_is_enough(algorithm: str, per_node: int | None, calls: str, seeds: Sequence[int]) -> None:
+    explore(Gathers(algorithm, calls), n_pes=4, seeds=seeds, ranks_per_node=per_node, heap_bytes=HEAP, resident=1)
 
 
-def test_one_resident_block_is_enough_for_ll_over_nodes() -> None:
-    explore(Gathers("ll", "oooo"), n_pes=4, seeds=10, ranks_per_node=2, heap_bytes=HEAP, resident=1)
+@pytest.mark.parametrize("algorithm", ["1d", "direct", "ll"])
+def test_many_calls_with_stragglers(algorithm: str) -> None:
+    explore(Gathers(algorithm, "ooiioi" * 3), n_pes=3, seeds=2, heap_bytes=HEAP, stragglers=True)
 
 
-def test_many_calls_with_stragglers() -> None:
-    for algorithm in ("1d", "direct", "ll"):
-        explore(Gathers(algorithm, "ooiioi" * 5), n_pes=3, seeds=3, heap_bytes=HEAP, stragglers=True)
-
-
-@pytest.mark.parametrize("n_pes", [2, 3, 4])
+@pytest.mark.parametrize("n_pes", [2, 3, second(4)])
 def test_the_ring_among_other_calls(n_pes: int) -> None:
     """On one context: who hears from whom differs from call to call, in place and not."""
     turns = ("ring", "direct", "1d", "ring", "ring")
-    explore(Gathers(turns, "oioiiioooi"), n_pes=n_pes, seeds=4, heap_bytes=HEAP, stragglers=True)
+    explore(Gathers(turns, "oioiiioooi"), n_pes=n_pes, seeds=2, heap_bytes=HEAP, stragglers=True)
     explore(Gathers(("ring", "ll"), "ozooioo"), n_pes=n_pes, seeds=2, heap_bytes=HEAP, stragglers=True)
 
 
 def test_ll_in_place_among_other_calls() -> None:
     """LL waits for nobody to enter the call; the others in place do."""
     turns = ("ll", "direct", "1d", "ll", "ring")
-    explore(Gathers(turns, "iioiziiooi"), n_pes=3, seeds=4, heap_bytes=HEAP, stragglers=True)
+    explore(Gathers(turns, "iioiziiooi"), n_pes=3, seeds=2, heap_bytes=HEAP, stragglers=True)
     turns = ("ll", "2d", "1d", "ll")
-    explore(Gathers(turns, "iioiziiooi"), n_pes=4, seeds=4, ranks_per_node=2, heap_bytes=HEAP, stragglers=True)
+    explore(Gathers(turns, "iioiziiooi"), n_pes=4, seeds=2, ranks_per_node=2, heap_bytes=HEAP, stragglers=True)
 
 
 @pytest.mark.parametrize("algorithm", ["2d", "ll"])
@@ -130,7 +141,10 @@ def test_uneven_nodes_are_refused_on_every_rank(algorithm: str) -> None:
             Gathers(algorithm).host(pe)
 
     World(3, ranks_per_node=[2, 1], heap_bytes=HEAP).run(host)
-    explore(Gathers("auto"), n_pes=3, seeds=20, ranks_per_node=[2, 1], heap_bytes=HEAP)
+
+
+def test_auto_on_uneven_nodes() -> None:
+    explore(Gathers("auto"), n_pes=3, seeds=5, ranks_per_node=[2, 1], heap_bytes=HEAP)
 
 
 class Extents(NamedTuple):
@@ -178,10 +192,11 @@ def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
 SAME_AS_MUTANTS = {f"{m.algorithm} {m.calls} from {m.first_epoch} {m.job}": m for m in MUTANTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", SAME_AS_MUTANTS.values(), ids=SAME_AS_MUTANTS)
 def test_real_kernels_pass_where_mutants_are_caught(mutant: Mutant) -> None:
     case = Gathers(mutant.algorithm, mutant.calls, first_epoch=mutant.first_epoch)
-    explore(case, seeds=10, heap_bytes=HEAP, **mutant.job)
+    explore(case, seeds=6, heap_bytes=HEAP, **mutant.job)
 
 
 @pytest.mark.parametrize("algorithm", ["ll", "1d", "ring"])

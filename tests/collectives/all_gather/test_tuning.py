@@ -26,7 +26,7 @@ from tdcoll.testing import World
 from tdcoll.tuning import SIMULATOR, Entry, Section, Table, agreement, shipped
 
 M = 1 << 20
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def section(

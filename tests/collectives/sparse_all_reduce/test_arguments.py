@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of calls: what is refused, and what is taken as it is meant."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+
+from .calls import DIM, IDS, PART, ROWS, everywhere, make, mine, reduce_and_compare, same, sparse
+
+
+def _coo2(rows: int = ROWS) -> torch.Tensor:
+    """COO of two sparse dimensions."""
+    return torch.sparse_coo_tensor(torch.tensor([[1], [2]]), torch.ones(1), (rows, 4), check_invariants=False)
+
+
+def _csr() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.eye(3).to_sparse_csr()
+
+
+TENSORS: list[tuple[str, Any, type[Exception], str]] = [
+    ("a list", [1, 2], TypeError, r"^tensor must be a torch\.Tensor, got list$"),
+    ("None", None, TypeError, r"^tensor must be a torch\.Tensor, got NoneType$"),
+    ("dense", torch.ones(3, 4), ValueError, r"^tensor must have the layout torch\.sparse_coo, got torch\.strided$"),
+    ("csr", _csr(), ValueError, r"^tensor must have the layout torch\.sparse_coo, .*sparse_csr$"),
+    (
+        "two sparse dimensions",
+        _coo2(),
+        ValueError,
+        r"^tensor must have one sparse dimension.*got 2 of shape \[40, 4\]$",
+    ),
+    (
+        "int8",
+        sparse([1], torch.ones(1, 4).char()),
+        TypeError,
+        r"^tensor must have one of the dtypes .*float32.* got torch\.int8$",
+    ),
+    (
+        "bool",
+        sparse([1], torch.ones(1, 4).bool()),
+        TypeError,
+        r"^tensor must have one of the dtypes .* got torch\.bool$",
+    ),
+    ("complex", sparse([1], torch.ones(1, 4).cfloat()), TypeError, r"got torch\.complex64$"),
+    (
+        "meta",
+        sparse([1], torch.ones(1, 4)).to("meta"),
+        ValueError,
+        r"^tensor must be on cpu, where the context is; got meta$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tensor", "error", "text"), [case[1:] for case in TENSORS], ids=[case[0] for case in TENSORS])
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("own", [True, False], ids=["", "ctx=None"])
+def test_tensors_that_are_refused(tensor: Any, error: type[Exception], text: str, debug: bool, own: bool) -> None:
+    def host(pe: int) -> None:
+        with make(debug=debug) as ctx:
+            with pytest.raises(error, match=text):
+                tdcoll.sparse_all_reduce(tensor, ctx if own else None)
+            reduce_and_compare(ctx)
+
+    everywhere(host, 1)
+
+
+PAIRS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("indices a list", {"indices": [1, 2]}, TypeError, r"^indices must be a torch\.Tensor, got list$"),
+    ("values None", {"values": None}, TypeError, r"^values must be a torch\.Tensor, got NoneType$"),
+    (
+        "indices int32",
+        {"indices": IDS.int()},
+        ValueError,
+        r"^indices must be int64 .*got torch\.int32 of shape \[2\] on cpu$",
+    ),
+    ("indices float", {"indices": IDS.float()}, ValueError, r"^indices must be int64 .*got torch\.float32"),
+    ("indices [1, n]", {"indices": IDS[None]}, ValueError, r"^indices must be int64 of one dimension.*got.* \[1, 2\]"),
+    ("indices of no dimension", {"indices": IDS[0]}, ValueError, r"^indices must be int64 of one dimension.*\[\]"),
+    ("indices sparse", {"indices": IDS.to_sparse()}, ValueError, r"^indices must be a dense tensor, got .*sparse_coo$"),
+    (
+        "indices elsewhere",
+        {"indices": IDS.to("meta")},
+        ValueError,
+        r"^indices must be int64 .* on cpu; got .* on meta$",
+    ),
+    ("values sparse", {"values": PART.to_sparse()}, ValueError, r"^values must be a dense tensor, got .*sparse_coo$"),
+    (
+        "too few values",
+        {"values": PART[:1]},
+        ValueError,
+        r"^values must have a row for each of the 2 indices; got shape \[1, 4\]$",
+    ),
+    (
+        "values of no dimension",
+        {"values": PART[0, 0]},
+        ValueError,
+        r"^values must have a row for each of the 2 indices; got shape \[\]$",
+    ),
+    ("values int16", {"values": PART.short()}, TypeError, r"^values must have one of the dtypes .* got torch\.int16$"),
+    (
+        "values elsewhere",
+        {"values": PART.to("meta")},
+        ValueError,
+        r"^values must be on cpu, where the context is; got meta$",
+    ),
+    ("num_rows a float", {"num_rows": 40.0}, TypeError, r"^num_rows must be an int, got 40\.0$"),
+    ("num_rows a tensor", {"num_rows": torch.tensor(40)}, TypeError, r"^num_rows must be an int, got tensor\(40\)$"),
+    ("num_rows None", {"num_rows": None}, TypeError, r"^num_rows must be an int, got None$"),
+    ("num_rows negative", {"num_rows": -1}, ValueError, r"^num_rows must be at least 0, got -1$"),
+    (
+        "num_rows too large",
+        {"num_rows": 1 << 63},
+        ValueError,
+        r"^num_rows must be .*2\*\*62.* got 9223372036854775808$",
+    ),
+    ("op unknown", {"op": "avg"}, ValueError, r"^op must be one of sum, mean, max, min, prod; got 'avg'$"),
+    ("op of torch", {"op": torch.distributed.ReduceOp.SUM}, ValueError, r"^op must be one of sum, .*; got "),
+    (
+        "mean of ints",
+        {"op": "mean", "values": PART.int()},
+        ValueError,
+        r"^op='mean' needs values of a floating-point dtype, got torch\.int32$",
+    ),
+    (
+        "algorithm unknown",
+        {"algorithm": "ring"},
+        ValueError,
+        r"^algorithm must be one of auto, owner, gather, dense; got 'ring'$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "text"), [case[1:] for case in PAIRS], ids=[case[0] for case in PAIRS])
+@pytest.mark.parametrize("debug", [False, True])
+def test_pairs_that_are_refused(wrong: dict[str, Any], error: type[Exception], text: str, debug: bool) -> None:
+    given: dict[str, Any] = {"indices": IDS, "values": PART, "num_rows": ROWS} | wrong
+
+    def host(pe: int) -> None:
+        with make(debug=debug) as ctx:
+            for call in (tdcoll.sparse_all_reduce_rows, tdcoll.sparse_all_reduce_padded):
+                with pytest.raises(error, match=text):
+                    call(ctx=ctx, **given)
+            reduce_and_compare(ctx)
+
+    everywhere(host, 1)
+
+
+def test_contexts_that_are_refused() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as other:
+            wanted = r"^ctx must be a tdcoll\.SparseContext or None, got CollectiveContext$"
+            with pytest.raises(TypeError, match=wanted):
+                tdcoll.sparse_all_reduce(mine(pe), other)
+            with pytest.raises(TypeError, match=wanted):
+                tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, other)
+            for wrong in (other, None):
+                name = type(wrong).__name__
+                with pytest.raises(TypeError, match=rf"^ctx must be a tdcoll\.SparseContext, got {name}$"):
+                    tdcoll.sparse_all_reduce_padded(IDS, PART, ROWS, wrong)
+        with make(max_union_rows=12) as ctx:
+            with pytest.raises(ValueError, match=r"^algorithm='gather' needs room .* \(16\)$"):
+                tdcoll.sparse_all_reduce(mine(pe, shape=(16,)), ctx, algorithm="gather")
+            with pytest.raises(ValueError, match=r"^algorithm='dense' needs a torch\.distributed process group"):
+                tdcoll.sparse_all_reduce(mine(pe), ctx, algorithm="dense")
+            with pytest.raises(ValueError, match=r"^algorithm must be 'owner', 'gather' or 'auto'.*got 'dense'$"):
+                tdcoll.sparse_all_reduce_padded(IDS, PART, ROWS, ctx, algorithm="dense")
+            tdcoll.sparse_all_reduce(mine(pe), ctx)
+
+    everywhere(host, 2)
+
+
+def test_values_are_taken_as_they_are_meant() -> None:
+    """Lazy negation, strides, gradients, other orders of memory."""
+
+    def host(pe: int) -> None:
+        with make() as ctx:
+            base = torch.arange(24.0).reshape(6, 4)
+            ids = torch.tensor([9, 2, 7, 30, 1, 0])
+            for given in (
+                torch._neg_view(base),
+                torch.complex(base, base).conj().imag,
+                base.t().contiguous().t(),
+                base[:, ::2],
+                base[::1, 1:3],
+                base[:1].expand(6, 4),
+                base.clone().requires_grad_(),
+            ):
+                found, got = tdcoll.sparse_all_reduce_rows(ids, given, ROWS, ctx)
+                wanted = sparse(ids, given.detach().resolve_neg() * 2).coalesce()
+                assert torch.equal(found, wanted.indices()[0])
+                assert torch.equal(got, wanted.values())
+                assert not got.requires_grad
+                got = tdcoll.sparse_all_reduce(sparse(ids, given), ctx)
+                assert torch.equal(got.values(), wanted.values())
+            wide = torch.stack((ids, ids), 1)[:, 0]
+            assert not wide.is_contiguous()
+            assert torch.equal(
+                tdcoll.sparse_all_reduce_rows(wide, base, ROWS, ctx)[1], sparse(ids, 2 * base).coalesce().values()
+            )
+
+    everywhere(host, 2)
+
+
+def test_tables_of_nothing() -> None:
+    def host(pe: int) -> None:
+        none = torch.empty(0, dtype=torch.int64)
+        with make(debug=True) as ctx:
+            for num_rows in (0, 1, ROWS, 1 << 40):
+                for algorithm in ("owner", "gather"):
+                    for shape in ((4,), (), (0,)):
+                        ids, rows = tdcoll.sparse_all_reduce_rows(
+                            none, torch.empty(0, *shape), num_rows, ctx, algorithm=algorithm, copy=False
+                        )
+                        assert (ids.shape, rows.shape, ids.dtype) == ((0,), (0, *shape), torch.int64)
+            # rows on one rank only
+            part = sparse([4, 2], PART) if pe == 1 else sparse([], torch.empty(0, DIM))
+            for algorithm in ("owner", "gather"):
+                assert same(
+                    tdcoll.sparse_all_reduce(part, ctx, algorithm=algorithm), sparse([2, 4], PART, coalesced=True)
+                )
+
+    everywhere(host)

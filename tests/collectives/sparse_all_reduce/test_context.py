@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a SparseContext: its facts, its memory, and the arguments that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.collectives.sparse_all_reduce import call as call_module
+from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
+from tdcoll.runtime.heap import Arena
+from tdcoll.testing import Deadlock
+
+from .calls import ROWS, everywhere, ids_of, make, mine, reduce_and_compare, rows_of, same, total
+
+
+@pytest.mark.parametrize("algorithm", ["owner", "gather"])
+def test_fewer_programs_do_the_same_work(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: set[int] = set()
+    workers = call_module.Call.workers
+
+    def noting(self: Any, tasks: int) -> int:
+        launched.add(workers(self, tasks))
+        return workers(self, tasks)
+
+    monkeypatch.setattr(call_module.Call, "workers", noting)
+
+    def host(pe: int) -> None:
+        with make(max_programs=1 + pe) as ctx:  # it need not be the same on all ranks
+            for call in range(3):
+                reduce_and_compare(ctx, call, algorithm=algorithm)
+
+    everywhere(host, 2)
+    assert launched <= {1, 2}
+
+
+def test_facts() -> None:
+    def host(pe: int) -> None:
+        with make(max_union_rows=40) as ctx:
+            assert (ctx.rank, ctx.world_size) == (pe, 4)
+            assert (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows) == (16, 64, 40)
+            assert ctx.topology == tdcoll.topology()
+            assert ctx.device == tdcoll.device()
+            assert (ctx.grow, ctx.debug, ctx.closed) == (False, False, False)
+            assert repr(ctx) == (
+                f"<SparseContext rank {pe}, 4 rank(s) on 2 node(s) (2 + 2), 16 rows of 64 bytes per rank, 40 together>"
+            )
+            reduce_and_compare(ctx)
+        assert ctx.closed
+        assert repr(ctx).endswith("closed>")
+        with make(grow=True) as ctx:
+            assert ctx.max_union_rows == 4 * 16
+            assert repr(ctx).endswith("64 together, grows>")
+
+    everywhere(host, 4, ranks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("world", "rows", "row_bytes", "union"),
+    [(4, 256, 512, None), (4, 1000, 2048, None), (4, 1000, 2048, 1500), (1, 1, 0, None), (3, 7, 2, 9), (6, 100, 6, 1)],
+)
+def test_symmetric_memory(world: int, rows: int, row_bytes: int, union: int | None) -> None:
+    """Little beyond the rows themselves; no more than is said; all of it is given back."""
+
+    def host(pe: int) -> None:
+        before = tdcoll.heap_info()
+        ctx = tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=row_bytes, max_union_rows=union)
+        used = tdcoll.heap_info().used - before.used
+        assert used <= symmetric_bytes(world, rows, row_bytes, union)
+        known = (ctx.area, *ctx.collective._symmetric)
+        assert used == sum(Arena.padded(tensor.nbytes) for tensor in known)
+        if row_bytes >= 512:
+            assert used <= 1.05 * (rows + ctx.max_union_rows) * row_bytes
+        ctx.close()
+        ctx.close()
+        assert tdcoll.heap_info() == before
+
+    everywhere(host, world, heap_bytes=16 << 20)
+
+
+@pytest.mark.parametrize("row_bytes", [512, 2048])
+def test_no_call_takes_more_symmetric_memory(row_bytes: int) -> None:
+    def host(pe: int) -> None:
+        with make(max_row_bytes=row_bytes) as ctx:
+            used = tdcoll.heap_info()
+            for algorithm in ("auto", "owner", "gather"):
+                reduce_and_compare(ctx, algorithm=algorithm)
+                reduce_and_compare(ctx, 1, algorithm=algorithm, copy=False)
+                tdcoll.sparse_all_reduce_padded(
+                    torch.tensor(ids_of(pe)), rows_of(pe, ids_of(pe)), ROWS, ctx, algorithm=algorithm
+                )
+            assert tdcoll.heap_info() == used
+
+    everywhere(host, 2)
+
+
+def test_close_is_collective() -> None:
+    def host(pe: int) -> None:
+        ctx = make()
+        if pe != 1:
+            ctx.close()
+
+    with pytest.raises(Deadlock, match=r"pe0 host waits in 'free: offset of the tensor' for rank\(s\) \[1\]"):
+        everywhere(host)
+
+
+def test_use_after_close() -> None:
+    def host(pe: int) -> None:
+        ctx = make()
+        reduce_and_compare(ctx)
+        ctx.close()
+        ids = torch.tensor([1])
+        calls: dict[str, Callable[[], Any]] = {
+            "sparse_all_reduce": lambda: tdcoll.sparse_all_reduce(mine(pe), ctx),
+            "sparse_all_reduce_rows": lambda: tdcoll.sparse_all_reduce_rows(ids, torch.ones(1, 4), ROWS, ctx),
+            "sparse_all_reduce_padded": lambda: tdcoll.sparse_all_reduce_padded(ids, torch.ones(1, 4), ROWS, ctx),
+        }
+        for name, call in calls.items():
+            with pytest.raises(tdcoll.ContextError, match=f"{name}: the context is closed"):
+                call()
+
+    everywhere(host)
+
+
+def test_error_in_the_body_does_not_wait_for_the_others() -> None:
+    """Only rank 1 leaves by an exception. Closing is collective: it would wait for ranks that never close."""
+
+    def host(pe: int) -> None:
+        ctx = make()
+        reduce_and_compare(ctx)
+        if pe == 1:
+            with pytest.raises(KeyError, match="mine"), ctx:
+                raise KeyError("mine")
+            with pytest.raises(tdcoll.ContextError, match="left by an exception"):
+                tdcoll.sparse_all_reduce(mine(pe), ctx)
+        assert not ctx.closed
+        ctx.close()
+        assert ctx.closed
+        assert tdcoll.heap_info().used == 0
+
+    everywhere(host)
+
+
+def test_contexts_outlive_their_variables() -> None:
+    """A kernel or a graph may still use the memory of a context that nobody refers to."""
+
+    def host(pe: int) -> None:
+        held = runtime.current().held
+        ctx = make()
+        assert ctx in held.values()
+        ctx.close()
+        assert not held
+
+    everywhere(host, 2)
+
+
+def test_a_context_of_an_ended_job_is_refused() -> None:
+    def host(pe: int) -> None:
+        ctx = make()
+        runtime.current().closed = True
+        with pytest.raises(tdcoll.NotInitializedError, match="has ended"):
+            tdcoll.sparse_all_reduce(mine(pe), ctx)
+        ctx.close()
+
+    everywhere(host, 2)
+
+
+def test_several_contexts_groups_and_shapes() -> None:
+    def host(pe: int) -> None:
+        everybody = [make(), make(max_union_rows=30)]
+        pair = [3, 1]
+        of_two = make(group=pair) if pe in pair else None
+        for call in range(2):
+            reduce_and_compare(everybody[call % 2], call)
+            if of_two is not None:
+                assert of_two.rank == pair.index(pe)
+                reduce_and_compare(of_two, call)
+        for shape in ((), (3, 5), (0,)):
+            got = tdcoll.sparse_all_reduce(mine(pe, 0, 4, shape), everybody[1])
+            wanted = total([mine(rank, 0, 4, shape) for rank in range(4)])
+            assert same(got, wanted)
+        for ctx in (everybody[1], of_two, everybody[0]):
+            if ctx is not None:
+                ctx.close()
+        assert tdcoll.heap_info().used == 0
+
+    everywhere(host, 4, ranks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"max_rows_per_rank": 0}, ValueError, "max_rows_per_rank must be at least 1, got 0"),
+        ({"max_rows_per_rank": -4}, ValueError, "max_rows_per_rank must be at least 1, got -4"),
+        ({"max_rows_per_rank": 2.0}, TypeError, r"max_rows_per_rank must be an int, got 2\.0"),
+        ({"max_rows_per_rank": True}, TypeError, "max_rows_per_rank must be an int, got True"),
+        ({"max_rows_per_rank": None}, TypeError, "max_rows_per_rank must be an int, got None"),
+        ({"max_row_bytes": -1}, ValueError, "max_row_bytes must be at least 0, got -1"),
+        ({"max_row_bytes": "4K"}, TypeError, "max_row_bytes must be an int, got '4K'"),
+        ({"max_union_rows": 0}, ValueError, "max_union_rows must be at least 1, got 0"),
+        ({"max_programs": 0}, ValueError, "max_programs must be at least 1, got 0"),
+        ({"max_programs": 2.0}, TypeError, "max_programs"),
+        ({"max_union_rows": 1.5}, TypeError, r"max_union_rows must be an int, got 1\.5"),
+        ({"timeout_s": -1.0}, ValueError, "timeout_s"),
+        ({"group": "all"}, TypeError, "group must be a ProcessGroup"),
+        ({"group": [0, 0]}, ValueError, "distinct"),
+    ],
+)
+def test_capacities_that_are_none(wrong: dict[str, Any], error: type[Exception], text: str) -> None:
+    def host(pe: int) -> None:
+        before = tdcoll.heap_info()
+        with pytest.raises(error, match=text):
+            make(**wrong)
+        assert tdcoll.heap_info() == before
+        assert not runtime.current().held
+
+    everywhere(host, 1)
+
+
+def test_capacities_are_compared_and_a_context_that_does_not_fit_takes_nothing() -> None:
+    def host(pe: int) -> None:
+        before = tdcoll.heap_info()
+        for name in ("max_rows_per_rank", "max_row_bytes", "max_union_rows"):
+            with pytest.raises(tdcoll.RankMismatchError, match=rf"must be the same.*{name} \(.*rank 2: "):
+                make(**{name: 64 + pe})
+        with pytest.raises(tdcoll.RankMismatchError, match=r"differ in grow \(rank 0: False, rank 1: True, rank 2"):
+            make(grow=pe == 1)
+        with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
+            make(max_row_bytes=before.total // 16)
+        assert tdcoll.heap_info() == before
+        assert not runtime.current().held
+        with make() as ctx:
+            reduce_and_compare(ctx)
+
+    everywhere(host)

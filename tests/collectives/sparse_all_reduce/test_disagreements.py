@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only the lists of all ranks show: wrong indices, and ranks that disagree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiers import second
+
+import tdcoll
+from tdcoll.collectives.sparse_all_reduce import call as call_module
+from tdcoll.testing import World
+
+from .calls import (
+    DIM,
+    IDS,
+    PART,
+    ROWS,
+    everywhere,
+    ids_of,
+    make,
+    mine,
+    reduce_and_compare,
+    refused_everywhere,
+    rows_of,
+    sparse,
+)
+
+BAD_LISTS = [
+    ("too large", [3, ROWS], False, "must be in 0..39"),
+    ("far too large", [3, 1 << 62], False, "must be in 0..39"),
+    ("negative", [-1, 3], False, "must be in 0..39"),
+    ("very negative", [-(1 << 62), 3], False, "must be in 0..39"),
+    ("too large, coalesced", [3, ROWS], True, "must be in 0..39"),
+    ("negative, coalesced", [-1, 3], True, "must be in 0..39"),
+    ("unsorted", [9, 3], True, "said to be coalesced, and are not ascending or not different"),
+    ("repeated", [3, 3], True, "said to be coalesced, and are not ascending or not different"),
+]
+
+
+@pytest.mark.parametrize(
+    ("ids", "coalesced", "text"), [case[1:] for case in BAD_LISTS], ids=[case[0] for case in BAD_LISTS]
+)
+@pytest.mark.parametrize("algorithm", ["owner", "gather"])
+@pytest.mark.parametrize("ranks_per_node", [None, second(2)])
+def test_indices_that_are_wrong_on_one_rank(
+    ids: list[int], coalesced: bool, text: str, algorithm: str, ranks_per_node: int | None
+) -> None:
+    def host(pe: int) -> None:
+        given = torch.tensor(ids if pe == 1 else [4, 5])
+
+        with make() as ctx:
+            call = lambda: tdcoll.sparse_all_reduce_rows(  # noqa: E731
+                given, PART, ROWS, ctx, coalesced=coalesced, algorithm=algorithm
+            )
+            wanted = f"^sparse_all_reduce_rows: indices of rank 1 .*{text}"
+            if algorithm == "owner":
+                refused_everywhere(ctx, ValueError, wanted, call)
+            else:
+                with pytest.raises(ValueError, match=wanted):
+                    call()
+            reduce_and_compare(ctx, algorithm=algorithm)
+
+    everywhere(host, ranks_per_node=ranks_per_node)
+
+
+DIFFERENT: list[tuple[str, dict[str, Any]]] = [
+    ("num_rows", {"num_rows": ROWS + 1}),
+    ("num_rows by much", {"num_rows": 1 << 40}),
+    ("dtype of the same size", {"values": PART.int()}),
+    ("row shape of the same size", {"values": PART.reshape(2, 2, 2)}),
+    ("row shape", {"values": PART[:, :3]}),
+    ("row shape, over the capacity", {"values": torch.ones(len(PART), 1000)}),
+    ("row shape, of nothing", {"values": PART[:, :0]}),
+    ("op", {"op": "max"}),
+]
+
+
+@pytest.mark.parametrize("wrong", [case[1] for case in DIFFERENT], ids=[case[0] for case in DIFFERENT])
+@pytest.mark.parametrize("odd", [0, second(2)])
+@pytest.mark.parametrize(
+    ("algorithm", "debug"), [("auto", False), ("owner", False), second("gather", False), ("auto", True)]
+)
+def test_ranks_that_disagree(wrong: dict[str, Any], odd: int, algorithm: str, debug: bool) -> None:
+    """Without debug mode, too, all ranks are told, and the context goes on; with it, they are told what."""
+    given: dict[str, Any] = {"indices": IDS, "values": PART, "num_rows": ROWS, "op": "sum", "algorithm": algorithm}
+
+    def host(pe: int) -> None:
+        with make(debug=debug) as ctx:
+            text = (
+                "sparse_all_reduce_rows arguments must be the same on all ranks"
+                if debug
+                else "^sparse_all_reduce_rows: ranks pass different shapes, dtypes, operations or algorithms"
+            )
+            for _ in range(2):
+                with pytest.raises(tdcoll.RankMismatchError, match=text):
+                    tdcoll.sparse_all_reduce_rows(ctx=ctx, **(given | (wrong if pe == odd else {})))
+                reduce_and_compare(ctx, algorithm=algorithm)
+
+    everywhere(host)
+
+
+@pytest.mark.parametrize("warm", [(), ("owner", "gather", "owner", "gather")])
+def test_ranks_that_take_different_ways_get_no_result(warm: tuple[str, ...]) -> None:
+    """They may wait until the deadline, but none takes the lists of an earlier call for those of this one."""
+
+    def host(pe: int) -> None:
+        ctx = make(timeout_s=2)
+        for algorithm in warm:
+            reduce_and_compare(ctx, algorithm=algorithm)
+        with pytest.raises((tdcoll.RankMismatchError, tdcoll.CollectiveTimeout)):
+            tdcoll.sparse_all_reduce(mine(pe), ctx, algorithm="gather" if pe == 1 else "owner")
+
+    everywhere(host, on_timeout="expire")
+
+
+@pytest.mark.parametrize("grow", [False, True])
+def test_longer_rows_on_one_rank_are_a_mismatch_and_not_a_reason_to_grow(grow: bool) -> None:
+    def host(pe: int) -> None:
+        with make(grow=grow) as ctx:
+            before = tdcoll.heap_info()
+            wide = torch.ones(len(IDS), 1000 if pe == 1 else DIM)
+            for algorithm in ("owner", "auto"):
+                with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different shapes"):
+                    tdcoll.sparse_all_reduce_rows(IDS, wide, ROWS, ctx, algorithm=algorithm)
+                reduce_and_compare(ctx)
+            assert tdcoll.heap_info() == before
+
+    everywhere(host)
+
+
+def test_auto_and_owner_are_different_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may turn out to be dense, with the process group, when the other waits for its rows."""
+    monkeypatch.setattr(call_module, "_process_group", lambda ctx: "some group")
+
+    def host(pe: int) -> None:
+        ids = torch.arange(64)
+        ctx = make(max_rows_per_rank=2048, max_row_bytes=64)
+        with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different"):
+            tdcoll.sparse_all_reduce_rows(ids, torch.ones(64, 16), 64, ctx, algorithm="owner" if pe else "auto")
+        ctx.close()
+
+    everywhere(host, 4, ranks_per_node=1)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_results_of_a_context_are_not_its_input(debug: bool) -> None:
+    def host(pe: int) -> None:
+        with make(max_rows_per_rank=16, max_row_bytes=16 << 10, debug=debug) as ctx:
+            for padded in (False, True):
+                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx, algorithm="owner", copy=False)
+                again = tdcoll.sparse_all_reduce_padded if padded else tdcoll.sparse_all_reduce_rows
+                with pytest.raises(ValueError, match=r"must not lie in the memory of the context.*clone"):
+                    again(ids, rows, ROWS, ctx)
+                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx, algorithm="owner", copy=False)
+                tdcoll.sparse_all_reduce_rows(ids, rows.clone(), ROWS, ctx)
+
+    everywhere(host)
+
+
+def test_growing_takes_what_is_needed_where_the_heap_has_no_room_for_more() -> None:
+    def host(pe: int) -> None:
+        many = list(range(800))
+        rows = rows_of(pe, many, (1,))
+        for grow in (False, True):
+            with make(max_rows_per_rank=8 if grow else 800, max_row_bytes=4, grow=grow) as ctx:
+                tdcoll.sparse_all_reduce(sparse(many, rows, 800), ctx)
+                assert ctx.max_rows_per_rank == 800
+
+    everywhere(host, 2, heap_bytes=28 << 10)
+
+
+def test_without_a_context_repeated_rows_count_once() -> None:
+    def host(pe: int) -> None:
+        ids = list(range(10)) * 400
+        got = tdcoll.sparse_all_reduce(sparse(ids, torch.ones(len(ids), 8), 1 << 30))
+        assert got.values().tolist() == [[800.0] * 8] * 10
+
+    everywhere(host, 2, heap_bytes=320 << 10)
+
+
+def test_rows_are_spread_whatever_the_pattern_of_their_ids() -> None:
+    """Ids that are composed of two numbers have the same low bits."""
+
+    def host(pe: int) -> None:
+        n = 64
+        with make(max_rows_per_rank=n, max_row_bytes=16, max_union_rows=n) as ctx:
+            for shift in (0, 7, 19, 31, 40):
+                ids = torch.arange(n) << shift
+                tdcoll.sparse_all_reduce_rows(ids, torch.ones(n, 4), 1 << 50, ctx, coalesced=True, algorithm="owner")
+                mine = int(ctx.memory.whole.counters[1])  # rows that others have as well, and that this rank reduced
+                assert n // 4 - 12 <= mine <= n // 4 + 12, (shift, mine)
+
+    everywhere(host, 4)
+
+
+@pytest.mark.parametrize("turns", [10, 40, 80])
+def test_padded_has_no_rows_once_a_wait_has_expired(turns: int) -> None:
+    """Neither those of the call before, nor some of them."""
+    counts: list[tuple[bool, int]] = []
+    world = World(3, seed=1, weak=True, on_timeout="expire")
+
+    def host(pe: int) -> None:
+        ctx = make(timeout_s=2)
+        ids = torch.arange(8)
+        tdcoll.sparse_all_reduce_padded(ids, torch.ones(8, 4), 8, ctx, algorithm="owner")
+        if pe == 2:
+            world.kill(pe, after_turns=turns)
+        got = tdcoll.sparse_all_reduce_padded(ids, torch.full((8, 4), 10.0), 8, ctx, algorithm="owner")
+        right = bool((got.values[:8] == 30).all())
+        counts.append((ctx.collective.monitor.expired, int(got.count) if not right else -1))
+
+    world.run(host)
+    assert any(expired for expired, _ in counts)
+    assert all(count <= 0 for _, count in counts), counts
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda ctx: tdcoll.sparse_all_reduce_rows(IDS.int(), PART, ROWS, ctx), ValueError, "indices must be int64"),
+        (lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART.short(), ROWS, ctx), TypeError, "values must have one of"),
+        (lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx, "avg"), ValueError, "op must be one of"),
+    ],
+    ids=["indices", "values", "op"],
+)
+def test_debug_tells_all_ranks_what_is_wrong_on_one(call: Any, kind: type[Exception], text: str) -> None:
+    def host(pe: int) -> None:
+        with make(debug=True) as ctx:
+            if pe == 1:
+                with pytest.raises(kind, match=text):
+                    call(ctx)
+            else:
+                with pytest.raises(tdcoll.RankMismatchError, match=f"rank 1 cannot make this call: .*{text}"):
+                    tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx)
+            reduce_and_compare(ctx)
+
+    everywhere(host)
+
+
+def test_debug_compares_tensors_algorithms_and_contexts() -> None:
+    def host(pe: int) -> None:
+        first, second = make(debug=True), make(debug=True)
+        odd = pe == 1
+        text = "sparse_all_reduce arguments must be the same on all ranks"
+        wide = {"shape": (3 if odd else DIM,)}
+        for part, options, field in (
+            (mine(pe, **wide), {}, "shape"),
+            (sparse(ids_of(pe), rows_of(pe, ids_of(pe)), ROWS + odd), {}, "shape"),
+            (sparse(ids_of(pe), rows_of(pe, ids_of(pe), dtype=torch.int32 if odd else torch.float32)), {}, "dtype"),
+            (mine(pe), {"op": "max" if odd else "min"}, "op"),
+            (mine(pe), {"algorithm": "gather" if odd else "owner"}, "algorithm"),
+        ):
+            with pytest.raises(tdcoll.RankMismatchError, match=rf"{text}; they differ in {field} \(rank 0: "):
+                tdcoll.sparse_all_reduce(part, first, **options)
+        reduce_and_compare(first)
+        with pytest.raises(tdcoll.RankMismatchError, match=text):
+            tdcoll.sparse_all_reduce(mine(pe), first if pe == 0 else second)
+
+    everywhere(host)

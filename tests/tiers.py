@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two tiers of tests share. The second has the marker ``slow``; see CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+__all__ = ["second", "seeds"]
+
+
+def second(*values: Any, id: str | None = None) -> Any:
+    """A parameter set of the second tier."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
+def seeds(first: int, second_tier: int) -> pytest.MarkDecorator:
+    """Parameter ``seeds``: the ``first`` ones in the first tier, and so many more in the second.
+
+    ``EXPLORE_SEEDS`` sets another number for the second.
+    """
+    more = int(os.environ.get("EXPLORE_SEEDS", second_tier))
+    assert first > 0, "no seed for the first tier"
+    assert more > 0, "no seed for the second tier"
+    return pytest.mark.parametrize("seeds", [range(first), second(range(first, first + more))], ids=["first", "more"])
