@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 BENCHMARKS = {
     "all_gather": "the all-gather against its peers",
+    "all_reduce": "the all-reduce, likewise",
     "reduce_scatter": "the reduce-scatter, likewise",
     "sparse_all_reduce": "the sum of row-sparse tensors against what NCCL and gloo can do",
     "index_match": "matching lists of row numbers, on one GPU (--nproc 1)",

@@ -13,13 +13,13 @@ from tdcoll.arguments import parse_bytes
 __all__ = [
     "Floor",
     "Summary",
-    "all_gather_bus_bandwidth",
     "calls_per_launch",
     "floor_us",
     "format_bytes",
     "message_sizes",
     "moved_rows",
     "ratio",
+    "sent_bytes",
     "summarize",
 ]
 
@@ -56,12 +56,13 @@ def summarize(times_us: Sequence[Sequence[float]]) -> Summary:
     return Summary(statistics.median(slowest), slowest[0], p90, skew)
 
 
-def all_gather_bus_bandwidth(nbytes: int, world: int, time_us: float) -> float:
-    """GB/s that each rank receives, and sends: ``(world - 1) * nbytes / time``, as nccl-tests defines it.
+def sent_bytes(operation: str, nbytes: int, world: int) -> float:
+    """Bytes that each rank sends, at least, and receives: what nccl-tests takes for bus bandwidth.
 
-    ``nbytes`` is a segment: what a rank gives to an all-gather, or gets from a reduce-scatter.
+    Args:
+        operation: ``"all_gather"``, ``"reduce_scatter"`` (``nbytes`` of a segment) or ``"all_reduce"`` (of all).
     """
-    return (world - 1) * nbytes / time_us / 1e3
+    return (world - 1) * nbytes * (2 / world if operation == "all_reduce" else 1)
 
 
 def moved_rows(held: int, union: int, world: int) -> int:
@@ -97,9 +98,9 @@ class Floor:
     crossing_us: float
     gbps: float
 
-    def us(self, nbytes: int, world: int) -> float:
-        """A launch and a crossing, or all that a rank sends at the full rate: whichever takes longer."""
-        return max(self.launch_us + (self.crossing_us if world > 1 else 0.0), floor_us((world - 1) * nbytes, self.gbps))
+    def us(self, sent: float, world: int) -> float:
+        """A launch and a crossing, or all that a rank sends (bytes) at the full rate: whichever takes longer."""
+        return max(self.launch_us + (self.crossing_us if world > 1 else 0.0), floor_us(sent, self.gbps))
 
 
 def ratio(peer_us: float | None, ours_us: float | None) -> float | None:

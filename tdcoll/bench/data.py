@@ -6,7 +6,8 @@ shows an earlier round's data is found out. Words are integers, and compared exa
 input and a result of its own (a *set*), so each of them is checked after the launch.
 
 :class:`Buffers` are those of an all-gather, whose words are of any value. :class:`Reduced` are those of a
-reduce-scatter, whose words are so small that sums over all ranks are exact in any order.
+reduce-scatter, and :class:`ReducedAlike` of an all-reduce, whose words are so small that sums over all ranks are exact
+in any order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 
-__all__ = ["EXACT", "Buffers", "Pattern", "Reduced"]
+__all__ = ["EXACT", "Buffers", "Pattern", "Reduced", "ReducedAlike"]
 
 _ALIGNMENT = 256
 _RANK, _CALL, _ROUND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
@@ -206,6 +207,10 @@ class Reduced(Buffers):
     def extents(nbytes: int, world: int) -> tuple[int, int]:
         return world * nbytes, nbytes
 
+    def first_of_result(self) -> int:
+        """The element of an input that the result begins with."""
+        return self.rank * self.results[0].numel()
+
     def _values(self, rank: int, call: int, begin: int, end: int) -> torch.Tensor:
         """Elements ``begin`` to before ``end`` of what ``rank`` gives to a call of this round."""
         bits = self._index[begin:end] + _signed(rank * _RANK + call * _CALL)
@@ -226,7 +231,7 @@ class Reduced(Buffers):
 
     def errors(self, call: int, result: torch.Tensor) -> tuple[int, str]:
         count = self.results[0].numel()
-        own = self.rank * count
+        own = self.first_of_result()
 
         def expected(begin: int, end: int) -> torch.Tensor:
             parts = [self._values(rank, call, own + begin, own + end) for rank in range(self.world)]
@@ -239,6 +244,17 @@ class Reduced(Buffers):
             return 0, ""
         begin, end = next(part for part, errors in zip(parts, wrong, strict=True) if int(errors))
         return total, self._said(total, call, "element", result[begin:end], expected(begin, end), begin)
+
+
+class ReducedAlike(Reduced):
+    """Those of an all-reduce: :class:`Reduced` whose results are as large as the inputs."""
+
+    @staticmethod
+    def extents(nbytes: int, world: int) -> tuple[int, int]:
+        return nbytes, nbytes
+
+    def first_of_result(self) -> int:
+        return 0
 
 
 def _signed(value: int) -> int:

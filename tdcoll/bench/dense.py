@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,13 +25,15 @@ from tdcoll.bench.peers import FCOLLECT, ByTorch, MakeBuffers, subject_of, torch
 from tdcoll.bench.rows import Row
 from tdcoll.bench.table import all_gather_columns
 from tdcoll.collectives._host.collective import Collective
+from tdcoll.collectives._host.drop_in import TORCH_OPERATIONS
 from tdcoll.collectives._host.plan import Facts, Plan, Policy
 from tdcoll.context import CollectiveContext
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import flagged_bytes
+from tdcoll.primitives.reduce import ACCUMULATORS
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["BACKEND", "IN_PLACE", "Dense", "add_sizes", "calls_of", "plan_of", "read_sizes"]
+__all__ = ["BACKEND", "IN_PLACE", "Dense", "Reduction", "add_sizes", "calls_of", "plan_of", "read_sizes"]
 
 IN_PLACE = "in-place"
 BACKEND = "backend"
@@ -219,7 +222,9 @@ class Dense(Case):
             # The simulator decides by what calls cost there; what it counts is for GPUs.
             algorithm: str | Plan = "auto" if name == IN_PLACE else name
             if self.owner.simulated:
-                algorithm = plan_of(self.host.policy, name, nbytes, self.topology, self.options.dtype.itemsize)
+                dtype = self.options.dtype if self.op else None
+                facts = self.host.facts(context, nbytes, dtype, in_place=name == IN_PLACE)
+                algorithm = self.host.policy.choose(dataclasses.replace(facts, simulated=False), algorithm)
             inside = name == IN_PLACE
             buffers = self.buffers(nbytes, self.storage) if inside else plain(None)
             return self.subject(algorithm, context, buffers, inside)
@@ -269,3 +274,44 @@ class Dense(Case):
     def row(self, nbytes: int, entry: Entry, /, **common: Any) -> Row:
         dtype = str(self.options.dtype).removeprefix("torch.")
         return Row(**common, bytes_per_rank=nbytes, operation=self.benchmark, dtype=dtype, op=self.op)
+
+
+_OPERATIONS = {name: op for op, name in TORCH_OPERATIONS.items() if name != "prod"}
+"""Products of different numbers over many ranks are not exact."""
+
+
+class Reduction(Dense):
+    """A collective that reduces."""
+
+    dtypes: ClassVar = {str(dtype).removeprefix("torch."): dtype for dtype in ACCUMULATORS}
+    tuned_dtype = torch.bfloat16
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--op", choices=_OPERATIONS, default="sum", help="how to reduce (default %(default)s)")
+
+    @classmethod
+    def check_options(cls, parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+        if given.op == "mean" and not given.dtype.is_floating_point:
+            parser.error(f"--op: a mean is of floating-point numbers; got --dtype {given.dtype}")
+
+    @classmethod
+    def title(cls, options: argparse.Namespace) -> str:
+        return f"{super().title(options)}, {options.op}"
+
+    @property
+    def op(self) -> str:
+        return str(self.options.op)
+
+    def buffers(self, nbytes: int, *rest: Any, **named: Any) -> Buffers:
+        return super().buffers(nbytes, *rest, op=self.op, nodes=self.topology.nodes, **named)
+
+    @property
+    def torch_operation(self) -> Any:
+        """``--op`` as torch.distributed has it."""
+        return _OPERATIONS[self.op]
+
+    def peer(self, name: str, make: MakeBuffers) -> Subject:
+        if self.op == "mean" and (world := self.topology.world_size) & (world - 1):
+            raise ValueError(f"rounds a mean over {world} ranks more than once: it cannot be checked to the bit")
+        return super().peer(name, make)

@@ -108,7 +108,7 @@ _DENSE = Layout(
     title="All-gather",
     size={"bytes per rank": lambda row: format_bytes(row.bytes_per_rank)},
     shown=("auto", "in-place", "nccl", "nccl-symmetric"),
-    floor=lambda row, floor: floor.us(row.bytes_per_rank, row.ranks) if floor else None,
+    floor=lambda row, floor: floor.us(row.sent_bytes, row.ranks) if floor else None,
     floor_text=lambda row, floor: _dense_floor(row, floor) if floor else "",
     x=lambda row: row.bytes_per_rank,
     x_text=format_bytes,
@@ -121,6 +121,7 @@ def _reduction(row: Any) -> str:
 
 LAYOUTS: dict[str, Layout] = {
     "all_gather": _DENSE,
+    "all_reduce": dataclasses.replace(_DENSE, title="All-reduce", about=_reduction),
     "reduce_scatter": dataclasses.replace(_DENSE, title="Reduce-scatter", about=_reduction),
     "tune": dataclasses.replace(_DENSE, title="Candidates of a tuning table", about=lambda row: row.operation),
     "sparse_all_reduce": Layout(

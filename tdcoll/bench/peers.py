@@ -22,7 +22,7 @@ from tdcoll.errors import HeapExhaustedError
 
 __all__ = [
     *("ALL_GATHERS", "FCOLLECT", "MakeBuffers", "let_nvshmem_have_nccl", "nccl", "nccl_symmetric", "require_joined"),
-    "subject_of",
+    *("subject_of", "symmetric_buffers", "symmetric_memory"),
 ]
 
 FCOLLECT = "fcollect"
@@ -127,7 +127,7 @@ def require_joined(call: Callable[[int], object], stream: Any) -> None:
         raise RuntimeError("its work goes on when the stream that it is timed on is through: it cannot be timed")
 
 
-def _symmetric_memory(device: torch.device) -> Any:
+def symmetric_memory(device: torch.device) -> Any:
     """The module, where it can be used."""
     if device.type != "cuda":
         raise RuntimeError("needs GPUs")
@@ -137,7 +137,7 @@ def _symmetric_memory(device: torch.device) -> Any:
     return symmetric
 
 
-def _symmetric_buffers(symmetric: Any, make_buffers: MakeBuffers, device: torch.device) -> Buffers:
+def symmetric_buffers(symmetric: Any, make_buffers: MakeBuffers, device: torch.device) -> Buffers:
     """Inputs in torch's symmetric memory: an allocation each, because handles speak of whole allocations."""
 
     def allocate(nbytes: int) -> torch.Tensor:
@@ -153,8 +153,8 @@ def _torch_low_contention(make_buffers: MakeBuffers, device: torch.device, _: ob
 
     It makes its result itself.
     """
-    symmetric = _symmetric_memory(device)
-    buffers = _symmetric_buffers(symmetric, make_buffers, device)
+    symmetric = symmetric_memory(device)
+    buffers = symmetric_buffers(symmetric, make_buffers, device)
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
 
     def call(i: int) -> torch.Tensor:
@@ -170,8 +170,8 @@ def _torch_one_shot(make_buffers: MakeBuffers, device: torch.device, _: object =
 
     On the current stream.
     """
-    symmetric = _symmetric_memory(device)
-    buffers = _symmetric_buffers(symmetric, make_buffers, device)
+    symmetric = symmetric_memory(device)
+    buffers = symmetric_buffers(symmetric, make_buffers, device)
     handles = [symmetric.rendezvous(given, dist.group.WORLD) for given in buffers.inputs]
     remote = [
         [handle.get_buffer(rank, given.shape, given.dtype) for rank in range(buffers.world)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tdcoll.bench.arithmetic import Summary, all_gather_bus_bandwidth, ratio
+from tdcoll.bench.arithmetic import Summary, ratio, sent_bytes
 
 __all__ = [
     *("KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "Row", "SignalRow", "SparseRow", "load", "save"),
@@ -84,7 +84,7 @@ class Row(Measured):
     """One size of a dense collective, one algorithm, one way to launch it.
 
     Attributes:
-        bytes_per_rank: of a segment: what one rank gives to an all-gather, or gets from a reduce-scatter.
+        bytes_per_rank: what one rank gives to an all-gather or an all-reduce, or gets from a reduce-scatter.
         operation: the collective.
         dtype, op: of the data, and how it is reduced; None: not known, or not reduced.
         busbw_gbps: bus bandwidth at the median, as nccl-tests defines it.
@@ -101,8 +101,13 @@ class Row(Measured):
         """Bytes per rank."""
         return self.bytes_per_rank
 
+    @property
+    def sent_bytes(self) -> float:
+        """That each rank sends, at least."""
+        return sent_bytes(self.operation, self.bytes_per_rank, self.ranks)
+
     def _derived(self, median_us: float, wall_us: float | None) -> dict[str, Any]:
-        return {"busbw_gbps": all_gather_bus_bandwidth(self.bytes_per_rank, self.ranks, median_us)}
+        return {"busbw_gbps": self.sent_bytes / median_us / 1e3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +216,7 @@ class SignalRow(Measured):
 
 KINDS: dict[str, type[Measured]] = {
     "all_gather": Row,
+    "all_reduce": Row,
     "reduce_scatter": Row,
     "tune": Row,
     "sparse_all_reduce": SparseRow,

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 
 from tdcoll.bench.arithmetic import (
-    all_gather_bus_bandwidth,
     calls_per_launch,
     format_bytes,
     message_sizes,
     ratio,
+    sent_bytes,
     summarize,
 )
 
@@ -36,8 +36,9 @@ def test_ranks_without_times_or_with_different_numbers_of_them(times: list[list[
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     # 8 ranks, 64 MB each, 1377 us: 7 segments in and out of each rank.
-    assert all_gather_bus_bandwidth(64 << 20, 8, 1377.0) == pytest.approx(341.1, abs=0.1)
-    assert all_gather_bus_bandwidth(1 << 20, 1, 5.0) == 0.0
+    assert sent_bytes("all_gather", 64 << 20, 8) == 7 * (64 << 20)
+    assert sent_bytes("reduce_scatter", 1 << 20, 1) == 0
+    assert sent_bytes("all_reduce", 64 << 20, 8) == 7 * (16 << 20)
 
 
 def test_a_ratio_is_the_peers_time_over_ours() -> None:

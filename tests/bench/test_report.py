@@ -339,10 +339,10 @@ def on_h200s() -> dict[str, Any]:
 
 def test_a_floor_is_latency_or_bandwidth() -> None:
     floor = Floor(launch_us=0.8, crossing_us=1.2, gbps=350.0)
-    assert floor.us(64, 8) == 2.0
-    assert floor.us(100_000, 8) == 2.0  # exactly: 7 * 100 KB at 350 GB/s
-    assert floor.us(1_000_000, 8) == pytest.approx(20.0)
-    assert floor.us(1_000_000, 1) == 0.8
+    assert floor.us(7 * 64, 8) == 2.0
+    assert floor.us(700_000, 8) == 2.0  # exactly: 7 * 100 KB at 350 GB/s
+    assert floor.us(7_000_000, 8) == pytest.approx(20.0)
+    assert floor.us(0, 1) == 0.8
 
 
 def test_tables_of_known_gpus_have_a_floor() -> None:
