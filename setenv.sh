@@ -255,7 +255,7 @@ _tdcoll_setenv() {
     *) TDCOLL_MODE=gpu ;;
     esac
     if [[ $TDCOLL_MODE == simulator && -n ${TRITON_INTERPRET-} ]]; then
-        reason="simulator (your TRITON_INTERPRET=$TRITON_INTERPRET; GPUs visible: $TDCOLL_GPUS)"
+        reason="simulator (TRITON_INTERPRET=$TRITON_INTERPRET or --simulate; GPUs visible: $TDCOLL_GPUS)"
     elif [[ $TDCOLL_MODE == simulator ]]; then
         reason="simulator (no GPU visible)"
     elif ((TDCOLL_GPUS)); then

@@ -79,7 +79,8 @@ class CollectiveContext(Gate):
 
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
-        max_bytes_per_rank: the most that one rank contributes to one call, in bytes. Takes ``2 * phases * world_size *
+        max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes: a larger all-gather is
+            refused, a larger reduction takes several epochs. Takes ``2 * phases * world_size *
             max_bytes_per_rank`` bytes of symmetric heap.
         channels: the most chunks that one rank's data is cut into. Each takes ``16 * phases`` bytes of symmetric heap
             per rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
@@ -333,7 +334,7 @@ class CollectiveContext(Gate):
         """
         if self._closed:
             return
-        self._closed, self._refusal = True, "the context is closed"
+        self._closed, self._refusal = True, "the context is closed; make a new one"
         if self.job.closed:
             return
         if self._cuda:

@@ -17,14 +17,14 @@ from tdcoll.bench.arithmetic import format_bytes
 from tdcoll.bench.dense import IN_PLACE, plan_of
 from tdcoll.bench.rows import Row, distinct
 from tdcoll.bench.table import number
-from tdcoll.collectives._host.plan import LL_WORD_BYTES, Facts, Plan, Policy
+from tdcoll.collectives._host.plan import Facts, Plan, Policy
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import HANDED_OVER, Entry, Section, Table
 
 __all__ = ["CHANNEL_COUNTS", "WARP_COUNTS", "Candidate", "Choice", "pick", "times_of"]
 
-_LL_CHUNKS = tuple(LL_WORD_BYTES * words for words in (64, 128, 256, 512, 1024))
-"""Bytes that one program of LL moves."""
+_BLOCKS = (64, 128, 256, 512, 1024)
+"""Words, which need no signal, that one program moves."""
 
 CHANNEL_COUNTS = (1, 4, 16, 64, 256)
 """Chunks of a segment that are tried, by default; and warps of a program."""
@@ -149,13 +149,19 @@ class Choice:
     hand_over: bool = True
     margin: float = 0.03
 
-    def plan(self, candidate: Candidate, nbytes: int, ll_bytes: int) -> Plan:
+    def plan(self, candidate: Candidate, nbytes: int, ll_bytes: int, lamport_bytes: int = 0) -> Plan:
         """What a candidate makes of a call. Raises ValueError where it cannot be had."""
         topology, in_place = self.topology, candidate.in_place
         kind = ("", self.policy.operation, topology.ranks_per_node or 0, topology.n_nodes, "eager", in_place)
         stores = ll_bytes >= 0  # both need ranks that can store to each other's memory
         facts = Facts(
-            nbytes, topology, ll_bytes=ll_bytes, stores=stores, itemsize=self.itemsize, in_place=candidate.in_place
+            nbytes,
+            topology,
+            ll_bytes=ll_bytes,
+            stores=stores,
+            lamport_bytes=lamport_bytes,
+            itemsize=self.itemsize,
+            in_place=candidate.in_place,
         )
         return self.policy.choose(facts, candidate.algorithm, [Section(*kind, (candidate.entry(None),))])
 
@@ -167,10 +173,10 @@ class Choice:
         algorithms: Sequence[str] | None = None,
         channels: Sequence[int] = CHANNEL_COUNTS,
         warps: Sequence[int] = WARP_COUNTS,
+        lamport_bytes: int = 0,
     ) -> list[Candidate]:
         """What could be the fastest: different plans that can be had, of each algorithm that of the rules first."""
         found: dict[Plan, Candidate] = {}
-        by_words = {name for name, rule in self.policy.rules.items() if rule.words}
         for algorithm in self.policy.names if algorithms is None else algorithms:
             if algorithm not in self.policy.names:
                 continue  # another operation's
@@ -179,13 +185,13 @@ class Choice:
             if algorithm == "ring" and self.topology.world_size < 3:
                 continue  # direct stores with other names
             tried = [Candidate(algorithm, in_place)]
-            if algorithm in by_words:
-                room = 2 * max(_LL_CHUNKS[0], nbytes)
+            if widths := self.policy.rules[algorithm].words:
                 tried += [
-                    Candidate(algorithm, in_place, chunk=chunk, num_warps=n)
-                    for chunk in _LL_CHUNKS
+                    Candidate(algorithm, in_place, chunk=width * block, num_warps=n)
+                    for width in widths
+                    for block in _BLOCKS
                     for n in warps
-                    if 32 * LL_WORD_BYTES * n <= chunk < room
+                    if 32 * n <= block and width * block < 2 * max(width * _BLOCKS[0], nbytes)
                 ]
             else:
                 tried += [
@@ -196,7 +202,7 @@ class Choice:
                 ]
             for candidate in tried:
                 try:
-                    found.setdefault(self.plan(candidate, nbytes, ll_bytes), candidate)
+                    found.setdefault(self.plan(candidate, nbytes, ll_bytes, lamport_bytes), candidate)
                 except ValueError:  # not here, or not of this size
                     break
         return list(found.values())

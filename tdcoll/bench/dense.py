@@ -29,7 +29,7 @@ from tdcoll.collectives._host.drop_in import TORCH_OPERATIONS
 from tdcoll.collectives._host.plan import Facts, Plan, Policy
 from tdcoll.context import CollectiveContext
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import flagged_bytes
+from tdcoll.limits import flagged_bytes, lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS
 from tdcoll.runtime.topology import Topology
 
@@ -51,9 +51,10 @@ def plan_of(policy: Policy, name: str, nbytes: int, topology: Topology, itemsize
         ValueError: such a call cannot have it.
     """
     ll_bytes = flagged_bytes(topology.world_size, topology.n_nodes)
+    lamport = lamport_bytes(topology.world_size, topology.n_nodes) if itemsize < 8 else 0
     in_place = name == IN_PLACE
     facts = Facts(
-        nbytes, topology, ll_bytes=ll_bytes, stores=topology.n_nodes == 1, itemsize=itemsize, in_place=in_place
+        nbytes, topology, ll_bytes=ll_bytes, stores=True, lamport_bytes=lamport, itemsize=itemsize, in_place=in_place
     )
     return policy.choose(facts, "auto" if in_place else name)
 

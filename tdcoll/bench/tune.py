@@ -27,10 +27,11 @@ import torch
 import triton
 
 import tdcoll
-from tdcoll import runtime
+from tdcoll import limits, runtime
 from tdcoll.bench import case, options
 from tdcoll.bench import rows as files
 from tdcoll.bench.all_gather import AllGather
+from tdcoll.bench.all_reduce import AllReduce
 from tdcoll.bench.arithmetic import format_bytes
 from tdcoll.bench.choosing import CHANNEL_COUNTS, WARP_COUNTS, Candidate, Choice
 from tdcoll.bench.dense import IN_PLACE, Dense, add_sizes, read_sizes
@@ -41,14 +42,14 @@ from tdcoll.bench.table import duration
 from tdcoll.bench.timing import LineUp
 from tdcoll.context import CollectiveContext
 from tdcoll.language import INTERPRETED
-from tdcoll.limits import CHANNELS, flagged_bytes
+from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import HANDED_OVER, WARPS, Table
 from tdcoll.tuning.agreement import architectures
 
 __all__ = ["OPERATIONS", "Operation", "Tune", "listing", "main", "part_of"]
 
-OPERATIONS: dict[str, type[Dense]] = {kind.benchmark: kind for kind in (AllGather, ReduceScatter)}
+OPERATIONS: dict[str, type[Dense]] = {kind.benchmark: kind for kind in (AllGather, AllReduce, ReduceScatter)}
 """What can be tuned, by name."""
 
 _SETTINGS = ("algorithms", "channels", "warps", "peers", "launches", "in_place", "iterations", "warmup")
@@ -88,14 +89,15 @@ class Operation:
         more = {"algorithms": algorithms, "dtype": kind.tuned_dtype, "straggler": False, "op": "sum"}
         return argparse.Namespace(**{**vars(options), **more})
 
-    def candidates(self, nbytes: int, ll_bytes: int | None = None) -> list[Candidate]:
+    def candidates(self, nbytes: int, ll_bytes: int | None = None, lamport_bytes: int = 0) -> list[Candidate]:
         """All that is measured of one size; ``ll_bytes``: what the context can send by LL, -1: nothing."""
         options, topology = self.options, self.topology
         if ll_bytes is None:
-            ll_bytes = min(nbytes, flagged_bytes(topology.world_size, topology.n_nodes))
+            ll_bytes = min(nbytes, limits.flagged_bytes(topology.world_size, topology.n_nodes))
+            lamport_bytes = limits.lamport_bytes(topology.world_size, topology.n_nodes)
         kinds = (False, True) if options.in_place and self.kind.in_place else (False,)
         how = options.algorithms, options.channels, options.warps
-        made = [one for kind in kinds for one in self.choice.candidates(nbytes, ll_bytes, kind, *how)]
+        made = [one for kind in kinds for one in self.choice.candidates(nbytes, ll_bytes, kind, *how, lamport_bytes)]
         return [*made, *map(Candidate, options.peers)]
 
     def left(self, rows: Sequence[Row]) -> list[int]:
@@ -112,7 +114,7 @@ class Operation:
         def make(candidate: Candidate, context: CollectiveContext) -> Any:
             if candidate.algorithm == HANDED_OVER:
                 return bench.peer(HANDED_OVER, plain)
-            plan = self.choice.plan(candidate, nbytes, context.ll_bytes)
+            plan = self.choice.plan(candidate, nbytes, context.ll_bytes, context.lamport_bytes)
             buffers = inside if inside is not None and candidate.in_place else plain(None)
             return bench.subject(plan, context, buffers, candidate.in_place)
 
@@ -121,7 +123,7 @@ class Operation:
             yield (
                 [
                     case.Wanted(one.name, one.algorithm == HANDED_OVER, partial(make, one, context), launches)
-                    for one in self.candidates(nbytes, context.ll_bytes)
+                    for one in self.candidates(nbytes, context.ll_bytes, context.lamport_bytes)
                 ],
                 context.check,
             )

@@ -179,7 +179,7 @@ def test_sections_of_a_table() -> None:
         ("--dry-run --channels 4,513", "--channels: expected at most 512, got 513"),
         ("--dry-run --warps 3", "--warps: expected some of 1, 2, 4, 8, 16, 32; got 3"),
         ("--dry-run --algorithms auto", "expected some of ll, direct, ring, 1d, 2d"),
-        ("--dry-run --operation broadcast", "expected some of all_gather, reduce_scatter; got broadcast"),
+        ("--dry-run --operation broadcast", "expected some of all_gather, all_reduce, reduce_scatter; got broadcast"),
         ("--dry-run --margin -1", "expected a number of percent"),
         ("--dry-run -b 2K -e 1K", "-b must be at most -e"),
     ],

@@ -134,7 +134,7 @@ def test_triton_interpret_is_the_users_too(shell: Shell) -> None:
     shell.set_gpus(2)
     environment, text = shell.source(TRITON_INTERPRET="1")
     assert "NVSHMEM_SYMMETRIC_SIZE" not in environment
-    assert said(text)["mode"] == "simulator (your TRITON_INTERPRET=1; GPUs visible: 2)"
+    assert said(text)["mode"] == "simulator (TRITON_INTERPRET=1 or --simulate; GPUs visible: 2)"
 
 
 def default_route_interface() -> str | None:

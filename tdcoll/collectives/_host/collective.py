@@ -344,8 +344,8 @@ class Collective:
         n = max(1, -(-facts.nbytes // room)) if room else 1 + _MOST_EPOCHS * (facts.nbytes > 0)
         if n > _MOST_EPOCHS:
             raise ContextError(
-                f"{self.name}: {facts.nbytes} bytes per rank are more than {_MOST_EPOCHS} epochs of {room}, what "
-                "the context takes at a time; make it with "
+                f"{self.name}: {facts.nbytes} bytes would take more than {_MOST_EPOCHS} epochs of {room} bytes. "
+                "Make the context with "
                 f"max_bytes_per_rank={facts.nbytes // _MOST_EPOCHS * 4 + 128} or more"
             )
         return [*(n - 1) * [room], facts.nbytes - (n - 1) * room]

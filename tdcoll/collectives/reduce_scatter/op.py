@@ -41,7 +41,7 @@ def reduce_scatter(
 
     Args:
         tensor: a part for each rank, contiguous, on the context's device, of fp16, bf16, fp32, fp64, int32 or int64.
-            With ``out`` it may be ``[world, n, ...]`` as well.
+            With ``out`` it may be ``[world, n, ...]`` as well; without, the first extent is what is divided.
         ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
             Making one is collective and synchronises.
         out: where the result goes, contiguous, same dtype. Made if None. May be this rank's own part of ``tensor``, and
