@@ -29,6 +29,10 @@ _ONE_SHOT_BYTES = 640 << 10
 saves: on H200s with 2 ranks from about 1 MB on, with 4 from about 200 KB."""
 
 
+_WORDS_BYTES = 1 << 30
+"""Kernels count the bytes that go by words in 32 bits, and go somewhat beyond the last."""
+
+
 def part_bytes(nbytes: int, world: int) -> int:
     """Bytes of the part that each rank reduces, where parts are cut into chunks: a multiple of 16."""
     return max(1, -(-nbytes // (16 * world))) * 16
@@ -59,6 +63,8 @@ def _words(name: str, shots: int) -> Rule:
             return f"needs elements of 2 or 4 bytes; got elements of {facts.itemsize} bytes on "
         if (problem := needs_stores(facts)) is not None:
             return problem
+        if facts.nbytes >= _WORDS_BYTES:
+            return f"needs less than {_WORDS_BYTES} bytes; got {facts.nbytes} bytes on "
         if by_lamport(facts, shots) or _words_sent(facts, LL_WORD_BYTES, shots) <= words_of(facts.ll_bytes):
             return None
         return f"needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got {facts.nbytes} bytes on "
@@ -102,7 +108,9 @@ def _seed(facts: Facts) -> str:
             return "two_shot"
     if _needs_direct(facts) is None:
         return "direct"
-    return "1d" if _needs_signals(facts) is None else "one_shot"
+    if _needs_signals(facts) is None or not (one or two):
+        return "1d"
+    return "one_shot" if one else "two_shot"
 
 
 POLICY = Policy(

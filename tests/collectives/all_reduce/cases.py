@@ -114,8 +114,9 @@ class Reductions:
 
     def other_call(self, ctx: tdcoll.CollectiveContext, call: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of another collective."""
-        given = [self.tensor(pe, call, 2 * ctx.world_size) for pe in ctx.topology.pes]
-        if kind == "g":
+        count = ctx.max_bytes_per_rank // self.dtype.itemsize if kind == "g" else 2 * ctx.world_size
+        given = [self.tensor(pe, call, count) for pe in ctx.topology.pes]
+        if kind == "g":  # of all the memory that peers write to
             return tdcoll.all_gather(given[ctx.rank], ctx).flatten(), torch.cat(given)
         wanted = reduce_scatter_reference(given, ctx.topology.nodes)
         return tdcoll.reduce_scatter(given[ctx.rank], ctx), wanted[ctx.rank]
