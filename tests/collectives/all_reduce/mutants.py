@@ -262,7 +262,6 @@ MUTANTS = [
         resident=1,
     ),
     # ------------------------------------------------------------------ puts
-    Mutant("1d: one row of signals", to("group.row", "slot(epoch)", "0"), WRONG, "1d", OVER_NODES),
     Mutant(
         "1d: nothing in the outbox", to(PUT, "tdl.copy_block(staged, source, size)", "pass"), WRONG, "1d", OVER_NODES
     ),
