@@ -34,6 +34,7 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
     [
         pytest.param("all_gather_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="all-gather, 2 nodes of 2"),
         pytest.param("reduce_scatter_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="reduce-scatter, 2 + 1"),
+        pytest.param("all_reduce_checks.py", ("--nproc", "2"), id="all-reduce, 2 ranks"),
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
         pytest.param("primitives_checks.py", ("--nproc", "2"), id="primitives, 2 ranks"),
         pytest.param("sparse_checks.py", ("--nproc", "2"), id="sparse all-reduce, 2 ranks"),

@@ -98,49 +98,56 @@ def segment(g, lamport, call, origin, phase=0):
 
 
 @jit
-def load(source, word, nbytes):
-    """What the 128-bit words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
-    index = 4 * tl.expand_dims(word, 1) + tl.expand_dims(tl.arange(0, 4), 0)
-    mask = (index < nbytes // 16 * 4) & ((source | nbytes) % 16 == 0)
-    aligned = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
-    parts = tl.load(aligned + index, mask=mask, other=0)
-    even, odd = tl.split(tl.reshape(parts, [word.shape[0], 2, 2]))
+def _parts_of(word):
+    """``[n] -> [n, 4]``: the 32-bit parts of 128-bit words, counted through."""
+    return 4 * tl.expand_dims(word, 1) + tl.expand_dims(tl.arange(0, 4), 0)
+
+
+@jit
+def _split(parts):
+    """``[n, 4]`` -> four times ``[n]``."""
+    even, odd = tl.split(tl.reshape(parts, [parts.shape[0], 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
 
 
 @jit
+def load(source, word, nbytes):
+    """What the 128-bit words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
+    index = _parts_of(word)
+    mask = (index < nbytes // 16 * 4) & ((source | nbytes) % 16 == 0)
+    aligned = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+    return _split(tl.load(aligned + index, mask=mask, other=0))
+
+
+@jit
 def repair(source, word, nbytes, first, second, third, fourth):
-    """What :func:`load` gave, loaded anew if that was not aligned."""
+    """What :func:`load` gave, loaded anew if that was not aligned.
+
+    By few accesses of many words: a kernel repairs once for each rank, and the time to compile it grows faster than the
+    number of its accesses.
+    """
     if (source | nbytes) % 16 != 0:
         if (source | nbytes) % 4 == 0:
-            first = load_words(source, 4 * word, nbytes)
-            second = load_words(source, 4 * word + 1, nbytes)
-            third = load_words(source, 4 * word + 2, nbytes)
-            fourth = load_words(source, 4 * word + 3, nbytes)
+            parts = load_words(source, _parts_of(word), nbytes)
         else:
-            first = load_bytes(source, 4 * word, nbytes)
-            second = load_bytes(source, 4 * word + 1, nbytes)
-            third = load_bytes(source, 4 * word + 2, nbytes)
-            fourth = load_bytes(source, 4 * word + 3, nbytes)
+            parts = load_bytes(source, _parts_of(word), nbytes)
+        first, second, third, fourth = _split(parts)
     return first, second, third, fourth
 
 
 @jit
 def store(out, word, nbytes, first, second, third, fourth, mask):
     """The inverse of :func:`load`, for any alignment, where ``mask`` is true."""
+    parts = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [word.shape[0], 4])
+    index = _parts_of(word)
+    wide = tl.expand_dims(mask, 1)
     if (out | nbytes) % 16 == 0:
-        parts = tl.join(tl.join(first, third), tl.join(second, fourth))
-        index = 4 * tl.expand_dims(word, 1) + tl.expand_dims(tl.arange(0, 4), 0)
         aligned = tl.multiple_of(out.to(tl.pointer_type(tl.int32)), 16)
-        inside = tl.expand_dims(mask, 1) & (index < nbytes // 16 * 4)
-        tl.store(aligned + index, tl.reshape(parts, [word.shape[0], 4]), mask=inside)
+        tl.store(aligned + index, parts, mask=wide & (index < nbytes // 16 * 4))
     else:
-        store_any(out, 4 * word, nbytes, first, mask)
-        store_any(out, 4 * word + 1, nbytes, second, mask)
-        store_any(out, 4 * word + 2, nbytes, third, mask)
-        store_any(out, 4 * word + 3, nbytes, fourth, mask)
+        store_any(out, index, nbytes, parts, wide)
 
 
 @jit

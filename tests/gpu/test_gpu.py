@@ -96,6 +96,18 @@ def test_emulated_nodes(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("all_gather_checks.py")
 
 
+@ranks_of(1, 2, 4, 8)
+def test_all_reduce_checks(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "all_reduce_checks.py")
+    assert set(verdicts(done)) == checks_of("all_reduce_checks.py")
+
+
+@ranks_of(3, 4, nodes=2)
+def test_all_reduce_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "all_reduce_checks.py", "--emulate-nodes", "2")
+    assert set(verdicts(done)) == checks_of("all_reduce_checks.py")
+
+
 @ranks_of(3, 4, 8)
 def test_distributed_checks(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, WORKERS / "distributed_checks.py")

@@ -58,8 +58,11 @@ def test_lamport_calls_are_counted_apart_from_epochs() -> None:
 
 def test_no_words_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=16) as ctx:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=0) as ctx:
             assert (ctx.device_lamport, ctx.lamport_bytes) == (None, 0)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=17) as ctx:
+            assert ctx.device_lamport is not None
+            assert (ctx.device_lamport.stride, ctx.lamport_bytes) == (32, 17)
         with pytest.raises(ValueError, match="lamport_bytes must be at least 0, got -1"):
             tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=-1)
         with pytest.raises(tdcoll.RankMismatchError, match=r"differ in lamport_bytes \(rank 0: 0, rank 1: 1\)$"):

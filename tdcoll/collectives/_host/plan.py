@@ -268,7 +268,7 @@ class Policy:
     Args:
         operation: its name, which is also that of its sections in tuning tables.
         rules: its algorithms.
-        seed: the name of the one to take where nothing was measured; it must admit the call.
+        seed: the name of the one to take where nothing was measured. If it does not admit the call, none does.
         hand_over: whether tables may leave a call to torch.distributed.
     """
 
@@ -313,7 +313,7 @@ class Policy:
             return algorithm
         if algorithm not in self.algorithms:
             raise ValueError(f"algorithm must be one of {', '.join(self.algorithms)}; got {algorithm!r}")
-        entry = self._entry(facts, sections)
+        entry, asked = self._entry(facts, sections), algorithm != "auto"
         if algorithm == "auto":
             if entry is not None and entry.algorithm == HANDED_OVER:
                 if facts.hand_over and facts.nbytes:
@@ -323,6 +323,8 @@ class Policy:
                 algorithm = entry.algorithm
             else:
                 algorithm = self._seed(facts)
+        if not asked and (problem := self.rules[algorithm].admit(facts)) is not None:
+            raise ValueError(f"{self.operation} {problem}{facts.topology.describe()}")
         rule = self.rule(algorithm, facts)
         if entry is None or entry.algorithm != algorithm:
             entry = _BY_THE_RULES

@@ -34,6 +34,10 @@ _ONE_SHOT_BYTES = 640 << 10
 saves: on H200s with 2 ranks from about 1 MB on, with 4 from about 200 KB."""
 
 
+_WORDS_BYTES = 1 << 30
+"""Kernels count the bytes that go by words in 32 bits, and go somewhat beyond the last."""
+
+
 def part_bytes(nbytes: int, parts: int) -> int:
     """Bytes of a part where the data is cut into so many, and these into chunks: a multiple of 16."""
     return max(1, -(-nbytes // (16 * parts))) * 16
@@ -64,6 +68,8 @@ def _words(name: str, shots: int) -> Rule:
             return f"needs elements of 2 or 4 bytes; got elements of {facts.itemsize} bytes on "
         if (problem := needs_stores(facts)) is not None:
             return problem
+        if facts.nbytes >= _WORDS_BYTES:
+            return f"needs less than {_WORDS_BYTES} bytes; got {facts.nbytes} bytes on "
         if by_lamport(facts, shots) or _words_sent(facts, LL_WORD_BYTES, shots) <= words_of(facts.ll_bytes):
             return None
         return f"needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got {facts.nbytes} bytes on "
@@ -120,7 +126,8 @@ def _seed(facts: Facts) -> str:
             return "one_shot"
         if two:
             return "two_shot"
-    return next(name for name in ("direct", "2d", "1d", "one_shot") if POLICY.rules[name].admit(facts) is None)
+    others = ("direct", "2d", "1d", "one_shot", "two_shot")
+    return next((name for name in others if POLICY.rules[name].admit(facts) is None), "1d")  # which then says why not
 
 
 POLICY = Policy(

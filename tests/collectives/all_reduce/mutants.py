@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The all-reduce kernels with one protection switched off: what the simulator must catch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_mutants import Change
+
+import tdcoll.collectives.all_reduce.algorithms  # noqa: F401, which names the kernels: before one is replaced
+
+from ..reduce_scatter.mutants import missing, to
+
+MODULES = (
+    "tdcoll.primitives.lamport",
+    "tdcoll.collectives.all_reduce.kernels_words",
+    "tdcoll.collectives.all_reduce.kernels_direct",
+    "tdcoll.collectives.all_reduce.kernels_puts",
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One protection less.
+
+    Attributes:
+        name: what is missing.
+        changes: to the kernels, or to device functions that they call.
+        expect: regular expression that the failure's report must match: what goes wrong, and not just that it does.
+        algorithm: whose kernel shows it; several in turn.
+        ranks_per_node: as for ``World``; 4 ranks, or 3 where there are words.
+        case: further arguments of ``Reductions``.
+        resident, stragglers: as for ``World``.
+    """
+
+    name: str
+    changes: tuple[Change, ...]
+    expect: str
+    algorithm: str
+    ranks_per_node: int | tuple[int, ...] | None = None
+    case: tuple[tuple[str, Any], ...] = (("calls", "oooo"),)
+    resident: int | None = None
+    stragglers: bool = False
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """Arguments of ``World``."""
+        n_pes = 3 if "shot" in self.algorithm else 4
+        return {
+            "n_pes": n_pes,
+            "ranks_per_node": self.ranks_per_node,
+            "resident": self.resident,
+            "stragglers": self.stragglers,
+        }
+
+
+WRONG = r"AssertionError: rank \d+, call \d+ \([oiz]\): \d+ wrong elements"
+
+ANY_WRONG = WRONG.replace("[oiz]", "[oizg]") + "|" + missing("signals")
+
+ONE, TWO = "kernels_words.all_reduce_one_shot", "kernels_words.all_reduce_two_shot"
+DIRECT = "all_reduce.kernels_direct.all_reduce_direct"
+PUTS = "all_reduce.kernels_puts.all_reduce_puts"
+SUM_WORDS, SUM_DIRECT = "kernels_words._sum", "all_reduce.kernels_direct._sum_chunk"
+SUM_PUTS = "all_reduce.kernels_puts._sum_chunk"
+PUT, SEND = "all_reduce.kernels_puts._put_source", "all_reduce.kernels_puts._send_sum"
+
+WAIT = "tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
+WAIT_DIRECT = (
+    "tdl.wait_signal(summed + peer, tdl.CMP_GE, epoch, g.monitor, peer, (channels + channel) * g.world + peer)"
+)
+WAIT_PUTS = "tdl.wait_signal(summed + origin, tdl.CMP_GE, epoch, g.monitor, origin, index)"
+SUMMED, LATER = "row(g, epoch, channels + channel)", "(r + g.rank) % g.world"
+PUSHED, RELEASED = "tdl.copy_block(target + delta, source, nbytes)", "release(signal, signal_delta, value)"
+STORE_SUM = "tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)"
+TOLD, SENT = (
+    "stores.release_to_all(g, summed + g.rank, epoch)",
+    "_send_sum(landing, size, g, routes, summed + g.rank, epoch)",
+)
+SUM_IN_DIRECT, SUM_IN_PUTS = (
+    f"""
+if (source | out | size) % 16 == 0:
+    _sum_chunk(source + at, out + at, landing, window, g, {more}epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
+else:
+    _sum_chunk(source + at, out + at, landing, window, g, {more}epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
+"""
+    for more in ("", "routes, nodes, ")
+)
+LATER_NODE = "(node + g.rank) % nodes.n_nodes"
+OWN = "tl.where(r == g.rank, own, segment(window, g, epoch, r))"
+RECEIVE = "_receive(g, inbox, r, word, call, mask, LAMPORT)"
+CLEAR_ONE, CLEAR_TWO = (
+    "lamport.clear(g, inbox, call, size, BLOCK)",
+    "lamport.clear(g, inbox, call, 2 * 16 * part, BLOCK)",
+)
+SEND_ALL = "_send_to_all(g, inbox, word, first, second, third, fourth, call, mask, LAMPORT)"
+STORE_WORDS = "_store(out, word, size, first, second, third, fourth, mask, LAMPORT)"
+SEND_BACK = "_send_to_all(g, inbox, part + place, first, second, third, fourth, call, summed, LAMPORT)"
+PROGRAM = "tl.program_id(0)"
+BACKWARDS = "(tl.num_programs(0) - 1 - tl.program_id(0))"
+NBI = "tdl.putmem_signal_nbi_block({0}, {1}, size, signal, epoch, tdl.SIGNAL_SET, {2})"
+PUT_SOURCE, PUT_SUM = NBI.format("landing", "staged", "pe"), NBI.format("landing", "landing", "tl.load(pes + i)")
+SIGNAL_FIRST = (
+    "tdl.signal_block(signal, epoch, tdl.SIGNAL_SET, {2})\ntdl.fence()\ntdl.putmem_nbi_block({0}, {1}, size, {2})"
+)
+OVER_NODES = (2, 2)
+
+FLAGGED = (("calls", "oooo"), ("lamport_bytes", 0))
+AMONG_OTHERS = (("calls", "ogogog"),)
+
+
+def whose_words(where: str) -> tuple[Change, ...]:
+    """Parts are summed from the own one on."""
+    return (
+        *to(where, "r != g.rank", f"{LATER} != g.rank"),
+        *to(where, RECEIVE, RECEIVE.replace("inbox, r,", f"inbox, {LATER},")),
+    )
+
+
+MUTANTS = [
+    # ------------------------------------------------------------------ words
+    # Two-shot could do with two, and with flags, of equal sizes, with one: a rank that has all sums knows that all
+    # others have cleared their memory, and read what it sent first.
+    Mutant(
+        "one-shot: two slots",
+        to("lamport.slot", "call % 3", "call % 2"),
+        f"{WRONG}|{missing('lamport')}",
+        "one_shot",
+        case=(("calls", "oooooo"), ("counts", (12, 60))),
+        stragglers=True,
+    ),
+    *(
+        Mutant(
+            f"{name}, flags: one slot",
+            to("group.slot", "epoch % 2", "epoch * 0"),
+            f"{WRONG}|{missing('flagged')}",
+            name,
+            case=(*FLAGGED, ("counts", (12, 60))),
+        )
+        for name in ("one_shot", "two_shot")
+    ),
+    Mutant("one-shot: nothing is cleared", to(ONE, CLEAR_ONE, "pass"), WRONG, "one_shot", case=(("calls", "ooooo"),)),
+    Mutant("two-shot: nothing is cleared", to(TWO, CLEAR_TWO, "pass"), WRONG, "two_shot", case=(("calls", "ooooo"),)),
+    Mutant(
+        "two-shot: the second half is not cleared",
+        to(TWO, CLEAR_TWO, CLEAR_TWO.replace("2 * 16", "16")),
+        WRONG,
+        "two_shot",
+        case=(("calls", "ooooo"),),
+    ),
+    *(
+        Mutant(
+            f"two-shot{', flags' if more else ''}: sums come where parts came",
+            to(TWO, "part + place", "place"),
+            f"{WRONG}|{missing('lamport')}|{missing('flagged')}",
+            "two_shot",
+            case=more or (("calls", "oooo"),),
+        )
+        for more in ((), FLAGGED)
+    ),
+    Mutant(
+        "two-shot: the own words go on, and not the sum",
+        to(TWO, SEND_BACK, SEND_BACK.replace("first, second, third, fourth", "mine1, mine2, mine3, mine4")),
+        WRONG,
+        "two_shot",
+    ),
+    Mutant("two-shot: no sum is sent", to(TWO, SEND_BACK, "pass"), missing("lamport"), "two_shot"),
+    Mutant("one-shot: parts are summed from the own one on", whose_words(SUM_WORDS), WRONG, "one_shot"),
+    Mutant("two-shot: the sum is another from rank to rank", whose_words(SUM_WORDS), WRONG, "two_shot"),
+    Mutant(
+        "one-shot: words of a rank are not waited for",
+        to(
+            "lamport.receive",
+            "return tdl.wait_words(landed, SENTINEL, mask, g.monitor, origin, call)",
+            "part = landed.to(tl.pointer_type(tl.int32))\n"
+            "return tl.load(part, mask=mask, other=0), tl.load(part + 1, mask=mask, other=0), "
+            "tl.load(part + 2, mask=mask, other=0), tl.load(part + 3, mask=mask, other=0), mask",
+        ),
+        WRONG,
+        "one_shot",
+    ),
+    Mutant(
+        "one-shot: words are received before they are sent",
+        to(ONE, SEND_ALL, "pass") + to(ONE, STORE_WORDS, f"{SEND_ALL}\n{STORE_WORDS}"),
+        missing("lamport"),
+        "one_shot",
+        resident=1,
+    ),
+    Mutant(
+        "two-shot: program i waits for the last but i",
+        to(SUM_WORDS, RECEIVE, RECEIVE.replace("word,", "tl.num_programs(0) * word.shape[0] - 1 - word,")),
+        missing("lamport"),
+        "two_shot",
+        resident=1,
+    ),
+    # ------------------------------------------------------------------ stores
+    *(
+        # Calls of one kind could do with one slot: a rank that has all sums knows that all others have read its parts.
+        Mutant(f"{name}: one slot", to("group.slot", "epoch % 2", "epoch * 0"), ANY_WRONG, name, nodes, AMONG_OTHERS)
+        for name, nodes in (("direct", None), ("1d", OVER_NODES))
+    ),
+    *(
+        Mutant(f"{name}: the sum does not wait", to(where, WAIT, WAIT.replace("epoch", "0")), WRONG, name, nodes)
+        for name, where, nodes in (("direct", DIRECT, None), ("1d", PUTS, OVER_NODES))
+    ),
+    *(
+        Mutant(
+            f"{name}: {which} are copied out before they are there",
+            to(where, wait, wait.replace("epoch", "0")),
+            WRONG,
+            name,
+            nodes,
+        )
+        for name, where, wait, nodes, which in (
+            ("direct", DIRECT, WAIT_DIRECT, None, "sums"),
+            ("1d", PUTS, WAIT_PUTS, OVER_NODES, "sums"),
+        )
+    ),
+    *(
+        Mutant(
+            f"{name}: the sum has the signal of a part",
+            to(where, SUMMED, "row(g, epoch, channel)"),
+            f"{WRONG}|{missing('signals')}",
+            name,
+            nodes,
+        )
+        for name, where, nodes in (("direct", DIRECT, None), ("1d", PUTS, OVER_NODES))
+    ),
+    *(
+        Mutant(f"{name}: sums come where parts came", to(where, "second", "0"), WRONG, name, nodes)
+        for name, where, nodes in (("direct", DIRECT, None), ("1d", PUTS, OVER_NODES))
+    ),
+    Mutant(
+        "direct: the signal goes before the part",
+        to("stores.push", f"{PUSHED}\n{RELEASED}", f"{RELEASED}\n{PUSHED}"),
+        WRONG,
+        "direct",
+    ),
+    Mutant(
+        "direct: the signal goes before the sum",
+        to(DIRECT, f"{SUM_IN_DIRECT}{TOLD}", f"{TOLD}\n{SUM_IN_DIRECT}"),
+        WRONG,
+        "direct",
+    ),
+    Mutant("direct: nobody hears of the sum", to(DIRECT, TOLD, "pass"), missing("signals"), "direct"),
+    Mutant("direct: the sum stays here", to(SUM_DIRECT, STORE_SUM, "pass"), WRONG, "direct"),
+    Mutant(
+        "direct: the own part from the window", to(SUM_DIRECT, OWN, "segment(window, g, epoch, r)"), WRONG, "direct"
+    ),
+    Mutant(
+        "direct: parts are summed from the own one on",
+        to(SUM_DIRECT, OWN, f"tl.where({LATER} == g.rank, own, segment(window, g, epoch, {LATER}))"),
+        WRONG,
+        "direct",
+    ),
+    Mutant(
+        "direct: programs that wait before those that send",
+        to(DIRECT, PROGRAM, BACKWARDS),
+        missing("signals"),
+        "direct",
+        resident=1,
+    ),
+    # ------------------------------------------------------------------ puts
+    Mutant(
+        "1d: nothing in the outbox", to(PUT, "tdl.copy_block(staged, source, size)", "pass"), WRONG, "1d", OVER_NODES
+    ),
+    Mutant(
+        "1d: put from the inbox",
+        to(PUT, "segment(window, g, epoch, to) + outbox", "segment(window, g, epoch, to)"),
+        WRONG,
+        "1d",
+        OVER_NODES,
+    ),
+    *(
+        Mutant(
+            f"1d: {what} is put with a signal that goes before it",
+            to(where, put, signal_first),
+            WRONG,
+            "1d",
+            OVER_NODES,
+        )
+        for what, where, put, signal_first in (
+            ("a part", PUT, PUT_SOURCE, SIGNAL_FIRST.format("landing", "staged", "pe")),
+            ("a sum", SEND, PUT_SUM, SIGNAL_FIRST.format("landing", "landing", "tl.load(pes + i)")),
+        )
+    ),
+    *(
+        Mutant(f"1d: {what} is put without a signal", to(where, put, quiet), missing("signals"), "1d", OVER_NODES)
+        for what, where, put, quiet in (
+            ("a part", PUT, PUT_SOURCE, "tdl.putmem_nbi_block(landing, staged, size, pe)"),
+            ("a sum", SEND, PUT_SUM, "tdl.putmem_nbi_block(landing, landing, size, tl.load(pes + i))"),
+        )
+    ),
+    Mutant("1d: local ranks are not sent the sum", to(SUM_PUTS, STORE_SUM, "pass"), WRONG, "1d", OVER_NODES),
+    Mutant(
+        "1d: remote ranks are sent what was where the sum is not",
+        to(SUM_PUTS, STORE_SUM.replace("landing + delta", "landing"), "pass"),
+        WRONG,
+        "1d",
+        OVER_NODES,
+    ),
+    Mutant(
+        "1d: the sum is sent before it is there",
+        to(PUTS, f"{SUM_IN_PUTS}{SENT}", f"{SENT}\n{SUM_IN_PUTS}"),
+        WRONG,
+        "1d",
+        OVER_NODES,
+    ),
+    Mutant(
+        "1d: all parts are summed in rank order, whatever their nodes",
+        to(SUM_PUTS, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)")
+        + to(SUM_PUTS, "tl.load(nodes.begins + node + 1)", "g.world"),
+        WRONG,
+        "1d",
+        OVER_NODES,
+    ),
+    Mutant(
+        "1d: the nodes are summed from the own one on",
+        to(SUM_PUTS, "tl.load(nodes.begins + node)", f"tl.load(nodes.begins + {LATER_NODE})")
+        + to(SUM_PUTS, "tl.load(nodes.begins + node + 1)", f"tl.load(nodes.begins + {LATER_NODE} + 1)"),
+        WRONG,
+        "1d",
+        # Two numbers are summed alike in either order.
+        (2, 1, 1),
+    ),
+    Mutant(
+        "1d: programs that wait before those that put",
+        to(PUTS, PROGRAM, BACKWARDS),
+        missing("signals"),
+        "1d",
+        OVER_NODES,
+        resident=1,
+    ),
+]

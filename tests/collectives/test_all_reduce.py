@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce as users call it: what is chosen, bits that depend on nothing but the values, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tdcoll
+import tdcoll.distributed
+from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives.all_reduce.policy import POLICY, part_bytes
+from tdcoll.collectives.reduce_scatter.reference import reduce_parts
+from tdcoll.limits import lamport_bytes
+from tdcoll.runtime.topology import Topology
+from tdcoll.testing import World
+from tdcoll.tuning import SIMULATOR, Entry, Section, Table
+
+from .reduce_scatter.cases import same_bits, values
+
+K, M, G = 1 << 10, 1 << 20, 1 << 30
+
+
+def nodes_of(*sizes: int) -> Topology:
+    ids = [node for node, size in enumerate(sizes) for _ in range(size)]
+    return Topology.of(0, range(len(ids)), ids)
+
+
+def choose(nbytes: int, nodes: tuple[int, ...], algorithm: Any = "auto", sections: Any = (), **facts: Any) -> Plan:
+    return POLICY.choose(Facts(nbytes, nodes_of(*nodes), **{"itemsize": 4, **facts}), algorithm, sections)
+
+
+# ---------------------------------------------------------------------- the policy
+
+USUAL = {"stores": True, "lamport_bytes": 512 * K, "ll_bytes": 340 * K}
+FLAGS = {**USUAL, "lamport_bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "nodes", "facts", "algorithm", "chunk"),
+    [
+        (0, (4,), USUAL, "one_shot", 128 * 16),
+        (1, (4,), USUAL, "one_shot", 128 * 16),
+        (0, (4,), FLAGS, "one_shot", 128 * 12),
+        (64 * K, (4,), FLAGS, "one_shot", 128 * 12),
+        (128 * K, (4,), USUAL, "one_shot", 256 * 16),
+        (640 * K // 3, (4,), USUAL, "one_shot", 256 * 16),
+        (640 * K // 3 + 1, (4,), USUAL, "two_shot", 128 * 16),
+        (640 * K, (2,), {**USUAL, "lamport_bytes": M}, "one_shot", 256 * 16),
+        (640 * K + 1, (2,), {**USUAL, "lamport_bytes": M}, "two_shot", 256 * 16),
+        (M, (4,), USUAL, "two_shot", 256 * 16),
+        (M + 1, (4,), USUAL, "direct", 63 * 128),  # both halves are over the room
+        (G, (8,), USUAL, "direct", 512 * K),
+        (64, (4,), {**USUAL, "itemsize": 8}, "direct", 128),
+        (64, (4,), {**USUAL, "simulated": True}, "direct", 128),
+        (64, (4,), {}, "1d", 128),  # ranks that cannot store to each other's memory
+        (64, (2, 2), USUAL, "1d", 128),
+        (64, (1,), USUAL, "one_shot", 128 * 16),
+    ],
+)
+def test_what_is_taken_where_nothing_was_measured(
+    nbytes: int, nodes: tuple[int, ...], facts: dict[str, Any], algorithm: str, chunk: int
+) -> None:
+    plan = choose(nbytes, nodes, **facts)
+    assert (plan.algorithm, plan.chunk) == (algorithm, chunk)
+    small = choose(nbytes, nodes, max_programs=100, **facts)
+    assert small.channels * (2 * sum(nodes) + 1 if "shot" not in small.algorithm else 1) < 100
+
+
+@given(
+    nbytes=st.one_of(st.integers(0, 4096), st.integers(0, 4 * M)),
+    world=st.integers(1, 16),
+    itemsize=st.sampled_from([2, 4, 8]),
+    lamport=st.sampled_from([0, 1, 100, 128 * K, 2 * M]),
+    flagged=st.sampled_from([0, 100, 128 * K]),
+    channels=st.sampled_from([2, 3, 512]),
+)
+def test_plans_cover_the_data_and_fit(
+    nbytes: int, world: int, itemsize: int, lamport: int, flagged: int, channels: int
+) -> None:
+    """Whatever the policy makes can be launched: its own check takes it."""
+    facts = Facts(
+        nbytes, nodes_of(world), flagged, stores=True, lamport_bytes=lamport, itemsize=itemsize, channels=channels
+    )
+    tried = 0
+    for name in POLICY.names:
+        if POLICY.admits(name, facts):
+            plan, tried = POLICY.choose(facts, name), tried + 1
+            assert POLICY.choose(facts, plan) == plan
+            if name in ("one_shot", "two_shot"):
+                width = 16 if plan.chunk % 16 == 0 and plan.chunk // 16 & (plan.chunk // 16 - 1) == 0 else 12
+                words = max(1, -(-nbytes // width))
+                sent = words if name == "one_shot" else 2 * -(-words // world)
+                room = -(-lamport // 16) if width == 16 else max(1, -(-flagged // 12))
+                assert sent <= room
+                assert (plan.channels - 1) * plan.chunk < width * (words if name == "one_shot" else -(-words // world))
+            else:
+                part = part_bytes(nbytes, world)
+                assert part % 16 == 0
+                assert nbytes <= world * part < nbytes + 16 * world + 16 * (nbytes == 0)
+                assert 2 * plan.channels <= channels
+    assert tried >= 2
+    assert POLICY.choose(facts).algorithm in POLICY.names
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "facts", "message"),
+    [
+        ("ring", {}, "algorithm must be one of auto, one_shot, two_shot, direct, 1d; got 'ring'"),
+        ("one_shot", {**USUAL, "itemsize": 8}, "'one_shot' needs elements of 2 or 4 bytes; got elements of 8 bytes on"),
+        (
+            "two_shot",
+            {},
+            "algorithm='two_shot' needs one node whose ranks can store to each other's memory; got 4 rank",
+        ),
+        (
+            "one_shot",
+            {"stores": True, "ll_bytes": 12},
+            "needs fewer bytes, or a context with more lamport_bytes or fla",
+        ),
+        ("direct", {}, "algorithm='direct' needs one node whose ranks can store"),
+        (
+            "direct",
+            {"stores": True, "channels": 1},
+            "algorithm='direct' needs a context with at least 2 channels; got 1",
+        ),
+        ("1d", {"channels": 1}, "algorithm='1d' needs a context with at least 2 channels; got 1 on 4 rank"),
+        (Plan("direct", 1, 128, 3), USUAL, "a Plan's num_warps must be one of 1, 2, 4, 8, 16, 32; got 3"),
+        (Plan("direct", 1, 24, 1), USUAL, "chunks must be a multiple of 16 bytes and cover all 32 bytes; got 1 of 24"),
+        (Plan("direct", 3, 16, 1), {**USUAL, "channels": 5}, "a Plan's channels must be 1 to 2, got 3"),
+        (Plan("one_shot", 1, 96, 1), USUAL, "must be 16 times a power of two, at most 16384, bytes and cover all 112"),
+        (Plan("one_shot", 1, 128, 1), FLAGS, "must be 12 times a power of two, at most 12288, bytes and cover all 108"),
+        (Plan("one_shot", 3, 64, 1), USUAL, "a Plan's channels must be 1 to 2, got 3"),
+        (Plan("two_shot", 2, 32, 1), USUAL, "a Plan's channels must be 1 to 1, got 2"),
+    ],
+)
+def test_what_cannot_be_had(algorithm: Any, facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(100, (4,), algorithm, **facts)
+
+
+def test_auto_never_says_to_use_auto() -> None:
+    """A context of one channel has no signal for sums."""
+    assert choose(100, (4,), **USUAL, channels=1, simulated=True).algorithm == "one_shot"
+    assert choose(M, (4,), **USUAL, channels=1, simulated=True).algorithm == "two_shot"
+    for nodes in ((4,), (2, 2)):
+        with pytest.raises(ValueError, match=r"^all_reduce needs a context with at least 2 channels; got 1 on [^.]*$"):
+            choose(G, nodes, **USUAL, channels=1)
+
+
+def test_words_are_for_less_than_half_of_what_32_bits_count() -> None:
+    huge = {**USUAL, "lamport_bytes": 4 * G, "ll_bytes": 4 * G}
+    assert choose(G - 1, (2,), "two_shot", **huge).algorithm == "two_shot"
+    for nbytes in (G, 3 * G):
+        for name in ("one_shot", "two_shot"):
+            with pytest.raises(ValueError, match=f"algorithm='{name}' needs less than {G} bytes"):
+                choose(nbytes, (2,), name, **huge)
+
+
+def test_entries_of_a_table() -> None:
+    def plan(entry: Entry, nbytes: int = 100 * K, **facts: Any) -> Plan:
+        table = Table((Section(SIMULATOR, "all_reduce", 4, 1, "eager", False, (entry,)),))
+        sections = POLICY.sections(Table.parse(table.text()).sections, "t.json")
+        return choose(nbytes, (4,), sections=sections, **{**USUAL, **facts})
+
+    assert plan(Entry(None, "two_shot", chunk=64 * 16, num_warps=2)) == Plan("two_shot", 25, 64 * 16, 2)
+    assert plan(Entry(None, "one_shot", chunk=256 * 12, num_warps=8)) == Plan("one_shot", 50, 128 * 16, 4)  # at most
+    assert plan(Entry(None, "one_shot", chunk=256 * 12), lamport_bytes=0) == Plan("one_shot", 34, 256 * 12, 8)
+    assert plan(Entry(None, "direct", channels=5)) == Plan("direct", 5, 40 * 128, 8)
+    assert plan(Entry(None, "two_shot"), nbytes=G).algorithm == "direct"  # which cannot be had
+    for entry, message in (
+        (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, 1d, got ll"),
+        (Entry(None, "nccl"), "algorithm: expected one of one_shot, two_shot, direct, 1d, got nccl"),
+        (Entry(None, "one_shot", chunk=640), "expected 16 times a power of two, from 512 .* or 12 times .* got 640"),
+        (Entry(None, "direct", chunk=100), "chunk: expected a multiple of 128 bytes, got 100"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan(entry)
+
+
+def test_room_for_words_by_default() -> None:
+    assert [lamport_bytes(world, 1) * world for world in (1, 2, 4, 8)] == [2 * M] * 4
+    assert lamport_bytes(8, 2) == 0
+
+
+# ---------------------------------------------------------------------- bits
+
+ANY = st.sampled_from(["auto", "one_shot", "two_shot", "direct", "1d"])
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    algorithm=ANY,
+    world=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    rows=st.integers(1, 5),
+    width=st.integers(1, 20),
+    row=st.integers(0, 4),
+    words=st.sampled_from([0, 64, 4096]),
+    seed=st.integers(0, 9),
+)
+def test_a_row_has_the_bits_that_it_has_alone(
+    algorithm: str, world: int, dtype: torch.dtype, rows: int, width: int, row: int, words: int, seed: int
+) -> None:
+    """Of a batch of any size, by any algorithm, with chunks cut anyhow, on every rank."""
+    row %= rows
+    batches = [values(pe, seed, rows * width, dtype).view(rows, width) for pe in range(world)]
+    wanted = reduce_parts(batches, [0] * world, "mean")
+    reached = []
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=4096, lamport_bytes=words) as ctx:
+            whole = tdcoll.all_reduce(batches[pe], ctx, op="mean", algorithm=algorithm)
+            alone = tdcoll.all_reduce(batches[pe][row].clone(), ctx, op="mean")
+            ctx.check()
+            assert same_bits(whole, wanted) == same_bits(alone, wanted[row]) == 0
+            reached.append(pe)
+
+    World(world, seed=seed, heap_bytes=M).run(host)
+    assert len(reached) == world
+
+
+# ---------------------------------------------------------------------- errors and contexts
+
+
+def test_bad_arguments_are_named() -> None:
+    def host(pe: int) -> None:
+        x = torch.zeros(8)
+        call, by_hand = tdcoll.all_reduce, Plan("direct", 4, 128, 1)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for kind, message, arguments in (
+                (TypeError, r"tensor must be a torch\.Tensor", ([1.0], ctx)),
+                (TypeError, r"ctx must be a .*CollectiveContext.*got 3", (x, 3)),
+                (TypeError, "tensor must be of float16, .*got torch.int8", (x.to(torch.int8), ctx)),
+                (ValueError, "tensor must be contiguous", (x.view(2, 4).T, ctx)),
+                (ValueError, "op must be one of sum, mean, max, min, prod; got 'avg'", (x, ctx, None, "avg")),
+                (ValueError, "op='mean' needs values of a floating-point", (x.int(), ctx, None, "mean")),
+                (TypeError, r"out must be a torch\.Tensor", (x, ctx, 3)),
+                (ValueError, r"out must be torch.float32 of shape \[8\]; got torch.float32 of \[4\]", (x, ctx, x[:4])),
+                (ValueError, r"out must be torch.float32 of shape \[8\]; got torch.float64", (x, ctx, x.double())),
+                (ValueError, "out must be contiguous", (x[:4], ctx, torch.zeros(8)[::2])),
+                (ValueError, r"out must not overlap tensor, except to be tensor; .* byte 4 of", (x[:-1], ctx, x[1:])),
+                (ValueError, "algorithm must be one of auto, one_shot", (x, ctx, None, "sum", "ring")),
+                (TypeError, "algorithm must be a str or a Plan", (x, ctx, None, "sum", 3)),
+                (ValueError, "'one_shot' needs elements of 2 or 4", (x.double(), ctx, None, "sum", "one_shot")),
+                (ValueError, "no Plan for a call of several epochs", (torch.zeros(99), ctx, None, "sum", by_hand)),
+                (tdcoll.ContextError, r"epochs of 64, .*max_bytes_per_rank=\d+ or", (torch.zeros(1 << 15), ctx)),
+            ):  # fmt: skip
+                with pytest.raises(kind, match=message):
+                    call(*arguments)
+            with pytest.raises(ValueError, match="async_op must be False"):
+                tdcoll.distributed.all_reduce(x, async_op=True)
+            with pytest.raises(TypeError, match=r"op must be a torch\.distributed\.ReduceOp"):
+                tdcoll.distributed.all_reduce(x, "sum")
+            assert tdcoll.all_reduce_(x + pe, ctx).tolist() == [1.0] * 8
+            ctx.check()
+        with pytest.raises(tdcoll.ContextError, match="closed"):
+            call(x, ctx)
+
+    World(2).run(host)
+
+
+def test_a_context_says_what_it_must_be_made_with() -> None:
+    """And with that, the call is made."""
+
+    def host(pe: int) -> None:
+        x = torch.ones(60_000)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=0) as ctx:
+            with pytest.raises(tdcoll.ContextError, match=r"240000 bytes per rank .*max_bytes_per_rank=1064 or more"):
+                tdcoll.all_reduce(x, ctx)
+            assert tdcoll.all_reduce(x[:0], ctx).shape == (0,)
+            assert tdcoll.all_reduce(torch.zeros(0, 3), ctx).shape == (0, 3)
+            ctx.check()
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1064) as ctx:
+            tdcoll.collectives.all_reduce.algorithms.ALL_REDUCE.launches(
+                ctx, x.nbytes, "auto", options=(torch.float32, "sum"), dtype=torch.float32
+            )
+
+    World(2, ranks_per_node=1).run(host)
+
+
+def test_debug_mode_compares_arguments() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
+            for bad in ({"op": "sum" if pe else "max"}, {"algorithm": "1d" if pe else "direct"}):
+                with pytest.raises(tdcoll.RankMismatchError, match="all_reduce arguments"):
+                    tdcoll.all_reduce(torch.ones(3), ctx, **bad)
+            with pytest.raises(tdcoll.RankMismatchError, match="differ in bytes"):
+                tdcoll.all_reduce(torch.ones(3 + pe), ctx)
+            assert tdcoll.all_reduce(torch.ones(3), ctx).tolist() == [2.0] * 3
+
+    World(2).run(host)
+
+
+def test_tdcolls_own_context_leaves_room_in_the_heap() -> None:
+    """Calls of 640 KB in a heap of 4 MB are several epochs; and words that need no signal have room."""
+
+    def host(pe: int) -> None:
+        got = tdcoll.all_reduce(torch.ones(160_000))
+        assert got.eq(2).all()
+        assert tdcoll.heap_info().used < 2 << 20
+        small = torch.ones(5)
+        tdcoll.distributed.all_reduce(small)
+        assert small.tolist() == [2.0] * 5
+        (pool,) = (each for key, each in tdcoll.runtime.current().contexts.items() if key[0] == "all_reduce")
+        assert pool.context.lamport_bytes > 0
+
+    World(2, heap_bytes=4 << 20).run(host)
+
+
+def test_two_contexts_at_once() -> None:
+    def host(pe: int) -> None:
+        make = tdcoll.CollectiveContext
+        with make(max_bytes_per_rank=256) as one, make([2, 0, 1], max_bytes_per_rank=256) as other:
+            got = []
+            for call, name in enumerate(("one_shot", "direct", "two_shot", "1d")):
+                got += [
+                    tdcoll.all_reduce(torch.full((20,), pe + 10.0 * call), ctx, algorithm=name) for ctx in (one, other)
+                ]
+            one.check()
+            other.check()
+            assert [each.tolist() for each in got] == [[3.0 + 30 * (i // 2)] * 20 for i in range(8)]
+
+    World(3, seed=3, weak=True).run(host)

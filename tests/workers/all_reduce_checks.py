@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce, as users call it, on every rank of a job; compared with the reference, to the bit."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.distributed as dist
+from harness import check, device, expect, expect_raises, rank, run, scaled, shared, simulated, world
+
+import tdcoll
+import tdcoll.distributed
+from tdcoll import runtime
+from tdcoll.collectives._host.plan import Facts
+from tdcoll.collectives.all_reduce.policy import POLICY
+from tdcoll.collectives.reduce_scatter.reference import reduce_parts
+from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS
+
+SIZES = [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
+
+
+def given(call: int, numel: int, dtype: torch.dtype, ranks: int | None = None) -> list[torch.Tensor]:
+    """``[numel]`` of every rank, made alike on all: floating-point values of many magnitudes, whose sum shows its
+    order."""
+    source = torch.Generator().manual_seed(1000 * call + numel)
+    made = []
+    for _ in range(ranks or world()):
+        values = torch.randn(numel, generator=source, dtype=torch.float64)
+        values *= 2.0 ** torch.randint(-6, 7, values.shape, generator=source)
+        made.append(values.mul(50 if not dtype.is_floating_point else 1).to(dtype).to(device()))
+    return made
+
+
+def wanted(tensors: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
+    return reduce_parts(tensors, tdcoll.topology().nodes, op)
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the bit, whatever NaN it is."""
+    return got.shape == expected.shape and bool(torch.equal(got.nan_to_num(), expected.nan_to_num()))
+
+
+def algorithms(ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype) -> list[str]:
+    """Those that serve so many bytes on all ranks of this context."""
+    announced = ctx.lamport_bytes if dtype.is_floating_point else 0
+    facts = Facts(nbytes, ctx.topology, ctx.ll_bytes, ctx.stores, announced, itemsize=dtype.itemsize)
+    return [name for name in POLICY.names if POLICY.admits(name, facts)]
+
+
+def small(sizes: list[int]) -> list[int]:
+    return [size for size in sizes if size <= 1000] if simulated() else sizes
+
+
+@check
+def sizes() -> str:
+    seen = set()
+    with tdcoll.CollectiveContext(max_bytes_per_rank=4 * max(small(SIZES))) as ctx:
+        for call, numel in enumerate(small(SIZES)):
+            for dtype in (torch.float32, torch.bfloat16):
+                tensors = given(call, numel, dtype)
+                expected = wanted(tensors)
+                for algorithm in algorithms(ctx, numel * dtype.itemsize, dtype):
+                    out = torch.full((numel,), 99, dtype=dtype, device=device())
+                    got = tdcoll.all_reduce(tensors[rank()], ctx, out, algorithm=algorithm)
+                    expect(got is out, "all_reduce must return out")
+                    expect(same(got, expected), f"{algorithm}, {numel} of {dtype}")
+                    seen.add(algorithm)
+        ctx.check()
+    expect(tdcoll.topology().n_nodes > 1 or seen == set(POLICY.names), f"only {seen} were to be had")
+    return ", ".join(sorted(seen))
+
+
+@check
+def dtypes_and_operations() -> None:
+    for lamport_bytes in (None, 0):
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 14, lamport_bytes=lamport_bytes) as ctx:
+            for call, dtype in enumerate(ACCUMULATORS):
+                for op in OPERATIONS:
+                    if op == "mean" and not dtype.is_floating_point:
+                        continue
+                    tensors = given(call, 333, dtype)
+                    if dtype.is_floating_point:
+                        tensors[-1][::7] = float("nan")
+                        for tensor in tensors:
+                            tensor[3::11] = -0.0
+                    expected = wanted(tensors, op)
+                    for algorithm in algorithms(ctx, 333 * dtype.itemsize, dtype):
+                        got = tdcoll.all_reduce(tensors[rank()], ctx, None, op, algorithm)
+                        expect(same(got, expected), f"{algorithm}, {op} of {dtype}, lamport_bytes={lamport_bytes}")
+                        zeros = got[got == 0]
+                        negative = dtype.is_floating_point and zeros.signbit().any()
+                        expect(not negative, f"-0.0: {algorithm}, {op} {dtype}")
+            ctx.check()
+
+
+@check
+def unaligned_and_in_place() -> None:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=8192) as ctx:
+        for shift in (1, 2, 8):
+            for numel in (512, 1001):
+                for algorithm in algorithms(ctx, 2 * numel, torch.float16):
+                    tensors = given(shift, numel, torch.float16)
+                    room = torch.full((shift + numel + 5,), 9.0, dtype=torch.float16, device=device())
+                    mine = room[shift : shift + numel]
+                    mine.copy_(tensors[rank()])
+                    expect(tdcoll.all_reduce_(mine, ctx, algorithm=algorithm) is mine, "all_reduce_ returns its tensor")
+                    expect(same(mine, wanted(tensors)), f"{algorithm}, shift {shift}, {numel} numbers")
+                    around = torch.cat([room[:shift], room[shift + numel :]])
+                    expect(bool(around.eq(9).all()), f"{algorithm}: wrote elsewhere")
+        ctx.check()
+
+
+@check
+def larger_calls_are_several_epochs() -> None:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=512) as ctx:
+        for numel in (128, 129, 1000, 1280):
+            tensors = given(numel, numel, torch.float32)
+            for algorithm in ("auto", *algorithms(ctx, 4 << 30, torch.float32)):
+                got = tdcoll.all_reduce(tensors[rank()], ctx, algorithm=algorithm)
+                expect(same(got, wanted(tensors)), f"{algorithm}, {numel} numbers")
+        far = torch.zeros(world() << 18, device=device())
+        expect_raises(tdcoll.ContextError, lambda: tdcoll.all_reduce(far, ctx), "epochs of", "max_bytes_per_rank=")
+        ctx.check()
+
+
+@check
+def many_calls_with_a_straggler() -> str:
+    """Hundreds of calls without a synchronisation, of changing sizes, among all-gathers; one rank at a time is late."""
+    calls, numel = scaled(2000, 12, shared_gpus=300), 2000
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    chooser = random.Random(7)
+    tensors = given(0, numel, torch.float32)
+    expected = wanted(tensors, "max")
+    ranks = torch.arange(world(), device=device())
+    with tdcoll.CollectiveContext(max_bytes_per_rank=4 * numel) as ctx:
+        kinds = algorithms(ctx, 4 * numel, torch.float32)
+        for call in range(calls):
+            n = chooser.randrange(1, scaled(numel, 200))
+            mine = tensors[rank()][:n] * (call % 5 + 1)
+            late, cycles = chooser.randrange(world()), chooser.choice((0, 0, 20_000, 200_000))
+            if rank() == late and cycles and not simulated():
+                torch.cuda._sleep(cycles)
+            got = tdcoll.all_reduce(mine, ctx, mine if call % 2 else None, "max", kinds[chooser.randrange(len(kinds))])
+            wrong += (got != expected[:n] * (call % 5 + 1)).sum()
+            if call % 3 == 0:
+                wrong += (tdcoll.all_gather(ranks[rank()].clone(), ctx) != ranks).sum()
+        ctx.check()
+    expect(int(wrong) == 0, f"{int(wrong)} wrong numbers in {calls} calls")
+    return f"{calls} calls"
+
+
+@check
+def subgroups_and_the_pool() -> None:
+    tensors = given(1, 50, torch.float32)
+    expect(same(tdcoll.all_reduce(tensors[rank()]), wanted(tensors)), "without a context")
+    for op, name in (
+        (dist.ReduceOp.SUM, "sum"),
+        (dist.ReduceOp.AVG, "mean"),
+        (dist.ReduceOp.MAX, "max"),
+        (dist.ReduceOp.MIN, "min"),
+        (dist.ReduceOp.PRODUCT, "prod"),
+    ):
+        mine = tensors[rank()].clone()
+        expect(tdcoll.distributed.all_reduce(mine, op) is None, "torch's function returns None")
+        expect(same(mine, wanted(tensors, name)), f"the drop-in, {op}")
+    half = list(range(rank() % 2, world(), 2))
+    group = [dist.new_group(list(range(first, world(), 2))) for first in range(min(2, world()))][rank() % 2]
+    for order, given_group in ((half, group), (half[::-1], half[::-1])):
+        ours = given(2, 40, torch.float32, len(order))
+        mine = ours[order.index(rank())].clone()
+        tdcoll.distributed.all_reduce(mine, group=given_group)
+        nodes = tdcoll.topology(given_group).nodes
+        expect(same(mine, reduce_parts(ours, nodes, "sum")), f"group {order}")
+
+
+def replay_captured(numel: int, captured: int, replays: int) -> None:
+    """``captured`` calls as one graph, replayed with eager calls in between."""
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=8192)
+    kinds = ["auto", *algorithms(ctx, 4 * numel, torch.float32)]
+    tensors = [torch.randint(-99, 99, (numel,), device=device()).float() for _ in range(world())]
+    dist.barrier()
+    tensors = [tdcoll.all_gather(tensors[rank()]).view(world(), numel)[r] for r in range(world())]
+    total = torch.stack(tensors).sum(0)  # of whole numbers: exact in any order
+    step = torch.ones((), device=device())
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+
+    def one(algorithm: str, in_place: bool) -> None:
+        step.add_(1)
+        mine = tensors[rank()] * step
+        got = tdcoll.all_reduce(mine, ctx, mine if in_place else None, algorithm=algorithm)
+        wrong.add_((got != total * step).sum())
+
+    for algorithm in kinds:
+        one(algorithm, True)
+        one(algorithm, False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(captured):
+            one(kinds[call % len(kinds)], call % 2 == 1)
+    for replay in range(replays):
+        step.fill_(replay % 100)
+        graph.replay()
+        if replay % 7 == 3:
+            one(kinds[replay % len(kinds)], False)
+    ctx.check()
+    expect(int(wrong) == 0, f"{int(wrong)} wrong numbers, {captured} calls of {numel} captured")
+    expect(int(step) >= captured, "the graph did not run")
+    ctx.close()
+
+
+@check(gpu_only=True)
+def graphs() -> None:
+    """Odd and even numbers of captured calls; among them calls of several epochs."""
+    for numel, captured in ((100, 1), (1000, 2), (5000, 3), (333, 8), (30_000, 5)):
+        replay_captured(numel, captured, scaled(50, 0, shared_gpus=11))
+
+
+@check
+def timeouts_name_the_peer() -> str:
+    """The last check, because its contexts are never given back."""
+    if world() == 1:
+        return "one rank waits for nobody"
+    absent, tried = world() - 1, []
+    for algorithm in POLICY.names:
+        runtime.current().failed = False  # what failed is over, and all ranks are here
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1024, timeout_s=5 if shared() else 1.5)
+        if algorithm in algorithms(ctx, 256, torch.float32):
+            data = torch.ones(64, device=device())
+            tdcoll.all_reduce(data, ctx, algorithm=algorithm)
+            if rank() != absent:
+                tdcoll.all_reduce(data, ctx, algorithm=algorithm)
+                error = expect_raises(tdcoll.CollectiveTimeout, ctx.check)
+                expect(error.peer == absent and error.epoch == 2, str(error))  # type: ignore[attr-defined]
+                ctx.close()
+            tried.append(algorithm)
+        runtime.current().failed = True  # so that the absent rank, too, leaves without the others
+    expect(tried, "no algorithm was to be had")
+    return f"peer named by {', '.join(tried)}"
+
+
+if __name__ == "__main__":
+    run()
