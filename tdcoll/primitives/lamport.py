@@ -139,15 +139,19 @@ def repair(source, word, nbytes, first, second, third, fourth):
 
 @jit
 def store(out, word, nbytes, first, second, third, fourth, mask):
-    """The inverse of :func:`load`, for any alignment, where ``mask`` is true."""
-    parts = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [word.shape[0], 4])
-    index = _parts_of(word)
-    wide = tl.expand_dims(mask, 1)
+    """The inverse of :func:`load`, for any alignment, where ``mask`` is true.
+
+    All in the one dimension of ``word``: a mask of two, made of what :func:`receive` says has arrived, would have the
+    compiler repeat its waits in the layout of that mask.
+    """
     if (out | nbytes) % 16 == 0:
-        aligned = tl.multiple_of(out.to(tl.pointer_type(tl.int32)), 16)
-        tl.store(aligned + index, parts, mask=wide & (index < nbytes // 16 * 4))
+        at = out + 16 * tl.cast(word, tl.int64)
+        tdl.store_words(at, first, second, third, fourth, mask & (word < nbytes // 16))
     else:
-        store_any(out, index, nbytes, parts, wide)
+        store_any(out, 4 * word, nbytes, first, mask)
+        store_any(out, 4 * word + 1, nbytes, second, mask)
+        store_any(out, 4 * word + 2, nbytes, third, mask)
+        store_any(out, 4 * word + 3, nbytes, fourth, mask)
 
 
 @jit

@@ -30,6 +30,9 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import tdcoll.language as tdl
 from tdcoll.bench import kernels as bench
 from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
+from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
+from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
+from tdcoll.collectives.all_reduce import kernels_words as reduce_words
 from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_ll as scatter_ll
@@ -45,6 +48,7 @@ from tdcoll.language import jit, waits
 from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
 from tdcoll.primitives import reduce
 from tdcoll.primitives.group import Group, Nodes, Window
+from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 
@@ -325,6 +329,64 @@ def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> d
     }
 
 
+_ONE, _TWO = reduce_words.all_reduce_one_shot, reduce_words.all_reduce_two_shot
+_ANNOUNCED, _FLAGGED = {"LAMPORT": True, "BLOCK": 256}, {"LAMPORT": False, "BLOCK": 256}
+_BF16 = {"DTYPE": tl.bfloat16, "ACC": tl.float32, "OP": SUM}
+_FP32 = {**_FLOATS, "OP": SUM}
+_INT32 = {"DTYPE": tl.int32, "ACC": tl.int32, "OP": MAX}
+ALL_REDUCE = [  # kernel, constants, ranks, architectures
+    (_ONE, {**_FP32, **_ANNOUNCED}, 8, (90,)),
+    (_ONE, {**_BF16, **_ANNOUNCED}, 2, (100,)),
+    (_ONE, {**_INT32, **_FLAGGED}, 2, (90,)),
+    (_TWO, {**_BF16, **_ANNOUNCED}, 4, (90, 100)),
+    (_TWO, {**_INT32, **_FLAGGED}, 4, (90,)),
+    (reduce_direct.all_reduce_direct, {**_FP32, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
+    (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),
+]
+
+
+def compile_all_reduce(kernel, arch: int, constants: dict[str, object], world: int) -> dict[str, object]:
+    constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
+    announced = bool(constants.get("LAMPORT"))
+    types = tuples() | {
+        "nodes": SPARSE_TYPES["nodes"],
+        "g": tuples()["g"]._replace(world=world),
+        "inbox": Lamport("i64", "i64", "*i64", "*i64") if announced else tuples()["words"],
+    }
+    compiled = compile_for(kernel, arch, constants, types)
+    ptx = compiled.asm["ptx"]
+    return {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "world": world,
+        "dtype": str(constants["DTYPE"]),
+        "announced": announced,
+        "needs": needs_nvshmem(kernel),
+        "links": "nvshmemi_device_state" in ptx,
+        "fused": len(re.findall(r"fma\.rn\.f", ptx)),
+        "globaltimer": ptx.count("%globaltimer"),
+        "loads": len(re.findall(r"ld\.global\.v4", ptx)),
+        "sent": len(re.findall(r"st\.relaxed\.sys\.global\.v4", ptx)),
+        "hot_spills": hot_spills(compiled.asm["cubin"], arch),
+        **resources(ptx, arch),
+    }
+
+
+def hot_spills(cubin: bytes, arch: int) -> list[str]:
+    """Spilling instructions, but for those around the record of an expired wait.
+
+    Its compare-and-swap wants neighbouring registers; a kernel that gets that far is lost.
+    """
+    tool = Path(get_ptxas(arch).path).with_name("nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True, timeout=300)
+    blocks = re.split(r"^\.L_\w+:$|^.*\bBRA\b.*$", done.stdout, flags=re.MULTILINE)
+    spill = re.compile(r"^.*\b(?:STL|LDL)\b.*$", re.MULTILINE)
+    return [line for block in blocks if not re.search(r"\bATOMG?\S*\.CAS\b", block) for line in spill.findall(block)]
+
+
 def compiled_forms(kernel) -> int:
     """How many kernels ranks 0, 1, 2 and 16 compile, of different sizes too."""
     backend, forms = make_backend(GPUTarget("cuda", 90, 32)), set()
@@ -334,6 +396,7 @@ def compiled_forms(kernel) -> int:
         known = {
             "g": Group(word, word, word, word, word, rank, channels=tl.constexpr(16), world=tl.constexpr(32)),
             **dict.fromkeys(("window", "words"), Window(16 * rank, 1 + rank, word, tl.constexpr(2))),
+            "inbox": Lamport(16 * rank, 1 + rank, word, word),
             "routes": Routes(table, rank, 31 - rank),
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},
@@ -430,6 +493,9 @@ def main() -> None:
     compiled["reduce_scatter"] = [
         compile_reduce_scatter(k, arch, c) for k, c, archs in REDUCE_SCATTER for arch in archs
     ]
+    kernels = (_ONE, _TWO, reduce_direct.all_reduce_direct, reduce_puts.all_reduce_puts)
+    compiled["all_reduce_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in kernels}
+    compiled["all_reduce"] = [compile_all_reduce(k, arch, c, n) for k, c, n, archs in ALL_REDUCE for arch in archs]
     stores = (kernels_direct.all_gather_direct, kernels_ring.all_gather_ring)
     compiled["direct"] = [
         compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)

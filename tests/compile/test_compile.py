@@ -170,6 +170,36 @@ def test_reduce_scatter_is_compiled_once_for_all_ranks(compiled) -> None:
     assert forms == {"reduce_scatter_direct": 1, "reduce_scatter_puts": 1, "reduce_scatter_ll": 1}
 
 
+def test_all_reduce_compiles_for_all_ranks_at_once_and_needs_nvshmem_for_puts_only(compiled) -> None:
+    kernels = compiled["all_reduce"]
+    assert {(k["kernel"], k["arch"]) for k in kernels} == {
+        (f"all_reduce_{name}", arch) for name in ("one_shot", "two_shot", "direct", "puts") for arch in (90, 100)
+    }
+    assert set(compiled["all_reduce_forms"].values()) == {1}
+    for kernel in kernels:
+        assert kernel["registers"] <= 128, kernel
+        assert kernel["globaltimer"] >= 1, kernel
+        assert kernel["needs"] == kernel["links"] == (kernel["kernel"] == "all_reduce_puts"), kernel
+    # Around a call of NVSHMEM, once per program.
+    assert [k for k in kernels if k["hot_spills"] and k["kernel"] != "all_reduce_puts"] == []
+    assert [k for k in kernels if k["fused"]] == []
+
+
+def test_words_of_an_all_reduce_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
+    """One load of an aligned source, or one for each part of it; the compiler repeats no wait in another layout."""
+    words = [k for k in compiled["all_reduce"] if k["kernel"] in ("all_reduce_one_shot", "all_reduce_two_shot")]
+    assert {(k["kernel"], k["announced"]) for k in words} == {
+        (f"all_reduce_{shots}_shot", announced) for shots in ("one", "two") for announced in (False, True)
+    }
+    for kernel in words:
+        world, two = kernel["world"], kernel["kernel"] == "all_reduce_two_shot"
+        assert kernel["globaltimer"] == (2 * world - 1 if two else world), kernel
+        if kernel["announced"]:
+            assert kernel["loads"] == (world if two else 1), kernel
+            assert kernel["sent"] >= (2 * (world - 1) + world if two else world), kernel
+            assert kernel["spilled_bytes"] == 0, kernel
+
+
 def test_the_maximum_propagates_nan(compiled) -> None:
     """Which the interpreter's does whatever it is asked for."""
     (merge,) = [k for k in compiled["sparse"] if k["kernel"] == "merge" and k["arch"] == 90]
