@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import tdcoll
+from tdcoll.collectives.all_reduce.policy import part_bytes, parts
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts, reduce_scatter_reference
 from tdcoll.primitives.group import EPOCH_SHIFT
 
@@ -24,7 +25,7 @@ WORDS = {"one_shot": 4, "two_shot": 2}
 def by_hand(algorithm: str, tensor: torch.Tensor, ctx: tdcoll.CollectiveContext) -> tdcoll.Plan:
     """Chunks as small as these."""
     if algorithm not in WORDS:
-        part = -(-tensor.nbytes // (16 * ctx.world_size)) * 16
+        part = part_bytes(tensor.nbytes, parts(ctx.topology, algorithm))
         return tdcoll.Plan(algorithm, max(1, -(-part // CHUNK)), CHUNK, 1)
     width = 16 if tensor.is_floating_point() and ctx.lamport_bytes else 12
     words = max(1, -(-tensor.nbytes // width))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from kernel_mutants import Change
 
 import tdcoll.collectives.all_reduce.algorithms  # noqa: F401, which names the kernels: before one is replaced
@@ -17,6 +18,7 @@ MODULES = (
     "tdcoll.collectives.all_reduce.kernels_words",
     "tdcoll.collectives.all_reduce.kernels_direct",
     "tdcoll.collectives.all_reduce.kernels_puts",
+    "tdcoll.collectives.all_reduce.kernels_nodes",
 )
 
 
@@ -46,7 +48,8 @@ class Mutant:
     @property
     def job(self) -> dict[str, Any]:
         """Arguments of ``World``."""
-        n_pes = 3 if "shot" in self.algorithm else 4
+        nodes = self.ranks_per_node
+        n_pes = 3 if "shot" in self.algorithm else sum(nodes) if isinstance(nodes, tuple) else 4
         return {
             "n_pes": n_pes,
             "ranks_per_node": self.ranks_per_node,
@@ -64,6 +67,9 @@ DIRECT = "all_reduce.kernels_direct.all_reduce_direct"
 PUTS = "all_reduce.kernels_puts.all_reduce_puts"
 SUM_WORDS, SUM_DIRECT = "kernels_words._sum", "all_reduce.kernels_direct._sum_chunk"
 SUM_PUTS = "all_reduce.kernels_puts._sum_chunk"
+NODES, SUM_NODE, SUM_RAIL = (
+    f"all_reduce.kernels_nodes.{name}" for name in ("all_reduce_nodes", "_sum_node", "_sum_rail")
+)
 PUT, SEND = "all_reduce.kernels_puts._put_source", "all_reduce.kernels_puts._send_sum"
 
 WAIT = "tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
@@ -330,6 +336,68 @@ MUTANTS = [
         missing("signals"),
         "1d",
         OVER_NODES,
+        resident=1,
+    ),
+    # ------------------------------------------------------------------ rails
+    *(
+        Mutant(f"2d: nobody waits for {what}", to(NODES, wait, "1"), WRONG, "2d", (2, 2), (("calls", "oooo"), *more))
+        for what, wait, more in (
+            ("the parts of the node", "_wait_for(routes.ranks, routes.n_local, arrived, index, g, epoch)", ()),
+            ("the sums of the rail", "_wait_for(rail, routes.n_remote, arrived, index, g, epoch)", ()),
+            ("the results", "tdl.wait_signal(done + origin, tdl.CMP_GE, epoch, g.monitor, origin, where)", ()),
+        )
+    ),
+    Mutant(
+        "2d: sums of 16-bit numbers lie as close as the numbers",
+        to(NODES, "mine + wider * offset", "mine + offset"),
+        WRONG,
+        "2d",
+        (2, 2),
+        (("calls", "oooo"), ("dtype", torch.bfloat16)),
+    ),
+    Mutant(
+        "2d: sums travel rounded",
+        to(
+            SUM_NODE,
+            "tl.store(elements.pointer(partial, ACC, True) + index, sum, mask=mask)",
+            "tl.store(elements.pointer(partial, ACC, True) + index, sum.to(DTYPE).to(ACC), mask=mask)",
+        ),
+        WRONG,
+        "2d",
+        (2, 2),
+        (("calls", "oooo"), ("dtype", torch.bfloat16)),
+    ),
+    Mutant(
+        "2d: a node's sum is put without a signal",
+        to(
+            NODES,
+            "tdl.putmem_signal_nbi_block(partial, partial, wider * size, signal, epoch, tdl.SIGNAL_SET, pe)",
+            "tdl.putmem_nbi_block(partial, partial, wider * size, pe)",
+        ),
+        missing("signals"),
+        "2d",
+        (2, 2),
+    ),
+    Mutant(
+        "2d: the nodes are summed from the own one on",
+        to(SUM_RAIL, "tl.load(nodes.begins + node)", f"tl.load(nodes.begins + {LATER_NODE})"),
+        WRONG,
+        "2d",
+        (2, 2, 2),
+    ),
+    Mutant(
+        "2d: a result lands where parts do",
+        to(NODES, "mine + second + offset", "mine + offset"),
+        WRONG,
+        "2d",
+        (2, 2),
+    ),
+    Mutant(
+        "2d: programs that wait before those that send",
+        to(NODES, "tl.program_id(0) % per_chunk", "per_chunk - 1 - tl.program_id(0) % per_chunk"),
+        missing("signals"),
+        "2d",
+        (2, 2),
         resident=1,
     ),
 ]

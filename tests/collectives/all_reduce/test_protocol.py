@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,10 @@ GRIDS = [  # algorithm, ranks per node, calls, seeds that every run tries, furth
     ("1d", [2, 2], "oizo", 4, {}),
     ("1d", [3, 1], "oio", 3, {}),
     ("1d", [1, 2, 1], "oio", 3, {}),
+    ("2d", [2, 2], "oizo", 4, {}),
+    ("2d", [2, 2], "oizo", 2, {"dtype": torch.bfloat16}),
+    ("2d", [2, 2, 2], "oio", 2, {"counts": (37, 5)}),
+    ("2d 1d", [3, 3], "ogiosizoi", 1, {}),
     ("one_shot two_shot direct 1d", [3], "ogiosizoi", 2, {}),
 ]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -65,6 +70,9 @@ def test_every_dtype_and_operation(algorithm: str, dtype: torch.dtype) -> None:
     ops = [op for op in OPERATIONS if op != "mean" or dtype.is_floating_point]
     case = Reductions(algorithm, "oi" * len(ops), (13,), dtype, [op for op in ops for _ in "oi"], 1)
     explore(case, n_pes=3, seeds=1, ranks_per_node=nodes_for(algorithm, 2, 1), heap_bytes=HEAP)
+    if algorithm == "1d":
+        case = dataclasses.replace(case, algorithm="2d", calls="o" * len(ops), ops=ops)
+        explore(case, n_pes=4, seeds=1, ranks_per_node=2, heap_bytes=HEAP)
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,7 @@ def test_subgroups(group: list[int]) -> None:
         ("1d", None, {}),
         ("1d", [2, 2], {}),
         ("1d", [3, 1], {}),
+        ("2d", [2, 2], {}),
     ],
 )
 def test_one_resident_block_is_enough(algorithm: str, nodes: list[int] | None, more: dict[str, Any]) -> None:

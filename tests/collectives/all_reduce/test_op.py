@@ -20,7 +20,7 @@ from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 from tdcoll.tuning import SIMULATOR, Entry, Section, Table
 
-from .reduce_scatter.cases import same_bits, values
+from ..reduce_scatter.cases import same_bits, values
 
 K, M, G = 1 << 10, 1 << 20, 1 << 30
 
@@ -248,7 +248,7 @@ def test_bad_arguments_are_named() -> None:
                 (TypeError, "algorithm must be a str or a Plan", (x, ctx, None, "sum", 3)),
                 (ValueError, "'one_shot' needs elements of 2 or 4", (x.double(), ctx, None, "sum", "one_shot")),
                 (ValueError, "no Plan for a call of several epochs", (torch.zeros(99), ctx, None, "sum", by_hand)),
-                (tdcoll.ContextError, r"epochs of 64, .*max_bytes_per_rank=\d+ or", (torch.zeros(1 << 15), ctx)),
+                (tdcoll.ContextError, r"epochs of 64 bytes. .*max_bytes_per_rank=\d+ or", (torch.zeros(1 << 15), ctx)),
             ):  # fmt: skip
                 with pytest.raises(kind, match=message):
                     call(*arguments)
