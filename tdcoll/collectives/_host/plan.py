@@ -11,9 +11,8 @@ was *measured* to be the fastest. A policy's *seed* says what to take where noth
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
@@ -361,7 +360,7 @@ class Policy:
                 f"{plan.chunk} bytes"
             )
         # No more blocks of words than carry something: others would wait for puts that nobody makes.
-        signalled = most_channels(dataclasses.replace(facts, channels=facts.channels // extent.signals))
+        signalled = most_channels(replace(facts, channels=facts.channels // extent.signals))
         most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.channels <= most:
             raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
