@@ -38,7 +38,7 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.primitives.elements import load_bytes, load_words, store_any
+from tdcoll.primitives.elements import load_bytes, load_words
 from tdcoll.primitives.group import begin_epoch, this_program
 
 __all__ = [
@@ -147,11 +147,22 @@ def store(out, word, nbytes, first, second, third, fourth, mask):
     if (out | nbytes) % 16 == 0:
         at = out + 16 * tl.cast(word, tl.int64)
         tdl.store_words(at, first, second, third, fourth, mask & (word < nbytes // 16))
+    elif (out | nbytes) % 4 == 0:
+        parts = out.to(tl.pointer_type(tl.int32)) + 4 * word
+        left = nbytes // 4 - 4 * word
+        tl.store(parts, first, mask=mask & (0 < left))
+        tl.store(parts + 1, second, mask=mask & (1 < left))
+        tl.store(parts + 2, third, mask=mask & (2 < left))
+        tl.store(parts + 3, fourth, mask=mask & (3 < left))
     else:
-        store_any(out, 4 * word, nbytes, first, mask)
-        store_any(out, 4 * word + 1, nbytes, second, mask)
-        store_any(out, 4 * word + 2, nbytes, third, mask)
-        store_any(out, 4 * word + 3, nbytes, fourth, mask)
+        # A loop at run time: a kernel stores once for each rank, and its bytes in a row would double what is compiled.
+        bytes = out.to(tl.pointer_type(tl.uint8))
+        for byte in tl.range(0, 4):
+            place = 16 * word + byte
+            tl.store(bytes + place, (first >> (8 * byte)).to(tl.uint8), mask=mask & (place < nbytes))
+            tl.store(bytes + place + 4, (second >> (8 * byte)).to(tl.uint8), mask=mask & (place + 4 < nbytes))
+            tl.store(bytes + place + 8, (third >> (8 * byte)).to(tl.uint8), mask=mask & (place + 8 < nbytes))
+            tl.store(bytes + place + 12, (fourth >> (8 * byte)).to(tl.uint8), mask=mask & (place + 12 < nbytes))
 
 
 @jit

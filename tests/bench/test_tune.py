@@ -18,7 +18,7 @@ import pytest
 
 import tdcoll
 from tdcoll.__main__ import main
-from tdcoll.bench import all_gather, reduce_scatter, tune
+from tdcoll.bench import all_gather, all_reduce, reduce_scatter, tune
 from tdcoll.bench import rows as files
 from tdcoll.bench.arithmetic import Summary
 from tdcoll.bench.case import Case
@@ -239,9 +239,9 @@ def test_measuring_writes_a_table(
 
         return call
 
-    for module, names in ((all_gather, ("all_gather", "all_gather_in_place")), (reduce_scatter, ("reduce_scatter",))):
-        for name in names:
-            monkeypatch.setattr(module, name, timed(getattr(module, name)))
+    calls = [(all_gather, "all_gather"), (all_gather, "all_gather_in_place"), (all_reduce, "all_reduce")]
+    for module, name in (*calls, (reduce_scatter, "reduce_scatter")):
+        monkeypatch.setattr(module, name, timed(getattr(module, name)))
     file = tmp_path / "t.json"
     kept = Table.parse(
         '{"tuning": "all_gather", "version": 2, "tables": [{"architecture": "NVIDIA Test", "ranks_per_node": 2, '
@@ -260,10 +260,11 @@ def test_measuring_writes_a_table(
     assert shown == rows
     assert {row.check for row in rows if not row.peer} == {"ok"}
     assert {row.note for row in rows if row.peer} == {"needs GPUs"}
-    # Of two operations and sizes.
+    # Of two operations and sizes; all-reduce has no such algorithm.
     assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 4
     kinds = {(row.operation, row.dtype, row.op) for row in rows}
-    assert kinds == {("all_gather", "uint8", None), ("reduce_scatter", "bfloat16", "sum")}
+    reductions = {(name, "bfloat16", "sum") for name in ("all_reduce", "reduce_scatter")}
+    assert kinds == {("all_gather", "uint8", None), *reductions}
     table = Table.load(file)
     assert table.sections[0] == kept.sections[0]
     said = {
@@ -274,6 +275,7 @@ def test_measuring_writes_a_table(
     assert said == {
         ("all_gather", "graph", False): found,
         ("all_gather", "graph", True): found,
+        ("all_reduce", "graph", False): [(4096, "1d", None, None)],
         ("reduce_scatter", "graph", False): found,
     }
     assert {s.architecture for s in table.sections[1:]} == {SIMULATOR}

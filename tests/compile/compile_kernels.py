@@ -31,6 +31,7 @@ import tdcoll.language as tdl
 from tdcoll.bench import kernels as bench
 from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
 from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
+from tdcoll.collectives.all_reduce import kernels_nodes as reduce_over_nodes
 from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
 from tdcoll.collectives.index_match import kernels as index_match
@@ -342,6 +343,7 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (_TWO, {**_INT32, **_FLAGGED}, 4, (90,)),
     (reduce_direct.all_reduce_direct, {**_FP32, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
     (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),
+    (reduce_over_nodes.all_reduce_nodes, {**_BF16, "COUNT": 2048}, 8, (90, 100)),
 ]
 
 
@@ -493,7 +495,7 @@ def main() -> None:
     compiled["reduce_scatter"] = [
         compile_reduce_scatter(k, arch, c) for k, c, archs in REDUCE_SCATTER for arch in archs
     ]
-    kernels = (_ONE, _TWO, reduce_direct.all_reduce_direct, reduce_puts.all_reduce_puts)
+    kernels = (_ONE, _TWO, *(kernel for kernel, *_ in ALL_REDUCE[-3:]))
     compiled["all_reduce_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in kernels}
     compiled["all_reduce"] = [compile_all_reduce(k, arch, c, n) for k, c, n, archs in ALL_REDUCE for arch in archs]
     stores = (kernels_direct.all_gather_direct, kernels_ring.all_gather_ring)

@@ -58,7 +58,10 @@ FLAGS = {**USUAL, "lamport_bytes": 0}
         (64, (4,), {**USUAL, "itemsize": 8}, "direct", 128),
         (64, (4,), {**USUAL, "simulated": True}, "direct", 128),
         (64, (4,), {}, "1d", 128),  # ranks that cannot store to each other's memory
-        (64, (2, 2), USUAL, "1d", 128),
+        (64, (2, 2), USUAL, "2d", 128),
+        (64, (2, 1), USUAL, "1d", 128),
+        (64, (1, 1), USUAL, "1d", 128),
+        (64, (2, 2), {**USUAL, "stores": False}, "1d", 128),
         (64, (1,), USUAL, "one_shot", 128 * 16),
     ],
 )
@@ -110,7 +113,7 @@ def test_plans_cover_the_data_and_fit(
 @pytest.mark.parametrize(
     ("algorithm", "facts", "message"),
     [
-        ("ring", {}, "algorithm must be one of auto, one_shot, two_shot, direct, 1d; got 'ring'"),
+        ("ring", {}, "algorithm must be one of auto, one_shot, two_shot, direct, 1d, 2d; got 'ring'"),
         ("one_shot", {**USUAL, "itemsize": 8}, "'one_shot' needs elements of 2 or 4 bytes; got elements of 8 bytes on"),
         (
             "two_shot",
@@ -173,8 +176,8 @@ def test_entries_of_a_table() -> None:
     assert plan(Entry(None, "direct", channels=5)) == Plan("direct", 5, 40 * 128, 8)
     assert plan(Entry(None, "two_shot"), nbytes=G).algorithm == "direct"  # which cannot be had
     for entry, message in (
-        (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, 1d, got ll"),
-        (Entry(None, "nccl"), "algorithm: expected one of one_shot, two_shot, direct, 1d, got nccl"),
+        (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, 1d, 2d, got ll"),
+        (Entry(None, "nccl"), "algorithm: expected one of one_shot, two_shot, direct, 1d, 2d, got nccl"),
         (Entry(None, "one_shot", chunk=640), "expected 16 times a power of two, from 512 .* or 12 times .* got 640"),
         (Entry(None, "direct", chunk=100), "chunk: expected a multiple of 128 bytes, got 100"),
     ):
@@ -270,7 +273,7 @@ def test_a_context_says_what_it_must_be_made_with() -> None:
     def host(pe: int) -> None:
         x = torch.ones(60_000)
         with tdcoll.CollectiveContext(max_bytes_per_rank=0) as ctx:
-            with pytest.raises(tdcoll.ContextError, match=r"240000 bytes per rank .*max_bytes_per_rank=1064 or more"):
+            with pytest.raises(tdcoll.ContextError, match=r"240000 bytes would .*max_bytes_per_rank=1064 or more"):
                 tdcoll.all_reduce(x, ctx)
             assert tdcoll.all_reduce(x[:0], ctx).shape == (0,)
             assert tdcoll.all_reduce(torch.zeros(0, 3), ctx).shape == (0, 3)
