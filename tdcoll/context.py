@@ -158,6 +158,7 @@ class CollectiveContext(Gate):
         self.ll_bytes: int
         """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: ranks of a node
         cannot store to each other, or nodes have different numbers of ranks."""
+        self._lamport_bytes = lamport_bytes
         if lamport_bytes is None:
             lamport_bytes = min(max_bytes_per_rank, limits.lamport_bytes(topology.world_size, topology.n_nodes))
         self.lamport_bytes = lamport_bytes
@@ -190,7 +191,7 @@ class CollectiveContext(Gate):
             "channels": self.channels,
             "phases": self.phases,
             "flagged_bytes": self._flagged_bytes,
-            "lamport_bytes": self.lamport_bytes,
+            "lamport_bytes": self._lamport_bytes,
             "tiles": self.tiles,
             "max_programs": self.max_programs,
             "debug": self.debug,

@@ -194,7 +194,7 @@ class Dense(Case):
         sizes, algorithms = options.sizes, options.algorithms
         staged = max(2 * world * (cls.context_bytes(size) + 16) for size in sizes)
         in_place = cls.in_place and (algorithms is None or IN_PLACE in algorithms)
-        need = staged + (8 << 20)
+        need = staged + (14 << 20)
         if in_place:
             need += max(cls.data.storage_bytes(size, world, calls_of(size, world)[1]) for size in sizes)
         if FCOLLECT in options.peers and not INTERPRETED:

@@ -202,7 +202,7 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
         def synchronize(self) -> None: ...
 
-    monkeypatch.setattr(peers, "_symmetric_memory", lambda device: symmetric)
+    monkeypatch.setattr(peers, "symmetric_memory", lambda device: symmetric)
     monkeypatch.setattr(peers, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=world)))
     monkeypatch.setattr(torch.ops.symm_mem, "_low_contention_all_gather", low_contention, raising=False)
     monkeypatch.setattr(torch.ops._c10d_functional, "wait_tensor", wait_tensor, raising=False)
