@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import second
 
 WORKERS = Path(__file__).with_name("workers")
 GPU_ONLY = {"graphs", "capture_errors", "streams"} | {"sparse_graphs", "sparse_capture_errors", "sparse_streams"}
@@ -32,8 +33,8 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        pytest.param("all_gather_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="all-gather, 2 nodes of 2"),
-        pytest.param("reduce_scatter_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="reduce-scatter, 2 + 1"),
+        second("all_gather_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="all-gather, 2 nodes of 2"),
+        second("reduce_scatter_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="reduce-scatter, 2 + 1"),
         pytest.param("all_reduce_checks.py", ("--nproc", "2"), id="all-reduce, 2 ranks"),
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
         pytest.param("primitives_checks.py", ("--nproc", "2"), id="primitives, 2 ranks"),

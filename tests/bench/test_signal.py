@@ -64,6 +64,7 @@ def test_stores_stay_inside_a_node() -> None:
     assert found[3, 2, "signal_block"].check == "ok"
 
 
+@pytest.mark.slow
 def test_with_late_deliveries() -> None:
     """With one row of signals the first seed fails: a signal overtakes the one of the round before."""
 

@@ -130,6 +130,7 @@ def run(arguments: str, n_pes: int, **world: Any) -> list[Any]:
     return World(n_pes, **world).run(lambda _: SparseAllReduce(options).measure(lambda row: None))[0]
 
 
+@pytest.mark.slow
 def test_checks_and_counts_over_two_nodes() -> None:
     found = run(
         "--rows 6 --dims 4 --num-rows 20 --distributions zipf1 --algorithms owner --peers gloo", 4, ranks_per_node=2
