@@ -58,7 +58,7 @@ class AllGather(Dense):
         return dist.all_gather_into_tensor
 
     def projection(self, rows: Sequence[Row]) -> list[str]:
-        """What the counted rows would take on a cluster."""
+        """Project the counted rows to a cluster."""
         if getattr(self.options, "project", None) is None:
             return []
         from tdcoll.bench.projection import of_all_gathers

@@ -27,30 +27,22 @@ from tdcoll.context import CollectiveContext
 __all__ = ["AllReduce", "main"]
 
 
-def _torch_one_shot(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
-    """``torch.ops.symm_mem.one_shot_all_reduce_out`` on symmetric inputs."""
-    symmetric = torch_symmetric_memory(device)
-    buffers = symmetric_buffers(symmetric, make_buffers, device)
-    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+def _torch(operator: str) -> Callable[..., Subject]:
+    """Makes the subject of an operator of torch's, from symmetric inputs."""
 
-    def call(i: int) -> torch.Tensor:
-        torch.ops.symm_mem.one_shot_all_reduce_out(buffers.inputs[i], "sum", group, buffers.results[i])
-        return buffers.results[i]
+    def make(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
+        symmetric = torch_symmetric_memory(device)
+        buffers = symmetric_buffers(symmetric, make_buffers, device)
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        reduce = getattr(torch.ops.symm_mem, operator)
 
-    return subject_of(buffers, call)
+        def call(i: int) -> torch.Tensor:
+            reduce(buffers.inputs[i], "sum", group, buffers.results[i])
+            return buffers.results[i]
 
+        return subject_of(buffers, call)
 
-def _torch_two_shot(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
-    """``torch.ops.symm_mem.two_shot_all_reduce_out`` on symmetric inputs."""
-    symmetric = torch_symmetric_memory(device)
-    buffers = symmetric_buffers(symmetric, make_buffers, device)
-    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-
-    def call(i: int) -> torch.Tensor:
-        torch.ops.symm_mem.two_shot_all_reduce_out(buffers.inputs[i], "sum", group, buffers.results[i])
-        return buffers.results[i]
-
-    return subject_of(buffers, call)
+    return make
 
 
 def _in_place(subject: Subject) -> Subject:
@@ -76,8 +68,8 @@ class AllReduce(Reduction):
     peers: ClassVar = {
         "nccl": nccl,
         "nccl-symmetric": nccl_symmetric,
-        "torch-one-shot": _torch_one_shot,
-        "torch-two-shot": _torch_two_shot,
+        "torch-one-shot": _torch("one_shot_all_reduce_out"),
+        "torch-two-shot": _torch("two_shot_all_reduce_out"),
     }
     data = ReducedAlike
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark has of its own: a :class:`Case`; and the command around it, which all benchmarks share."""
+"""A :class:`Case` says what a benchmark has of its own. The command around it is the same for all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tdcoll.runtime import lifecycle
 __all__ = ["Benchmark", "Case", "Show", "Wanted", "refuse_shared_gpus", "run"]
 
 _SAVE_AFTER_S = 5.0
-"""Of a job that is ended early, what it has measured until so long before is in its file."""
+"""A job writes its file this often, so one that is ended early has lost no more."""
 
 Show = Callable[[Measured], object]
 """Takes a row as soon as it is known."""
@@ -80,7 +80,7 @@ class Benchmark(Job, ABC):
 
     @classmethod
     def title(cls, options: argparse.Namespace) -> str:
-        """What is measured with."""
+        """Say what is measured with."""
         return ""
 
     @classmethod
@@ -93,7 +93,7 @@ class Benchmark(Job, ABC):
         """Rows of everything; each goes to ``show`` as soon as it is known. Collective."""
 
     def projection(self, rows: Sequence[Any]) -> list[str]:
-        """What follows from the rows for ``--project``, as lines of Markdown."""
+        """Return the lines of Markdown that ``--project`` asks for."""
         return []
 
 
@@ -106,7 +106,7 @@ class Case(Benchmark):
 
     @abstractmethod
     def wanted(self, size: Any) -> AbstractContextManager[tuple[Sequence[Wanted], Callable[[], object]]]:
-        """What to measure of one size, and what looks whether a wait has expired. Collective."""
+        """Give what to measure of one size, and a check for expired waits. Collective."""
 
     @abstractmethod
     def row(self, size: Any, entry: Entry, /, **common: Any) -> Measured:

@@ -404,7 +404,7 @@ def lines(projected: Sequence[Projected], on: Cluster) -> list[str]:
 
 
 def of_all_gathers(on: Cluster, rows: Sequence[Row]) -> list[str]:
-    """What the counted rows would take on a cluster."""
+    """Project the counted rows to a cluster."""
     projected: list[Projected] = []
     for nbytes in dict.fromkeys(row.bytes_per_rank for row in rows):
         mine = [row for row in rows if row.bytes_per_rank == nbytes and not row.peer]
