@@ -117,7 +117,7 @@ class Case(Benchmark):
 
     @property
     def straggler(self) -> bool:
-        """Whether a random rank is to be delayed in each iteration."""
+        """True if each iteration delays a random rank."""
         return getattr(self.options, "straggler", False)
 
     def measure_size(

@@ -133,7 +133,7 @@ def pick(
 
 @dataclass(frozen=True)
 class Choice:
-    """What is chosen for: an operation on a machine.
+    """An operation on a machine, for which to choose.
 
     Attributes:
         policy: of the operation.
@@ -150,7 +150,7 @@ class Choice:
     margin: float = 0.03
 
     def plan(self, candidate: Candidate, nbytes: int, ll_bytes: int, lamport_bytes: int = 0) -> Plan:
-        """What a candidate makes of a call. Raises ValueError where it cannot be had."""
+        """Return the plan of a candidate for such a call. Raises ValueError where it cannot be had."""
         topology, in_place = self.topology, candidate.in_place
         kind = ("", self.policy.operation, topology.ranks_per_node or 0, topology.n_nodes, "eager", in_place)
         stores = ll_bytes >= 0  # both need ranks that can store to each other's memory
@@ -175,7 +175,7 @@ class Choice:
         warps: Sequence[int] = WARP_COUNTS,
         lamport_bytes: int = 0,
     ) -> list[Candidate]:
-        """What could be the fastest: different plans that can be had, of each algorithm that of the rules first."""
+        """List different plans that can be had. The first of each algorithm is that of the rules."""
         found: dict[Plan, Candidate] = {}
         for algorithm in self.policy.names if algorithms is None else algorithms:
             if algorithm not in self.policy.names:

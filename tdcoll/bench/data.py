@@ -116,9 +116,9 @@ class Buffers:
             self._changing = [given]
         results = self._results.view(sets, stride)[:, :result_bytes]
         self.inputs = [self._inputs[i].view(dtype) for i in range(sets)]
-        """What this rank gives to each call: ``[n]``, or, to a reduce-scatter, ``[world * n]``."""
+        """Inputs of this rank, one for each call: ``[n]``; of a reduce-scatter ``[world * n]``."""
         self.results = [results[i].view(dtype) for i in range(sets)]
-        """Where each call's result goes: ``[world * n]``, or, of a reduce-scatter, ``[n]``."""
+        """Results, one for each call: ``[n]``; of an all-gather ``[world * n]``."""
         self._begin(dtype, device)
 
     def _begin(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of dense collectives share: a :class:`Dense` says what one has of its own."""
+"""Benchmarks of dense collectives share this. A subclass of :class:`Dense` says what one has of its own."""
 
 from __future__ import annotations
 

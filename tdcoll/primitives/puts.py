@@ -10,9 +10,10 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
+from tdcoll.primitives.group import segment
 from tdcoll.primitives.stores import may_write
 
-__all__ = ["Routes", "push", "push_remote", "say_entered"]
+__all__ = ["Routes", "push", "push_remote", "put_staged", "say_entered"]
 
 
 class Routes(NamedTuple):
@@ -43,6 +44,20 @@ def say_entered(g, routes, epoch):
 def push(target, source, nbytes, signal, value, pe):
     """``nbytes`` at ``source`` to ``pe``'s copy of ``target``; then its copy of ``signal`` becomes ``value``."""
     tdl.putmem_signal_block(target, source, nbytes, signal, value, tdl.SIGNAL_SET, pe)
+
+
+@jit
+def put_staged(to, pe, source, window, g, outbox, offset, size, signal, epoch):
+    """Put a chunk at ``source`` to rank ``to``, which is ``pe``; nothing waits for it.
+
+    It is copied first to the outbox of this rank's segment for that rank, at byte ``outbox``: puts are from symmetric
+    memory.
+    """
+    staged = segment(window, g, epoch, to) + outbox + offset
+    tdl.copy_block(staged, source, size)
+    tdl.syncthreads()
+    landing = segment(window, g, epoch, g.rank) + offset
+    tdl.putmem_signal_nbi_block(landing, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
 
 
 @jit

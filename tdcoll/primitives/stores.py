@@ -11,7 +11,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 
-__all__ = ["may_write", "push", "release", "release_to_all", "say_entered"]
+__all__ = ["may_write", "push", "release", "release_to", "release_to_all", "say_entered"]
 
 
 @jit
@@ -29,6 +29,17 @@ def release_to_all(g, signal, value):
     tdl.syncthreads()
     for step in range(1, g.world):
         theirs = tl.cast(signal, tl.int64) + tl.load(g.deltas + (g.rank + step) % g.world)
+        if tdl.tid(0) == 0:
+            tdl.st_release(theirs.to(tl.pointer_type(tl.int64)), value, "sys")
+
+
+@jit
+def release_to(g, ranks, count, signal, value):
+    """The copies of ``signal`` of the first ``count`` of ``ranks`` become ``value``, after all that the block has
+    stored before."""
+    tdl.syncthreads()
+    for i in tl.range(0, count):
+        theirs = tl.cast(signal, tl.int64) + tl.load(g.deltas + tl.load(ranks + i))
         if tdl.tid(0) == 0:
             tdl.st_release(theirs.to(tl.pointer_type(tl.int64)), value, "sys")
 

@@ -168,12 +168,7 @@ def all_reduce_nodes(
                         out + at, landing, window, g, routes, nodes, place, epoch, offset, wider * offset, size,
                         DTYPE, ACC, OP, False, COUNT,
                     )  # fmt: skip
-                tdl.syncthreads()
-                for i in tl.range(0, routes.n_local):
-                    delta = tl.load(g.deltas + tl.load(routes.ranks + i))
-                    theirs = (tl.cast(done + g.rank, tl.int64) + delta).to(tl.pointer_type(tl.int64))
-                    if tdl.tid(0) == 0:
-                        tdl.st_release(theirs, epoch, "sys")
+                stores.release_to(g, routes.ranks, routes.n_local, done + g.rank, epoch)
     else:
         from_place = (place + given - routes.n_local) % (routes.n_local + 1)
         origin = tl.load(nodes.ranks + mates + from_place)

@@ -35,21 +35,11 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.primitives import elements, stores
+from tdcoll.primitives import elements, puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
 __all__ = ["all_reduce_puts"]
-
-
-@jit
-def _put_source(to, pe, source, window, g, outbox, offset, size, signal, epoch):
-    """Put a chunk at ``source`` to rank ``to``, from the outbox; nothing waits for it."""
-    staged = segment(window, g, epoch, to) + outbox + offset
-    tdl.copy_block(staged, source, size)
-    tdl.syncthreads()
-    landing = segment(window, g, epoch, g.rank) + offset
-    tdl.putmem_signal_nbi_block(landing, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
 
 
 @jit
@@ -84,12 +74,7 @@ def _sum_chunk(
 @jit
 def _send_sum(landing, size, g, routes, signal, epoch):
     """The sum at ``landing`` is there on local ranks; put it to the same address on the remote ones."""
-    tdl.syncthreads()
-    for i in tl.range(0, routes.n_local):
-        delta = tl.load(g.deltas + tl.load(routes.ranks + i))
-        theirs = (tl.cast(signal, tl.int64) + delta).to(tl.pointer_type(tl.int64))
-        if tdl.tid(0) == 0:
-            tdl.st_release(theirs, epoch, "sys")
+    stores.release_to(g, routes.ranks, routes.n_local, signal, epoch)
     pes = routes.ranks + 2 * routes.n_local + routes.n_remote
     for i in tl.range(0, routes.n_remote):
         tdl.putmem_signal_nbi_block(landing, landing, size, signal, epoch, tdl.SIGNAL_SET, tl.load(pes + i))
@@ -135,7 +120,7 @@ def all_reduce_puts(
         piece = source + tl.cast(to, tl.int64) * part + offset
         if given < 0:
             pe = tl.load(entry + routes.n_remote)
-            _put_source(to, pe, piece, window, g, outbox, offset, size, arrived + g.rank, epoch)
+            puts.put_staged(to, pe, piece, window, g, outbox, offset, size, arrived + g.rank, epoch)
         else:
             mine = segment(window, g, epoch, g.rank) + offset
             to_delta = tl.load(window.deltas + to)

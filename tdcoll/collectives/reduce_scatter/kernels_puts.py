@@ -33,21 +33,11 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.collectives.reduce_scatter.kernels_direct import load_part, store_result
 from tdcoll.language.jit import jit
-from tdcoll.primitives import elements, stores
+from tdcoll.primitives import elements, puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 from tdcoll.primitives.reduce import accumulate
 
 __all__ = ["reduce_scatter_puts"]
-
-
-@jit
-def _put(to, pe, source, window, g, outbox, offset, size, signal, epoch):
-    """Put a chunk at ``source`` to rank ``to``, from the outbox; nothing waits for it."""
-    staged = segment(window, g, epoch, to) + outbox + offset
-    tdl.copy_block(staged, source, size)
-    tdl.syncthreads()
-    landing = segment(window, g, epoch, g.rank) + offset
-    tdl.putmem_signal_nbi_block(landing, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
 
 
 @jit
@@ -109,7 +99,7 @@ def reduce_scatter_puts(
         to = tl.load(remote)
         pe = tl.load(remote + routes.n_remote)
         part = source + tl.cast(to, tl.int64) * source_stride + offset
-        _put(to, pe, part, window, g, outbox, offset, size, signals + g.rank, epoch)
+        puts.put_staged(to, pe, part, window, g, outbox, offset, size, signals + g.rank, epoch)
     elif given < routes.n_local:
         to = tl.load(routes.ranks + given)
         mine = segment(window, g, epoch, g.rank) + offset

@@ -70,7 +70,7 @@ SUM_PUTS = "all_reduce.kernels_puts._sum_chunk"
 NODES, SUM_NODE, SUM_RAIL = (
     f"all_reduce.kernels_nodes.{name}" for name in ("all_reduce_nodes", "_sum_node", "_sum_rail")
 )
-PUT, SEND = "all_reduce.kernels_puts._put_source", "all_reduce.kernels_puts._send_sum"
+PUT, SEND = "primitives.puts.put_staged", "all_reduce.kernels_puts._send_sum"
 
 WAIT = "tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
 WAIT_DIRECT = (

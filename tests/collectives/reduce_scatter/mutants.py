@@ -61,7 +61,7 @@ LL = "reduce_scatter.kernels_ll.reduce_scatter_ll"
 PUTS = "reduce_scatter.kernels_puts.reduce_scatter_puts"
 REDUCE = "reduce_scatter.kernels_direct._reduce"
 REDUCE_NODES = "reduce_scatter.kernels_puts._reduce"
-PUT = "reduce_scatter.kernels_puts._put"
+PUT = "primitives.puts.put_staged"
 LOAD = "reduce_scatter.kernels_direct.load_part"
 
 WAIT = "tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
