@@ -188,6 +188,7 @@ class Collective:
         wish: Hashable,
         options: Callable[[], Hashable] = lambda: None,
         agree: Mapping[str, Any] = {},
+        in_place: bool = False,
     ) -> torch.Tensor:
         """Make a call.
 
@@ -196,6 +197,7 @@ class Collective:
             wish: as for :meth:`at_once`.
             options: checks the collective's own arguments; what the kernel depends on besides bytes.
             agree: those arguments, by name, for debug mode.
+            in_place: which sections of a tuning table the call goes by; the same on all ranks.
 
         Raises:
             ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as its public function says.
@@ -212,7 +214,7 @@ class Collective:
                 self._check_out(tensor, given, ctx)
             segment = self._segment(tensor, ctx.world_size)
             dtype = None if wanted is None else tensor.dtype  # bytes are moved as they are
-            return self.launches(ctx, segment, algorithm, options=wanted, dtype=dtype)
+            return self.launches(ctx, segment, algorithm, options=wanted, dtype=dtype, in_place=in_place)
 
         facts = {"dtype": getattr(tensor, "dtype", None), "algorithm": algorithm, **agree}
         if self._room is not None:
@@ -359,5 +361,7 @@ class Collective:
             part = dataclasses.replace(facts, nbytes=nbytes)
             if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
                 plan = self.policy.choose(part, plan.algorithm, self._sections(ctx))
+            if self._layout == "same":  # peers never write to it, since all of it is still to be sent
+                part = dataclasses.replace(part, in_place=False)
             calls.append(Planned(ctx, part, plan, options, facts.nbytes, bool(self.policy.rules[plan.algorithm].words)))
         return Launches(self.name, self._algorithms[plan.algorithm], calls)

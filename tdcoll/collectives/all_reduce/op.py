@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -73,20 +74,46 @@ def all_reduce(
     wish = (algorithm, op)
     if (made := ALL_REDUCE.at_once(tensor, ctx, out, wish)) is not None:
         return made
+    return _call(tensor, ctx, out, op, algorithm, wish, False)
+
+
+def _call(
+    tensor: Any, ctx: CollectiveContext, out: Any, op: Any, algorithm: Any, wish: Hashable, in_place: bool
+) -> torch.Tensor:
+    """A call the long way."""
+    agree = {"op": op, "in_place": in_place}
     return ALL_REDUCE(
-        tensor, ctx, out, algorithm, wish=wish, options=lambda: check_operands(tensor, op), agree={"op": op}
+        *(tensor, ctx, out, algorithm),
+        wish=wish,
+        options=lambda: check_operands(tensor, op),
+        agree=agree,
+        in_place=in_place,
     )
 
 
 def all_reduce_(
     tensor: torch.Tensor, ctx: CollectiveContext | None = None, op: str = "sum", algorithm: str | Plan = "auto"
 ) -> torch.Tensor:
-    """``tensor`` becomes the reduction of all ranks': :func:`all_reduce` with ``out=tensor``, which see.
+    """``tensor`` becomes the reduction of all ranks': :func:`all_reduce` with ``out=tensor``, and the same bits.
+
+    A tuning table has sections of their own for these calls. So all ranks make this call, or all make the other.
+
+    Args:
+        tensor, ctx, op, algorithm: as for :func:`all_reduce`.
 
     Returns:
         ``tensor``.
+
+    Raises:
+        Errors as :func:`all_reduce`.
     """
-    return all_reduce(tensor, ctx, tensor, op, algorithm)
+    if ctx is None:
+        ctx = _pooled(tensor, None)
+    check_context(ctx)
+    wish = (algorithm, op, "in place")
+    if (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish)) is not None:
+        return made
+    return _call(tensor, ctx, tensor, op, algorithm, wish, True)
 
 
 def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import tdcoll
 import tdcoll.distributed
 from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.all_reduce.policy import POLICY, part_bytes
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.limits import lamport_bytes
@@ -225,6 +226,45 @@ def test_a_row_has_the_bits_that_it_has_alone(
 
     World(world, seed=seed, heap_bytes=M).run(host)
     assert len(reached) == world
+
+
+# ---------------------------------------------------------------------- in place
+
+
+def test_calls_in_place_go_by_sections_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several epochs as well; and with ``out=tensor`` a call is out of place for the table."""
+    table = Table(
+        tuple(
+            Section(SIMULATOR, "all_reduce", 2, 1, "eager", in_place, (Entry(None, algorithm),))
+            for in_place, algorithm in ((False, "1d"), (True, "direct"))
+        )
+    )
+    took: set[tuple[bool, int, str]] = set()
+    real = ALL_REDUCE.launches_of
+
+    def noted(ctx: Any, facts: Facts, plan: Plan, options: Any) -> Any:
+        if not facts.graph:
+            took.add((facts.in_place, facts.nbytes, plan.algorithm))
+        return real(ctx, facts, plan, options)
+
+    monkeypatch.setattr(ALL_REDUCE, "launches_of", noted)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256, tuning=table, debug=True) as ctx:
+            for n in (16, 400):
+                expected = [2.0 * i + 1 for i in range(n)]
+                for _ in range(3):  # the first goes the long way
+                    x = torch.arange(n, dtype=torch.float32) + pe
+                    y = x.clone()
+                    assert tdcoll.all_reduce_(x, ctx) is x
+                    assert x.tolist() == expected
+                    assert tdcoll.all_reduce(y, ctx, y) is y
+                    assert y.tolist() == expected
+            with pytest.raises(tdcoll.RankMismatchError, match="differ in in_place"):
+                (tdcoll.all_reduce_ if pe else tdcoll.all_reduce)(torch.ones(7), ctx)
+
+    World(2).run(host)
+    assert took == {(place, n, "direct" if place else "1d") for place in (False, True) for n in (28, 64, 1600)}
 
 
 # ---------------------------------------------------------------------- errors and contexts
