@@ -10,8 +10,8 @@ One engine measures everything:
 
 The cases:
 
-- :mod:`.all_gather` and :mod:`.reduce_scatter`, which share :mod:`.dense`, against :mod:`.peers`, on :mod:`.data`, of
-  which every misplaced or stale word shows;
+- :mod:`.all_gather`, :mod:`.all_reduce` and :mod:`.reduce_scatter`, which share :mod:`.dense`, against :mod:`.peers`
+  and :mod:`.reduction_peers`, on :mod:`.data`, of which every misplaced or stale word shows;
 - :mod:`.sparse_all_reduce` against :mod:`.sparse_peers`, on :mod:`.sparse_data`;
 - :mod:`.index_match` on one GPU, also against a kernel of :mod:`.kernels`;
 - :mod:`.signal`, with the other kernels there.

@@ -37,7 +37,7 @@ class AllGather(Dense):
     }
     tuned_dtype = torch.uint8
     peers = ALL_GATHERS
-    in_place = True
+    in_place = in_heap = True
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

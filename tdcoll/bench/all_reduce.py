@@ -6,7 +6,6 @@ Inputs are those of the reduce-scatter benchmark, and so is the check.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -14,47 +13,17 @@ import torch
 import torch.distributed as dist
 
 from tdcoll.bench import case
-from tdcoll.bench.data import Buffers, ReducedAlike
+from tdcoll.bench.data import EXACT, Buffers, ReducedAlike
 from tdcoll.bench.dense import Reduction
 from tdcoll.bench.engine import Subject
-from tdcoll.bench.peers import ByTorch, MakeBuffers, nccl, nccl_symmetric, subject_of, symmetric_buffers
-from tdcoll.bench.peers import symmetric_memory as torch_symmetric_memory
+from tdcoll.bench.peers import ByTorch, MakeBuffers, nccl, nccl_symmetric
+from tdcoll.bench.reduction_peers import FLASHINFER, in_place, torch_one_shot, torch_two_shot
 from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, Plan
-from tdcoll.collectives.all_reduce import all_reduce
+from tdcoll.collectives.all_reduce import all_reduce, all_reduce_
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.context import CollectiveContext
 
 __all__ = ["AllReduce", "main"]
-
-
-def _torch(operator: str) -> Callable[..., Subject]:
-    """Makes the subject of an operator of torch's, from symmetric inputs."""
-
-    def make(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
-        symmetric = torch_symmetric_memory(device)
-        buffers = symmetric_buffers(symmetric, make_buffers, device)
-        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        reduce = getattr(torch.ops.symm_mem, operator)
-
-        def call(i: int) -> torch.Tensor:
-            reduce(buffers.inputs[i], "sum", group, buffers.results[i])
-            return buffers.results[i]
-
-        return subject_of(buffers, call)
-
-    return make
-
-
-def _in_place(subject: Subject) -> Subject:
-    """A subject that reduces its results: they are the inputs before every launch, which is not timed."""
-    buffers: Buffers = subject.data
-
-    def before(numbers: Sequence[int]) -> None:
-        buffers.advance()
-        for number in numbers:
-            buffers.results[number].copy_(buffers.inputs[number])
-
-    return dataclasses.replace(subject, before=before)
 
 
 class AllReduce(Reduction):
@@ -62,15 +31,17 @@ class AllReduce(Reduction):
 
     benchmark = "all_reduce"
     host = ALL_REDUCE
-    about = (
-        "all-reduces, checked: tdcoll's and torch's own out of place, NCCL's in place. Sizes: bytes of a rank's data"
-    )
+    about = "all-reduces, checked; those of NCCL and torch-two-shot in place. Sizes: bytes of a rank's data"
     peers: ClassVar = {
         "nccl": nccl,
         "nccl-symmetric": nccl_symmetric,
-        "torch-one-shot": _torch("one_shot_all_reduce_out"),
-        "torch-two-shot": _torch("two_shot_all_reduce_out"),
+        "torch-one-shot": torch_one_shot,
+        "torch-two-shot": torch_two_shot,
+        **FLASHINFER,
     }
+    peers_in_place = ("nccl", "nccl-symmetric", "torch-two-shot")
+    sums = ("torch-one-shot", "torch-two-shot", *FLASHINFER)
+    in_place = True
     data = ReducedAlike
 
     @classmethod
@@ -84,16 +55,43 @@ class AllReduce(Reduction):
         op = self.op
         return lambda i: all_reduce(buffers.inputs[i], context, buffers.results[i], op, algorithm)
 
+    def ours_in_place(
+        self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers
+    ) -> Callable[[int], torch.Tensor]:
+        op = self.op
+        return lambda i: all_reduce_(buffers.results[i], context, op, algorithm)
+
+    def subject(self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers, inside: bool) -> Subject:
+        made = super().subject(algorithm, context, buffers, inside)
+        return in_place(made, self.growth(buffers)) if inside else made
+
     @property
     def by_torch(self) -> ByTorch:
         op = self.torch_operation
         return lambda result, given, **named: dist.all_reduce(result, op, **named)
 
+    def growth(self, buffers: Buffers) -> int:
+        """By what a call in place multiplies the result of the one before on the same buffer.
+
+        Raises:
+            ValueError: a launch has such calls (``--buffers``), and its results are not exact.
+        """
+        world, dtype = buffers.world, self.options.dtype
+        if self.op != "sum" or buffers.sets == buffers.calls:
+            return 1
+        most = float(world) ** -(-buffers.calls // buffers.sets)
+        if world & (world - 1) or not dtype.is_floating_point or EXACT[dtype] * most > torch.finfo(dtype).max:
+            raise ValueError(
+                f"adds up its own results with --buffers {buffers.sets}, which of {dtype} over {world} ranks is inexact"
+            )
+        return world
+
+    def backend(self, nbytes: int, buffers: Buffers) -> Subject:
+        return in_place(super().backend(nbytes, buffers), self.growth(buffers))
+
     def peer(self, name: str, make: MakeBuffers) -> Subject:
-        if self.op != "sum" and name.startswith("torch-"):
-            raise ValueError(f"has sums only, and --op is {self.op}")
         made = super().peer(name, make)
-        return made if name.startswith("torch-") else _in_place(made)
+        return in_place(made, self.growth(made.data)) if name in self.peers_in_place else made
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -79,6 +79,7 @@ class Buffers:
             None: inputs lie elsewhere.
         allocate: makes bytes, where it is not ``torch.empty``.
         separate: each input is an allocation of its own.
+        calls: of a launch, which take the sets in turn; None: as many as there are sets.
     """
 
     def __init__(
@@ -92,12 +93,15 @@ class Buffers:
         storage: torch.Tensor | None = None,
         allocate: Callable[[int], torch.Tensor] | None = None,
         separate: bool = False,
+        *,
+        calls: int | None = None,
     ) -> None:
         def plain(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.uint8, device=device)
 
         make = allocate or plain
         self.world, self.rank, self.sets, self.round = world, rank, sets, 0
+        self.calls = calls or sets
         self._nbytes = nbytes
         given_bytes, result_bytes = self.extents(nbytes, world)
         stride, given_stride = _padded(result_bytes), _padded(given_bytes)

@@ -33,7 +33,7 @@ from tdcoll.limits import flagged_bytes, lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["BACKEND", "IN_PLACE", "Dense", "Reduction", "add_sizes", "calls_of", "plan_of", "read_sizes"]
+__all__ = ["BACKEND", "IN_PLACE", "Dense", "Reduction", "add_sizes", "calls_of", "plan_of", "read_sizes", "sets_of"]
 
 IN_PLACE = "in-place"
 BACKEND = "backend"
@@ -42,6 +42,12 @@ BACKEND = "backend"
 def calls_of(nbytes: int, world: int) -> tuple[int, int]:
     """Calls timed together, an even and an odd number; each has an input and a result of its own."""
     return CALLS if INTERPRETED else calls_per_launch(nbytes, world)
+
+
+def sets_of(options: argparse.Namespace, nbytes: int, world: int) -> int:
+    """Inputs and results that the calls of a launch take in turn: ``--buffers``, or one of its own for each call."""
+    calls = calls_of(nbytes, world)[1]
+    return min(options.buffers or calls, calls)
 
 
 def plan_of(policy: Policy, name: str, nbytes: int, topology: Topology, itemsize: int = 1) -> Plan:
@@ -85,7 +91,7 @@ class Dense(Case):
         about: what is measured, and of what sizes are: for ``--help``.
         dtypes: that it knows, by name; ``tuned_dtype``: the one that tables are made with.
         peers: what makes each.
-        in_place: whether it has calls in symmetric memory, which need no copy.
+        in_place: whether it has calls in place; ``in_heap``: and these are in symmetric memory.
         data: buffers that fit its calls.
     """
 
@@ -96,6 +102,7 @@ class Dense(Case):
     tuned_dtype: ClassVar[torch.dtype]
     peers: ClassVar[Mapping[str, Callable[..., Subject]]]
     in_place: ClassVar[bool] = False
+    in_heap: ClassVar[bool] = False
     data: ClassVar[type[Buffers]] = Buffers
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -104,9 +111,9 @@ class Dense(Case):
         default = ["auto", "1d", *(["2d"] if several else []), *([IN_PLACE] if self.in_place else [])]
         self.algorithms = default if options.algorithms is None else options.algorithms
         self.storage: torch.Tensor | None = None
-        if IN_PLACE in self.algorithms:
+        if IN_PLACE in self.algorithms and self.in_heap:
             world = self.topology.world_size
-            need = max(self.data.storage_bytes(size, world, calls_of(size, world)[1]) for size in options.sizes)
+            need = max(self.data.storage_bytes(size, world, sets_of(options, size, world)) for size in options.sizes)
             self.storage = tdcoll.empty((need,), torch.uint8)
 
     def close(self) -> None:
@@ -139,8 +146,13 @@ class Dense(Case):
 
     def buffers(self, nbytes: int, *rest: Any, **named: Any) -> Buffers:
         """Of one launch; see :class:`~tdcoll.bench.data.Buffers`."""
-        world, sets = self.topology.world_size, calls_of(nbytes, self.topology.world_size)[1]
-        return self.data(nbytes, world, self.topology.rank, sets, self.options.dtype, self.device, *rest, **named)
+        world, dtype = self.topology.world_size, self.options.dtype
+        sets, calls = sets_of(self.options, nbytes, world), calls_of(nbytes, world)[1]
+        return self.data(nbytes, world, self.topology.rank, sets, dtype, self.device, *rest, calls=calls, **named)
+
+    def inside(self, nbytes: int, make: MakeBuffers) -> Buffers:
+        """Of one launch of calls in place."""
+        return make(None) if self.storage is None else self.buffers(nbytes, self.storage)
 
     @classmethod
     def context_bytes(cls, nbytes: int) -> int:
@@ -172,6 +184,13 @@ class Dense(Case):
         what = f"some of {', '.join(known)} (default: {usual})"
         parser.add_argument("--algorithms", type=names(known), metavar="A,B", help=what)
         parser.some("--peers", tuple(cls.peers), "nccl")
+        parser.add_argument(
+            "--buffers",
+            type=said.at_least(1),
+            metavar="N",
+            help="inputs and results that the calls of a launch take in turn (default: one of its own for each call; "
+            "with 1, one buffer is replayed, which reads lower than real use)",
+        )
         said.add_launches(parser, "graph")
         said.add_common(parser, 100)
         given = parser.parse_args(arguments)
@@ -193,12 +212,12 @@ class Dense(Case):
         """
         sizes, algorithms = options.sizes, options.algorithms
         staged = max(2 * world * (cls.context_bytes(size) + 16) for size in sizes)
-        in_place = cls.in_place and (algorithms is None or IN_PLACE in algorithms)
+        in_heap = cls.in_heap and (algorithms is None or IN_PLACE in algorithms)
         need = staged + (14 << 20)
-        if in_place:
-            need += max(cls.data.storage_bytes(size, world, calls_of(size, world)[1]) for size in sizes)
+        if in_heap:
+            need += max(cls.data.storage_bytes(size, world, sets_of(options, size, world)) for size in sizes)
         if FCOLLECT in options.peers and not INTERPRETED:
-            need += max(cls.data.whole_bytes(size, world, calls_of(size, world)[1]) for size in sizes)
+            need += max(cls.data.whole_bytes(size, world, sets_of(options, size, world)) for size in sizes)
         if algorithms is not None and BACKEND in algorithms:
             need += 4 * (staged + (4 << 20))
         return need
@@ -227,7 +246,7 @@ class Dense(Case):
                 facts = self.host.facts(context, nbytes, dtype, in_place=name == IN_PLACE)
                 algorithm = self.host.policy.choose(dataclasses.replace(facts, simulated=False), algorithm)
             inside = name == IN_PLACE
-            buffers = self.buffers(nbytes, self.storage) if inside else plain(None)
+            buffers = self.inside(nbytes, plain) if inside else plain(None)
             return self.subject(algorithm, context, buffers, inside)
 
         launches = self.options.launches
@@ -274,7 +293,8 @@ class Dense(Case):
 
     def row(self, nbytes: int, entry: Entry, /, **common: Any) -> Row:
         dtype = str(self.options.dtype).removeprefix("torch.")
-        return Row(**common, bytes_per_rank=nbytes, operation=self.benchmark, dtype=dtype, op=self.op)
+        kind = {"operation": self.benchmark, "dtype": dtype, "op": self.op, "buffers": self.options.buffers}
+        return Row(**common, bytes_per_rank=nbytes, **kind)
 
 
 _OPERATIONS = {name: op for op, name in TORCH_OPERATIONS.items() if name != "prod"}
@@ -282,8 +302,13 @@ _OPERATIONS = {name: op for op, name in TORCH_OPERATIONS.items() if name != "pro
 
 
 class Reduction(Dense):
-    """A collective that reduces."""
+    """A collective that reduces.
 
+    Attributes:
+        sums: peers that can do nothing else.
+    """
+
+    sums: ClassVar[Sequence[str]] = ()
     dtypes: ClassVar = {str(dtype).removeprefix("torch."): dtype for dtype in ACCUMULATORS}
     tuned_dtype = torch.bfloat16
 
@@ -315,4 +340,6 @@ class Reduction(Dense):
     def peer(self, name: str, make: MakeBuffers) -> Subject:
         if self.op == "mean" and (world := self.topology.world_size) & (world - 1):
             raise ValueError(f"rounds a mean over {world} ranks more than once: it cannot be checked to the bit")
+        if self.op != "sum" and name in self.sums:
+            raise ValueError(f"has sums only, and --op is {self.op}")
         return super().peer(name, make)

@@ -61,6 +61,7 @@ class Subject:
         most_iterations: where a call takes long.
         data: what it works on, if that is not what was asked for.
         notes: what has to be known of it; may grow while it runs.
+        captured: after its graphs were captured and before the first replay; collective.
         close: gives back what it owns; collective.
     """
 
@@ -76,6 +77,7 @@ class Subject:
     most_iterations: int | None = None
     data: Any = None
     notes: list[str] = field(default_factory=list)
+    captured: Callable[[], object] = nothing
     close: Callable[[], object] = nothing
 
     def numbers(self, calls: int) -> list[int]:
@@ -188,6 +190,8 @@ def _prepare(job: Job, entry: Entry, subject: Subject, plan: Plan) -> None:
     found, entry.problem = job.agree(f"prepare {entry.name}", run, entry.peer)
     if entry.problem is None:
         entry.checked(job, found)
+        if entry.launch == "graph" and subject.captured is not nothing:
+            _, entry.problem = job.agree(f"captured {entry.name}", subject.captured, entry.peer)
     if subject.alone:
         torch.cuda.empty_cache()  # a dense tensor needs what others would keep
 

@@ -22,7 +22,7 @@ from tdcoll.errors import HeapExhaustedError
 
 __all__ = [
     *("ALL_GATHERS", "FCOLLECT", "MakeBuffers", "let_nvshmem_have_nccl", "nccl", "nccl_symmetric", "require_joined"),
-    *("subject_of", "symmetric_buffers", "symmetric_memory"),
+    *("require_nccl", "subject_of", "symmetric_buffers", "symmetric_memory"),
 ]
 
 FCOLLECT = "fcollect"
@@ -46,13 +46,13 @@ def subject_of(buffers: Buffers, call: Callable[[int], torch.Tensor], close: Cal
         inputs=buffers.sets,
         begin=buffers.fill,
         before=lambda numbers: buffers.advance(),
-        calls=(buffers.sets - 1, buffers.sets),
+        calls=(buffers.calls - 1, buffers.calls),
         data=buffers,
         close=close,
     )
 
 
-def _backend(device: torch.device) -> Any:
+def require_nccl(device: torch.device) -> Any:
     """The default group's NCCL backend.
 
     Raises:
@@ -81,14 +81,14 @@ def torch_call(buffers: Buffers, by_torch: ByTorch, **named: Any) -> Callable[[i
 
 def nccl(make_buffers: MakeBuffers, device: torch.device, by_torch: ByTorch) -> Subject:
     """The call of ``torch.distributed``."""
-    _backend(device)
+    require_nccl(device)
     buffers = make_buffers(None)
     return subject_of(buffers, torch_call(buffers, by_torch))
 
 
 def nccl_symmetric(make_buffers: MakeBuffers, device: torch.device, by_torch: ByTorch) -> Subject:
     """The same on buffers that NCCL allocated and registered as symmetric windows."""
-    backend = _backend(device)
+    backend = require_nccl(device)
     if not hasattr(backend, "register_mem_pool"):
         raise RuntimeError("this PyTorch cannot register memory with NCCL")
     dist.all_reduce(torch.zeros(1, device=device))  # windows are registered with a communicator that exists
@@ -131,7 +131,7 @@ def symmetric_memory(device: torch.device) -> Any:
     """The module, where it can be used."""
     if device.type != "cuda":
         raise RuntimeError("needs GPUs")
-    _backend(device)
+    require_nccl(device)
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric

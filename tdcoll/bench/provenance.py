@@ -83,6 +83,7 @@ def _on_gpus() -> dict[str, Any]:
         "nvshmem": _nvshmem_library(),
         "nvshmem4py": _package("nvshmem4py-cu13", "nvshmem4py-cu12"),
         "nccl": nccl,
+        "flashinfer": _package("flashinfer-python"),
         "driver": driver.splitlines()[0] if driver else None,
         "topology": re.sub(r"\x1b\[[0-9;]*m", "", topology) if topology else None,
     }

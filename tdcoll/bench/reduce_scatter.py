@@ -18,6 +18,7 @@ from tdcoll.bench import case
 from tdcoll.bench.data import Buffers, Reduced
 from tdcoll.bench.dense import Reduction
 from tdcoll.bench.peers import ByTorch, nccl, nccl_symmetric
+from tdcoll.bench.reduction_peers import torch_reduce_scatter
 from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, Plan
 from tdcoll.collectives.reduce_scatter import reduce_scatter
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
@@ -35,7 +36,8 @@ class ReduceScatter(Reduction):
         "reduce-scatters, checked. Sizes: bytes of the part that each rank gets, which is what it sends to each other "
         "rank. An input is as many times larger as there are ranks, and that is the size that nccl-tests shows"
     )
-    peers: ClassVar = {"nccl": nccl, "nccl-symmetric": nccl_symmetric}
+    peers: ClassVar = {"nccl": nccl, "nccl-symmetric": nccl_symmetric, "torch-reduce-scatter": torch_reduce_scatter}
+    sums = ("torch-reduce-scatter",)
     data = Reduced
 
     @classmethod

@@ -41,6 +41,7 @@ _VERSIONS = {
     "triton": "Triton",
     "nvshmem": "NVSHMEM",
     "nccl": "NCCL",
+    "flashinfer": "flashinfer",
     "cuda": "CUDA",
     "driver": "driver",
 }

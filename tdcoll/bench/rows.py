@@ -36,7 +36,7 @@ class Measured(ABC):
         check: ``"ok"``, ``"WRONG"``, or ``"not run"``, and then ``note`` says why.
         median_us, min_us, p90_us: per call; an iteration takes what its slowest rank took; None: not timed.
         skew_us: median over the iterations of what the slowest rank took longer than the fastest.
-        ratios: for each peer its median divided by this one.
+        ratios: for each peer whose result was right its median divided by this one.
         note: why it did not run, what was wrong, or what else has to be known.
         calls, iterations: calls timed together (alternating), and how many times.
         straggler: a random rank was delayed in each iteration; times hold what the others waited for it.
@@ -87,6 +87,7 @@ class Row(Measured):
         bytes_per_rank: what one rank gives to an all-gather or an all-reduce, or gets from a reduce-scatter.
         operation: the collective.
         dtype, op: of the data, and how it is reduced; None: not known, or not reduced.
+        buffers: inputs and results that the calls took in turn; None: each call of a launch had its own.
         busbw_gbps: bus bandwidth at the median, as nccl-tests defines it.
     """
 
@@ -94,6 +95,7 @@ class Row(Measured):
     operation: str = "all_gather"
     dtype: str | None = None
     op: str | None = None
+    buffers: int | None = None
     busbw_gbps: float | None = None
 
     @property
@@ -234,11 +236,12 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 def with_ratios(rows: Sequence[AnyRow]) -> list[AnyRow]:
     """The rows, tdcoll's with their ratio to each peer of the same size and launch."""
     result = []
+    peers = [row for row in rows if row.peer and row.check == "ok"]
     for row in rows:
         found = {
-            other.algorithm: ratio(other.median_us, row.median_us)
-            for other in rows
-            if other.peer and not row.peer and (other.launch, other.size) == (row.launch, row.size)
+            peer.algorithm: ratio(peer.median_us, row.median_us)
+            for peer in peers
+            if not row.peer and (peer.launch, peer.size) == (row.launch, row.size)
         }
         ratios = {peer: value for peer, value in found.items() if value is not None}
         result.append(dataclasses.replace(row, ratios=ratios))

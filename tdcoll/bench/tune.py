@@ -86,7 +86,7 @@ class Operation:
     def asked(kind: type[Dense], options: argparse.Namespace) -> argparse.Namespace:
         """What the benchmark of ``kind`` is asked for."""
         algorithms = [IN_PLACE] if options.in_place and kind.in_place else []
-        more = {"algorithms": algorithms, "dtype": kind.tuned_dtype, "straggler": False, "op": "sum"}
+        more = {"algorithms": algorithms, "dtype": kind.tuned_dtype, "straggler": False, "op": "sum", "buffers": None}
         return argparse.Namespace(**{**vars(options), **more})
 
     def candidates(self, nbytes: int, ll_bytes: int | None = None, lamport_bytes: int = 0) -> list[Candidate]:
@@ -109,7 +109,7 @@ class Operation:
     def wanted(self, bench: Dense, nbytes: int) -> Iterator[tuple[list[case.Wanted], Callable[[], object]]]:
         """Every candidate; calls out of place share their buffers, and so do those in place."""
         plain = bench.sharing(nbytes)
-        inside = None if bench.storage is None else bench.buffers(nbytes, bench.storage)
+        inside = bench.inside(nbytes, plain) if self.options.in_place and self.kind.in_place else None
 
         def make(candidate: Candidate, context: CollectiveContext) -> Any:
             if candidate.algorithm == HANDED_OVER:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tdcoll import runtime
+from tdcoll.bench import engine
 from tdcoll.bench.engine import TURNS, Entry, Plan, Subject, measure_entries, simulate_entry
 from tdcoll.bench.job import Job
-from tdcoll.bench.timing import LineUp
+from tdcoll.bench.timing import Launch, LineUp
 from tdcoll.testing import World
 
 
@@ -117,3 +118,32 @@ def test_the_simulator_changes_inputs_and_checks_each_call(alone: bool) -> None:
         assert recorded.did == ["begin", *(2 * [*THREE, "check", "check", "check"])]
     assert (entry.problem, entry.errors, entry.calls) == (None, 0, ((1,) if alone else (3,)))
     assert entry.counts is not None
+
+
+@pytest.mark.parametrize("launch", ["graph", "eager"])
+def test_what_was_captured_is_made_known_before_the_first_replay(
+    launch: str, clock: Any, on_gpus: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[str] = []
+
+    def capture(call: Callable[[int], object], calls: int) -> Launch:
+        did.append("capture")
+        return Launch(lambda: did.append("replay") or [call(i) for i in range(calls)], calls)
+
+    monkeypatch.setattr(engine, "capture", capture)
+    recorded = Recorded(captured=lambda: did.append("captured"))
+    assert measured(recorded, launch).problem is None
+    assert did[:4] == (["capture", "capture", "captured", "replay"] if launch == "graph" else [])
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    entry = Entry("x", True, launch, Recorded(captured=fail).subject)
+
+    def host(_: int) -> None:
+        with LineUp() as line_up:
+            measure_entries(Job(), [entry], Plan(4, 1), line_up)
+
+    World(1).run(host)
+    assert entry.problem == ("no memory" if launch == "graph" else None)
+    assert bool(entry.times_us) == (launch == "eager")

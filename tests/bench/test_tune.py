@@ -239,8 +239,8 @@ def test_measuring_writes_a_table(
 
         return call
 
-    calls = [(all_gather, "all_gather"), (all_gather, "all_gather_in_place"), (all_reduce, "all_reduce")]
-    for module, name in (*calls, (reduce_scatter, "reduce_scatter")):
+    calls = [(all_gather, "all_gather"), (all_gather, "all_gather_in_place"), (reduce_scatter, "reduce_scatter")]
+    for module, name in (*calls, (all_reduce, "all_reduce"), (all_reduce, "all_reduce_")):
         monkeypatch.setattr(module, name, timed(getattr(module, name)))
     file = tmp_path / "t.json"
     kept = Table.parse(
@@ -276,6 +276,7 @@ def test_measuring_writes_a_table(
         ("all_gather", "graph", False): found,
         ("all_gather", "graph", True): found,
         ("all_reduce", "graph", False): [(4096, "1d", None, None)],
+        ("all_reduce", "graph", True): [(4096, "1d", None, None)],
         ("reduce_scatter", "graph", False): found,
     }
     assert {s.architecture for s in table.sections[1:]} == {SIMULATOR}
