@@ -26,6 +26,7 @@ class Layout:
         size: heading and text of the columns that say which size a line is of.
         shown: algorithms and peers that have a column unless others are asked for. Without any of tdcoll's all of them
             have one.
+        drawn: algorithms and peers that a picture has where there are too many curves.
         about: what is the same for all rows of a table. Rows for which it differs get a table of their own.
         unit, scale: of times; a microsecond is ``scale`` of them.
         floor: the least time that a row could take, in microseconds; None: not known.
@@ -37,6 +38,7 @@ class Layout:
     title: str
     size: Mapping[str, Text]
     shown: tuple[str, ...]
+    drawn: tuple[str, ...] = ()
     about: Text = lambda row: ""
     unit: str = "µs"
     scale: float = 1.0
@@ -104,10 +106,22 @@ def _sparse_floor(row: Any, floor: Floor | None) -> str:
     return f"The floor is the least rows that can cross between ranks, at {rate} GB/s per rank."
 
 
+def _buffers(row: Any) -> str:
+    if row.buffers is None:
+        return ""
+    return "one buffer replayed" if row.buffers == 1 else f"{row.buffers} buffers in turn"
+
+
+def _reduction(row: Any) -> str:
+    """How the data were reduced, and whether each call of a launch had its own."""
+    return ", ".join(filter(None, (" of ".join(part for part in (row.op, row.dtype) if part), _buffers(row))))
+
+
 _DENSE = Layout(
     title="All-gather",
     size={"bytes per rank": lambda row: format_bytes(row.bytes_per_rank)},
     shown=("auto", "in-place", "nccl", "nccl-symmetric"),
+    about=_buffers,
     floor=lambda row, floor: floor.us(row.sent_bytes, row.ranks) if floor else None,
     floor_text=lambda row, floor: _dense_floor(row, floor) if floor else "",
     x=lambda row: row.bytes_per_rank,
@@ -115,13 +129,14 @@ _DENSE = Layout(
 )
 
 
-def _reduction(row: Any) -> str:
-    return " of ".join(part for part in (row.op, row.dtype) if part)
-
-
 LAYOUTS: dict[str, Layout] = {
     "all_gather": _DENSE,
-    "all_reduce": dataclasses.replace(_DENSE, title="All-reduce", about=_reduction),
+    "all_reduce": dataclasses.replace(
+        _DENSE,
+        title="All-reduce",
+        about=_reduction,
+        drawn=("auto", "nccl", "nccl-symmetric", "torch-one-shot", "torch-two-shot", "trtllm-one-shot", "vllm"),
+    ),
     "reduce_scatter": dataclasses.replace(_DENSE, title="Reduce-scatter", about=_reduction),
     "tune": dataclasses.replace(_DENSE, title="Candidates of a tuning table", about=lambda row: row.operation),
     "sparse_all_reduce": Layout(

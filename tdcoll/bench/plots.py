@@ -28,7 +28,8 @@ def draw(head: dict[str, Any], rows: Sequence[Measured], only: Sequence[str] = (
     """A matplotlib figure of one file's rows, both axes logarithmic, with a panel for each kind of row.
 
     Args:
-        only: algorithms and peers to draw; none: tdcoll's columns of the table, and all peers.
+        only: algorithms and peers to draw; none: tdcoll's columns of the table, and all peers, or, where these are
+            too many, those that the layout names.
         floor: in place of that of :data:`.floors.FLOORS`.
 
     Raises:
@@ -47,6 +48,8 @@ def draw(head: dict[str, Any], rows: Sequence[Measured], only: Sequence[str] = (
     floors = {id(row): us * layout.scale for row in chosen if (us := layout.floor(row, least))}
     labels = distinct([row.label for row in sorted(chosen, key=lambda row: row.peer)])
     if len(labels) + bool(floors) > CURVES:
+        if layout.drawn and not only:
+            return draw(head, rows, layout.drawn, floor)
         raise ValueError(f"expected at most {CURVES} curves, the floor included, got {', '.join(labels)}: use --only")
 
     from matplotlib import rc_context

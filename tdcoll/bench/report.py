@@ -7,6 +7,8 @@ A page of the documentation says where a file's tables go::
     <!-- /report -->
     <!-- report: all-gather-4xH200 brief -->   one table, of few sizes and columns
     <!-- /report -->
+    <!-- report: all-gather-4xH200 losses -->  a list of the sizes at which a peer is faster
+    <!-- /report -->
     ![...](results/all-gather-4xH200.png)      a picture of the same file
 
 ``tdcoll report --write`` fills them in.
@@ -28,7 +30,7 @@ from tdcoll.bench.layouts import LAYOUTS, Layout, launch_of, machine, name_of, s
 from tdcoll.bench.plots import plot
 from tdcoll.bench.rows import Measured, distinct
 
-__all__ = ["main", "markdown", "pages", "pictures"]
+__all__ = ["losses", "main", "markdown", "pages", "pictures"]
 
 _EXAMPLE = """\
 example:
@@ -162,11 +164,16 @@ def _notes(layout: Layout, rows: Sequence[Measured]) -> list[str]:
     def where(row: Measured) -> str:
         return ", ".join(text(row) for text in layout.size.values())
 
+    def kind(row: Measured) -> tuple[str, str, str | None]:
+        """Rows of one kind have one note: of wrong results, of which each has its own, the first one's."""
+        wrong = [other.note for other in rows if (other.label, other.check) == (row.label, "WRONG") and other.note]
+        return row.label, row.check, wrong[0] if row.check == "WRONG" and wrong else row.note
+
     notes = []
-    for label, check, note in distinct([(r.label, r.check, r.note) for r in rows if r.size in sizes]):
+    for label, check, note in distinct([kind(row) for row in rows if row.size in sizes]):
         if check == "ok" and note is None:
             continue
-        same = [row for row in rows if (row.label, row.check, row.note) == (label, check, note)]
+        same = [row for row in rows if kind(row) == (label, check, note)]
         everywhere = len(same) == sum(row.label == label for row in rows)
         at = "" if everywhere and check != "WRONG" else " at " + "; ".join(map(where, same))
         if check != "WRONG" and at.count(";") >= _MOST_PLACES:
@@ -178,6 +185,14 @@ def _notes(layout: Layout, rows: Sequence[Measured]) -> list[str]:
         texts = [f"{where(row)}: {_time(row, layout)} {layout.unit}" for row in others if row.label == label]
         notes.append(f"- {name_of(label)}, of other sizes: {'; '.join(texts)}")
     return notes
+
+
+def _tables(layout: Layout, rows: Sequence[Measured]) -> list[list[Measured]]:
+    """The rows of each table."""
+    found: dict[Any, list[Measured]] = {}
+    for row in rows:
+        found.setdefault((row.launch, row.straggler, row.ranks, row.nodes, layout.about(row)), []).append(row)
+    return list(found.values())
 
 
 def markdown(
@@ -206,11 +221,9 @@ def markdown(
     parts: list[str] = []
     hidden: list[str] = []
     least = None
-    kinds = [(row.launch, row.straggler, row.ranks, row.nodes, layout.about(row)) for row in rows]
-    for kind in distinct(kinds)[: 1 if brief else None]:
-        chosen = [row for row, its in zip(rows, kinds, strict=True) if its == kind]
+    for chosen in _tables(layout, rows)[: 1 if brief else None]:
         parts += [_caption(head, chosen[0]), ""]
-        if kind[0] == "simulator":
+        if chosen[0].launch == "simulator":
             parts += ["Per call, the most of any rank (LL and direct stores are no puts, and are not counted):", ""]
             parts += _counted(layout, chosen)
             notes = _notes(layout, [row for row in chosen if row.check != "ok"])
@@ -235,7 +248,30 @@ def markdown(
     return "\n".join([*parts, "```bash", head["command"], "```"]) + "\n"
 
 
-_BLOCK = re.compile(r"^(<!-- report: (\S+)( brief)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S)
+def losses(head: dict[str, Any], rows: Sequence[Measured]) -> str:
+    """The sizes at which a peer is faster, and by how much: a line for each column of tdcoll's that has any."""
+    layout = LAYOUTS[head["benchmark"]]
+    lines = []
+    for chosen in _tables(layout, rows):
+        if not (peers := [row for row in chosen if row.peer and row.median_us]):
+            continue
+        of_table = _caption(head, chosen[0]).partition(".**")[0].removeprefix("**")
+        ours = [row for row in chosen if not row.peer and row.check == "ok"]
+        for label in shown_labels(layout, ours):
+            found = []
+            for row in (row for row in ours if row.label == label):
+                fastest = _fastest([peer for peer in peers if peer.size == row.size])
+                if fastest and (over := ratio(row.median_us, fastest.median_us) or 0.0) > 1:
+                    size = ", ".join(text(row) for text in layout.size.values())
+                    found.append(f"{size} (by {100 * over - 100:.1f}%, {name_of(fastest.label)})")
+            if found:
+                lines.append(f"- {of_table}, {name_of(label)}: {', '.join(found)}.")
+    if not lines:
+        lines.append(f"- {layout.title}, {machine(head, rows[0])}: at no size.")
+    return "\n".join(lines) + "\n"
+
+
+_BLOCK = re.compile(r"^(<!-- report: (\S+)( brief| losses)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S)
 _PICTURE = re.compile(r"\]\((?:docs/)?results/([\w.-]+)\.png\)")
 
 
@@ -260,7 +296,8 @@ def pages(root: Path) -> dict[Path, str]:
 
     def block(found: re.Match[str]) -> str:
         head, rows = files.load(root / f"docs/results/{found[2]}.json")
-        return f"{found[1]}{markdown(head, rows, brief=bool(found[3]))}<!-- /report -->"
+        text = losses(head, rows) if found[3] == " losses" else markdown(head, rows, brief=bool(found[3]))
+        return f"{found[1]}{text}<!-- /report -->"
 
     made = {}
     for page, text in _documents(root).items():

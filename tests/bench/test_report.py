@@ -66,9 +66,10 @@ def test_ratios_compare_launches_of_one_kind() -> None:
             row(1024, "nccl", 16.0, peer=True),
             row(1024, "nccl", 30.0, peer=True, launch="eager"),
             row(1024, "nccl-symmetric", None, peer=True, check="not run", note="no"),
+            row(1024, "fcollect", 1.0, peer=True, check="WRONG"),
         ]
     )
-    assert [r.ratios for r in rows] == [{"nccl": 4.0}, {"nccl": 1.5}, {}, {}, {}]
+    assert [r.ratios for r in rows] == [{"nccl": 4.0}, {"nccl": 1.5}, {}, {}, {}, {}]
     assert rows[0].busbw_gbps == pytest.approx(7 * 1024 / 4.0 / 1e3)
 
 
@@ -182,12 +183,34 @@ def test_wrong_results_are_marked_and_never_compared() -> None:
 
 
 def test_a_note_of_many_sizes_counts_them_but_wrong_ones_are_all_named() -> None:
+    """In one line, with the first of their notes."""
     sizes = [1024 * k for k in range(1, 8)]
     rows = [row(size, "auto", 1.0, note="took ll" if size > 1024 else None) for size in sizes]
-    wrong = [row(size, "ll", 1.0, check="WRONG") for size in sizes]
+    wrong = [row(size, "ll", 1.0, check="WRONG", note=f"{size} wrong word(s)") for size in sizes]
     text = report.markdown(HEAD, rows + wrong)
     assert "- tdcoll at 6 of 7 sizes: took ll" in text
-    assert "- tdcoll ll at 1 KB; 2 KB; 3 KB; 4 KB; 5 KB; 6 KB; 7 KB: WRONG" in text
+    assert "- tdcoll ll at 1 KB; 2 KB; 3 KB; 4 KB; 5 KB; 6 KB; 7 KB: WRONG (1024 wrong word(s))\n" in text
+    assert text.count("WRONG (") == 1
+
+
+def test_where_peers_are_faster() -> None:
+    rows = [*example(), row(1024, "fcollect", 3.2, peer=True), row(4096, "fcollect", 1.0, peer=True, check="WRONG")]
+    alone = dataclasses.replace(rows[0], launch="eager")
+    said = "All-gather, 8 × NVIDIA Test on 1 node"
+    assert report.losses(HEAD, [*rows, alone]).splitlines() == [
+        f"- {said}, CUDA graphs, tdcoll: 1 KB (by 25.0%, fcollect), 4 KB (by 14.3%, NCCL).",
+        f"- {said}, CUDA graphs, tdcoll in place: 1 KB (by 462.5%, fcollect).",
+    ]
+    rows = [row(1024, "auto", 1.0), row(1024, "nccl", 1.5, peer=True)]
+    assert report.losses(HEAD, rows) == f"- {said}: at no size.\n"
+
+
+def test_one_buffer_has_tables_of_its_own() -> None:
+    fields = {"operation": "all_reduce", "op": "sum", "dtype": "bfloat16"}
+    rows = [row(1024, "auto", 2.0, buffers=buffers, **fields) for buffers in (None, 1, 3)]
+    text = report.markdown({**HEAD, "benchmark": "all_reduce"}, rows)
+    for said in ("", ", one buffer replayed", ", 3 buffers in turn"):
+        assert f"1 node, sum of bfloat16{said}, CUDA graphs.**" in text
 
 
 def test_counts_of_the_simulator() -> None:
@@ -211,13 +234,14 @@ def checkout(root: Path, page: str) -> Path:
 def test_pages_get_the_tables_between_their_markers(tmp_path: Path) -> None:
     readme = checkout(tmp_path, "before\n<!-- report: a -->\nold\n<!-- /report -->\nafter\n")
     other = tmp_path / "docs/other.md"
-    other.write_text("<!-- report: a brief -->\n<!-- /report -->\n")
+    other.write_text("<!-- report: a brief -->\n<!-- /report -->\n<!-- report: a losses -->\n<!-- /report -->\n")
     (tmp_path / "docs/plain.md").write_text("no table\n")
     for _ in range(2):  # the second time changes nothing
         assert main(["--write", str(tmp_path)]) == 0
         text = readme.read_text()
         assert text == f"before\n<!-- report: a -->\n{report.markdown(HEAD, example())}<!-- /report -->\nafter\n"
         assert report.markdown(HEAD, example(), brief=True) in other.read_text()
+        assert f"<!-- report: a losses -->\n{report.losses(HEAD, example())}<!-- /report -->" in other.read_text()
     assert (tmp_path / "docs/plain.md").read_text() == "no table\n"
 
 
@@ -323,7 +347,11 @@ def test_a_picture_has_a_panel_for_each_launch_and_no_colour_twice() -> None:
 
 
 def test_a_picture_has_at_most_8_curves() -> None:
+    pytest.importorskip("matplotlib")
     rows = [row(1024, f"peer {k}", 7.0 + k, peer=True) for k in range(8)]
+    some = [row(1024, name, 2.0, peer=name != "auto") for name in ("auto", "nccl", "vllm")]
+    drawn = plots.draw({**HEAD, "benchmark": "all_reduce"}, [*rows, *some]).axes[0].get_lines()
+    assert [line.get_label() for line in drawn] == ["tdcoll", "NCCL", "vllm"]
     with pytest.raises(
         ValueError, match=r"expected at most 8 curves, the floor included, got tdcoll auto, peer 0, .*--only"
     ):
