@@ -189,7 +189,7 @@ class Reduced(Buffers):
         Others: as for :class:`Buffers`, but that a result has no place for its input: there is no ``storage``.
 
     Raises:
-        ValueError: sums over so many ranks are not exact in ``dtype``.
+        ValueError: sums over so many ranks, of sums where calls take the same buffer, are not exact in ``dtype``.
     """
 
     def __init__(self, *arguments: Any, op: str = "sum", nodes: Sequence[int], **named: Any) -> None:
@@ -197,7 +197,9 @@ class Reduced(Buffers):
         super().__init__(*arguments, **named)
 
     def _begin(self, dtype: torch.dtype, device: torch.device) -> None:
-        room = EXACT.get(dtype, 1 << 24) // (self.world if self._op in ("sum", "mean") else 1)
+        # Calls in place that take a buffer again add up sums, and round each time that they add two.
+        most = self.world if self.calls == self.sets else self.world**2
+        room = EXACT.get(dtype, 1 << 24) // (most if self._op in ("sum", "mean") else 1)
         if room < 4:
             name = str(dtype).removeprefix("torch.")
             raise ValueError(f"{name} has no exact sums of different numbers over {self.world} ranks; take another")

@@ -16,6 +16,7 @@ from tdcoll import runtime
 from tdcoll.bench import all_reduce, engine, peers, reduction_peers
 from tdcoll.bench.all_reduce import AllReduce
 from tdcoll.bench.case import Case
+from tdcoll.bench.data import ReducedAlike
 from tdcoll.bench.reduce_scatter import ReduceScatter
 from tdcoll.testing import World
 
@@ -147,6 +148,28 @@ def test_sums_that_are_not_exact_are_refused(dtype: str, world: int, calls: int,
         case.growth(buffers)
     buffers.sets = calls
     assert case.growth(buffers) == 1
+
+
+@pytest.mark.parametrize("one_buffer", [True, False])
+def test_sums_of_sums_are_exact_though_every_addition_is_rounded(one_buffer: bool) -> None:
+    """With as small numbers as one buffer has; those of buffers that rotate are too large."""
+    world, calls = 8, 21
+    fields: dict[str, Any] = {"nodes": [0] * world, "calls": calls if one_buffer else None}
+    cpu = torch.device("cpu")
+    ranks = [ReducedAlike(1 << 12, world, rank, 1, torch.bfloat16, cpu, **fields) for rank in range(world)]
+    for buffers in ranks:
+        buffers.fill(31)  # the largest numbers
+
+    def added(parts: list[torch.Tensor]) -> torch.Tensor:
+        result = parts[0].clone()
+        for part in parts[1:]:
+            result += part
+        return result
+
+    found = added([buffers.inputs[0] for buffers in ranks])
+    for _ in range(calls - 1):
+        found = added([found] * world)
+    assert (ranks[0].errors(0, found / world ** (calls - 1))[0] == 0) == one_buffer
 
 
 # ---------------------------------------------------------------------- flashinfer
