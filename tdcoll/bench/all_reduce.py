@@ -87,11 +87,14 @@ class AllReduce(Reduction):
         return world
 
     def backend(self, nbytes: int, buffers: Buffers) -> Subject:
-        return in_place(super().backend(nbytes, buffers), self.growth(buffers))
+        growth = self.growth(buffers)
+        return in_place(super().backend(nbytes, buffers), growth)
 
     def peer(self, name: str, make: MakeBuffers) -> Subject:
-        made = super().peer(name, make)
-        return in_place(made, self.growth(made.data)) if name in self.peers_in_place else made
+        if name not in self.peers_in_place:
+            return super().peer(name, make)
+        growth = self.growth(make(None))
+        return in_place(super().peer(name, make), growth)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -51,7 +51,14 @@ class Layout:
 
 _LAUNCHES = {"graph": "CUDA graphs", "eager": "eager calls", "simulator": "the simulator"}
 
-_NAMES = {"tdcoll auto": "tdcoll", "tdcoll in-place": "tdcoll in place", "nccl": "NCCL"}
+_NAMES = {
+    "tdcoll auto": "tdcoll",
+    "tdcoll in-place": "tdcoll in place",
+    "nccl": "NCCL",
+    "trtllm-one-shot": "TensorRT-LLM one-shot",
+    "trtllm-two-shot": "TensorRT-LLM two-shot",
+    "vllm": "vLLM",
+}
 
 
 def launch_of(row: Any) -> str:

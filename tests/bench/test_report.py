@@ -351,7 +351,7 @@ def test_a_picture_has_at_most_8_curves() -> None:
     rows = [row(1024, f"peer {k}", 7.0 + k, peer=True) for k in range(8)]
     some = [row(1024, name, 2.0, peer=name != "auto") for name in ("auto", "nccl", "vllm")]
     drawn = plots.draw({**HEAD, "benchmark": "all_reduce"}, [*rows, *some]).axes[0].get_lines()
-    assert [line.get_label() for line in drawn] == ["tdcoll", "NCCL", "vllm"]
+    assert [line.get_label() for line in drawn] == ["tdcoll", "NCCL", "vLLM"]
     with pytest.raises(
         ValueError, match=r"expected at most 8 curves, the floor included, got tdcoll auto, peer 0, .*--only"
     ):
