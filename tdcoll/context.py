@@ -97,6 +97,9 @@ class CollectiveContext(Gate):
         max_programs: the most programs that one launch on the context has. Kernels of several contexts that are in
             flight together wait for peers, so their programs must fit on the GPU at once. At least ``2 * world_size +
             2``. Default: as many as a launch may have.
+        early: launches may begin before the one ahead of them on the stream has ended, and let the next one do so
+            (:mod:`tdcoll.collectives._host.launch`). Not with ``max_programs``; pass False, too, if launches of this
+            context and of others, on other streams, are in flight together. Ranks may differ.
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange.
             Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
@@ -123,6 +126,7 @@ class CollectiveContext(Gate):
         lamport_bytes: int | None = None,
         tiles: int = 0,
         max_programs: int | None = None,
+        early: bool = True,
         timeout_s: float | None = None,
         debug: bool | None = None,
         stream: Any = None,
@@ -138,6 +142,7 @@ class CollectiveContext(Gate):
         arguments.whole("tiles", tiles, 0)
         if max_programs is not None:
             arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
+        arguments.instance("early", early, bool, "a bool")
         if stream is not None:
             arguments.instance("stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
         job = runtime.current()
@@ -153,6 +158,8 @@ class CollectiveContext(Gate):
         self.phases = phases
         self.max_programs = MAX_PROGRAMS if max_programs is None else max_programs
         """The most programs that a launch on the context has; policies keep to it."""
+        self.early = early and max_programs is None
+        """Whether launches may begin before what was launched before has ended."""
         self.stores: bool
         """Whether the ranks of each node can store to each other's memory."""
         self.ll_bytes: int

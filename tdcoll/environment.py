@@ -43,6 +43,7 @@ PUBLIC = frozenset(
         "TDCOLL_DEBUG",
         "TDCOLL_EMULATE_NODES",
         "TDCOLL_NNODES",
+        "TDCOLL_PDL",
         "TDCOLL_PIP_ARGS",
         "TDCOLL_REQUIRES",
         "TDCOLL_SHARE_GPUS",

@@ -51,7 +51,10 @@ class Gathers(Pool):
     """
 
     def __init__(self, owner: Runtime, ranks: Sequence[int], *, max_bytes: int, timeout_s: float) -> None:
-        super().__init__(owner, ranks, "all_gather", limit=max_bytes, timeout_s=timeout_s, before=worker.drain)
+        # Not early: those of several groups may be in flight together.
+        super().__init__(
+            owner, ranks, "all_gather", limit=max_bytes, timeout_s=timeout_s, early=False, before=worker.drain
+        )
 
     def __call__(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """``tensor [n, ...] of every rank -> out [world * n, ...]``, on the current stream; after :meth:`prepare`."""

@@ -83,8 +83,13 @@ def _referenced(function: JITFunction) -> Iterator[Any]:
     """Every object that a Triton function can reach: globals that its source names, dotted or not, and defaults."""
     yield from function.fn.__defaults__ or ()
     yield from (function.fn.__kwdefaults__ or {}).values()
+    yield from _named(function, ast.parse(inspect.cleandoc("\n" + function.src)))
+
+
+def _named(function: JITFunction, tree: ast.AST) -> Iterator[Any]:
+    """Every global that a part of a Triton function's source names, dotted or not."""
     scope = {**function.fn.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
-    for node in ast.walk(ast.parse(inspect.cleandoc("\n" + function.src))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield scope.get(node.id)
         elif isinstance(node, ast.Attribute):
@@ -281,6 +286,22 @@ class TdcollJITFunction(JITFunction):
     def calls_nvshmem(self) -> bool:
         """Whether this kernel needs NVSHMEM's bitcode whatever its arguments are."""
         return _marked(self._reached, "needs_nvshmem")
+
+    @functools.cached_property
+    def begins_in_stream_order(self) -> bool:
+        """Whether this kernel begins with :func:`tdcoll.primitives.group.in_stream_order`, and may be launched early.
+
+        Raises:
+            ValueError: it calls that function, and not first.
+        """
+        function = ast.parse(inspect.cleandoc("\n" + self.src)).body[0]
+        assert isinstance(function, ast.FunctionDef)
+        statements = function.body[ast.get_docstring(function) is not None :]
+        call = statements[0].value if statements and isinstance(statements[0], ast.Expr) else None
+        begins = isinstance(call, ast.Call) and _marked(_named(self, call.func), "in_stream_order")
+        if not begins and _marked(self._reached, "in_stream_order"):
+            raise ValueError(f"{self.__name__} calls in_stream_order(), which must be a kernel's first statement")
+        return begins
 
     @functools.cached_property
     def _waits(self) -> bool:

@@ -21,7 +21,7 @@ from triton.language import core
 from tdcoll.spec.functions import not_64_bits
 
 __all__ = ["acquired", "cast_all", "descriptors", "ld", "ld_acquire", "ntid", "proxy_fence", "require_ptr64", "st"]
-__all__ += ["st_release", "syncthreads", "tid"]
+__all__ += ["st_release", "stream_order", "syncthreads", "tid"]
 
 
 @triton.jit
@@ -97,6 +97,24 @@ def ntid(axis, _semantic=None):
 def syncthreads(_semantic=None):
     return core.debug_barrier(_semantic=_semantic)
 
+
+@core.extern
+def stream_order(_semantic=None):
+    """What :func:`tdcoll.primitives.group.in_stream_order` is compiled to. Nothing, unless the kernel is compiled with
+    ``launch_pdl``: so one that is launched early has the wait."""
+    if getattr(_semantic.builder.options, "launch_pdl", False):
+        core.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+            "=r,~{memory}",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+            _semantic=_semantic,
+        )
+
+
+stream_order.in_stream_order = True
 
 # ---------------------------------------------------------------------- loads and stores with an order
 

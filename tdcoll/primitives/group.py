@@ -21,13 +21,15 @@ import torch
 import triton.language as tl
 
 import tdcoll.language as tdl
+from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import jit
 from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 
 __all__ = [
     *("EPOCH_SHIFT", "Group", "Nodes", "Window"),
-    *("begin_epoch", "chunk_bytes", "nodes_of", "now", "row", "segment", "slot", "start", "this_program"),
+    *("begin_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "now", "row", "segment", "slot", "start"),
+    "this_program",
 ]
 
 EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
@@ -116,6 +118,24 @@ def nodes_of(topology: Topology, device: torch.device) -> Nodes:
         topology.n_nodes,
         topology.world_size,
     )
+
+
+if INTERPRETED:
+
+    @jit
+    def in_stream_order():
+        """Nothing: in the simulator a launch begins when the one before it on its PE has ended."""
+
+else:
+    from tdcoll.language.ptx import stream_order as in_stream_order
+in_stream_order.__doc__ = """What follows comes after all that was launched before on the stream.
+
+The first statement of a kernel that may be launched early (programmatic dependent launch): its blocks are then brought
+onto the GPU while the last ones of the launch before still run, and wait here until that is over and its stores are to
+be seen. Then they let the next launch begin likewise. No access to memory comes before, so protocols are the same with
+it and without. Which kernels it is true of, how they are launched, and why nothing waits for ever:
+:mod:`tdcoll.collectives._host.launch`.
+"""
 
 
 @jit

@@ -47,8 +47,9 @@ from tdcoll.collectives.sparse_all_reduce import (
 )
 from tdcoll.language import jit, waits
 from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
+from tdcoll.language.jit import jit as tdl_jit
 from tdcoll.primitives import reduce
-from tdcoll.primitives.group import Group, Nodes, Window
+from tdcoll.primitives.group import Group, Nodes, Window, in_stream_order
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
@@ -118,11 +119,12 @@ def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, hints),
         target=GPUTarget("cuda", arch, 32),
-        options={"extern_libs": libraries, "num_warps": 8},
+        options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": kernel.begins_in_stream_order},
     )
     ptx = compiled.asm["ptx"]
     seen = {"problems": ptx_order.problems(ptx), **ptx_order.count(ptx)}
-    ORDER.append({"module": kernel.__module__, "kernel": kernel.__name__, "arch": arch, **seen})
+    early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}
+    ORDER.append({"module": kernel.__module__, "kernel": kernel.__name__, "arch": arch, **early, **seen})
     return compiled
 
 
@@ -448,6 +450,34 @@ def wait_signal_without_its_barrier(signal, compare: tl.constexpr, value, monito
     return waits._poll(signal, compare, value, monitor, 1, peer, index)
 
 
+@tdl_jit
+def waits_late(out, BLOCK: tl.constexpr):
+    tl.store(out, BLOCK)
+    in_stream_order()
+
+
+@tdl_jit
+def _waits_in_a_helper():
+    in_stream_order()
+
+
+@tdl_jit
+def waits_elsewhere(out, BLOCK: tl.constexpr):
+    _waits_in_a_helper()
+    tl.store(out, BLOCK)
+
+
+def refusals() -> dict[str, str]:
+    """What is said of kernels that wait for the launch before them, and not first."""
+    said = {}
+    for kernel in (waits_late, waits_elsewhere):
+        try:
+            said[kernel.__name__] = str(kernel.begins_in_stream_order)
+        except ValueError as error:
+            said[kernel.__name__] = str(error)
+    return said
+
+
 def compile_mutants() -> dict[str, list[str]]:
     """What :mod:`ptx_order` finds in the all-gather by stores with one protection switched off."""
     found = {}
@@ -504,6 +534,7 @@ def main() -> None:
     ]
     compiled["exchange"] = [compile_exchange(90)]
     compiled["order"] = list(ORDER)
+    compiled["refusals"] = refusals()
     json.dump({"triton": triton.__version__, **compiled, "mutants": compile_mutants()}, sys.stdout)
 
 

@@ -20,6 +20,8 @@ KINDS = {  # the first that occurs in an instruction, or in an inline asm, is it
     "store": r"\bst\.global\.",
     "load": r"\bld\.global\.",
 }
+MEMORY = r"\b(?:(?:ld|st|atom|red)\.(?!param|shared)|cp\.|mbarrier\.|call\b)"  # of any kind, and calls that may
+EARLY = r"\bgriddepcontrol\.wait; griddepcontrol\.launch_dependents;"
 WAIT = r"\bld\.acquire\.sys\.global\.b64 word"  # of a signal
 FLAGGED = r"\bld\.relaxed\.sys\.global\.(b128 wide|v4\.b32)"  # of a word that holds its data, and orders nothing else
 RULES = (  # from, to, and what it means if there is a path without a barrier
@@ -92,6 +94,19 @@ def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str) -> b
         else:
             pending += [(after, 0) for after in following if after not in seen]
             seen.update(following)
+    return False
+
+
+def early(ptx: str) -> bool | None:
+    """Whether a kernel waits for the launch before it ahead of every access to memory, and then lets the next launch
+    begin; None if it does not wait."""
+    if "griddepcontrol" not in ptx:
+        return None
+    for text in _instructions(ptx):
+        if re.search(EARLY, text):
+            return True
+        if re.search(MEMORY, text) or re.search(r"\bbra\b|^\$L__BB", text):  # nor on a path of its own
+            return False
     return False
 
 

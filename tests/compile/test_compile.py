@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ptx_order
 import pytest
 
 from tdcoll.spec.functions import FUNCTIONS
@@ -264,3 +265,42 @@ def test_only_kernels_that_need_nvshmem_link_it(compiled) -> None:
     for kernel in compiled["language"]:
         assert kernel["links"] == kernel["needs"], kernel
     assert {k["kernel"] for k in compiled["language"] if not k["needs"]} == {"copies", "never"}
+
+
+def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others_are(compiled) -> None:
+    """All but those that put: whatever a launch does comes after the launch before it."""
+    kernels = [k for k in compiled["order"] if str(k["module"]).startswith("tdcoll.collectives.")]
+    early = {k["kernel"] for k in kernels if k["launched_early"]}
+    others = {k["kernel"] for k in kernels if not k["launched_early"]}
+    assert early.isdisjoint(others)
+    assert others == {
+        *("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "reduce_scatter_puts", "all_reduce_puts"),
+        *("all_reduce_nodes", "reduce_nodes", "forward", "meet_nodes"),
+    }
+    assert len(early) > 25
+    for kernel in kernels:
+        assert kernel["waits_first"] is (True if kernel["launched_early"] else None), kernel
+
+
+def test_a_wait_for_the_launch_before_comes_first_or_is_refused(compiled) -> None:
+    said = compiled["refusals"]
+    assert set(said) == {"waits_late", "waits_elsewhere"}
+    for name, text in said.items():
+        assert text == f"{name} calls in_stream_order(), which must be a kernel's first statement"
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict"),
+    [
+        ("{wait}\nld.global.b32 %r1, [%rd1];", True),
+        ("ld.param.b64 %rd1, [p];\n{wait}\nst.global.b32 [%rd1], %r1;", True),
+        ("ld.global.b32 %r1, [%rd1];\n{wait}", False),
+        ("// begin inline asm\nst.relaxed.sys.global.b128 [%rd1], wide;\n// end inline asm\n{wait}", False),
+        ("@%p1 bra $L__BB0_2;\n{wait}\n$L__BB0_2:\nret;", False),
+        ("griddepcontrol.launch_dependents; griddepcontrol.wait;", False),
+        ("ld.global.b32 %r1, [%rd1];", None),
+    ],
+)
+def test_what_comes_before_the_wait_is_seen_in_ptx(body: str, verdict: bool | None) -> None:
+    asm = "// begin inline asm\ngriddepcontrol.wait; griddepcontrol.launch_dependents;\n// end inline asm"
+    assert ptx_order.early(f".entry kernel()\n{{\n{body.format(wait=asm)}\n}}\n// -- End function") is verdict

@@ -150,7 +150,12 @@ class Launches:
             known = {**call.values(), **algorithm.values(call)}
             arguments = {name: known[name] for name in kernel.arg_names if name in known}
             launches[call] = Launch(
-                kernel, algorithm.programs(call), arguments, changing, num_warps=call.plan.num_warps
+                kernel,
+                algorithm.programs(call),
+                arguments,
+                changing,
+                num_warps=call.plan.num_warps,
+                early=call.ctx.early,
             )
         self._launches = list(launches.values())
         self._ready = all(launch.prepared for launch in self._launches)

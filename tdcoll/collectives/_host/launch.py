@@ -5,12 +5,33 @@ Triton looks up a kernel and its launcher at every launch, 15 us a time, and the
 arguments apart. Here the parameters of a kernel lie in one block of memory, as the CUDA driver reads them: a launch
 writes those that change and calls ``cuLaunchKernelEx`` (CUDA Driver API, *Execution Control*). Which arguments are
 parameters comes from the signature that Triton compiled, how many parameters the driver wants from the PTX.
+
+**Launches that begin early** (programmatic dependent launch). Such a launch may be brought onto the GPU while the last
+blocks of the one before it on the stream still run. Its kernel begins with
+:func:`tdcoll.primitives.group.in_stream_order`, which waits until that one is over, and only then lets the next begin
+likewise. That takes three things, and none can be had alone: a kernel is compiled with ``launch_pdl`` if its text
+begins so (:func:`_options`); the function is compiled to the wait in kernels with ``launch_pdl``, and to nothing in
+others; and the driver is asked for it where Triton's metadata say ``launch_pdl``.
+
+Why nothing waits for ever. A launch lets the next begin when *all* of its blocks have said so or ended. By then all of
+them have been on the GPU, so blocks that come early take no place which a block of the launch before needs. The wait
+comes before the permission, so when blocks of launch k + 1 are there, all launches up to k - 1 have ended: a stream
+holds the places of two launches, and not of more. But they are two, and the second may be another library's and as
+large as the GPU. Where launches of several contexts are in flight together, each on its own stream, and wait for peers,
+what waits behind one could keep out the other, on each rank another one. So contexts with a budget of programs
+(``max_programs``), and those of the backend, do not launch early: what follows them begins when they have ended, and
+they when what was before has ended.
+
+Beside other kernels: ours after one that says nothing begins when that one has ended; one that is launched as usual
+after ours begins when all of ours has ended.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
+import os
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import compress
@@ -54,6 +75,24 @@ class _Config(ctypes.Structure):
 @functools.cache
 def _driver() -> Any:
     return ctypes.PyDLL("libcuda.so.1")  # which keeps the GIL: a launch takes less time than giving it away
+
+
+@functools.cache
+def _early_launches() -> bool:
+    """Whether kernels can be launched before the launch ahead of them has ended: not before Hopper, nor by a Triton
+    that cannot, nor if ``TDCOLL_PDL`` is 0."""
+    if INTERPRETED or os.environ.get("TDCOLL_PDL") == "0" or torch.cuda.get_device_capability() < (9, 0):
+        return False
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return any(field.name == "launch_pdl" for field in dataclasses.fields(CUDAOptions))
+
+
+def _options(kernel: Any, num_warps: int, early: bool) -> dict[str, Any]:
+    """Triton's options of a launch; ``launch_pdl`` only for a kernel that waits for what was launched before."""
+    if early and getattr(kernel, "begins_in_stream_order", False) and _early_launches():
+        return {"num_warps": num_warps, "launch_pdl": True}
+    return {"num_warps": num_warps}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -195,6 +234,7 @@ class Launch:
         changing: parameters that each launch gives, which follow each other and are addresses or whole numbers;
             ``tuple.field`` for one of a tuple. At least one.
         num_warps: warps of each program.
+        early: may begin before what was launched before has ended, if the kernel waits for that.
 
     Raises:
         TypeError: a parameter has no argument, or an argument no parameter (a compiled kernel knows of no defaults, and
@@ -209,6 +249,7 @@ class Launch:
         changing: Sequence[str],
         *,
         num_warps: int = 4,
+        early: bool = False,
     ) -> None:
         given = {**dict.fromkeys(changing, 0), **arguments}
         given = {name: value for name, value in given.items() if "." not in name}
@@ -224,7 +265,8 @@ class Launch:
                 f"{kernel.__name__}: the changing parameters {', '.join(changing)} must follow each other in this "
                 f"order; its parameters are {', '.join(order)}"
             )
-        self._kernel, self._changing, self._num_warps = kernel, tuple(changing), num_warps
+        self._kernel, self._changing = kernel, tuple(changing)
+        self._options = _options(kernel, num_warps, early)
         self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         self._prepared: _Prepared | None = None
 
@@ -237,7 +279,7 @@ class Launch:
         """Compile and load the kernel, if that is not done."""
         if self.prepared:
             return
-        compiled = self._kernel.warmup(**self._arguments, grid=self._grid, num_warps=self._num_warps)
+        compiled = self._kernel.warmup(**self._arguments, grid=self._grid, **self._options)
         if isinstance(compiled, CompiledKernel) and _known(compiled):  # not while it is compiled in the background
             self._prepared = prepared = _Prepared(compiled, self._arguments, self._grid)
             first = prepared.place[self._changing[0]]
@@ -255,7 +297,7 @@ class Launch:
             prepared = self._prepared
         if prepared is None or _hooked():
             arguments = _with(self._arguments, self._changing, new)
-            self._kernel[self._grid](**arguments, num_warps=self._num_warps)
+            self._kernel[self._grid](**arguments, **self._options)
             return
         prepared.slots[self._places] = new
         prepared.launch(stream)
@@ -263,9 +305,14 @@ class Launch:
 
 class Launcher:
     """Remembers what Triton compiled for kernels whose arguments all change from launch to launch. One per device and
-    owner; for one thread at a time."""
+    owner; for one thread at a time.
 
-    def __init__(self) -> None:
+    Args:
+        early: launches may begin before what was launched before has ended, if their kernels wait for that.
+    """
+
+    def __init__(self, *, early: bool = False) -> None:
+        self._early = early
         self._ready: dict[Hashable, _Prepared] = {}
         self._device = 0
 
@@ -314,7 +361,7 @@ class Launcher:
             raise TypeError(
                 f"{kernel.__name__} has {len(kernel.arg_names)} parameters and was given {len(given)} arguments"
             )
-        made = kernel[grid](*given, num_warps=num_warps)
+        made = kernel[grid](*given, **_options(kernel, num_warps, self._early))
         if isinstance(made, CompiledKernel) and _known(made):
             self._ready[key] = _Prepared(made, dict(zip(kernel.arg_names, given, strict=True)), grid)
             self._device = torch.cuda.current_device()

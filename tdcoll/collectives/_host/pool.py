@@ -37,6 +37,7 @@ class Pool:
         limit: a context never holds more bytes per rank; None: what the heap has room for.
         timeout_s: deadline of waits, seconds. Default: that of the job.
         lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
+        early: as for :class:`~tdcoll.CollectiveContext`.
         before: called before the ranks meet on the host.
 
     Attributes:
@@ -53,10 +54,11 @@ class Pool:
         limit: int | None = None,
         timeout_s: float | None = None,
         lamport_bytes: int | None = 0,
+        early: bool = True,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self._owner, self._ranks, self._operation, self._timeout_s = owner, tuple(ranks), operation, timeout_s
-        self._before, self._lamport_bytes = before, lamport_bytes
+        self._before, self._lamport_bytes, self._early = before, lamport_bytes, early
         self.limit = limit
         self.context: CollectiveContext | None = None
         self._kept: list[CollectiveContext] = []
@@ -128,6 +130,7 @@ class Pool:
                         self._ranks,
                         max_bytes_per_rank=size,
                         lamport_bytes=self._lamport_bytes,
+                        early=self._early,
                         timeout_s=self._timeout_s,
                     )
             except HeapExhaustedError as error:  # on all ranks

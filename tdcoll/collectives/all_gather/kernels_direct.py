@@ -30,7 +30,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
-from tdcoll.primitives.group import chunk_bytes, row, segment, start
+from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 
 __all__ = ["all_gather_direct", "used_bytes"]
 
@@ -57,6 +57,7 @@ def all_gather_direct(
         g: :class:`~tdcoll.primitives.group.Group`.
         chunk: bytes of a chunk, a multiple of 16.
     """
+    in_stream_order()
     channel = tl.program_id(0) // g.world
     step = tl.program_id(0) % g.world
     to = (g.rank + step) % g.world

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tdcoll.language.jit import jit
 from tdcoll.primitives import ll
-from tdcoll.primitives.group import start
+from tdcoll.primitives.group import in_stream_order, start
 
 __all__ = ["all_gather_ll"]
 
@@ -33,6 +33,7 @@ def all_gather_ll(source: tl.int64, out: tl.int64, words, g, nbytes: tl.int64, b
         words: :class:`~tdcoll.primitives.group.Window` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
         blocks: programs per peer, of ``BLOCK`` words each.
     """
+    in_stream_order()
     block = tl.program_id(0) % blocks
     step = tl.program_id(0) // blocks
     to = (g.rank + step) % g.world

@@ -47,7 +47,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
-from tdcoll.primitives.group import chunk_bytes, row, segment, start
+from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 
 __all__ = ["all_gather_ring"]
 
@@ -58,6 +58,7 @@ def all_gather_ring(source: tl.int64, out: tl.int64, window, g, nbytes: tl.int64
 
     Args: those of ``all_gather_direct``.
     """
+    in_stream_order()
     channel = tl.program_id(0) // g.world
     step = tl.program_id(0) % g.world
     origin = (g.rank - step + g.world) % g.world

@@ -38,7 +38,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements, stores
-from tdcoll.primitives.group import chunk_bytes, row, segment, start
+from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
 __all__ = ["all_reduce_direct"]
@@ -88,6 +88,7 @@ def all_reduce_direct(
         COUNT: elements of a tile.
         WAITED: a power of two of at least ``world``.
     """
+    in_stream_order()
     others = g.world - 1
     channel = tl.program_id(0) // (2 * others + 1)
     given = tl.program_id(0) % (2 * others + 1)

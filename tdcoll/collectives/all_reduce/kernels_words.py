@@ -45,7 +45,7 @@ import triton.language as tl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import lamport, ll
 from tdcoll.primitives.elements import pack, unpack
-from tdcoll.primitives.group import start
+from tdcoll.primitives.group import in_stream_order, start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
 __all__ = ["all_reduce_one_shot", "all_reduce_two_shot"]
@@ -160,6 +160,7 @@ def all_reduce_one_shot(
         LAMPORT: the words announce themselves and hold 16 bytes; else they carry a flag and hold 12.
         BLOCK: words of a program.
     """
+    in_stream_order()
     size = tl.cast(nbytes, tl.int32)
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # Read before the number of the call is: both take their time.
@@ -190,6 +191,7 @@ def all_reduce_two_shot(
 
     Args: those of :func:`all_reduce_one_shot`; the inbox has room in each segment for the words of two parts.
     """
+    in_stream_order()
     size = tl.cast(nbytes, tl.int32)
     width: tl.constexpr = 16 if LAMPORT else 12
     part = tl.maximum(tl.cdiv(tl.cdiv(size, width), g.world), 1)  # words

@@ -54,6 +54,7 @@ the same bits.
 import triton.language as tl
 
 from tdcoll.language.jit import jit
+from tdcoll.primitives.group import in_stream_order
 
 __all__ = [
     "BAD_ORDER",
@@ -199,6 +200,7 @@ def find_in_union(x, union, status, world, max_union, entries, words, SEARCH: tl
 @jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def clear(target, size: tl.int64, status, BLOCK: tl.constexpr):
     """Zero ``target[:size]`` and ``status``. Programs: ceil(size / BLOCK), at least 1."""
+    in_stream_order()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + i, tl.zeros([BLOCK], tl.int64), mask=i < size)
     if tl.program_id(0) == 0:
@@ -249,6 +251,7 @@ def mark(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows 0 .. W-1 of ``entries``, which are zero before. Programs: (any number, W)."""
+    in_stream_order()
     q = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
         _read_header(q, lists, stride, signature, status)
@@ -265,6 +268,7 @@ def mark(
 @jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def unite(entries, words: tl.int64, world, totals, BLOCK: tl.constexpr):
     """Low halves of row W, and ``totals``: how many ids each block of words has. Programs: ceil(words / BLOCK)."""
+    in_stream_order()
     w = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = w < words
     bits = tl.zeros([BLOCK], tl.int64)
@@ -281,6 +285,7 @@ def number(
     BLOCK: tl.constexpr, TOTALS: tl.constexpr,
 ):  # fmt: skip
     """High halves of row W, the union's first ``max_union`` ids, and U. Programs as for :func:`unite`."""
+    in_stream_order()
     block = tl.program_id(0)
     offset = _sum_before(totals, block, TOTALS)
     w = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -310,6 +315,7 @@ def find_leaders(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``leaders``, counted from the start of each block, and ``totals[W, blocks]``. Programs: (any number, W)."""
+    in_stream_order()
     q = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
         _read_header(q, lists, stride, signature, status)
@@ -331,6 +337,7 @@ def number_leaders(
     lists, stride: tl.int64, capacity, leaders, totals, blocks, status, BLOCK: tl.constexpr, TOTALS: tl.constexpr
 ):  # fmt: skip
     """``leaders``, counted from the start of each list, 0 .. n_q; U. Programs: (any number, W)."""
+    in_stream_order()
     q = tl.program_id(1).to(tl.int64)
     n = list_size(lists, stride, q, capacity)
     row = leaders + q * (tl.cast(capacity, tl.int64) + 1)
@@ -348,6 +355,7 @@ def place_leaders(
     lists, stride: tl.int64, capacity, leaders, world, union, max_union: tl.int64, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The union's first ``max_union`` ids. Programs: (any number, W)."""
+    in_stream_order()
     q = tl.program_id(1).to(tl.int64)
     n = list_size(lists, stride, q, capacity)
     pitch = tl.cast(capacity, tl.int64) + 1
@@ -373,6 +381,7 @@ def place_leaders(
 @jit(do_not_specialize=["count", "signature"], do_not_specialize_on_alignment=["target", "source"])
 def pack_list(target, source, count: tl.int64, signature: tl.int64, BLOCK: tl.constexpr):
     """``target`` = one list: a header, then ``source[:count]``. Programs: ceil(count / BLOCK), at least 1."""
+    in_stream_order()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + HEADER + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
     if tl.program_id(0) == 0:
@@ -392,6 +401,7 @@ def emit_match(
 
     Programs: (any number, W + 1): row q < W writes list q's positions, row W the contributors.
     """
+    in_stream_order()
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     q = tl.program_id(1).to(tl.int64)
@@ -416,6 +426,7 @@ def emit_match(
 @jit(do_not_specialize=["size", "count"])
 def invert_indices(local, size: tl.int64, ids, count: tl.int64, out, BLOCK: tl.constexpr):
     """``out[i]`` = place of ``local[i]`` in the ``count`` ascending ``ids``, or -1. Programs: any number."""
+    in_stream_order()
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     for start in tl.range(begin, size, tl.num_programs(0).to(tl.int64) * BLOCK):
         i = start + tl.arange(0, BLOCK)

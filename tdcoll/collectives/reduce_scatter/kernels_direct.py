@@ -33,7 +33,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements, stores
-from tdcoll.primitives.group import chunk_bytes, row, segment, start
+from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
 __all__ = ["load_part", "reduce_scatter_direct", "store_result"]
@@ -93,6 +93,7 @@ def reduce_scatter_direct(
         COUNT: elements of a tile.
         WAITED: a power of two of at least ``world``.
     """
+    in_stream_order()
     senders = g.world - 1
     channel = tl.program_id(0) // (senders + reducers)
     given = tl.program_id(0) % (senders + reducers)

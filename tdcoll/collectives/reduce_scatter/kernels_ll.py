@@ -28,7 +28,7 @@ import triton.language as tl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import ll
 from tdcoll.primitives.elements import pack, unpack
-from tdcoll.primitives.group import start
+from tdcoll.primitives.group import in_stream_order, start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
 
 __all__ = ["reduce_scatter_ll"]
@@ -53,6 +53,7 @@ def reduce_scatter_ll(
         words: :class:`~tdcoll.primitives.group.Window` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
         BLOCK: words of a program.
     """
+    in_stream_order()
     size = tl.cast(nbytes, tl.int32)
     index = tl.program_id(0) // g.world * BLOCK + tl.arange(0, BLOCK)
     to = (g.rank + 1 + tl.program_id(0) % g.world) % g.world  # the last one reduces its own part

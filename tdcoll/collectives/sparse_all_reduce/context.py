@@ -80,7 +80,8 @@ class SparseContext:
             Copies of results are not affected; views (``copy=False``) of earlier calls are.
         max_programs: the most programs of one launch that waits for other ranks, and no fewer than ``2 * world_size +
             2``. Default: as many as pay, 4 per SM. With fewer than there are SMs, what runs beside them goes on
-            meanwhile. The exchange of ids keeps to the least that a rank asks for.
+            meanwhile; and no launch is early (:mod:`tdcoll.collectives._host.launch`). The exchange of ids keeps to
+            the least that a rank asks for.
         timeout_s, debug, stream: as for :class:`~tdcoll.CollectiveContext`. In debug mode the ranks also compare
             shapes, dtypes and operations on every call, and a view that is used after the next call raises.
 
@@ -150,7 +151,7 @@ class SparseContext:
         """Exchanges of lists so far, which the ranks make together."""
         device = self.collective.device
         cuda = device.type == "cuda"
-        self.launch = Launcher()
+        self.launch = Launcher(early=self.collective.early)
         self.group = Packed(self.collective.device_group)
         """The ranks, the epoch and the signals, for kernels."""
         self.nodes = Packed(nodes_of(self.collective.topology, device))

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.language.jit import jit
+from tdcoll.primitives.group import in_stream_order
 
 __all__ = [
     *("CONTESTED", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
@@ -130,6 +131,7 @@ def _is_first(ids, at, n):
 @jit(do_not_specialize_on_alignment=_IDS)
 def count_first(ids, totals, n: tl.int32, BLOCK: tl.constexpr):
     """``ids [n]`` sorted ``-> totals [blocks]``: distinct ids of each block that do not begin before it."""
+    in_stream_order()
     block = tl.program_id(0)
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first, _ = _is_first(ids, at, n)
@@ -146,6 +148,7 @@ def write_list(
     ``begins`` has room for ``n + 1``; the last one used is ``n``. Zeroes the counters of the work lists. One program
     per ``BLOCK`` ids, at least one.
     """
+    in_stream_order()
     block = tl.program_id(0)
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first, here = _is_first(ids, at, n)
@@ -175,6 +178,7 @@ def copy_list(ids, index, memory, g, n: tl.int32, signature: tl.int64, row_bytes
 
     Programs: as many as blocks.
     """
+    in_stream_order()
     block = tl.program_id(0)
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.minimum(tl.cast(n, tl.int64), tl.cast(index.capacity, tl.int64))
@@ -236,6 +240,7 @@ def plan(begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.cons
         begins: as :func:`write_list` leaves it. With ``REPEATED`` only.
         REPEATED: rows may be there several times: ``begins`` says where each begins.
     """
+    in_stream_order()
     rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < match.list_size(index.lists, index.stride, g.rank, index.capacity)
     if valid(index):

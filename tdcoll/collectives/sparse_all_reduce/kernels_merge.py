@@ -17,6 +17,7 @@ from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import place, valid
 from tdcoll.collectives.sparse_all_reduce.kernels_values import end_of_ids, rows_of
 from tdcoll.language.jit import jit
+from tdcoll.primitives.group import in_stream_order
 from tdcoll.primitives.reduce import accumulate, rounded, share
 
 __all__ = ["merge", "pad"]
@@ -31,6 +32,7 @@ def merge(
 
     Finds where each id of the union is in every list and moves the values in the same pass. Any number of programs.
     """
+    in_stream_order()
     if valid(index):
         size = tl.load(index.status + match.UNION)
         for k in tl.range(tl.program_id(0) * ROWS, size, tl.num_programs(0) * ROWS):
@@ -69,6 +71,7 @@ def pad(
     the first such status, with ``num_rows``, is kept in ``remembered``. So do rows that a wait which has expired has
     kept from coming.
     """
+    in_stream_order()
     size = tl.load(index.status + match.UNION)
     fit = valid(index)
     if (fit == 0) | (tl.load(g.monitor + tdl.MONITOR_ABORTED) != 0):

@@ -30,7 +30,7 @@ from tdcoll.collectives.sparse_all_reduce.kernels_lists import CONTESTED, HEADER
 from tdcoll.collectives.sparse_all_reduce.kernels_values import rows_of
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
-from tdcoll.primitives.group import row, start
+from tdcoll.primitives.group import in_stream_order, row, start
 from tdcoll.primitives.reduce import accumulate, rounded, share
 
 __all__ = ["meet", "reduce"]
@@ -96,6 +96,7 @@ def reduce(
         ROWS, WIDE: of a tile.
         WAITED: a power of two of at least ``world``.
     """
+    in_stream_order()
     program = tl.program_id(0)
     epoch, alive = start(g)
     if alive == 0:
@@ -156,6 +157,7 @@ def reduce(
 @jit
 def meet(g, WAITED: tl.constexpr):
     """All ranks are done with what they launched before. Programs: ``world``."""
+    in_stream_order()
     program = tl.program_id(0)
     epoch, alive = start(g)
     if alive == 0:

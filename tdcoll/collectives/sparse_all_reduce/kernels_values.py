@@ -17,6 +17,7 @@ import triton.language as tl
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LONG, STAGED
 from tdcoll.language.jit import jit
+from tdcoll.primitives.group import in_stream_order
 
 __all__ = ["PIECE", "combine", "end_of_ids", "rows_of", "sum_partial", "sum_pieces"]
 
@@ -62,6 +63,7 @@ def combine(
         order: int64 ``[n]``: which row of ``source`` is the i-th in the order of ids. With ``REPEATED`` only.
         begins: int64: where in ``order`` each id begins. With ``REPEATED`` only.
     """
+    in_stream_order()
     count = tl.load(memory.counters + STAGED).to(tl.int64)
     place = tl.cast(target, tl.int64)
     if ALL:
@@ -132,6 +134,7 @@ def sum_pieces(
 
     Programs: any number of rows at a time, times any number of pieces.
     """
+    in_stream_order()
     count = tl.load(memory.counters + LONG)
     for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
         row = tl.load(memory.work + LONG * tl.cast(index.capacity, tl.int64) + k).to(tl.int64)
@@ -153,6 +156,7 @@ def sum_partial(
     ACC: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """What :func:`sum_pieces` has left, in order, ``->`` the places where :func:`combine` puts rows. Any programs."""
+    in_stream_order()
     place = target
     if place == 0:
         place = end_of_ids(index, g.rank)

@@ -72,9 +72,10 @@ class Driver:
 class Compiled(CompiledKernel):
     """What Triton would have made; its own launches are notes."""
 
-    def __init__(self, kernel: Kernel, num_warps: int) -> None:
+    def __init__(self, kernel: Kernel, num_warps: int, launch_pdl: bool = False) -> None:
         self.kernel, self.function = kernel, 1234
-        self.metadata: Any = SimpleNamespace(num_warps=num_warps, shared=512, launch_pdl=False, **kernel.metadata)
+        self.metadata: Any = SimpleNamespace(num_warps=num_warps, shared=512, **kernel.metadata)
+        self.metadata.launch_pdl = launch_pdl
         self.src: Any = SimpleNamespace(signature=kernel.signature)
         parameters = ",\n".join(f".param .u64 kernel_param_{i}" for i in range(kernel.parameters))
         self.asm: Any = {"ptx": f".visible .entry kernel(\n{parameters}\n)\n.reqntid 64\n{{ .param .b64 of_a_call; }}"}
@@ -102,14 +103,15 @@ class Kernel:
         u64 = ctypes.c_uint64
         driver.widths = [u64, ctypes.c_uint8, ctypes.c_uint32, u64, u64, u64, u64]
 
-    def warmup(self, *, grid: tuple[int, int, int], num_warps: int, **arguments: Any) -> Compiled:
-        self.notes.append(("warmup", grid, num_warps, arguments))
-        return Compiled(self, num_warps)
+    def warmup(self, *, grid: tuple[int, int, int], num_warps: int, launch_pdl: bool = False, **given: Any) -> Compiled:
+        self.notes.append(("warmup", grid, num_warps, given))
+        return Compiled(self, num_warps, launch_pdl)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Compiled]:
-        def launch(*arguments: Any, num_warps: int, **named: Any) -> Compiled:
+        def launch(*arguments: Any, num_warps: int, launch_pdl: bool = False, **named: Any) -> Compiled:
             self.notes.append(("triton", grid, num_warps, arguments or named))
-            return Compiled(self, num_warps)
+            self.by_triton_early = launch_pdl
+            return Compiled(self, num_warps, launch_pdl)
 
         return launch
 
@@ -154,15 +156,29 @@ def test_a_launch_brings_the_driver_what_changes_and_what_does_not(kernel: Kerne
     assert (second["stream"], second["values"]) == (STREAM + 1, [TENSOR.data_ptr(), 1, 16, 32, 1 << 40, 0, 0])
 
 
-def test_programmatic_launches_are_asked_for(kernel: Kernel, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(of: Kernel, **options: Any) -> Compiled:
-        made = Compiled(of, 4)
-        made.metadata.launch_pdl = True
-        return made
-
-    monkeypatch.setattr(Kernel, "warmup", compiled)
-    launch_once(kernel)
-    assert driver.launches[0]["attributes"] == [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("missing", [None, "the wait", "the owner's permission", "a GPU that can", "the environment's"])
+def test_launches_are_early_if_everything_allows_it(
+    kernel: Kernel, driver: Driver, missing: str | None, hooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability = (8, 0) if missing == "a GPU that can" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setenv("TDCOLL_PDL", "0" if missing == "the environment's" else "1")
+    monkeypatch.setattr(launches, "_hooked", lambda: hooked)
+    monkeypatch.setattr(launches, "_early_launches", launches._early_launches.__wrapped__)
+    kernel.begins_in_stream_order = missing != "the wait"  # type: ignore[attr-defined]
+    allowed, expected = missing != "the owner's permission", missing is None
+    Launch(kernel, 1, ARGUMENTS, ("number", "pair.near"), early=allowed)(STREAM, 16, 32)
+    if hooked:
+        assert kernel.by_triton_early == expected
+    else:  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert driver.launches[0]["attributes"] == ([(6, 1)] if expected else [])
+    launch = Launcher(early=allowed)
+    for _ in range(2):
+        launch(kernel, 1, (TENSOR, True, 7, Packed(PAIR)), (64,))
+    assert kernel.by_triton_early == expected
+    if not hooked:
+        assert driver.launches[1]["attributes"] == driver.launches[0]["attributes"]
 
 
 def test_a_launch_that_the_driver_refuses_is_an_error(kernel: Kernel, driver: Driver) -> None:
