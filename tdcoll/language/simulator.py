@@ -44,12 +44,10 @@ def _number(function: str, parameter: str, value: Any) -> int:
         if data.size != 1 or value.type.is_block():
             raise ValueError(f"{function}: {parameter} must be a scalar, got a block of shape {list(data.shape)}")
         value = data.reshape(-1)[0].item()
-    if isinstance(value, bool) or not isinstance(value, int):
-        if isinstance(value, bool):
-            return int(value)
+    if not isinstance(value, int):
         hint = "; pass its words" if hasattr(value, "words") else ""  # of a WaitMonitor
         raise TypeError(f"{function}: {parameter} must be an integer or a pointer, got {value!r}{hint}")
-    return value
+    return int(value)
 
 
 def _address64(function: str, parameter: str, value: Any) -> int:
@@ -395,34 +393,40 @@ def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
     return _int32(running.waits.all(wanted, compare, value, Monitor(monitor)))
 
 
-def _words(words: Any, mask: Any, what: str) -> tuple[Any, Any]:
-    """Addresses of 128-bit words, uint64 and flat, and which of them count."""
+def _words(words: Any, mask: Any, what: str | None = None) -> tuple[Any, Any]:
+    """Addresses of 128-bit words, uint64 and flat, and which of them count; checked if ``what`` says what for."""
     addresses = words.handle.data.reshape(-1).astype(np.uint64)
     active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
-    machine().pointers.check(addresses, active, 16, words.handle.origin, what)
+    if what is not None:
+        machine().pointers.check(addresses, active, 16, words.handle.origin, what)
     return addresses, active
 
 
 def _wait_for_words(
-    function: str, words: Any, mask: Any, monitor: Any, peer: Any, n_parts: int, wait: Callable[..., Any]
-) -> Any:
-    """The first ``n_parts`` of the four parts of each word, and 1 where it came in time. ``wait`` is given addresses,
-    threads and the monitor."""
-    addresses, active = _words(words, mask, "load from")
-    sender = _number(function, "peer", peer)
-    places = np.flatnonzero(active)
-    pending = addresses[places]
-    for address in pending[[0, -1]].tolist() if pending.size else ():
-        machine().check_flagged(address)
+    function: str, words: Any, mask: Any, monitor: Any, senders: Sequence[tuple[int, int]], n_parts: int,
+    wait: Callable[..., Any], *given: int,
+) -> Any:  # fmt: skip
+    """For each of ``senders``, a rank and how many bytes after ``words`` its words lie, the first ``n_parts`` of the
+    four parts of each word; then 1 where they came in time. ``wait`` takes addresses, threads, ``given``, a monitor."""
+    addresses, active = _words(words, mask)
+    places, pending, running = np.flatnonzero(active), [], machine()
+    for _, offset in senders:
+        theirs = addresses + np.uint64(offset)
+        running.pointers.check(theirs, active, 16, words.handle.origin, "load from")
+        pending.append(theirs[places])
+        for address in pending[-1][[0, -1]].tolist() if places.size else ():
+            running.check_flagged(address)
     held = Monitor(_address64(function, "monitor", monitor))
-    seen, arrived = wait(pending, [(sender, place) for place in places.tolist()], held)
-    parts = np.zeros((n_parts + 1, addresses.size), np.uint32)
-    parts[n_parts] = 1
-    parts[:n_parts, places] = seen.view(np.uint32)[:, :n_parts].T
-    parts[n_parts, places] = arrived
-    kind, shape = tl.block_type(tl.int32, words.shape), words.handle.data.shape
-    blocks = [triton_interpreter.TensorHandle(part.view(np.int32).reshape(shape), tl.int32) for part in parts]
-    return tuple(tl.tensor(block, kind) for block in blocks)
+    threads = [(rank, place) for rank, _ in senders for place in places.tolist()]
+    seen, arrived = wait(np.concatenate(pending), threads, *given, held)
+    blocks = np.zeros((len(senders) * n_parts + 1, addresses.size), np.uint32)
+    seen = seen.view(np.uint32).reshape(len(senders), places.size, 4)[:, :, :n_parts]
+    blocks[:-1, places] = seen.transpose(0, 2, 1).reshape(-1, places.size)
+    blocks[-1] = 1
+    blocks[-1, places] = arrived.reshape(len(senders), places.size).all(axis=0)
+    shaped = blocks.view(np.int32).reshape(-1, *words.handle.data.shape)
+    kind = tl.block_type(tl.int32, words.shape)
+    return tuple(tl.tensor(triton_interpreter.TensorHandle(block, tl.int32), kind) for block in shaped)
 
 
 def _parts(words: Any, parts: Sequence[Any]) -> Any:
@@ -433,12 +437,9 @@ def _parts(words: Any, parts: Sequence[Any]) -> Any:
 
 
 def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _semantic: Any = None) -> Any:
-    wanted = _number("wait_flagged", "flag", flag) & 0xFFFF_FFFF
-
-    def wait(pending: Any, threads: Any, held: Monitor) -> Any:
-        return machine().waits.flagged(pending, threads, wanted, held)
-
-    return _wait_for_words("wait_flagged", words, mask, monitor, peer, 3, wait)
+    wanted, senders = _number("wait_flagged", "flag", flag), [(_number("wait_flagged", "peer", peer), 0)]
+    wait = machine().waits.flagged
+    return _wait_for_words("wait_flagged", words, mask, monitor, senders, 3, wait, wanted & 0xFFFF_FFFF)
 
 
 def store_flagged(words: Any, first: Any, second: Any, third: Any, flag: Any, mask: Any, _semantic: Any = None) -> None:
@@ -448,14 +449,33 @@ def store_flagged(words: Any, first: Any, second: Any, third: Any, flag: Any, ma
     machine().pointers.store_flagged(addresses, parts, active)
 
 
+def _wait_for_data(
+    function: str, words: Any, senders: Sequence[tuple[int, int]], absent: Any, mask: Any, monitor: Any, call: Any
+) -> Any:
+    missing, number = _number(function, "absent", absent) & 0xFFFF_FFFF, _number(function, "call", call) & _MASK64
+    return _wait_for_words(function, words, mask, monitor, senders, 4, machine().waits.words, missing, number)
+
+
 def wait_words(words: Any, absent: Any, mask: Any, monitor: Any, peer: Any, call: Any, _semantic: Any = None) -> Any:
-    missing = _number("wait_words", "absent", absent) & 0xFFFF_FFFF
-    number = _number("wait_words", "call", call) & _MASK64
+    senders = [(_number("wait_words", "peer", peer), 0)]
+    return _wait_for_data("wait_words", words, senders, absent, mask, monitor, call)
 
-    def wait(pending: Any, threads: Any, held: Monitor) -> Any:
-        return machine().waits.words(pending, threads, missing, number, held)
 
-    return _wait_for_words("wait_words", words, mask, monitor, peer, 4, wait)
+def wait_words_of_all(
+    words: Any, stride: Any, count: Any, skip: Any, absent: Any, mask: Any, monitor: Any, call: Any,
+    _semantic: Any = None,
+) -> Any:  # fmt: skip
+    name = "wait_words_of_all"
+    step, own, ranks = _number(name, "stride", stride), _number(name, "skip", skip), _number(name, "count", count)
+    if ranks < 2:
+        raise ValueError(f"{name}: count must be a constant of at least 2, got {ranks}")
+    polled = [rank if rank != own else (rank + 1) % ranks for rank in range(ranks)]
+    return _wait_for_data(name, words, [(rank, rank * step) for rank in polled], absent, mask, monitor, call)
+
+
+def load_words(words: Any, mask: Any, _semantic: Any = None) -> Any:
+    parts = words.to(tl.pointer_type(tl.int32))
+    return tuple(tl.load(parts + part, mask=mask, other=0) for part in range(4))
 
 
 def store_words(words: Any, first: Any, second: Any, third: Any, fourth: Any, mask: Any, _semantic: Any = None) -> None:
@@ -463,7 +483,7 @@ def store_words(words: Any, first: Any, second: Any, third: Any, fourth: Any, ma
     machine().pointers.store_words(addresses, _parts(words, (first, second, third, fourth)), active)
 
 
-for _name in ("wait_flagged", "store_flagged", "wait_words", "store_words"):
+for _name in ("wait_flagged", "store_flagged", "wait_words", "wait_words_of_all", "load_words", "store_words"):
     globals()[_name].__doc__ = FUNCTIONS[_name].doc
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from tdcoll.language.jit import jit
 
-__all__ = ["count", "load_bytes", "load_words", "pack", "pointer", "store_any", "unpack"]
+__all__ = ["count", "element", "load_bytes", "load_words", "placed", "pointer", "store_any"]
 
 
 @jit
@@ -60,22 +60,23 @@ def store_any(out, index, nbytes, words, mask):
 
 
 @jit
-def unpack(words, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """Elements of 32-bit words in ``ACC``: ``[n] -> [n]``, or ``[n] -> [n, 2]`` of 2-byte elements."""
+def element(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
+    """The element ``PLACE`` of 32-bit words, of which each has one or two, in ``ACC``: ``[n] -> [n]``.
+
+    One at a time: where blocks are joined or split, the compiler changes their layout, and repeats waits for words.
+    """
     if DTYPE.primitive_bitwidth == 32:
-        values = words.to(DTYPE, bitcast=True)
+        value = words.to(DTYPE, bitcast=True)
     else:
-        halves = tl.join(words, words >> 16).to(tl.int16)  # keeps the low 16 bits of each
-        values = halves.to(DTYPE, bitcast=True)
-    return values.to(ACC)
+        value = (words >> (16 * PLACE)).to(tl.int16).to(DTYPE, bitcast=True)  # which keeps the low 16 bits
+    return value.to(ACC)
 
 
 @jit
-def pack(values):
-    """The inverse of :func:`unpack`, of elements that are rounded already."""
+def placed(values, PLACE: tl.constexpr):
+    """Elements that are rounded already as the element ``PLACE`` of 32-bit words, whose other bits are 0."""
     if values.dtype.primitive_bitwidth == 32:
         words = values.to(tl.int32, bitcast=True)
     else:
-        low, high = tl.split(values.to(tl.int16, bitcast=True).to(tl.int32))
-        words = (low & 0xFFFF) | (high << 16)
+        words = (values.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * PLACE)
     return words

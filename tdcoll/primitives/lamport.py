@@ -38,7 +38,7 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.primitives.elements import load_bytes, load_words
+from tdcoll.primitives.elements import load_words
 from tdcoll.primitives.group import begin_epoch, this_program
 
 __all__ = [
@@ -98,42 +98,37 @@ def segment(g, lamport, call, origin, phase=0):
 
 
 @jit
-def _parts_of(word):
-    """``[n] -> [n, 4]``: the 32-bit parts of 128-bit words, counted through."""
-    return 4 * tl.expand_dims(word, 1) + tl.expand_dims(tl.arange(0, 4), 0)
-
-
-@jit
-def _split(parts):
-    """``[n, 4]`` -> four times ``[n]``."""
-    even, odd = tl.split(tl.reshape(parts, [parts.shape[0], 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@jit
 def load(source, word, nbytes):
     """What the 128-bit words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
-    index = _parts_of(word)
-    mask = (index < nbytes // 16 * 4) & ((source | nbytes) % 16 == 0)
-    aligned = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
-    return _split(tl.load(aligned + index, mask=mask, other=0))
+    mask = (word < nbytes // 16) & ((source | nbytes) % 16 == 0)
+    return tdl.load_words(source + 16 * tl.cast(word, tl.int64), mask)
 
 
 @jit
 def repair(source, word, nbytes, first, second, third, fourth):
     """What :func:`load` gave, loaded anew if that was not aligned.
 
-    By few accesses of many words: a kernel repairs once for each rank, and the time to compile it grows faster than the
+    Bytes in a loop at run time: a kernel repairs once for each rank, and the time to compile it grows faster than the
     number of its accesses.
     """
     if (source | nbytes) % 16 != 0:
         if (source | nbytes) % 4 == 0:
-            parts = load_words(source, _parts_of(word), nbytes)
+            first = load_words(source, 4 * word, nbytes)
+            second = load_words(source, 4 * word + 1, nbytes)
+            third = load_words(source, 4 * word + 2, nbytes)
+            fourth = load_words(source, 4 * word + 3, nbytes)
         else:
-            parts = load_bytes(source, _parts_of(word), nbytes)
-        first, second, third, fourth = _split(parts)
+            bytes = source.to(tl.pointer_type(tl.uint8))
+            first = tl.zeros_like(word)
+            second = first
+            third = first
+            fourth = first
+            for byte in tl.range(0, 4):
+                place = 16 * word + byte
+                first |= tl.load(bytes + place, mask=place < nbytes, other=0).to(tl.int32) << (8 * byte)
+                second |= tl.load(bytes + place + 4, mask=place + 4 < nbytes, other=0).to(tl.int32) << (8 * byte)
+                third |= tl.load(bytes + place + 8, mask=place + 8 < nbytes, other=0).to(tl.int32) << (8 * byte)
+                fourth |= tl.load(bytes + place + 12, mask=place + 12 < nbytes, other=0).to(tl.int32) << (8 * byte)
     return first, second, third, fourth
 
 

@@ -404,6 +404,36 @@ _FUNCTIONS = [
         acquires=True,
     ),
     DeviceFunction(
+        "wait_words_of_all",
+        (
+            ("words", "ptr"),
+            ("stride", "int"),
+            ("count", "constant"),
+            ("skip", "int"),
+            ("absent", "int"),
+            ("mask", "value"),
+            ("monitor", "ptr64"),
+            ("call", "u64"),
+        ),
+        None,
+        "value",
+        "bounded polling of 128-bit words {4 x 32 bits of data}",
+        "As `wait_words`, for the words of `count` ranks at once, `stride` bytes apart, the first of them at `words`; "
+        "except those of rank `skip`. `count` is a constant, at least 2. Returns the four blocks of parts for each "
+        "rank, rank by rank (of `skip` anything), and the block of 1 or 0. The first rank of which something is "
+        "missing is reported as the peer.",
+        acquires=True,
+    ),
+    DeviceFunction(
+        "load_words",
+        (("words", "ptr"), ("mask", "value")),
+        None,
+        "value",
+        "ld.global of 128-bit words {4 x 32 bits of data}",
+        "Returns the blocks of first, second, third and fourth int32 of the 128-bit words at the block of addresses "
+        "`words` (multiples of 16), zeros where `mask` is false. An ordinary load: it waits for nobody.",
+    ),
+    DeviceFunction(
         "store_words",
         (
             ("words", "ptr"),

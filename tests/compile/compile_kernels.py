@@ -36,8 +36,8 @@ from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
 from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
-from tdcoll.collectives.reduce_scatter import kernels_ll as scatter_ll
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
+from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
 from tdcoll.collectives.sparse_all_reduce import (
     kernels_lists,
     kernels_merge,
@@ -299,6 +299,8 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
 
 _FLOATS = {"DTYPE": tl.float32, "ACC": tl.float32}
 _TILES = {"WAITED": WORLD}
+_ANNOUNCED = {"LAMPORT": True, "BLOCK": 256, "LOOPED": False}
+_FLAGGED = {**_ANNOUNCED, "LAMPORT": False}
 _SCATTER_DIRECT, _SCATTER_PUTS = scatter_direct.reduce_scatter_direct, scatter_puts.reduce_scatter_puts
 REDUCE_SCATTER = [  # kernel, constants, architectures
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": MEAN, "COUNT": 1024}, (90, 100)),
@@ -307,19 +309,21 @@ REDUCE_SCATTER = [  # kernel, constants, architectures
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": PROD, "COUNT": 1024}, (90,)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "OP": SUM, "COUNT": 1024}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MEAN, "COUNT": 2048}, (90,)),
-    (scatter_ll.reduce_scatter_ll, {**_FLOATS, "OP": SUM, "BLOCK": 128}, (90, 100)),
-    (scatter_ll.reduce_scatter_ll, {**_FLOATS, "DTYPE": tl.bfloat16, "OP": MEAN, "BLOCK": 256}, (90,)),
+    (scatter_words.reduce_scatter_words, {**_FLOATS, "OP": SUM, **_FLAGGED}, (90,)),
+    (scatter_words.reduce_scatter_words, {**_FLOATS, "DTYPE": tl.bfloat16, "OP": MEAN, **_ANNOUNCED}, (90, 100)),
 ]
 
 
 def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> dict[str, object]:
     constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
-    types = tuples() | {"nodes": SPARSE_TYPES["nodes"]}
-    ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
+    announced = bool(constants.get("LAMPORT"))
+    inbox = Lamport("i64", "i64", "*i64", "*i64") if announced else tuples()["words"]
+    ptx = compile_for(kernel, arch, constants, tuples() | {"nodes": SPARSE_TYPES["nodes"], "inbox": inbox}).asm["ptx"]
     return {
         "kernel": kernel.__name__,
         "arch": arch,
         "dtype": str(constants["DTYPE"]),
+        "announced": announced,
         "needs": needs_nvshmem(kernel),
         "links": "nvshmemi_device_state" in ptx,
         "maxima": sorted(set(re.findall(r"\b(?:max|min)\.\S*f\d\d", ptx))),
@@ -333,7 +337,6 @@ def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> d
 
 
 _ONE, _TWO = reduce_words.all_reduce_one_shot, reduce_words.all_reduce_two_shot
-_ANNOUNCED, _FLAGGED = {"LAMPORT": True, "BLOCK": 256}, {"LAMPORT": False, "BLOCK": 256}
 _BF16 = {"DTYPE": tl.bfloat16, "ACC": tl.float32, "OP": SUM}
 _FP32 = {**_FLOATS, "OP": SUM}
 _INT32 = {"DTYPE": tl.int32, "ACC": tl.int32, "OP": MAX}
@@ -520,7 +523,7 @@ def main() -> None:
     checks = compile_language_checks(90)
     compiled = {"all_gather": results, "ll": ll, "language": checks, "index_match": matching, "sparse": sums}
     compiled["signals"] = signals
-    kernels = (_SCATTER_DIRECT, _SCATTER_PUTS, scatter_ll.reduce_scatter_ll)
+    kernels = (_SCATTER_DIRECT, _SCATTER_PUTS, scatter_words.reduce_scatter_words)
     compiled["reduce_scatter_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in kernels}
     compiled["reduce_scatter"] = [
         compile_reduce_scatter(k, arch, c) for k, c, archs in REDUCE_SCATTER for arch in archs

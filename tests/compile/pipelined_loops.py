@@ -63,6 +63,13 @@ def by_wait_words(words, monitor, i):
 
 
 @triton.jit
+def by_wait_words_of_all(words, monitor, i):
+    place = tl.arange(0, 128)
+    tdl.wait_words_of_all(words + 2 * place, 2048, 2, 0, i, place < 100, monitor, 1)
+    return 0
+
+
+@triton.jit
 def by_signal_wait_until(words, monitor, i):
     tdl.signal_wait_until(words + i, tdl.CMP_GE, 1)
     return 0
@@ -115,6 +122,7 @@ WAITS: dict[str, Any] = {
     "wait_signals": by_wait_signals,
     "wait_flagged": by_wait_flagged,
     "wait_words": by_wait_words,
+    "wait_words_of_all": by_wait_words_of_all,
     "signal_wait_until": by_signal_wait_until,
     "ld_acquire": by_ld_acquire,
     "ld, acquire": by_ld,

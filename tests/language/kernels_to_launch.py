@@ -285,6 +285,12 @@ def half_wait_words_monitor(out, words):
 
 
 @tdcoll.jit
+def half_wait_words_of_all_monitor(out, words):
+    place = tl.arange(0, 8)
+    tdl.wait_words_of_all(words + 2 * place, 64, 2, 0, 1, place < 8, out, 1)
+
+
+@tdcoll.jit
 def half_signal_wait_until(out, words):
     tdl.signal_wait_until(out, tdl.CMP_GE, 1)
 
@@ -322,6 +328,7 @@ HALVES = {  # kernel: what it has to say
     "half_wait_token": "wait_token: signal",
     "half_wait_flagged_monitor": "wait_flagged: monitor",
     "half_wait_words_monitor": "wait_words: monitor",
+    "half_wait_words_of_all_monitor": "wait_words_of_all: monitor",
     "half_signal_wait_until": "signal_wait_until: sig_addr",
     "half_signal_op": "signal_op: sig_addr",
     "half_signal_block": "signal_block: sig_addr",

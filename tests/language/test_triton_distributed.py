@@ -51,7 +51,9 @@ NOT_IN_LIBSHMEM = {
     **dict.fromkeys(("wait_signal", "wait_signals", "wait_token"), "bounded waits are tdcoll's"),
     "consume_token": "its compiler has it, as dl.consume_token",
     **dict.fromkeys(("wait_flagged", "store_flagged"), "words that carry their own flag are tdcoll's"),
-    **dict.fromkeys(("wait_words", "store_words"), "words that announce themselves are tdcoll's"),
+    **dict.fromkeys(
+        ("wait_words", "wait_words_of_all", "load_words", "store_words"), "words that announce themselves are tdcoll's"
+    ),
     **dict.fromkeys(("signal_block", "copy_block", "block_and"), "work by the block is tdcoll's"),
     "syncthreads": "its language_extra calls it __syncthreads",
     "st_release": "st with release order, beside ld_acquire",

@@ -111,6 +111,14 @@ BEYOND = {  # what a kernel does with a pointer to 8 words -> the bytes that the
         lambda p: tdl.wait_words(as_flagged(p + 2), 0, tl.arange(0, 4) < 4, p, 0, 1),
         "would load from bytes 64..80 of pe0.rows",
     ),
+    "wait_words_of_all": (
+        lambda p: tdl.wait_words_of_all(as_flagged(p), 16, 2, 0, 0, tl.arange(0, 4) < 4, p, 1),
+        "would load from bytes 64..80 of pe0.rows",
+    ),
+    "load_words": (
+        lambda p: tdl.load_words(as_flagged(p + 2), tl.arange(0, 4) < 4),
+        "would load from bytes 64..68 of pe0.rows",
+    ),
     "store_words": (
         lambda p: tdl.store_words(as_flagged(p + 2), *[tl.arange(0, 4)] * 4, tl.arange(0, 4) < 4),
         "would store to bytes 64..80 of pe0.rows",

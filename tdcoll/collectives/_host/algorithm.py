@@ -12,14 +12,15 @@ import triton.language as tl
 
 from tdcoll import capture
 from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import Window
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Algorithm", "Launches", "Planned", "arithmetic", "local_peers", "make_routes", "on_device", "successors"]
+__all__ = ["Algorithm", "Launches", "Planned", "arithmetic", "local_peers", "make_routes", "of_words"]
+__all__ += ["on_device", "programs_of_words", "successors"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Planned:
         plan: how.
         options: what else the kernel depends on, such as dtype and operation.
         stride: bytes from one segment of the caller's tensor to the next.
-        by_words: it goes by LL's flagged words, which land in memory of their own.
+        width: bytes of data in a word, where it goes by words that need no signal, which land in memory of their own;
+            else 0.
     """
 
     ctx: CollectiveContext
@@ -40,12 +42,12 @@ class Planned:
     plan: Plan
     options: Any
     stride: int
-    by_words: bool
+    width: int
 
     @property
     def in_buffer(self) -> bool:
         """True where peers write to the caller's buffer."""
-        return self.facts.in_place and not self.by_words
+        return self.facts.in_place and not self.width
 
     @property
     def window(self) -> Window:
@@ -97,6 +99,19 @@ def arithmetic(call: Planned) -> dict[str, Any]:
     dtype, op = call.options
     kind = getattr(tl, str(dtype).removeprefix("torch."))
     return {"DTYPE": kind, "ACC": accumulator(dtype), "OP": OPERATIONS[op]}
+
+
+def of_words(call: Planned) -> dict[str, Any]:
+    """What kernels that reduce words take (:mod:`tdcoll.primitives.words`)."""
+    announced = call.width == LAMPORT_WORD_BYTES
+    inbox, block = call.ctx.device_lamport if announced else call.words, call.plan.chunk // call.width
+    looped = programs_of_words(call) < call.plan.channels
+    return {**arithmetic(call), "inbox": inbox, "LAMPORT": announced, "BLOCK": block, "LOOPED": looped}
+
+
+def programs_of_words(call: Planned) -> int:
+    """Programs of such a kernel: one for each block of words, or as many as the context allows."""
+    return min(call.plan.channels, call.ctx.max_programs - 1)
 
 
 def on_device(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], Any]) -> Any:

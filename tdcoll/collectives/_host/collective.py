@@ -363,5 +363,6 @@ class Collective:
                 plan = self.policy.choose(part, plan.algorithm, self._sections(ctx))
             if self._layout == "same":  # peers never write to it, since all of it is still to be sent
                 part = dataclasses.replace(part, in_place=False)
-            calls.append(Planned(ctx, part, plan, options, facts.nbytes, bool(self.policy.rules[plan.algorithm].words)))
+            rule = self.policy.rules[plan.algorithm]
+            calls.append(Planned(ctx, part, plan, options, facts.nbytes, rule.extent(part).width if rule.words else 0))
         return Launches(self.name, self._algorithms[plan.algorithm], calls)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
 __all__ = [
-    *("CHUNK_ALIGNMENT", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "TARGET_CHUNK_BYTES"),
+    *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "TARGET_CHUNK_BYTES"),
     *(
         "Extent",
         "Facts",
@@ -30,10 +30,13 @@ __all__ = [
         "Policy",
         "Rule",
         "cut_chunks",
+        "cut_reduced_words",
         "cut_words",
         "is_word_chunk",
         "most_channels",
+        "needs_reduced_words",
         "needs_stores",
+        "reduced_words",
     ),
     *("needs_words", "warps", "words_of"),
 ]
@@ -65,6 +68,15 @@ LL_MOST_WORDS = 1024
 
 LL_WORD_BYTES = 12
 """Data of such a word; the rest is its flag."""
+
+LAMPORT_WORD_BYTES = 16
+"""Data of a word that announces itself."""
+
+REDUCING_PROGRAMS = 128
+"""Blocks of words that are reduced: about one for each SM."""
+
+_REDUCED_BYTES = 1 << 30
+"""Kernels count the bytes that go by words in 32 bits, and go somewhat beyond the last."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,7 @@ class Extent:
     Attributes:
         nbytes: that they cover together.
         width: bytes of data in a word that needs no signal, where chunks are of such words.
-        programs: that a chunk of words takes.
+        programs: that a chunk of words takes; 0: programs take several chunks where there are too many.
         signals: that another chunk has.
     """
 
@@ -242,6 +254,7 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent | None 
         usual: words of a block.
     """
     extent = extent or Extent(facts.nbytes, programs=facts.topology.world_size)
+    fewest = _fewest_words(extent, facts.max_programs) if extent.programs else 1
     words = words_of(extent.nbytes, extent.width)
     if entry.chunk is not None:
         block = _power(entry.chunk // extent.width + 1) // 2  # at most so much
@@ -250,10 +263,51 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent | None 
     else:
         # The interpreter takes as long for a block of few words as for one of many.
         block = LL_MOST_WORDS if facts.simulated else usual
-    block = max(block, _fewest_words(extent, facts.max_programs))
-    # Threads beyond a program's words would send them again.
-    warps = max(1, min(entry.num_warps or 8, block // 32))
+    block = max(block, fewest)
+    # Threads beyond a program's words would send them again. Those with several would wait for one after the other.
+    warps = max(1, min(entry.num_warps or (8 if extent.programs else 16), block // 32))
     return Plan(algorithm, -(-words // block), extent.width * block, warps)
+
+
+def _phase_words(facts: Facts, width: int, parts: int) -> int:
+    return -(-words_of(facts.nbytes, width) // parts)
+
+
+def reduced_words(facts: Facts, parts: int = 1) -> Extent:
+    """What blocks of words are cut from that are reduced. Programs take several blocks where there are too many.
+
+    They announce themselves where the context has room for such words, and else carry a flag.
+
+    Args:
+        parts: a rank sends each of them to another one, and in a second phase the sum of its own to all; 1: it sends
+            the whole to all, and nothing afterwards.
+    """
+    width, phases = LAMPORT_WORD_BYTES, 1 + (parts > 1)
+    if width * phases * _phase_words(facts, width, parts) > -(-facts.lamport_bytes // width) * width:
+        width = LL_WORD_BYTES
+    return Extent(width * _phase_words(facts, width, parts), width, programs=0)
+
+
+def needs_reduced_words(facts: Facts, parts: int = 1) -> str | None:
+    """Why a reduction cannot go by words of either kind; see :func:`reduced_words`."""
+    if facts.itemsize > 4:
+        return f"needs elements of 2 or 4 bytes; got elements of {facts.itemsize} bytes on "
+    if (problem := needs_stores(facts)) is not None:
+        return problem
+    if facts.nbytes >= _REDUCED_BYTES:
+        return f"needs less than {_REDUCED_BYTES} bytes; got {facts.nbytes} bytes on "
+    announced = reduced_words(facts, parts).width == LAMPORT_WORD_BYTES
+    if announced or (1 + (parts > 1)) * _phase_words(facts, LL_WORD_BYTES, parts) <= words_of(facts.ll_bytes):
+        return None
+    return f"needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got {facts.nbytes} bytes on "
+
+
+def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent) -> Plan:
+    """Blocks of words that are reduced, a word for each thread: about :data:`REDUCING_PROGRAMS` of them, and then
+    larger ones, of up to 16 warps."""
+    words = words_of(extent.nbytes, extent.width)
+    usual = max(64, min(512, _power(-(-words // REDUCING_PROGRAMS))))
+    return cut_words(facts, entry, algorithm, extent, usual)
 
 
 # ---------------------------------------------------------------------- choosing

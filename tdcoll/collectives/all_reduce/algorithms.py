@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +14,15 @@ from tdcoll.collectives._host.algorithm import (
     arithmetic,
     local_peers,
     make_routes,
+    of_words,
     on_device,
+    programs_of_words,
     successors,
 )
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.plan import Facts, needs_stores
 from tdcoll.collectives.all_reduce import kernels_direct, kernels_nodes, kernels_puts, kernels_words
-from tdcoll.collectives.all_reduce.policy import LAMPORT_WORD_BYTES, POLICY, by_lamport, part_bytes, parts
+from tdcoll.collectives.all_reduce.policy import POLICY, part_bytes, parts
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import nodes_of
 
@@ -43,16 +44,6 @@ def _piece(ctx: CollectiveContext, facts: Facts, algorithm: str) -> int:
 
 def _room(ctx: CollectiveContext, facts: Facts, algorithm: str) -> int:
     return parts(facts.topology, algorithm) * _piece(ctx, facts, algorithm)
-
-
-def _words(shots: int) -> Callable[[Planned], dict[str, Any]]:
-    def values(call: Planned) -> dict[str, Any]:
-        lamport = by_lamport(call.facts, shots)
-        width = LAMPORT_WORD_BYTES if lamport else 12
-        inbox = call.ctx.device_lamport if lamport else call.words
-        return {**arithmetic(call), "inbox": inbox, "LAMPORT": lamport, "BLOCK": call.plan.chunk // width}
-
-    return values
 
 
 def _parts(call: Planned) -> dict[str, Any]:
@@ -86,13 +77,13 @@ ALL_REDUCE = Collective(
     {
         "one_shot": Algorithm(
             kernel=lambda call: kernels_words.all_reduce_one_shot,
-            programs=lambda call: call.plan.channels,
-            values=_words(1),
+            programs=programs_of_words,
+            values=of_words,
         ),
         "two_shot": Algorithm(
             kernel=lambda call: kernels_words.all_reduce_two_shot,
-            programs=lambda call: call.plan.channels,
-            values=_words(2),
+            programs=programs_of_words,
+            values=of_words,
         ),
         "direct": Algorithm(
             kernel=lambda call: kernels_direct.all_reduce_direct,

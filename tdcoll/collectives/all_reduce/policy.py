@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tdcoll.collectives._host.plan import (
+    LAMPORT_WORD_BYTES,
     LL_WORD_BYTES,
     Extent,
     Facts,
@@ -15,27 +16,25 @@ from tdcoll.collectives._host.plan import (
     Policy,
     Rule,
     cut_chunks,
-    cut_words,
+    cut_reduced_words,
+    needs_reduced_words,
     needs_stores,
-    words_of,
+    reduced_words,
 )
 from tdcoll.tuning import Entry
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["LAMPORT_WORD_BYTES", "POLICY", "by_lamport", "part_bytes", "parts"]
+__all__ = ["POLICY", "part_bytes", "parts"]
 
-LAMPORT_WORD_BYTES = 16
-"""Data of a word that announces itself."""
+_ONE_SHOT_BYTES = 1536 << 10
+"""Most of a message by one-shot."""
 
-_ONE_SHOT_BYTES = 640 << 10
-"""That a rank sends to all others together, one-shot. Beyond it a second crossing costs less than the bytes that it
-saves: on H200s with 2 ranks from about 1 MB on, with 4 from about 200 KB."""
-
-
-_WORDS_BYTES = 1 << 30
-"""Kernels count the bytes that go by words in 32 bits, and go somewhat beyond the last."""
+_SPARED_BYTES = 320 << 10
+"""That a second crossing costs as much as: one-shot is taken while it sends no more than so many bytes beyond two-shot.
+Both send as many with 2 ranks, and at 1 MB one crossing less still pays there; with 4 ranks it does up to about 200 KB.
+Measured on H200s."""
 
 
 def part_bytes(nbytes: int, parts: int) -> int:
@@ -43,43 +42,20 @@ def part_bytes(nbytes: int, parts: int) -> int:
     return max(1, -(-nbytes // (16 * parts))) * 16
 
 
-def _words_sent(facts: Facts, width: int, shots: int) -> int:
-    """Words that a rank has room for in the segment of each other."""
-    words = words_of(facts.nbytes, width)
-    return words if shots == 1 else 2 * -(-words // facts.topology.world_size)
-
-
-def by_lamport(facts: Facts, shots: int) -> bool:
-    """Whether such a call goes by words that announce themselves; else by flagged ones."""
-    return LAMPORT_WORD_BYTES * _words_sent(facts, LAMPORT_WORD_BYTES, shots) <= -(-facts.lamport_bytes // 16) * 16
-
-
-def _extent(facts: Facts, shots: int) -> Extent:
-    width = LAMPORT_WORD_BYTES if by_lamport(facts, shots) else LL_WORD_BYTES
-    words = words_of(facts.nbytes, width)
-    if shots == 2:
-        words = -(-words // facts.topology.world_size)
-    return Extent(width * words, width)
-
-
 def _words(name: str, shots: int) -> Rule:
+    def pieces(facts: Facts) -> int:
+        return 1 if shots == 1 else facts.topology.world_size
+
+    def extent(facts: Facts) -> Extent:
+        return reduced_words(facts, pieces(facts))
+
     def admit(facts: Facts) -> str | None:
-        if facts.itemsize > 4:
-            return f"needs elements of 2 or 4 bytes; got elements of {facts.itemsize} bytes on "
-        if (problem := needs_stores(facts)) is not None:
-            return problem
-        if facts.nbytes >= _WORDS_BYTES:
-            return f"needs less than {_WORDS_BYTES} bytes; got {facts.nbytes} bytes on "
-        if by_lamport(facts, shots) or _words_sent(facts, LL_WORD_BYTES, shots) <= words_of(facts.ll_bytes):
-            return None
-        return f"needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got {facts.nbytes} bytes on "
+        return needs_reduced_words(facts, pieces(facts))
 
     def cut(facts: Facts, entry: Entry) -> Plan:
-        extent = _extent(facts, shots)
-        usual = 512 if extent.nbytes >= 1 << 20 else 256 if extent.nbytes >= 128 << 10 else 128
-        return cut_words(facts, entry, name, extent, usual)
+        return cut_reduced_words(facts, entry, name, extent(facts))
 
-    return Rule(name, admit, cut, (LAMPORT_WORD_BYTES, LL_WORD_BYTES), lambda facts: _extent(facts, shots))
+    return Rule(name, admit, cut, (LAMPORT_WORD_BYTES, LL_WORD_BYTES), extent)
 
 
 def _parts(name: str, admit: Callable[[Facts], str | None]) -> Rule:
@@ -117,12 +93,17 @@ def _needs_rails(facts: Facts) -> str | None:
     return _needs_signals(facts)
 
 
+def _one_crossing_pays(facts: Facts) -> bool:
+    world, nbytes = facts.topology.world_size, facts.nbytes
+    return nbytes <= _ONE_SHOT_BYTES and (world - 1) * (world - 2) * nbytes <= _SPARED_BYTES * world
+
+
 def _seed(facts: Facts) -> str:
     """Few bytes by words, one-shot and then two-shot (not in the simulator, where words cost much more); else by stores
     in one node; by rails where all nodes have as many ranks, and by puts elsewhere."""
     one, two = (POLICY.rules[name].admit(facts) is None for name in ("one_shot", "two_shot"))
     if not facts.simulated:
-        if one and (facts.topology.world_size - 1) * facts.nbytes <= _ONE_SHOT_BYTES:
+        if one and _one_crossing_pays(facts):
             return "one_shot"
         if two:
             return "two_shot"

@@ -14,12 +14,14 @@ from tdcoll.collectives._host.algorithm import (
     arithmetic,
     local_peers,
     make_routes,
+    of_words,
     on_device,
+    programs_of_words,
     successors,
 )
 from tdcoll.collectives._host.collective import Collective
-from tdcoll.collectives._host.plan import LL_WORD_BYTES, Facts, needs_stores
-from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_ll, kernels_puts
+from tdcoll.collectives._host.plan import Facts, needs_stores
+from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_puts, kernels_words
 from tdcoll.collectives.reduce_scatter.policy import POLICY
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import nodes_of
@@ -75,9 +77,9 @@ REDUCE_SCATTER = Collective(
     POLICY,
     {
         "ll": Algorithm(
-            kernel=lambda call: kernels_ll.reduce_scatter_ll,
-            programs=lambda call: call.plan.channels * call.ctx.world_size,
-            values=lambda call: {**arithmetic(call), "BLOCK": call.plan.chunk // LL_WORD_BYTES},
+            kernel=lambda call: kernels_words.reduce_scatter_words,
+            programs=programs_of_words,
+            values=of_words,
         ),
         "direct": Algorithm(
             kernel=lambda call: kernels_direct.reduce_scatter_direct,

@@ -3,7 +3,7 @@
 
 Scope: one node whose ranks can store to each other's memory; any dtype that can be reduced. One stage: every part
 crosses NVLink once, which is the least, and every rank reduces what it returns, so all parts are in one place and the
-order of the sum is free to choose. Small messages are faster by ``kernels_ll``, which has no signal to wait for.
+order of the sum is free to choose. Small messages are faster by ``kernels_words``, which has no signal to wait for.
 
 Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into chunks::
 

@@ -4,28 +4,31 @@
 from __future__ import annotations
 
 from tdcoll.collectives._host.plan import (
+    LAMPORT_WORD_BYTES,
     LL_WORD_BYTES,
     Facts,
+    Plan,
     Policy,
     Rule,
     cut_chunks,
-    cut_words,
+    cut_reduced_words,
+    needs_reduced_words,
     needs_stores,
-    needs_words,
+    reduced_words,
 )
+from tdcoll.tuning import Entry
 
 __all__ = ["POLICY"]
 
 
-def _needs_words(facts: Facts) -> str | None:
-    if facts.topology.n_nodes > 1 or facts.itemsize > 4:
-        return f"needs one node and elements of 2 or 4 bytes; got elements of {facts.itemsize} bytes on "
-    return needs_words(facts)
+def _cut_words(facts: Facts, entry: Entry) -> Plan:
+    return cut_reduced_words(facts, entry, "ll", reduced_words(facts))
 
 
 def _seed(facts: Facts) -> str:
-    """In one node LL for few bytes (not in the simulator, where it costs much more), else stores; puts elsewhere."""
-    if not facts.simulated and _needs_words(facts) is None:
+    """In one node words where the context has room (not in the simulator, where they cost much more), else stores; puts
+    elsewhere."""
+    if not facts.simulated and needs_reduced_words(facts) is None:
         return "ll"
     return "direct" if needs_stores(facts) is None else "1d"
 
@@ -33,7 +36,7 @@ def _seed(facts: Facts) -> str:
 POLICY = Policy(
     "reduce_scatter",
     [
-        Rule("ll", _needs_words, lambda facts, entry: cut_words(facts, entry, "ll"), words=(LL_WORD_BYTES,)),
+        Rule("ll", needs_reduced_words, _cut_words, (LAMPORT_WORD_BYTES, LL_WORD_BYTES), reduced_words),
         Rule("direct", needs_stores, lambda facts, entry: cut_chunks(facts, entry, "direct")),
         Rule("1d", lambda facts: None, lambda facts, entry: cut_chunks(facts, entry, "1d")),
     ],

@@ -51,6 +51,7 @@ class Reductions:
         named: chunks are the policy's, and not many small ones.
         most: as ``max_bytes_per_rank`` of the context; None: what makes each call one epoch.
         lamport_bytes: of the context; 0: floating types go by flagged words, too.
+        max_programs: of the context; with few of them, programs take several blocks of words.
         first: number of the first epoch, and of the first Lamport call.
     """
 
@@ -64,6 +65,7 @@ class Reductions:
     named: bool = False
     most: int | None = None
     lamport_bytes: int | None = None
+    max_programs: int | None = None
     first: int = 1
 
     def __call__(self, world: tdcoll.testing.World) -> None:
@@ -77,7 +79,9 @@ class Reductions:
         if self.group is not None and pe not in self.group:
             return
         most = 3 * (max(self.counts) + 1) * self.dtype.itemsize + 48 if self.most is None else self.most
-        with tdcoll.CollectiveContext(self.group, max_bytes_per_rank=most, lamport_bytes=self.lamport_bytes) as ctx:
+        with tdcoll.CollectiveContext(
+            self.group, max_bytes_per_rank=most, lamport_bytes=self.lamport_bytes, max_programs=self.max_programs
+        ) as ctx:
             ctx.control.fill_((self.first - 1) << EPOCH_SHIFT.value)
             if ctx.device_lamport is not None:
                 ctx.device_lamport.control.fill_((self.first - 1) << EPOCH_SHIFT.value)

@@ -14,7 +14,6 @@ import tdcoll.collectives.all_reduce.algorithms  # noqa: F401, which names the k
 from ..reduce_scatter.mutants import missing, to
 
 MODULES = (
-    "tdcoll.primitives.lamport",
     "tdcoll.collectives.all_reduce.kernels_words",
     "tdcoll.collectives.all_reduce.kernels_direct",
     "tdcoll.collectives.all_reduce.kernels_puts",
@@ -62,10 +61,11 @@ WRONG = r"AssertionError: rank \d+, call \d+ \([oiz]\): \d+ wrong elements"
 
 ANY_WRONG = WRONG.replace("[oiz]", "[oizg]") + "|" + missing("signals")
 
-ONE, TWO = "kernels_words.all_reduce_one_shot", "kernels_words.all_reduce_two_shot"
+ONE, TWO = "all_reduce.kernels_words.all_reduce_one_shot", "all_reduce.kernels_words.all_reduce_two_shot"
 DIRECT = "all_reduce.kernels_direct.all_reduce_direct"
 PUTS = "all_reduce.kernels_puts.all_reduce_puts"
-SUM_WORDS, SUM_DIRECT = "kernels_words._sum", "all_reduce.kernels_direct._sum_chunk"
+RECEIVED, SUM_DIRECT = "primitives.words.receive", "all_reduce.kernels_direct._sum_chunk"
+SUM_ONE, SUM_TWO = "all_reduce.kernels_words._one_shot_sum", "all_reduce.kernels_words._sum_and_hand_on"
 SUM_PUTS = "all_reduce.kernels_puts._sum_chunk"
 NODES, SUM_NODE, SUM_RAIL = (
     f"all_reduce.kernels_nodes.{name}" for name in ("all_reduce_nodes", "_sum_node", "_sum_rail")
@@ -95,14 +95,14 @@ else:
 )
 LATER_NODE = "(node + g.rank) % nodes.n_nodes"
 OWN = "tl.where(r == g.rank, own, segment(window, g, epoch, r))"
-RECEIVE = "_receive(g, inbox, r, word, call, mask, LAMPORT)"
+CAME = "tl.where(r == g.rank, mine[part], came[4 * r + part])"
 CLEAR_ONE, CLEAR_TWO = (
     "lamport.clear(g, inbox, call, size, BLOCK)",
     "lamport.clear(g, inbox, call, 2 * 16 * part, BLOCK)",
 )
-SEND_ALL = "_send_to_all(g, inbox, word, first, second, third, fourth, call, mask, LAMPORT)"
-STORE_WORDS = "_store(out, word, size, first, second, third, fourth, mask, LAMPORT)"
-SEND_BACK = "_send_to_all(g, inbox, part + place, first, second, third, fourth, call, summed, LAMPORT)"
+SEND_ALL = "words.send_to_all(g, inbox, deltas, word, mine, call, mask, LAMPORT)"
+ADD_ALL = "_one_shot_sum(out, inbox, g, size, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)"
+SEND_BACK = "words.send_to_all(g, inbox, deltas, part + place, result, call, summed, LAMPORT)"
 PROGRAM = "tl.program_id(0)"
 BACKWARDS = "(tl.num_programs(0) - 1 - tl.program_id(0))"
 NBI = "tdl.putmem_signal_nbi_block({0}, {1}, size, signal, epoch, tdl.SIGNAL_SET, {2})"
@@ -114,15 +114,11 @@ OVER_NODES = (2, 2)
 
 FLAGGED = (("calls", "oooo"), ("lamport_bytes", 0))
 AMONG_OTHERS = (("calls", "ogogog"),)
+LOOPED = (("calls", "oooo"), ("max_programs", 8))
 
 
-def whose_words(where: str) -> tuple[Change, ...]:
-    """Parts are summed from the own one on."""
-    return (
-        *to(where, "r != g.rank", f"{LATER} != g.rank"),
-        *to(where, RECEIVE, RECEIVE.replace("inbox, r,", f"inbox, {LATER},")),
-    )
-
+OWN_FIRST = to(RECEIVED, CAME, "tl.where(r == 0, mine[part], tl.where(r == g.rank, came[part], came[4 * r + part]))")
+"""Parts are summed from the own one on."""
 
 MUTANTS = [
     # ------------------------------------------------------------------ words
@@ -158,7 +154,7 @@ MUTANTS = [
     *(
         Mutant(
             f"two-shot{', flags' if more else ''}: sums come where parts came",
-            to(TWO, "part + place", "place"),
+            to(SUM_TWO, "part + place", "place"),
             f"{WRONG}|{missing('lamport')}|{missing('flagged')}",
             "two_shot",
             case=more or (("calls", "oooo"),),
@@ -167,38 +163,65 @@ MUTANTS = [
     ),
     Mutant(
         "two-shot: the own words go on, and not the sum",
-        to(TWO, SEND_BACK, SEND_BACK.replace("first, second, third, fourth", "mine1, mine2, mine3, mine4")),
+        to(SUM_TWO, SEND_BACK, SEND_BACK.replace("result", "mine")),
         WRONG,
         "two_shot",
     ),
-    Mutant("two-shot: no sum is sent", to(TWO, SEND_BACK, "pass"), missing("lamport"), "two_shot"),
-    Mutant("one-shot: parts are summed from the own one on", whose_words(SUM_WORDS), WRONG, "one_shot"),
-    Mutant("two-shot: the sum is another from rank to rank", whose_words(SUM_WORDS), WRONG, "two_shot"),
+    Mutant("two-shot: no sum is sent", to(SUM_TWO, SEND_BACK, "pass"), missing("lamport"), "two_shot"),
+    Mutant("one-shot: parts are summed from the own one on", OWN_FIRST, WRONG, "one_shot"),
+    Mutant("two-shot: the sum is another from rank to rank", OWN_FIRST, WRONG, "two_shot"),
     Mutant(
-        "one-shot: words of a rank are not waited for",
+        "one-shot: words are not waited for",
         to(
-            "lamport.receive",
-            "return tdl.wait_words(landed, SENTINEL, mask, g.monitor, origin, call)",
-            "part = landed.to(tl.pointer_type(tl.int32))\n"
-            "return tl.load(part, mask=mask, other=0), tl.load(part + 1, mask=mask, other=0), "
-            "tl.load(part + 2, mask=mask, other=0), tl.load(part + 3, mask=mask, other=0), mask",
+            RECEIVED,
+            "tdl.wait_words_of_all(landed, inbox.stride, g.world, g.rank, lamport.SENTINEL, mask, g.monitor, call)",
+            "(*tdl.load_words(landed, mask), *tdl.load_words(landed + inbox.stride, mask), "
+            "*tdl.load_words(landed + 2 * inbox.stride, mask), mask)",
         ),
         WRONG,
         "one_shot",
     ),
     Mutant(
         "one-shot: words are received before they are sent",
-        to(ONE, SEND_ALL, "pass") + to(ONE, STORE_WORDS, f"{SEND_ALL}\n{STORE_WORDS}"),
+        to(ONE, SEND_ALL, "pass") + to(ONE, ADD_ALL, f"{ADD_ALL}\n{SEND_ALL}"),
         missing("lamport"),
         "one_shot",
         resident=1,
     ),
     Mutant(
         "two-shot: program i waits for the last but i",
-        to(SUM_WORDS, RECEIVE, RECEIVE.replace("word,", "tl.num_programs(0) * word.shape[0] - 1 - word,")),
+        to(
+            RECEIVED,
+            "lamport.segment(g, inbox, call, 0) + 16 * tl.cast(word, tl.int64)",
+            "lamport.segment(g, inbox, call, 0) "
+            "+ 16 * tl.cast(tl.num_programs(0) * word.shape[0] - 1 - word, tl.int64)",
+        ),
         missing("lamport"),
         "two_shot",
         resident=1,
+    ),
+    Mutant(
+        "one-shot, in place: a program stores over what another one has yet to send",
+        to(
+            ONE,
+            ADD_ALL,
+            "other = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)\n"
+            "mine = words.repair(source, other, size, words.load(source, other, size, LAMPORT), LAMPORT)\n"
+            + ADD_ALL.replace("word,", "other,").replace("mask,", "words.carry(other, size, LAMPORT),"),
+        ),
+        WRONG.replace("[oiz]", "i"),
+        "one_shot",
+        case=(("calls", "iiii"),),
+    ),
+    *(
+        Mutant(
+            f"{name}, looped: a program takes its first block only",
+            to(where, "tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0))", "tl.range(0, 0)"),
+            WRONG,
+            name,
+            case=(*LOOPED, ("counts", (count,))),
+        )
+        for name, where, count in (("one_shot", ONE, 150), ("two_shot", TWO, 240))
     ),
     # ------------------------------------------------------------------ stores
     *(

@@ -12,13 +12,16 @@ import triton
 import triton.language as tl
 
 import tdcoll
-import tdcoll.collectives.reduce_scatter.kernels_ll
 import tdcoll.collectives.reduce_scatter.kernels_puts  # and kernels_direct; looked up when called, for mutants
+import tdcoll.collectives.reduce_scatter.kernels_words
 from tdcoll.collectives import reduce_scatter as kernels
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.primitives.group import EPOCH_SHIFT, Window, nodes_of
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator
+
+BY_WORDS = ("ll", "lamport", "looped")
+"""By words with a flag, by such as announce themselves, and these by two programs that take several blocks each."""
 
 CHUNK = 128
 """Bytes of a chunk, so that few elements have several."""
@@ -37,7 +40,7 @@ def reduce_scatter(
         "source_stride": nbytes,
         "out": out.data_ptr(),
         "window": Window(ctx.staging.data_ptr(), ctx.capacity, deltas, tl.constexpr(2)),
-        "words": Window(ctx.flagged.data_ptr(), 16 * ctx.flagged.shape[2], deltas, tl.constexpr(2)),
+        "inbox": ctx.device_lamport,
         "g": ctx.device_group,
         "nbytes": nbytes,
         "chunk": CHUNK,
@@ -49,11 +52,18 @@ def reduce_scatter(
         "COUNT": max(4, 32 // size),
         "WAITED": triton.next_power_of_2(world),
         "BLOCK": 4,
+        "LAMPORT": algorithm != "ll",
+        "LOOPED": algorithm == "looped",
     }
     if algorithm == "direct":
         kernel, programs = kernels.kernels_direct.reduce_scatter_direct, channels * (world - 1 + reducers)
-    elif algorithm == "ll":
-        kernel, programs = kernels.kernels_ll.reduce_scatter_ll, world * max(1, -(-nbytes // 48))
+    elif algorithm in BY_WORDS:
+        kernel, width = kernels.kernels_words.reduce_scatter_words, 16
+        if algorithm == "ll":
+            known["inbox"] = Window(ctx.flagged.data_ptr(), 16 * ctx.flagged.shape[2], deltas, tl.constexpr(2))
+            width = 12
+        known["blocks"] = max(1, -(-nbytes // (4 * width)))
+        programs = min(2, known["blocks"]) if algorithm == "looped" else known["blocks"]
     else:
         kernel, routes = kernels.kernels_puts.reduce_scatter_puts, routes_of(ctx)
         known |= {"routes": routes, "nodes": nodes_of(ctx.topology, ctx.device), "outbox": ctx.capacity // 32 * 16}
@@ -123,7 +133,8 @@ class Reductions:
         dtype, count, offset, turns = self.dtype, self.count, self.offset, self.algorithm.split()
         most = 2 * (-(-count * dtype.itemsize // 16) * 16)
         with tdcoll.CollectiveContext(self.group, max_bytes_per_rank=most) as ctx:
-            ctx.control.fill_((self.first_epoch - 1) << EPOCH_SHIFT.value)
+            for control in (ctx.control, *([ctx.device_lamport.control] if ctx.device_lamport else [])):
+                control.fill_((self.first_epoch - 1) << EPOCH_SHIFT.value)
             world, topology = ctx.world_size, ctx.topology
             for call, kind in enumerate(self.calls):
                 n = 0 if kind == "z" else count

@@ -10,8 +10,8 @@ from kernel_mutants import Change
 
 MODULES = (
     "tdcoll.collectives.reduce_scatter.kernels_direct",
-    "tdcoll.collectives.reduce_scatter.kernels_ll",
     "tdcoll.collectives.reduce_scatter.kernels_puts",
+    "tdcoll.collectives.reduce_scatter.kernels_words",
 )
 
 
@@ -57,7 +57,7 @@ def to(where: str, old: str, new: str) -> tuple[Change, ...]:
 
 
 DIRECT = "reduce_scatter.kernels_direct.reduce_scatter_direct"
-LL = "reduce_scatter.kernels_ll.reduce_scatter_ll"
+WORDS = "reduce_scatter.kernels_words.reduce_scatter_words"
 PUTS = "reduce_scatter.kernels_puts.reduce_scatter_puts"
 REDUCE = "reduce_scatter.kernels_direct._reduce"
 REDUCE_NODES = "reduce_scatter.kernels_puts._reduce"
@@ -71,7 +71,11 @@ GIVEN = "tl.program_id(0) % (senders + reducers)"
 STORE = "tdl.copy_block(target + delta, source, nbytes)"
 RELEASE = "release(signal, signal_delta, value)"
 NBI = "tdl.putmem_signal_nbi_block(landing, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)"
-RECEIVE = "ll.receive(g, words, r, index, epoch, mask)"
+SENT = "words.send_shares(source, source_stride, total, nbytes, word, shares, g, inbox, deltas, call, mask, LAMPORT)"
+SUMMED = "_sum(out, inbox, g, nbytes, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)"
+CLEARED = "lamport.clear(g, inbox, call, nbytes, BLOCK)"
+RECEIVE = "ll.receive(g, inbox, r, word, call, mask)"
+CAME = "tl.where(r == g.rank, mine[part], came[4 * r + part])"
 LATER = "(r + g.rank) % g.world"
 TWO = 2
 UNEVEN = (3, 1)
@@ -123,11 +127,19 @@ MUTANTS = [
     Mutant(
         "ll: parts are summed from the own one on",
         (
-            *to(LL, "r != g.rank", f"{LATER} != g.rank"),
-            *to(LL, RECEIVE, RECEIVE.replace("words, r,", f"words, {LATER},")),
+            *to("words.receive", "r != g.rank", f"{LATER} != g.rank"),
+            *to("words.receive", RECEIVE, RECEIVE.replace("inbox, r,", f"inbox, {LATER},")),
         ),
         WRONG,
         "ll",
+    ),
+    Mutant(
+        "lamport: the own part is summed first",
+        to(
+            "words.receive", CAME, "tl.where(r == 0, mine[part], tl.where(r == g.rank, came[part], came[4 * r + part]))"
+        ),
+        WRONG,
+        "lamport",
     ),
     Mutant(
         "puts: all parts are summed in rank order, whatever their nodes",
@@ -177,11 +189,36 @@ MUTANTS = [
         "ll",
         case=(("calls", "ozozozo"),),
     ),
+    *(
+        Mutant(
+            f"{name}: words are received before they are sent",
+            to(WORDS, f"mine = {SENT}", "mine = (shares[12], shares[13], shares[14], shares[15])")
+            + to(WORDS, SUMMED, f"{SUMMED}\n{SENT}"),
+            missing(memory),
+            name,
+            resident=1,
+        )
+        for name, memory in (("ll", "flagged"), ("lamport", "lamport"), ("looped", "lamport"))
+    ),
+    # ------------------------------------------------------------------ words that announce themselves
+    Mutant("lamport: nothing is cleared", to(WORDS, CLEARED, "pass"), WRONG, "lamport", case=(("calls", "ooooo"),)),
     Mutant(
-        "ll: reducers before senders",
-        to(LL, "g.rank + 1 + tl.program_id(0) % g.world", "g.rank - tl.program_id(0) % g.world + g.world"),
-        missing("flagged"),
-        "ll",
+        "looped: a program takes its first block only",
+        to(WORDS, "tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0))", "tl.range(0, 0)"),
+        WRONG,
+        "looped",
+    ),
+    Mutant(
+        "looped: a program takes its blocks in another order on odd ranks",
+        to(
+            WORDS,
+            "word = block * BLOCK + tl.arange(0, BLOCK)",
+            "word = (block + g.rank % 2 * (blocks + tl.program_id(0) + tl.num_programs(0) - 1 - 2 * block)) * BLOCK "
+            "+ tl.arange(0, BLOCK)",
+        ),
+        f"{WRONG}|{missing('lamport')}",
+        "looped",
+        case=(("calls", "oooo"), ("count", 64)),
         resident=1,
     ),
     # ------------------------------------------------------------------ puts

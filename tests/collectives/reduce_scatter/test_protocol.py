@@ -26,6 +26,8 @@ DTYPES = (*FLOATS, torch.int32, torch.int64)
 
 
 def serves(algorithm: str, dtype: torch.dtype) -> bool:
+    if algorithm == "lamport":
+        return dtype.is_floating_point and dtype.itemsize < 8
     return algorithm != "ll" or dtype.itemsize < 8
 
 
@@ -35,10 +37,12 @@ def serves(algorithm: str, dtype: torch.dtype) -> bool:
     [
         ("direct", [4], "oiozi"),
         ("ll", [4], "oizo"),
+        ("lamport", [4], "oizo"),
+        ("looped", [3], "oizo"),
         ("puts", [2, 2], "oiozi"),
         ("puts", [3, 1], "oio"),
         ("puts", [1, 2, 1], "oio"),
-        ("direct ll puts", [3], "oiozioioo"),
+        ("direct ll puts lamport", [3], "oiozioioo"),
     ],
 )
 def test_clean_over_seeds(algorithm: str, nodes: list[int], calls: str, seeds: Sequence[int]) -> None:
@@ -46,7 +50,7 @@ def test_clean_over_seeds(algorithm: str, nodes: list[int], calls: str, seeds: S
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("algorithm", ["direct", "ll", "puts"])
+@pytest.mark.parametrize("algorithm", ["direct", "ll", "lamport", "puts"])
 def test_every_dtype_and_operation(algorithm: str, dtype: torch.dtype) -> None:
     """On three ranks, whose number divides nothing, with tensors that are not aligned to 16 bytes."""
     if serves(algorithm, dtype):
@@ -71,7 +75,7 @@ class Special(Reductions):
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("algorithm", ["direct", "ll", "puts"])
+@pytest.mark.parametrize("algorithm", ["direct", "ll", "lamport", "puts"])
 def test_special_numbers(algorithm: str, dtype: torch.dtype) -> None:
     """No result is -0.0, and a NaN is never lost."""
     if serves(algorithm, dtype):
@@ -87,7 +91,7 @@ def test_every_world_size(n_pes: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 7, 8, 33, 70])
-@pytest.mark.parametrize("algorithm", ["direct", "ll", "puts"])
+@pytest.mark.parametrize("algorithm", ["direct", "ll", "lamport", "puts"])
 def test_every_size(algorithm: str, count: int) -> None:
     """Of 4 bytes and of 2; aligned and not."""
     nodes = [1, 2] if algorithm == "puts" else None

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter inside one node, by words that need no signal: one crossing.
+
+Scope: one node whose ranks can store to each other's memory; dtypes of 2 and 4 bytes. Floating types go by words that
+announce themselves (:mod:`tdcoll.primitives.lamport`), where the context has memory for them; all others by words that
+carry a flag (:mod:`tdcoll.primitives.ll`), a third more of them. (Elements of 8 bytes would lie across flagged words,
+and have legal values with a sentinel in them: they go by ``kernels_direct``.)
+
+Data flow, seen from rank r::
+
+    source[p] --words--> inbox[slot, r] on rank p, for every other rank p
+    inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
+
+Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s, and polled by the program
+of rank r that has the number of the one which sent them.
+
+Ordering and reuse of a slot: those of the words' own modules. Each rank sends at least one word to everybody, so a rank
+that is done with a call has heard from all.
+
+Order of programs: the data is cut into blocks of words, and program i takes the blocks i, i + programs, ... one after
+the other. It sends a block before it waits for it, and waits for programs i of other ranks only, which do the same in
+the same order; so any number of resident blocks makes progress, and any number of programs, as long as it is the same
+on all ranks.
+
+In place: ``out`` may be ``source[r]``. Nobody else reads that part, and a program stores to the words that it has
+loaded before, and to no others.
+
+Bits: sums are in rank order, in the accumulator's type, rounded once, as in every other algorithm.
+"""
+
+import triton.language as tl
+
+from tdcoll.language.jit import jit
+from tdcoll.primitives import lamport, words
+from tdcoll.primitives.group import in_stream_order
+
+__all__ = ["reduce_scatter_words"]
+
+
+@jit
+def reduce_scatter_words(
+    source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, blocks: tl.int32,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr, BLOCK: tl.constexpr,
+    LOOPED: tl.constexpr,
+):  # fmt: skip
+    """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``blocks``, or with ``LOOPED`` any number up to that.
+
+    Args: those of ``reduce_scatter_direct``, except
+        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or with flags :class:`~tdcoll.primitives.group.Window`, with
+            room in each segment for the words of ``nbytes``.
+        blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
+        LAMPORT: the words announce themselves and hold 16 bytes; else they carry a flag and hold 12.
+        BLOCK: words of a block.
+        LOOPED: programs take several blocks each.
+    """
+    in_stream_order()
+    total = g.world * source_stride
+    deltas = words.deltas_of(g)
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    shares = words.load_shares(source, source_stride, total, nbytes, word, g, LAMPORT)
+    call, alive = words.start(g, inbox, LAMPORT)
+    if alive == 0:
+        return
+    mask = words.carry(word, tl.cast(nbytes, tl.int32), LAMPORT)
+    mine = words.send_shares(
+        source, source_stride, total, nbytes, word, shares, g, inbox, deltas, call, mask, LAMPORT
+    )  # fmt: skip
+    if LAMPORT:
+        lamport.clear(g, inbox, call, nbytes, BLOCK)
+    _sum(out, inbox, g, nbytes, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)
+    if LOOPED:
+        for block in tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
+            word = block * BLOCK + tl.arange(0, BLOCK)
+            shares = words.load_shares(source, source_stride, total, nbytes, word, g, LAMPORT)
+            mask = words.carry(word, tl.cast(nbytes, tl.int32), LAMPORT)
+            mine = words.send_shares(
+                source, source_stride, total, nbytes, word, shares, g, inbox, deltas, call, mask, LAMPORT
+            )  # fmt: skip
+            _sum(out, inbox, g, nbytes, word, mine, call, mask, DTYPE, ACC, OP, LAMPORT)
+
+
+@jit
+def _sum(
+    out, inbox, g, nbytes, word, mine, call, mask,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
+):  # fmt: skip
+    """What all ranks have sent of a block ``-> out``."""
+    parts, summed = words.receive(g, inbox, word, mine, call, mask, LAMPORT)
+    result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
+    words.store(out, word, tl.cast(nbytes, tl.int32), result, summed, LAMPORT)
