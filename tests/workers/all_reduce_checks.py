@@ -179,9 +179,7 @@ def replay_captured(numel: int, captured: int, replays: int) -> None:
     """``captured`` calls as one graph, replayed with eager calls in between."""
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=8192)
     kinds = ["auto", *algorithms(ctx, 4 * numel, torch.float32)]
-    tensors = [torch.randint(-99, 99, (numel,), device=device()).float() for _ in range(world())]
-    dist.barrier()
-    tensors = [tdcoll.all_gather(tensors[rank()]).view(world(), numel)[r] for r in range(world())]
+    tensors = [tensor.remainder(100).float() for tensor in given(3, numel, torch.int32)]
     total = torch.stack(tensors).sum(0)  # of whole numbers: exact in any order
     step = torch.ones((), device=device())
     wrong = torch.zeros((), dtype=torch.int64, device=device())
