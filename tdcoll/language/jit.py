@@ -3,7 +3,8 @@
 
 Two things must happen to a kernel that calls NVSHMEM, and to no other:
 
-1. it is compiled with NVSHMEM's bitcode library (``extern_libs``);
+1. it is compiled with the part of NVSHMEM's bitcode library that the language calls (:mod:`tdcoll.language.library`),
+   unless its launch names another (``extern_libs={"libnvshmem_device": ...}``);
 2. its loaded module is given to NVSHMEM (``nvshmemx_cumodule_init``) before the first launch, so that the
    library's device state in that module points at this process's heap.
 
@@ -37,6 +38,7 @@ from triton.runtime.jit import JITFunction
 from tdcoll import runtime
 from tdcoll.errors import NotInitializedError
 from tdcoll.language import INTERPRETED, LOWERING
+from tdcoll.language.library import part_for_language
 from tdcoll.spec import functions
 from tdcoll.spec.functions import LIBRARY, LINKED, not_a_monitor
 
@@ -331,7 +333,7 @@ class TdcollJITFunction(JITFunction):
         if not _LEFT_TO_TRITON_DISTRIBUTED and (
             self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values())
         ):
-            kwargs["extern_libs"] = {**kwargs.get("extern_libs", {}), LIBRARY: bitcode_path()}
+            kwargs["extern_libs"] = {LIBRARY: part_for_language(bitcode_path()), **kwargs.get("extern_libs", {})}
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)
 
     def _refuse_calls_that_wait(self) -> None:

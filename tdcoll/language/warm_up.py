@@ -2,10 +2,10 @@
 """What Triton does once per process before its first kernel, done early and in the background.
 
 With every kernel in Triton's cache, the first launch of a process still takes half a second. Triton hashes its own
-library of 400 MB, and the device library that the kernel links (NVSHMEM's has 30 MB). It imports the whole of Gluon to
-know the types of arguments. It runs ``ldconfig``, ``file`` and, twice, ``ptxas --version``. None of this depends on the
-kernel, and most of it runs without Python's lock. NVSHMEM takes as long to start, also without the lock, so
-:class:`~tdcoll.runtime.nvshmem.NvshmemHeap` has both done at the same time.
+library of 400 MB, and tdcoll NVSHMEM's of 30 MB, to find the part of it that kernels link. Triton imports the whole of
+Gluon to know the types of arguments. It runs ``ldconfig``, ``file`` and, twice, ``ptxas --version``. None of this
+depends on the kernel, and most of it runs without Python's lock. NVSHMEM takes as long to start, also without the lock,
+so :class:`~tdcoll.runtime.nvshmem.NvshmemHeap` has both done at the same time.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ from tdcoll.collectives.sparse_all_reduce import (
 from tdcoll.language import jit, waits
 from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
 from tdcoll.language.jit import jit as tdl_jit
+from tdcoll.language.library import part_for_language
 from tdcoll.primitives import reduce
 from tdcoll.primitives.group import Group, Nodes, Window, in_stream_order
 from tdcoll.primitives.lamport import Lamport
@@ -96,8 +97,11 @@ def resources(ptx: str, arch: int) -> dict[str, int]:
     return {"registers": int(registers[1]), "spilled_bytes": int(spills[1]) + int(spills[2])}
 
 
-def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str, str], aligned: bool = False):
-    """``aligned``: pointers, and the elements of a row, are multiples of 16, as they usually are."""
+def compile_for(
+    kernel, arch: int, constants: dict[str, object], types: dict[str, str], aligned: bool = False, library: str = ""
+):
+    """``aligned``: pointers, and the elements of a row, are multiples of 16, as they usually are. ``library``: which
+    NVSHMEM's functions come from; by default, that which ``tdcoll.jit`` links."""
     declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
     types = declared | types
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -107,7 +111,8 @@ def compile_for(kernel, arch: int, constants: dict[str, object], types: dict[str
             fixed = (int, tl.constexpr)  # also a default that is a constant
             constants |= {(place, i): getattr(of, "value", of) for i, of in enumerate(kind) if isinstance(of, fixed)}
             signature[name] = type(kind)(*("constexpr" if isinstance(of, fixed) else of for of in kind))
-    libraries = {"libnvshmem_device": bitcode_path()} if needs_nvshmem(kernel) else {}
+    library = library or part_for_language(bitcode_path())
+    libraries = {"libnvshmem_device": library} if needs_nvshmem(kernel) else {}
     hints = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -448,6 +453,17 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
     return done
 
 
+def compile_with_all_of_nvshmem() -> dict[str, str]:
+    """A kernel that calls much of NVSHMEM, linked with its library and with the part of it that kernels get."""
+    from language_checks import put_signal
+
+    ptx = {}
+    for name, library in (("whole", bitcode_path()), ("part", part_for_language(bitcode_path()))):
+        ptx[name] = compile_for(put_signal, 90, {}, LANGUAGE_TYPES, library=library).asm["ptx"]
+        ORDER.pop()
+    return ptx
+
+
 @triton.jit
 def wait_signal_without_its_barrier(signal, compare: tl.constexpr, value, monitor, peer, index):
     return waits._poll(signal, compare, value, monitor, 1, peer, index)
@@ -536,6 +552,7 @@ def main() -> None:
         compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)
     ]
     compiled["exchange"] = [compile_exchange(90)]
+    compiled["library"] = compile_with_all_of_nvshmem()
     compiled["order"] = list(ORDER)
     compiled["refusals"] = refusals()
     json.dump({"triton": triton.__version__, **compiled, "mutants": compile_mutants()}, sys.stdout)
