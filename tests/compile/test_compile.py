@@ -304,6 +304,8 @@ def test_a_wait_for_the_launch_before_comes_first_or_is_refused(compiled) -> Non
 def test_what_comes_before_the_wait_is_seen_in_ptx(body: str, verdict: bool | None) -> None:
     asm = "// begin inline asm\ngriddepcontrol.wait; griddepcontrol.launch_dependents;\n// end inline asm"
     assert ptx_order.early(f".entry kernel()\n{{\n{body.format(wait=asm)}\n}}\n// -- End function") is verdict
+
+
 def test_the_part_of_nvshmem_that_kernels_link_makes_the_same_kernels(compiled) -> None:
     ptx = compiled["library"]
     assert ptx["part"] == ptx["whole"]
