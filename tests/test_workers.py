@@ -35,10 +35,11 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
     [
         second("all_gather_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="all-gather, 2 nodes of 2"),
         second("reduce_scatter_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="reduce-scatter, 2 + 1"),
-        pytest.param("all_reduce_checks.py", ("--nproc", "2"), id="all-reduce, 2 ranks"),
+        second("all_reduce_checks.py", ("--nproc", "2"), id="all-reduce, 2 ranks"),
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
         pytest.param("primitives_checks.py", ("--nproc", "2"), id="primitives, 2 ranks"),
-        pytest.param("sparse_checks.py", ("--nproc", "2"), id="sparse all-reduce, 2 ranks"),
+        second("sparse_checks.py", ("--nproc", "2"), id="sparse all-reduce, 2 ranks"),
+        second("stall_checks.py", ("--nproc", "2"), id="a planted stall, 2 ranks"),
     ],
 )
 def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:

@@ -2,7 +2,8 @@
 """Jobs on GPUs, started by launch.sh as a user starts them.
 
 Where there are fewer GPUs than ranks, the ranks share them: ``-k shared`` chooses these tests, which take minutes each,
-and ``-k "not shared"`` leaves them out.
+and ``-k "not shared"`` leaves them out. Jobs may run beside each other on the same GPUs (``-n 6``): each spends most of
+its time on compiling and starting.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ import torch
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE.parent / "workers"
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
 TIMEOUT_S = 280.0
 SHARED_TIMEOUT_S = 580.0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="needs a GPU"),
+    pytest.mark.timeout(SHARED_TIMEOUT_S + 20),  # each job ends before that, and is reported
+]
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -90,7 +95,7 @@ def test_sparse_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("sparse_checks.py")
 
 
-@ranks_of(3, 4, 5, 8, nodes=2)
+@ranks_of(2, 3, 4, 5, 8, nodes=2)
 def test_emulated_nodes(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, WORKERS / "all_gather_checks.py", "--emulate-nodes", "2")
     assert set(verdicts(done)) == checks_of("all_gather_checks.py")
@@ -102,10 +107,31 @@ def test_all_reduce_checks(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("all_reduce_checks.py")
 
 
-@ranks_of(3, 4, nodes=2)
+@ranks_of(2, 3, 4, nodes=2)
 def test_all_reduce_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, WORKERS / "all_reduce_checks.py", "--emulate-nodes", "2")
     assert set(verdicts(done)) == checks_of("all_reduce_checks.py")
+
+
+@ranks_of(1, 2, 4, 8)
+def test_reduce_scatter_checks(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "reduce_scatter_checks.py")
+    assert set(verdicts(done)) == checks_of("reduce_scatter_checks.py")
+
+
+@ranks_of(2, 3, 4, nodes=2)
+def test_reduce_scatter_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "reduce_scatter_checks.py", "--emulate-nodes", "2")
+    assert set(verdicts(done)) == checks_of("reduce_scatter_checks.py")
+
+
+@needs(2)
+def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
+    """The negative control of all the others: what they look for is there to be seen on these GPUs."""
+    done = run_checks(launch, min(GPUS, 4), WORKERS / "stall_checks.py")
+    found = verdicts(done)
+    assert set(found) == checks_of("stall_checks.py")
+    assert all("wrong numbers without the protection" in str(verdict["note"]) for verdict in found.values())
 
 
 @ranks_of(3, 4, 8)
@@ -148,8 +174,9 @@ def test_two_agents_on_one_host_are_two_nodes(launch: Launch, sees: str) -> None
         first, second = pool.map(agent, (0, 1))
     assert second.returncode == 0, second.stdout + second.stderr
     found = verdicts(first)
-    assert found["takes_2d"]["note"] == f"{2 * half} rank(s) on 2 node(s) ({half} + {half})"
-    assert {"sizes", "in_place", "subgroups", "graphs"} <= set(found)
+    assert found["takes_the_paths_between_nodes"]["note"] == f"{2 * half} rank(s) on 2 node(s) ({half} + {half})"
+    for collective in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert {f"{collective}_checks.sizes", f"{collective}_checks.graphs"} <= set(found)
 
 
 @needs(2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather in a job of two agents, each of which is a node: the 2D path is the one taken."""
+"""Collectives in a job of two agents, each of which is a node: the paths between nodes are the ones taken."""
 
 from __future__ import annotations
 
@@ -8,22 +8,35 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "workers"))
 
-import all_gather_checks  # noqa: F401
-from harness import check, expect, run, world
+from harness import check, checks_of, expect, run, world
 
 import tdcoll
 from tdcoll.collectives._host.plan import Facts
-from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.collectives.all_gather.policy import POLICY as ALL_GATHER
+from tdcoll.collectives.all_reduce.policy import POLICY as ALL_REDUCE
+from tdcoll.collectives.reduce_scatter.policy import POLICY as REDUCE_SCATTER
 
 
 @check
-def takes_2d() -> str:
+def takes_the_paths_between_nodes() -> str:
     topology = tdcoll.topology()
     half = world() // 2
     expect(topology.members == (tuple(range(half)), tuple(range(half, world()))), topology.describe())
-    expect(POLICY.choose(Facts(1 << 16, topology)).algorithm == "2d", "auto must take 2D here")
+    facts = Facts(1 << 16, topology, stores=True)
+    for policy, algorithm in ((ALL_GATHER, "2d"), (ALL_REDUCE, "2d"), (REDUCE_SCATTER, "1d")):
+        chosen = policy.choose(facts).algorithm
+        expect(chosen == algorithm, f"auto must take {algorithm} here for {policy.operation}, not {chosen}")
     return topology.describe()
 
 
+COMMON = ("sizes", "many_calls_with_a_straggler", "graphs")
+
 if __name__ == "__main__":
-    run(["takes_2d", "sizes", "in_place", "many_calls_with_a_straggler", "subgroups", "drop_in", "graphs"])
+    run(
+        [
+            takes_the_paths_between_nodes.__name__,
+            *checks_of("all_gather_checks", *COMMON, "in_place", "subgroups", "drop_in"),
+            *checks_of("reduce_scatter_checks", *COMMON, "unaligned_and_in_place", "subgroups_and_the_pool"),
+            *checks_of("all_reduce_checks", *COMMON, "unaligned_and_in_place", "subgroups_and_the_pool"),
+        ]
+    )

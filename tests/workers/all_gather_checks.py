@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from harness import check, device, expect, expect_raises, rank, run, scaled, shared, simulated, world
+from harness import check, device, expect, expect_raises, patience_s, rank, run, scaled, simulated, world
 
 import tdcoll
 from tdcoll import runtime
@@ -377,7 +377,7 @@ def one_stays_away(algorithm: str) -> None:
     """One rank does not make the second call; the others must say whose data they lack. On a ring they name the rank
     before them."""
     absent = world() - 1
-    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=5 if shared() else 1.5)
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=patience_s())
     data = pattern(rank(), 0, 256)
     tdcoll.all_gather(data, ctx, algorithm=algorithm)
     if rank() != absent:

@@ -7,7 +7,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from harness import check, device, expect, expect_raises, rank, run, scaled, shared, simulated, world
+from harness import check, device, expect, expect_raises, patience_s, rank, run, scaled, simulated, world
 
 import tdcoll
 import tdcoll.distributed
@@ -224,7 +224,7 @@ def timeouts_name_the_peer() -> str:
     absent, tried = world() - 1, []
     for algorithm in POLICY.names:
         runtime.current().failed = False  # what failed is over, and all ranks are here
-        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1024, timeout_s=5 if shared() else 1.5)
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1024, timeout_s=patience_s())
         if algorithm in algorithms(ctx, 256, torch.float32):
             data = torch.ones(64, device=device())
             tdcoll.all_reduce(data, ctx, algorithm=algorithm)

@@ -7,6 +7,7 @@ and ends the job, rather than leave the others in a collective. Rank 0 prints on
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -38,6 +39,21 @@ def check(function: Callable[[], object] | None = None, *, gpu_only: bool = Fals
     return register if function is None else register(function)
 
 
+def checks_of(script: str, *names: str) -> list[str]:
+    """Add checks of another script, whose names may be the same, as ``script.name``; these names."""
+    mine = dict(CHECKS)
+    CHECKS.clear()
+    importlib.import_module(script)
+    theirs = dict(CHECKS)
+    CHECKS.clear()
+    CHECKS.update(mine)
+    for name in names:
+        CHECKS[f"{script}.{name}"] = theirs[name]
+        if name in GPU_ONLY:
+            GPU_ONLY.add(f"{script}.{name}")
+    return [f"{script}.{name}" for name in names]
+
+
 def simulated() -> bool:
     return INTERPRETED
 
@@ -45,6 +61,12 @@ def simulated() -> bool:
 def shared() -> bool:
     """Whether ranks share GPUs (`launch.sh --share-gpus`), which take turns at them."""
     return lifecycle.may_share_gpus()
+
+
+def patience_s() -> float:
+    """How long a rank waits for one that never comes: long enough for one that only takes its turn at the GPU."""
+    crowded = shared() or (not INTERPRETED and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1)
+    return 5.0 if crowded else 1.5
 
 
 def scaled(gpu: int, simulator: int, shared_gpus: int | None = None) -> int:

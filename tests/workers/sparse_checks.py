@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import all_agree, check, device, expect, expect_raises, rank, run, scaled, shared, simulated, world
+from harness import all_agree, check, device, expect, expect_raises, patience_s, rank, run, scaled, simulated, world
 
 import tdcoll
 from tdcoll import runtime
@@ -616,7 +616,7 @@ def sparse_timeout_names_the_peer() -> str:
     absent = world() - 1
     for algorithm in ("owner", "gather"):
         every = parts(1, 6, 20)
-        ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, timeout_s=5 if shared() else 1.5)
+        ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, timeout_s=patience_s())
         call(ctx, every, 20, algorithm=algorithm)
         if rank() != absent:
             again = partial(call, ctx, every, 20, algorithm=algorithm)
