@@ -50,7 +50,17 @@ def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:
     assert {name for name, verdict in found.items() if verdict.get("ok") is not True} == skipped
 
 
-def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
+def test_killed_rank_is_named(launch: Launch) -> None:
+    """By torchrun, which ends the others at once."""
+    done = launch("--simulate", "--nproc", "2", str(WORKERS / "killed_rank.py"), "1")
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tdcoll: ")]
+    assert "tdcoll: died: rank 1 (SIGKILL)" in lines
+    assert not [line for line in lines if line.startswith("tdcoll: failed")]
+
+
+@pytest.mark.slow
+def test_killed_rank_is_named_by_the_others_and_the_job_ends(launch: Launch) -> None:
     # torchrun looks once, this long after it started the ranks: they must have started, and timed out, by then.
     options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "25")
     done = launch("--simulate", *options, str(WORKERS / "killed_rank.py"), "1")

@@ -97,7 +97,7 @@ def test_the_measuring_path(clock: Any, on_gpus: Callable[..., list[Any]], monke
             clock.passes(2.0 + size.rounds * (3.0 if size.pattern == "one-way" else 1.5))
 
     monkeypatch.setattr(signal.Signalling, "launch", timed)
-    options = signal.Signalling.parse(["--rounds", "4", "--iterations", "2", "--warmup", "1"])
+    options = signal.Signalling.parse(["--rounds", "2", "--iterations", "2", "--warmup", "1"])
     shown: list[SignalRow] = []
     rows = on_gpus(lambda pe: signal.Signalling(options).measure(shown.append if pe == 0 else lambda row: None), 3)[0]
     assert shown == rows
@@ -105,7 +105,7 @@ def test_the_measuring_path(clock: Any, on_gpus: Callable[..., list[Any]], monke
     assert {row.launch for row in rows} == {"graph"}
     for row in rows:
         if row.pattern == "one-way":
-            assert row.median_us == pytest.approx((2 + 4 * 3) / 8)
+            assert row.median_us == pytest.approx((2 + 2 * 3) / 4)
             assert row.calls == (1, 2)
         else:
             assert row.median_us == pytest.approx(2 / row.rounds + 1.5)

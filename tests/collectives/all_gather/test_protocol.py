@@ -53,7 +53,7 @@ def test_clean_over_seeds(
     explore(case, n_pes=nodes * per_node, seeds=seeds, ranks_per_node=per_node, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize("n_pes", range(1, 9))
+@pytest.mark.parametrize("n_pes", [1, 2, 3, second(4), 5, second(6), second(7), 8])
 @pytest.mark.parametrize("algorithm", ["ll", "direct", "ring", "1d", "2d"])
 def test_every_world_size(algorithm: str, n_pes: int) -> None:
     if algorithm != "ring" or n_pes <= 5:
