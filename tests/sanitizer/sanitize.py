@@ -99,7 +99,14 @@ def run(command: Sequence[str]) -> tuple[int, str]:
 
 
 def job(ranks: int, *checks: str) -> list[str]:
-    launch = [shutil.which("bash") or "bash", str(HERE.parents[1] / "launch.sh"), "--nproc", str(ranks), "--timeout", str(TIMEOUT_S)]
+    launch = [
+        shutil.which("bash") or "bash",
+        str(HERE.parents[1] / "launch.sh"),
+        "--nproc",
+        str(ranks),
+        "--timeout",
+        str(TIMEOUT_S),
+    ]
     return [*launch, str(HERE / "mixed_calls.py"), *checks]
 
 
