@@ -454,12 +454,13 @@ def compile_language_checks(arch: int) -> list[dict[str, object]]:
 
 
 def compile_with_all_of_nvshmem() -> dict[str, str]:
-    """A kernel that calls much of NVSHMEM, linked with its library and with the part of it that kernels get."""
+    """The code of a kernel that calls much of NVSHMEM, linked with its library and with the part that kernels get."""
     from language_checks import put_signal
 
     ptx = {}
     for name, library in (("whole", bitcode_path()), ("part", part_for_language(bitcode_path()))):
-        ptx[name] = compile_for(put_signal, 90, {}, LANGUAGE_TYPES, library=library).asm["ptx"]
+        whole = compile_for(put_signal, 90, {}, LANGUAGE_TYPES, library=library).asm["ptx"]
+        ptx[name] = whole.partition("\n\t.file\t")[0]  # not where its source lies
         ORDER.pop()
     return ptx
 
