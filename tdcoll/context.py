@@ -54,6 +54,7 @@ import torch
 import triton.language as tl
 
 from tdcoll import arguments, limits, runtime
+from tdcoll.errors import HeapExhaustedError
 from tdcoll.gate import Gate
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
@@ -91,7 +92,8 @@ class CollectiveContext(Gate):
             :func:`tdcoll.limits.flagged_bytes` of the group.
         lamport_bytes: the most of one rank's data that words which announce themselves carry, in bytes; takes ``3 *
             phases * world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each
-            other. Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.limits.lamport_bytes` of the group.
+            other. Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.limits.lamport_bytes` of the group
+            and a quarter of the heap; or a sixteenth of that where the heap has no room for so much.
         tiles: the most tiles of one call that programs of one GPU hand to each other; each takes 12 bytes of symmetric
             heap.
         max_programs: the most programs that one launch on the context has. Kernels of several contexts that are in
@@ -167,7 +169,8 @@ class CollectiveContext(Gate):
         cannot store to each other, or nodes have different numbers of ranks."""
         self._lamport_bytes = lamport_bytes
         if lamport_bytes is None:
-            lamport_bytes = min(max_bytes_per_rank, limits.lamport_bytes(topology.world_size, topology.n_nodes))
+            usual = limits.lamport_bytes(topology.world_size, topology.n_nodes)
+            lamport_bytes = min(max_bytes_per_rank, usual, job.heap.nbytes // (12 * phases * topology.world_size))
         self.lamport_bytes = lamport_bytes
         """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
         self.device_lamport: Lamport | None = None
@@ -221,7 +224,13 @@ class CollectiveContext(Gate):
         self.device_group = self._device_group()
         self.lamport_bytes = self.lamport_bytes if self.stores else 0
         if self.lamport_bytes:
-            self.device_lamport = self._device_lamport()
+            try:
+                self.device_lamport = self._device_lamport()
+            except HeapExhaustedError:  # on all ranks
+                if self._lamport_bytes is not None or self.lamport_bytes < 16:
+                    raise
+                self.lamport_bytes //= 16
+                self.device_lamport = self._device_lamport()
         if self.tiles:
             self.device_tiles = self._device_tiles()
         barrier(self._group)  # nobody may signal or send before everybody's memory is as it must be

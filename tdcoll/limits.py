@@ -11,7 +11,7 @@ MAX_PROGRAMS = 1 << 20
 
 _SENT_BYTES = 1 << 20
 _BYTES_BETWEEN_NODES = 16 << 10
-_ANNOUNCED_BYTES = 2 << 20
+_ANNOUNCED_BYTES = 32 << 20
 
 
 def flagged_bytes(world_size: int, n_nodes: int) -> int:
@@ -26,6 +26,7 @@ def flagged_bytes(world_size: int, n_nodes: int) -> int:
 def lamport_bytes(world_size: int, n_nodes: int) -> int:
     """Bytes of one rank for which a context has words that announce themselves, if it is not told otherwise.
 
-    They are for ranks of one node, and take three times 2 MiB of the symmetric heap, whatever the number of ranks.
+    They are for ranks of one node. With so many an all-reduce of 16 MiB goes by such words, in two stages; they take
+    three times 32 MiB of the symmetric heap, whatever the number of ranks.
     """
     return 0 if n_nodes > 1 else _ANNOUNCED_BYTES // world_size

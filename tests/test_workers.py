@@ -14,7 +14,11 @@ import pytest
 from tiers import second
 
 WORKERS = Path(__file__).with_name("workers")
-GPU_ONLY = {"graphs", "capture_errors", "streams"} | {"sparse_graphs", "sparse_capture_errors", "sparse_streams"}
+GPU_ONLY = {"graphs", "capture_errors", "streams", "captured_chains"} | {
+    "sparse_graphs",
+    "sparse_capture_errors",
+    "sparse_streams",
+}
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -36,6 +40,7 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
         second("all_gather_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="all-gather, 2 nodes of 2"),
         second("reduce_scatter_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="reduce-scatter, 2 + 1"),
         second("all_reduce_checks.py", ("--nproc", "2"), id="all-reduce, 2 ranks"),
+        pytest.param("early_checks.py", ("--nproc", "2"), id="early launches, 2 ranks"),
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
         pytest.param("primitives_checks.py", ("--nproc", "2"), id="primitives, 2 ranks"),
         second("sparse_checks.py", ("--nproc", "2"), id="sparse all-reduce, 2 ranks"),

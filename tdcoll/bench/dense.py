@@ -213,7 +213,8 @@ class Dense(Case):
         sizes, algorithms = options.sizes, options.algorithms
         staged = max(2 * world * (cls.context_bytes(size) + 16) for size in sizes)
         in_heap = cls.in_heap and (algorithms is None or IN_PLACE in algorithms)
-        need = staged + (14 << 20)
+        announced = max(3 * world * min(cls.context_bytes(size) + 16, lamport_bytes(world, 1)) for size in sizes)
+        need = staged + announced + (8 << 20)
         if in_heap:
             need += max(cls.data.storage_bytes(size, world, sets_of(options, size, world)) for size in sizes)
         if FCOLLECT in options.peers and not INTERPRETED:

@@ -421,10 +421,10 @@ def _wait_for_words(
     seen, arrived = wait(np.concatenate(pending), threads, *given, held)
     blocks = np.zeros((len(senders) * n_parts + 1, addresses.size), np.uint32)
     seen = seen.view(np.uint32).reshape(len(senders), places.size, 4)[:, :, :n_parts]
-    blocks[:-1, places] = seen.transpose(0, 2, 1).reshape(-1, places.size)
+    blocks[:-1, places] = seen.transpose(0, 2, 1).reshape(len(senders) * n_parts, places.size)
     blocks[-1] = 1
     blocks[-1, places] = arrived.reshape(len(senders), places.size).all(axis=0)
-    shaped = blocks.view(np.int32).reshape(-1, *words.handle.data.shape)
+    shaped = blocks.view(np.int32).reshape(len(blocks), *words.handle.data.shape)
     kind = tl.block_type(tl.int32, words.shape)
     return tuple(tl.tensor(triton_interpreter.TensorHandle(block, tl.int32), kind) for block in shaped)
 

@@ -153,7 +153,7 @@ def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
 def test_reduce_scatter_compiles_without_spills_and_needs_nvshmem_for_puts_only(compiled) -> None:
     kernels = compiled["reduce_scatter"]
     assert {(k["kernel"], k["arch"]) for k in kernels} == {
-        (f"reduce_scatter_{name}", arch) for name in ("direct", "ll", "puts") for arch in (90, 100)
+        (f"reduce_scatter_{name}", arch) for name in ("direct", "words", "puts") for arch in (90, 100)
     }
     for kernel in kernels:
         assert kernel["spilled_bytes"] == 0, kernel
@@ -180,7 +180,7 @@ def test_a_maximum_propagates_nan(compiled) -> None:
 
 def test_reduce_scatter_is_compiled_once_for_all_ranks(compiled) -> None:
     forms = compiled["reduce_scatter_forms"]
-    assert forms == {"reduce_scatter_direct": 1, "reduce_scatter_puts": 1, "reduce_scatter_ll": 1}
+    assert forms == {"reduce_scatter_direct": 1, "reduce_scatter_puts": 1, "reduce_scatter_words": 1}
 
 
 def test_all_reduce_compiles_for_all_ranks_at_once_and_needs_nvshmem_for_puts_only(compiled) -> None:
@@ -200,19 +200,23 @@ def test_all_reduce_compiles_for_all_ranks_at_once_and_needs_nvshmem_for_puts_on
     assert [k for k in kernels if k["fused"]] == []
 
 
-def test_words_of_an_all_reduce_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
-    """One load of an aligned source, or one for each part of it; the compiler repeats no wait in another layout."""
+def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
+    """One load of an aligned source, or one for each part of it; one wait for the words of all ranks that announce
+    themselves, or one for each rank whose words have flags. The compiler repeats none in another layout."""
     words = [k for k in compiled["all_reduce"] if k["kernel"] in ("all_reduce_one_shot", "all_reduce_two_shot")]
     assert {(k["kernel"], k["announced"]) for k in words} == {
         (f"all_reduce_{shots}_shot", announced) for shots in ("one", "two") for announced in (False, True)
     }
     for kernel in words:
         world, two = kernel["world"], kernel["kernel"] == "all_reduce_two_shot"
-        assert kernel["globaltimer"] == (2 * world - 1 if two else world), kernel
+        waits = (2 if two else 1) * (1 if kernel["announced"] else world) * (2 if kernel["looped"] else 1)
+        assert kernel["globaltimer"] == waits, kernel
         if kernel["announced"]:
-            assert kernel["loads"] == (world if two else 1), kernel
+            assert kernel["loads"] == (world if two else 1) * (2 if kernel["looped"] else 1), kernel
             assert kernel["sent"] >= (2 * (world - 1) + world if two else world), kernel
             assert kernel["spilled_bytes"] == 0, kernel
+    scattered = {k["announced"]: k for k in compiled["reduce_scatter"] if k["kernel"] == "reduce_scatter_words"}
+    assert (scattered[True]["globaltimer"], scattered[False]["globaltimer"]) == (1, 8)
 
 
 def test_the_maximum_propagates_nan(compiled) -> None:

@@ -145,7 +145,7 @@ def test_a_context_that_cannot_be_made_takes_nothing(kind: Any, part: str, monke
     capacity = {"max_bytes_per_rank": 64} if kind is tdcoll.CollectiveContext else {"max_rows_per_rank": 4}
     more = {} if kind is tdcoll.CollectiveContext else {"max_row_bytes": 16}
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("here")
 
     def host(pe: int) -> None:

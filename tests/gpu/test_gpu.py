@@ -134,6 +134,12 @@ def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
     assert all("wrong numbers without the protection" in str(verdict["note"]) for verdict in found.values())
 
 
+@ranks_of(1, 2, 4, 8)
+def test_early_checks(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "early_checks.py")
+    assert set(verdicts(done)) == checks_of("early_checks.py")
+
+
 @ranks_of(3, 4, 8)
 def test_distributed_checks(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, WORKERS / "distributed_checks.py")

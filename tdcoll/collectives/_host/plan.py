@@ -273,22 +273,22 @@ def _phase_words(facts: Facts, width: int, parts: int) -> int:
     return -(-words_of(facts.nbytes, width) // parts)
 
 
-def reduced_words(facts: Facts, parts: int = 1) -> Extent:
+def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Extent:
     """What blocks of words are cut from that are reduced. Programs take several blocks where there are too many.
 
     They announce themselves where the context has room for such words, and else carry a flag.
 
     Args:
-        parts: a rank sends each of them to another one, and in a second phase the sum of its own to all; 1: it sends
-            the whole to all, and nothing afterwards.
+        parts: how many of them a segment is; a rank sends one to another at a time.
+        phases: how often it does that.
     """
-    width, phases = LAMPORT_WORD_BYTES, 1 + (parts > 1)
+    width = LAMPORT_WORD_BYTES
     if width * phases * _phase_words(facts, width, parts) > -(-facts.lamport_bytes // width) * width:
         width = LL_WORD_BYTES
     return Extent(width * _phase_words(facts, width, parts), width, programs=0)
 
 
-def needs_reduced_words(facts: Facts, parts: int = 1) -> str | None:
+def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | None:
     """Why a reduction cannot go by words of either kind; see :func:`reduced_words`."""
     if facts.itemsize > 4:
         return f"needs elements of 2 or 4 bytes; got elements of {facts.itemsize} bytes on "
@@ -296,8 +296,8 @@ def needs_reduced_words(facts: Facts, parts: int = 1) -> str | None:
         return problem
     if facts.nbytes >= _REDUCED_BYTES:
         return f"needs less than {_REDUCED_BYTES} bytes; got {facts.nbytes} bytes on "
-    announced = reduced_words(facts, parts).width == LAMPORT_WORD_BYTES
-    if announced or (1 + (parts > 1)) * _phase_words(facts, LL_WORD_BYTES, parts) <= words_of(facts.ll_bytes):
+    announced = reduced_words(facts, parts, phases).width == LAMPORT_WORD_BYTES
+    if announced or phases * _phase_words(facts, LL_WORD_BYTES, parts) <= words_of(facts.ll_bytes):
         return None
     return f"needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got {facts.nbytes} bytes on "
 

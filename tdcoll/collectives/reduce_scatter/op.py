@@ -81,7 +81,8 @@ def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:
     arguments.tensor("tensor", tensor)
     world = len(owner.ranks_of(group))
     most = min(_MOST_POOLED_BYTES, owner.heap.nbytes // (16 * world))
-    return pooled("reduce_scatter", group, min(2 * strided_bytes(tensor) // world, most))  # half is to put from
+    nbytes = min(2 * strided_bytes(tensor) // world, most)  # half is to put from
+    return pooled("reduce_scatter", group, nbytes, lamport_bytes=None)
 
 
 def reduce_scatter_tensor(

@@ -131,7 +131,7 @@ class Reductions:
         if self.group is not None and pe not in self.group:
             return
         dtype, count, offset, turns = self.dtype, self.count, self.offset, self.algorithm.split()
-        most = 2 * (-(-count * dtype.itemsize // 16) * 16)
+        most = 2 * (-(-count * dtype.itemsize // 16) * 16) + 16
         with tdcoll.CollectiveContext(self.group, max_bytes_per_rank=most) as ctx:
             for control in (ctx.control, *([ctx.device_lamport.control] if ctx.device_lamport else [])):
                 control.fill_((self.first_epoch - 1) << EPOCH_SHIFT.value)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches that begin before the one ahead of them has ended, among each other and among other kernels: the results are
+those of one after the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from harness import check, device, expect, rank, run, scaled, simulated, world
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+import tdcoll
+from tdcoll.collectives._host import launch as launches
+from tdcoll.collectives._host.launch import Launch
+
+N = 3000
+"""Numbers of a tensor; whole ones, so that sums are exact in any order."""
+
+
+@triton.jit
+def add_late(x, n, turns, WAITS: tl.constexpr, LETS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds 1 to ``x``, after a while. ``WAITS``: first for the launch before; ``LETS``: lets the next begin at once."""
+    if WAITS:
+        gdc_wait()
+    if LETS:
+        gdc_launch_dependents()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n)
+    for _ in range(turns):
+        value += tl.load(x + at, mask=at < n, volatile=True) * 0
+    tl.store(x + at, value + 1, mask=at < n)
+
+
+def writers() -> dict[str, Callable[[torch.Tensor], object]]:
+    """What adds 1 before a collective, or after one: kernels of other libraries."""
+    if simulated():
+        return {"torch": lambda x: x.add_(1)}
+
+    def of(waits: bool, lets: bool) -> Callable[[torch.Tensor], object]:
+        options = {"launch_pdl": True} if waits else {}
+        return lambda x: add_late[(triton.cdiv(x.numel(), 512),)](x, x.numel(), 300, waits, lets, 512, **options)
+
+    return {
+        "torch": lambda x: x.add_(1),
+        "as usual": of(False, False),
+        "lets the next begin": of(False, True),
+        "begins early": of(True, False),
+        "begins early and lets the next": of(True, True),
+    }
+
+
+def step(kind: int, write: Callable[[torch.Tensor], object], ctx: tdcoll.CollectiveContext) -> torch.Tensor:
+    """One writer, one collective, one writer more ``->`` how many numbers are wrong."""
+    n = scaled(N, 60) // world() * world()
+    base = torch.arange(n, device=device(), dtype=torch.float32) % 97
+    x = base + rank()
+    ranks = world() * (world() - 1) // 2
+    write(x)
+    if kind < 3:
+        algorithm = ("auto", "one_shot", "direct")[kind]
+        expected = world() * (base + 1) + ranks + 1
+        out = tdcoll.all_reduce(x, ctx, x if kind == 1 else None, algorithm=algorithm)
+    elif kind == 3:
+        expected = torch.stack([base + 2 + r for r in range(world())]).flatten()
+        out = tdcoll.all_gather(x, ctx)
+    elif kind == 4:
+        expected = torch.stack([base + 2 + r for r in range(world())]).flatten()
+        out = tdcoll.all_gather(x, ctx, algorithm="direct")
+    else:
+        part = slice(rank() * n // world(), (rank() + 1) * n // world())
+        expected = (world() * (base + 1) + ranks + 1)[part]
+        out = tdcoll.reduce_scatter(x, ctx, algorithm="auto" if kind == 5 else "direct")
+    write(out)
+    return (out != expected).sum()
+
+
+KINDS = 7
+
+
+@check
+def launches_are_early() -> str:
+    """Where the GPU and Triton can; nowhere in the simulator."""
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
+        expect(ctx.early, "a context of the usual kind")
+        tdcoll.all_reduce(torch.ones(4, device=device()), ctx)
+        made = [run_of for run_of in ctx._kept.values() if hasattr(run_of, "_launches")]
+        expect(made, "nothing was launched")
+        first: Launch = made[0]._launches[0]
+        early = "launch_pdl" in first._options
+        expect(early == launches._early_launches(), f"early: {early}")
+        if early:
+            assert first._prepared is not None
+            expect(first._prepared.config.n_attributes == 1, "the driver is not asked for it")
+        ctx.check()
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1024, max_programs=64) as ctx:
+        expect(not ctx.early, "a context with a budget of programs")
+    return "early" if early else "as usual"
+
+
+@check
+def chains_among_other_kernels() -> str:
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    chooser = random.Random(3)
+    turns = scaled(3000, 8, shared_gpus=200)
+    made = list(writers().values())
+    with tdcoll.CollectiveContext(max_bytes_per_rank=4 * N * world()) as ctx:
+        for turn in range(turns):
+            late = chooser.randrange(world())
+            if not simulated() and turn % 5 == 0 and rank() == late:
+                torch.cuda._sleep(100_000)
+            wrong += step(turn % KINDS, made[chooser.randrange(len(made))], ctx)
+        ctx.check()
+    expect(int(wrong) == 0, f"{int(wrong)} wrong numbers")
+    return f"{turns} calls"
+
+
+@check
+def chains_of_collectives_alone() -> str:
+    """One after the other, on two contexts of one stream, each working on what the one before left."""
+    calls, n = scaled(2000, 6, shared_gpus=200), 512
+    x = torch.arange(n, device=device(), dtype=torch.float32) % 13 + rank()
+    with (
+        tdcoll.CollectiveContext(max_bytes_per_rank=8 * n) as one,
+        tdcoll.CollectiveContext(max_bytes_per_rank=8 * n) as two,
+    ):
+        expected = (torch.arange(n, device=device(), dtype=torch.float32) % 13) * world() + world() * (world() - 1) / 2
+        for call in range(calls):
+            algorithm = "auto" if call % 3 else "direct"
+            tdcoll.all_reduce_(x, (one, two)[call % 2], op="sum" if call == 0 else "max", algorithm=algorithm)
+        one.check()
+        two.check()
+    expect(bool((x == expected).all()), "a call did not see the one before")
+    return f"{calls} calls"
+
+
+@check(gpu_only=True)
+def captured_chains() -> None:
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=4 * N * world())
+    for name, write in writers().items():
+        for kind in range(KINDS):
+            step(kind, write, ctx)
+        torch.cuda.synchronize()
+        for captured in (KINDS, 2 * KINDS + 1):
+            wrong = torch.zeros((), dtype=torch.int64, device=device())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for turn in range(captured):
+                    wrong.add_(step(turn % KINDS, write, ctx))
+            for replay in range(scaled(40, 0, shared_gpus=5)):
+                graph.replay()
+                if replay % 3 == 0:
+                    wrong.add_(step(replay % KINDS, write, ctx))
+            ctx.check()
+            expect(int(wrong) == 0, f"{name}: {int(wrong)} wrong numbers, {captured} steps captured")
+    ctx.close()
+
+
+if __name__ == "__main__":
+    run()
