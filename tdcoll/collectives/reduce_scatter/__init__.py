@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter: LL, direct stores, and puts; one stage."""
+"""Reduce-scatter: words that need no signal, direct stores, and puts; one stage."""
 
 from typing import TYPE_CHECKING
 

@@ -61,7 +61,8 @@ def reduce_scatter(
         TypeError, ValueError: an argument is not as described.
 
     Algorithms: one stage, in which every rank sends each part to the rank that reduces it (direct reduce-scatter;
-    Thakur, Rabenseifner and Gropp, 2005, call its pattern pairwise exchange); by flagged words (``"ll"``), by stores
+    Thakur, Rabenseifner and Gropp, 2005, call its pattern pairwise exchange); by words that need no signal (``"ll"``:
+    data that announces itself, as in TensorRT-LLM's Lamport kernels, or carries a flag, as in NCCL's LL), by stores
     with a signal per chunk (``"direct"``), or by puts (``"1d"``).
     """
     if ctx is None:
