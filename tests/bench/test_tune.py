@@ -78,7 +78,7 @@ def test_what_is_tried_is_the_operations_own() -> None:
     found = choice.candidates(4096, ll_bytes=4096, algorithms=("ring", "ll", "direct", "2d"), channels=(4,), warps=(4,))
     assert [c.name for c in found] == [
         "ll",
-        *(f"ll {n} KB chunks 4 warps" for n in (3, 6)),
+        *(f"ll {n} KB chunks 4 warps" for n in (2, 4, 6)),  # 128, 256 and 512 words with flags, by words of 16 or 12
         "direct",
         "direct 4 chunks 4 warps",
     ]

@@ -239,9 +239,13 @@ def words_that_announce_themselves(words, absent, pe, monitor, out, ok, whole):
         tl.where(offsets < whole, -data, absent),
         mask,
     )
-    first, second, third, fourth, arrived = tdl.wait_words(words + 2 * offsets, absent, mask, monitor, pe, 1)
+    here = words + 2 * offsets
+    first, _, _, _, arrived = tdl.wait_words(here, absent, mask, monitor, pe, 1)
+    both = tdl.wait_words_of_all(here, 0, 2, 1, absent, mask, monitor, 1)  # rank 1, which is left out, lies there too
+    _, _, third, fourth = tdl.load_words(here, mask)
+    arrived = arrived & both[8]
     tl.store(out + offsets, first, mask=mask)
-    tl.store(out + 64 + offsets, second, mask=mask)
+    tl.store(out + 64 + offsets, both[1], mask=mask)
     tl.store(out + 128 + offsets, third, mask=mask)
     tl.store(out + 192 + offsets, fourth, mask=mask)
     tl.store(ok, tdl.block_and(tl.min(arrived) == 1))
