@@ -25,6 +25,7 @@ _MODULES = [  # each may import those before it
     "tdcoll.primitives.lamport",
     "tdcoll.primitives.reduce",
     "tdcoll.primitives.words",
+    "tdcoll.primitives.sums",
     "tdcoll.collectives.all_gather.kernels_direct",
     "tdcoll.collectives.all_gather.kernels_ll",
     "tdcoll.collectives.all_gather.kernels_ring",

@@ -310,7 +310,8 @@ class Reduction(Dense):
     """
 
     sums: ClassVar[Sequence[str]] = ()
-    dtypes: ClassVar = {str(dtype).removeprefix("torch."): dtype for dtype in ACCUMULATORS}
+    # PyTorch adds none of the others of one byte, and there are no sums of them.
+    dtypes: ClassVar = {str(dtype).removeprefix("torch."): dtype for dtype in ACCUMULATORS if dtype.itemsize > 1}
     tuned_dtype = torch.bfloat16
 
     @classmethod

@@ -17,9 +17,9 @@ from tdcoll.collectives.all_gather import all_gather
 from tdcoll.collectives.all_gather.op import ALL_GATHER
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
+from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.work import worker
 from tdcoll.errors import HeapExhaustedError
-from tdcoll.primitives.reduce import ACCUMULATORS
 from tdcoll.runtime import Runtime
 
 __all__ = ["Gathers", "SparseSums", "plain"]
@@ -136,7 +136,7 @@ class SparseSums:
     def refusal(tensor: torch.Tensor, op: str) -> str | None:
         """Why a sparse tensor cannot be summed here, from what is the same on all ranks; None if it can."""
         dtype = tensor.dtype
-        if dtype not in ACCUMULATORS:
+        if dtype not in DTYPES:
             return f"{dtype} is not among the dtypes of tdcoll's sums"
         if op not in ("sum", "mean"):
             return f"{op} of sparse tensors is not defined by torch.distributed"

@@ -4,14 +4,16 @@
 import triton.language as tl
 
 from tdcoll.language.jit import jit
+from tdcoll.primitives import fp8
 
-__all__ = ["count", "element", "load_bytes", "load_words", "placed", "pointer", "store_any"]
+__all__ = ["count", "element", "load_bytes", "load_words", "placed", "pointer", "store_any", "widened"]
 
 
 @jit
 def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """``address`` as a pointer to elements. ``ALIGNED``: it is a multiple of 16."""
-    made = tl.cast(address, tl.int64).to(tl.pointer_type(DTYPE))
+    """``address`` as a pointer to elements, of fp8 to their codes. ``ALIGNED``: it is a multiple of 16."""
+    kind: tl.constexpr = tl.uint8 if DTYPE.is_fp8() else DTYPE
+    made = tl.cast(address, tl.int64).to(tl.pointer_type(kind))
     if ALIGNED:
         made = tl.multiple_of(made, 16)
     return made
@@ -60,16 +62,29 @@ def store_any(out, index, nbytes, words, mask):
 
 
 @jit
+def widened(values, DTYPE: tl.constexpr, ACC: tl.constexpr):
+    """Elements in ``ACC``, given as they are stored."""
+    if DTYPE.is_fp8():
+        wide = fp8.decode(values, DTYPE).to(ACC)
+    else:
+        wide = values.to(ACC)
+    return wide
+
+
+@jit
 def element(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """The element ``PLACE`` of 32-bit words, of which each has one or two, in ``ACC``: ``[n] -> [n]``.
+    """The element ``PLACE`` of 32-bit words, of which each has one, two or four, in ``ACC``: ``[n] -> [n]``.
 
     One at a time: where blocks are joined or split, the compiler changes their layout, and repeats waits for words.
     """
+    kind: tl.constexpr = tl.uint8 if DTYPE.is_fp8() else DTYPE
     if DTYPE.primitive_bitwidth == 32:
-        value = words.to(DTYPE, bitcast=True)
+        value = words.to(kind, bitcast=True)
+    elif DTYPE.primitive_bitwidth == 16:
+        value = (words >> (16 * PLACE)).to(tl.int16).to(kind, bitcast=True)  # which keeps the low 16 bits
     else:
-        value = (words >> (16 * PLACE)).to(tl.int16).to(DTYPE, bitcast=True)  # which keeps the low 16 bits
-    return value.to(ACC)
+        value = (words >> (8 * PLACE)).to(tl.int8).to(kind, bitcast=True)
+    return widened(value, DTYPE, ACC)
 
 
 @jit
@@ -77,6 +92,8 @@ def placed(values, PLACE: tl.constexpr):
     """Elements that are rounded already as the element ``PLACE`` of 32-bit words, whose other bits are 0."""
     if values.dtype.primitive_bitwidth == 32:
         words = values.to(tl.int32, bitcast=True)
-    else:
+    elif values.dtype.primitive_bitwidth == 16:
         words = (values.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * PLACE)
+    else:
+        words = (values.to(tl.int8, bitcast=True).to(tl.int32) & 0xFF) << (8 * PLACE)
     return words

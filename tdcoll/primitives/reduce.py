@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of reductions: what parts are added in, how they are added, and how the result is rounded.
 
-A reduction goes over its parts in an order that its caller fixes, in an *accumulator* that is wider than fp16 and bf16
-(:data:`ACCUMULATORS`), and begins with zeros::
+A reduction goes over its parts in an order that its caller fixes, in an *accumulator* that is wider than types of less
+than 32 bits (:data:`ACCUMULATORS`), and begins with zeros::
 
     sum = zeros in the accumulator's type
     sum = accumulate(sum, part, first, OP)     for every part; ``first`` where nothing was added before
@@ -16,15 +16,18 @@ No floating-point result is -0.0. A sum that began at +0.0 is never -0.0; a prod
 and what is rounded to zero may be, and are replaced by 0. NaN propagates through maximum and minimum.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton.language as tl
 
 from tdcoll.language.jit import jit
+from tdcoll.primitives import fp8
 
 __all__ = [
-    *("ACCUMULATORS", "OPERATIONS"),
+    *("ACCUMULATORS", "OPERATIONS", "OPERATIONS_OF"),
     *("MAX", "MEAN", "MIN", "PROD", "SUM"),
-    *("accumulate", "accumulator", "check_operands", "check_operation", "finish", "rounded", "share"),
+    *("accumulate", "accumulator", "check_dtype", "check_operation", "finish", "rounded", "share", "triton_dtype"),
 ]
 
 SUM, MEAN, MAX, MIN, PROD = (tl.constexpr(i) for i in range(5))
@@ -39,40 +42,61 @@ ACCUMULATORS = {
     torch.float64: torch.float64,
     torch.int32: torch.int32,
     torch.int64: torch.int64,
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
 }
 """The dtype of the accumulator for every dtype that can be reduced."""
+
+_EIGHT_BITS: Mapping[torch.dtype, tuple[str, ...]] = {
+    torch.int8: ("max", "min"),
+    torch.uint8: ("max", "min"),
+    torch.float8_e4m3fn: ("sum", "mean", "max", "min"),
+    torch.float8_e5m2: ("sum", "mean", "max", "min"),
+}
+
+OPERATIONS_OF: Mapping[torch.dtype, tuple[str, ...]] = {
+    dtype: _EIGHT_BITS.get(dtype) or tuple(op for op in OPERATIONS if op != "mean" or dtype.is_floating_point)
+    for dtype in ACCUMULATORS
+}
+"""Which operations there are of every dtype."""
+
+_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The constant ``DTYPE`` for values of ``dtype``."""
+    kind: tl.dtype = _TRITON.get(dtype) or getattr(tl, str(dtype).removeprefix("torch."))
+    return kind
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
     """The constant ``ACC`` for values of ``dtype``, one of :data:`ACCUMULATORS`."""
-    kind: tl.dtype = getattr(tl, str(ACCUMULATORS[dtype]).removeprefix("torch."))
-    return kind
+    return triton_dtype(ACCUMULATORS[dtype])
 
 
-def check_operation(op: str, dtype: torch.dtype) -> None:
-    """Raise unless ``op`` is one of :data:`OPERATIONS` and has a result of ``dtype``.
-
-    Raises:
-        ValueError: it is not, or it is the mean of integers.
-    """
-    if not isinstance(op, str) or op not in OPERATIONS:
-        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {op!r}")
-    if op == "mean" and not dtype.is_floating_point:
-        raise ValueError(f"op='mean' needs values of a floating-point dtype, got {dtype}")
-
-
-def check_operands(tensor: torch.Tensor, op: str) -> tuple[torch.dtype, str]:
-    """``(dtype, op)`` of a dense reduction.
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless the argument ``name`` can be reduced.
 
     Raises:
-        TypeError: the dtype cannot be reduced.
-        ValueError: as for :func:`check_operation`.
+        TypeError: its dtype is not one of :data:`ACCUMULATORS`.
     """
     if tensor.dtype not in ACCUMULATORS:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCUMULATORS)
-        raise TypeError(f"tensor must be of {allowed}; got {tensor.dtype}")
-    check_operation(op, tensor.dtype)
-    return tensor.dtype, op
+        raise TypeError(f"{name} must be of {allowed}; got {tensor.dtype}")
+
+
+def check_operation(op: str, dtype: torch.dtype) -> None:
+    """Raise unless ``op`` is one of :data:`OPERATIONS`, and there is such an operation of ``dtype``.
+
+    Raises:
+        ValueError: it is not, or not of this dtype (:data:`OPERATIONS_OF`).
+    """
+    if not isinstance(op, str) or op not in OPERATIONS:
+        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {op!r}")
+    if op not in (allowed := OPERATIONS_OF.get(dtype, tuple(OPERATIONS))):
+        raise ValueError(f"op must be one of {', '.join(allowed)} for {dtype}; got {op!r}")
 
 
 @jit
@@ -118,9 +142,13 @@ def finish(sum, world, OP: tl.constexpr):
 
 @jit
 def rounded(sum, DTYPE: tl.constexpr, OP: tl.constexpr):
-    """``sum`` as a result of type ``DTYPE`` is stored: rounded, -0.0 as +0.0."""
-    result = sum.to(DTYPE)
-    if sum.dtype.is_floating():
+    """``sum`` as a result of type ``DTYPE`` is stored: rounded, -0.0 as +0.0. Of fp8 these are its codes."""
+    if DTYPE.is_fp8():
+        result = fp8.encode(sum, DTYPE)
+        result = tl.where(result == 0x80, tl.zeros_like(result), result)
+    else:
+        result = sum.to(DTYPE)
+    if sum.dtype.is_floating() and not DTYPE.is_fp8():
         if (OP != SUM and OP != MEAN) or sum.dtype != DTYPE:
             value = result.to(sum.dtype)
             # Not by adding 0: fused with a product that is about to be rounded to -0.0, that would change nothing.

@@ -16,7 +16,6 @@ from tdcoll.bench.data import Reduced
 from tdcoll.bench.reduce_scatter import ReduceScatter
 from tdcoll.bench.rows import load, save
 from tdcoll.collectives.reduce_scatter.reference import reduce_scatter_reference
-from tdcoll.primitives.reduce import ACCUMULATORS
 
 WORLD, CALLS, COUNT = 4, 3, 250
 NODES = [0] * WORLD
@@ -40,7 +39,9 @@ def reduced(dtype: torch.dtype, rounds: int, op: str = "sum") -> list[Reduced]:
     return ranks
 
 
-@pytest.mark.parametrize(("dtype", "op"), [*((dtype, "sum") for dtype in ACCUMULATORS), (torch.bfloat16, "mean")])
+@pytest.mark.parametrize(
+    ("dtype", "op"), [*((dtype, "sum") for dtype in ReduceScatter.dtypes.values()), (torch.bfloat16, "mean")]
+)
 def test_correct_sums_are_correct_and_exact(dtype: torch.dtype, op: str) -> None:
     for rounds in (0, 5, 700):  # rounds begin again where numbers would be too large
         ranks = reduced(dtype, rounds, op)

@@ -36,6 +36,7 @@ from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
 from tdcoll.collectives.index_match import kernels as index_match
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
+from tdcoll.collectives.reduce_scatter import kernels_pull as scatter_pull
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
 from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
 from tdcoll.collectives.sparse_all_reduce import (
@@ -306,15 +307,20 @@ _FLOATS = {"DTYPE": tl.float32, "ACC": tl.float32}
 _TILES = {"WAITED": WORLD}
 _ANNOUNCED = {"LAMPORT": True, "BLOCK": 256, "LOOPED": False}
 _FLAGGED = {**_ANNOUNCED, "LAMPORT": False}
+_FP8 = {"DTYPE": tl.float8e4nv, "ACC": tl.float32}
+_SCATTER_PULL = scatter_pull.reduce_scatter_pull
 _SCATTER_DIRECT, _SCATTER_PUTS = scatter_direct.reduce_scatter_direct, scatter_puts.reduce_scatter_puts
 REDUCE_SCATTER = [  # kernel, constants, architectures
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": MEAN, "COUNT": 1024}, (90, 100)),
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MAX, "COUNT": 2048}, (90,)),
     (_SCATTER_DIRECT, {**_TILES, "DTYPE": tl.int64, "ACC": tl.int64, "OP": MAX, "COUNT": 512}, (90,)),
     (_SCATTER_DIRECT, {**_FLOATS, **_TILES, "OP": PROD, "COUNT": 1024}, (90,)),
+    (_SCATTER_PULL, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 2048}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "OP": SUM, "COUNT": 1024}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MEAN, "COUNT": 2048}, (90,)),
+    (_SCATTER_DIRECT, {**_TILES, **_FP8, "OP": SUM, "COUNT": 2048}, (90, 100)),
     (scatter_words.reduce_scatter_words, {**_FLOATS, "OP": SUM, **_FLAGGED}, (90,)),
+    (scatter_words.reduce_scatter_words, {"DTYPE": tl.uint8, "ACC": tl.int32, "OP": MAX, **_FLAGGED}, (90,)),
     (scatter_words.reduce_scatter_words, {**_FLOATS, "DTYPE": tl.bfloat16, "OP": MEAN, **_ANNOUNCED}, (90, 100)),
 ]
 
@@ -323,7 +329,8 @@ def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> d
     constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
     announced = bool(constants.get("LAMPORT"))
     inbox = Lamport("i64", "i64", "*i64", "*i64") if announced else tuples()["words"]
-    ptx = compile_for(kernel, arch, constants, tuples() | {"nodes": SPARSE_TYPES["nodes"], "inbox": inbox}).asm["ptx"]
+    types = tuples(1 if kernel is _SCATTER_PULL else 2) | {"nodes": SPARSE_TYPES["nodes"], "inbox": inbox}
+    ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
     return {
         "kernel": kernel.__name__,
         "arch": arch,
@@ -344,15 +351,20 @@ def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> d
 _ONE, _TWO = reduce_words.all_reduce_one_shot, reduce_words.all_reduce_two_shot
 _BF16 = {"DTYPE": tl.bfloat16, "ACC": tl.float32, "OP": SUM}
 _FP32 = {**_FLOATS, "OP": SUM}
+_STAGED = {"STRAIGHT": False}
 _INT32 = {"DTYPE": tl.int32, "ACC": tl.int32, "OP": MAX}
 ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (_ONE, {**_FP32, **_ANNOUNCED}, 8, (90,)),
     (_ONE, {**_BF16, **_ANNOUNCED}, 2, (100,)),
     (_ONE, {**_INT32, **_FLAGGED}, 2, (90,)),
+    (_ONE, {**_FP8, "OP": SUM, **_ANNOUNCED}, 8, (90, 100)),
+    (_TWO, {"DTYPE": tl.int8, "ACC": tl.int32, "OP": MAX, **_FLAGGED}, 4, (90,)),
     (_TWO, {**_BF16, **_ANNOUNCED}, 4, (90, 100)),
     (_TWO, {**_INT32, **_FLAGGED}, 4, (90,)),
     (_TWO, {**_BF16, **_ANNOUNCED, "LOOPED": True}, 2, (90,)),
-    (reduce_direct.all_reduce_direct, {**_FP32, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
+    (reduce_direct.all_reduce_direct, {**_FP32, **_STAGED, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
+    (reduce_direct.all_reduce_direct, {**_BF16, "STRAIGHT": True, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
+    (reduce_direct.all_reduce_direct, {**_FP8, **_STAGED, "OP": MEAN, "COUNT": 1024, "WAITED": 8}, 8, (90, 100)),
     (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),
     (reduce_over_nodes.all_reduce_nodes, {**_BF16, "COUNT": 2048}, 8, (90, 100)),
 ]
@@ -542,7 +554,7 @@ def main() -> None:
     checks = compile_language_checks(90)
     compiled = {"all_gather": results, "ll": ll, "language": checks, "index_match": matching, "sparse": sums}
     compiled["signals"] = signals
-    kernels = (_SCATTER_DIRECT, _SCATTER_PUTS, scatter_words.reduce_scatter_words)
+    kernels = (_SCATTER_DIRECT, _SCATTER_PULL, _SCATTER_PUTS, scatter_words.reduce_scatter_words)
     compiled["reduce_scatter_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in kernels}
     compiled["reduce_scatter"] = [
         compile_reduce_scatter(k, arch, c) for k, c, archs in REDUCE_SCATTER for arch in archs

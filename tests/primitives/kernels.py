@@ -9,7 +9,7 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
-from tdcoll.primitives import stores
+from tdcoll.primitives import fp8, stores
 from tdcoll.primitives.group import now, row, segment, start
 from tdcoll.primitives.lamport import carry, clear, receive, send
 from tdcoll.primitives.lamport import start as lamport_start
@@ -217,3 +217,17 @@ def wait_for_nothing(g, tiles):
     epoch, alive = start(g)
     if alive != 0:
         wait_tile(g, tiles, 3, epoch)
+
+
+@jit
+def decode_all(codes, out, DTYPE: tl.constexpr):
+    """``[256] uint8 -> [256] fp32``."""
+    at = tl.arange(0, 256)
+    tl.store(out + at, fp8.decode(tl.load(codes + at), DTYPE))
+
+
+@jit
+def encode_all(values, out, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """``[count] fp32 -> [count] uint8``. Programs: one for each BLOCK numbers."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, fp8.encode(tl.load(values + at, mask=at < count), DTYPE), mask=at < count)

@@ -7,7 +7,22 @@ import random
 
 import torch
 import torch.distributed as dist
-from harness import check, device, expect, expect_raises, patience_s, rank, run, scaled, simulated, world
+from harness import (
+    check,
+    covering,
+    device,
+    expect,
+    expect_raises,
+    negative_zeros,
+    numbers,
+    patience_s,
+    rank,
+    run,
+    same,
+    scaled,
+    simulated,
+    world,
+)
 
 import tdcoll
 import tdcoll.distributed
@@ -15,7 +30,7 @@ from tdcoll import runtime
 from tdcoll.collectives._host.plan import Facts
 from tdcoll.collectives.all_reduce.policy import POLICY
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
-from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS
+from tdcoll.primitives.reduce import OPERATIONS_OF
 
 SIZES = [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
 
@@ -28,17 +43,12 @@ def given(call: int, numel: int, dtype: torch.dtype, ranks: int | None = None) -
     for _ in range(ranks or world()):
         values = torch.randn(numel, generator=source, dtype=torch.float64)
         values *= 2.0 ** torch.randint(-6, 7, values.shape, generator=source)
-        made.append(values.mul(50 if not dtype.is_floating_point else 1).to(dtype).to(device()))
+        made.append(numbers(values, dtype).to(device()))
     return made
 
 
 def wanted(tensors: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
     return reduce_parts(tensors, tdcoll.topology().nodes, op)
-
-
-def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """To the bit, whatever NaN it is."""
-    return got.shape == expected.shape and bool(torch.equal(got.nan_to_num(), expected.nan_to_num()))
 
 
 def algorithms(ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype) -> list[str]:
@@ -73,26 +83,28 @@ def sizes() -> str:
 
 
 @check
-def dtypes_and_operations() -> None:
-    for lamport_bytes in (None, 0):
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 14, lamport_bytes=lamport_bytes) as ctx:
-            for call, dtype in enumerate(ACCUMULATORS):
-                for op in OPERATIONS:
-                    if op == "mean" and not dtype.is_floating_point:
-                        continue
-                    tensors = given(call, 333, dtype)
-                    if dtype.is_floating_point:
-                        tensors[-1][::7] = float("nan")
-                        for tensor in tensors:
-                            tensor[3::11] = -0.0
-                    expected = wanted(tensors, op)
-                    for algorithm in algorithms(ctx, 333 * dtype.itemsize, dtype):
-                        got = tdcoll.all_reduce(tensors[rank()], ctx, None, op, algorithm)
-                        expect(same(got, expected), f"{algorithm}, {op} of {dtype}, lamport_bytes={lamport_bytes}")
-                        zeros = got[got == 0]
-                        negative = dtype.is_floating_point and zeros.signbit().any()
-                        expect(not negative, f"-0.0: {algorithm}, {op} {dtype}")
-            ctx.check()
+def dtypes_and_operations() -> str:
+    """Every dtype by every algorithm, and with every operation."""
+    done, make = 0, tdcoll.CollectiveContext
+    with make(max_bytes_per_rank=1 << 14) as usual, make(max_bytes_per_rank=1 << 14, lamport_bytes=0) as flagged:
+        for call, (dtype, ops) in enumerate(OPERATIONS_OF.items()):
+            tensors = given(call, 333, dtype)
+            if dtype.is_floating_point:
+                tensors[-1][::7] = float("nan")
+                for tensor in tensors:
+                    tensor[3::11] = -0.0
+            ways = [(usual, name) for name in algorithms(usual, 333 * dtype.itemsize, dtype)]
+            if dtype.is_floating_point:  # others go by flagged words in any case
+                ways += [(flagged, name) for _, name in ways if name.endswith("shot")]
+            for (ctx, algorithm), op in covering(ways, ops, call):
+                got = tdcoll.all_reduce(tensors[rank()], ctx, None, op, algorithm)
+                where = f"{algorithm}, {op} of {dtype}, lamport_bytes={ctx.lamport_bytes}"
+                expect(same(got, wanted(tensors, op)), where)
+                expect(not negative_zeros(got), f"-0.0: {where}")
+                done += 1
+        usual.check()
+        flagged.check()
+    return f"{done} kinds of calls"
 
 
 @check
@@ -110,6 +122,31 @@ def unaligned_and_in_place() -> None:
                     around = torch.cat([room[:shift], room[shift + numel :]])
                     expect(bool(around.eq(9).all()), f"{algorithm}: wrote elsewhere")
         ctx.check()
+
+
+@check
+def symmetric_results() -> None:
+    """Filled anew and read between calls, which follow each other without a synchronisation."""
+    sizes = [1, 1001, 5000] if simulated() else [1, 1001, 65536, (1 << 20) + 3, 8 << 20]
+    buffer = tdcoll.empty((8 + max(sizes),), torch.bfloat16)
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    # In one epoch, and the largest in several.
+    with tdcoll.CollectiveContext(max_bytes_per_rank=2 * max(sizes) // world() // 3 + 16) as ctx:
+        for call, numel in enumerate([*sizes, *sizes[::-1]]):
+            tensors = given(call, numel, torch.bfloat16)
+            expected = wanted(tensors)
+            for shift in (0, 3):
+                out = buffer[shift : shift + numel]
+                for algorithm in ("auto", *algorithms(ctx, 2 * numel, torch.bfloat16)):
+                    for in_place in (False, True):
+                        tensor = out.copy_(tensors[rank()]) if in_place else tensors[rank()]
+                        tdcoll.all_reduce(tensor, ctx, out, algorithm=algorithm, symmetric=True)
+                        wrong += (out != expected).sum()
+        ordinary = torch.zeros(4, device=device())
+        expect_raises(tdcoll.NotSymmetricError, lambda: tdcoll.all_reduce_(ordinary, ctx, symmetric=True), "out must")
+        ctx.check()
+    expect(int(wrong) == 0, f"{int(wrong)} wrong numbers")
+    tdcoll.free(buffer)
 
 
 @check

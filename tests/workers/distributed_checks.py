@@ -21,10 +21,10 @@ from torch import nn
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
 from tdcoll.distributed import BackendTimeout, Options, SparseGradientReducer, TdcollProcessGroup, explain, sparse_hook
 from tdcoll.distributed.inner import sparse_sum_by_gather
 from tdcoll.distributed.work import as_backend_error
-from tdcoll.primitives.reduce import ACCUMULATORS
 
 warnings.simplefilter("ignore")
 
@@ -280,7 +280,7 @@ def sparse_dtypes_and_operations() -> str:
                 try:
                     dist.all_reduce(tensor, op, group=group)
                 except (RuntimeError, TypeError, ValueError) as error:
-                    expect(name != "SUM" or dtype not in ACCUMULATORS or group is plain, f"{dtype} {name}: {error}")
+                    expect(name != "SUM" or dtype not in REDUCED or group is plain, f"{dtype} {name}: {error}")
                     continue
                 expect(wanted is not None, f"{dtype} {name}: only the sparse tensor can be reduced")
                 if name == "AVG":  # divided before or after, and rounded in between
@@ -297,7 +297,7 @@ def sparse_dtypes_and_operations() -> str:
         if dtype is torch.bool:  # gloo adds the bytes
             wanted = wanted.view(torch.uint8) != 0
         same(gathered.to_dense(), wanted, f"{dtype} by all-gathers")
-    expect({f"SUM {dtype}" for dtype in ACCUMULATORS} <= set(computed), f"too few are computed: {computed}")
+    expect({f"SUM {dtype}" for dtype in REDUCED} <= set(computed), f"too few are computed: {computed}")
     complex_ = sparse(rank(), torch.complex64)
     expect_raises(TypeError, lambda: dist.all_reduce(complex_), "complex and sparse", "view_as_real")
     with torch.inference_mode():

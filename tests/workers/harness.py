@@ -13,7 +13,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import lifecycle
+
+A, B = TypeVar("A"), TypeVar("B")
 
 CHECKS: dict[str, Callable[[], object]] = {}
 GPU_ONLY: set[str] = set()
@@ -102,6 +105,40 @@ def expect_raises(kind: type[BaseException], action: Callable[[], object], *frag
         expect(not missing, f"{error!r} does not mention {missing}")
         return error
     raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def covering(first: Sequence[A], second: Sequence[B], turn: int = 0) -> list[tuple[A, B]]:
+    """Pairs in which each of the ``first`` and each of the ``second`` stands once at least; as few as that takes.
+
+    For kinds of kernels, each of which takes seconds to compile: the simulator's tests have all pairs. Another ``turn``
+    pairs others.
+    """
+    pairs = range(max(len(first), len(second)))
+    return [(first[i % len(first)], second[(i + turn) % len(second)]) for i in pairs]
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the bit, but for the sign of zeros; any NaN is the same as any other."""
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return False
+    if got.dtype.itemsize == 1 and got.dtype.is_floating_point:  # of which PyTorch compares few
+        got, expected = got.float(), expected.float()
+    return bool(((got == expected) | (got.isnan() & expected.isnan())).all())
+
+
+def negative_zeros(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a -0.0."""
+    if not tensor.dtype.is_floating_point:
+        return False
+    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    return bool(((values == 0) & values.signbit()).any())
+
+
+def numbers(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp64 as numbers of any dtype: rounded, and of integers 50 times as large, of which the low bits are kept."""
+    if dtype.is_floating_point:
+        return values.to(dtype)
+    return values.mul(50).to(torch.int64).to(dtype)
 
 
 def all_agree(ok: bool) -> bool:

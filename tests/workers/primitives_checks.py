@@ -123,5 +123,22 @@ def counters_of_tiles() -> None:
         expect(not bool(ctx.device_tiles.counts.any()), "counts are 0 between calls")
 
 
+@check
+def numbers_of_8_bits() -> None:
+    """As PyTorch rounds on CPUs; in the simulator tests of their own show it."""
+    codes = torch.arange(256).to(torch.uint8)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        got, expected = cases.decoded(codes.to(device()), dtype).cpu(), codes.view(dtype).float()
+        nan = expected.isnan()
+        right = torch.equal(got.isnan(), nan) and torch.equal(
+            got[~nan].view(torch.int32), expected[~nan].view(torch.int32)
+        )
+        expect(right, f"{dtype}: codes as numbers")
+        values, wanted = cases.roundings(dtype)
+        got, nan = cases.encoded(values.to(device()), dtype).cpu(), values.isnan()
+        expect(torch.equal(got[~nan], wanted[~nan]), f"{dtype}: {int((got != wanted)[~nan].sum())} wrongly rounded")
+        expect(bool((got[nan] & 0x7F == 0x7F).all()), f"{dtype}: NaN")
+
+
 if __name__ == "__main__":
     run()

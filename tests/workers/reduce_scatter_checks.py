@@ -7,13 +7,28 @@ import random
 
 import torch
 import torch.distributed as dist
-from harness import check, device, expect, expect_raises, patience_s, rank, run, scaled, simulated, world
+from harness import (
+    check,
+    covering,
+    device,
+    expect,
+    expect_raises,
+    negative_zeros,
+    numbers,
+    patience_s,
+    rank,
+    run,
+    same,
+    scaled,
+    simulated,
+    world,
+)
 
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives.reduce_scatter.reference import reduce_scatter_reference
 from tdcoll.limits import flagged_bytes
-from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS
+from tdcoll.primitives.reduce import OPERATIONS_OF
 
 SIZES = [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18]
 
@@ -26,18 +41,13 @@ def given(call: int, numel: int, dtype: torch.dtype, ranks: int | None = None) -
     for _ in range(ranks or world()):
         values = torch.randn((ranks or world()) * numel, generator=source, dtype=torch.float64)
         values *= 2.0 ** torch.randint(-6, 7, values.shape, generator=source)
-        made.append(values.mul(50 if not dtype.is_floating_point else 1).to(dtype).to(device()))
+        made.append(numbers(values, dtype).to(device()))
     return made
 
 
 def wanted(tensors: list[torch.Tensor], op: str, nodes: tuple[int, ...] | None = None) -> torch.Tensor:
     nodes = nodes or tdcoll.topology().nodes
     return reduce_scatter_reference(tensors, nodes, op)[rank()]
-
-
-def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """To the bit, whatever NaN it is."""
-    return got.shape == expected.shape and bool(torch.equal(got.nan_to_num(), expected.nan_to_num()))
 
 
 def algorithms(nbytes: int, dtype: torch.dtype) -> list[str]:
@@ -69,24 +79,23 @@ def sizes() -> None:
 
 
 @check
-def dtypes_and_operations() -> None:
+def dtypes_and_operations() -> str:
+    """Every dtype by every algorithm, and with every operation."""
+    done = 0
     with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 14) as ctx:
-        for call, dtype in enumerate(ACCUMULATORS):
-            for op in OPERATIONS:
-                if op == "mean" and not dtype.is_floating_point:
-                    continue
-                tensors = given(call, 333, dtype)
-                if dtype.is_floating_point:
-                    tensors[-1][::7] = float("nan")
-                    for tensor in tensors:
-                        tensor[3::11] = -0.0
-                expected = wanted(tensors, op)
-                for algorithm in algorithms(333 * dtype.itemsize, dtype):
-                    got = tdcoll.reduce_scatter(tensors[rank()], ctx, None, op, algorithm)
-                    expect(same(got, expected), f"{algorithm}, {op} of {dtype}")
-                    zeros = got[got == 0]
-                    expect(not (dtype.is_floating_point and zeros.signbit().any()), f"-0.0: {algorithm}, {op} {dtype}")
+        for call, (dtype, ops) in enumerate(OPERATIONS_OF.items()):
+            tensors = given(call, 333, dtype)
+            if dtype.is_floating_point:
+                tensors[-1][::7] = float("nan")
+                for tensor in tensors:
+                    tensor[3::11] = -0.0
+            for algorithm, op in covering(algorithms(333 * dtype.itemsize, dtype), ops, call):
+                got = tdcoll.reduce_scatter(tensors[rank()], ctx, None, op, algorithm)
+                expect(same(got, wanted(tensors, op)), f"{algorithm}, {op} of {dtype}")
+                expect(not negative_zeros(got), f"-0.0: {algorithm}, {op} {dtype}")
+                done += 1
         ctx.check()
+    return f"{done} kinds of calls"
 
 
 @check
@@ -105,6 +114,30 @@ def unaligned_and_in_place() -> None:
                     others = torch.ones(world() * numel, dtype=torch.bool, device=device())
                     others[rank() * numel : (rank() + 1) * numel] = False
                     expect(torch.equal(source[others], tensors[rank()][others]), f"{algorithm}: wrote elsewhere")
+
+
+@check
+def symmetric_tensors() -> None:
+    """Filled anew between calls, which follow each other without a synchronisation."""
+    sizes = [1, 333, 2000] if simulated() else [1, 1001, 65536, (1 << 20) + 3, 4 << 20]
+    buffer = tdcoll.empty((8 + world() * max(sizes),), torch.bfloat16)
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16) as ctx:
+        kinds = ["auto", "pull"] if tdcoll.topology().n_nodes == 1 else ["auto", "1d"]
+        for call, numel in enumerate([*sizes, *sizes[::-1]]):
+            tensors = given(call, numel, torch.bfloat16)
+            expected = wanted(tensors, "sum")
+            for shift in (0, 3):
+                tensor = buffer[shift : shift + world() * numel]
+                for algorithm in kinds:
+                    for own in (None, tensor[rank() * numel : (rank() + 1) * numel]):
+                        tensor.copy_(tensors[rank()])
+                        got = tdcoll.reduce_scatter(tensor, ctx, own, algorithm=algorithm, symmetric=True)
+                        wrong += (got != expected).sum()
+                    tensor.zero_()
+        ctx.check()
+    expect(int(wrong) == 0, f"{int(wrong)} wrong numbers")
+    tdcoll.free(buffer)
 
 
 @check
@@ -174,17 +207,19 @@ def errors() -> None:
         call = tdcoll.reduce_scatter
         expect_raises(TypeError, lambda: call([1, 2], ctx), "tensor", "list")  # type: ignore[arg-type]
         expect_raises(TypeError, lambda: call(data, 3), "ctx", "CollectiveContext", "3")  # type: ignore[arg-type]
-        expect_raises(TypeError, lambda: call(data.to(torch.int8), ctx), "tensor must be of float16", "int8")
+        expect_raises(TypeError, lambda: call(data.bool(), ctx), "tensor must be of float16", "bool")
         expect_raises(ValueError, lambda: call(data[:0].sum(), ctx), "first extent", "[]")
         if world() > 1:
             expect_raises(ValueError, lambda: call(data[1:], ctx), "first extent must be divisible", str(world()))
         expect_raises(ValueError, lambda: call(data, ctx, op="avg"), "op must be one of sum", "'avg'")
-        expect_raises(ValueError, lambda: call(data.int(), ctx, op="mean"), "op='mean'", "int32")
+        expect_raises(ValueError, lambda: call(data.int(), ctx, op="mean"), "sum, max, min, prod for torch.int32")
         expect_raises(ValueError, lambda: call(data, ctx, out=data.new_empty(5)), "out must be", "[4]", "[5]")
         expect_raises(ValueError, lambda: call(data, ctx, out=data.new_empty(4).int()), "out must be", "int32")
         expect_raises(ValueError, lambda: call(data, ctx, algorithm="ring"), "algorithm must be one of auto", "'ring'")
         expect_raises(ValueError, lambda: call(data.double(), ctx, algorithm="ll"), "algorithm='ll' needs")
         out = torch.empty(4, device=device())
+        expect_raises(ValueError, lambda: tdcoll.reduce_scatter_tensor(data, data), "output must be")
+        expect_raises(ValueError, lambda: tdcoll.reduce_scatter_tensor(out, data.int(), dist.ReduceOp.AVG), "got AVG")
         expect_raises(ValueError, lambda: tdcoll.reduce_scatter_tensor(out, data, async_op=True), "async_op")
         expect_raises(
             ValueError, lambda: tdcoll.reduce_scatter_tensor(out, data, dist.ReduceOp.BXOR), "op must be one of SUM"

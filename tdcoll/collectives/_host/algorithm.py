@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 
 from tdcoll import capture
@@ -16,11 +17,11 @@ from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import Window
 from tdcoll.primitives.puts import Routes
-from tdcoll.primitives.reduce import OPERATIONS, accumulator
+from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Algorithm", "Launches", "Planned", "arithmetic", "local_peers", "make_routes", "of_words"]
-__all__ += ["on_device", "programs_of_words", "successors"]
+__all__ += ["on_device", "programs_of_words", "successors", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,17 @@ class Algorithm:
 def arithmetic(call: Planned) -> dict[str, Any]:
     """The constants of a reduction's kernel. Options of such a call are its dtype and its operation."""
     dtype, op = call.options
-    kind = getattr(tl, str(dtype).removeprefix("torch."))
-    return {"DTYPE": kind, "ACC": accumulator(dtype), "OP": OPERATIONS[op]}
+    return {"DTYPE": triton_dtype(dtype), "ACC": accumulator(dtype), "OP": OPERATIONS[op]}
+
+
+def tiles(call: Planned) -> dict[str, Any]:
+    """The constants of a reduction by chunks: those of :func:`arithmetic`, elements of a tile, and ranks to wait for.
+
+    A thread has 16 bytes of a tile, or 8 elements: with 16 elements of each of 8 ranks it would run out of registers.
+    """
+    per_thread = min(8, 16 // call.options[0].itemsize)
+    waited = triton.next_power_of_2(call.ctx.world_size)
+    return {**arithmetic(call), "COUNT": 32 * call.plan.num_warps * per_thread, "WAITED": waited}
 
 
 def of_words(call: Planned) -> dict[str, Any]:

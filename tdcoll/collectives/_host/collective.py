@@ -18,7 +18,14 @@ import torch
 
 from tdcoll import arguments
 from tdcoll.collectives._host.algorithm import Algorithm, Launches, Planned
-from tdcoll.collectives._host.checks import check_tensor, lies_elsewhere_in, strided_bytes, usable
+from tdcoll.collectives._host.checks import (
+    check_symmetric,
+    check_tensor,
+    lies_elsewhere_in,
+    strided_bytes,
+    symmetric_offset,
+    usable,
+)
 from tdcoll.collectives._host.plan import Facts, Plan, Policy
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError
@@ -86,7 +93,8 @@ class Collective:
     Args:
         policy: its algorithms and which of them a call takes. Its operation is the collective's name.
         algorithms: how each is launched.
-        shapes: ``(shape of a tensor, ranks) ->`` shapes that the result may have; the first is made.
+        shapes: ``(shape of a tensor, ranks) ->`` shapes that the result may have; the first is made. None of a tensor
+            whose first extent would have to be divisible by the number of ranks.
         layout: ``"gather"``: the result is the larger of the two tensors, and has a segment for each rank;
             ``"scatter"``: the caller's is and has; ``"same"``: both are one segment.
         room: bytes of each segment that one epoch of an algorithm takes; a larger call is several epochs. None: there
@@ -189,6 +197,8 @@ class Collective:
         options: Callable[[], Hashable] = lambda: None,
         agree: Mapping[str, Any] = {},
         in_place: bool = False,
+        names: tuple[str, str] = ("tensor", "out"),
+        symmetric: bool = False,
     ) -> torch.Tensor:
         """Make a call.
 
@@ -198,25 +208,38 @@ class Collective:
             options: checks the collective's own arguments; what the kernel depends on besides bytes.
             agree: those arguments, by name, for debug mode.
             in_place: which sections of a tuning table the call goes by; the same on all ranks.
+            names: that the caller knows ``tensor`` and ``out`` by.
+            symmetric: peers may read the caller's tensor of a ``"scatter"``, and write the result of others: it lies at
+                the same place in the symmetric heap of all ranks. There is no short way for such calls.
 
         Raises:
             ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as its public function says.
         """
         nbytes = strided_bytes(tensor)
         given = out
+        shared = tensor if self._layout == "scatter" else out
 
         def prepare() -> Launches | _HandOver:
-            check_tensor("tensor", tensor, ctx.device)
+            check_tensor(names[0], tensor, ctx.device)
             wanted = options()
-            if given is None:
-                self._shapes(tensor.shape, ctx.world_size)
-            else:
-                self._check_out(tensor, given, ctx)
+            self._check_out(tensor, given, ctx, names)
+            arguments.instance("symmetric", symmetric, bool, "a bool")
+            if symmetric:
+                if shared is None:
+                    raise ValueError(f"{names[1]} must be given with symmetric=True: one that tdcoll.empty() has made")
+                check_symmetric(names[self._layout != "scatter"], shared, ctx)
             segment = self._segment(tensor, ctx.world_size)
             dtype = None if wanted is None else tensor.dtype  # bytes are moved as they are
-            return self.launches(ctx, segment, algorithm, options=wanted, dtype=dtype, in_place=in_place)
+            return self.launches(
+                ctx, segment, algorithm, options=wanted, dtype=dtype, in_place=in_place, symmetric=symmetric
+            )
 
-        facts = {"dtype": getattr(tensor, "dtype", None), "algorithm": algorithm, **agree}
+        facts = {
+            "dtype": getattr(tensor, "dtype", None),
+            "algorithm": algorithm,
+            "offset in the symmetric heap": symmetric_offset(shared, ctx) if symmetric else None,
+            **agree,
+        }
         if self._room is not None:
             facts["bytes"] = nbytes
         launch = ctx.begin(self.name, 0 if self._room is not None else nbytes, facts, prepare)
@@ -224,7 +247,8 @@ class Collective:
             shape = self._shapes(tensor.shape, ctx.world_size)[0]
             out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         launch(tensor, out)
-        self._remember(tensor, ctx, given, wish, launch)
+        if not symmetric:
+            self._remember(tensor, ctx, given, wish, launch)
         return out
 
     def unchecked(self, tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor) -> None:
@@ -242,16 +266,21 @@ class Collective:
         """Bytes of a segment."""
         return tensor.nbytes // world if self._layout == "scatter" else tensor.nbytes
 
-    def _check_out(self, tensor: torch.Tensor, out: Any, ctx: CollectiveContext) -> None:
-        """Raise unless ``out`` can take the result."""
-        check_tensor("out", out, ctx.device)
-        world = ctx.world_size
+    def _check_out(self, tensor: torch.Tensor, out: Any, ctx: CollectiveContext, names: tuple[str, str]) -> None:
+        """Raise unless there is a result of ``tensor``, and ``out`` can take it, or is None."""
+        world, (given, taken) = ctx.world_size, names
         shapes = self._shapes(tensor.shape, world)
+        if not shapes:
+            extents = list(tensor.shape)
+            raise ValueError(f"{given}'s first extent must be divisible by the {world} rank(s); got shape {extents}")
+        if out is None:
+            return
+        check_tensor(taken, out, ctx.device)
         if out.dtype != tensor.dtype or out.shape not in shapes:
             allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-            raise ValueError(f"out must be {tensor.dtype} of shape {allowed}; got {out.dtype} of {list(out.shape)}")
+            raise ValueError(f"{taken} must be {tensor.dtype} of shape {allowed}; got {out.dtype} of {list(out.shape)}")
         gathers = self._layout == "gather"
-        part, whole = ("tensor", "out") if gathers else ("out", "tensor")
+        part, whole = (given, taken) if gathers else (taken, given)
         small, large = (tensor, out) if gathers else (out, tensor)
         begin, first = small.data_ptr(), large.data_ptr()
         own = 0 if self._layout == "same" else ctx.rank * small.nbytes
@@ -289,6 +318,7 @@ class Collective:
         options: Hashable = None,
         dtype: torch.dtype | None = None,
         in_place: bool = False,
+        symmetric: bool = False,
     ) -> Any:
         """Return what launches such calls. It is made once.
 
@@ -298,13 +328,13 @@ class Collective:
         if not isinstance(algorithm, (str, Plan)):
             arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
         graph = ctx.capturing and bool(self._sections(ctx))
-        shape = (self.name, nbytes, algorithm, options, in_place)
+        shape = (self.name, nbytes, algorithm, options, in_place, symmetric)
         if (found := ctx.known((*shape, graph))) is not None:
             return found
         tabled = bool(self._sections(ctx))
 
         def make(graph: bool) -> Any:
-            facts = self.facts(ctx, nbytes, dtype, in_place=in_place, graph=graph)
+            facts = self.facts(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric, graph=graph)
             return self.launches_of(ctx, facts, self._plan(facts, algorithm, ctx), options)
 
         made = ctx.once((*shape, graph), lambda: make(graph))

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed import ReduceOp
 
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.pool import Pool
 from tdcoll.context import CollectiveContext
+from tdcoll.primitives.reduce import OPERATIONS, OPERATIONS_OF
 
 __all__ = ["TORCH_OPERATIONS", "pooled", "refuse_async", "torch_operation"]
 
@@ -29,18 +31,21 @@ def refuse_async(async_op: Any) -> None:
         raise ValueError("async_op must be False: the call only queues work on the current stream")
 
 
-def torch_operation(op: Any) -> str:
-    """tdcoll's name of a ``torch.distributed.ReduceOp``.
+def torch_operation(op: Any, dtype: torch.dtype) -> str:
+    """tdcoll's name of a ``torch.distributed.ReduceOp``, which there must be of ``dtype``.
 
     Raises:
         TypeError: it is none.
-        ValueError: it is one that tdcoll has not.
+        ValueError: it is one that tdcoll has not, or not of this dtype.
     """
     arguments.instance("op", op, (ReduceOp, ReduceOp.RedOpType), "a torch.distributed.ReduceOp")
+    named = OPERATIONS_OF.get(dtype, tuple(OPERATIONS))  # of other dtypes the collective says more
     for known, name in TORCH_OPERATIONS.items():
-        if op == known:
+        if op == known and name in named:
             return name
-    raise ValueError(f"op must be one of {', '.join(known.name for known in TORCH_OPERATIONS)}; got {op}")
+    allowed = ", ".join(known.name for known, name in TORCH_OPERATIONS.items() if name in named)
+    where = "" if len(named) == len(TORCH_OPERATIONS) else f" for {dtype}"
+    raise ValueError(f"op must be one of {allowed}{where}; got {getattr(op, 'op', op).name}")
 
 
 def pooled(operation: str, group: runtime.Group, nbytes: int, lamport_bytes: int | None = 0) -> CollectiveContext:

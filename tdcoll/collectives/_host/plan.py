@@ -113,6 +113,7 @@ class Facts:
         itemsize: bytes of an element; 1 where bytes are moved as they are.
         graph: whether the call is captured in a CUDA graph.
         in_place: whether it is in place.
+        symmetric: whether peers may read or write the caller's tensor, which is of a reduction.
         hand_over: whether torch.distributed could take it.
         simulated: whether the kernels run in the simulator, where each block operation of a program costs the same,
             however large the block is.
@@ -128,6 +129,7 @@ class Facts:
     itemsize: int = 1
     graph: bool = False
     in_place: bool = False
+    symmetric: bool = False
     hand_over: bool = False
     simulated: bool = False
 
@@ -291,7 +293,7 @@ def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Extent:
 def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | None:
     """Why a reduction cannot go by words of either kind; see :func:`reduced_words`."""
     if facts.itemsize > 4:
-        return f"needs elements of 2 or 4 bytes; got elements of {facts.itemsize} bytes on "
+        return f"needs elements of at most 4 bytes; got elements of {facts.itemsize} bytes on "
     if (problem := needs_stores(facts)) is not None:
         return problem
     if facts.nbytes >= _REDUCED_BYTES:

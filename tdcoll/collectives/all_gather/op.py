@@ -12,14 +12,19 @@ import triton
 
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.algorithm import Algorithm, Planned, local_peers, make_routes, on_device, successors
-from tdcoll.collectives._host.checks import check_context, check_tensor, strided_bytes
+from tdcoll.collectives._host.checks import (
+    check_context,
+    check_symmetric,
+    check_tensor,
+    strided_bytes,
+    symmetric_offset,
+)
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.drop_in import pooled, refuse_async
 from tdcoll.collectives._host.plan import LL_WORD_BYTES, Plan
 from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import POLICY, put_chunks
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import NotSymmetricError
 from tdcoll.primitives.puts import Routes
 
 __all__ = ["ALL_GATHER", "all_gather", "all_gather_in_place", "all_gather_into_tensor", "exchange_counted"]
@@ -169,9 +174,16 @@ def all_gather(
     rails; LL puts a flag beside every 96 bits (after NCCL's protocol of that name); the ring passes on by stores.
     """
     check_context(ctx)
+    return _all_gather(tensor, ctx, out, algorithm)
+
+
+def _all_gather(
+    tensor: Any, ctx: CollectiveContext, out: Any, algorithm: Any = "auto", names: Any = ("tensor", "out")
+) -> torch.Tensor:
+    """:func:`all_gather`; ``names``: that the caller knows ``tensor`` and ``out`` by."""
     if (made := ALL_GATHER.at_once(tensor, ctx, out, algorithm)) is not None:
         return made
-    return ALL_GATHER(tensor, ctx, out, algorithm, wish=algorithm)
+    return ALL_GATHER(tensor, ctx, out, algorithm, wish=algorithm, names=names)
 
 
 def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm: str | Plan = "auto") -> torch.Tensor:
@@ -196,7 +208,6 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     """
     check_context(ctx)
     world = ctx.world_size
-    owner = runtime.current()
 
     def prepare() -> Any:
         check_tensor("buffer", buffer, ctx.device)
@@ -204,13 +215,7 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
             raise ValueError(
                 f"buffer's first extent must be divisible by the {world} rank(s); got shape {list(buffer.shape)}"
             )
-        if buffer.nbytes:
-            owners = owner.arena.owners_around(owner.offset_of(buffer, "buffer"), buffer.nbytes)
-            if owners is None or not set(ctx.topology.pes) <= set(owners):
-                raise NotSymmetricError(
-                    "buffer must be made by tdcoll.empty() over all ranks of the context's group, and not freed; it "
-                    + ("is not allocated" if owners is None else f"belongs to ranks {list(owners)}")
-                )
+        check_symmetric("buffer", buffer, ctx)
         return ALL_GATHER.launches(ctx, buffer.nbytes // world, algorithm, in_place=True)
 
     nbytes = strided_bytes(buffer)
@@ -218,8 +223,7 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
         "bytes of the buffer": nbytes,
         "dtype": getattr(buffer, "dtype", None),
         "algorithm": algorithm,
-        # A tensor of no bytes has no address.
-        "offset in the symmetric heap": buffer.data_ptr() - owner.heap.base if nbytes else 0,
+        "offset in the symmetric heap": symmetric_offset(buffer, ctx),
     }
     launch = ctx.begin("all_gather_in_place", 0, agree, prepare)
     if launch.group is not None:
@@ -256,4 +260,5 @@ def all_gather_into_tensor(
     refuse_async(async_op)
     arguments.tensor("output_tensor", output_tensor)
     arguments.tensor("input_tensor", input_tensor)
-    all_gather(input_tensor, pooled("all_gather_into_tensor", group, input_tensor.nbytes), output_tensor)
+    ctx = pooled("all_gather_into_tensor", group, strided_bytes(input_tensor))
+    _all_gather(input_tensor, ctx, output_tensor, names=("input_tensor", "output_tensor"))

@@ -6,18 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from tdcoll.collectives._host.algorithm import (
     Algorithm,
     Planned,
-    arithmetic,
     local_peers,
     make_routes,
     of_words,
     on_device,
     programs_of_words,
     successors,
+    tiles,
 )
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.plan import Facts, needs_stores
@@ -33,8 +32,9 @@ def _pieces(facts: Facts, algorithm: str) -> int:
     """Into how many pieces a segment is cut. The last is for what has been summed, the first for what has not."""
     if algorithm == "2d":  # a node's sum travels in the accumulator's type
         return 1 + max(1, 4 // facts.itemsize)
-    # An outbox between the two, where a rank has to put.
-    return 2 if needs_stores(facts) is None else 3
+    if needs_stores(facts) is not None:  # an outbox between the two, where a rank has to put
+        return 3
+    return 1 if algorithm == "direct" and facts.symmetric else 2
 
 
 def _piece(ctx: CollectiveContext, facts: Facts, algorithm: str) -> int:
@@ -47,13 +47,16 @@ def _room(ctx: CollectiveContext, facts: Facts, algorithm: str) -> int:
 
 
 def _parts(call: Planned) -> dict[str, Any]:
-    per_tile = 16 * 32 * call.plan.num_warps // call.options[0].itemsize  # 16 bytes for each thread
-    waited = triton.next_power_of_2(call.ctx.world_size)
     facts, algorithm = call.facts, call.plan.algorithm
     part = part_bytes(facts.nbytes, parts(facts.topology, algorithm))
     piece = _piece(call.ctx, facts, algorithm)
     second = (_pieces(facts, algorithm) - 1) * piece
-    return {**arithmetic(call), "part": part, "outbox": piece, "second": second, "COUNT": per_tile, "WAITED": waited}
+    return {**tiles(call), "part": part, "outbox": piece, "second": second}
+
+
+def _programs_of_direct(call: Planned) -> int:
+    world = call.ctx.world_size
+    return call.plan.channels * (world + 1 if call.facts.symmetric else 2 * world - 1)
 
 
 def _by_puts(call: Planned) -> dict[str, Any]:
@@ -87,8 +90,8 @@ ALL_REDUCE = Collective(
         ),
         "direct": Algorithm(
             kernel=lambda call: kernels_direct.all_reduce_direct,
-            programs=lambda call: call.plan.channels * (2 * call.ctx.world_size - 1),
-            values=_parts,
+            programs=_programs_of_direct,
+            values=lambda call: {**_parts(call), "STRAIGHT": call.facts.symmetric},
         ),
         "1d": Algorithm(
             kernel=lambda call: kernels_puts.all_reduce_puts,

@@ -30,6 +30,16 @@ In place: ``out`` may be ``source``. ``out[r]`` is written by the program that h
 written over ``source[p]`` when the sum of that chunk has come back from rank p, which had it from this rank before: its
 sender here had read it. Chunks are cut alike in both stages.
 
+Straight (``STRAIGHT``): ``out`` is symmetric, and the second stage stores sums into it on every rank. Nothing is copied
+out, and a segment has the first half only. ::
+
+    first halves of window[slot, 0], ..., source[r], ... --sum in rank order--> out[r] here, and by the same stores
+                                --> out[r] on every other rank; then the chunk's second signal
+
+No rank has to say that it may be written to. A chunk is summed when all ranks have sent their parts of it, so every
+rank has begun the call by then: its earlier work, which may have used ``out``, is over. In place its sender has read
+``source[r]`` there. The last program of a chunk waits for all second signals, which acquires what others have stored.
+
 Bits: those of every other algorithm, see ``kernels_words``.
 """
 
@@ -39,7 +49,8 @@ import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements, stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
-from tdcoll.primitives.reduce import accumulate, finish, rounded
+from tdcoll.primitives.reduce import finish, rounded
+from tdcoll.primitives.sums import sum_of_ranks
 
 __all__ = ["all_reduce_direct"]
 
@@ -54,11 +65,7 @@ def _sum_chunk(
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
-        sum = tl.zeros([COUNT], ACC)
-        for r in tl.static_range(g.world):
-            at = tl.where(r == g.rank, own, segment(window, g, epoch, r)) + offset
-            part = tl.load(elements.pointer(at, DTYPE, ALIGNED) + index, mask=mask, other=0).to(ACC)
-            sum = accumulate(sum, part, r == 0, OP)
+        sum = sum_of_ranks(own, window, g, None, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         result = rounded(finish(sum, g.world, OP), DTYPE, OP)
         for step in tl.static_range(1, g.world):
             delta = tl.load(window.deltas + (g.rank + step) % g.world)
@@ -70,28 +77,32 @@ def _sum_chunk(
 def all_reduce_direct(
     source: tl.int64, out: tl.int64, window, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
     channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
-    WAITED: tl.constexpr,
+    WAITED: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] -> [nbytes]`` inside one node. Programs: ``2 * world - 1`` for each chunk.
+    """``[nbytes] -> [nbytes]`` inside one node. Programs: ``2 * world - 1`` for each chunk; straight ``world + 1``.
 
     Args (addresses are integers, so that one compilation serves all ranks):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
-        out: the result, likewise; may be ``source``.
-        window: :class:`~tdcoll.primitives.group.Window` of two slots; its segments have ``second + part`` bytes.
+        out: the result, likewise; may be ``source``. Straight: symmetric, at the same offset on all ranks.
+        window: :class:`~tdcoll.primitives.group.Window` of two slots; its segments have ``second + part`` bytes,
+            straight ``part``.
         g: :class:`~tdcoll.primitives.group.Group`, of at least ``2 * channels`` channels.
         nbytes: of a rank's data in this epoch.
         part: bytes of a rank's part, a multiple of 16.
-        second: where the second half of a segment begins, in bytes: a multiple of 16, at least ``part``.
+        second: where the second half of a segment begins, in bytes: a multiple of 16, at least ``part``. Not used
+            straight.
         chunk: bytes of a chunk, a multiple of 16.
         channels: chunks of a part.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
         COUNT: elements of a tile.
         WAITED: a power of two of at least ``world``.
+        STRAIGHT: sums are stored into ``out`` of all ranks.
     """
     in_stream_order()
     others = g.world - 1
-    channel = tl.program_id(0) // (2 * others + 1)
-    given = tl.program_id(0) % (2 * others + 1)
+    per_chunk: tl.constexpr = g.world + 1 if STRAIGHT else 2 * g.world - 1
+    channel = tl.program_id(0) // per_chunk
+    given = tl.program_id(0) % per_chunk
     step = given + 1
     if given > others:
         step = given - others
@@ -116,12 +127,14 @@ def all_reduce_direct(
         if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
             at = tl.cast(g.rank, tl.int64) * part
             size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, channel)
-            landing = segment(window, g, epoch, g.rank) + second + offset
+            landing = out + at + offset if STRAIGHT else segment(window, g, epoch, g.rank) + second + offset
             if (source | out | size) % 16 == 0:
                 _sum_chunk(source + at, out + at, landing, window, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
             else:
                 _sum_chunk(source + at, out + at, landing, window, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
             stores.release_to_all(g, summed + g.rank, epoch)
+    elif STRAIGHT:
+        tdl.wait_signals(summed, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
     elif tdl.wait_signal(summed + peer, tdl.CMP_GE, epoch, g.monitor, peer, (channels + channel) * g.world + peer) != 0:
         at = tl.cast(peer, tl.int64) * part
         size = chunk_bytes(chunk_bytes(nbytes, part, peer), chunk, channel)

@@ -42,6 +42,7 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import elements, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
 from tdcoll.primitives.reduce import accumulate, finish, rounded
+from tdcoll.primitives.sums import sum_of_node
 
 __all__ = ["all_reduce_nodes"]
 
@@ -53,17 +54,10 @@ def _sum_node(
 ):  # fmt: skip
     """The chunk at ``offset`` of all ranks of this node ``->`` ``partial``, in the accumulator's type."""
     count = elements.count(size, DTYPE, ALIGNED)
-    first = tl.load(nodes.begins + nodes.node)
-    last = tl.load(nodes.begins + nodes.node + 1)
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
-        sum = tl.zeros([COUNT], ACC)
-        for k in tl.range(first, last):
-            r = tl.load(nodes.ranks + k)
-            at = tl.where(r == g.rank, own, segment(window, g, epoch, r)) + offset
-            part = tl.load(elements.pointer(at, DTYPE, ALIGNED) + index, mask=mask, other=0).to(ACC)
-            sum = accumulate(sum, part, k == first, OP)
+        sum = sum_of_node(nodes.node, own, window, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         tl.store(elements.pointer(partial, ACC, True) + index, sum, mask=mask)
 
 

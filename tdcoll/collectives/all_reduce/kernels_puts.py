@@ -37,7 +37,8 @@ import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements, puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
-from tdcoll.primitives.reduce import accumulate, finish, rounded
+from tdcoll.primitives.reduce import finish, rounded
+from tdcoll.primitives.sums import sum_of_ranks
 
 __all__ = ["all_reduce_puts"]
 
@@ -52,17 +53,7 @@ def _sum_chunk(
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
-        total = tl.zeros([COUNT], ACC)
-        for node in tl.range(0, nodes.n_nodes):
-            first = tl.load(nodes.begins + node)
-            last = tl.load(nodes.begins + node + 1)
-            sum = tl.zeros([COUNT], ACC)
-            for k in tl.range(first, last):
-                r = tl.load(nodes.ranks + k)
-                at = tl.where(r == g.rank, own, segment(window, g, epoch, r)) + offset
-                part = tl.load(elements.pointer(at, DTYPE, ALIGNED) + index, mask=mask, other=0).to(ACC)
-                sum = accumulate(sum, part, k == first, OP)
-            total = accumulate(total, sum, node == 0, OP)
+        total = sum_of_ranks(own, window, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         result = rounded(finish(total, g.world, OP), DTYPE, OP)
         for i in tl.range(0, routes.n_local):
             delta = tl.load(window.deltas + tl.load(routes.ranks + i))

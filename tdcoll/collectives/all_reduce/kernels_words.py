@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce of small messages inside one node, by words that need no signal: one-shot, or two-shot.
 
-Scope: one node whose ranks can store to each other's memory; dtypes of 2 and 4 bytes. Floating types go by words that
+Scope: one node whose ranks can store to each other's memory; dtypes of at most 4 bytes. Floating types go by words that
 announce themselves (:mod:`tdcoll.primitives.lamport`), where the context has memory for them; all others by words that
 carry a flag (:mod:`tdcoll.primitives.ll`), a third more of them. (Elements of 8 bytes would lie across flagged words,
 and have legal values with a sentinel in them: they go by ``kernels_direct``.)

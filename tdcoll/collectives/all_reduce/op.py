@@ -14,7 +14,7 @@ from tdcoll.collectives._host.drop_in import pooled, refuse_async, torch_operati
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.reduce import check_operands
+from tdcoll.primitives.reduce import check_dtype, check_operation
 
 __all__ = ["all_reduce", "all_reduce_", "all_reduce_in_group"]
 
@@ -29,6 +29,7 @@ def all_reduce(
     out: torch.Tensor | None = None,
     op: str = "sum",
     algorithm: str | Plan = "auto",
+    symmetric: bool = False,
 ) -> torch.Tensor:
     """``[...] -> the same``: the reduction of all ranks' tensors, with the same bits on every rank.
 
@@ -36,21 +37,27 @@ def all_reduce(
     eager call of the size. A call whose parts (one for each rank) are over half of ``ctx.max_bytes_per_rank``, between
     nodes over a third, is several epochs, one launch each.
 
-    Sums are in fp32 for fp16 and bf16, in rank order inside each node, then in node order; a mean is the sum divided
-    once; what comes out is rounded once. So the bits are the same on all ranks and in every run, for every algorithm
-    and size, and for each row of a batch whatever else is in it. Maximum and minimum propagate NaN, integers wrap, and
-    no floating-point result is -0.0.
+    Sums are in fp32 for fp8, fp16 and bf16, in rank order inside each node, then in node order; a mean is the sum
+    divided once; what comes out is rounded once. So the bits are the same on all ranks and in every run, for every
+    algorithm and size, and for each row of a batch whatever else is in it. Maximum and minimum propagate NaN, integers
+    wrap, and no floating-point result is -0.0. A sum that is too large for e4m3fn becomes its largest number, 448, with
+    its sign, also where the sum is infinite; one that is too large for e5m2 becomes infinite. (So does
+    ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
     Args:
-        tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, int32 or int64; the same shape on all
-            ranks, any number of elements.
+        tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn, e5m2), int32, int64, int8
+            or uint8; the same shape on all ranks, any number of elements.
         ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
             Making one is collective and synchronises.
         out: where the result goes: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
             not overlap it otherwise.
-        op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"``.
+        op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"`` (not of fp8); of int8 and
+            uint8 ``"max"`` or ``"min"``.
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"``, ``"2d"`` or ``"auto"``, or a
             :class:`~tdcoll.Plan`.
+        symmetric: ``out`` is symmetric memory, which peers may write to during the call: made by :func:`tdcoll.empty`
+            over the context's group, and at the same offset on all ranks. All ranks pass the same. ``"direct"`` then
+            stores sums straight into it, and copies nothing; other algorithms do as they do without.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -58,6 +65,7 @@ def all_reduce(
     Raises:
         ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
+        NotSymmetricError: (``symmetric``) ``out`` is not in the symmetric heap.
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
@@ -72,27 +80,44 @@ def all_reduce(
         ctx = _pooled(tensor, None)
     check_context(ctx)
     wish = (algorithm, op)
-    if (made := ALL_REDUCE.at_once(tensor, ctx, out, wish)) is not None:
+    if not symmetric and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish)) is not None:
         return made
-    return _call(tensor, ctx, out, op, algorithm, wish, False)
+    return _call(tensor, ctx, out, op, algorithm, wish, False, symmetric)
 
 
 def _call(
-    tensor: Any, ctx: CollectiveContext, out: Any, op: Any, algorithm: Any, wish: Hashable, in_place: bool
+    tensor: Any,
+    ctx: CollectiveContext,
+    out: Any,
+    op: Any,
+    algorithm: Any,
+    wish: Hashable,
+    in_place: bool,
+    symmetric: bool,
 ) -> torch.Tensor:
     """A call the long way."""
-    agree = {"op": op, "in_place": in_place}
+
+    def options() -> tuple[torch.dtype, str]:
+        check_dtype("tensor", tensor)
+        check_operation(op, tensor.dtype)
+        return tensor.dtype, op
+
     return ALL_REDUCE(
         *(tensor, ctx, out, algorithm),
         wish=wish,
-        options=lambda: check_operands(tensor, op),
-        agree=agree,
+        options=options,
+        agree={"op": op, "in_place": in_place, "symmetric": symmetric},
         in_place=in_place,
+        symmetric=symmetric,
     )
 
 
 def all_reduce_(
-    tensor: torch.Tensor, ctx: CollectiveContext | None = None, op: str = "sum", algorithm: str | Plan = "auto"
+    tensor: torch.Tensor,
+    ctx: CollectiveContext | None = None,
+    op: str = "sum",
+    algorithm: str | Plan = "auto",
+    symmetric: bool = False,
 ) -> torch.Tensor:
     """``tensor`` becomes the reduction of all ranks': :func:`all_reduce` with ``out=tensor``, and the same bits.
 
@@ -100,6 +125,7 @@ def all_reduce_(
 
     Args:
         tensor, ctx, op, algorithm: as for :func:`all_reduce`.
+        symmetric: as there; ``tensor`` is the result.
 
     Returns:
         ``tensor``.
@@ -111,9 +137,9 @@ def all_reduce_(
         ctx = _pooled(tensor, None)
     check_context(ctx)
     wish = (algorithm, op, "in place")
-    if (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish)) is not None:
+    if not symmetric and (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish)) is not None:
         return made
-    return _call(tensor, ctx, tensor, op, algorithm, wish, True)
+    return _call(tensor, ctx, tensor, op, algorithm, wish, True, symmetric)
 
 
 def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:
@@ -145,8 +171,10 @@ def all_reduce_in_group(
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
-        ValueError: ``async_op`` is true, or ``op`` is another one.
+        ValueError: ``async_op`` is true, or ``op`` is another one, or not of this dtype.
         Others: as :func:`all_reduce`.
     """
     refuse_async(async_op)
-    all_reduce_(tensor, _pooled(tensor, group), torch_operation(op))
+    arguments.tensor("tensor", tensor)
+    named = torch_operation(op, tensor.dtype)
+    all_reduce_(tensor, _pooled(tensor, group), named)

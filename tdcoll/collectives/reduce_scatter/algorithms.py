@@ -6,25 +6,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
+import triton.language as tl
 
 from tdcoll.collectives._host.algorithm import (
     Algorithm,
     Planned,
-    arithmetic,
     local_peers,
     make_routes,
     of_words,
     on_device,
     programs_of_words,
     successors,
+    tiles,
 )
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.plan import Facts, needs_stores
-from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_puts, kernels_words
+from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_pull, kernels_puts, kernels_words
 from tdcoll.collectives.reduce_scatter.policy import POLICY
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.group import nodes_of
+from tdcoll.primitives.group import Window, nodes_of
 from tdcoll.primitives.puts import Routes
 
 __all__ = ["REDUCE_SCATTER"]
@@ -38,9 +38,7 @@ def _reducers(call: Planned) -> int:
 
 
 def _sums(call: Planned) -> dict[str, Any]:
-    per_tile = 16 * 32 * call.plan.num_warps // call.options[0].itemsize  # 16 bytes for each thread
-    waited = triton.next_power_of_2(call.ctx.world_size)
-    return {**arithmetic(call), "reducers": _reducers(call), "COUNT": per_tile, "WAITED": waited}
+    return {**tiles(call), "reducers": _reducers(call)}
 
 
 def _routes(ctx: CollectiveContext) -> Routes:
@@ -58,7 +56,7 @@ def _tables(call: Planned) -> dict[str, Any]:
 
 def _shapes(shape: torch.Size, world: int) -> tuple[torch.Size, ...]:
     if not shape or shape[0] % world:
-        raise ValueError(f"tensor's first extent must be divisible by the {world} rank(s); got shape {list(shape)}")
+        return ()
     part = torch.Size((shape[0] // world, *shape[1:]))
     return (part, shape[1:]) if shape[0] == world else (part,)
 
@@ -69,6 +67,8 @@ def _half(ctx: CollectiveContext) -> int:
 
 
 def _room(ctx: CollectiveContext, facts: Facts, algorithm: str) -> int:
+    if algorithm == "pull":  # which stages nothing
+        return max(1, facts.nbytes)
     room = ctx.capacity if needs_stores(facts) is None else _half(ctx)
     return room // 128 * 128 or room // 16 * 16
 
@@ -85,6 +85,11 @@ REDUCE_SCATTER = Collective(
             kernel=lambda call: kernels_direct.reduce_scatter_direct,
             programs=lambda call: call.plan.channels * (call.ctx.world_size - 1 + _reducers(call)),
             values=_sums,
+        ),
+        "pull": Algorithm(
+            kernel=lambda call: kernels_pull.reduce_scatter_pull,
+            programs=lambda call: call.plan.channels + 1,
+            values=lambda call: {**tiles(call), "window": Window(0, 0, call.ctx.device_group.deltas, tl.constexpr(1))},
         ),
         "1d": Algorithm(
             kernel=lambda call: kernels_puts.reduce_scatter_puts,

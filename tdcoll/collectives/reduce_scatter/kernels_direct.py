@@ -34,42 +34,26 @@ import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.primitives import elements, stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
-from tdcoll.primitives.reduce import accumulate, finish, rounded
+from tdcoll.primitives.reduce import finish, rounded
+from tdcoll.primitives.sums import sum_of_ranks
 
-__all__ = ["load_part", "reduce_scatter_direct", "store_result"]
-
-
-@jit
-def load_part(
-    r, own, offset, window, g, epoch, index, mask, DTYPE: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """Elements ``index`` of rank ``r``'s chunk, in ``ACC``: from where they landed, or of this rank from ``own``."""
-    at = tl.where(r == g.rank, own, segment(window, g, epoch, r)) + offset
-    return tl.load(elements.pointer(at, DTYPE, ALIGNED) + index, mask=mask, other=0).to(ACC)
+__all__ = ["reduce_chunk", "reduce_scatter_direct"]
 
 
 @jit
-def store_result(out, index, mask, sum, world, DTYPE: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements ``index`` of the chunk at ``out``: what comes of the sum of all parts."""
-    result = rounded(finish(sum, world, OP), DTYPE, OP)
-    tl.store(elements.pointer(out, DTYPE, ALIGNED) + index, result, mask=mask)
-
-
-@jit
-def _reduce(
-    worker, workers, own, out, offset, size, window, g, epoch,
+def reduce_chunk(
+    worker, workers, own, out, offset, size, window, g, nodes, epoch,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """This worker's tiles of the chunk at ``offset``, from all ranks ``->`` the same place in ``out``."""
+    """This worker's tiles of the chunk at ``offset``, from all ranks ``->`` the same place in ``out``. ``nodes``: None
+    where all ranks are on one."""
     count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
-        sum = tl.zeros([COUNT], ACC)
-        for r in tl.static_range(g.world):
-            part = load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)
-            sum = accumulate(sum, part, r == 0, OP)
-        store_result(out + offset, index, mask, sum, g.world, DTYPE, OP, ALIGNED)
+        sum = sum_of_ranks(own, window, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+        result = rounded(finish(sum, g.world, OP), DTYPE, OP)
+        tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
 
 
 @jit
@@ -115,6 +99,6 @@ def reduce_scatter_direct(
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         worker = given - senders
         if (source | source_stride | out | nbytes) % 16 == 0:
-            _reduce(worker, reducers, own, out, offset, size, window, g, epoch, DTYPE, ACC, OP, True, COUNT)
+            reduce_chunk(worker, reducers, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
         else:
-            _reduce(worker, reducers, own, out, offset, size, window, g, epoch, DTYPE, ACC, OP, False, COUNT)
+            reduce_chunk(worker, reducers, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, False, COUNT)

@@ -31,36 +31,12 @@ In place: as in ``kernels_direct``.
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.reduce_scatter.kernels_direct import load_part, store_result
+from tdcoll.collectives.reduce_scatter.kernels_direct import reduce_chunk
 from tdcoll.language.jit import jit
-from tdcoll.primitives import elements, puts, stores
+from tdcoll.primitives import puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
-from tdcoll.primitives.reduce import accumulate
 
 __all__ = ["reduce_scatter_puts"]
-
-
-@jit
-def _reduce(
-    worker, workers, own, out, offset, size, window, g, epoch, nodes,
-    DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """This worker's tiles of the chunk at ``offset``, from all ranks ``->`` the same place in ``out``."""
-    count = elements.count(size, DTYPE, ALIGNED)
-    for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
-        index = begin + tl.arange(0, COUNT)
-        mask = index < count
-        total = tl.zeros([COUNT], ACC)
-        for node in tl.range(0, nodes.n_nodes):
-            first = tl.load(nodes.begins + node)
-            last = tl.load(nodes.begins + node + 1)
-            sum = tl.zeros([COUNT], ACC)
-            for k in tl.range(first, last):
-                r = tl.load(nodes.ranks + k)
-                part = load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)
-                sum = accumulate(sum, part, k == first, OP)
-            total = accumulate(total, sum, node == 0, OP)
-        store_result(out + offset, index, mask, total, g.world, DTYPE, OP, ALIGNED)
 
 
 @jit
@@ -110,6 +86,8 @@ def reduce_scatter_puts(
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         worker = given - routes.n_local
         if (source | source_stride | out | nbytes) % 16 == 0:
-            _reduce(worker, reducers, own, out, offset, size, window, g, epoch, nodes, DTYPE, ACC, OP, True, COUNT)
+            reduce_chunk(worker, reducers, own, out, offset, size, window, g, nodes, epoch, DTYPE, ACC, OP, True, COUNT)
         else:
-            _reduce(worker, reducers, own, out, offset, size, window, g, epoch, nodes, DTYPE, ACC, OP, False, COUNT)
+            reduce_chunk(
+                worker, reducers, own, out, offset, size, window, g, nodes, epoch, DTYPE, ACC, OP, False, COUNT
+            )

@@ -13,7 +13,7 @@ from tdcoll.collectives._host.drop_in import pooled, refuse_async, torch_operati
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.reduce import check_operands
+from tdcoll.primitives.reduce import check_dtype, check_operation
 
 __all__ = ["reduce_scatter", "reduce_scatter_tensor"]
 
@@ -28,6 +28,7 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     op: str = "sum",
     algorithm: str | Plan = "auto",
+    symmetric: bool = False,
 ) -> torch.Tensor:
     """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction of all ranks' tensors.
 
@@ -35,19 +36,25 @@ def reduce_scatter(
     eager call of the size. A call of more than ``ctx.max_bytes_per_rank`` bytes per part (between nodes, of half as
     many) is several epochs, one launch each.
 
-    Sums are in fp32 for fp16 and bf16, in rank order inside each node, then in node order; a mean is the sum divided
-    once; what comes out is rounded once. So the bits are the same in every run, for every algorithm and size. Maximum
-    and minimum propagate NaN, integers wrap, and no floating-point result is -0.0.
+    Sums are in fp32 for fp8, fp16 and bf16, in rank order inside each node, then in node order; a mean is the sum
+    divided once; what comes out is rounded once. So the bits are the same in every run, for every algorithm and size.
+    Maximum and minimum propagate NaN, integers wrap, and no floating-point result is -0.0. A sum that is too large for
+    e4m3fn becomes its largest number, 448, with its sign, also where the sum is infinite; one that is too large for
+    e5m2 becomes infinite. (So does ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
     Args:
-        tensor: a part for each rank, contiguous, on the context's device, of fp16, bf16, fp32, fp64, int32 or int64.
-            With ``out`` it may be ``[world, n, ...]`` as well; without, the first extent is what is divided.
+        tensor: a part for each rank, contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn,
+            e5m2), int32, int64, int8 or uint8. With ``out`` it may be ``[world, n, ...]`` as well; without, the first
+            extent is what is divided.
         ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
             Making one is collective and synchronises.
         out: where the result goes, contiguous, same dtype. Made if None. May be this rank's own part of ``tensor``, and
             must not overlap it otherwise.
-        op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"``.
-        algorithm: ``"ll"``, ``"direct"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+        op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"`` (not of fp8); of int8 and
+            uint8 ``"max"`` or ``"min"``.
+        algorithm: ``"ll"``, ``"direct"``, ``"pull"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+        symmetric: ``tensor`` is symmetric memory, which peers may read during the call: made by :func:`tdcoll.empty`
+            over the context's group, and at the same offset on all ranks. All ranks pass the same. ``"pull"`` needs it.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -55,6 +62,7 @@ def reduce_scatter(
     Raises:
         ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
+        NotSymmetricError: (``symmetric``) ``tensor`` is not in the symmetric heap.
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
@@ -63,23 +71,44 @@ def reduce_scatter(
     Algorithms: one stage, in which every rank sends each part to the rank that reduces it (direct reduce-scatter;
     Thakur, Rabenseifner and Gropp, 2005, call its pattern pairwise exchange); by words that need no signal (``"ll"``:
     data that announces itself, as in TensorRT-LLM's Lamport kernels, or carries a flag, as in NCCL's LL), by stores
-    with a signal per chunk (``"direct"``), or by puts (``"1d"``).
+    with a signal per chunk (``"direct"``), or by puts (``"1d"``). ``"pull"`` is the same by loads, without a staging
+    copy.
     """
     if ctx is None:
-        ctx = _pooled(tensor, None)
+        ctx = _pooled("tensor", tensor, None)
     check_context(ctx)
+    return _reduce_scatter(tensor, ctx, out, op, algorithm, symmetric=symmetric)
+
+
+def _reduce_scatter(
+    tensor: Any,
+    ctx: CollectiveContext,
+    out: Any,
+    op: Any,
+    algorithm: Any = "auto",
+    names: tuple[str, str] = ("tensor", "out"),
+    symmetric: bool = False,
+) -> torch.Tensor:
+    """:func:`reduce_scatter`; ``names``: that the caller knows ``tensor`` and ``out`` by."""
     wish = (algorithm, op)
-    if (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
+    if not symmetric and (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
         return made
+
+    def options() -> tuple[torch.dtype, str]:
+        check_dtype(names[0], tensor)
+        check_operation(op, tensor.dtype)
+        return tensor.dtype, op
+
+    agree = {"op": op, "symmetric": symmetric}
     return REDUCE_SCATTER(
-        tensor, ctx, out, algorithm, wish=wish, options=lambda: check_operands(tensor, op), agree={"op": op}
+        tensor, ctx, out, algorithm, wish=wish, options=options, agree=agree, names=names, symmetric=symmetric
     )
 
 
-def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:
+def _pooled(name: str, tensor: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context of a group."""
     owner = runtime.current()
-    arguments.tensor("tensor", tensor)
+    arguments.tensor(name, tensor)
     world = len(owner.ranks_of(group))
     most = min(_MOST_POOLED_BYTES, owner.heap.nbytes // (16 * world))
     nbytes = min(2 * strided_bytes(tensor) // world, most)  # half is to put from
@@ -107,10 +136,11 @@ def reduce_scatter_tensor(
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
-        ValueError: ``async_op`` is true, or ``op`` is another one.
+        ValueError: ``async_op`` is true, or ``op`` is another one, or not of this dtype.
         Others: as :func:`reduce_scatter`.
     """
     refuse_async(async_op)
     arguments.tensor("output", output)
     arguments.tensor("input", input)
-    reduce_scatter(input, _pooled(input, group), output, torch_operation(op))
+    named = torch_operation(op, input.dtype)
+    _reduce_scatter(input, _pooled("input", input, group), output, named, names=("input", "output"))

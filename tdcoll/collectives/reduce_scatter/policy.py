@@ -25,11 +25,17 @@ def _cut_words(facts: Facts, entry: Entry) -> Plan:
     return cut_reduced_words(facts, entry, "ll", reduced_words(facts))
 
 
+def _needs_symmetric(facts: Facts) -> str | None:
+    return needs_stores(facts) if facts.symmetric else "needs symmetric=True; got a tensor of any memory on "
+
+
 def _seed(facts: Facts) -> str:
-    """In one node words where the context has room (not in the simulator, where they cost much more), else stores; puts
-    elsewhere."""
+    """In one node words where the context has room (not in the simulator, where they cost much more), else loads from
+    symmetric memory, or stores; puts elsewhere."""
     if not facts.simulated and needs_reduced_words(facts) is None:
         return "ll"
+    if _needs_symmetric(facts) is None:
+        return "pull"
     return "direct" if needs_stores(facts) is None else "1d"
 
 
@@ -38,8 +44,9 @@ POLICY = Policy(
     [
         Rule("ll", needs_reduced_words, _cut_words, (LAMPORT_WORD_BYTES, LL_WORD_BYTES), reduced_words),
         Rule("direct", needs_stores, lambda facts, entry: cut_chunks(facts, entry, "direct")),
+        Rule("pull", _needs_symmetric, lambda facts, entry: cut_chunks(facts, entry, "pull")),
         Rule("1d", lambda facts: None, lambda facts, entry: cut_chunks(facts, entry, "1d")),
     ],
     _seed,
 )
-"""``"ll"``, ``"direct"`` and ``"1d"``."""
+"""``"ll"``, ``"direct"``, ``"pull"`` and ``"1d"``."""

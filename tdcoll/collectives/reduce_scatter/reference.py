@@ -23,9 +23,10 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = "sum") -> torch.Tensor:
     """``world`` times ``[n, ...] -> [n, ...]``, with the association that dense collectives document.
 
-    The accumulator is fp32 for fp16, bf16 and fp32, and the dtype itself otherwise; integers wrap. Parts are combined
-    in rank order inside each node, and the results of the nodes in node order. A mean is the sum divided once by
-    ``world``. The result is rounded once; a -0.0 becomes +0.0.
+    The accumulator is fp32 for fp8, fp16, bf16 and fp32, and the dtype itself otherwise; integers wrap. Parts are
+    combined in rank order inside each node, and the results of the nodes in node order. A mean is the sum divided once
+    by ``world``. The result is rounded once; a -0.0 becomes +0.0. What is too large for e4m3fn becomes its largest
+    number, infinities too.
 
     Args:
         parts: one per rank, in rank order.
@@ -33,7 +34,7 @@ def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = 
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` (both propagate NaN) or ``"prod"``.
 
     Raises:
-        ValueError: ``op`` is not one of these, or a mean of integers.
+        ValueError: ``op`` is not one of these, or not of this dtype.
     """
     dtype = parts[0].dtype
     check_operation(op, dtype)
@@ -47,8 +48,12 @@ def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = 
         total = combine(total, other)
     if op == "mean":
         total = total / torch.full_like(total, len(parts))  # by a tensor: by a number, a GPU multiplies
-    result = total.to(dtype)
-    return result + 0.0 if dtype.is_floating_point else result.clone()
+    if not dtype.is_floating_point:
+        return total.to(dtype, copy=True)
+    if dtype == torch.float8_e4m3fn:  # of which PyTorch makes NaN before 2.12
+        limit = torch.finfo(dtype).max
+        total = total.clamp(-limit, limit)
+    return (total.to(dtype).to(total.dtype) + 0.0).to(dtype)
 
 
 def reduce_scatter_reference(

@@ -11,7 +11,10 @@ import torch
 from tdcoll import arguments
 from tdcoll.primitives.reduce import ACCUMULATORS
 
-__all__ = ["Rows", "rows_of_pair", "rows_of_tensor"]
+__all__ = ["DTYPES", "Rows", "rows_of_pair", "rows_of_tensor"]
+
+DTYPES = tuple(dtype for dtype in ACCUMULATORS if dtype.itemsize > 1)
+"""Of rows that can be reduced."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Rows:
 
 
 def _check_values(name: str, values: torch.Tensor, device: torch.device) -> None:
-    if values.dtype not in ACCUMULATORS:
-        allowed = ", ".join(str(dtype) for dtype in ACCUMULATORS)
+    if values.dtype not in DTYPES:
+        allowed = ", ".join(map(str, DTYPES))
         raise TypeError(f"{name} must have one of the dtypes {allowed}; got {values.dtype}")
     if values.device != device:
         raise ValueError(f"{name} must be on {device}, where the context is; got {values.device}")

@@ -38,8 +38,9 @@ def by_hand(algorithm: str, tensor: torch.Tensor, ctx: tdcoll.CollectiveContext)
 class Reductions:
     """Runs ``calls`` on every rank, without a synchronisation, and then looks at all results.
 
-    A call is ``o`` out of place, ``i`` in place, ``z`` of no elements; ``g`` is an all-gather on the same context, and
-    ``s`` a reduce-scatter.
+    A call is ``o`` out of place, ``i`` in place, ``z`` of no elements; ``y`` out of place and ``Y`` in place with a
+    symmetric result, which is the same memory for all of them and is read right after the call; ``g`` is an all-gather
+    on the same context, and ``s`` a reduce-scatter.
 
     Attributes:
         algorithm: of the calls; or several, separated by spaces, for the all-reduces in turn.
@@ -87,19 +88,28 @@ class Reductions:
                 ctx.device_lamport.control.fill_((self.first - 1) << EPOCH_SHIFT.value)
             results = []
             turn = 0
+            shared = None
+            if "y" in self.calls.lower():
+                shared = tdcoll.empty(
+                    (32 + self.offset + max(self.counts),), self.dtype, group=self.group, name="shared"
+                )
             for call, kind in enumerate(self.calls):
                 if kind in "gs":
                     results.append(self.other_call(ctx, call, kind))
                 else:
-                    results.append(self.call(ctx, call, kind, turn))
+                    results.append(self.call(ctx, call, kind, turn, shared))
                     turn += 1
             ctx.check()
+            if shared is not None:
+                tdcoll.free(shared)
             for call, (got, wanted) in enumerate(results):
                 wrong = same_bits(got, wanted)
                 assert wrong == 0, f"rank {ctx.rank}, call {call} ({self.calls[call]}): {wrong} wrong elements"
         assert tdcoll.heap_info().used == 0
 
-    def call(self, ctx: tdcoll.CollectiveContext, call: int, kind: str, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(
+        self, ctx: tdcoll.CollectiveContext, call: int, kind: str, turn: int, shared: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(what came out, what should)`` of an all-reduce."""
         turns, offset = self.algorithm.split(), self.offset
         count = 0 if kind == "z" else self.counts[turn % len(self.counts)]
@@ -109,11 +119,21 @@ class Reductions:
         tensor.copy_(given[ctx.rank])
         # Elements before and after the result, which must stay as they are.
         room = torch.full((offset + count + 2,), 3, dtype=self.dtype)
-        out = tensor if kind == "i" else room[offset + 1 : -1]
-        got = tdcoll.all_reduce(tensor, ctx, out, op, algorithm if self.named else by_hand(algorithm, tensor, ctx))
+        begin = offset + 1
+        if symmetric := kind in "yY":
+            assert shared is not None
+            begin = 16 + offset
+            room = shared[: begin + count + 1].fill_(3)
+            if kind == "Y":
+                tensor = room[begin:-1].copy_(tensor)
+        out = tensor if kind in "iY" else room[begin:-1]
+        named = algorithm if self.named else by_hand(algorithm, tensor, ctx)
+        got = tdcoll.all_reduce(tensor, ctx, out, op, named, symmetric=symmetric)
         assert got is out
-        assert bool((room[: offset + 1] == 3).all() and room[-1] == 3), "something else was written to"
-        if kind != "i":
+        assert bool((room[:begin] == 3).all() and room[-1] == 3), "something else was written to"
+        if symmetric:
+            out = out.clone()
+        if kind not in "iY":
             assert same_bits(tensor, given[ctx.rank]) == 0, "the input was written to"
         return out, reduce_parts(given, ctx.topology.nodes, op)
 

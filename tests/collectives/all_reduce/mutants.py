@@ -11,7 +11,7 @@ from kernel_mutants import Change
 
 import tdcoll.collectives.all_reduce.algorithms  # noqa: F401, which names the kernels: before one is replaced
 
-from ..reduce_scatter.mutants import missing, to
+from ..reduce_scatter.mutants import LATER, LOAD, OF_NODE, OWN, PART, SUM, SUM_OF_NODE, missing, to
 
 MODULES = (
     "tdcoll.collectives.all_reduce.kernels_words",
@@ -57,9 +57,9 @@ class Mutant:
         }
 
 
-WRONG = r"AssertionError: rank \d+, call \d+ \([oiz]\): \d+ wrong elements"
+WRONG = r"AssertionError: rank \d+, call \d+ \([oizyY]\): \d+ wrong elements"
 
-ANY_WRONG = WRONG.replace("[oiz]", "[oizg]") + "|" + missing("signals")
+ANY_WRONG = WRONG.replace("[oizyY]", "[oizyYg]") + "|" + missing("signals")
 
 ONE, TWO = "all_reduce.kernels_words.all_reduce_one_shot", "all_reduce.kernels_words.all_reduce_two_shot"
 DIRECT = "all_reduce.kernels_direct.all_reduce_direct"
@@ -76,8 +76,9 @@ WAIT = "tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor,
 WAIT_DIRECT = (
     "tdl.wait_signal(summed + peer, tdl.CMP_GE, epoch, g.monitor, peer, (channels + channel) * g.world + peer)"
 )
+WAIT_STRAIGHT = "tdl.wait_signals(summed, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
 WAIT_PUTS = "tdl.wait_signal(summed + origin, tdl.CMP_GE, epoch, g.monitor, origin, index)"
-SUMMED, LATER = "row(g, epoch, channels + channel)", "(r + g.rank) % g.world"
+SUMMED = "row(g, epoch, channels + channel)"
 PUSHED, RELEASED = "tdl.copy_block(target + delta, source, nbytes)", "release(signal, signal_delta, value)"
 STORE_SUM = "tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)"
 TOLD, SENT = (
@@ -94,7 +95,6 @@ else:
     for more in ("", "routes, nodes, ")
 )
 LATER_NODE = "(node + g.rank) % nodes.n_nodes"
-OWN = "tl.where(r == g.rank, own, segment(window, g, epoch, r))"
 CAME = "tl.where(r == g.rank, mine[part], came[4 * r + part])"
 CLEAR_ONE, CLEAR_TWO = (
     "lamport.clear(g, inbox, call, size, BLOCK)",
@@ -274,12 +274,10 @@ MUTANTS = [
     ),
     Mutant("direct: nobody hears of the sum", to(DIRECT, TOLD, "pass"), missing("signals"), "direct"),
     Mutant("direct: the sum stays here", to(SUM_DIRECT, STORE_SUM, "pass"), WRONG, "direct"),
-    Mutant(
-        "direct: the own part from the window", to(SUM_DIRECT, OWN, "segment(window, g, epoch, r)"), WRONG, "direct"
-    ),
+    Mutant("direct: the own part from the window", to(LOAD, OWN, "segment(window, g, epoch, r)"), WRONG, "direct"),
     Mutant(
         "direct: parts are summed from the own one on",
-        to(SUM_DIRECT, OWN, f"tl.where({LATER} == g.rank, own, segment(window, g, epoch, {LATER}))"),
+        to(SUM, PART, PART.replace("(r,", f"({LATER},")),
         WRONG,
         "direct",
     ),
@@ -289,6 +287,50 @@ MUTANTS = [
         missing("signals"),
         "direct",
         resident=1,
+    ),
+    # ------------------------------------------------------------------ stores into symmetric results
+    *(
+        Mutant(f"direct, straight: {what}", change, expect, "direct", case=(("calls", calls),), resident=resident)
+        for what, change, expect, calls, resident in (
+            ("the sum does not wait", to(DIRECT, WAIT, WAIT.replace("epoch", "0")), WRONG, "YYYY", None),
+            (
+                "nobody waits for sums",
+                to(DIRECT, WAIT_STRAIGHT, WAIT_STRAIGHT.replace("epoch", "0")),
+                WRONG,
+                "yyyy",
+                None,
+            ),
+            (
+                "the signal goes before the sum",
+                to(DIRECT, f"{SUM_IN_DIRECT}{TOLD}", f"{TOLD}\n{SUM_IN_DIRECT}"),
+                WRONG,
+                "yyyy",
+                None,
+            ),
+            (
+                "the signal goes before the part",
+                to("stores.push", f"{PUSHED}\n{RELEASED}", f"{RELEASED}\n{PUSHED}"),
+                WRONG,
+                "YYYY",
+                None,
+            ),
+            ("the sum stays here", to(SUM_DIRECT, STORE_SUM, "pass"), WRONG, "yyyy", None),
+            ("nobody hears of the sum", to(DIRECT, TOLD, "pass"), missing("signals"), "yyyy", None),
+            (
+                "all sums land in the first part",
+                to(DIRECT, "out + at + offset", "out + offset"),
+                ANY_WRONG,
+                "yyyy",
+                None,
+            ),
+            (
+                "programs that wait before those that send",
+                to(DIRECT, PROGRAM, BACKWARDS),
+                missing("signals"),
+                "yYyY",
+                1,
+            ),
+        )
     ),
     # ------------------------------------------------------------------ puts
     Mutant(
@@ -338,16 +380,15 @@ MUTANTS = [
     ),
     Mutant(
         "1d: all parts are summed in rank order, whatever their nodes",
-        to(SUM_PUTS, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)")
-        + to(SUM_PUTS, "tl.load(nodes.begins + node + 1)", "g.world"),
+        to(SUM, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)")
+        + to(SUM_OF_NODE, "tl.load(nodes.begins + node + 1)", "g.world"),
         WRONG,
         "1d",
         OVER_NODES,
     ),
     Mutant(
         "1d: the nodes are summed from the own one on",
-        to(SUM_PUTS, "tl.load(nodes.begins + node)", f"tl.load(nodes.begins + {LATER_NODE})")
-        + to(SUM_PUTS, "tl.load(nodes.begins + node + 1)", f"tl.load(nodes.begins + {LATER_NODE} + 1)"),
+        to(SUM, OF_NODE, OF_NODE.replace("(node,", f"({LATER_NODE},")),
         WRONG,
         "1d",
         # Two numbers are summed alike in either order.

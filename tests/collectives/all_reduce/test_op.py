@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import ReduceOp
 
 import tdcoll
 import tdcoll.distributed
@@ -17,12 +18,14 @@ from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.all_reduce.policy import POLICY, part_bytes
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.limits import lamport_bytes
+from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 from tdcoll.tuning import SIMULATOR, Entry, Section, Table
 
 from ..reduce_scatter.cases import same_bits, values
 
+FP8 = torch.float8_e5m2
 K, M, G = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -83,7 +86,7 @@ def test_what_is_taken_where_nothing_was_measured(
 @given(
     nbytes=st.one_of(st.integers(0, 4096), st.integers(0, 4 * M)),
     world=st.integers(1, 16),
-    itemsize=st.sampled_from([2, 4, 8]),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
     lamport=st.sampled_from([0, 1, 100, 128 * K, 2 * M]),
     flagged=st.sampled_from([0, 100, 128 * K]),
     channels=st.sampled_from([2, 3, 512]),
@@ -120,7 +123,11 @@ def test_plans_cover_the_data_and_fit(
     ("algorithm", "facts", "message"),
     [
         ("ring", {}, "algorithm must be one of auto, one_shot, two_shot, direct, 1d, 2d; got 'ring'"),
-        ("one_shot", {**USUAL, "itemsize": 8}, "'one_shot' needs elements of 2 or 4 bytes; got elements of 8 bytes on"),
+        (
+            "one_shot",
+            {**USUAL, "itemsize": 8},
+            "'one_shot' needs elements of at most 4 bytes; got elements of 8 bytes on",
+        ),
         (
             "two_shot",
             {},
@@ -201,11 +208,11 @@ def test_room_for_words_by_default() -> None:
 ANY = st.sampled_from(["auto", "one_shot", "two_shot", "direct", "1d"])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     algorithm=ANY,
     world=st.integers(1, 4),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kind=st.sampled_from([(dtype, op) for dtype, ops in OPERATIONS_OF.items() if dtype.itemsize <= 4 for op in ops]),
     rows=st.integers(1, 5),
     width=st.integers(1, 20),
     row=st.integers(0, 4),
@@ -213,18 +220,18 @@ ANY = st.sampled_from(["auto", "one_shot", "two_shot", "direct", "1d"])
     seed=st.integers(0, 9),
 )
 def test_a_row_has_the_bits_that_it_has_alone(
-    algorithm: str, world: int, dtype: torch.dtype, rows: int, width: int, row: int, words: int, seed: int
+    algorithm: str, world: int, kind: Any, rows: int, width: int, row: int, words: int, seed: int
 ) -> None:
     """Of a batch of any size, by any algorithm, with chunks cut anyhow, on every rank."""
-    row %= rows
+    (dtype, op), row = kind, row % rows
     batches = [values(pe, seed, rows * width, dtype).view(rows, width) for pe in range(world)]
-    wanted = reduce_parts(batches, [0] * world, "mean")
+    wanted = reduce_parts(batches, [0] * world, op)
     reached = []
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=4096, lamport_bytes=words) as ctx:
-            whole = tdcoll.all_reduce(batches[pe], ctx, op="mean", algorithm=algorithm)
-            alone = tdcoll.all_reduce(batches[pe][row].clone(), ctx, op="mean")
+            whole = tdcoll.all_reduce(batches[pe], ctx, op=op, algorithm=algorithm)
+            alone = tdcoll.all_reduce(batches[pe][row].clone(), ctx, op=op)
             ctx.check()
             assert same_bits(whole, wanted) == same_bits(alone, wanted[row]) == 0
             reached.append(pe)
@@ -283,10 +290,12 @@ def test_bad_arguments_are_named() -> None:
             for kind, message, arguments in (
                 (TypeError, r"tensor must be a torch\.Tensor", ([1.0], ctx)),
                 (TypeError, r"ctx must be a .*CollectiveContext.*got 3", (x, 3)),
-                (TypeError, "tensor must be of float16, .*got torch.int8", (x.to(torch.int8), ctx)),
+                (TypeError, "tensor must be of float16, .*float8_e5m2; got torch.int16", (x.to(torch.int16), ctx)),
+                (ValueError, "op must be one of max, min for torch.int8; got 'sum'", (x.to(torch.int8), ctx)),
+                (ValueError, "one of sum, mean, max, min for torch.float8_e5m2", (x.to(FP8), ctx, None, "prod")),
                 (ValueError, "tensor must be contiguous", (x.view(2, 4).T, ctx)),
                 (ValueError, "op must be one of sum, mean, max, min, prod; got 'avg'", (x, ctx, None, "avg")),
-                (ValueError, "op='mean' needs values of a floating-point", (x.int(), ctx, None, "mean")),
+                (ValueError, "sum, max, min, prod for torch.int32; got 'mean'", (x.int(), ctx, None, "mean")),
                 (TypeError, r"out must be a torch\.Tensor", (x, ctx, 3)),
                 (ValueError, r"out must be torch.float32 of shape \[8\]; got torch.float32 of \[4\]", (x, ctx, x[:4])),
                 (ValueError, r"out must be torch.float32 of shape \[8\]; got torch.float64", (x, ctx, x.double())),
@@ -294,7 +303,7 @@ def test_bad_arguments_are_named() -> None:
                 (ValueError, r"out must not overlap tensor, except to be tensor; .* byte 4 of", (x[:-1], ctx, x[1:])),
                 (ValueError, "algorithm must be one of auto, one_shot", (x, ctx, None, "sum", "ring")),
                 (TypeError, "algorithm must be a str or a Plan", (x, ctx, None, "sum", 3)),
-                (ValueError, "'one_shot' needs elements of 2 or 4", (x.double(), ctx, None, "sum", "one_shot")),
+                (ValueError, "'one_shot' needs elements of at most 4", (x.double(), ctx, None, "sum", "one_shot")),
                 (ValueError, "no Plan for a call of several epochs", (torch.zeros(99), ctx, None, "sum", by_hand)),
                 (tdcoll.ContextError, r"epochs of 64 bytes. .*max_bytes_per_rank=\d+ or", (torch.zeros(1 << 15), ctx)),
             ):  # fmt: skip
@@ -302,14 +311,84 @@ def test_bad_arguments_are_named() -> None:
                     call(*arguments)
             with pytest.raises(ValueError, match="async_op must be False"):
                 tdcoll.distributed.all_reduce(x, async_op=True)
-            with pytest.raises(TypeError, match=r"op must be a torch\.distributed\.ReduceOp"):
-                tdcoll.distributed.all_reduce(x, "sum")
+            for kind, message, arguments in (
+                (TypeError, r"op must be a torch\.distributed\.ReduceOp", (x, "sum")),
+                (TypeError, r"tensor must be a torch\.Tensor", (3,)),
+                (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BXOR", (x, ReduceOp.BXOR)),
+                (ValueError, r"SUM, MAX, MIN, PRODUCT for torch\.int32; got AVG", (x.int(), ReduceOp(ReduceOp.AVG))),
+                (ValueError, r"op must be one of MAX, MIN for torch\.uint8; got SUM", (x.byte(),)),
+                (TypeError, r"tensor must be of float16, .*; got torch\.bool", (x.bool(),)),
+            ):
+                with pytest.raises(kind, match=message):
+                    tdcoll.distributed.all_reduce(*arguments)
             assert tdcoll.all_reduce_(x + pe, ctx).tolist() == [1.0] * 8
             ctx.check()
         with pytest.raises(tdcoll.ContextError, match="closed"):
             call(x, ctx)
 
     World(2).run(host)
+
+
+def test_symmetric_results_are_as_they_should_be_on_all_ranks() -> None:
+    def host(pe: int) -> None:
+        x, call, here = torch.ones(64), tdcoll.all_reduce, tdcoll.empty((128,))
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
+            for kind, message, out in (
+                (ValueError, r"out must be given with symmetric=True: one that tdcoll\.empty\(\) has made", None),
+                (tdcoll.NotSymmetricError, "out must .*symmetric", torch.empty(64)),
+                (ValueError, r"out must be torch.float32 of shape \[64\]", here),
+            ):
+                with pytest.raises(kind, match=message):
+                    call(x, ctx, out, symmetric=True)
+            with pytest.raises(TypeError, match="symmetric must be a bool, got 1"):
+                call(x, ctx, here[:64], symmetric=1)
+            with pytest.raises(tdcoll.RankMismatchError, match="differ in offset in the symmetric heap"):
+                call(x, ctx, here[64 * pe :][:64], symmetric=True)
+            with pytest.raises(tdcoll.RankMismatchError, match="differ in"):
+                call(x, ctx, here[:64], symmetric=pe == 0)
+            for algorithm in ("auto", "direct", "one_shot", "1d"):
+                got = call(x + pe, ctx, here[:64], algorithm=algorithm, symmetric=True)
+                assert got.tolist() == [3.0] * 64
+            assert tdcoll.all_reduce_(here[:0], ctx, symmetric=True).shape == (0,)
+            ctx.check()
+        alone = tdcoll.empty((64,), group=[pe])
+        alone_is_wrong = pytest.raises(tdcoll.NotSymmetricError, match=r"out must be made by .* belongs to ranks \[")
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx, alone_is_wrong:
+            call(x, ctx, alone, symmetric=True)
+
+    World(2).run(host)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    world=st.integers(1, 4),
+    kind=st.sampled_from([(dtype, op) for dtype, ops in OPERATIONS_OF.items() for op in ops]),
+    count=st.integers(0, 200),
+    offset=st.integers(0, 5),
+    most=st.sampled_from([48, 256, 4096]),
+    in_place=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_symmetric_results_have_the_same_bits(
+    world: int, kind: Any, count: int, offset: int, most: int, in_place: bool, seed: int
+) -> None:
+    """Of any dtype, size and alignment, in one epoch or several."""
+    (dtype, op), reached = kind, []
+    given_ = [values(pe, seed, count, dtype) for pe in range(world)]
+    wanted = reduce_parts(given_, [0] * world, op)
+
+    def host(pe: int) -> None:
+        out = tdcoll.empty((offset + count,), dtype)[offset:]
+        with tdcoll.CollectiveContext(max_bytes_per_rank=most) as ctx:
+            for _ in range(2):
+                tensor = out.copy_(given_[pe]) if in_place else given_[pe]
+                tdcoll.all_reduce(tensor, ctx, out, op, "direct", symmetric=True)
+                assert same_bits(out.clone(), wanted) == 0
+            ctx.check()
+        reached.append(pe)
+
+    World(world, seed=seed, weak=True, heap_bytes=M).run(host)
+    assert len(reached) == world
 
 
 def test_a_context_says_what_it_must_be_made_with() -> None:

@@ -13,10 +13,11 @@ import torch
 from tiers import second
 
 import tdcoll
-from tdcoll.primitives.reduce import OPERATIONS
+from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import World, explore
 
+from ..reduce_scatter.cases import DTYPES, FLOATS, special
 from .cases import Reductions
 
 HEAP = 1 << 18
@@ -33,6 +34,8 @@ GRIDS = [  # algorithm, ranks per node, calls, seeds that every run tries, furth
     ("one_shot two_shot", [3], "oizoo", 2, {"counts": (250, 150), "max_programs": 8}),
     ("one_shot two_shot", [3], "oizoo", 1, {"counts": (250, 150), "max_programs": 8, **FLAGGED}),
     ("direct", [4], "oizo", 4, {}),
+    ("direct", [4], "yYzyYyy", 4, {}),
+    ("direct", [2], "YYYyyy", 3, {"counts": (46, 3), "dtype": torch.bfloat16}),
     ("1d", [4], "oio", 1, {}),
     ("1d", [2, 2], "oizo", 4, {}),
     ("1d", [3, 1], "oio", 3, {}),
@@ -42,9 +45,8 @@ GRIDS = [  # algorithm, ranks per node, calls, seeds that every run tries, furth
     ("2d", [2, 2, 2], "oio", 2, {"counts": (37, 5)}),
     ("2d 1d", [3, 3], "ogiosizoi", 1, {}),
     ("one_shot two_shot direct 1d", [3], "ogiosizoi", 2, {}),
+    ("direct one_shot direct two_shot 1d", [3], "yogYsYyzygo", 2, {}),
 ]
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-DTYPES = (*FLOATS, torch.int32, torch.int64)
 
 
 def serves(algorithm: str, dtype: torch.dtype) -> bool:
@@ -67,10 +69,10 @@ def test_clean_over_seeds(algorithm: str, nodes: list[int], calls: str, seeds: i
 def test_every_dtype_and_operation(algorithm: str, dtype: torch.dtype) -> None:
     """On three ranks, whose number divides nothing, with tensors that are not aligned to 16 bytes."""
     if not serves(algorithm, dtype):
-        with pytest.raises(AssertionError, match=f"algorithm='{algorithm}' needs elements of 2 or 4 bytes"):
+        with pytest.raises(AssertionError, match=f"algorithm='{algorithm}' needs elements of at most 4 bytes"):
             explore(Reductions(algorithm, dtype=dtype), n_pes=2, seeds=1, heap_bytes=HEAP)
         return
-    ops = [op for op in OPERATIONS if op != "mean" or dtype.is_floating_point]
+    ops = OPERATIONS_OF[dtype]
     case = Reductions(algorithm, "oi" * len(ops), (13,), dtype, [op for op in ops for _ in "oi"], 1)
     explore(case, n_pes=3, seeds=1, ranks_per_node=nodes_for(algorithm, 2, 1), heap_bytes=HEAP)
     if algorithm == "1d":
@@ -83,12 +85,10 @@ class Special(Reductions):
     """Ranks give infinities, NaN, zeros of both signs, subnormal and large numbers, in all pairs."""
 
     def tensor(self, pe: int, call: int, count: int) -> torch.Tensor:
-        kinds = torch.finfo(self.dtype)
-        numbers = [0.0, -0.0, 1.0, -1.0, kinds.max, -kinds.max, kinds.tiny, float("inf"), float("nan")]
-        numbers.append(-kinds.tiny * kinds.eps)  # the smallest: half of it is rounded to -0.0
+        numbers = special(self.dtype)
         index = torch.arange(count)
         chosen = index % len(numbers) if pe % 2 == 0 else index // len(numbers) % len(numbers)
-        return torch.tensor(numbers, dtype=self.dtype)[chosen]
+        return numbers[chosen]
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -98,7 +98,8 @@ def test_special_numbers(algorithm: str, dtype: torch.dtype) -> None:
     """No result is -0.0, and a NaN is never lost."""
     if serves(algorithm, dtype):
         for more in ({}, FLAGGED) if algorithm.endswith("shot") else ({},):
-            case = Special(algorithm, "ooooo", (100,), dtype, tuple(OPERATIONS), named=True, **more)
+            ops = OPERATIONS_OF[dtype]
+            case = Special(algorithm, "o" * len(ops), (200,), dtype, ops, named=True, **more)
             explore(case, n_pes=2, seeds=1, heap_bytes=HEAP)
 
 
@@ -112,15 +113,20 @@ def test_every_world_size(n_pes: int) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_size(algorithm: str) -> None:
-    """Of 4 bytes and of 2; aligned and not; where 5 words or pieces of 16 bytes are, a rank of three has none."""
+    """Of 4 bytes, of 2 and of 1; aligned and not; where 5 words or pieces of 16 bytes are, a rank of three has none."""
     counts = (0, 1, 3, 7, 8, 33, 64)
     for dtype, offset, calls in (
         (torch.float32, 1, "oioioio"),
         (torch.bfloat16, 0, "ioioioi"),
         (torch.bfloat16, 3, "o"),
+        (torch.float8_e5m2, 0, "o"),
+        (torch.float8_e4m3fn, 7, "oioioio"),
+        (torch.int8, 1, "o"),
     ):
         explore(
-            Reductions(algorithm, calls, counts if len(calls) > 1 else counts[-2:], dtype, offset=offset),
+            Reductions(
+                algorithm, calls, counts if len(calls) > 1 else counts[-2:], dtype, OPERATIONS_OF[dtype][:1], offset
+            ),
             n_pes=3, seeds=1, ranks_per_node=nodes_for(algorithm, 1, 2), heap_bytes=HEAP,
         )  # fmt: skip
 
@@ -167,7 +173,7 @@ def test_subgroups(group: list[int]) -> None:
     ],
 )
 def test_one_resident_block_is_enough(algorithm: str, nodes: list[int] | None, more: dict[str, Any]) -> None:
-    case = Reductions(algorithm, "oiz", **more)
+    case = Reductions(algorithm, "oizyY", **more)
     explore(case, n_pes=4, seeds=1, ranks_per_node=nodes, heap_bytes=HEAP, resident=1)
 
 
@@ -199,8 +205,8 @@ def test_calls_whose_number_needs_more_than_32_bits(algorithm: str, more: dict[s
 @pytest.mark.parametrize(("algorithm", "nodes"), [("direct", None), ("1d", None), ("1d", [2, 1])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 def test_larger_calls_are_several_epochs(algorithm: str, nodes: list[int] | None, dtype: torch.dtype) -> None:
-    """The context takes 16 bytes of each part at a time."""
-    case = Reductions(algorithm, "ogizo", (20, 21, 6), dtype, named=True, most=48, lamport_bytes=0)
+    """The context takes 16 bytes of each part at a time; straight 48."""
+    case = Reductions(algorithm, "ogizyYo", (20, 21, 6), dtype, named=True, most=48, lamport_bytes=0)
     explore(case, n_pes=3, seeds=2, ranks_per_node=nodes, heap_bytes=HEAP)
 
 

@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 
 import tdcoll
+import tdcoll.collectives.reduce_scatter.kernels_pull
 import tdcoll.collectives.reduce_scatter.kernels_puts  # and kernels_direct; looked up when called, for mutants
 import tdcoll.collectives.reduce_scatter.kernels_words
 from tdcoll.collectives import reduce_scatter as kernels
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.primitives.group import EPOCH_SHIFT, Window, nodes_of
 from tdcoll.primitives.puts import Routes
-from tdcoll.primitives.reduce import OPERATIONS, accumulator
+from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
 
 BY_WORDS = ("ll", "lamport", "looped")
 """By words with a flag, by such as announce themselves, and these by two programs that take several blocks each."""
@@ -46,7 +47,7 @@ def reduce_scatter(
         "chunk": CHUNK,
         "channels": channels,
         "reducers": reducers,
-        "DTYPE": getattr(tl, str(out.dtype).removeprefix("torch.")),
+        "DTYPE": triton_dtype(out.dtype),
         "ACC": accumulator(out.dtype),
         "OP": OPERATIONS[op],
         "COUNT": max(4, 32 // size),
@@ -55,7 +56,10 @@ def reduce_scatter(
         "LAMPORT": algorithm != "ll",
         "LOOPED": algorithm == "looped",
     }
-    if algorithm == "direct":
+    if algorithm == "pull":
+        kernel, programs = kernels.kernels_pull.reduce_scatter_pull, channels + 1
+        known["window"] = Window(0, 0, deltas, tl.constexpr(1))
+    elif algorithm == "direct":
         kernel, programs = kernels.kernels_direct.reduce_scatter_direct, channels * (world - 1 + reducers)
     elif algorithm in BY_WORDS:
         kernel, width = kernels.kernels_words.reduce_scatter_words, 16
@@ -90,16 +94,30 @@ def values(owner: int, call: int, count: int, dtype: torch.dtype) -> torch.Tenso
     return torch.randint(limits.min, limits.max, (count,), generator=made, dtype=dtype)
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (*FLOATS, torch.int32, torch.int64, torch.int8, torch.uint8)
+
+
+def special(dtype: torch.dtype) -> torch.Tensor:
+    """Infinities (where there are), NaN, zeros of both signs, subnormal and large numbers."""
+    kinds = torch.finfo(dtype)
+    numbers = [0.0, -0.0, 1.0, -1.0, kinds.max, -kinds.max, kinds.tiny, float("inf"), float("nan")]
+    numbers.append(-kinds.tiny * kinds.eps)  # the smallest: half of it is rounded to -0.0
+    numbers += [0.0, 0.0, 0.0, -0.0]  # of 8 bits: a word that no sender may send as it is
+    return torch.tensor(numbers, dtype=torch.float64).to(dtype)
+
+
 def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> int:
     """Elements that differ; any NaN is the same as any other."""
     nan = got.isnan() & wanted.isnan()
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     return int(((got.view(kind) != wanted.view(kind)) & ~nan).sum())
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """Runs ``calls`` on every rank: ``o`` out of place, ``i`` in place, ``z`` of no elements.
+    """Runs ``calls`` on every rank: ``o`` out of place, ``i`` in place, ``z`` of no elements. Where one is by ``pull``,
+    all tensors are the same symmetric memory, which is filled anew as soon as a call is over.
 
     Attributes:
         algorithm: of the calls; or several, separated by spaces, for the calls in turn.
@@ -135,12 +153,16 @@ class Reductions:
         with tdcoll.CollectiveContext(self.group, max_bytes_per_rank=most) as ctx:
             for control in (ctx.control, *([ctx.device_lamport.control] if ctx.device_lamport else [])):
                 control.fill_((self.first_epoch - 1) << EPOCH_SHIFT.value)
-            world, topology = ctx.world_size, ctx.topology
+            world, topology, shared = ctx.world_size, ctx.topology, None
+            if "pull" in turns:
+                shared = tdcoll.empty((offset + world * count,), dtype, group=self.group, name="shared")
             for call, kind in enumerate(self.calls):
                 n = 0 if kind == "z" else count
                 op = self.ops[call % len(self.ops)]
                 given = [self.tensor(p, call, world * n) for p in topology.pes]
                 tensor = torch.empty(offset + world * n, dtype=dtype)[offset:]
+                if shared is not None:
+                    tensor = shared[offset : offset + world * n]
                 tensor.copy_(given[ctx.rank])
                 mine = slice(ctx.rank * n, (ctx.rank + 1) * n)
                 out = tensor[mine] if kind == "i" else torch.empty(offset + n + 1, dtype=dtype)[offset:-1]
@@ -152,4 +174,6 @@ class Reductions:
                     other = slice(part * n, (part + 1) * n)
                     assert same_bits(tensor[other], given[ctx.rank][other]) == 0, "the input was written to"
             ctx.check()
+            if shared is not None:
+                tdcoll.free(shared)
         assert tdcoll.heap_info().used == 0

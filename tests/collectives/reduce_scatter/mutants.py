@@ -10,6 +10,7 @@ from kernel_mutants import Change
 
 MODULES = (
     "tdcoll.collectives.reduce_scatter.kernels_direct",
+    "tdcoll.collectives.reduce_scatter.kernels_pull",
     "tdcoll.collectives.reduce_scatter.kernels_puts",
     "tdcoll.collectives.reduce_scatter.kernels_words",
 )
@@ -59,11 +60,13 @@ def to(where: str, old: str, new: str) -> tuple[Change, ...]:
 DIRECT = "reduce_scatter.kernels_direct.reduce_scatter_direct"
 WORDS = "reduce_scatter.kernels_words.reduce_scatter_words"
 PUTS = "reduce_scatter.kernels_puts.reduce_scatter_puts"
-REDUCE = "reduce_scatter.kernels_direct._reduce"
-REDUCE_NODES = "reduce_scatter.kernels_puts._reduce"
+SUM, SUM_OF_NODE = "primitives.sums.sum_of_ranks", "primitives.sums.sum_of_node"
+PULL = "reduce_scatter.kernels_pull.reduce_scatter_pull"
 PUT = "primitives.puts.put_staged"
-LOAD = "reduce_scatter.kernels_direct.load_part"
+LOAD = "primitives.sums.load_part"
 
+PART = "load_part(r, own, window, g, epoch, offset, index, mask, DTYPE, ACC, ALIGNED)"
+OF_NODE = "sum_of_node(node, own, window, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)"
 WAIT = "tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
 OWN = "tl.where(r == g.rank, own, segment(window, g, epoch, r))"
 ROW = "row(g, epoch, channel)"
@@ -77,6 +80,17 @@ CLEARED = "lamport.clear(g, inbox, call, nbytes, BLOCK)"
 RECEIVE = "ll.receive(g, inbox, r, word, call, mask)"
 CAME = "tl.where(r == g.rank, mine[part], came[4 * r + part])"
 LATER = "(r + g.rank) % g.world"
+ENTERED = "tdl.wait_signals(g.entered, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
+SAID, READ = (
+    f"stores.release_to_all(g, {signal} + g.rank, epoch)" for signal in ("g.entered", "row(g, epoch, channel)")
+)
+ALL_READ = "tdl.wait_signals(row(g, epoch, i), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)"
+PULLED = """
+if (source | source_stride | out | nbytes) % 16 == 0:
+    reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
+else:
+    reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
+"""
 TWO = 2
 UNEVEN = (3, 1)
 
@@ -118,9 +132,9 @@ MUTANTS = [
     Mutant(
         "direct: parts are summed from the own one on",
         to(
-            REDUCE,
-            "load_part(r, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)",
-            f"load_part({LATER}, own, offset, window, g, epoch, index, mask, DTYPE, ACC, ALIGNED)",
+            SUM,
+            PART,
+            PART.replace("(r,", f"({LATER},"),
         ),
         WRONG,
     ),
@@ -143,24 +157,15 @@ MUTANTS = [
     ),
     Mutant(
         "puts: all parts are summed in rank order, whatever their nodes",
-        to(REDUCE_NODES, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)")
-        + to(REDUCE_NODES, "tl.load(nodes.begins + node + 1)", "g.world"),
+        to(SUM, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)")
+        + to(SUM_OF_NODE, "tl.load(nodes.begins + node + 1)", "g.world"),
         WRONG,
         "puts",
         TWO,
     ),
     Mutant(
         "puts: the nodes are summed from the own one on",
-        to(
-            REDUCE_NODES,
-            "tl.load(nodes.begins + node)",
-            "tl.load(nodes.begins + (node + g.rank) % nodes.n_nodes)",
-        )
-        + to(
-            REDUCE_NODES,
-            "tl.load(nodes.begins + node + 1)",
-            "tl.load(nodes.begins + (node + g.rank) % nodes.n_nodes + 1)",
-        ),
+        to(SUM, OF_NODE, OF_NODE.replace("(node,", "((node + g.rank) % nodes.n_nodes,")),
         WRONG,
         "puts",
         # Two numbers are summed alike in either order.
@@ -220,6 +225,31 @@ MUTANTS = [
         "looped",
         case=(("calls", "oooo"), ("count", 64)),
         resident=1,
+    ),
+    # ------------------------------------------------------------------ loads from symmetric memory
+    *(
+        Mutant(f"pull: {what}", change, expect, "pull", resident=resident)
+        for what, change, expect, resident in (
+            ("nobody waits for who has not entered", to(PULL, ENTERED, ENTERED.replace("epoch", "0")), WRONG, None),
+            ("nobody says that it has entered", to(PULL, SAID, "pass"), missing("ready"), None),
+            ("nobody waits for those that read", to(PULL, ALL_READ, ALL_READ.replace("epoch", "0")), WRONG, None),
+            (
+                "only the first chunk is waited for",
+                to(PULL, ALL_READ, ALL_READ.replace("epoch, i", "epoch, 0")),
+                WRONG,
+                None,
+            ),
+            ("the signal goes before the loads", to(PULL, f"{PULLED}\n{READ}", f"{READ}\n{PULLED}"), WRONG, None),
+            ("nobody hears of the loads", to(PULL, READ, "pass"), missing("signals"), None),
+            ("everything is read here", to(LOAD, "tl.load(window.deltas + r)", "0"), WRONG, None),
+            ("parts are summed from the own one on", to(SUM, PART, PART.replace("(r,", f"({LATER},")), WRONG, None),
+            (
+                "who waits for all comes before those that load",
+                to(PULL, "tl.program_id(0)", "tl.num_programs(0) - 1 - tl.program_id(0)"),
+                missing("signals"),
+                1,
+            ),
+        )
     ),
     # ------------------------------------------------------------------ puts
     Mutant("puts: nothing in the outbox", to(PUT, "tdl.copy_block(staged, source, size)", "pass"), WRONG, "puts", TWO),

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
 import tdcoll
 from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.collectives.reduce_scatter.policy import POLICY
 from tdcoll.collectives.reduce_scatter.reference import reduce_scatter_reference
+from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World, explore
 
@@ -50,8 +52,8 @@ def test_what_is_taken_where_nothing_was_measured(
 @pytest.mark.parametrize(
     ("algorithm", "facts", "message"),
     [
-        ("ring", {}, "algorithm must be one of auto, ll, direct, 1d; got 'ring'"),
-        ("ll", {"itemsize": 8, "ll_bytes": 64}, "needs elements of 2 or 4 bytes; got elements of 8 bytes"),
+        ("ring", {}, "algorithm must be one of auto, ll, direct, pull, 1d; got 'ring'"),
+        ("ll", {"itemsize": 8, "ll_bytes": 64}, "needs elements of at most 4 bytes; got elements of 8 bytes"),
         ("direct", {}, "algorithm='direct' needs one node whose ranks can store"),
         (Plan("direct", 1, 128, 0), {"stores": True}, "a Plan's num_warps must be one of 1, 2, 4, 8, 16, 32; got 0"),
         (Plan("direct", 1, 128, 3), {"stores": True}, "a Plan's num_warps must be one of 1, 2, 4, 8, 16, 32; got 3"),
@@ -106,17 +108,83 @@ def test_tdcolls_own_context_leaves_room_in_the_heap() -> None:
     World(2, heap_bytes=4 << 20).run(host)
 
 
+def test_symmetric_tensors_of_any_size_are_one_epoch() -> None:
+    """And need no room in the context: 16 bytes for parts of 400."""
+
+    def host(pe: int) -> None:
+        call = tdcoll.reduce_scatter
+        x = tdcoll.empty((4 * 100,), torch.int32)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=16, debug=True) as ctx:
+            for turn in range(3):
+                x.copy_(torch.arange(400) * (pe + 1) + turn)
+                before = int(ctx.control[0]) >> EPOCH_SHIFT.value
+                got = call(x, ctx, symmetric=True)
+                assert got.tolist() == [10 * i + 4 * turn for i in range(100 * pe, 100 * pe + 100)]
+                assert (int(ctx.control[0]) >> EPOCH_SHIFT.value) == before + 1
+            for algorithm in ("direct", "ll", "1d"):
+                small = x[:12].copy_(torch.arange(12))
+                assert call(small, ctx, algorithm=algorithm, symmetric=True).tolist() == [
+                    4 * i for i in (3 * pe, 3 * pe + 1, 3 * pe + 2)
+                ]
+            with pytest.raises(
+                ValueError, match="algorithm='pull' needs symmetric=True; got a tensor of any memory on"
+            ):
+                call(x, ctx, algorithm="pull")
+            with pytest.raises(tdcoll.NotSymmetricError, match=r"tensor must .*symmetric"):
+                call(x.clone(), ctx, symmetric=True)
+            ctx.check()
+
+    World(4).run(host)
+
+
+def test_a_killed_peer_is_named_by_those_that_read() -> None:
+    told = {}
+
+    def host(pe: int) -> None:
+        x = tdcoll.zeros((3,))
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx:
+            tdcoll.reduce_scatter(x, ctx, symmetric=True)
+            if pe == 1:
+                world.kill(pe)
+            tdcoll.reduce_scatter(x, ctx, symmetric=True)
+            with pytest.raises(tdcoll.CollectiveTimeout) as raised:
+                ctx.check()
+            told[pe] = raised.value
+            ctx.close()
+
+    world = World(3)
+    world.run(host)
+    assert {(error.rank, error.peer, error.epoch) for error in told.values()} == {(0, 1, 2), (2, 1, 2)}
+
+
 def test_drop_ins_name_their_own_arguments() -> None:
     def host(pe: int) -> None:
-        x = torch.zeros(2)
+        x, y = torch.zeros(2), torch.zeros(4)
         with pytest.raises(TypeError, match=r"output must be a torch\.Tensor"):
             tdcoll.reduce_scatter_tensor(None, x)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"input must be a torch\.Tensor"):
             tdcoll.reduce_scatter_tensor(x, 3)  # type: ignore[arg-type]
+        for message, arguments in (
+            ("input's first extent must be divisible by the 2", (x, x[:1])),
+            (r"output must be torch\.float32 of shape \[1\]", (x, x)),
+            ("output must be contiguous", (torch.zeros(4)[::2], torch.zeros(4))),
+            ("output must not overlap input, except as input's own segment", (y[1 - pe : 3 - pe], y)),
+            ("op must be one of SUM, MAX, MIN, PRODUCT for torch.int32; got AVG", (x.int(), x.int(), ReduceOp.AVG)),
+        ):
+            with pytest.raises(ValueError, match=message):
+                tdcoll.reduce_scatter_tensor(*arguments)
+        with pytest.raises(TypeError, match=r"input must be of float16, .*; got torch\.bool"):
+            tdcoll.reduce_scatter_tensor(x[:1].bool(), x.bool())
+        with pytest.raises(ValueError, match=r"output_tensor must be torch\.float32 of shape \[4\]"):
+            tdcoll.all_gather_into_tensor(x, x)
+        with pytest.raises(ValueError, match="input_tensor must be contiguous"):
+            tdcoll.all_gather_into_tensor(x, torch.zeros(4)[::2])
+        with pytest.raises(ValueError, match="input_tensor must not overlap output_tensor, except as"):
+            tdcoll.all_gather_into_tensor(y, y[1:3])
         with pytest.raises(ValueError, match="op must be one of sum, mean, max, min, prod; got"):
             tdcoll.reduce_scatter(x, op=["sum"])  # type: ignore[arg-type]
 
-    World(1).run(host)
+    World(2).run(host)
 
 
 def test_what_ll_stages_between_nodes_fits_the_inbox() -> None:

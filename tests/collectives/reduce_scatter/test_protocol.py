@@ -13,16 +13,14 @@ import torch
 from kernel_mutants import installed
 from tiers import second, seeds
 
-from tdcoll.primitives.reduce import OPERATIONS
+from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import explore, first_failure
 
-from .cases import Reductions
+from .cases import DTYPES, FLOATS, Reductions, special
 from .mutants import MODULES, MUTANTS, Mutant
 
 HEAP = 1 << 18
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-DTYPES = (*FLOATS, torch.int32, torch.int64)
 
 
 def serves(algorithm: str, dtype: torch.dtype) -> bool:
@@ -42,7 +40,9 @@ def serves(algorithm: str, dtype: torch.dtype) -> bool:
         ("puts", [2, 2], "oiozi"),
         ("puts", [3, 1], "oio"),
         ("puts", [1, 2, 1], "oio"),
-        ("direct ll puts lamport", [3], "oiozioioo"),
+        ("pull", [4], "oiozi"),
+        ("pull", [2], "oooo"),
+        ("direct ll pull puts lamport", [3], "oiozioioo"),
     ],
 )
 def test_clean_over_seeds(algorithm: str, nodes: list[int], calls: str, seeds: Sequence[int]) -> None:
@@ -50,11 +50,11 @@ def test_clean_over_seeds(algorithm: str, nodes: list[int], calls: str, seeds: S
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("algorithm", ["direct", "ll", "lamport", "puts"])
+@pytest.mark.parametrize("algorithm", ["direct", "ll", "lamport", "pull", "puts"])
 def test_every_dtype_and_operation(algorithm: str, dtype: torch.dtype) -> None:
     """On three ranks, whose number divides nothing, with tensors that are not aligned to 16 bytes."""
     if serves(algorithm, dtype):
-        ops = [op for op in OPERATIONS if op != "mean" or dtype.is_floating_point]
+        ops = OPERATIONS_OF[dtype]
         nodes = [2, 1] if algorithm == "puts" else None
         case = Reductions(algorithm, "oi" * len(ops), 13, dtype, [op for op in ops for _ in "oi"], 1)
         explore(case, n_pes=3, seeds=1, ranks_per_node=nodes, heap_bytes=HEAP)
@@ -65,39 +65,38 @@ class Special(Reductions):
     """Ranks give infinities, NaN, zeros of both signs, subnormal and large numbers, in all pairs."""
 
     def tensor(self, pe: int, call: int, count: int) -> torch.Tensor:
-        kinds = torch.finfo(self.dtype)
-        numbers = [0.0, -0.0, 1.0, -1.0, kinds.max, -kinds.max, kinds.tiny, float("inf"), float("nan")]
-        numbers.append(-kinds.tiny * kinds.eps)  # the smallest: half of it is rounded to -0.0
+        numbers = special(self.dtype)
         index = torch.arange(count) % self.count
         chosen = index % len(numbers) if pe % 2 == 0 else index // len(numbers) % len(numbers)
-        return torch.tensor(numbers, dtype=self.dtype)[chosen]
+        return numbers[chosen]
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("algorithm", ["direct", "ll", "lamport", "puts"])
+@pytest.mark.parametrize("algorithm", ["direct", "ll", "lamport", "pull", "puts"])
 def test_special_numbers(algorithm: str, dtype: torch.dtype) -> None:
     """No result is -0.0, and a NaN is never lost."""
     if serves(algorithm, dtype):
-        case = Special(algorithm, "ooooo", 100, dtype, tuple(OPERATIONS))
+        case = Special(algorithm, "o" * len(OPERATIONS_OF[dtype]), 200, dtype, OPERATIONS_OF[dtype])
         explore(case, n_pes=2, seeds=1, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("n_pes", [1, 2, 3, 4, 5, *map(second, (6, 7, 8))])
 def test_every_world_size(n_pes: int) -> None:
-    for algorithm in ("direct", "ll", "puts"):
+    for algorithm in ("direct", "ll", "pull", "puts"):
         nodes = [n_pes - n_pes // 3, n_pes // 3] if algorithm == "puts" and n_pes > 2 else None
         explore(Reductions(algorithm, "oi", 35), n_pes=n_pes, seeds=1, ranks_per_node=nodes, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 7, 8, 33, 70])
-@pytest.mark.parametrize("algorithm", ["direct", "ll", "lamport", "puts"])
+@pytest.mark.parametrize("algorithm", ["direct", "ll", "lamport", "pull", "puts"])
 def test_every_size(algorithm: str, count: int) -> None:
-    """Of 4 bytes and of 2; aligned and not."""
+    """Of 4 bytes, of 2 and of 1; aligned and not."""
     nodes = [1, 2] if algorithm == "puts" else None
-    for dtype, offset in ((torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 3)):
+    kinds = [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 3), (torch.float8_e4m3fn, 7), (torch.uint8, 0)]
+    for dtype, offset in kinds:
         explore(
-            Reductions(algorithm, "oi", count, dtype, offset=offset),
+            Reductions(algorithm, "oi", count, dtype, OPERATIONS_OF[dtype][:1], offset),
             n_pes=3, seeds=1, ranks_per_node=nodes, heap_bytes=HEAP,
         )  # fmt: skip
 
@@ -110,10 +109,12 @@ def test_ranks_of_a_node_that_cannot_store_to_each_other(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("group", [[0, 2], [5, 0, 3], [4, 3, 0, 1]])
 def test_subgroups(group: list[int]) -> None:
     explore(Reductions("puts", group=group), n_pes=6, seeds=2, ranks_per_node=3, heap_bytes=HEAP)
-    explore(Reductions("direct ll", group=group), n_pes=6, seeds=1, heap_bytes=HEAP)
+    explore(Reductions("direct ll pull", group=group), n_pes=6, seeds=1, heap_bytes=HEAP)
 
 
-@pytest.mark.parametrize(("algorithm", "nodes"), [("direct", None), ("ll", None), ("puts", 2), ("puts", [3, 1])])
+@pytest.mark.parametrize(
+    ("algorithm", "nodes"), [("direct", None), ("ll", None), ("pull", None), ("puts", 2), ("puts", [3, 1])]
+)
 def test_one_resident_block_is_enough(algorithm: str, nodes: int | list[int] | None) -> None:
     explore(Reductions(algorithm, "oiz"), n_pes=4, seeds=2, ranks_per_node=nodes, heap_bytes=HEAP, resident=1)
 

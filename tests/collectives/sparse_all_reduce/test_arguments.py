@@ -126,7 +126,7 @@ PAIRS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "mean of ints",
         {"op": "mean", "values": PART.int()},
         ValueError,
-        r"^op='mean' needs values of a floating-point dtype, got torch\.int32$",
+        r"^op must be one of sum, max, min, prod for torch\.int32; got 'mean'$",
     ),
     (
         "algorithm unknown",

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter of a symmetric tensor inside one node: every rank reads its part where it lies on the others.
+
+Scope: one node whose ranks can address each other's memory; ``source`` is symmetric, at the same offset on all ranks;
+any dtype that can be reduced; messages for which the bytes count. A part crosses NVLink once, as by ``kernels_direct``,
+and is neither stored to an inbox nor loaded from it: so a call of any size is one epoch. It takes more crossings: the
+ranks say to each other when ``source`` may be read, and when it has been.
+
+Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into chunks::
+
+    entered --> every other rank: source is there
+    source[r] on rank 0, ..., on rank world - 1 --loads, sum in rank order--> out; then the chunk's signal to every rank
+
+Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by every program that sums.
+``arrived[slot, channel, s]`` on rank r is set by rank s when it has read that chunk of its part here, and polled by the
+last program, which so hears from every rank.
+
+Ordering: what has filled ``source`` is earlier on the stream, hence before the release of ``entered``; who sums
+acquires it. A release comes after the loads of its block, which its barrier has waited for. So the loads come before
+whatever the rank that acquires the signal does after the call, such as filling ``source`` anew.
+
+Order of programs: the first says that the rank has entered before it waits. Those that sum wait for that alone. The
+last waits for programs that sum on other ranks, which come before it there; so any number of resident blocks makes
+progress.
+
+In place: ``out`` may be ``source[r]``. Nobody else reads that part, and every element of it is read by the program that
+then writes it.
+"""
+
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.collectives.reduce_scatter.kernels_direct import reduce_chunk
+from tdcoll.language.jit import jit
+from tdcoll.primitives import stores
+from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, start
+
+__all__ = ["reduce_scatter_pull"]
+
+
+@jit
+def reduce_scatter_pull(
+    source: tl.int64, out: tl.int64, source_stride: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64,
+    channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    WAITED: tl.constexpr,
+):  # fmt: skip
+    """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``channels + 1``.
+
+    Args: those of ``reduce_scatter_direct``, except
+        source: symmetric, at the same offset on all ranks.
+        window: :class:`~tdcoll.primitives.group.Window` of one slot, for its deltas.
+        channels: chunks.
+    """
+    in_stream_order()
+    channel = tl.program_id(0)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    if channel == 0:
+        stores.release_to_all(g, g.entered + g.rank, epoch)
+    if channel < channels:
+        if tdl.wait_signals(g.entered, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+            own = source + tl.cast(g.rank, tl.int64) * source_stride
+            offset = tl.cast(channel, tl.int64) * chunk
+            size = chunk_bytes(nbytes, chunk, channel)
+            if (source | source_stride | out | nbytes) % 16 == 0:
+                reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
+            else:
+                reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
+            stores.release_to_all(g, row(g, epoch, channel) + g.rank, epoch)
+    else:
+        for i in tl.range(0, channels):
+            tdl.wait_signals(row(g, epoch, i), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
