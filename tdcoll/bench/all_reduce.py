@@ -50,10 +50,11 @@ class AllReduce(Reduction):
         return 3 * (-(-nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
 
     def ours(
-        self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers
+        self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers, symmetric: bool = False
     ) -> Callable[[int], torch.Tensor]:
         op = self.op
-        return lambda i: all_reduce(buffers.inputs[i], context, buffers.results[i], op, algorithm)
+        more = {"symmetric": True} if symmetric else {}
+        return lambda i: all_reduce(buffers.inputs[i], context, buffers.results[i], op, algorithm, **more)
 
     def ours_in_place(
         self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers

@@ -33,10 +33,23 @@ from tdcoll.limits import flagged_bytes, lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["BACKEND", "IN_PLACE", "Dense", "Reduction", "add_sizes", "calls_of", "plan_of", "read_sizes", "sets_of"]
+__all__ = [
+    "BACKEND",
+    "IN_PLACE",
+    "SYMMETRIC",
+    "Dense",
+    "Reduction",
+    "add_sizes",
+    "calls_of",
+    "plan_of",
+    "read_sizes",
+    "sets_of",
+]
 
 IN_PLACE = "in-place"
 BACKEND = "backend"
+SYMMETRIC = "symmetric"
+"""Reductions with ``symmetric=True``, of inputs and results in symmetric memory."""
 
 
 def calls_of(nbytes: int, world: int) -> tuple[int, int]:
@@ -92,6 +105,7 @@ class Dense(Case):
         dtypes: that it knows, by name; ``tuned_dtype``: the one that tables are made with.
         peers: what makes each.
         in_place: whether it has calls in place; ``in_heap``: and these are in symmetric memory.
+        more: calls of its own that ``--algorithms`` may name.
         data: buffers that fit its calls.
     """
 
@@ -103,6 +117,7 @@ class Dense(Case):
     peers: ClassVar[Mapping[str, Callable[..., Subject]]]
     in_place: ClassVar[bool] = False
     in_heap: ClassVar[bool] = False
+    more: ClassVar[Sequence[str]] = ()
     data: ClassVar[type[Buffers]] = Buffers
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -171,7 +186,7 @@ class Dense(Case):
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
-        known = [*cls.host.policy.algorithms, *([IN_PLACE] if cls.in_place else []), BACKEND]
+        known = [*cls.host.policy.algorithms, *([IN_PLACE] if cls.in_place else []), *cls.more, BACKEND]
         usual = "auto, 1d" + (", in-place" if cls.in_place else "")
         usual += ", and on several nodes 2d" if "2d" in known else ""
         parser = said.Parser(
@@ -217,7 +232,7 @@ class Dense(Case):
         need = staged + announced + (8 << 20)
         if in_heap:
             need += max(cls.data.storage_bytes(size, world, sets_of(options, size, world)) for size in sizes)
-        if FCOLLECT in options.peers and not INTERPRETED:
+        if (FCOLLECT in options.peers and not INTERPRETED) or SYMMETRIC in (algorithms or ()):
             need += max(cls.data.whole_bytes(size, world, sets_of(options, size, world)) for size in sizes)
         if algorithms is not None and BACKEND in algorithms:
             need += 4 * (staged + (4 << 20))
@@ -240,6 +255,8 @@ class Dense(Case):
         def ours(name: str) -> Subject:
             if name == BACKEND:
                 return self.backend(nbytes, plain(None))
+            if name == SYMMETRIC:
+                return self.symmetric(context, plain)
             # The simulator decides by what calls cost there; what it counts is for GPUs.
             algorithm: str | Plan = "auto" if name == IN_PLACE else name
             if self.owner.simulated:
@@ -253,6 +270,10 @@ class Dense(Case):
         launches = self.options.launches
         made = [Wanted(name, False, partial(ours, name), launches) for name in self.algorithms]
         return made + [Wanted(name, True, partial(self.peer, name, plain), launches) for name in self.options.peers]
+
+    def symmetric(self, context: CollectiveContext, make: MakeBuffers) -> Subject:
+        """The call of symmetric memory, if it has one."""
+        raise ValueError(f"{self.benchmark} has no calls with symmetric=True")
 
     def peer(self, name: str, make: MakeBuffers) -> Subject:
         """A peer's call. Raises what keeps it from running."""
@@ -313,6 +334,7 @@ class Reduction(Dense):
     # PyTorch adds none of the others of one byte, and there are no sums of them.
     dtypes: ClassVar = {str(dtype).removeprefix("torch."): dtype for dtype in ACCUMULATORS if dtype.itemsize > 1}
     tuned_dtype = torch.bfloat16
+    more = (SYMMETRIC,)
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -333,6 +355,26 @@ class Reduction(Dense):
 
     def buffers(self, nbytes: int, *rest: Any, **named: Any) -> Buffers:
         return super().buffers(nbytes, *rest, op=self.op, nodes=self.topology.nodes, **named)
+
+    def symmetric(self, context: CollectiveContext, make: MakeBuffers) -> Subject:
+        made: list[torch.Tensor] = []
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            made.append(tdcoll.empty((nbytes,), torch.uint8))
+            return made[-1]
+
+        def close() -> None:
+            for tensor in made:
+                tdcoll.free(tensor)
+
+        buffers = make(allocate)
+        return subject_of(buffers, self.ours("auto", context, buffers, symmetric=True), close)
+
+    @abstractmethod
+    def ours(
+        self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers, symmetric: bool = False
+    ) -> Callable[[int], torch.Tensor]:
+        """The call with these buffers, by its number; ``symmetric``: they are in symmetric memory."""
 
     @property
     def torch_operation(self) -> Any:

@@ -46,10 +46,11 @@ class ReduceScatter(Reduction):
         return 2 * (-(-nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
 
     def ours(
-        self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers
+        self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers, symmetric: bool = False
     ) -> Callable[[int], torch.Tensor]:
         op = self.op
-        return lambda i: reduce_scatter(buffers.inputs[i], context, buffers.results[i], op, algorithm)
+        more = {"symmetric": True} if symmetric else {}
+        return lambda i: reduce_scatter(buffers.inputs[i], context, buffers.results[i], op, algorithm, **more)
 
     @property
     def by_torch(self) -> ByTorch:

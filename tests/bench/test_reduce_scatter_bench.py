@@ -103,7 +103,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert (options.sizes, options.dtype, options.op) == ([512, 2048], torch.bfloat16, "max")
     assert (options.peers, options.algorithms, options.launches) == (["nccl"], None, ["graph"])
     for arguments, message in (
-        ("--algorithms ring", "expected some of auto, ll, direct, 1d, backend; got ring"),
+        ("--algorithms ring", "expected some of auto, ll, direct, pull, 1d, symmetric, backend; got ring"),
         ("--dtype uint8", "invalid choice"),
         ("--op prod", "invalid choice"),
         ("--op mean --dtype int32", "--op: a mean is of floating-point numbers; got --dtype torch.int32"),
@@ -134,8 +134,8 @@ def test_checks_and_counts_over_two_nodes(rows_of: Callable[..., list[Any]]) -> 
 
 def test_every_algorithm_on_one_node(rows_of: Callable[..., list[Any]]) -> None:
     """A mean of three, too, which peers round in other places."""
-    rows = rows_of(ReduceScatter, "-b 252 -e 252 --algorithms auto,ll,direct,1d --op mean", 3)
-    assert [row.check for row in rows] == ["ok"] * 4 + ["not run"]
+    rows = rows_of(ReduceScatter, "-b 252 -e 252 --algorithms auto,ll,direct,1d,symmetric --op mean", 3)
+    assert [row.check for row in rows] == ["ok"] * 5 + ["not run"]
     assert rows[-1].note == "rounds a mean over 3 ranks more than once: it cannot be checked to the bit"
 
 
