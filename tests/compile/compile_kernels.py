@@ -318,7 +318,7 @@ REDUCE_SCATTER = [  # kernel, constants, architectures
     (_SCATTER_PULL, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": SUM, "COUNT": 2048}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "OP": SUM, "COUNT": 1024}, (90, 100)),
     (_SCATTER_PUTS, {**_FLOATS, **_TILES, "DTYPE": tl.bfloat16, "OP": MEAN, "COUNT": 2048}, (90,)),
-    (_SCATTER_DIRECT, {**_TILES, **_FP8, "OP": SUM, "COUNT": 2048}, (90, 100)),
+    (_SCATTER_DIRECT, {**_TILES, **_FP8, "OP": SUM, "COUNT": 1024}, (90, 100)),
     (scatter_words.reduce_scatter_words, {**_FLOATS, "OP": SUM, **_FLAGGED}, (90,)),
     (scatter_words.reduce_scatter_words, {"DTYPE": tl.uint8, "ACC": tl.int32, "OP": MAX, **_FLAGGED}, (90,)),
     (scatter_words.reduce_scatter_words, {**_FLOATS, "DTYPE": tl.bfloat16, "OP": MEAN, **_ANNOUNCED}, (90, 100)),

@@ -104,9 +104,10 @@ def arithmetic(call: Planned) -> dict[str, Any]:
 def tiles(call: Planned) -> dict[str, Any]:
     """The constants of a reduction by chunks: those of :func:`arithmetic`, elements of a tile, and ranks to wait for.
 
-    A thread has 16 bytes of a tile, or 8 elements: with 16 elements of each of 8 ranks it would run out of registers.
+    A thread has 16 bytes of a tile; of one byte 4 elements: with 8 of each of 8 ranks it would run out of registers.
     """
-    per_thread = min(8, 16 // call.options[0].itemsize)
+    size = call.options[0].itemsize
+    per_thread = 16 // size if size > 1 else 4
     waited = triton.next_power_of_2(call.ctx.world_size)
     return {**arithmetic(call), "COUNT": 32 * call.plan.num_warps * per_thread, "WAITED": waited}
 
