@@ -231,7 +231,7 @@ def test_calls_in_the_simulator_are_planned_as_such() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             tdcoll.all_gather(torch.zeros(64, dtype=torch.uint8), ctx)
-            launch = ctx.known(("all_gather", 64, "auto", None, False, False))
+            launch = ctx.known(("all_gather", 64, "auto", None, False, False, False))
             assert launch.kernel is kernels_direct.all_gather_direct
 
     World(2, heap_bytes=1 << 18).run(host)
