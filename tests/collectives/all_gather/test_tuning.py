@@ -400,13 +400,13 @@ def test_graphs_are_prepared_by_the_eager_call() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table) as ctx:
             tdcoll.all_gather(torch.zeros(256), ctx)
             eager, graph = (
-                ctx.known(("all_gather", 1024, "auto", None, False, captured)) for captured in (False, True)
+                ctx.known(("all_gather", 1024, "auto", None, False, False, captured)) for captured in (False, True)
             )
             assert (eager._launches[0]._grid[0], graph._launches[0]._grid[0]) == (2 * 7, 4 * 7)
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table_of(Entry(64, "1d"))) as ctx:
             tdcoll.all_gather(torch.zeros(256), ctx)
             eager, graph = (
-                ctx.known(("all_gather", 1024, "auto", None, False, captured)) for captured in (False, True)
+                ctx.known(("all_gather", 1024, "auto", None, False, False, captured)) for captured in (False, True)
             )
             assert eager is graph
 
