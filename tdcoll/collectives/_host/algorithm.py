@@ -59,6 +59,15 @@ class Planned:
         return Window(ctx.staging.data_ptr(), ctx.capacity, ctx.device_group.deltas, tl.constexpr(2))
 
     @property
+    def early(self) -> bool:
+        """True where the launch may begin before the one ahead has ended.
+
+        In place a call of many bytes is slower so: on 2 H200s 18.0 us, not 16.9, at 4 MB per rank, and 202, not 190,
+        at 64 MB.
+        """
+        return self.ctx.early and not (self.in_buffer and self.facts.nbytes > 2 << 20)
+
+    @property
     def words(self) -> Window:
         """The context's flagged words."""
         flagged = self.ctx.flagged
@@ -181,7 +190,7 @@ class Launches:
                 arguments,
                 changing,
                 num_warps=call.plan.num_warps,
-                early=call.ctx.early,
+                early=call.early,
             )
         self._launches = list(launches.values())
         self._ready = all(launch.prepared for launch in self._launches)
