@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits that policies, contexts and kernels share; plain numbers."""
 
-__all__ = ["CHANNELS", "MAX_PROGRAMS", "flagged_bytes", "lamport_bytes"]
+__all__ = ["CHANNELS", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "lamport_bytes"]
 
 CHANNELS = 512
 """Most chunks that one rank's data is cut into, if a context is not made for fewer; each has its own signal."""
 
 MAX_PROGRAMS = 1 << 20
 """Programs of one launch on a context, at most: each adds its share, at least 1, of so many to the control word."""
+
+SHARED_WARPS = 8
+"""Warps of a program, at most, on a context whose launches have a limit of programs because they share the GPU with
+others. A multiprocessor has room for two such programs whenever it holds less than two: 128 registers a thread."""
 
 _SENT_BYTES = 1 << 20
 _BYTES_BETWEEN_NODES = 16 << 10

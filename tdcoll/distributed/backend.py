@@ -8,8 +8,9 @@ is ``ProcessGroup``'s own, which finds gloo and NCCL registered with this object
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,19 +18,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
+    AllreduceCoalescedOptions,
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,
     ProcessGroup,
+    ReduceScatterOptions,
 )
 
 from tdcoll import arguments, capture, runtime
 from tdcoll.collectives._host.drop_in import TORCH_OPERATIONS
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.inner import RollCall, add_backends, gather_into, sparse_sum_by_gather
+from tdcoll.distributed.inner import RollCall, add_backends, gather_into, plain, scatter_from, sparse_sum_by_gather
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.served import SparseSums, plain
+from tdcoll.distributed.service import WISHES, Call
 from tdcoll.distributed.sides import Sides
+from tdcoll.distributed.sparse import refuse_wrong
 from tdcoll.distributed.work import CompletedWork, backend_errors
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
@@ -39,11 +43,23 @@ __all__ = ["TdcollProcessGroup", "create", "explain"]
 _UNSET = AllgatherOptions().timeout
 """What a call's options hold when it has no timeout of its own."""
 
-_NO_ROOM = "the symmetric heap has no room for it"
+
+def _operation(opts: Any) -> str:
+    """tdcoll's name of the operation in a call's options; of one that tdcoll has not, torch's."""
+    op = opts.reduceOp.op
+    return TORCH_OPERATIONS.get(op) or str(op)
 
 
-def _operation(op: Any) -> str:
-    return next((name for known, name in TORCH_OPERATIONS.items() if op == known), str(op))
+def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
+    """A call's options: as given, or made of an operation and a timeout."""
+    if hasattr(opts, "asyncOp"):
+        return opts
+    made = kind()
+    if opts is not None:
+        made.reduceOp = opts
+    if timeout is not None:
+        made.timeout = timeout
+    return made
 
 
 def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
@@ -61,7 +77,7 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
     ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
     store = _meeting_place(given.store, ranks)
     with backend_errors:
-        return TdcollProcessGroup(
+        return _class_for(options)(
             store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, options
         )
 
@@ -123,6 +139,7 @@ class TdcollProcessGroup(ProcessGroup):
         settings = {
             "serves": options.kinds,
             "max_bytes_per_rank": options.max_bytes_per_rank,
+            "programs": options.programs,
             "heap_bytes": options.heap_bytes,
             "timeout": timeout_s,
             "share_gpus": share_gpus,
@@ -175,14 +192,15 @@ class TdcollProcessGroup(ProcessGroup):
             return None
         name = group_name if group_name is not None else "-".join(map(str, new_ranks))
         members = [self._members[rank] for rank in new_ranks]
-        made: Any = TdcollProcessGroup(
+        options = self._options if not isinstance(opts, Options) else opts
+        made: Any = _class_for(options)(
             self._store,
             new_ranks.index(self._rank),
             len(new_ranks),
             members,
             timeout or self._timeout,
             name,
-            self._options if not isinstance(opts, Options) else opts,
+            options,
             split=False,
         )
         made._set_group_name(name)
@@ -210,52 +228,14 @@ class TdcollProcessGroup(ProcessGroup):
 
     # ------------------------------------------------------------------ all-gather
 
-    def _may_gather(self, device: torch.device, nbytes: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether tdcoll serves an all-gather of at most ``nbytes`` per rank of these. Counts one that it does not."""
-        sides = self._sides
-        why = sides.refusal(
-            "all_gather",
-            device,
-            sides.alone,
-            lambda: None if all(tensor.layout == torch.strided for tensor in tensors) else "not strided",
-            lambda: sides.unprepared(
-                sides.gathers.prepare, nbytes, lambda: f"more than {sides.gathers.limit} bytes per rank"
-            ),
-        )
-        if why is not None:
-            sides.to_inner("all_gather", device, why)
-        return why is None
-
-    def _gather(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], asynchronous: bool) -> Any:
-        """All-gather ``input -> out [world * n]`` for every ``(out, input)``; None if the inner group has to."""
-        device = pairs[0][1].device
-        touched = [tensor for pair in pairs for tensor in pair]
-        if not self._may_gather(device, max(tensor.nbytes for _, tensor in pairs), touched):
-            return None
-        for out, tensor in pairs:
-            if out.device != device or out.dtype != tensor.dtype or out.numel() != self._size * tensor.numel():
-                raise ValueError(
-                    f"all_gather: the output must be {tensor.dtype} of {self._size * tensor.numel()} elements on "
-                    f"{device}; got {out.dtype} of {out.numel()} on {out.device}"
-                )
-        gathers = self._sides.gathers
-
-        def make() -> list[torch.Tensor]:
-            for out, tensor in pairs:
-                gathers(out, tensor)
-            return [out for out, _ in pairs]
-
-        return self._sides.serve("all_gather", make, touched, asynchronous=asynchronous)
-
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
-        output, input = plain(output), plain(input)
-        if opts is not None and not opts.asyncOp and self._sides.gather_at_once(output, input):
-            return CompletedWork([output])
-        work = self._gather([(output, input)], opts is None or opts.asyncOp)
+        output, input, asynchronous = plain(output), plain(input), opts is None or opts.asyncOp
+        work = self._sides.at_once("all_gather", output, input, None, asynchronous)
         if work is not None:
             return work
-        return self._sides.call_inner("all_gather", input.device, lambda: gather_into(self._plain, output, input, opts))
+        call = Call([output], [input])
+        return self._sides.call("all_gather", call, asynchronous, lambda: gather_into(self._plain, output, input, opts))
 
     _allgather_base = all_gather_single
 
@@ -263,18 +243,21 @@ class TdcollProcessGroup(ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         """``[n_i, ...] -> [world * n_i, ...]`` for every i."""
+        if len(outputs) == len(inputs) == 1:
+            return self.all_gather_single(outputs[0], inputs[0], opts)
         outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
-        work = None
-        if inputs:
-            work = self._gather(list(zip(outputs, inputs, strict=True)), opts is None or opts.asyncOp)
-        if work is not None:
-            return work
+        opts = AllgatherOptions() if opts is None else opts
         inner = self._plain
         call = getattr(inner, "all_gather_single_coalesced", None) or inner.allgather_into_tensor_coalesced
-        opts = AllgatherOptions() if opts is None else opts
-        return self._sides.call_inner("all_gather", _device_of(inputs), lambda: call(outputs, inputs, opts))
+        return self._several("all_gather", Call(outputs, inputs), opts, lambda: call(outputs, inputs, opts))
 
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
+
+    def _several(self, kind: str, call: Call, opts: Any, inner: Callable[[], Any]) -> Any:
+        """A call of several tensors, of which there may be none."""
+        if not call.inputs:
+            return self._sides.call_inner(kind, call.device, inner)
+        return self._sides.call(kind, call, opts.asyncOp, inner)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """``[n_rank, ...] of every rank -> a list of all of them``; of one input."""
@@ -282,86 +265,56 @@ class TdcollProcessGroup(ProcessGroup):
             outputs, inputs, opts = [outputs], [inputs], None
         outputs, inputs = [[plain(out) for out in pieces] for pieces in outputs], [plain(tensor) for tensor in inputs]
         opts = AllgatherOptions() if opts is None else opts
-        work = self._gather_list(outputs[0], inputs[0], opts.asyncOp) if len(inputs) == len(outputs) == 1 else None
-        if work is not None:
-            return work
-        return self._sides.call_inner(
-            "all_gather", _device_of(inputs), lambda: self._plain.allgather(outputs, inputs, opts)
-        )
-
-    def _gather_list(self, pieces: list[torch.Tensor], tensor: torch.Tensor, asynchronous: bool) -> Any:
-        """The list form, of sizes that may differ; every rank knows all of them from its list. None: inner group."""
+        sides = self._sides
+        if len(inputs) != 1 or len(outputs) != 1:
+            device = inputs[0].device if inputs else torch.device("cpu")
+            return sides.call_inner("all_gather", device, lambda: self._plain.allgather(outputs, inputs, opts))
+        pieces = outputs[0]
         if len(pieces) != self._size:
             raise ValueError(f"all_gather: the list must have {self._size} tensors, one per rank; got {len(pieces)}")
-        device, dtype = tensor.device, tensor.dtype
-        sizes = [piece.numel() for piece in pieces]
-        most = max(sizes)
-        if not self._may_gather(device, most * dtype.itemsize, [*pieces, tensor]):
-            return None
-        if any(piece.device != device or piece.dtype != dtype for piece in pieces) or (
-            sizes[self._rank] != tensor.numel()
-        ):
-            raise ValueError(
-                f"all_gather: all tensors must be {dtype} on {device}, and the input ({tensor.numel()} elements) as "
-                f"large as its own place in the list ({sizes[self._rank]})"
-            )
-        gathers, rank, world = self._sides.gathers, self._rank, self._size
+        call = Call([], inputs, pieces=pieces)
+        return sides.call("all_gather", call, opts.asyncOp, lambda: self._plain.allgather(outputs, inputs, opts))
 
-        def make() -> list[torch.Tensor]:
-            own = tensor
-            if sizes[rank] != most:
-                own = tensor.new_empty(most)
-                own[: sizes[rank]] = tensor.reshape(-1)
-            out = tensor.new_empty((world, most))
-            gathers(out, own)
-            for piece, row, size in zip(pieces, out, sizes, strict=True):
-                piece.copy_(row[:size].view(piece.shape))
-            return pieces
-
-        return self._sides.serve("all_gather", make, [*pieces, tensor], asynchronous=asynchronous)
-
-    # ------------------------------------------------------------------ all-reduce
+    # ------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        """The inner group's all-reduce; of a sparse COO tensor, tdcoll's."""
+        """In place: each element becomes the reduction over the ranks. A sparse COO tensor becomes coalesced."""
         tensors = [plain(tensor) for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
-        if not isinstance(opts, AllreduceOptions):
-            op, opts = opts, AllreduceOptions()
-            if op is not None:
-                opts.reduceOp = op
-            if timeout is not None:
-                opts.timeout = timeout
-        if tensors and tensors[0].layout == torch.sparse_coo:
+        opts = _with(AllreduceOptions, opts, timeout)
+        if len(tensors) != 1:
+            return self._several("all_reduce", Call(tensors, tensors, _operation(opts)), opts,
+                                 lambda: self._plain.allreduce(tensors, opts))  # fmt: skip
+        tensor, op = tensors[0], _operation(opts)
+        if tensor.layout == torch.sparse_coo:
             return self._sparse(tensors, opts)
-        return self._sides.call_inner("all_reduce", _device_of(tensors), lambda: self._plain.allreduce(tensors, opts))
+        if op in WISHES and (work := self._sides.at_once("all_reduce", tensor, tensor, op, opts.asyncOp)) is not None:
+            return work
+        call = Call(tensors, tensors, op)
+        return self._sides.call("all_reduce", call, opts.asyncOp, lambda: self._plain.allreduce(tensors, opts))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """:meth:`allreduce` of several dense tensors."""
+        opts = AllreduceCoalescedOptions() if opts is None else opts
+        if len(tensors) == 1 and tensors[0].layout == torch.strided:
+            return self.allreduce(tensors, opts)
+        tensors = [plain(tensor) for tensor in tensors]
+        call = Call(tensors, tensors, _operation(opts))
+        return self._several("all_reduce", call, opts, lambda: self._plain.allreduce_coalesced(tensors, opts))
 
     def _sparse(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        tensor, op, sides = tensors[0], _operation(opts.reduceOp), self._sides
-        device = tensor.device
-        SparseSums.refuse_wrong(tensor, op)
-        one = len(tensors) == 1 and tensor.sparse_dim()
-        why = sides.refusal(
-            "sparse_all_reduce",
-            device,
-            lambda: SparseSums.refusal(tensor, op),
-            lambda: None if one else "not one tensor with sparse dimensions",
-            lambda: sides.unprepared(sides.sums.prepare, tensor, lambda: _NO_ROOM),
-        )
+        tensor, op, sides = tensors[0], _operation(opts), self._sides
+        refuse_wrong(tensor, op)
+        call = Call(tensors, tensors, op)
+        why = sides.refusal("sparse_all_reduce", call)
         if why is not None:
             return self._sparse_inner(tensors, op, opts, why)
         capture.refuse(
-            device, "sparse all_reduce",
+            tensor.device, "sparse all_reduce",
             "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
             "tdcoll.sparse_all_reduce_padded",
         )  # fmt: skip
-        with backend_errors:
-            sides.gathers.check()
-
-        def make() -> list[torch.Tensor]:
-            tensor.data = sides.sums(tensor, op)
-            return [tensor]
-
-        return sides.serve("sparse_all_reduce", make, [tensor], asynchronous=opts.asyncOp, waits=True)
+        sides.check()
+        return sides.serve("sparse_all_reduce", call, asynchronous=opts.asyncOp)
 
     def _sparse_inner(self, tensors: list[torch.Tensor], op: str, opts: Any, why: str) -> Any:
         """gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
@@ -376,6 +329,38 @@ class TdcollProcessGroup(ProcessGroup):
         self._sides.say("sparse_all_reduce", "nccl", f"all-gathers of rows and indices; {why}")
         tensor.data = sparse_sum_by_gather(self._plain, tensor, op)
         return CompletedWork([tensor])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
+        output, input, opts = plain(output), plain(input), ReduceScatterOptions() if opts is None else opts
+        op = _operation(opts)
+        if (
+            op in WISHES
+            and (work := self._sides.at_once("reduce_scatter", output, input, op, opts.asyncOp)) is not None
+        ):
+            return work
+        call = Call([output], [input], op)
+        return self._sides.call(
+            "reduce_scatter", call, opts.asyncOp, lambda: scatter_from(self._plain, output, input, opts)
+        )
+
+    _reduce_scatter_base: Any = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """``[world * n_i, ...] -> [n_i, ...]`` for every i."""
+        opts = ReduceScatterOptions() if opts is None else opts
+        if len(outputs) == len(inputs) == 1:
+            return self.reduce_scatter_single(outputs[0], inputs[0], opts)
+        outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
+        inner = self._plain
+        call = getattr(inner, "reduce_scatter_single_coalesced", None) or inner.reduce_scatter_tensor_coalesced
+        return self._several(
+            "reduce_scatter", Call(outputs, inputs, _operation(opts)), opts, lambda: call(outputs, inputs, opts)
+        )
+
+    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     # ------------------------------------------------------------------ the rest of what is named on failure
 
@@ -398,24 +383,15 @@ class TdcollProcessGroup(ProcessGroup):
         if timeout is not None:
             opts.timeout = timeout
         sides = self._sides
-        device = sides.device or torch.device("cpu")
-        why = sides.refusal(
-            "barrier",
-            device,
-            sides.alone,
-            lambda: "a timeout of its own" if opts.timeout != _UNSET else None,
-            lambda: sides.unprepared(sides.gathers.prepare, 0, lambda: _NO_ROOM),
-        )
-        if why is not None:
-            where = getattr(opts, "device", None) or torch.device("cpu")
-            sides.to_inner("barrier", where, why)
-            return sides.call_inner("barrier", where, lambda: self._plain.barrier(opts))
-
-        def make() -> list[torch.Tensor]:
-            sides.gathers.meet()
-            return []
-
-        return sides.serve("barrier", make, [], asynchronous=opts.asyncOp, blocks=True)
+        where = getattr(opts, "device", None) or torch.device("cpu")
+        if opts.timeout != _UNSET:
+            why: str | None = "a timeout of its own"
+        else:
+            why = sides.refusal("barrier", Call([], [], device=sides.device))
+        if why is None:
+            return sides.serve("barrier", Call([], [], device=sides.device), asynchronous=opts.asyncOp)
+        sides.to_inner("barrier", where, why)
+        return sides.call_inner("barrier", where, lambda: self._plain.barrier(opts))
 
     # ------------------------------------------------------------------ words
 
@@ -427,6 +403,52 @@ class TdcollProcessGroup(ProcessGroup):
 
 def _device_of(tensors: list[torch.Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
+
+
+_METHODS = {
+    "all_gather": ("all_gather_single", "_allgather_base", "all_gather_single_coalesced", "allgather",
+                   "allgather_into_tensor_coalesced"),
+    "reduce_scatter": ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
+                       "reduce_scatter_tensor_coalesced"),
+    "barrier": ("barrier",),
+}  # fmt: skip
+"""What is overridden for a kind of call alone. (``allreduce`` is needed always: NCCL has none of sparse tensors.)"""
+
+
+def _class_for(options: Options) -> type[TdcollProcessGroup]:
+    """The class of a group: where gloo's failures need not be named, what tdcoll does not serve is only passed on."""
+    if not torch.cuda.is_available():
+        return TdcollProcessGroup
+    return _passing_on(
+        ("broadcast", *(name for kind in _METHODS if kind not in options.kinds for name in _METHODS[kind]))
+    )
+
+
+@functools.cache
+def _passing_on(names: tuple[str, ...]) -> type[TdcollProcessGroup]:
+    """A group that passes these calls on to the inner group as they are."""
+    return type("TdcollProcessGroup", (TdcollProcessGroup,), _passed_on(names))
+
+
+def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
+    """Methods that pass calls on to the inner group, by those of the names that this PyTorch has.
+
+    One line of Python each, which is not to be saved: where a Python class overrides nothing, PyTorch's trampoline goes
+    on to C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's whose thread is
+    about to let go of a tensor, for which it wants the GIL. So a call in a hundred thousand never ended.
+    """
+
+    def make(name: str) -> Callable[..., Any]:
+        def pass_on(self: Any, *given: Any, **named: Any) -> Any:
+            return getattr(self._plain, name)(*given, **named)
+
+        return pass_on
+
+    return {name: make(name) for name in names if hasattr(ProcessGroup, name)}
+
+
+for _name, _method in _passed_on(("all_to_all_single", "alltoall_base", "reduce_scatter", "send", "recv")).items():
+    setattr(TdcollProcessGroup, _name, _method)
 
 
 def _deadline(timeout: timedelta) -> float | None:

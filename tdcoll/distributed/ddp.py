@@ -14,7 +14,7 @@ from torch import nn
 
 from tdcoll import arguments, runtime
 from tdcoll.distributed.inner import sparse_sum_by_gather
-from tdcoll.distributed.served import SparseSums
+from tdcoll.distributed.sparse import SparseSums
 from tdcoll.distributed.work import Task, TaskWork, record_stream, worker
 from tdcoll.errors import NotInitializedError
 
@@ -87,7 +87,7 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     sums = _sums(group)
     why = SparseSums.refusal(gradient, "mean")
     if why is None and not sums.prepare(gradient):
-        why = "the symmetric heap has no room for it"
+        why = sums.problem
     if why is not None:
         _log.warning("sparse_hook: a gradient goes through the process group: %s", why)
         future: Any = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup
 
-__all__ = ["NamedWork", "RollCall", "add_backends", "gather_into", "sparse_sum_by_gather"]
+__all__ = ["NamedWork", "RollCall", "add_backends", "gather_into", "may_be_a_peers", "plain", "scatter_from"]
+__all__ += ["sparse_sum_by_gather"]
 
 _ROLL_CALL_S = 5.0
 
@@ -87,6 +88,22 @@ def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any =
     """``group``'s all-gather into one tensor, under the name that this PyTorch has for it. Its work."""
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
     return gather(out, tensor, AllgatherOptions() if opts is None else opts)
+
+
+def scatter_from(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+    """``group``'s reduce-scatter of one tensor, likewise."""
+    scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return scatter(out, tensor, opts)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, for the results of functional collectives: waited for. PyTorch's dispatcher, which does that
+    for its own backends, is not on the way here."""
+    if type(tensor) is torch.Tensor:
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Tensor:

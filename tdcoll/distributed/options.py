@@ -8,17 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from tdcoll import arguments
+from tdcoll.distributed.services import KINDS
+from tdcoll.limits import MAX_PROGRAMS
 
-__all__ = ["KINDS", "SERVES", "Options"]
-
-KINDS = ("all_gather", "sparse_all_reduce", "barrier")
-"""The kinds of call that tdcoll's kernels can serve."""
+__all__ = ["SERVED_BYTES", "SERVES", "Options"]
 
 SERVES = "TDCOLL_BACKEND_SERVES"
 """Environment variable: default of :attr:`Options.serves`."""
 
-DEFAULT_MAX_BYTES_PER_RANK = 4 << 20
-"""Above it NCCL's all-gather is as fast, and the slots of a context would take much of the symmetric heap."""
+SERVED_BYTES: dict[str, dict[int, int]] = {
+    "all_gather": {0: 4 << 20},
+    "all_reduce": {0: 16 << 20},
+    "reduce_scatter": {0: 4 << 20},
+}
+"""Up to how many bytes a kind is served, by the number of ranks; 0: any other number. Larger calls go to the inner
+group. Bytes are those of ``Options.max_bytes_per_rank``. ``tests/gpu/backend_calls.py`` measures what belongs here: the
+largest size at which a call takes no longer than NCCL's, of launches of ``Options.programs`` programs."""
+
+PROGRAMS = 64
+"""Default of :attr:`Options.programs`: two to a multiprocessor, so that two kinds in flight leave half of an H100."""
 
 
 def _kinds(text: str, source: str) -> tuple[str, ...]:
@@ -43,7 +51,10 @@ class Options:
     Attributes:
         serves: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
             the rest goes to the inner group. None: ``TDCOLL_BACKEND_SERVES``, else ``"all"``.
-        max_bytes_per_rank: all-gathers of more bytes per rank go to the inner group.
+        max_bytes_per_rank: larger calls go to the inner group: all-gathers and all-reduces of which a rank brings more
+            bytes, reduce-scatters of which it gets more. None: up to the sizes of :data:`SERVED_BYTES`.
+        programs: the most programs of one launch, which is what a kind of call takes of the GPU while it waits for
+            other ranks; the rest stays free for compute. At least ``2 * ranks + 2`` are taken.
         heap_bytes: symmetric heap of each rank, bytes or a text as ``"2G"``; of the default group only. None: as for
             :func:`tdcoll.initialize`.
         nccl: ``ProcessGroupNCCL.Options`` of the inner group for CUDA tensors.
@@ -53,14 +64,17 @@ class Options:
     """
 
     serves: str | None = None
-    max_bytes_per_rank: int = DEFAULT_MAX_BYTES_PER_RANK
+    max_bytes_per_rank: int | None = None
+    programs: int = PROGRAMS
     heap_bytes: int | str | None = None
     nccl: Any = None
 
     def __post_init__(self) -> None:
         if self.serves is not None:
             _kinds(self.serves, "serves")
-        arguments.whole("max_bytes_per_rank", self.max_bytes_per_rank, 0)
+        if self.max_bytes_per_rank is not None:
+            arguments.whole("max_bytes_per_rank", self.max_bytes_per_rank, 0)
+        arguments.whole("programs", self.programs, 1, MAX_PROGRAMS)
         if self.heap_bytes is not None:
             object.__setattr__(self, "heap_bytes", arguments.byte_count("heap_bytes", self.heap_bytes))
 
@@ -70,6 +84,16 @@ class Options:
         if self.serves is not None:
             return _kinds(self.serves, "serves")
         return _kinds(os.environ.get(SERVES) or "all", SERVES)
+
+    def limits(self, world: int, heap_bytes: int) -> dict[str, int]:
+        """The most bytes of a call of each dense kind, in a group of ``world`` ranks.
+
+        All-gathers take at most a quarter of the symmetric heap, for the two slots of a context.
+        """
+        given = self.max_bytes_per_rank
+        most = {kind: sizes.get(world, sizes[0]) if given is None else given for kind, sizes in SERVED_BYTES.items()}
+        most["all_gather"] = min(most["all_gather"], heap_bytes // (8 * world))
+        return most
 
     @classmethod
     def of(cls, given: Any) -> Options:

@@ -21,8 +21,9 @@ import tdcoll
 from tdcoll.capture import capturing
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.inner import NamedWork, RollCall, may_be_a_peers
-from tdcoll.distributed.options import KINDS, SERVES, Options
-from tdcoll.distributed.served import Gathers, SparseSums
+from tdcoll.distributed.options import SERVES, Options
+from tdcoll.distributed.service import Call, Dense, Service, Setting
+from tdcoll.distributed.services import KINDS, make_services
 from tdcoll.distributed.work import (
     CompletedWork,
     StreamWork,
@@ -40,9 +41,6 @@ __all__ = ["Sides"]
 
 _log = logging.getLogger("tdcoll")
 
-_GATHERED = ("all_gather", "tdcoll", "")
-"""As which calls that tdcoll served are counted."""
-
 
 class Sides:
     """Which side serves a call of one group; calls to either.
@@ -59,14 +57,11 @@ class Sides:
         timeout_s: deadline of waits in kernels; None: that of the job.
 
     Attributes:
-        gathers, sums: what tdcoll serves the calls with, if there is a job.
+        services: what tdcoll serves the calls with, by kind; empty without a job.
         device: that tdcoll's memory is on; None without a job.
         coalescing: whether calls belong to a block that the inner group launches as one.
         counts: calls so far, by kind, side, and why that side.
     """
-
-    gathers: Gathers
-    sums: SparseSums
 
     def __init__(
         self,
@@ -83,33 +78,35 @@ class Sides:
     ) -> None:
         self._job, self._agreed, self._options, self._name = job, agreed, options, name
         self._rank, self._members, self._inner, self._roll_call = rank, members, inner, roll_call
-        self._streams: dict[str, Any] = {}
+        self._worker_stream: Any = None
         self._closed = False
         self.coalescing = False
         self.counts: dict[tuple[str, str, str], int] = {}
         self.device: torch.device | None = None
+        self.services: dict[str, Service] = {}
         self._on_cpu = False
         if job is not None:
             self.device = job.device
             self._on_cpu = job.device.type == "cpu"
             self._wait_s = job.timeout_s if timeout_s is None else timeout_s
-            # At most a quarter of the heap for a context's two slots.
-            room = min(options.max_bytes_per_rank, job.heap.nbytes // (8 * len(members)))
-            self.gathers = Gathers(job, members, max_bytes=room, timeout_s=self._wait_s)
-            self.sums = SparseSums(job, members, timeout_s=self._wait_s)
+            setting = Setting(
+                job,
+                members,
+                timeout_s=self._wait_s,
+                programs=options.programs,
+                limits=options.limits(len(members), job.heap.nbytes),
+            )
+            self.services = make_services(setting)
         elif options.kinds and rank == 0:
             _log.warning("backend tdcoll: group %s is served by %s alone: %s", name, self._inner_names(), agreed.reason)
 
     # ------------------------------------------------------------------ which side
 
-    def refusal(self, kind: str, device: torch.device, *others: Callable[[], str | None]) -> str | None:
-        """Why tdcoll does not serve this call; None if it does. The same on all ranks.
-
-        ``others``: reasons of the call's own, looked for in this order where there is none of the group's.
-        """
+    def refusal(self, kind: str, call: Call) -> str | None:
+        """Why tdcoll does not serve this call; None if it does. The same on all ranks."""
         if kind not in self._agreed.kinds:
             return self._agreed.reason or "told not to serve it"
-        job, own = self._job, self.device
+        job, own, device = self._job, self.device, call.device
         assert job is not None
         assert own is not None
         if device.type != own.type:
@@ -123,16 +120,13 @@ class Sides:
             return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
         if self.coalescing:
             return "inside of a coalescing block of the inner group"
-        return next((why for look in others if (why := look()) is not None), None)
-
-    def alone(self) -> str | None:
-        """A reason for :meth:`refusal`: there is nobody to talk to."""
-        return "one rank" if len(self._members) == 1 else None
-
-    def unprepared(self, prepare: Callable[[Any], bool], what: Any, why: Callable[[], str]) -> str | None:
-        """A reason for :meth:`refusal`: ``why``, if ``prepare(what)`` of :attr:`gathers` or :attr:`sums` fails."""
+        service = self.services[kind]
+        if len(self._members) == 1 and not service.alone:
+            return "one rank"
+        if (why := service.refuse(call)) is not None:
+            return why
         with self._waiting():
-            return None if prepare(what) else why()
+            return service.prepare(call)
 
     def say(self, kind: str, side: str, why: str) -> None:
         """Count a call; log the first of its kind."""
@@ -169,94 +163,112 @@ class Sides:
 
     # ------------------------------------------------------------------ tdcoll
 
-    def gather_at_once(self, output: torch.Tensor, input: torch.Tensor) -> bool:
-        """The short way of a synchronous all-gather like one that was made before: whether it was taken."""
-        served, job = self.counts.get(_GATHERED), self._job
+    def call(self, kind: str, call: Call, asynchronous: bool, inner: Callable[[], Any]) -> Any:
+        """Have a call made by the side that serves it: tdcoll, or ``inner``. Its work."""
+        why = self.refusal(kind, call)
+        if why is None:
+            return self.serve(kind, call, asynchronous=asynchronous)
+        self.to_inner(kind, call.device, why)
+        return self.call_inner(kind, call.device, inner)
+
+    def at_once(self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool) -> Any:
+        """The short way of a call of a :class:`Dense` kind like one that was made before: its work; None if it was not
+        taken."""
+        key = (kind, "tdcoll", "")
+        served, job = self.counts.get(key), self._job
         if not served or job is None or job.closed or self._closed or self.coalescing:
-            return False
+            return None
+        service: Any = self.services[kind]
+        work: Any = None
         if self._on_cpu:
+            if asynchronous:
+                return None
             worker.drain()
-        with backend_errors:
-            if not self.gathers.at_once(output, input):
-                return False
-            if self._on_cpu:
-                self.gathers.check()
-        self.counts[_GATHERED] = served + 1
-        return True
+            with backend_errors:
+                if service.at_once(out, tensor, op):
+                    service.check()
+                    work = CompletedWork([out])
+        elif asynchronous:
+            work = self._at_once_beside(service, out, tensor, op)
+        else:
+            with backend_errors:
+                if service.at_once(out, tensor, op):
+                    work = CompletedWork([out])
+        if work is not None:
+            self.counts[key] = served + 1
+        return work
 
-    def serve(
-        self,
-        kind: str,
-        make: Callable[[], list[torch.Tensor]],
-        touched: list[torch.Tensor],
-        *,
-        asynchronous: bool,
-        waits: bool = False,
-        blocks: bool = False,
-    ) -> Any:
-        """Make a call with tdcoll, now or by the worker, and count it. Its work.
+    def _at_once_beside(self, service: Dense, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> Any:
+        """The short way on the service's own stream."""
+        stream, device = service.stream, self.device
+        if stream is None or device is None or capturing(device):
+            return None
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        # What torch.cuda.stream() does, at a third of its price: the device is the right one, or `enter` says no.
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+        try:
+            with backend_errors:
+                made = service.at_once(out, tensor, op)
+        finally:
+            torch._C._cuda_setStream(current.stream_id, current.device_index, current.device_type)
+        return StreamWork([out], stream, blocks=False, check=self._check, keep=[out, tensor]) if made else None
 
-        Args:
-            kind: as what it is counted.
-            make: makes it on the current stream; its result is the work's.
-            touched: tensors that it reads and writes.
-            asynchronous: whether the caller goes on before it is complete.
-            waits: whether it waits on the host.
-            blocks: whether ``wait()`` of its work waits on the host too.
-        """
+    def serve(self, kind: str, call: Call, *, asynchronous: bool) -> Any:
+        """Make a call with tdcoll, now or by the worker, and count it. Its work."""
         self.say(kind, "tdcoll", "")
-        device = self.device
+        device, service = self.device, self.services[kind]
         assert device is not None
 
-        def call() -> list[torch.Tensor]:
+        def make() -> list[torch.Tensor]:
             with self._waiting():
-                result = make()
+                result = service.run(call)
                 if self._on_cpu:
-                    self.gathers.check()
+                    service.check()
                 return result
 
         if self._on_cpu:
             if asynchronous:
-                return TaskWork(worker.submit(Task(call, give_up=self._give_up)))
+                return TaskWork(worker.submit(Task(make, give_up=self._give_up)))
             worker.drain()
-            return CompletedWork(call())
+            return CompletedWork(make())
         with torch.cuda.device(device):
             if not asynchronous:
-                if waits:
+                if service.waits:
                     worker.drain()
-                result = call()
-                if blocks:
+                result = make()
+                if service.blocks:
                     torch.cuda.current_stream(device).synchronize()
                     with backend_errors:
                         self._check()
                 return CompletedWork(result)
-            stream = self._internal_stream("worker" if waits else "main")
-            if not capturing(device):
-                for tensor in touched:
+            if service.waits:
+                stream = self._worker_stream = self._worker_stream or torch.cuda.Stream(device)
+                for tensor in call.touched:
                     record_stream(tensor, stream)
-            if waits:
-                return TaskWork(worker.submit(Task(call, stream, give_up=self._give_up)))
+                return TaskWork(worker.submit(Task(make, stream, give_up=self._give_up)))
+            if service.stream is None:
+                service.stream = torch.cuda.Stream(device)
+            stream = service.stream
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                result = call()
-            return StreamWork(result, stream, blocks=blocks, check=self._check, keep=touched)
-
-    def _internal_stream(self, of: str) -> Any:
-        """The stream of what the main thread launches, and that of the worker's tasks. Not one for both: the order in
-        which two threads get to it differs from rank to rank, and calls of two ranks would wait behind each other."""
-        if of not in self._streams:
-            self._streams[of] = torch.cuda.Stream(self.device)
-        return self._streams[of]
+                result = make()
+            return StreamWork(result, stream, blocks=service.blocks, check=self._check, keep=call.touched)
 
     def _check(self) -> None:
         """Raise what finished kernels of this group have left, of any kind of call."""
-        self.gathers.check()
-        self.sums.check()
+        for service in self.services.values():
+            service.check()
 
     def _give_up(self) -> None:
         """End the waits of this group's kernels: the process ends."""
-        self.gathers.give_up()
-        self.sums.give_up()
+        for service in self.services.values():
+            service.give_up()
+
+    def check(self) -> None:
+        """Raise what finished kernels of this group have left, as ``torch.distributed`` wants it."""
+        with backend_errors:
+            self._check()
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -307,8 +319,8 @@ class Sides:
             if self._agreed.owns_job:
                 tdcoll.finalize()  # closes no contexts of ours, and frees all memory; of a failed job it does neither
             elif not job.failed:
-                self.gathers.close()
-                self.sums.close()
+                for service in self.services.values():
+                    service.close()
         except (TdcollError, dist.DistError) as error:
             _log.warning("backend tdcoll: rank %d left without the others: %s", self._rank, error)
 
@@ -323,12 +335,7 @@ class Sides:
         yield f"  inner group: {self._inner_names()}"
         for kind in KINDS:
             if kind in agreed.kinds:
-                detail = {
-                    "all_gather": f"up to {self.gathers.limit} bytes per rank, {self.gathers.describe()}",
-                    "sparse_all_reduce": f"sum and mean, {self.sums.describe()}",
-                    "barrier": "",
-                }[kind]
-                yield f"  {kind}: tdcoll" + (f"; {detail}" if detail else "")
+                yield f"  {kind}: tdcoll; {self.services[kind].describe()}"
             else:
                 told = self._options.serves or os.environ.get(SERVES)
                 yield f"  {kind}: inner group; {agreed.reason or f'told to serve {told}'}"

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import atexit
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tdcoll.capture import capturing
 from tdcoll.errors import CollectiveTimeout
 
 _LAST_S = 3.0
@@ -244,13 +246,21 @@ class StreamWork(_Work):
         stream: on which it is queued, last.
         blocks: ``wait()`` blocks the host as well, as a barrier's does.
         check: raises what is known to have gone wrong.
+        keep: tensors that the call reads and writes: kept until ``wait()``, so that their memory is not used anew.
     """
 
     def __init__(
-        self, result: list[torch.Tensor], stream: Any, *, blocks: bool, check: Callable[[], None], keep: Any = None
+        self,
+        result: list[torch.Tensor],
+        stream: Any,
+        *,
+        blocks: bool,
+        check: Callable[[], None],
+        keep: Sequence[torch.Tensor],
     ) -> None:
         super().__init__(result)
-        self._stream, self._blocks, self._check, self._keep = stream, blocks, check, keep
+        self._stream, self._blocks, self._check = stream, blocks, check
+        self._keep: Sequence[torch.Tensor] = keep
         self._event = stream.record_event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -266,8 +276,14 @@ class StreamWork(_Work):
             self._event.synchronize()
         if self._blocks or seconds is not None:
             self._raise_wrong()
-        self._keep = None
+        self._keep = ()
         return True
+
+    def __del__(self) -> None:
+        # Nobody has waited: the allocator has to, as it does for tensors that another stream uses.
+        if self._keep and not sys.is_finalizing() and not capturing(self._stream.device):
+            for tensor in self._keep:
+                record_stream(tensor, self._stream)
 
     def _raise_wrong(self) -> None:
         with backend_errors:

@@ -93,6 +93,14 @@ def test_direct_stores_need_no_nvshmem_and_are_wide(compiled) -> None:
         assert kernel["wide_stores"] >= 1, kernel
 
 
+def test_two_programs_of_8_warps_fit_on_a_multiprocessor(compiled) -> None:
+    """What the limits of contexts that share a GPU rely on: 64 K registers for 2 times 256 threads."""
+    kernels = [k for name in ("all_gather", "ll", "direct", "sparse", "reduce_scatter", "all_reduce", "exchange")
+               for k in compiled[name]]  # fmt: skip
+    assert len(kernels) > 40
+    assert [(k.get("kernel"), k["registers"]) for k in kernels if k["registers"] > 128] == []
+
+
 def test_index_matching_compiles_without_spills_or_nvshmem(compiled) -> None:
     kernels = compiled["index_match"]
     assert {k["arch"] for k in kernels} == {90, 100}

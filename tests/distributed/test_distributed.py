@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -16,17 +17,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions
 
 import tdcoll
 from tdcoll import distributed, runtime
-from tdcoll.distributed import BackendTimeout, Options, agreement, explain
+from tdcoll.distributed import BackendTimeout, Options, agreement, backend, explain
 from tdcoll.distributed.inner import NamedWork, RollCall, add_backends
-from tdcoll.distributed.options import KINDS, SERVES
+from tdcoll.distributed.options import SERVED_BYTES, SERVES
+from tdcoll.distributed.services import KINDS
 from tdcoll.distributed.work import Task, TaskWork, as_backend_error, worker
 from tdcoll.runtime import lifecycle
 
 WORKERS = Path(__file__).parents[1] / "workers"
-GPU_ONLY = {"streams", "graphs"}
+GPU_ONLY = {"streams", "kinds_at_once", "works_that_nobody_waits_for", "graphs"}
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -131,7 +134,7 @@ from tdcoll.distributed import BackendTimeout
 from tdcoll.monitor import c
 dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2)))
-monitor = dist.group.WORLD._sides.sums.context.collective.monitor
+monitor = dist.group.WORLD._sides.services["sparse_all_reduce"].sums.context.collective.monitor
 monitor._host[c.RECORD_VALID.value] = 1  # as a kernel does whose wait expires
 try:
     dist.destroy_process_group()
@@ -264,10 +267,100 @@ def test_options_out_of_range() -> None:
         Options(max_bytes_per_rank=-1)
     with pytest.raises(TypeError, match="max_bytes_per_rank"):
         Options(max_bytes_per_rank=1.5)  # type: ignore[arg-type]
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="programs must be"):
+            Options(programs=wrong)
     with pytest.raises(TypeError, match="pg_options"):
         Options.of({"serves": "all"})
     with pytest.raises(ValueError, match="process group"):
         explain()
+
+
+def python_calls(function: Callable[[], object]) -> list[str]:
+    """Names of the Python functions that a call runs."""
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return seen[1:]
+
+
+def test_what_is_not_served_passes_one_function(alone, monkeypatch) -> None:
+    made = ("broadcast", "all_gather_single", "_allgather_base")
+    monkeypatch.setattr(backend, "_class_for", lambda options: backend._passing_on(made))
+    group = alone()
+    assert isinstance(group, distributed.TdcollProcessGroup)
+    tensor, options = torch.arange(3.0), BroadcastOptions()
+    assert python_calls(lambda: group.broadcast([tensor], options).wait()) == ["pass_on"]
+    assert "allreduce" in python_calls(lambda: group.allreduce([tensor]).wait())
+    out = torch.empty(3)
+    dist.all_gather_into_tensor(out, tensor)
+    assert out.tolist() == tensor.tolist() == [0, 1, 2]
+
+
+def test_no_call_goes_on_to_c_plus_plus_with_the_gil_held() -> None:
+    """Every method that PyTorch's trampoline looks for is a Python function here: see `_passed_on`."""
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    text = header.read_text(encoding="utf-8").partition("using ProcessGroup::ProcessGroup;")[2]
+    looked_for = set(re.findall(r"c10::intrusive_ptr<Work> (\w+)\(", text))
+    assert {"allreduce", "broadcast", "send", "recv", "reduce_scatter"} <= looked_for
+    held = {name for name in looked_for if not inspect.isfunction(getattr(distributed.TdcollProcessGroup, name))}
+    assert held == set()
+
+
+HANG = """
+import faulthandler
+import torch, torch.distributed as dist, tdcoll.distributed
+faulthandler.dump_traceback_later(240, exit=True)
+torch.set_num_threads(1)
+dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
+given, out = torch.ones(16), torch.empty(16)
+for _ in range(60000):
+    dist.all_to_all_single(out, given)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_calls_that_are_passed_on_end() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", HANG], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_methods_that_a_group_on_gpus_overrides(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cases = {
+        "all": {"all_gather_single", "reduce_scatter_single_coalesced", "allreduce", "barrier"},
+        "all_reduce": {"allreduce"},
+        "none": {"allreduce"},
+        "reduce_scatter": {"allreduce", "reduce_scatter_single_coalesced"},
+    }
+    asked = {"all_gather_single", "reduce_scatter_single_coalesced", "allreduce", "barrier", "broadcast"}
+    for serves, overridden in cases.items():
+        made = backend._class_for(Options(serves=serves))
+        assert {name for name in asked if getattr(made, name).__name__ != "pass_on"} == overridden, serves
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert backend._class_for(Options(serves="none")) is distributed.TdcollProcessGroup
+
+
+def test_sizes_that_are_served() -> None:
+    """By measurement if nothing is said; an all-gather no larger than its context may be."""
+    assert set(SERVED_BYTES) == {"all_gather", "all_reduce", "reduce_scatter"}
+    assert all(0 in sizes for sizes in SERVED_BYTES.values())
+    heap = 1 << 34
+    by_table = {kind: sizes.get(4, sizes[0]) for kind, sizes in SERVED_BYTES.items()}
+    assert Options().limits(4, heap) == by_table
+    assert Options(max_bytes_per_rank=100).limits(4, heap) == dict.fromkeys(SERVED_BYTES, 100)
+    assert Options(max_bytes_per_rank=1 << 30).limits(4, 1 << 25)["all_gather"] == 1 << 20
+
+
+def test_every_kind_of_call_is_explained(alone) -> None:
+    """A service that does not describe itself cannot be made."""
+    text = explain(alone())
+    for kind in KINDS:
+        assert re.search(rf"^  {kind}: tdcoll; \S", text, re.MULTILINE), text
 
 
 def test_the_backend_is_registered() -> None:

@@ -21,10 +21,12 @@ from torch import nn
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.collectives._host.drop_in import TORCH_OPERATIONS
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
 from tdcoll.distributed import BackendTimeout, Options, SparseGradientReducer, TdcollProcessGroup, explain, sparse_hook
 from tdcoll.distributed.inner import sparse_sum_by_gather
 from tdcoll.distributed.work import as_backend_error
+from tdcoll.primitives.reduce import OPERATIONS_OF
 
 warnings.simplefilter("ignore")
 
@@ -205,6 +207,163 @@ def pytorchs_own_cases() -> str:
     expect(gathered >= min(2, len(names)) * world(), f"tdcoll served {gathered} all-gathers of PyTorch's cases")
     expect(summed >= 6, f"tdcoll served {summed} sparse all-reduces of PyTorch's cases")
     return f"{len(names)} methods" if names else "without PyTorch's all-gather cases, which want a GPU for each rank"
+
+
+# ---------------------------------------------------------------------- dense reductions
+
+
+OPERATIONS = {
+    "SUM": sum,
+    "AVG": lambda parts: sum(parts) / len(parts),
+    "MAX": lambda parts: torch.stack(parts).amax(0),
+    "MIN": lambda parts: torch.stack(parts).amin(0),
+    "PRODUCT": lambda parts: torch.stack(parts).prod(0),
+}
+SINGLE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def reduced(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Of small integers, so that it is exact whatever the order, but for the mean's one rounding."""
+    wide = [part.double() if part.is_floating_point() else part for part in parts]
+    return OPERATIONS[name](wide).to(parts[0].dtype)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, name: str, what: str) -> None:
+    if name == "AVG":  # rounded to fp32 in between
+        torch.testing.assert_close(got, wanted, msg=f"{what}: {got} {wanted}")
+    else:
+        same(got, wanted, what)
+
+
+@check
+def reduces() -> None:
+    """Every dtype and operation; in time, in place and beside; what has strides or is a part of the other tensor."""
+    before = served("all_reduce"), served("reduce_scatter")
+    calls = 0
+    for call, dtype in enumerate((*REDUCED, torch.int8, torch.uint8)):
+        for name in OPERATIONS:
+            if TORCH_OPERATIONS[getattr(dist.ReduceOp, name)] not in OPERATIONS_OF[dtype]:
+                continue
+            op = getattr(dist.ReduceOp, name)
+            parts = [data(r, 4 * world(), dtype, call) for r in everyone()]
+            wanted = reduced(name, parts)
+            for asynchronous in (False, True, False, True):  # the second of each goes the short way
+                tensor, out = parts[rank()].clone(), torch.empty(2, 2, dtype=dtype, device=device())
+                work = dist.all_reduce(tensor, op, async_op=asynchronous)
+                other = SINGLE_SCATTER(out, parts[rank()].view(world(), 2, 2), op, async_op=asynchronous)
+                if asynchronous:
+                    work.wait(), other.wait()
+                    expect(work.result()[0] is tensor and work.get_future().wait()[0] is tensor, "result and future")
+                close(tensor, wanted, name, f"all_reduce {dtype} {name}")
+                close(out.view(-1), wanted.view(world(), 4)[rank()], name, f"reduce_scatter {dtype} {name}")
+                calls += 1
+    parts = [data(r, 6 * world()) for r in everyone()]
+    strided = torch.stack([parts[rank()], parts[rank()]], 1)[:, 0]
+    dist.all_reduce(strided)
+    same(strided.contiguous(), sum(parts), "strided")
+    whole = parts[rank()].clone()
+    SINGLE_SCATTER(whole[6 * rank() : 6 * rank() + 6], whole)
+    same(whole[6 * rank() : 6 * rank() + 6], sum(parts)[6 * rank() : 6 * rank() + 6], "own part of the input")
+    whole = parts[rank()].clone()
+    SINGLE_SCATTER(whole[3:9], whole)
+    same(whole[3:9], sum(parts)[6 * rank() : 6 * rank() + 6], "elsewhere in the input")
+    dist.all_reduce(torch.empty(0, device=device()))
+    expect(served("all_reduce") - before[0] == calls + 2, explain())
+    expect(served("reduce_scatter") - before[1] == calls + 2, explain())
+    expect_raises(ValueError, lambda: SINGLE_SCATTER(torch.empty(5, device=device()), parts[rank()]), "elements")
+    wanted = sum(parts).view(world(), 6)[rank()]
+    pieces, out = list(parts[rank()].view(world(), 6)), torch.empty(6, device=device())
+    if device().type == "cuda" or hasattr(dist.group.WORLD, "reduce_scatter_single"):  # gloo's came with that name
+        dist.reduce_scatter(out, pieces)
+        same(out, wanted, "of a list: the inner group")
+
+
+@check
+def reduces_several_at_once() -> None:
+    """Coalesced forms, of tensors that fit one launch together, of such that do not, and functional ones."""
+    manager = dist.distributed_c10d._coalescing_manager
+    for sizes in ((3, 5, 8), (1, 70000)):
+        before = served("all_reduce"), served("reduce_scatter"), served("all_gather")
+        parts = [[data(r, n * world(), call=n) for n in sizes] for r in everyone()]
+        sums = [sum(parts[r][i] for r in everyone()) for i in range(len(sizes))]
+        for asynchronous in (False, True):
+            tensors = [part.clone() for part in parts[rank()]]
+            outs = [torch.empty(n, device=device()) for n in sizes]
+            gathered = [torch.empty(world() * n, device=device()) for n in sizes]
+            own = parts[rank()]
+            firsts = [tensor[: tensor.numel() // world()] for tensor in own]
+            for function, lists in (
+                (dist.all_reduce, [tensors]),
+                (SINGLE_SCATTER, [outs, own]),
+                (single, [gathered, firsts]),
+            ):
+                with manager(dist.group.WORLD, async_ops=asynchronous) as pending:
+                    for tensors_of_one in zip(*lists, strict=True):
+                        function(*tensors_of_one)
+                if asynchronous:
+                    pending.wait()
+            for i, n in enumerate(sizes):
+                same(tensors[i], sums[i], f"all_reduce {i} of {sizes}")
+                same(outs[i], sums[i].view(world(), n)[rank()], f"reduce_scatter {i} of {sizes}")
+                same(gathered[i], torch.cat([parts[r][i][:n] for r in everyone()]), f"all_gather {i} of {sizes}")
+        now = served("all_reduce"), served("reduce_scatter"), served("all_gather")
+        expect([b - a for a, b in zip(before, now, strict=True)] == [2, 2, 2], explain())
+    mixed = [data(rank(), 4), data(rank(), 4, torch.int32)]
+    dist.group.WORLD.allreduce_coalesced(mixed[:1]).wait()
+    same(mixed[0], sum(data(r, 4) for r in everyone()), "one tensor")
+    before = served("all_reduce"), served("reduce_scatter")
+    total = functional.all_reduce(data(rank(), 4), "sum", dist.group.WORLD)
+    same(total.wait(), sum(data(r, 4) for r in everyone()), "functional all_reduce")
+    part = functional.reduce_scatter_tensor(data(rank(), 2 * world()), "sum", 0, dist.group.WORLD)
+    same(
+        part.wait(), sum(data(r, 2 * world()) for r in everyone()).view(world(), 2)[rank()], "functional reduce_scatter"
+    )
+    expect((served("all_reduce") - before[0], served("reduce_scatter") - before[1]) == (1, 1), explain())
+
+
+@check
+def reductions_that_are_handed_over() -> None:
+    """Too large, of other dtypes and operations: the inner group's, and explain says why."""
+    group = dist.new_group(pg_options=Options(max_bytes_per_rank=64))
+    dist.all_reduce(data(rank(), 16), group=group)
+    large, out = data(rank(), 17 * world()), torch.empty(17, device=device())
+    dist.all_reduce(large, group=group)
+    same(large, sum(data(r, 17 * world()) for r in everyone()), "large")
+    SINGLE_SCATTER(out, data(rank(), 17 * world()), group=group)
+    expect((served("all_reduce", group), served("reduce_scatter", group)) == (1, 0), explain(group))
+    for kind in ("all_reduce", "reduce_scatter"):
+        expect(by_inner(kind, group) == {"more than 64 bytes per rank": 1}, explain(group))
+    small = torch.ones(3, dtype=torch.uint8, device=device())
+    dist.all_reduce(small, group=group)
+    expect(small.tolist() == 3 * [world()], "uint8")
+    ints = torch.full((3,), 1 << rank(), dtype=torch.int32, device=device())
+    if device().type == "cpu":  # NCCL has none
+        dist.all_reduce(ints, dist.ReduceOp.BOR, group=group)
+        expect(ints.tolist() == 3 * [(1 << world()) - 1], "bitwise or")
+        expect(
+            "RedOpType.BOR of torch.int32 is not among tdcoll's reductions" in by_inner("all_reduce", group),
+            explain(group),
+        )
+    expect("sum of torch.uint8 is not among tdcoll's reductions" in by_inner("all_reduce", group), explain(group))
+    dist.destroy_process_group(group)
+
+
+@check
+def programs_of_all_contexts_fit() -> None:
+    """A group for whose contexts nothing is left is served by the inner group; what is closed is free again."""
+    job, groups = runtime.current(), []
+    before = job.programs_taken
+    while not groups or served("all_gather", groups[-1]):
+        groups.append(dist.new_group())
+        out = torch.empty(world(), device=device())
+        single(out, data(rank(), 1), group=groups[-1])
+        same(out, torch.cat([data(r, 1) for r in everyone()]), f"group {len(groups)}")
+        expect(len(groups) < 100, "there is no end of programs")
+    expect(len(groups) > 1, "no group found any")
+    expect(any("other contexts have left" in why for why in by_inner("all_gather", groups[-1])), explain(groups[-1]))
+    for group in groups:
+        dist.destroy_process_group(group)
+    expect(job.programs_taken == before, f"{job.programs_taken} are taken, {before} were")
 
 
 # ---------------------------------------------------------------------- sparse all-reduce
@@ -428,6 +587,7 @@ def subgroups() -> str | None:
     expect(isinstance(mixed, TdcollProcessGroup), f"{mixed}")
     single(torch.empty(world(), device=device()), data(rank(), 1), group=mixed)
     expect(served("all_gather", mixed) == 1, explain(mixed))
+    dist.destroy_process_group(mixed)
     alone = dist.new_group([rank()], use_local_synchronization=True)
     mine = sparse(rank())
     dist.all_reduce(mine, group=alone)
@@ -508,13 +668,15 @@ def options_and_words() -> None:
         expect(f"  {kind}: inner group; told to serve nothing" in text, text)
     if rank() == 0:
         lines = [line for line in LINES[before:] if f"of group {group.group_name} " in line]
-        expect(len(lines) == 3 and all("is served by gloo" in line or "is served by nccl" in line for line in lines),
-               f"one line per kind: {lines}")  # fmt: skip
+        kinds = 3 if device().type == "cpu" else 1  # what NCCL has itself does not pass tdcoll
+        by = [line for line in lines if "is served by gloo" in line or "is served by nccl" in line]
+        expect(by == lines and len(lines) == kinds, f"one line per kind that passes tdcoll: {lines}")
     some = dist.new_group(pg_options=Options(serves="barrier"))
     single(out, data(rank(), 2), group=some)
     dist.barrier(some)
     expect((served("all_gather", some), served("barrier", some)) == (0, 1), explain(some))
     expect("  all_gather: inner group; told to serve barrier" in explain(some), explain(some))
+    dist.destroy_process_group(some)
     expect("  all_gather: tdcoll" in explain() and "  everything else: inner group" in explain(), explain())
     plain = dist.new_group(backend="gloo")
     expect("tdcoll serves none" in explain(plain), explain(plain))
@@ -732,37 +894,119 @@ def reducer_says_what_is_wrong() -> None:
 # ---------------------------------------------------------------------- GPUs
 
 
+def sums(owners: range, count: int, call: int) -> torch.Tensor:
+    return sum(data(r, count, call=call) for r in owners)
+
+
 @check(gpu_only=True)
 def streams() -> None:
     """A call waits for the current stream, and wait() makes the current stream wait for it."""
     side = torch.cuda.Stream()
+    n = 1 << 16
+    before = [served(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
     for stream in (torch.cuda.current_stream(), side):
         with torch.cuda.stream(stream):
-            for asynchronous in (False, True):
-                tensor = torch.zeros(1 << 16, device=device())
-                out = torch.empty(world() << 16, device=device())
+            for asynchronous in (False, True, True):  # the second asynchronous one goes the short way
+                tensor = torch.zeros(n, device=device())
+                out, part = torch.empty(world() * n, device=device()), torch.empty(n, device=device())
+                whole = torch.zeros(world() * n, device=device())
                 torch.cuda._sleep(20_000_000)
                 tensor.fill_(rank() + 1)
-                work = single(out, tensor, async_op=asynchronous)
+                whole.fill_(rank() + 1)
+                works = [
+                    single(out, tensor, async_op=asynchronous),
+                    SINGLE_SCATTER(part, whole, async_op=asynchronous),
+                    dist.all_reduce(whole, async_op=asynchronous) if not asynchronous else None,
+                ]
                 if asynchronous:
-                    work.wait()
-                total = out.sum()
-                expect(int(total) == sum(r + 1 for r in everyone()) << 16, f"{asynchronous}: {int(total)}")
+                    works[1].wait()
+                    works[2] = dist.all_reduce(whole, async_op=True)
+                    works[0].wait(), works[2].wait()
+                total = sum(r + 1 for r in everyone())
+                expect(int(out.double().sum()) == total * n, f"all_gather, {asynchronous}")
+                expect(bool((part == total).all()), f"reduce_scatter, {asynchronous}")
+                expect(bool((whole == total).all()), f"all_reduce, {asynchronous}")
     torch.cuda.synchronize()
+    now = [served(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+    expect([b - a for a, b in zip(before, now, strict=True)] == [6, 6, 6], explain())
+
+
+@check(gpu_only=True)
+def kinds_at_once() -> None:
+    """All-gathers on one stream and reduce-scatters on another, which ranks begin in different orders, beside
+    matmuls that fill the GPU: they end, and are right."""
+    n, calls = 1 << 18, 40
+    gathering, scattering = torch.cuda.Stream(), torch.cuda.Stream()
+    own = [data(rank(), n, call=call) for call in range(2)]
+    whole = [data(rank(), world() * n, call=call) for call in range(2)]
+    outs = [torch.empty(world() * n, device=device()) for _ in range(2)]
+    parts = [torch.empty(n, device=device()) for _ in range(2)]
+    matrix = torch.randn(2048, 2048, device=device())
+    single(outs[0], own[0])  # first calls make contexts, in one order
+    SINGLE_SCATTER(parts[0], whole[0])
+    torch.cuda.synchronize()
+    for call in range(calls):
+
+        def gather(call: int = call) -> None:
+            with torch.cuda.stream(gathering):
+                single(outs[call % 2], own[call % 2])
+
+        def scatter(call: int = call) -> None:
+            with torch.cuda.stream(scattering):
+                SINGLE_SCATTER(parts[call % 2], whole[call % 2])
+
+        for make in (gather, scatter) if (rank() + call) % 2 else (scatter, gather):
+            make()
+            matrix = (matrix @ matrix).clamp(-1, 1)
+    torch.cuda.synchronize()
+    for call in range(2):
+        same(outs[call], torch.cat([data(r, n, call=call) for r in everyone()]), f"gathered {call}")
+        same(parts[call], sums(everyone(), world() * n, call).view(world(), n)[rank()], f"scattered {call}")
+
+
+@check(gpu_only=True)
+def works_that_nobody_waits_for() -> None:
+    """Their tensors are not used anew before the call has read them."""
+    wanted = sum(r + 1 for r in everyone())
+    results = []
+    for _ in range(20):
+        tensor = torch.full((1 << 20,), float(rank() + 1), device=device())
+        work = dist.all_reduce(tensor, async_op=True)
+        results.append((work.get_future(), tensor))
+        gone = torch.full((1 << 20,), float(rank() + 1), device=device())
+        dist.all_reduce(gone, async_op=True)
+        del work, gone
+        torch.full((1 << 20,), -5.0, device=device())  # would take its memory
+    for future, tensor in results:
+        future.wait()
+        expect(bool((tensor == wanted).all()), f"{tensor[:4]}")
 
 
 @check(gpu_only=True)
 def graphs() -> None:
     tensor, out = torch.empty(256, device=device()), torch.empty(world() * 256, device=device())
-    single(out, tensor)
+    whole, part = torch.empty(world() * 256, device=device()), torch.empty(256, device=device())
+    reduced_ = torch.empty(256, device=device())
+
+    def calls() -> None:
+        single(out, tensor)
+        SINGLE_SCATTER(part, whole)
+        reduced_.copy_(tensor)
+        dist.all_reduce(reduced_)
+
+    tensor.zero_(), whole.zero_()
+    calls()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            single(out, tensor)
+            calls()
     for call in range(5):
         tensor.copy_(data(rank(), 256, call=call))
+        whole.copy_(data(rank(), world() * 256, call=call))
         graph.replay()
         same(out, torch.cat([data(r, 256, call=call) for r in everyone()]), f"replay {call}")
+        same(part, sums(everyone(), world() * 256, call).view(world(), 256)[rank()], f"scattered, replay {call}")
+        same(reduced_, sums(everyone(), 256, call), f"reduced, replay {call}")
 
 
 def again() -> None:

@@ -176,7 +176,8 @@ class Collective:
             return
         part = self._segment(tensor, ctx.world_size)
         segments, place = (1, 0) if self._layout == "same" else (ctx.world_size, ctx.rank)
-        known = _Known(launch.run, self._shapes(tensor.shape, ctx.world_size)[0], part, segments * part, place * part)
+        shape = out.shape if out is not None else self._shapes(tensor.shape, ctx.world_size)[0]
+        known = _Known(launch.run, shape, part, segments * part, place * part)
         key = (
             (self._short, tensor.shape, dtype, wish)
             if out is None
@@ -251,16 +252,40 @@ class Collective:
             self._remember(tensor, ctx, given, wish, launch)
         return out
 
-    def unchecked(self, tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor) -> None:
+    def unchecked(
+        self,
+        tensor: torch.Tensor,
+        ctx: CollectiveContext,
+        out: torch.Tensor,
+        op: str | None = None,
+        *,
+        in_place: bool = False,
+    ) -> None:
         """Make a call for callers that have checked both tensors themselves, which may be of any shapes.
 
-        The next call like it may be ``at_once(tensor, ctx, out, UNCHECKED)``.
+        The next call like it may be ``at_once(tensor, ctx, out, UNCHECKED)``, with ``(UNCHECKED, op)`` for a reduction.
+
+        Args:
+            op: the name of a reduction's operation.
+            in_place: which sections of a tuning table the call goes by; the same on all ranks.
         """
-        nbytes = self._segment(tensor, ctx.world_size)
-        agree = {"dtype": tensor.dtype, "algorithm": "auto"}
-        launch = ctx.begin(self.name, nbytes, agree, lambda: self.launches(ctx, nbytes, "auto"))
+        nbytes, dtype = self._segment(tensor, ctx.world_size), tensor.dtype
+        agree = {"dtype": dtype, "algorithm": "auto", **({} if op is None else {"op": op, "bytes": nbytes})}
+        options, kind = (None, None) if op is None else ((dtype, op), dtype)
+        launch = ctx.begin(
+            self.name,
+            nbytes if self._room is None else 0,
+            agree,
+            lambda: self.launches(ctx, nbytes, "auto", options=options, dtype=kind, in_place=in_place),
+        )
         launch(tensor, out)
-        self._remember(tensor, ctx, out, UNCHECKED, launch)
+        self._remember(tensor, ctx, out, UNCHECKED if op is None else (UNCHECKED, op), launch)
+
+    def overlap(self, tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> bool:
+        """Whether the tensors overlap in another way than a call in place may."""
+        small, large = (tensor, out) if self._layout == "gather" else (out, tensor)
+        own = 0 if self._layout == "same" else ctx.rank * small.nbytes
+        return lies_elsewhere_in(small.data_ptr(), small.nbytes, large.data_ptr(), large.nbytes, own)
 
     def _segment(self, tensor: torch.Tensor, world: int) -> int:
         """Bytes of a segment."""
@@ -285,7 +310,7 @@ class Collective:
         begin, first = small.data_ptr(), large.data_ptr()
         own = 0 if self._layout == "same" else ctx.rank * small.nbytes
         allowed = f"to be {whole}" if self._layout == "same" else f"as {whole}'s own segment at byte {own}"
-        if lies_elsewhere_in(begin, small.nbytes, first, large.nbytes, own):
+        if self.overlap(tensor, out, ctx):
             raise ValueError(
                 f"{part} must not overlap {whole}, except {allowed}; it lies at byte {begin - first} of {whole}"
             )

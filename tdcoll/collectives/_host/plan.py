@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tdcoll.limits import CHANNELS, MAX_PROGRAMS
+from tdcoll.limits import CHANNELS, MAX_PROGRAMS, SHARED_WARPS
 from tdcoll.tuning import HANDED_OVER, WARPS, Entry, Section
 
 if TYPE_CHECKING:
@@ -203,6 +203,11 @@ def warps(nbytes: int, chunk: int) -> int:
     return 16 if nbytes >= LARGE or chunk >= MANY_WARPS_FROM else 8
 
 
+def _shared(warps: int, facts: Facts) -> int:
+    """So many warps, or fewer where launches of other contexts need room on the GPU."""
+    return warps if facts.max_programs == MAX_PROGRAMS else min(warps, SHARED_WARPS)
+
+
 def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) -> Plan:
     """Chunks with a signal each.
 
@@ -218,7 +223,7 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
     chunk = -(-facts.nbytes // channels)
     chunk = max(1, -(-chunk // CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
     channels = max(1, -(-facts.nbytes // chunk))
-    return Plan(algorithm, channels, chunk, entry.num_warps or warps(facts.nbytes, chunk))
+    return Plan(algorithm, channels, chunk, _shared(entry.num_warps or warps(facts.nbytes, chunk), facts))
 
 
 def is_word_chunk(nbytes: int, width: int = LL_WORD_BYTES) -> bool:
@@ -267,7 +272,7 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent | None 
         block = LL_MOST_WORDS if facts.simulated else usual
     block = max(block, fewest)
     # Threads beyond a program's words would send them again. Those with several would wait for one after the other.
-    warps = max(1, min(entry.num_warps or (8 if extent.programs else 16), block // 32))
+    warps = max(1, min(_shared(entry.num_warps or (8 if extent.programs else 16), facts), block // 32))
     return Plan(algorithm, -(-words // block), extent.width * block, warps)
 
 

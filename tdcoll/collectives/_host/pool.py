@@ -14,17 +14,62 @@ import torch
 
 from tdcoll.capture import refuse
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import HeapExhaustedError
+from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.runtime import Runtime
 
-__all__ = ["Pool", "on"]
+__all__ = ["Pool", "give_back_programs", "on", "take_programs"]
 
 _SMALLEST = 1 << 20
+
+_SIMULATED_MULTIPROCESSORS = 132
+"""Of a simulated GPU, as of an H100."""
 
 
 def on(device: torch.device) -> Any:
     """``device`` as the current one, where it is a GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _room(device: torch.device) -> int:
+    """Programs of at most :data:`~tdcoll.limits.SHARED_WARPS` warps that a GPU has room for, wherever they are."""
+    if device.type != "cuda":
+        return 2 * _SIMULATED_MULTIPROCESSORS
+    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int) -> int:
+    """Programs for the launches of a context that may be in flight beside those of other contexts. Collective.
+
+    Two launches that fill a GPU one before the other, on another GPU the other way round, wait for each other without
+    end. So what contexts have taken here fits on the GPU together: see ``docs/architecture.md``.
+
+    Args:
+        owner: the job.
+        ranks: global ranks of the context.
+        wanted: as many, but no more than a third of what is left, so that later contexts find some; at least what one
+            chunk takes.
+
+    Returns:
+        How many, the same on all ranks.
+
+    Raises:
+        ContextError: fewer are left on some rank than one chunk takes. On all ranks.
+    """
+    least = 2 * len(ranks) + 2
+    free = _room(owner.device) - owner.programs_taken
+    left = min(owner.exchange(ranks, "programs left", free))
+    if left < least:
+        raise ContextError(
+            f"a context of {len(ranks)} ranks needs {least} programs, and other contexts have left {left}"
+        )
+    taken = max(least, min(wanted, left // 3))
+    owner.programs_taken += taken
+    return taken
+
+
+def give_back_programs(owner: Runtime, programs: int) -> None:
+    """What :func:`take_programs` has returned is free again, on this rank."""
+    owner.programs_taken -= programs
 
 
 class Pool:
@@ -37,12 +82,14 @@ class Pool:
         limit: a context never holds more bytes per rank; None: what the heap has room for.
         timeout_s: deadline of waits, seconds. Default: that of the job.
         lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
-        early: as for :class:`~tdcoll.CollectiveContext`.
+        programs: the most of a launch, to be taken by :func:`take_programs`; None: there is no limit, and launches must
+            not be in flight beside those of other contexts.
         before: called before the ranks meet on the host.
 
     Attributes:
         context: for the next call; None as long as there was none.
         limit: as given; less once the heap has had no room.
+        problem: why the last :meth:`prepare` had no context; None if it had.
     """
 
     def __init__(
@@ -54,17 +101,22 @@ class Pool:
         limit: int | None = None,
         timeout_s: float | None = None,
         lamport_bytes: int | None = 0,
-        early: bool = True,
+        programs: int | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self._owner, self._ranks, self._operation, self._timeout_s = owner, tuple(ranks), operation, timeout_s
-        self._before, self._lamport_bytes, self._early = before, lamport_bytes, early
+        self._before, self._lamport_bytes = before, lamport_bytes
+        self._wanted, self._programs = programs, 0
+        self._without_room: str | None = None
         self.limit = limit
+        self.problem: str | None = None
         self.context: CollectiveContext | None = None
         self._kept: list[CollectiveContext] = []
 
     def prepare(self, nbytes: int) -> bool:
         """Have a context for ``nbytes`` per rank; whether there is one. Collective, when it has to be made.
+
+        Without ``limit`` and ``programs`` there is one, or an error.
 
         Raises:
             ContextError: it has to be made, and a CUDA graph is being captured.
@@ -75,7 +127,10 @@ class Pool:
             if old.debug:
                 self._before()  # debug mode exchanges values on the host at every call
             return True
-        if self.limit is not None and nbytes > self.limit:
+        self.problem = self._without_room
+        if self.problem is None and self.limit is not None and nbytes > self.limit:
+            self.problem = "the symmetric heap has no room for it"
+        if self.problem is not None:
             return False
         refuse(
             self._owner.device,
@@ -84,12 +139,19 @@ class Pool:
             "one call of this size before",
         )
         self._before()
+        if self._wanted is not None and not self._programs:
+            try:
+                self._programs = take_programs(self._owner, self._ranks, self._wanted)
+            except ContextError as error:  # on all ranks
+                self.problem = self._without_room = str(error)
+                return False
         try:
             self.context = self._larger(old, nbytes)
         except HeapExhaustedError:
             if self.limit is None:
                 raise
             self.limit = nbytes - 1
+            self.problem = "the symmetric heap has no room for it"
             return False
         return True
 
@@ -130,7 +192,7 @@ class Pool:
                         self._ranks,
                         max_bytes_per_rank=size,
                         lamport_bytes=self._lamport_bytes,
-                        early=self._early,
+                        max_programs=self._programs or None,
                         timeout_s=self._timeout_s,
                     )
             except HeapExhaustedError as error:  # on all ranks
@@ -161,3 +223,5 @@ class Pool:
         for context in list(self._all()):
             context.close()
         self._kept, self.context = [], None
+        give_back_programs(self._owner, self._programs)
+        self._programs = 0

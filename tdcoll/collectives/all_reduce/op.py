@@ -142,13 +142,17 @@ def all_reduce_(
     return _call(tensor, ctx, tensor, op, algorithm, wish, True, symmetric)
 
 
+def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
+    """Bytes per rank of tdcoll's own context for tensors of ``nbytes``; larger ones are several epochs."""
+    most = min(_MOST_POOLED_BYTES, heap_bytes // (16 * world))
+    return min(3 * (nbytes // world + 16), most)  # three pieces between nodes
+
+
 def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context of a group."""
     owner = runtime.current()
     arguments.tensor("tensor", tensor)
-    world = len(owner.ranks_of(group))
-    most = min(_MOST_POOLED_BYTES, owner.heap.nbytes // (16 * world))
-    nbytes = min(3 * (strided_bytes(tensor) // world + 16), most)  # three pieces between nodes
+    nbytes = inbox_bytes(strided_bytes(tensor), len(owner.ranks_of(group)), owner.heap.nbytes)
     return pooled("all_reduce", group, nbytes, lamport_bytes=None)
 
 

@@ -105,13 +105,17 @@ def _reduce_scatter(
     )
 
 
+def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
+    """Bytes per rank of tdcoll's own context for tensors of ``nbytes``; larger ones are several epochs."""
+    most = min(_MOST_POOLED_BYTES, heap_bytes // (16 * world))
+    return min(2 * nbytes // world, most)  # half is to put from
+
+
 def _pooled(name: str, tensor: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context of a group."""
     owner = runtime.current()
     arguments.tensor(name, tensor)
-    world = len(owner.ranks_of(group))
-    most = min(_MOST_POOLED_BYTES, owner.heap.nbytes // (16 * world))
-    nbytes = min(2 * strided_bytes(tensor) // world, most)  # half is to put from
+    nbytes = inbox_bytes(strided_bytes(tensor), len(owner.ranks_of(group)), owner.heap.nbytes)
     return pooled("reduce_scatter", group, nbytes, lamport_bytes=None)
 
 

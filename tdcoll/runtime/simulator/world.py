@@ -93,6 +93,8 @@ class World:
         ranks_per_node: PEs of each node, or the list of their numbers; None: all on one node.
         resident: at most so many programs of one launch are in flight, started in the order in which a GPU
             starts them (x fastest); None: all.
+        room: at most so many programs of all launches of a PE are in flight, those of the launch that came first
+            before those of later ones; None: all. See :meth:`streams`.
         late_data: with ``weak``, bytes that no signal accompanies arrive last; None: the seed decides.
         stragglers: True (the seed picks a PE, or some programs), a PE, or False; None: the seed decides.
         on_timeout: when nothing can run any more but waits with a deadline are left: ``"raise"`` a
@@ -123,6 +125,7 @@ class World:
         weak: bool = False,
         ranks_per_node: int | Sequence[int] | None = None,
         resident: int | None = None,
+        room: int | None = None,
         late_data: bool | None = None,
         stragglers: bool | int | None = None,
         on_timeout: Literal["raise", "expire", "early"] = "raise",
@@ -135,13 +138,14 @@ class World:
     ) -> None:
         if n_pes < 1:
             raise ValueError(f"n_pes must be at least 1, got {n_pes}")
-        if resident is not None and resident < 1:
-            raise ValueError(f"resident must be at least 1, or None for no limit; got {resident}")
+        for name, most in (("resident", resident), ("room", room)):
+            if most is not None and most < 1:
+                raise ValueError(f"{name} must be at least 1, or None for no limit; got {most}")
         if on_timeout not in ("raise", "expire", "early"):
             raise ValueError(f"on_timeout must be 'raise', 'expire' or 'early', got {on_timeout!r}")
         if on_timeout == "early" and seed is None:
             raise ValueError("on_timeout='early' needs a seed, which says when waits expire; got seed=None")
-        self.n_pes, self.seed, self.resident = n_pes, seed, resident
+        self.n_pes, self.seed, self.resident, self.room = n_pes, seed, resident, room
         self._weak, self._on_timeout = weak, on_timeout
         self._backend, self._max_steps, self._spin_limit = backend, max_steps, spin_limit
         self._policy = (
@@ -171,6 +175,7 @@ class World:
         self._exchanges: dict[Any, _Exchange] = {}
         self._arrivals: dict[str, list[int]] = {}
         self._dead: set[int] = set()
+        self._launches: list[list[_Launch]] = [[] for _ in range(n_pes)]
         self._doomed: dict[int, tuple[int, bool]] = {}
         self.runtimes = [
             runtime.Runtime(
@@ -213,6 +218,33 @@ class World:
         finally:
             runtime.install_resolver(previous)
             hooks.remove()
+        return results
+
+    def streams(self, *hosts: Callable[[], Any]) -> list[Any]:
+        """Run ``hosts`` at once on the calling PE, each as on a stream of its own; their results, when all are done.
+
+        Called in a host function. Launches of one follow each other, those of several are in flight together; ``room``
+        limits their programs, as a GPU's size does. What exchanges values on the host, as making a context does,
+        belongs before: two streams of a PE would do it in any order.
+
+        Raises:
+            TdcollError: called outside of a host function.
+        """
+        scheduler = self.scheduler
+        caller = scheduler.current
+        if caller is None or caller.is_program:
+            raise TdcollError("streams() is for host functions of World.run()")
+        results: list[Any] = [None] * len(hosts)
+        running, key = list(range(len(hosts))), ("streams", caller, self.steps)
+
+        def run(number: int) -> None:
+            results[number] = hosts[number]()
+            running.remove(number)
+            scheduler.notify(key)
+
+        for number in range(len(hosts)):
+            scheduler.spawn(f"pe{caller.pe} host, stream {number}", caller.pe, partial(run, number))
+        scheduler.wait(lambda: not running, lambda: f"waits for its streams {running}", [key])
         return results
 
     def pause(self, turns: int = 1) -> None:
@@ -259,8 +291,7 @@ class World:
     def describe(self) -> str:
         """What decides this world's schedule, for reports; and which waits expired that need not have."""
         words = [f"seed {self.seed}", "weak" if self._weak else "strong", self._policy.describe()]
-        if self.resident is not None:
-            words.append(f"resident={self.resident}")
+        words += [f"{name}={most}" for name in ("resident", "room") if (most := getattr(self, name)) is not None]
         gave_up = self.scheduler.gave_up
         return ", ".join(words) + (f"; gave up early: {'; '.join(gave_up)}" if gave_up else "")
 
@@ -290,6 +321,7 @@ class World:
         scheduler.fingerprint = old.fingerprint
         scheduler.before_turn = self._count_turn
         self._machine.scheduler = scheduler
+        self._launches = [[] for _ in range(self.n_pes)]
         if self._weak:
             network = Network(self._policy, scheduler.notify_words, scheduler.notify)
             self._machine.network = scheduler.mailbox = network
@@ -318,41 +350,48 @@ class World:
             scheduler.turn()  # raises
         pe = host.pe
         machine.counts[pe].launches += 1
-        x, y, z = grid
-        total = x * y * z
-        positions = ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
-        launch = _Launch(kernel, total)
-
-        def start() -> None:
-            position = next(positions, None)
-            if position is None:
-                return
-            name = f"pe{pe} {kernel}({position[0]},{position[1]},{position[2]})"
-            track = HOST_TRACK + 1 + launch.started
-            launch.started += 1
-
-            def body() -> None:
-                span = nullcontext() if self.trace is None else self.trace.slice(pe, track, name.split(" ", 1)[1])
-                with span:
-                    program()
-                launch.done += 1
-                if launch.done == total:
-                    scheduler.notify(launch)
-                else:
-                    start()
-
-            task = scheduler.spawn(name, pe, body)
-            task.grid_idx, task.grid_dim, task.threads, task.track = position, grid, threads, track
-            launch.tasks.append(task)
-
-        for _ in range(total if self.resident is None else min(total, self.resident)):
-            start()
-        span = nullcontext() if self.trace is None else self.trace.slice(pe, HOST_TRACK, kernel)
+        launches = self._launches[pe]
+        launch = _Launch(kernel, program, grid, threads, launches[-1].tracks.stop if launches else HOST_TRACK)
+        if launch.total:
+            launches.append(launch)
+            self._start_programs(pe)
+        span = nullcontext() if self.trace is None else self.trace.slice(pe, launch.tracks.start, kernel)
         with span:
-            scheduler.wait(lambda: launch.done == total, launch.describe, [launch])
+            scheduler.wait(lambda: launch.done == launch.total, launch.describe, [launch])
         if machine.network is not None:
             for task in launch.tasks:
                 machine.network.flush_stores(task)
+
+    def _start_programs(self, pe: int) -> None:
+        """Start what there is room for, in the order in which a GPU does."""
+        launches = self._launches[pe]
+        running = sum(launch.running for launch in launches)
+        for launch in launches:
+            while launch.waiting and (self.resident is None or launch.running < self.resident):
+                if self.room is not None and running >= self.room:
+                    return
+                self._start_program(pe, launch)
+                running += 1
+
+    def _start_program(self, pe: int, launch: _Launch) -> None:
+        position = next(launch.positions)
+        name = f"pe{pe} {launch.kernel}({position[0]},{position[1]},{position[2]})"
+        launch.started += 1
+        track = launch.tracks.start + launch.started
+
+        def body() -> None:
+            span = nullcontext() if self.trace is None else self.trace.slice(pe, track, name.split(" ", 1)[1])
+            with span:
+                launch.program()
+            launch.done += 1
+            if launch.done == launch.total:
+                self._launches[pe].remove(launch)
+                self.scheduler.notify(launch)
+            self._start_programs(pe)
+
+        task = self.scheduler.spawn(name, pe, body)
+        task.grid_idx, task.grid_dim, task.threads, task.track = position, launch.grid, launch.threads, track
+        launch.tasks.append(task)
 
     def _barrier(self, name: str) -> None:
         arrivals = self._arrivals.setdefault(name, [0] * self.n_pes)
@@ -374,14 +413,31 @@ class World:
 class _Launch:
     """One grid on its way."""
 
-    def __init__(self, kernel: str, total: int) -> None:
-        self.kernel, self.total = kernel, total
+    def __init__(
+        self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int, first_track: int
+    ) -> None:
+        x, y, z = grid
+        self.kernel, self.program, self.grid, self.threads = kernel, program, grid, threads
+        self.total = x * y * z
+        self.positions = ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
+        self.tracks = range(first_track, first_track + 1 + self.total)
+        """Of the timeline: its own, and one for each program."""
         self.started = self.done = 0
         self.tasks: list[Task] = []
 
+    @property
+    def waiting(self) -> int:
+        """Programs that have not started."""
+        return self.total - self.started
+
+    @property
+    def running(self) -> int:
+        """Programs in flight."""
+        return self.started - self.done
+
     def describe(self) -> str:
-        waiting = self.total - self.started
-        rest = f", {waiting} not started for lack of room (resident)" if waiting else ""
+        waiting = self.waiting
+        rest = f", {waiting} not started for lack of room" if waiting else ""
         return f"waits for its launch of {self.kernel}: {self.done} of {self.total} programs done{rest}"
 
 

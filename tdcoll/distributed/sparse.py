@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts of one set of ranks for calls that come through ``torch.distributed``: made when needed, and growing.
-
-What is decided here is decided from sizes that are the same on all ranks, in the order of the calls.
-"""
+"""Sparse all-reduces of one set of ranks as ``torch.distributed`` means them: for the backend and for DDP's hook."""
 
 from __future__ import annotations
 
@@ -10,19 +7,16 @@ from collections.abc import Sequence
 
 import torch
 
-from tdcoll.collectives._host.checks import lies_elsewhere_in
-from tdcoll.collectives._host.collective import UNCHECKED
-from tdcoll.collectives._host.pool import Pool
-from tdcoll.collectives.all_gather import all_gather
-from tdcoll.collectives.all_gather.op import ALL_GATHER
+from tdcoll.collectives._host.pool import give_back_programs, take_programs
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
+from tdcoll.distributed.service import Call, Service, Setting
 from tdcoll.distributed.work import worker
-from tdcoll.errors import HeapExhaustedError
+from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.runtime import Runtime
 
-__all__ = ["Gathers", "SparseSums", "plain"]
+__all__ = ["SparseAllReduce", "SparseSums", "refuse_wrong"]
 
 _BESIDE_OTHERS = 64
 """Programs of a launch that goes on beside a backward pass, and may wait for ranks whose own is behind: half of the SMs
@@ -30,63 +24,27 @@ of an H100 stay free. (With programs on all of them the backward pass stood stil
 """
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, for the results of functional collectives: waited for. PyTorch's dispatcher, which does that
-    for its own backends, is not on the way here."""
-    if type(tensor) is torch.Tensor:
-        return tensor
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
+    """Raise where no side could give what was asked for.
 
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    ``torch.distributed`` hands over a complex tensor as a real view of it. A view of a dense tensor shares its
+    memory; the result for a sparse one has other indices, which the complex tensor would never see.
 
-
-class Gathers(Pool):
-    """All-gathers of one set of ranks.
-
-    Args:
-        owner: the job.
-        ranks: global ranks, in the order of the group.
-        max_bytes: a context never holds more per rank.
-        timeout_s: deadline of waits, seconds.
+    Raises:
+        TypeError: the tensor is such a view, or the mean is no number of its dtype.
     """
-
-    def __init__(self, owner: Runtime, ranks: Sequence[int], *, max_bytes: int, timeout_s: float) -> None:
-        # Not early: those of several groups may be in flight together.
-        super().__init__(
-            owner, ranks, "all_gather", limit=max_bytes, timeout_s=timeout_s, early=False, before=worker.drain
+    if tensor.is_inference():  # in inference mode views do not say of what they are
+        view = tensor.dense_dim() > 0 and tensor.shape[-1] == 2
+    else:
+        view = tensor._base is not None and tensor._base.is_complex()
+    if view:
+        raise TypeError(
+            "all_reduce: tensor must not be complex and sparse: torch.distributed hands over its real view, and "
+            f"the result would never get to the tensor itself; got {tensor.dtype} of {list(tensor.shape)}. Reduce "
+            "torch.view_as_real(tensor).clone() outside of inference mode, and take torch.view_as_complex() of it"
         )
-
-    def __call__(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        """``tensor [n, ...] of every rank -> out [world * n, ...]``, on the current stream; after :meth:`prepare`."""
-        context = self.context
-        assert context is not None
-        usable = out.is_contiguous() and not out.is_conj() and not out.is_neg()
-        target = out if usable else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        source = tensor.resolve_conj().resolve_neg().contiguous()
-        own = context.rank * source.nbytes
-        if lies_elsewhere_in(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, own):
-            source = source.clone()
-        ALL_GATHER.unchecked(source, context, target)
-        if target is not out:
-            out.copy_(target)
-
-    def at_once(self, out: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """As a call like one that was made before, if nothing has to be prepared or copied; whether it was made.
-
-        Tensors of any kind: what is wrong with them, the other way finds and says.
-        """
-        context = self.context
-        return context is not None and ALL_GATHER.at_once(tensor, context, out, UNCHECKED) is not None
-
-    def meet(self) -> None:
-        """Hear from every rank, on the current stream; after :meth:`prepare`."""
-        context = self.context
-        assert context is not None
-        all_gather(torch.empty(0, dtype=torch.uint8, device=context.device), context)
-
-    def describe(self) -> str:
-        context = self.context
-        return "no context yet" if context is None else f"context of {context.max_bytes_per_rank} bytes per rank"
+    if op == "mean" and not tensor.dtype.is_floating_point:
+        raise TypeError(f"all_reduce: AVG of a sparse tensor needs a floating-point dtype, got {tensor.dtype}")
 
 
 class SparseSums:
@@ -96,41 +54,22 @@ class SparseSums:
         owner: the job.
         ranks: global ranks, in the order of the group.
         timeout_s: deadline of waits, seconds.
+        programs: the most of a launch.
     """
 
-    def __init__(self, owner: Runtime, ranks: Sequence[int], *, timeout_s: float | None) -> None:
-        self._owner, self._ranks, self._timeout_s = owner, tuple(ranks), timeout_s
+    def __init__(
+        self, owner: Runtime, ranks: Sequence[int], *, timeout_s: float | None, programs: int = _BESIDE_OTHERS
+    ) -> None:
+        self._owner, self._ranks, self._timeout_s, self._wanted = owner, tuple(ranks), timeout_s, programs
         self.context: SparseContext | None = None
-        self.exhausted = False
-        """The symmetric heap has no room for any context, which all ranks have found alike."""
+        self.problem: str | None = None
+        """Why there can be no context, which all ranks have found alike; None while there may be one."""
+        self._programs = 0
 
     @property
     def ended(self) -> bool:
         """Whether the job has ended."""
         return self._owner.closed
-
-    @staticmethod
-    def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
-        """Raise where no side could give what was asked for.
-
-        ``torch.distributed`` hands over a complex tensor as a real view of it. A view of a dense tensor shares its
-        memory; the result for a sparse one has other indices, which the complex tensor would never see.
-
-        Raises:
-            TypeError: the tensor is such a view, or the mean is no number of its dtype.
-        """
-        if tensor.is_inference():  # in inference mode views do not say of what they are
-            view = tensor.dense_dim() > 0 and tensor.shape[-1] == 2
-        else:
-            view = tensor._base is not None and tensor._base.is_complex()
-        if view:
-            raise TypeError(
-                "all_reduce: tensor must not be complex and sparse: torch.distributed hands over its real view, and "
-                f"the result would never get to the tensor itself; got {tensor.dtype} of {list(tensor.shape)}. Reduce "
-                "torch.view_as_real(tensor).clone() outside of inference mode, and take torch.view_as_complex() of it"
-            )
-        if op == "mean" and not tensor.dtype.is_floating_point:
-            raise TypeError(f"all_reduce: AVG of a sparse tensor needs a floating-point dtype, got {tensor.dtype}")
 
     @staticmethod
     def refusal(tensor: torch.Tensor, op: str) -> str | None:
@@ -144,13 +83,15 @@ class SparseSums:
 
     def prepare(self, tensor: torch.Tensor) -> bool:
         """Have a context; whether there is one. Collective, the first time."""
-        if self.context is None and not self.exhausted:
+        if self.context is None and self.problem is None:
             indices, values = _parts(tensor)
             row_bytes = torch.Size(values.shape[1:]).numel() * values.dtype.itemsize
             try:
                 self.open(indices.shape[1], row_bytes)
             except HeapExhaustedError:  # on all ranks
-                self.exhausted = True
+                self.problem = "the symmetric heap has no room for it"
+            except ContextError as error:  # likewise
+                self.problem = str(error)
         return self.context is not None
 
     def open(self, rows_per_rank: int, row_bytes: int) -> None:
@@ -158,18 +99,20 @@ class SparseSums:
 
         Raises:
             HeapExhaustedError: on all ranks.
+            ContextError: other contexts have left no programs; on all ranks.
         """
         if self.context is not None:
             return
         worker.drain()
-        self.context = growing_context(
-            self._owner,
-            self._ranks,
-            rows_per_rank,
-            row_bytes,
-            max_programs=_BESIDE_OTHERS,
-            timeout_s=self._timeout_s,
-        )
+        owner, ranks = self._owner, self._ranks
+        self._programs = programs = take_programs(owner, ranks, self._wanted)
+        try:
+            self.context = growing_context(
+                owner, ranks, rows_per_rank, row_bytes, max_programs=programs, timeout_s=self._timeout_s
+            )
+        except HeapExhaustedError:
+            self._give_back()
+            raise
 
     def __call__(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The sum or mean over the ranks of a COO tensor, coalesced; after :meth:`prepare`.
@@ -215,12 +158,56 @@ class SparseSums:
         if self.context is not None:
             self.context.close()
             self.context = None
+        self._give_back()
+
+    def _give_back(self) -> None:
+        give_back_programs(self._owner, self._programs)
+        self._programs = 0
 
     def describe(self) -> str:
         context = self.context
         if context is None:
             return "no context yet"
         return f"context of {context.max_rows_per_rank} rows of {context.max_row_bytes} bytes per rank"
+
+
+class SparseAllReduce(Service):
+    """All-reduces of one COO tensor, which becomes the sum or the mean."""
+
+    kind = "sparse_all_reduce"
+    alone = True
+    waits = True
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.sums = SparseSums(setting.job, setting.ranks, timeout_s=setting.timeout_s, programs=setting.programs)
+
+    def refuse(self, call: Call) -> str | None:
+        if (why := SparseSums.refusal(call.inputs[0], str(call.op))) is not None:
+            return why
+        if len(call.inputs) != 1 or not call.inputs[0].sparse_dim():
+            return "not one tensor with sparse dimensions"
+        return None
+
+    def prepare(self, call: Call) -> str | None:
+        return None if self.sums.prepare(call.inputs[0]) else self.sums.problem
+
+    def run(self, call: Call) -> list[torch.Tensor]:
+        tensor = call.inputs[0]
+        tensor.data = self.sums(tensor, str(call.op))
+        return [tensor]
+
+    def describe(self) -> str:
+        return f"sum and mean, {self.sums.describe()}"
+
+    def check(self) -> None:
+        self.sums.check()
+
+    def give_up(self) -> None:
+        self.sums.give_up()
+
+    def close(self) -> None:
+        self.sums.close()
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

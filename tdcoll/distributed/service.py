@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of call that tdcoll serves for ``torch.distributed``: one object for each kind and group.
+
+A :class:`Service` refuses a call or says nothing, prepares it (contexts, which the ranks make together), runs it, and
+describes itself. Everything else is the same for all kinds and stands once, in :mod:`tdcoll.distributed.sides`: whom a
+refused call goes to, streams, asynchronous calls, counting, words. A new kind is a class here and its name in
+``SERVICES``; options, :func:`tdcoll.distributed.explain` and the end of a group know it then.
+
+What is refused is refused from facts that are the same on all ranks, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from tdcoll.collectives._host.collective import UNCHECKED, Collective
+from tdcoll.collectives._host.pool import Pool
+from tdcoll.collectives.all_gather import all_gather
+from tdcoll.collectives.all_gather.op import ALL_GATHER
+from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
+from tdcoll.collectives.all_reduce.op import inbox_bytes as all_reduce_inbox
+from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
+from tdcoll.collectives.reduce_scatter.op import inbox_bytes as reduce_scatter_inbox
+from tdcoll.distributed.work import worker
+from tdcoll.primitives.reduce import OPERATIONS, OPERATIONS_OF
+from tdcoll.runtime import Runtime
+
+__all__ = ["WISHES", "AllGather", "AllReduce", "Barrier", "Call", "Dense", "ReduceScatter", "Service", "Setting"]
+
+PACKED_BYTES = 256 << 10
+"""Several tensors of one call are packed for one launch up to so many bytes in all: a copy costs less than a launch."""
+
+WISHES: dict[str | None, Any] = {None: UNCHECKED, **{op: (UNCHECKED, op) for op in OPERATIONS}}
+"""What the short way of a call knows it by, for each operation; None: bytes are moved as they are."""
+
+
+class Setting:
+    """What the services of a group share.
+
+    Attributes:
+        job: that the group's ranks have joined.
+        ranks: global ranks, in the order of the group.
+        timeout_s: deadline of waits in kernels, seconds.
+        programs: the most of a launch.
+        limits: the most bytes of a call, by kind; see ``Options.max_bytes_per_rank``.
+        services: of the group, by kind.
+    """
+
+    def __init__(
+        self, job: Runtime, ranks: Sequence[int], *, timeout_s: float, programs: int, limits: dict[str, int]
+    ) -> None:
+        self.job, self.ranks, self.timeout_s = job, tuple(ranks), timeout_s
+        self.programs, self.limits = programs, limits
+        self.services: dict[str, Service] = {}
+
+
+class Call:
+    """A call of ``torch.distributed``'s.
+
+    Attributes:
+        outs, inputs: tensors of as many parts of the call, each of which is a call of its own to the user.
+        op: tdcoll's name of the operation, or another name; None where nothing is reduced.
+        pieces: of an all-gather into a list: its tensors, one for each rank. There is one input, and ``outs`` is empty.
+        device: of the tensors.
+    """
+
+    __slots__ = ("device", "inputs", "op", "outs", "pieces")
+
+    def __init__(
+        self,
+        outs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        op: str | None = None,
+        *,
+        pieces: Sequence[torch.Tensor] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self.outs, self.inputs, self.op, self.pieces = outs, inputs, op, pieces
+        self.device = device if device is not None else inputs[0].device if inputs else torch.device("cpu")
+
+    @property
+    def touched(self) -> list[torch.Tensor]:
+        """All tensors that the call reads or writes."""
+        return [*self.outs, *self.inputs, *self.pieces]
+
+
+class Service:
+    """One kind of call of one group.
+
+    Attributes:
+        kind: its name, in options and words.
+        alone: whether a group of one rank is served, too.
+        waits: whether a call waits on the host, so that an asynchronous one is made by the worker.
+        blocks: whether ``wait()`` of an asynchronous call waits on the host.
+        stream: CUDA stream of asynchronous calls that do not wait; made with the first.
+    """
+
+    kind: ClassVar[str]
+    alone: ClassVar[bool] = False
+    waits: ClassVar[bool] = False
+    blocks: ClassVar[bool] = False
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.stream: Any = None
+
+    def refuse(self, call: Call) -> str | None:
+        """Why such a call cannot be served, from what is the same on all ranks; None if it can."""
+        raise NotImplementedError
+
+    def prepare(self, call: Call) -> str | None:
+        """Have what the call needs; why it cannot be had, the same on all ranks. Collective, when it is made.
+
+        Raises:
+            TypeError, ValueError: the tensors do not fit each other, on this rank.
+        """
+        raise NotImplementedError
+
+    def run(self, call: Call) -> list[torch.Tensor]:
+        """Make the call on the current stream; its result. After :meth:`prepare`."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """What is served, for people."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise what the kernels that are finished have left.
+
+        Raises:
+            CollectiveTimeout: a wait has expired.
+        """
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """End the waits of its kernels; for a process that ends, from any thread."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what it holds. Collective."""
+        raise NotImplementedError
+
+
+class Dense(Service):
+    """Calls of one dense collective, with a context of their own that grows.
+
+    Attributes:
+        collective: its host side.
+        pool: the context.
+    """
+
+    collective: ClassVar[Collective]
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.limit = setting.limits[self.kind]
+        self.pool = Pool(
+            setting.job,
+            setting.ranks,
+            self.kind,
+            limit=self.inbox(self.limit),
+            timeout_s=setting.timeout_s,
+            lamport_bytes=0 if self.collective is ALL_GATHER else None,
+            programs=setting.programs,
+            before=worker.drain,
+        )
+
+    def inbox(self, nbytes: int) -> int:
+        """Bytes per rank of the context for a call of ``nbytes``."""
+        raise NotImplementedError
+
+    def sizes(self, call: Call) -> list[int]:
+        """Bytes of each part of the call, as they are limited."""
+        return [tensor.nbytes for tensor in call.inputs]
+
+    def refuse(self, call: Call) -> str | None:
+        if any(tensor.layout != torch.strided for tensor in (*call.inputs, *call.outs, *call.pieces)):
+            return "not strided"
+        if max(self.sizes(call)) > self.limit:
+            return f"more than {self.limit} bytes per rank"
+        return None
+
+    def prepare(self, call: Call) -> str | None:
+        sizes = self.sizes(call)
+        if not self.pool.prepare(self.inbox(self.packed(call) or max(sizes))):
+            return self.pool.problem
+        self.check_sizes(call)
+        return None
+
+    def check_sizes(self, call: Call) -> None:
+        """Raise unless outputs and inputs fit each other."""
+        raise NotImplementedError
+
+    def packed(self, call: Call) -> int:
+        """Bytes per rank of all tensors of the call together if one launch has them all; else 0."""
+        sizes = self.sizes(call)
+        total = sum(sizes)
+        together = len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(_kinds(call.inputs)) == 1
+        return total if together else 0
+
+    def at_once(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> bool:
+        """As a call like one that was made before, if nothing has to be prepared or copied; whether it was made.
+
+        Tensors of any kind: what is wrong with them, the other way finds and says.
+        """
+        context = self.pool.context
+        return context is not None and self.collective.at_once(tensor, context, out, WISHES[op]) is not None
+
+    def run(self, call: Call) -> list[torch.Tensor]:
+        if self.packed(call):
+            self.run_packed(call)
+        else:
+            for out, tensor in zip(call.outs, call.inputs, strict=True):
+                self.launch(out, tensor, call.op)
+        return list(call.outs)
+
+    def run_packed(self, call: Call) -> None:
+        """Make a call of several tensors with one launch."""
+        raise NotImplementedError
+
+    def launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> None:
+        """One launch, or one for each epoch, of tensors that fit each other; with the copies that it takes."""
+        context, collective = self.pool.context, self.collective
+        assert context is not None
+        usable = out.is_contiguous() and not out.is_conj() and not out.is_neg()
+        target = out if usable else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        source = tensor.resolve_conj().resolve_neg().contiguous()
+        if collective.overlap(source, target, context):
+            source = source.clone()
+        collective.unchecked(source, context, target, op, in_place=collective is ALL_REDUCE)
+        if target is not out:
+            out.copy_(target)
+
+    def describe(self) -> str:
+        context = self.pool.context
+        held = (
+            "no context yet"
+            if context is None
+            else f"context of {context.max_bytes_per_rank} bytes per rank, launches of at most "
+            f"{context.max_programs} programs"
+        )
+        return f"up to {self.limit} bytes per rank, {held}"
+
+    def check(self) -> None:
+        self.pool.check()
+
+    def give_up(self) -> None:
+        self.pool.give_up()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+class AllGather(Dense):
+    """All-gathers into one tensor, into several, and into a list of tensors of any sizes."""
+
+    kind = "all_gather"
+    collective = ALL_GATHER
+
+    def inbox(self, nbytes: int) -> int:
+        return nbytes
+
+    def sizes(self, call: Call) -> list[int]:
+        if call.pieces:
+            return [max(piece.nbytes for piece in call.pieces)]
+        return super().sizes(call)
+
+    def check_sizes(self, call: Call) -> None:
+        device, world = call.device, len(self.setting.ranks)
+        for out, tensor in zip(call.outs, call.inputs, strict=not call.pieces):
+            _same_kind("all_gather: output", out, tensor, device, world * tensor.numel())
+        if call.pieces:
+            self._check_list(call)
+
+    def _check_list(self, call: Call) -> None:
+        (tensor,), pieces = call.inputs, call.pieces
+        own = pieces[self.setting.ranks.index(self.setting.job.rank)]
+        if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
+            raise ValueError(
+                f"all_gather: all tensors must be {tensor.dtype} on {tensor.device}, and the input ({tensor.numel()} "
+                f"elements) as large as its own place in the list ({own.numel()})"
+            )
+
+    def run(self, call: Call) -> list[torch.Tensor]:
+        if not call.pieces:
+            return super().run(call)
+        (tensor,), pieces, world = call.inputs, call.pieces, len(self.setting.ranks)
+        most = max(piece.numel() for piece in pieces)
+        own = tensor
+        if tensor.numel() != most:
+            own = tensor.new_empty(most)
+            own[: tensor.numel()] = tensor.reshape(-1)
+        out = tensor.new_empty((world, most))
+        self.launch(out, own, None)
+        for piece, row in zip(pieces, out, strict=True):
+            piece.copy_(row[: piece.numel()].view(piece.shape))
+        return list(pieces)
+
+    def run_packed(self, call: Call) -> None:
+        sizes = [tensor.numel() for tensor in call.inputs]
+        own = torch.cat([tensor.reshape(-1) for tensor in call.inputs])
+        out = own.new_empty((len(self.setting.ranks), own.numel()))
+        self.launch(out, own, None)
+        for target, columns in zip(call.outs, out.split(sizes, 1), strict=True):
+            target.copy_(columns.reshape(target.shape))
+
+
+class _Reduction(Dense):
+    """What reductions share."""
+
+    def refuse(self, call: Call) -> str | None:
+        for dtype in dict.fromkeys(tensor.dtype for tensor in call.inputs):
+            if call.op not in OPERATIONS_OF.get(dtype, ()):
+                return f"{call.op} of {dtype} is not among tdcoll's reductions"
+        return super().refuse(call)
+
+
+class AllReduce(_Reduction):
+    """Dense all-reduces in place, of one tensor and of several."""
+
+    kind = "all_reduce"
+    collective = ALL_REDUCE
+
+    def inbox(self, nbytes: int) -> int:
+        return all_reduce_inbox(nbytes, len(self.setting.ranks), self.setting.job.heap.nbytes)
+
+    def check_sizes(self, call: Call) -> None:
+        for tensor in call.inputs:
+            _same_kind("all_reduce: tensor", tensor, call.inputs[0], call.device, tensor.numel())
+
+    def run_packed(self, call: Call) -> None:
+        flat = torch.cat([tensor.reshape(-1) for tensor in call.inputs])
+        self.launch(flat, flat, call.op)
+        for out, part in zip(call.outs, flat.split([tensor.numel() for tensor in call.inputs]), strict=True):
+            out.copy_(part.view(out.shape))
+
+
+class ReduceScatter(_Reduction):
+    """Reduce-scatters of one tensor and of several."""
+
+    kind = "reduce_scatter"
+    collective = REDUCE_SCATTER
+
+    def inbox(self, nbytes: int) -> int:
+        world = len(self.setting.ranks)
+        return reduce_scatter_inbox(world * nbytes, world, self.setting.job.heap.nbytes)
+
+    def sizes(self, call: Call) -> list[int]:
+        return [tensor.nbytes for tensor in call.outs]
+
+    def check_sizes(self, call: Call) -> None:
+        world = len(self.setting.ranks)
+        for out, tensor in zip(call.outs, call.inputs, strict=True):
+            _same_kind("reduce_scatter: input", tensor, out, call.device, world * out.numel())
+
+    def run_packed(self, call: Call) -> None:
+        world = len(self.setting.ranks)
+        parts = torch.cat([tensor.reshape(world, -1) for tensor in call.inputs], 1)
+        out = parts.new_empty(parts.shape[1])
+        self.launch(out, parts, call.op)
+        for target, part in zip(call.outs, out.split([out.numel() for out in call.outs]), strict=True):
+            target.copy_(part.view(target.shape))
+
+
+class Barrier(Service):
+    """Barriers: all-gathers of nothing. They are behind the group's all-gathers, as they are behind everything."""
+
+    kind = "barrier"
+    blocks = True
+
+    @property
+    def _pool(self) -> Pool:
+        gathers = self.setting.services[AllGather.kind]
+        assert isinstance(gathers, AllGather)
+        return gathers.pool
+
+    def refuse(self, call: Call) -> str | None:
+        return None
+
+    def prepare(self, call: Call) -> str | None:
+        return None if self._pool.prepare(0) else self._pool.problem
+
+    def run(self, call: Call) -> list[torch.Tensor]:
+        context = self._pool.context
+        assert context is not None
+        all_gather(torch.empty(0, dtype=torch.uint8, device=context.device), context)
+        return []
+
+    def describe(self) -> str:
+        return "on the context of all_gather"
+
+    def check(self) -> None:
+        """Nothing of its own."""
+
+    give_up = close = check
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+def _kinds(tensors: Iterable[torch.Tensor]) -> set[tuple[torch.dtype, torch.device]]:
+    return set(map(_kind, tensors))
+
+
+def _same_kind(name: str, tensor: torch.Tensor, other: torch.Tensor, device: torch.device, elements: int) -> None:
+    """Raise unless ``tensor`` is of the dtype of ``other``, on ``device``, and has so many elements."""
+    if _kind(tensor) != (other.dtype, device) or tensor.numel() != elements:
+        raise ValueError(
+            f"{name} must be {other.dtype} of {elements} elements on {device}; got {tensor.dtype} of {tensor.numel()} "
+            f"on {tensor.device}"
+        )

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of torch.distributed costs on backend "tdcoll" and on NCCL: time of the host, and time in a CUDA graph.
+
+    bash launch.sh --nproc 2 tests/gpu/backend_calls.py [--sizes 4K,256K,4M] [--programs 32,64,128] [--json FILE]
+
+Host times are of calls that are only queued, for all-gather (out of place and in place), reduce-scatter and all-reduce:
+synchronous, and with async_op=True and wait(); for tdcoll once served and once handed over. Device times are of a graph
+of ten synchronous calls, by the number of programs: they say up to which sizes tdcoll should serve
+(`SERVED_BYTES` in tdcoll/distributed/options.py). Bytes are what each rank brings to an all-gather and an all-reduce,
+and what it gets from a reduce-scatter. Backends take turns, five rounds; the table has the median round of the slowest
+rank, and in brackets the fastest and the slowest round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tdcoll import arguments as checks
+from tdcoll.distributed import Options, explain
+
+ROUNDS, CALLS, CAPTURED = 5, 50, 10
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Call = Callable[..., Any]
+
+
+def call_of(kind: str, nbytes: int, group: Any) -> Call:
+    """A call of ``nbytes``, which takes ``async_op``."""
+    world, n = dist.get_world_size(), max(1, nbytes // 2)
+    device = torch.device("cuda", torch.cuda.current_device())
+    if kind == "all_reduce":
+        tensor = torch.ones(n, dtype=torch.bfloat16, device=device)
+        return lambda async_op=False: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=async_op)
+    whole = torch.ones(world * n, dtype=torch.bfloat16, device=device)
+    part = torch.ones(n, dtype=torch.bfloat16, device=device)
+    if kind == "reduce_scatter":
+        return lambda async_op=False: SCATTER(part, whole, group=group, async_op=async_op)
+    if kind == "all_gather in place":
+        part = whole[dist.get_rank() * n : (dist.get_rank() + 1) * n]
+    return lambda async_op=False: GATHER(whole, part, group=group, async_op=async_op)
+
+
+def slowest(us: float) -> float:
+    """The largest of all ranks' times."""
+    found = torch.tensor([us], device="cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=PLAIN)
+    return float(found)
+
+
+def host_us(call: Call, asynchronous: bool) -> float:
+    """Microseconds of the host per call."""
+    torch.cuda.synchronize()
+    dist.barrier(group=PLAIN)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    if asynchronous:
+        for _ in range(CALLS):
+            call(async_op=True).wait()
+    else:
+        for _ in range(CALLS):
+            call()
+    took = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return slowest(1e6 * took / CALLS)
+
+
+def device_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of the device per captured call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier(group=PLAIN)
+    torch.cuda.synchronize()
+    graph.replay()
+    begin.record()
+    for _ in range(3):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return slowest(1e3 * begin.elapsed_time(end) / (3 * CAPTURED))
+
+
+def captured(call: Call) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        for _ in range(CAPTURED):
+            call()
+    return graph
+
+
+def rounds(ways: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Times of every way, which take turns."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS + 1):  # the first warms up
+        for name, measure in ways.items():
+            found[name].append(measure())
+    return {name: times[1:] for name, times in found.items()}
+
+
+def words(times: list[float]) -> str:
+    return f"{statistics.median(times):.1f} [{min(times):.1f}, {max(times):.1f}]"
+
+
+def show(rows: Iterable[dict[str, Any]], what: str) -> None:
+    if dist.get_rank() == 0:
+        for row in rows:
+            cells = "  ".join(f"{name} {words(times)}" for name, times in row["us"].items())
+            print(f"{what:6s} {row['kind']:20s} {row['nbytes']:>9d} bytes  {cells}", flush=True)
+
+
+def host_rows(kinds: list[str]) -> list[dict[str, Any]]:
+    """Of 4 KB, served and handed over."""
+    handed = dist.new_group(backend="tdcoll", pg_options=Options(max_bytes_per_rank=0))
+    rows = []
+    for kind in kinds:
+        ways: dict[str, Callable[[], float]] = {}
+        for name, group in (("nccl", PLAIN), ("tdcoll", dist.group.WORLD), ("handed over", handed)):
+            call = call_of(kind, 4096, group)
+            ways[name] = lambda call=call: host_us(call, False)
+            ways[f"{name} async"] = lambda call=call: host_us(call, True)
+        rows.append({"kind": kind, "nbytes": 4096, "us": rounds(ways)})
+        show(rows[-1:], "host")
+    dist.destroy_process_group(handed)
+    return rows
+
+
+def device_rows(kinds: list[str], sizes: list[int], programs: list[int]) -> list[dict[str, Any]]:
+    rows = []
+    for kind in kinds:
+        for nbytes in sizes:
+            groups = {"nccl": PLAIN}
+            for number in programs:
+                options = Options(max_bytes_per_rank=max(sizes), programs=number)
+                groups[f"tdcoll {number}"] = dist.new_group(backend="tdcoll", pg_options=options)
+            graphs = {name: captured(call_of(kind, nbytes, group)) for name, group in groups.items()}
+            ways = {name: (lambda graph=graph: device_us(graph)) for name, graph in graphs.items()}
+            row = {"kind": kind, "nbytes": nbytes, "us": rounds(ways), "explain": {}}
+            ways.clear()
+            graphs.clear()  # NCCL's group cannot be destroyed while one lives
+            for name, group in groups.items():
+                if name != "nccl":
+                    row["explain"][name] = explain(group)
+                    dist.destroy_process_group(group)
+            rows.append(row)
+            show(rows[-1:], "device")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M")
+    parser.add_argument("--programs", default="32,64", help="numbers with commas between them")
+    parser.add_argument("--heap", default="4G", help="symmetric heap of each rank")
+    parser.add_argument("--json", help="write what was measured there")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("backend_calls.py measures GPUs, and there is none")
+    sizes = [checks.byte_count("--sizes", size) for size in arguments.sizes.split(",")]
+    programs = [int(number) for number in arguments.programs.split(",")]
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("tdcoll", pg_options=Options(heap_bytes=arguments.heap))
+    global PLAIN
+    PLAIN = dist.new_group(backend="nccl")
+    host = host_rows(["all_gather", "all_gather in place", "reduce_scatter", "all_reduce"])
+    device = device_rows(["all_gather", "reduce_scatter", "all_reduce"], sizes, programs)
+    if dist.get_rank() == 0 and arguments.json:
+        facts = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "ranks": dist.get_world_size()}
+        Path(arguments.json).write_text(json.dumps({**facts, "host": host, "device": device}, indent=1))
+    dist.destroy_process_group()
+
+
+PLAIN: Any = None
+
+if __name__ == "__main__":
+    main()
