@@ -32,12 +32,13 @@ STORE = "tdl.copy_block(target + delta, source, nbytes)"
 RELEASE = "release(signal, signal_delta, value)"
 
 LOADS = scaled(20_000, 300, shared_gpus=100_000)
-"""Of a stall, one after the other: some milliseconds, while a call takes microseconds."""
+"""Of a stall: some milliseconds, while a call takes microseconds."""
 
 
 def stall(word: str) -> str:
-    """A statement that takes its time."""
-    return f'for _ in tl.range(0, {LOADS}):\n    tdl.ld({word}, "gpu", "relaxed")\n'
+    """Statements that take their time: each load needs the result of the one before, whose high bits are zero."""
+    load = f'{word}_later = {word}_later + (tdl.ld({word}_later, "gpu", "relaxed") >> 62)'
+    return f"{word}_later = {word}\nfor _ in tl.range(0, {LOADS}):\n    {load}\n"
 
 
 def one_rank_stalls() -> str:
