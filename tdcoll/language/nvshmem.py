@@ -4,7 +4,7 @@
 Stock Triton knows nothing of NVSHMEM. ``extern_elementwise`` with scalar arguments becomes one LLVM call that
 every thread of the block makes, which is what NVSHMEM's ``_block`` functions want; the definitions come from the
 bitcode library in NVIDIA's wheel, which :mod:`tdcoll.language.jit` adds to the compilation. Pointers travel as
-int64, which makes one signature serve pointers to anything. What is PTX is in ``ptx`` and ``waits``.
+int64, which makes one signature serve pointers to anything. What is PTX is in ``ptx``, ``waits`` and ``words``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,29 @@ from triton.language import core
 from tdcoll.language.ptx import *  # noqa: F403
 from tdcoll.language.ptx import acquired, require_ptr64, syncthreads, tid
 from tdcoll.language.waits import *  # noqa: F403
-from tdcoll.spec.functions import FUNCTIONS, LIBRARY, not_linked
+from tdcoll.language.words import *  # noqa: F403
+from tdcoll.spec.functions import FUNCTIONS, LIBRARY, not_linked, not_typed
 
 _TYPES = {"ptr": tl.int64, "ptr64": tl.int64, "size": tl.int64, "pe": tl.int32, "int": tl.int32, "u64": tl.uint64}
 _RETURNS = {"int32": tl.int32, "uint64": tl.uint64, "pointer": tl.int64, None: tl.int32}
 _PURE = {"my_pe", "n_pes", "remote_ptr"}
 
 
-def _lower(name: str) -> Callable[..., Any]:
-    """The extern call for an NVSHMEM function of :data:`FUNCTIONS`."""
+_TYPED = {
+    tl.int32: "int",
+    tl.uint32: "uint",
+    tl.int64: "long",
+    tl.uint64: "ulong",
+    tl.float32: "float",
+    tl.float64: "double",
+}
+"""What NVSHMEM calls the types of words."""
+
+
+def _declared(name: str, argument_types: Callable[..., tuple[Any, Any, str]]) -> Callable[..., Any]:
+    """The extern call for an NVSHMEM function of :data:`FUNCTIONS`. ``argument_types`` gives, for the arguments of a
+    call, their types, that of the result, and the symbol."""
     spec = FUNCTIONS[name]
-    kinds = [kind for _, kind in spec.parameters]
-    types = tuple(_TYPES[kind] for kind in kinds)
     signature = inspect.Signature(
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n, _ in spec.parameters]
     )
@@ -43,6 +54,7 @@ def _lower(name: str) -> Callable[..., Any]:
         for (parameter, kind), value in zip(spec.parameters, given, strict=True):
             if kind == "ptr64":
                 require_ptr64(name, parameter, value, _semantic=_semantic)
+        types, returns, symbol = argument_types(*given)
         lowered = [
             core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
             for arg, wanted in zip(given, types, strict=True)
@@ -52,7 +64,7 @@ def _lower(name: str) -> Callable[..., Any]:
                 raise ValueError(f"{name}: {parameter} must be a scalar, got a block of shape {value.shape}")
         # A void function is declared with an int result: Triton wants one, and nobody reads it.
         result = core.extern_elementwise(
-            "", "", lowered, {types: (spec.symbol, _RETURNS[spec.returns])}, name in _PURE, _semantic=_semantic
+            "", "", lowered, {types: (symbol, returns)}, name in _PURE, _semantic=_semantic
         )
         if spec.acquires:
             acquired(_semantic=_semantic, _generator=_generator)
@@ -71,10 +83,43 @@ def _lower(name: str) -> Callable[..., Any]:
     return extern
 
 
+def _lower(name: str) -> Callable[..., Any]:
+    """A function whose types are those of the table."""
+    spec = FUNCTIONS[name]
+    types = tuple(_TYPES[kind] for _, kind in spec.parameters)
+    return _declared(name, lambda *given: (types, _RETURNS[spec.returns], str(spec.symbol)))
+
+
+def _lower_typed(name: str) -> Callable[..., Any]:
+    """A function of words, whose type is that of the first argument's pointee."""
+    spec = FUNCTIONS[name]
+    first = spec.parameters[0][0]
+    allowed = "integers of 32 or 64 bits" + ("" if name.startswith("atomic") else ", or to fp32 or fp64")
+
+    def argument_types(pointer: Any, *rest: Any) -> tuple[Any, Any, str]:
+        kind = pointer.dtype if isinstance(pointer, core.tensor) else None
+        pointee = kind.element_ty if kind is not None and kind.is_ptr() else None
+        if pointee is None or pointee not in _TYPED or (pointee.is_floating() and name.startswith("atomic")):
+            raise ValueError(not_typed(name, first, pointer.type if kind is not None else repr(pointer), allowed))
+        types = (tl.int64, *[pointee] * (len(rest) - 1), tl.int32)
+        symbol = str(spec.symbol).replace("TYPE", _TYPED[pointee])
+        return types, pointee if spec.returns else tl.int32, symbol
+
+    return _declared(name, argument_types)
+
+
 my_pe = _lower("my_pe")
 n_pes = _lower("n_pes")
 remote_ptr = _lower("remote_ptr")
 int_p = _lower("int_p")
+p = _lower_typed("p")
+g = _lower_typed("g")
+atomic_fetch = _lower_typed("atomic_fetch")
+atomic_set = _lower_typed("atomic_set")
+atomic_add = _lower_typed("atomic_add")
+atomic_fetch_add = _lower_typed("atomic_fetch_add")
+atomic_swap = _lower_typed("atomic_swap")
+atomic_compare_swap = _lower_typed("atomic_compare_swap")
 putmem = _lower("putmem")
 putmem_warp = _lower("putmem_warp")
 putmem_block = _lower("putmem_block")

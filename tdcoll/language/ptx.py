@@ -20,8 +20,8 @@ from triton.language import core
 
 from tdcoll.spec.functions import not_64_bits
 
-__all__ = ["acquired", "cast_all", "descriptors", "ld", "ld_acquire", "ntid", "proxy_fence", "require_ptr64", "st"]
-__all__ += ["st_release", "stream_order", "syncthreads", "tid"]
+__all__ = ["acquired", "atom_add", "atom_cas", "cast_all", "descriptors", "integer_pointee", "ld", "ld_acquire", "ntid"]
+__all__ += ["proxy_fence", "require_ptr64", "st", "st_release", "stream_order", "syncthreads", "tid"]
 
 
 @triton.jit
@@ -126,11 +126,12 @@ def _choice(what: str, value: Any, allowed: tuple[str, ...]) -> str:
     return str(chosen)
 
 
-def _integer_pointee(function: str, ptr: Any) -> tuple[Any, str]:
+def integer_pointee(function: str, ptr: Any) -> tuple[Any, str]:
     """Pointee type and asm constraint of a pointer to 32- or 64-bit integers."""
-    pointee = ptr.dtype.element_ty if ptr.dtype.is_ptr() else None
+    kind = ptr.dtype if isinstance(ptr, core.tensor) else None
+    pointee = kind.element_ty if kind is not None and kind.is_ptr() else None
     if pointee is None or not pointee.is_int() or pointee.primitive_bitwidth not in (32, 64):
-        raise ValueError(f"{function}: ptr must point to 32- or 64-bit integers, got {ptr.dtype}")
+        raise ValueError(f"{function}: ptr must point to 32- or 64-bit integers, got {kind or repr(ptr)}")
     return pointee, {32: "r", 64: "l"}[pointee.primitive_bitwidth]
 
 
@@ -138,7 +139,7 @@ def _integer_pointee(function: str, ptr: Any) -> tuple[Any, str]:
 def ld(ptr, scope="gpu", semantic="relaxed", _semantic=None, _generator=None):
     scope = _choice("scope", scope, ("gpu", "sys"))
     order = _choice("semantic", semantic, ("relaxed", "acquire"))
-    pointee, constraint = _integer_pointee("ld", ptr)
+    pointee, constraint = integer_pointee("ld", ptr)
     value = core.inline_asm_elementwise(
         f"ld.{order}.{scope}.global.b{pointee.primitive_bitwidth} $0, [$1];",
         f"={constraint},l,~{{memory}}",
@@ -165,7 +166,7 @@ ld_acquire.acquires = True
 def st(ptr, val, scope="gpu", semantic="relaxed", _semantic=None):
     scope = _choice("scope", scope, ("gpu", "sys"))
     order = _choice("semantic", semantic, ("relaxed", "release"))
-    pointee, constraint = _integer_pointee("st", ptr)
+    pointee, constraint = integer_pointee("st", ptr)
     value = core.cast(_semantic.to_tensor(val), pointee, _semantic=_semantic)
     core.inline_asm_elementwise(
         f"{{ st.{order}.{scope}.global.b{pointee.primitive_bitwidth} [$1], $2; mov.u32 $0, 0; }}",
@@ -181,3 +182,46 @@ def st(ptr, val, scope="gpu", semantic="relaxed", _semantic=None):
 @core.extern
 def st_release(ptr, val, scope="gpu", _semantic=None):
     return st(ptr, val, scope, "release", _semantic=_semantic)
+
+
+# ---------------------------------------------------------------------- atomics by the thread
+
+
+def _atom(
+    function: str, operation: str, ptr: Any, values: tuple[Any, ...], scope: Any, order: Any, semantic: Any
+) -> Any:
+    """``atom`` by every thread that gets here; what was there before."""
+    scope = _choice("scope", scope, ("gpu", "sys"))
+    order = _choice("semantic", order, ("relaxed", "acquire", "release", "acq_rel"))
+    pointee, constraint = integer_pointee(function, ptr)
+    if ptr.type.is_block():
+        raise ValueError(
+            f"{function}: ptr must be a scalar, got a block of shape {ptr.shape} (tl.atomic_* take blocks)"
+        )
+    operands = ", ".join(f"${2 + place}" for place in range(len(values)))
+    return core.inline_asm_elementwise(
+        f"atom.{order}.{scope}.global.{operation}{pointee.primitive_bitwidth} $0, [$1], {operands};",
+        f"={constraint},l,{','.join([constraint] * len(values))},~{{memory}}",
+        [ptr, *cast_all(semantic, *[(value, pointee) for value in values])],
+        pointee,
+        is_pure=False,
+        pack=1,
+        _semantic=semantic,
+    )
+
+
+@core.extern
+def atom_add(ptr, val, scope="gpu", semantic="relaxed", _semantic=None, _generator=None):
+    before = _atom("atom_add", "add.u", ptr, (val,), scope, semantic, _semantic)
+    acquired(_semantic=_semantic, _generator=_generator)
+    return before
+
+
+@core.extern
+def atom_cas(ptr, cmp, val, scope="gpu", semantic="relaxed", _semantic=None, _generator=None):
+    before = _atom("atom_cas", "cas.b", ptr, (cmp, val), scope, semantic, _semantic)
+    acquired(_semantic=_semantic, _generator=_generator)
+    return before
+
+
+atom_add.acquires = atom_cas.acquires = True

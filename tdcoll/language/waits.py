@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from tdcoll.language.ptx import acquired, cast_all, proxy_fence, require_ptr64
+from tdcoll.language.ptx import acquired, cast_all, integer_pointee, proxy_fence, require_ptr64, syncthreads
 from tdcoll.spec.constants import (
+    CMP_GE,
     MONITOR_ABORTED,
     MONITOR_RANK,
     MONITOR_RECORD,
@@ -30,8 +31,8 @@ from tdcoll.spec.constants import (
     RECORD_VALID,
 )
 
-__all__ = ["block_and", "consume_token", "load_words", "store_flagged", "store_words", "wait_flagged", "wait_signal"]
-__all__ += ["wait_signals", "wait_token", "wait_words", "wait_words_of_all"]
+__all__ = ["block_and", "consume_token", "grid_barrier", "test_signal", "wait_signal", "wait_signals", "wait_token"]
+__all__ += ["wait_until_any", "wait_word"]
 
 _COMPARISONS = ("eq", "ne", "gt", "le", "lt", "ge")  # by CMP_* value
 
@@ -52,10 +53,7 @@ setp.eq.b32 done, {active}, 0;
 POLL:
 {look}
 @done bra END;
-add.u32 misses, misses, 1;
-and.b32 phase, misses, 255;
-setp.ne.u32 again, phase, 0;
-@again bra POLL;
+{pace}
 mov.u64 now, %globaltimer;
 setp.ne.u64 again, begin, 0;
 @again bra CHECK;
@@ -67,7 +65,7 @@ setp.ne.u64 done, aborted, 0;
 ld.relaxed.gpu.global.b64 limit, [{monitor}+{timeout_at}];
 sub.u64 now, now, begin;
 setp.lt.u64 again, now, limit;
-@again bra POLL;
+@again bra {again};
 atom.relaxed.gpu.global.cas.b64 aborted, [{monitor}+{aborted_at}], 0, 1;
 setp.ne.u64 done, aborted, 0;
 @done bra GIVE_UP;
@@ -89,6 +87,12 @@ mov.b32 {ok}, 0;
 END:
 """
 
+_PACE = """add.u32 misses, misses, 1;
+and.b32 phase, misses, 255;
+setp.ne.u32 again, phase, 0;
+@again bra POLL;"""
+"""The clock is read on every 256th miss."""
+
 _PLACES = {
     name: 8 * word.value
     for name, word in {
@@ -109,17 +113,22 @@ _PLACES = {
 
 
 def _polling(**pieces: str) -> str:
-    pieces = {"prepare": "", "see": "", "epoch": pieces["expected"], **pieces}
+    pieces = {"prepare": "", "see": "", "epoch": pieces["expected"], "pace": _PACE, "again": "POLL", **pieces}
     return "{" + _POLL.format(**pieces, **_PLACES) + "}"
+
+
+def _comparison(compare: Any) -> str:
+    """PTX's name of a ``CMP_*`` constant."""
+    number = core._unwrap_if_constexpr(compare)
+    if number not in range(len(_COMPARISONS)):
+        raise ValueError(f"compare must be a CMP_* constant, got {number!r}")
+    return _COMPARISONS[number]
 
 
 @core.extern
 def _poll(signal, compare, value, monitor, active, peer, index, _semantic=None):
     """Per element: 1 once ``*signal compare value`` holds (or ``active`` is 0), 0 after the monitor's deadline."""
-    number = core._unwrap_if_constexpr(compare)
-    if number not in range(len(_COMPARISONS)):
-        raise ValueError(f"compare must be a CMP_* constant, got {number!r}")
-    look = f"ld.acquire.sys.global.b64 word, [$1];\nsetp.{_COMPARISONS[number]}.u64 done, word, $2;"
+    look = f"ld.acquire.sys.global.b64 word, [$1];\nsetp.{_comparison(compare)}.u64 done, word, $2;"
     asm = _polling(look=look, ok="$0", monitor="$3", active="$4", peer="$5", index="$6", expected="$2")
     args = cast_all(
         _semantic,
@@ -139,149 +148,67 @@ _poll.bounded = True
 
 
 @core.extern
-def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
-    """Per element: (data, data, data, 1) once the word's last 32 bits are ``flag``; (any, 0) after the deadline."""
-    prepare = (
-        ".reg .b128 wide;\n.reg .b64 low, high, wanted;\ncvt.u64.u32 wanted, $5;\n"
-        "mov.b32 $0, 0;\nmov.b32 $1, 0;\nmov.b32 $2, 0;"
-    )
-    look = (
-        "ld.relaxed.sys.global.b128 wide, [$4];\nmov.b128 {low, high}, wide;\n"
-        "mov.b64 {$0, $1}, low;\nmov.b64 {$2, flag}, high;\nsetp.eq.b32 done, flag, $5;"
-    )
+def _poll_word(word, compare, value, monitor, peer, index, _semantic=None):
+    """1 once ``*word compare value`` holds, as integers of the pointee's type; 0 after the monitor's deadline."""
+    number = _comparison(compare)
+    pointee, constraint = integer_pointee("wait_word", word)
+    bits, sign = pointee.primitive_bitwidth, "s" if pointee.is_int_signed() else "u"
+    seen = {32: "half", 64: "word"}[bits]
+    convert = f"cvt.{sign}64.{sign}32" if bits == 32 else "mov.b64"
     asm = _polling(
-        prepare=prepare,
-        look=look,
-        see="cvt.u64.u32 word, flag;",
-        ok="$3",
-        monitor="$6",
-        active="$7",
-        peer="$8",
-        index="$9",
+        prepare=f".reg .b64 wanted;\n.reg .b32 half;\n{convert} wanted, $2;",
+        look=f"ld.acquire.sys.global.b{bits} {seen}, [$1];\nsetp.{number}.{sign}{bits} done, {seen}, $2;",
+        see="" if bits == 64 else f"{convert} word, half;",
+        ok="$0",
+        monitor="$3",
+        active="1",
+        peer="$4",
+        index="$5",
         expected="wanted",
     )
+    if word.type.is_block():
+        raise ValueError(f"wait_word: word must be a scalar, got a block of shape {word.shape}")
     args = cast_all(
-        _semantic,
-        (words, tl.int64),
-        (flag, tl.int32),
-        (monitor, tl.int64),
-        (active, tl.int32),
-        (peer, tl.int32),
-        (index, tl.int32),
+        _semantic, (word, tl.int64), (value, pointee), (monitor, tl.int64), (peer, tl.int32), (index, tl.int32)
     )
-    outputs = "=&r,=&r,=&r,=&r,l,r,l,r,r,r,~{memory}"
-    return core.inline_asm_elementwise(asm, outputs, args, (tl.int32,) * 4, is_pure=False, pack=1, _semantic=_semantic)
+    return core.inline_asm_elementwise(
+        asm, f"=&r,l,{constraint},l,r,r,~{{memory}}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
 
 
-_poll_flagged.bounded = True
+_poll_word.bounded = True
 
 
 @core.extern
-def _poll_words(words, absent, monitor, active, peer, index, call, _semantic=None):
-    """Per element: (data, data, data, data, 1) once no part of the word is ``absent``; (any, 0) after the deadline."""
-    parts = ("$0", "$1", "$2", "$3")
-    look = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$5];\nsetp.ne.b32 done, $0, $6;\n"
-    look += "\n".join(f"setp.ne.and.b32 done, {part}, $6, done;" for part in parts[1:])
-    count = "setp.ne.b32 again, {}, $6;\nselp.u64 now, 1, 0, again;\nadd.u64 word, word, now;"
+def _time_left(signals, value, monitor, index, begin, _semantic=None):
+    """1 while the monitor's deadline, counted from ``begin``, has not passed; then 0, and the record names
+    ``signals[index]``."""
     asm = _polling(
-        prepare=".reg .b64 four;\nmov.b64 four, 4;\n" + "\n".join(f"mov.b32 {part}, 0;" for part in parts),
-        look=look,
-        see="mov.b64 word, 0;\n" + "\n".join(map(count.format, parts)),
-        ok="$4",
-        monitor="$7",
-        active="$8",
-        peer="$9",
-        index="$10",
-        epoch="$11",
-        expected="four",
+        prepare="mov.b64 begin, $5;",
+        look="ld.relaxed.sys.global.b64 word, [$1];\nsetp.ne.u32 done, 0, 0;",
+        pace="",
+        again="END",
+        ok="$0",
+        monitor="$3",
+        active="1",
+        peer="$4",
+        index="$4",
+        expected="$2",
     )
     args = cast_all(
         _semantic,
-        (words, tl.int64),
-        (absent, tl.int32),
+        (signals, tl.int64),
+        (value, tl.uint64),
         (monitor, tl.int64),
-        (active, tl.int32),
-        (peer, tl.int32),
         (index, tl.int32),
-        (call, tl.uint64),
+        (begin, tl.uint64),
     )
-    outputs = "=&r,=&r,=&r,=&r,=&r,l,r,l,r,r,r,l,~{memory}"
-    return core.inline_asm_elementwise(asm, outputs, args, (tl.int32,) * 5, is_pure=False, pack=1, _semantic=_semantic)
-
-
-_poll_words.bounded = True
-
-
-@core.extern
-def _poll_words_of_all(words, stride, count, skip, absent, monitor, active, index, call, _semantic=None):
-    """Per element: ``count`` times (data, data, data, data), and 1 once no part of the words is ``absent``, 0 after the
-    deadline. All loads are under way at the same time; that of ``skip`` is one of its successor's word."""
-    n = core._unwrap_if_constexpr(count)
-    if not isinstance(n, int) or n < 2:
-        raise ValueError(f"wait_words_of_all: count must be a constant of at least 2, got {n!r}")
-    parts = [[f"${4 * rank + part}" for part in range(4)] for rank in range(n)]
-    at, stride_at, skip_at, absent_at, monitor_at, active_at, index_at, call_at = (
-        f"${4 * n + 1 + i}" for i in range(8)
+    return core.inline_asm_elementwise(
+        asm, "=&r,l,l,l,r,l,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
     )
-    prepare = [
-        f".reg .b64 place<{n}>, four, there;",
-        f".reg .b32 differ<{4 * n}>, who;",
-        ".reg .pred own;",
-        "mov.b64 four, 4;",
-        "mov.b32 who, 0;",
-        *(f"mov.b32 {part}, 0;" for rank in parts for part in rank),
-        *(f"mad.lo.s64 place{rank}, {stride_at}, {rank}, {at};" for rank in range(n)),
-    ]
-    for rank in range(n):
-        prepare += [f"setp.eq.s32 own, {skip_at}, {rank};", f"@own mov.b64 place{rank}, place{(rank + 1) % n};"]
-    look = [f"ld.relaxed.sys.global.v4.b32 {{{', '.join(parts[rank])}}}, [place{rank}];" for rank in range(n)]
-    look += [f"xor.b32 differ{4 * r + p}, {parts[r][p]}, {absent_at};" for r in range(n) for p in range(4)]
-    width = 1
-    while width < 4 * n:  # the least of all is 0 if a part is absent
-        pairs = range(0, 4 * n - width, 2 * width)
-        look += [f"min.u32 differ{i}, differ{i}, differ{i + width};" for i in pairs]
-        width *= 2
-    look.append("setp.ne.u32 done, differ0, 0;")
-    see = ["mov.b64 word, 0;"]
-    for rank in reversed(range(n)):
-        see.append("mov.b64 there, 0;")
-        for part in parts[rank]:
-            see += [
-                f"setp.ne.b32 again, {part}, {absent_at};",
-                "selp.u64 now, 1, 0, again;",
-                "add.u64 there, there, now;",
-            ]
-        see += ["setp.ne.u64 again, there, 4;", f"setp.ne.and.s32 again, {skip_at}, {rank}, again;"]
-        see += ["selp.b64 word, there, word, again;", f"selp.b32 who, {rank}, who, again;"]
-    asm = _polling(
-        prepare="\n".join(prepare),
-        look="\n".join(look),
-        see="\n".join(see),
-        ok=f"${4 * n}",
-        monitor=monitor_at,
-        active=active_at,
-        peer="who",
-        index=index_at,
-        epoch=call_at,
-        expected="four",
-    )
-    args = cast_all(
-        _semantic,
-        (words, tl.int64),
-        (stride, tl.int64),
-        (skip, tl.int32),
-        (absent, tl.int32),
-        (monitor, tl.int64),
-        (active, tl.int32),
-        (index, tl.int32),
-        (call, tl.uint64),
-    )
-    outputs = "=&r," * (4 * n + 1) + "l,l,r,r,l,r,r,l,~{memory}"
-    kinds = (tl.int32,) * (4 * n + 1)
-    return core.inline_asm_elementwise(asm, outputs, args, kinds, is_pure=False, pack=1, _semantic=_semantic)
 
 
-_poll_words_of_all.bounded = True
+_time_left.bounded = True
 
 
 def _all_threads(flag: Any, then: str, semantic: Any) -> Any:
@@ -332,6 +259,132 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
 
 
 @triton.jit
+def wait_word(word, compare: tl.constexpr, value, monitor, peer, index):
+    require_ptr64("wait_word", "monitor", monitor)
+    return block_and(_poll_word(word, compare, value, monitor, peer, index))
+
+
+@core.extern
+def _look(signals, count, skip, compare, value, none, _semantic=None):
+    """The lowest of the indices in ``signals[0:count]`` that fall to this thread and whose signal compares true; else
+    ``none``."""
+    asm = f"""{{
+.reg .pred more, holds, skipped;
+.reg .b32 step;
+.reg .b64 at, seen;
+mov.u32 $0, %tid.x;
+mov.u32 step, %ntid.x;
+NEXT:
+setp.ge.s32 more, $0, $2;
+@more bra NONE;
+mad.wide.u32 at, $0, 8, $1;
+ld.acquire.sys.global.b64 seen, [at];
+setp.eq.s32 skipped, $0, $3;
+setp.{_comparison(compare)}.u64 holds, seen, $4;
+@skipped bra ON;
+@holds bra END;
+ON:
+add.s32 $0, $0, step;
+bra NEXT;
+NONE:
+mov.b32 $0, $5;
+END:
+}}"""
+    args = cast_all(
+        _semantic, (signals, tl.int64), (count, tl.int32), (skip, tl.int32), (value, tl.uint64), (none, tl.int32)
+    )
+    return core.inline_asm_elementwise(
+        asm, "=&r,l,r,r,l,r,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@core.extern
+def _lowest(value, BITS, _semantic=None):
+    """The lowest ``value`` of the block's threads, each of ``BITS`` bits. Bit by bit: of those that are left, those
+    with a 0 stay, if there are any; so that no shared memory is needed."""
+    bits = int(core._unwrap_if_constexpr(BITS))
+    step = """and.b32 bit, $1, {mask};
+setp.eq.and.u32 zero, bit, 0, left;
+barrier.cta.red.or.pred some, 0, zero;
+setp.ne.and.u32 gone, bit, 0, some;
+@gone setp.ne.u32 left, 0, 0;
+@!some or.b32 $0, $0, {mask};
+"""
+    asm = "{ .reg .pred left, zero, some, gone; .reg .b32 bit; mov.b32 $0, 0; setp.eq.u32 left, 0, 0;\n"
+    asm += "".join(step.format(mask=1 << bit) for bit in reversed(range(bits))) + "}"
+    return core.inline_asm_elementwise(
+        asm,
+        "=&r,r,~{memory}",
+        [core.cast(_semantic.to_tensor(value), tl.int32, _semantic=_semantic)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+@core.extern
+def _clock(_semantic=None):
+    return core.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], tl.uint64, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@triton.jit
+def wait_until_any(signals, count, skip, compare: tl.constexpr, value, monitor, BLOCK: tl.constexpr):
+    require_ptr64("wait_until_any", "signals", signals)
+    require_ptr64("wait_until_any", "monitor", monitor)
+    BITS: tl.constexpr = BLOCK.bit_length()  # BLOCK stands for none
+    first = tl.where(skip == 0, 1, 0)
+    begin = _clock()
+    found = tl.cast(BLOCK, tl.int32)
+    waiting = tl.cast(first < count, tl.int32)
+    while waiting != 0:
+        found = _lowest(_look(signals, count, skip, compare, value, BLOCK), BITS)
+        waiting = tl.cast(found == BLOCK, tl.int32)
+        if waiting != 0:
+            waiting = block_and(_time_left(signals + first, value, monitor, first, begin))
+    acquired()
+    return tl.where(found == BLOCK, -1, found)
+
+
+@core.extern
+def _holds(signal, compare, value, _semantic=None):
+    return core.inline_asm_elementwise(
+        "{ .reg .pred holds; .reg .b64 seen; ld.acquire.sys.global.b64 seen, [$1]; "
+        f"setp.{_comparison(compare)}.u64 holds, seen, $2; selp.u32 $0, 1, 0, holds; }}",
+        "=r,l,l,~{memory}",
+        cast_all(_semantic, (signal, tl.int64), (value, tl.uint64)),
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+@triton.jit
+def test_signal(signal, compare: tl.constexpr, value):
+    require_ptr64("test_signal", "signal", signal)
+    return block_and(_holds(signal, compare, value))
+
+
+@triton.jit
+def grid_barrier(counter, monitor):
+    require_ptr64("grid_barrier", "counter", counter)
+    require_ptr64("grid_barrier", "monitor", monitor)
+    word = counter.to(tl.pointer_type(tl.int64))
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    # The upper half counts barriers. The shares of one launch's programs add up to one of them.
+    share = tl.cast(1, tl.int64)
+    if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+        share = (tl.cast(1, tl.int64) << 32) - (programs - 1)
+    syncthreads()
+    before = tl.atomic_add(word, share, sem="acq_rel", scope="gpu")
+    me = tl.load(monitor.to(tl.pointer_type(tl.int64)) + MONITOR_RANK)
+    return wait_word(word, CMP_GE, ((before >> 32) + 1) << 32, monitor, me, 0)
+
+
+@triton.jit
 def wait_token(signal, compare: tl.constexpr, value, monitor, peer, index):
     require_ptr64("wait_token", "signal", signal)
     require_ptr64("wait_token", "monitor", monitor)
@@ -360,77 +413,3 @@ def consume_token(value, token, _semantic=None):
     )
     step = nothing.__mul__(16, _semantic=_semantic) if value.dtype.is_ptr() else nothing
     return value.__add__(step, _semantic=_semantic)
-
-
-@triton.jit
-def wait_flagged(words, flag, mask, monitor, peer):
-    require_ptr64("wait_flagged", "monitor", monitor)
-    place = tl.arange(0, words.shape[0])
-    found = _poll_flagged(words, flag, monitor, mask.to(tl.int32), peer, place)
-    acquired()
-    return found
-
-
-@core.extern
-def store_flagged(words, first, second, third, flag, mask, _semantic=None):
-    data = [(part, tl.int32) for part in (first, second, third, flag)]
-    args = cast_all(_semantic, (words, tl.int64), *data, (mask, tl.int32))
-    core.inline_asm_elementwise(
-        "{ .reg .pred active; .reg .b64 low, high; .reg .b128 wide; setp.ne.b32 active, $6, 0; "
-        "mov.b64 low, {$2, $3}; mov.b64 high, {$4, $5}; mov.b128 wide, {low, high}; "
-        "@active st.relaxed.sys.global.b128 [$1], wide; mov.b32 $0, 0; }",
-        "=r,l,r,r,r,r,r,~{memory}",
-        args,
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
-
-
-@triton.jit
-def wait_words(words, absent, mask, monitor, peer, call):
-    require_ptr64("wait_words", "monitor", monitor)
-    place = tl.arange(0, words.shape[0])
-    found = _poll_words(words, absent, monitor, mask.to(tl.int32), peer, place, call)
-    acquired()
-    return found
-
-
-@triton.jit
-def wait_words_of_all(words, stride, count: tl.constexpr, skip, absent, mask, monitor, call):
-    require_ptr64("wait_words_of_all", "monitor", monitor)
-    place = tl.arange(0, words.shape[0])
-    found = _poll_words_of_all(words, stride, count, skip, absent, monitor, mask.to(tl.int32), place, call)
-    acquired()
-    return found
-
-
-@core.extern
-def load_words(words, mask, _semantic=None):
-    return core.inline_asm_elementwise(
-        "{ .reg .pred active; setp.ne.b32 active, $5, 0; "
-        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-        "@active ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-        "=&r,=&r,=&r,=&r,l,r,~{memory}",
-        cast_all(_semantic, (words, tl.int64), (mask, tl.int32)),
-        (tl.int32,) * 4,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
-
-
-@core.extern
-def store_words(words, first, second, third, fourth, mask, _semantic=None):
-    data = [(part, tl.int32) for part in (first, second, third, fourth)]
-    core.inline_asm_elementwise(
-        "{ .reg .pred active; setp.ne.b32 active, $6, 0; "
-        "@active st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
-        "=r,l,r,r,r,r,r,~{memory}",
-        cast_all(_semantic, (words, tl.int64), *data, (mask, tl.int32)),
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )

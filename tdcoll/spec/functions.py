@@ -1,226 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device language as data: one entry per function, from which lowerings, docs and tests are made.
 
-Names and argument order of NVSHMEM's functions are those of Triton-distributed's ``libshmem_device``. The table in
-``docs/language.md`` is generated from this one (``python -m tdcoll.language``); a test compares it with
-Triton-distributed's sources, another with what each lowering implements.
+Names and argument order of NVSHMEM's functions (:mod:`tdcoll.spec.nvshmem`) are those of Triton-distributed's
+``libshmem_device``, where it has them. The table in ``docs/language.md`` is generated from this one (``python -m
+tdcoll.language``); a test compares it with Triton-distributed's sources, another with what each lowering implements.
 
-Sources: the NVSHMEM API documentation (Remote Memory Access, Signaling Operations, Memory Ordering,
-Point-To-Point Synchronization) and, for loads and stores, the PTX ISA's memory consistency model.
+Source, for loads, stores and atomics: the PTX ISA's memory consistency model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-__all__ = ["FUNCTIONS", "LIBRARY", "LINKED", "DeviceFunction", "not_64_bits", "not_a_monitor", "not_linked", "table"]
-
-LIBRARY = "libnvshmem_device"
-"""NVSHMEM's bitcode library, as its file and Triton's ``extern_libs`` name it."""
-
-LINKED = "linked_by_tdcoll_jit"
-"""A launch option by which ``tdcoll.jit`` tells the simulator that a compiled kernel would have NVSHMEM linked in."""
-
-Kind = Literal["ptr", "ptr64", "size", "pe", "int", "u64", "value", "constant"]
-
-
-@dataclass(frozen=True)
-class DeviceFunction:
-    """One function of the device language.
-
-    Attributes:
-        name: as a kernel writes it.
-        parameters: ``(name, kind)``: ``ptr`` an address or pointer, ``ptr64`` an address or a pointer to 64-bit
-            integers, ``size`` bytes (int64), ``pe`` a PE (int32), ``int`` an int32, ``u64`` an unsigned 64-bit value,
-            ``value`` of the pointee's type, ``constant`` a compile-time constant.
-        defaults: default values of the last parameters.
-        symbol: NVSHMEM's device function, or None where PTX or Triton itself does the work.
-        returns: what it returns, or None.
-        prototype: what it stands for: NVSHMEM's C prototype, or the PTX instruction.
-        doc: meaning, units, who must call it, ordering.
-        acquires: loads that follow it in the program see what others have written, so the compiler must not move
-            them above it.
-    """
-
-    name: str
-    parameters: tuple[tuple[str, Kind], ...]
-    symbol: str | None
-    returns: Literal["int32", "uint64", "pointer", "value"] | None
-    prototype: str
-    doc: str
-    defaults: tuple[object, ...] = ()
-    acquires: bool = False
-
-    @property
-    def signature(self) -> str:
-        """``name(a, b=default)``."""
-        names = [name for name, _ in self.parameters]
-        first = len(names) - len(self.defaults)
-        shown = names[:first] + [f"{n}={d!r}" for n, d in zip(names[first:], self.defaults, strict=True)]
-        return f"{self.name}({', '.join(shown)})"
-
-
-def not_64_bits(function: str, parameter: str, pointee: object) -> str:
-    """The error for a pointer to ``pointee`` where ``parameter`` of ``function`` is of kind ``ptr64``."""
-    return (
-        f"{function}: {parameter} must point to 64-bit integers (int64 or uint64), got a pointer to {pointee}; 64 bits "
-        "there take in the neighbour"
-    )
-
-
-def not_a_monitor(address: int) -> str:
-    """The error for an ``address`` where a monitor's words are wanted."""
-    return (
-        "monitor must be the words of an open tdcoll.WaitMonitor of this job (monitor.words, ctx.monitor.words), got "
-        f"other memory at {address:#x}"
-    )
-
-
-def not_linked(function: str) -> str:
-    """The error for ``function``, which is NVSHMEM's, in a kernel that was launched without NVSHMEM."""
-    return (
-        f"{function} calls NVSHMEM: decorate the kernel that is launched with @tdcoll.jit instead of @triton.jit (its "
-        "helpers may have either)"
-    )
-
-
-_SCOPES = {
-    "": ("nvshmem_", "", "Each thread that calls makes a transfer of its own: call it from one thread."),
-    "_warp": ("nvshmemx_", "_warp", "All threads of a warp call it together, with the same arguments."),
-    "_block": ("nvshmemx_", "_block", "All threads of the block call it together, with the same arguments."),
-}
-
-_MEM: tuple[tuple[str, Kind], ...] = (("dest", "ptr"), ("source", "ptr"), ("bytes", "size"), ("pe", "pe"))
-_MEM_SIGNAL: tuple[tuple[str, Kind], ...] = (
-    *_MEM[:3],
-    ("sig_addr", "ptr64"),
-    ("signal", "u64"),
-    ("sig_op", "int"),
-    ("pe", "pe"),
+from tdcoll.spec.entry import (
+    LIBRARY,
+    LINKED,
+    DeviceFunction,
+    not_64_bits,
+    not_a_monitor,
+    not_linked,
+    not_typed,
 )
+from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 
-_PUT = (
-    "Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of "
-    "this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. "
-)
-_GET = "Copies `bytes` bytes from the symmetric address `source` on PE `pe` to `dest`. "
-_BLOCKING_PUT = (
-    "Returns when `source` may be written again; delivery is not ordered with anything later without `fence`, "
-    "`quiet` or a signal of its own. "
-)
-_NBI_PUT = "Returns at once: `source` must stay as it is until `quiet`, or until the receiver confirms. "
-_BLOCKING_GET = "Returns when the bytes are in `dest`. "
-_NBI_GET = "Returns at once: the bytes are in `dest` after `quiet`. "
-_SIGNAL = (
-    "Then updates the 64-bit signal at the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or "
-    "SIGNAL_ADD) with `signal`: whoever sees the signal also sees these bytes, but not those of other puts. "
-)
-
-
-def _transfers() -> list[DeviceFunction]:
-    made = []
-    for base, parameters, what, blocking, nbi in (
-        ("putmem", _MEM, _PUT, _BLOCKING_PUT, _NBI_PUT),
-        ("putmem_signal", _MEM_SIGNAL, _PUT + _SIGNAL, _BLOCKING_PUT, _NBI_PUT),
-        ("getmem", _MEM, _GET, _BLOCKING_GET, _NBI_GET),
-    ):
-        for mode, completion in (("", blocking), ("_nbi", nbi)):
-            for scope, (prefix, suffix, who) in _SCOPES.items():
-                symbol = f"{prefix}{base}{mode}{suffix}"
-                extra = ", uint64_t *sig_addr, uint64_t signal, int sig_op" if "signal" in base else ""
-                made.append(
-                    DeviceFunction(
-                        f"{base}{mode}{scope}",
-                        parameters,
-                        symbol,
-                        None,
-                        f"void {symbol}(void *dest, const void *source, size_t bytes{extra}, int pe)",
-                        what + completion + who,
-                        acquires=base == "getmem" and not mode,
-                    )
-                )
-    return made
-
-
-def _barriers() -> list[DeviceFunction]:
-    made = []
-    for base, what in (
-        ("barrier_all", "Completes what this PE has issued (as `quiet`), then waits for every PE of the job. "),
-        ("sync_all", "Waits for every PE of the job; does not complete puts (use `barrier_all` for that). "),
-    ):
-        for scope, (prefix, suffix, who) in _SCOPES.items():
-            symbol = f"{prefix}{base}{suffix}"
-            who = who.replace("makes a transfer of its own: call it", "takes part: call it")
-            rule = "One program per PE may be in it at a time. Unbounded: prefer signals with bounded waits."
-            doc = f"{what}{who} {rule}"
-            made.append(DeviceFunction(f"{base}{scope}", (), symbol, None, f"void {symbol}()", doc, acquires=True))
-    return made
-
+__all__ = [
+    "FUNCTIONS",
+    "LIBRARY",
+    "LINKED",
+    "DeviceFunction",
+    "not_64_bits",
+    "not_a_monitor",
+    "not_linked",
+    "not_typed",
+    "table",
+]
 
 _FUNCTIONS = [
-    DeviceFunction("my_pe", (), "nvshmem_my_pe", "int32", "int nvshmem_my_pe()", "This PE: the global rank."),
-    DeviceFunction("n_pes", (), "nvshmem_n_pes", "int32", "int nvshmem_n_pes()", "Number of PEs of the job."),
-    DeviceFunction(
-        "remote_ptr",
-        (("local_ptr", "ptr"), ("pe", "pe")),
-        "nvshmem_ptr",
-        "pointer",
-        "void *nvshmem_ptr(const void *local_ptr, int pe)",
-        "Pointer of the same type to PE `pe`'s copy of a symmetric address, for direct loads and stores; a null "
-        "pointer when that PE is not reachable by them. Order such stores with a release at system scope.",
-    ),
-    DeviceFunction(
-        "int_p",
-        (("dest", "ptr"), ("value", "int"), ("pe", "pe")),
-        "nvshmem_int_p",
-        None,
-        "void nvshmem_int_p(int *dest, int value, int pe)",
-        "Puts one 32-bit integer to the symmetric address `dest` on PE `pe`. Each thread that calls puts once.",
-    ),
-    *_transfers(),
-    DeviceFunction(
-        "signal_op",
-        (("sig_addr", "ptr64"), ("signal", "u64"), ("sig_op", "int"), ("pe", "pe")),
-        "nvshmemx_signal_op",
-        None,
-        "void nvshmemx_signal_op(uint64_t *sig_addr, uint64_t signal, int sig_op, int pe)",
-        "Updates the 64-bit signal at the symmetric address `sig_addr` on PE `pe` (SIGNAL_SET or SIGNAL_ADD). Not "
-        "ordered after earlier puts and stores: `fence` first, or use `signal_block`. Every thread that calls updates "
-        "once, so SIGNAL_ADD wants one thread.",
-    ),
-    DeviceFunction(
-        "signal_wait_until",
-        (("sig_addr", "ptr64"), ("cmp_", "int"), ("cmp_val", "u64")),
-        "nvshmem_signal_wait_until",
-        "uint64",
-        "uint64_t nvshmem_signal_wait_until(uint64_t *sig_addr, int cmp, uint64_t cmp_val)",
-        "Waits until this PE's signal compares true (CMP_*), and returns its value. Whoever returns sees what was "
-        "put before the signal. Has no deadline: a peer that dies leaves the GPU hanging. `wait_signal` is the "
-        "bounded form.",
-        acquires=True,
-    ),
-    DeviceFunction(
-        "fence",
-        (),
-        "nvshmem_fence",
-        None,
-        "void nvshmem_fence()",
-        "Puts and signals that this PE has issued before arrive, at each PE, before those that it issues afterwards. "
-        "Those of other threads, too, if they are synchronised with the calling one (`syncthreads`). Orders stores of "
-        "the calling thread through `remote_ptr` alike. Says nothing about different PEs, and does not wait.",
-    ),
-    DeviceFunction(
-        "quiet",
-        (),
-        "nvshmem_quiet",
-        None,
-        "void nvshmem_quiet()",
-        "Waits until all puts, signals and nbi transfers that this PE has issued are complete at their destination; "
-        "those of other threads under the condition that `fence` has.",
-        acquires=True,
-    ),
-    *_barriers(),
+    *NVSHMEM_FUNCTIONS,
     DeviceFunction(
         "tid",
         (("axis", "constant"),),
@@ -289,6 +103,29 @@ _FUNCTIONS = [
         ("gpu",),
     ),
     DeviceFunction(
+        "atom_add",
+        (("ptr", "ptr"), ("val", "value"), ("scope", "constant"), ("semantic", "constant")),
+        None,
+        "value",
+        "atom.{relaxed,acquire,release,acq_rel}.{gpu,sys}.add",
+        "Adds `val` to the integer of 32 or 64 bits at the scalar `ptr`, of this GPU or through `remote_ptr`; what was "
+        "there before. Each thread that calls adds once (`tl.atomic_add` adds once for the block).",
+        ("gpu", "relaxed"),
+        acquires=True,
+    ),
+    DeviceFunction(
+        "atom_cas",
+        (("ptr", "ptr"), ("cmp", "value"), ("val", "value"), ("scope", "constant"), ("semantic", "constant")),
+        None,
+        "value",
+        "atom.{relaxed,acquire,release,acq_rel}.{gpu,sys}.cas",
+        "Writes `val` to the integer of 32 or 64 bits at the scalar `ptr`, of this GPU or through `remote_ptr`, if "
+        "`cmp` is there; what was there before. Each thread that calls does so (`tl.atomic_cas` does once for the "
+        "block).",
+        ("gpu", "relaxed"),
+        acquires=True,
+    ),
+    DeviceFunction(
         "wait_signal",
         (
             ("signal", "ptr64"),
@@ -350,6 +187,66 @@ _FUNCTIONS = [
         "bounded nvshmem_signal_wait_until_all",
         "As `wait_signal`, for `signals[0:count]` except index `skip` (-1: none), all at once. `BLOCK` is a power of "
         "two of at least `count`. The index of a missing signal is reported as the peer.",
+        acquires=True,
+    ),
+    DeviceFunction(
+        "wait_word",
+        (
+            ("word", "ptr"),
+            ("compare", "constant"),
+            ("value", "value"),
+            ("monitor", "ptr64"),
+            ("peer", "int"),
+            ("index", "int"),
+        ),
+        None,
+        "int32",
+        "bounded nvshmem_TYPE_wait_until",
+        "As `wait_signal`, for an integer of 32 or 64 bits in any memory that loads reach: symmetric, a peer's through "
+        "`remote_ptr`, or this GPU's own. Compares as integers of the pointee's type, signed or not.",
+        acquires=True,
+    ),
+    DeviceFunction(
+        "wait_until_any",
+        (
+            ("signals", "ptr64"),
+            ("count", "int"),
+            ("skip", "int"),
+            ("compare", "constant"),
+            ("value", "u64"),
+            ("monitor", "ptr64"),
+            ("BLOCK", "constant"),
+        ),
+        None,
+        "int32",
+        "bounded nvshmem_uint64_wait_until_any",
+        "The whole block waits until one of `signals[0:count]`, but for index `skip` (-1: none), `compare`s true with "
+        "`value`: the lowest index that does, the same in all threads. Or until a deadline expires, as for "
+        "`wait_signal`: -1; then, or where there is nothing to wait for. `BLOCK` is a power of two of at least "
+        "`count`. What was put before that signal is seen, and of no other.",
+        acquires=True,
+    ),
+    DeviceFunction(
+        "test_signal",
+        (("signal", "ptr64"), ("compare", "constant"), ("value", "u64")),
+        None,
+        "int32",
+        "nvshmem_uint64_test",
+        "1 if this PE's 64-bit signal `compare`s true with `value` now, in the eyes of all threads of the block, else "
+        "0: does not wait, but for the block's threads. After a 1 what was put before the signal is seen.",
+        acquires=True,
+    ),
+    DeviceFunction(
+        "grid_barrier",
+        (("counter", "ptr64"), ("monitor", "ptr64")),
+        None,
+        "int32",
+        "bounded cooperative_groups::this_grid().sync()",
+        "Waits for all programs of the launch: 1, or 0 when a deadline expires, as for `wait_signal`, which then names "
+        "this rank as the peer. What each has stored before is seen by all after. `counter` is an int64 of this GPU's "
+        "memory, 0 at first, and never set back: launches that follow one another, and replays of a CUDA graph, may "
+        "share it, whatever their grids. All programs must be on the GPU at once: launch with "
+        "`launch_cooperative_grid=True`.",
         acquires=True,
     ),
     DeviceFunction(

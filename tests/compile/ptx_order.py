@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 KINDS = {  # the first that occurs in an instruction, or in an inline asm, is its kind
-    "poll": r"%globaltimer",
+    "poll": r"\bbra POLL\b",
     "barrier": r"\bbar\.sync|\bbarrier\.cta",
     "release": r"\bst\.release\.",
     "add": r"\b(atom|red)\.\S*\badd\.[us]64",
@@ -22,7 +22,7 @@ KINDS = {  # the first that occurs in an instruction, or in an inline asm, is it
 }
 MEMORY = r"\b(?:(?:ld|st|atom|red)\.(?!param|shared)|cp\.|mbarrier\.|call\b)"  # of any kind, and calls that may
 EARLY = r"\bgriddepcontrol\.wait; griddepcontrol\.launch_dependents;"
-WAIT = r"\bld\.acquire\.sys\.global\.b64 word"  # of a signal
+WAIT = r"\bld\.acquire\.sys\.global\.(b64 word|b32 half)"  # of a signal, or of a word
 FLAGGED = r"\bld\.relaxed\.sys\.global\.(b128 wide|v4\.b32)"  # of a word that holds its data, and orders nothing else
 RULES = (  # from, to, and what it means if there is a path without a barrier
     ("store", "release", "stores are released without a barrier, by a thread that need not have made them"),

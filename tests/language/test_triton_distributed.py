@@ -50,6 +50,14 @@ NOT_IN_LIBSHMEM = {
     **dict.fromkeys(("tid", "ntid", "ld", "ld_acquire", "st"), "its language_extra has them"),
     **dict.fromkeys(("wait_signal", "wait_signals", "wait_token"), "bounded waits are tdcoll's"),
     "consume_token": "its compiler has it, as dl.consume_token",
+    **dict.fromkeys(("p", "g"), "NVSHMEM's transfers of one word, of every type; it has int_p"),
+    **dict.fromkeys(
+        ("atomic_fetch", "atomic_set", "atomic_add", "atomic_fetch_add", "atomic_swap", "atomic_compare_swap"),
+        "NVSHMEM's atomics: it has none of them",
+    ),
+    **dict.fromkeys(("atom_add", "atom_cas"), "its language_extra calls them atomic_add and atomic_cas"),
+    **dict.fromkeys(("wait_word", "wait_until_any", "test_signal"), "waits with a deadline, and a look, are tdcoll's"),
+    "grid_barrier": "its kernels' common_ops have one without a deadline",
     **dict.fromkeys(("wait_flagged", "store_flagged"), "words that carry their own flag are tdcoll's"),
     **dict.fromkeys(
         ("wait_words", "wait_words_of_all", "load_words", "store_words"), "words that announce themselves are tdcoll's"

@@ -242,17 +242,43 @@ class Machine:
                 done()
         self.scheduler.turn()
 
-    def put_word32(self, dest: int, value: int, pe: int) -> None:
-        """Put one 32-bit integer to ``pe``."""
+    def put_word(self, dest: int, data: bytes, pe: int) -> None:
+        """Put the bytes of one word to ``pe``, captured now."""
         program, remote = self.program, self.on(pe, dest)
-        data = (value & 0xFFFF_FFFF).to_bytes(4, "little")
-        self._count_put(program.pe, pe, 4)
+        self._count_put(program.pe, pe, len(data))
         if self.network is not None:
-            self.network.issue(program, pe, "put", [(remote, data, 4)], source_pe=program.pe, is_flag=True)
+            self.network.issue(program, pe, "put", [(remote, data, len(data))], source_pe=program.pe, is_flag=True)
         else:
-            ctypes.memmove(remote, data, 4)
-            self.scheduler.notify_words(remote, 4)
+            ctypes.memmove(remote, data, len(data))
+            self.scheduler.notify_words(remote, len(data))
         self.scheduler.turn()
+
+    def atomic(self, address: int, kind: Any, pe: int, change: Callable[[Any], Any], *, fetches: bool) -> Any:
+        """Make ``change(old)`` of a word of ``pe``, atomically; what was there before.
+
+        Args:
+            address: of the word here, a multiple of its size.
+            kind: its numpy type.
+            fetches: return when it is done, which then is at once; else it travels as a signal does.
+        """
+        program, network, remote, before = self.program, self.network, self.on(pe, address), None
+
+        def update() -> None:
+            nonlocal before
+            before = self.pointers.change_word(remote, kind, change)
+
+        if fetches:
+            if network is not None:
+                network.flush_fenced(program.pe, pe)
+            update()
+            self.scheduler.poll(remote, lambda: f"asks for {self.memory.describe(remote)}")  # maybe in a loop
+            return before
+        if network is None:
+            update()
+        else:
+            network.issue(program, pe, "signal", [], source_pe=program.pe, signal=update, is_flag=True)
+        self.scheduler.turn()
+        return None
 
     def get(self, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool) -> None:
         """Copy from ``pe``. Returns when the bytes are here, or at once if ``nbi``."""

@@ -217,6 +217,13 @@ class Network:
         for channel in {op.channel: None for op in self._released if op.source_pe == source_pe}:
             self._flush(channel, self._released.__contains__)
 
+    def flush_fenced(self, source_pe: int, pe: int) -> None:
+        """What ``source_pe`` has sent to ``pe`` before its last fence arrives now."""
+        channel = self._channels.get((source_pe, pe))
+        if channel is not None:
+            fenced = [operation for epoch in channel.epochs[:-1] for operation in epoch]
+            self._flush(channel, fenced.__contains__)
+
     def _flush(self, channel: _Channel, wanted: Callable[[Operation], bool]) -> None:
         epochs = channel.epochs
         last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)

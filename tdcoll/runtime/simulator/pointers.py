@@ -10,6 +10,7 @@ once wherever they go. A program sees its own stores.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,21 @@ class PointerAccess:
         here = self.store_weakly(places, values, wanted)
         triton_interpreter._interpreter.store(places, values, here)
         self.stored(places, wanted)
+
+    def change_word(self, address: int, kind: Any, change: Callable[[Any], Any]) -> Any:
+        """Make ``change(old)`` of the word of numpy type ``kind`` at ``address``, atomically; what was there before."""
+        atomics = triton_interpreter._interpreter
+        at, order = np.array([address], np.uint64), atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
+        if self._machine.network is not None:
+            self._show(address, address + kind.itemsize)
+        while True:
+            old = atomics.load(at, np.ones(1, bool), np.zeros(1, kind), kind)
+            new = np.array([change(old[0])]).astype(kind)
+            if new[0] == old[0]:
+                return old[0]
+            if atomics.atomic_cas(at, old, new, order)[0] == old[0]:
+                self._machine.scheduler.notify(address & ~7)
+                return old[0]
 
     def _check_words(self, addresses: Array, mask: Array) -> None:
         for address in addresses[mask & (addresses % np.uint64(16) != 0)].tolist():

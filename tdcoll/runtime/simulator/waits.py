@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.runtime.simulator.monitor import Monitor
 from tdcoll.spec import constants as c
@@ -28,6 +29,8 @@ COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
 
 _GROWING = (c.CMP_GT.value, c.CMP_GE.value)
 _FLAG_SHIFT = np.uint64(32)
+
+_interpreter = triton_interpreter._interpreter
 
 Array = np.ndarray[Any, Any]
 
@@ -76,6 +79,80 @@ class Waits:
             name=f"wait {len(signals)} signal(s) {sign} {value}",
             expected=value,
         )
+
+    def holds(self, address: int, compare: int, value: int) -> bool:
+        """Whether the signal at ``address`` compares true now. A schedule point, as it may be asked in a loop."""
+        machine, (sign, true) = self._machine, COMPARE[compare]
+        what = f"{machine.memory.describe(address)} {sign} {value}"
+        machine.scheduler.poll(address, lambda: f"asks for {what}, is {machine.memory.word(address)}")
+        return bool(true(machine.memory.word(address), value))
+
+    def word(
+        self, address: int, kind: Any, compare: int, value: int, thread: tuple[int, int], monitor: Monitor
+    ) -> bool:
+        """Wait until the integer at ``address`` compares true with ``value``; False when a deadline expires.
+
+        Args:
+            address: of any memory, on any PE; a multiple of the integer's size.
+            kind: its numpy type.
+            thread: peer and index, for the record.
+        """
+        machine, (sign, true) = self._machine, COMPARE[compare]
+        pe, unseen = machine.program.pe, machine.pointers.unseen
+        if address % kind.itemsize:
+            raise ValueError(f"word must be a multiple of {kind.itemsize}, got {address:#x}")
+        at, everything = np.array([address], np.uint64), np.ones(1, bool)
+        machine.pointers.before_load(at, everything, polls=True, symmetric=machine.memory.owns(address))
+
+        def read(addresses: Array) -> Array:
+            places = np.full(addresses.size, address, np.uint64)
+            with unseen.as_seen_by(pe, address, address + kind.itemsize):
+                return _interpreter.load(places, np.ones(places.size, bool), np.zeros(places.size, kind), kind)
+
+        return self._wait_for(
+            at,
+            [thread],
+            lambda words: true(words, kind.type(value)),
+            monitor,
+            enough=np.all if compare in _GROWING else np.any,
+            what=lambda place, seen: f"{machine.memory.describe(place)} {sign} {value}, is {seen}",
+            name=f"wait {machine.memory.describe(address)} {sign} {value}",
+            expected=value,
+            read=read,
+        )
+
+    def any(self, signals: Sequence[tuple[int, int]], compare: int, value: int, monitor: Monitor) -> int:
+        """Wait until one of the signals compares true with ``value``; the first index that does, or -1 when the
+        monitor's deadline expires or there are none.
+
+        Args:
+            signals: address and index of each.
+        """
+        if not signals:
+            return -1
+        machine, (sign, true) = self._machine, COMPARE[compare]
+        memory, scheduler = machine.memory, machine.scheduler
+
+        def found() -> int:
+            return next((index for address, index in signals if true(memory.word(address), value)), -1)
+
+        def describe() -> str:
+            seen = (f"{memory.describe(address)} is {memory.word(address)}" for address, _ in signals)
+            return f"waits for one {sign} {value}: {', '.join(seen)}"
+
+        def wait() -> int:
+            keys: list[Hashable] = [address for address, _ in signals]
+            keys.append(("monitor", monitor.address))
+            scheduler.wait(lambda: found() >= 0 or monitor.aborted, describe, keys, monitor.timeout_ns)
+            return found()
+
+        machine.counts[machine.program.pe].waits += 1
+        index = int(machine.timed(f"wait for one of {len(signals)} signal(s) {sign} {value}", wait))
+        if index < 0:
+            address, first = signals[0]
+            monitor.give_up(first, first, value, memory.word(address), value)
+            scheduler.notify(("monitor", monitor.address))
+        return index
 
     def flagged(
         self, words: Array, threads: Sequence[tuple[int, int]], flag: int, monitor: Monitor
@@ -190,7 +267,7 @@ class Waits:
             deadline_ns = scheduler.now_ns + monitor.timeout_ns
             while True:
                 places = words[left].tolist()
-                keys: list[Hashable] = [place + half for place in places for half in range(0, nbytes, 8)]
+                keys: list[Hashable] = [(place & ~7) + half for place in places for half in range(0, nbytes, 8)]
                 keys.append(("monitor", monitor.address))
                 in_time = scheduler.wait(worth_a_look, describe, keys, deadline_ns - scheduler.now_ns)
                 look()

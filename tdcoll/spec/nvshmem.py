@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVSHMEM's functions in the device language: transfers, signals, atomics, order, barriers.
+
+Source: the NVSHMEM API documentation (Remote Memory Access, Atomic Memory Operations, Signaling Operations, Memory
+Ordering, Point-To-Point Synchronization).
+"""
+
+from __future__ import annotations
+
+from tdcoll.spec.entry import DeviceFunction, Kind
+
+__all__ = ["NVSHMEM_FUNCTIONS"]
+
+_SCOPES = {
+    "": ("nvshmem_", "", "Each thread that calls makes a transfer of its own: call it from one thread."),
+    "_warp": ("nvshmemx_", "_warp", "All threads of a warp call it together, with the same arguments."),
+    "_block": ("nvshmemx_", "_block", "All threads of the block call it together, with the same arguments."),
+}
+
+_MEM: tuple[tuple[str, Kind], ...] = (("dest", "ptr"), ("source", "ptr"), ("bytes", "size"), ("pe", "pe"))
+_MEM_SIGNAL: tuple[tuple[str, Kind], ...] = (
+    *_MEM[:3],
+    ("sig_addr", "ptr64"),
+    ("signal", "u64"),
+    ("sig_op", "int"),
+    ("pe", "pe"),
+)
+
+_PUT = (
+    "Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of "
+    "this GPU when the PE is reachable over NVLink or PCIe, and must be symmetric otherwise. "
+)
+_GET = "Copies `bytes` bytes from the symmetric address `source` on PE `pe` to `dest`. "
+_BLOCKING_PUT = (
+    "Returns when `source` may be written again; delivery is not ordered with anything later without `fence`, "
+    "`quiet` or a signal of its own. "
+)
+_NBI_PUT = "Returns at once: `source` must stay as it is until `quiet`, or until the receiver confirms. "
+_BLOCKING_GET = "Returns when the bytes are in `dest`. "
+_NBI_GET = "Returns at once: the bytes are in `dest` after `quiet`. "
+_SIGNAL = (
+    "Then updates the 64-bit signal at the symmetric address `sig_addr` on that PE by `sig_op` (SIGNAL_SET or "
+    "SIGNAL_ADD) with `signal`: whoever sees the signal also sees these bytes, but not those of other puts. "
+)
+
+
+def _transfers() -> list[DeviceFunction]:
+    made = []
+    for base, parameters, what, blocking, nbi in (
+        ("putmem", _MEM, _PUT, _BLOCKING_PUT, _NBI_PUT),
+        ("putmem_signal", _MEM_SIGNAL, _PUT + _SIGNAL, _BLOCKING_PUT, _NBI_PUT),
+        ("getmem", _MEM, _GET, _BLOCKING_GET, _NBI_GET),
+    ):
+        for mode, completion in (("", blocking), ("_nbi", nbi)):
+            for scope, (prefix, suffix, who) in _SCOPES.items():
+                symbol = f"{prefix}{base}{mode}{suffix}"
+                extra = ", uint64_t *sig_addr, uint64_t signal, int sig_op" if "signal" in base else ""
+                made.append(
+                    DeviceFunction(
+                        f"{base}{mode}{scope}",
+                        parameters,
+                        symbol,
+                        None,
+                        f"void {symbol}(void *dest, const void *source, size_t bytes{extra}, int pe)",
+                        what + completion + who,
+                        acquires=base == "getmem" and not mode,
+                    )
+                )
+    return made
+
+
+def _barriers() -> list[DeviceFunction]:
+    made = []
+    for base, what in (
+        ("barrier_all", "Completes what this PE has issued (as `quiet`), then waits for every PE of the job. "),
+        ("sync_all", "Waits for every PE of the job; does not complete puts (use `barrier_all` for that). "),
+    ):
+        for scope, (prefix, suffix, who) in _SCOPES.items():
+            symbol = f"{prefix}{base}{suffix}"
+            who = who.replace("makes a transfer of its own: call it", "takes part: call it")
+            rule = "One program per PE may be in it at a time. Unbounded: prefer signals with bounded waits."
+            doc = f"{what}{who} {rule}"
+            made.append(DeviceFunction(f"{base}{scope}", (), symbol, None, f"void {symbol}()", doc, acquires=True))
+    return made
+
+
+_ONCE = "Each thread that calls does it once: call it from one thread. "
+
+
+def _values() -> list[DeviceFunction]:
+    made = []
+    for name, parameters, returns, types, what in (
+        (
+            "p",
+            ("dest", "value"),
+            False,
+            "integers or floats of 32 or 64 bits",
+            "Puts `value`, of the pointee's type, to the symmetric address `dest` on PE `pe`. Ordered as any put. ",
+        ),
+        (
+            "g",
+            ("source",),
+            True,
+            "integers or floats of 32 or 64 bits",
+            "The value at the symmetric address `source` on PE `pe`. ",
+        ),
+        (
+            "atomic_fetch",
+            ("source",),
+            True,
+            "integers of 32 or 64 bits",
+            "The integer at the symmetric address `source` on PE `pe`, read atomically. ",
+        ),
+        (
+            "atomic_set",
+            ("dest", "value"),
+            False,
+            "integers of 32 or 64 bits",
+            "Sets the integer at the symmetric address `dest` on PE `pe` atomically. ",
+        ),
+        (
+            "atomic_add",
+            ("dest", "value"),
+            False,
+            "integers of 32 or 64 bits",
+            "Adds `value` to the integer at the symmetric address `dest` on PE `pe`. ",
+        ),
+        (
+            "atomic_fetch_add",
+            ("dest", "value"),
+            True,
+            "integers of 32 or 64 bits",
+            "Adds `value` to the integer at the symmetric address `dest` on PE `pe`; what was there before. ",
+        ),
+        (
+            "atomic_swap",
+            ("dest", "value"),
+            True,
+            "integers of 32 or 64 bits",
+            "Writes `value` to the integer at the symmetric address `dest` on PE `pe`; what was there before. ",
+        ),
+        (
+            "atomic_compare_swap",
+            ("dest", "cond", "value"),
+            True,
+            "integers of 32 or 64 bits",
+            "Writes `value` to the symmetric address `dest` on PE `pe` if `cond` is there; what was there before. ",
+        ),
+    ):
+        symbol = f"nvshmem_TYPE_{name}"
+        given = [f"{'const ' if one == 'source' else ''}TYPE *{one}" for one in parameters[:1]]
+        given += [f"TYPE {one}" for one in parameters[1:]]
+        order = "" if name in ("p", "g") else "Not ordered after earlier puts and stores: `fence` first. "
+        kinds: list[tuple[str, Kind]] = [(one, "value" if place else "ptr") for place, one in enumerate(parameters)]
+        made.append(
+            DeviceFunction(
+                name,
+                (*kinds, ("pe", "pe")),
+                symbol,
+                "value" if returns else None,
+                f"{'TYPE' if returns else 'void'} {symbol}({', '.join(given)}, int pe)",
+                f"{what}{order}{_ONCE}Pointers are to {types}.",
+                acquires=returns,
+            )
+        )
+    return made
+
+
+NVSHMEM_FUNCTIONS = [
+    DeviceFunction("my_pe", (), "nvshmem_my_pe", "int32", "int nvshmem_my_pe()", "This PE: the global rank."),
+    DeviceFunction("n_pes", (), "nvshmem_n_pes", "int32", "int nvshmem_n_pes()", "Number of PEs of the job."),
+    DeviceFunction(
+        "remote_ptr",
+        (("local_ptr", "ptr"), ("pe", "pe")),
+        "nvshmem_ptr",
+        "pointer",
+        "void *nvshmem_ptr(const void *local_ptr, int pe)",
+        "Pointer of the same type to PE `pe`'s copy of a symmetric address, for direct loads and stores; a null "
+        "pointer when that PE is not reachable by them. Order such stores with a release at system scope.",
+    ),
+    DeviceFunction(
+        "int_p",
+        (("dest", "ptr"), ("value", "int"), ("pe", "pe")),
+        "nvshmem_int_p",
+        None,
+        "void nvshmem_int_p(int *dest, int value, int pe)",
+        "Puts one 32-bit integer to the symmetric address `dest` on PE `pe`. Each thread that calls puts once.",
+    ),
+    *_values(),
+    *_transfers(),
+    DeviceFunction(
+        "signal_op",
+        (("sig_addr", "ptr64"), ("signal", "u64"), ("sig_op", "int"), ("pe", "pe")),
+        "nvshmemx_signal_op",
+        None,
+        "void nvshmemx_signal_op(uint64_t *sig_addr, uint64_t signal, int sig_op, int pe)",
+        "Updates the 64-bit signal at the symmetric address `sig_addr` on PE `pe` (SIGNAL_SET or SIGNAL_ADD). Not "
+        "ordered after earlier puts and stores: `fence` first, or use `signal_block`. Every thread that calls updates "
+        "once, so SIGNAL_ADD wants one thread.",
+    ),
+    DeviceFunction(
+        "signal_wait_until",
+        (("sig_addr", "ptr64"), ("cmp_", "int"), ("cmp_val", "u64")),
+        "nvshmem_signal_wait_until",
+        "uint64",
+        "uint64_t nvshmem_signal_wait_until(uint64_t *sig_addr, int cmp, uint64_t cmp_val)",
+        "Waits until this PE's signal compares true (CMP_*), and returns its value. Whoever returns sees what was "
+        "put before the signal. Has no deadline: a peer that dies leaves the GPU hanging. `wait_signal` is the "
+        "bounded form.",
+        acquires=True,
+    ),
+    DeviceFunction(
+        "fence",
+        (),
+        "nvshmem_fence",
+        None,
+        "void nvshmem_fence()",
+        "Puts and signals that this PE has issued before arrive, at each PE, before those that it issues afterwards. "
+        "Those of other threads, too, if they are synchronised with the calling one (`syncthreads`). Orders stores of "
+        "the calling thread through `remote_ptr` alike. Says nothing about different PEs, and does not wait.",
+    ),
+    DeviceFunction(
+        "quiet",
+        (),
+        "nvshmem_quiet",
+        None,
+        "void nvshmem_quiet()",
+        "Waits until all puts, signals and nbi transfers that this PE has issued are complete at their destination; "
+        "those of other threads under the condition that `fence` has.",
+        acquires=True,
+    ),
+    *_barriers(),
+]
+"""In the order of the table."""

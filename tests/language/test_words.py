@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words of other PEs, waits for any word or for one of several, and barriers of a grid, in the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernels_of_words as kernels
+import pytest
+import torch
+
+from tdcoll import runtime
+from tdcoll.errors import CollectiveTimeout
+from tdcoll.monitor import WaitMonitor
+from tdcoll.testing import Deadlock, World, explore, first_failure
+
+
+def zeros(shape: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """A symmetric tensor of zeros, on all PEs."""
+    job = runtime.current()
+    tensor = job.allocate((shape,) if isinstance(shape, int) else shape, dtype, name=name)
+    tensor.zero_()
+    job.exchange(range(job.world_size), f"zeros {name}")
+    return tensor
+
+
+def put_and_get(world: World) -> None:
+    def host(pe: int) -> None:
+        words, floats = zeros(1, torch.int64, "words"), zeros(1, torch.float64, "floats")
+        out, out_floats = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+        monitor, arrived = WaitMonitor(), zeros(1, torch.int64, "arrived")
+        kernels.values[(1,)](words, floats, out, out_floats, arrived, monitor.words)
+        before = (pe - 1) % world.n_pes
+        assert (words.item(), floats.item()) == ((before + 1) * 10_000_000_000, before + 0.25)
+        assert (out.item(), out_floats.item()) == ((pe + 1) * 10_000_000_000, pe + 0.25)
+
+    world.run(host)
+
+
+def test_values_of_every_type() -> None:
+    explore(put_and_get, n_pes=3, seeds=10)
+    put_and_get(World(3, ranks_per_node=1))
+
+
+def change_words_of_pe_0(world: World) -> None:
+    rounds = 3
+    kept: dict[int, list[int]] = {}
+
+    def host(pe: int) -> None:
+        narrow, wide = zeros(3, torch.int32, "narrow"), zeros(2, torch.int64, "wide")
+        old, arrived = torch.zeros(rounds + 3, dtype=torch.int64), zeros(1, torch.int64, "arrived")
+        kernels.atomics[(1,)](narrow, wide, old, arrived, WaitMonitor().words, rounds)
+        kept[pe] = old.tolist()
+        if pe == 0:
+            assert narrow.tolist()[:2] == [rounds * world.n_pes, 0]
+            assert wide[0].item() == world.n_pes * rounds << 33
+
+    world.run(host)
+    n = world.n_pes
+    counted = sorted(value for old in kept.values() for value in old[:rounds])
+    assert counted == list(range(n * rounds))  # nobody was told the same
+    held = [old[rounds] for old in kept.values()]
+    assert len(set(held)) == n  # each sees who had the lock before
+    assert len({old[rounds + 1] for old in kept.values()}) == n
+    assert {old[rounds + 2] for old in kept.values()} == {n * rounds << 33}
+
+
+def test_atomics_of_several_pes() -> None:
+    explore(change_words_of_pe_0, n_pes=3, seeds=10)
+
+
+def counted_puts(fence: bool) -> Any:
+    def case(world: World) -> None:
+        def host(pe: int) -> None:
+            buffer, counter = zeros(16, torch.int32, "buffer"), zeros(1, torch.int32, "counter")
+            if pe == 1:
+                buffer.copy_(torch.arange(16) + 7)
+            out = torch.zeros(16, dtype=torch.int32)
+            kernels.put_then_count[(1,)](buffer, counter, out, WaitMonitor().words, fence)
+            assert pe == 1 or torch.equal(out, torch.arange(16, dtype=torch.int32) + 7), f"got {out.tolist()}"
+
+        world.run(host)
+
+    return case
+
+
+def test_an_atomic_after_a_fence_says_that_data_are_there() -> None:
+    explore(counted_puts(True), n_pes=2, seeds=30)
+    failure = first_failure(counted_puts(False), n_pes=2, seeds=10)
+    assert failure is not None
+    assert "got [" in failure.report
+
+
+def test_atomics_by_the_thread() -> None:
+    def host(pe: int) -> None:
+        counter, turns = torch.zeros(1, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
+        kernels.count_by_threads[(3,)](counter, turns, False)
+        assert (counter.item(), turns.tolist()) == (3 * 5 * 2, [1, 2, 3, 4, 5, 0, 0, 0])
+
+    World(1).run(host)
+    with pytest.raises(ValueError, match="every thread of the block would do it; call it in a branch on tid"):
+        World(1).run(lambda pe: kernels.count_by_threads[(1,)](*(zeros(8, torch.int32, "x"),) * 2, True))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "message"),
+    [
+        (kernels.block_of_pointers, torch.int32, r"atom_add: ptr must be a scalar, got a block of shape \[16\]"),
+        (kernels.float_counter, torch.float32, "atomic_add: dest must be a pointer to integers of 32 or 64 bits, got"),
+        (kernels.value_of_bytes, torch.int8, "p: dest must be a pointer to integers of 32 or 64 bits, or to fp32"),
+        (kernels.float_counter, None, "dest must lie in the symmetric heap"),
+    ],
+)
+def test_wrong_pointers_are_refused(kernel: Any, dtype: torch.dtype | None, message: str) -> None:
+    def host(pe: int) -> None:
+        words = torch.zeros(32, dtype=torch.int32) if dtype is None else zeros(32, dtype, "words")
+        kernel[(1,)](words, words)
+
+    with pytest.raises(ValueError, match=message):
+        World(1).run(host)
+
+
+def waiting(send: bool) -> Any:
+    def case(world: World) -> None:
+        def host(pe: int) -> None:
+            narrow, wide = zeros(1, torch.int32, "narrow"), zeros(1, torch.int64, "wide")
+            ok, monitor = torch.zeros(2, dtype=torch.int32), WaitMonitor(timeout_s=1)
+            kernels.wait_here_and_there[(1,)](narrow, wide, ok, monitor.words, send)
+            if send:
+                assert ok.tolist() == [1, 1]
+            else:
+                assert ok.tolist() == [0, 0]
+                with pytest.raises(CollectiveTimeout, match=f"waited 1 s for peer {(pe + 1) % 2}: signal 7") as caught:
+                    monitor.check()
+                assert (caught.value.expected, caught.value.seen) == (-4, 0)
+
+        world.run(host)
+
+    return case
+
+
+def test_waits_for_narrow_words_and_for_remote_ones() -> None:
+    explore(waiting(True), n_pes=2, seeds=20)
+
+
+def test_waits_for_words_end() -> None:
+    waiting(False)(World(2, on_timeout="expire"))
+
+
+def taking(skip: int, extra: int = 0) -> Any:
+    def case(world: World) -> None:
+        n = world.n_pes
+
+        def host(pe: int) -> None:
+            signals, found = zeros(8, torch.int64, "signals"), torch.full((8,), -2, dtype=torch.int32)
+            monitor = WaitMonitor(timeout_s=1)
+            kernels.any_of[(1,)](signals, found, monitor.words, skip, n + extra, 8)
+            if pe == 0:
+                assert sorted(found[: n - 1].tolist()) == list(range(1, n))
+                if extra:
+                    assert found[n - 1].item() == -1
+                    with pytest.raises(CollectiveTimeout, match="waited 1 s for peer"):
+                        monitor.check()
+
+        world.run(host)
+
+    return case
+
+
+def test_any_of_several_signals() -> None:
+    explore(taking(0), n_pes=4, seeds=20)
+    explore(taking(-1), n_pes=3, seeds=5)
+
+
+def test_a_wait_for_any_ends() -> None:
+    taking(0, extra=1)(World(3, on_timeout="expire"))
+
+
+def test_asking_for_a_signal() -> None:
+    def case(world: World) -> None:
+        def host(pe: int) -> None:
+            signals, out = zeros(2, torch.int64, "signals"), torch.full((2,), -1, dtype=torch.int64)
+            if pe == 1:
+                signals[1] = 77
+            kernels.ask[(1,)](signals, out, 1)
+            assert pe == 1 or out.tolist() == [0, 77]
+
+        world.run(host)
+
+    explore(case, n_pes=2, seeds=20)
+
+
+def meeting(barrier: bool, programs: tuple[int, ...] = (5, 3, 5)) -> Any:
+    """Launches of several sizes on one counter."""
+    n, width = 4, 8
+
+    def case(world: World) -> None:
+        def host(pe: int) -> None:
+            counter, monitor = torch.zeros(1, dtype=torch.int64), WaitMonitor(timeout_s=1)
+            for launch, size in enumerate(programs):
+                cells, sums = (torch.zeros(n, width, dtype=torch.int32) for _ in range(2))
+                kernels.rounds[(size,)](cells, sums, counter, monitor.words, n, barrier, width)
+                monitor.raise_if_expired()
+                for i in range(n):
+                    wanted = sum(range(i + 1, size + i + 1))
+                    assert sums[i, :size].tolist() == [wanted] * size, f"launch {launch}, round {i}: {sums[i]}"
+
+        world.run(host)
+
+    return case
+
+
+def test_programs_of_a_grid_meet() -> None:
+    explore(meeting(True), n_pes=2, seeds=10)
+    failure = first_failure(meeting(False), n_pes=2, seeds=3)
+    assert failure is not None
+    assert "round" in failure.report
+
+
+def test_a_grid_that_does_not_fit_cannot_meet() -> None:
+    with pytest.raises(Deadlock, match="waits for"):
+        meeting(True)(World(1, resident=3))
+    with pytest.raises(CollectiveTimeout, match="waited 1 s for peer 0"):
+        meeting(True)(World(1, resident=3, on_timeout="expire"))
+
+
+def test_words_of_128_bits_are_loaded_whole() -> None:
+    def host(pe: int) -> None:
+        source = torch.arange(64, dtype=torch.int32)
+        dest = torch.full((64,), -1, dtype=torch.int32)
+        kernels.move_words[(1,)](source, dest, 10, 16)
+        wanted = source.view(16, 4).flip(1).clone()
+        wanted[10:] = 0
+        assert torch.equal(dest.view(16, 4), wanted)
+
+    World(1).run(host)
