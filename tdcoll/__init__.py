@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from tdcoll.language.jit import jit
     from tdcoll.memory import barrier, device, empty, free, heap_info, topology, zeros
     from tdcoll.monitor import WaitMonitor
+    from tdcoll.primitives.group import begin_epoch
     from tdcoll.runtime.lifecycle import finalize, initialize, is_initialized
     from tdcoll.runtime.topology import Topology
+    from tdcoll.streams import barrier_on_stream, copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
     from tdcoll.tuning import Table
 
 __version__ = "0.1.0"
@@ -64,6 +66,9 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "barrier",
+    "barrier_on_stream",
+    "begin_epoch",
+    "copy_on_stream",
     "device",
     "empty",
     "finalize",
@@ -74,12 +79,15 @@ __all__ = [
     "jit",
     "match_indices",
     "match_lists",
+    "peer_tensor",
     "reduce_scatter",
     "reduce_scatter_tensor",
     "sparse_all_reduce",
     "sparse_all_reduce_padded",
     "sparse_all_reduce_rows",
     "topology",
+    "wait_on_stream",
+    "write_on_stream",
     "zeros",
 ]
 
@@ -101,8 +109,10 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "language.jit": "jit",
         "memory": "barrier device empty free heap_info topology zeros",
         "monitor": "WaitMonitor",
+        "primitives.group": "begin_epoch",
         "runtime.lifecycle": "finalize initialize is_initialized",
         "runtime.topology": "Topology",
+        "streams": "barrier_on_stream copy_on_stream peer_tensor wait_on_stream write_on_stream",
         "tuning": "Table",
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

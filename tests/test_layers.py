@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.last_words",),
     ("runtime.nvshmem", "runtime.simulator.process", "runtime.simulator.world"),
     ("runtime.lifecycle",),
-    ("monitor", "memory"),
+    ("monitor", "memory", "streams"),
     ("primitives",),
     ("tuning",),
     ("gate",),

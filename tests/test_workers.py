@@ -42,6 +42,7 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
         second("all_reduce_checks.py", ("--nproc", "2"), id="all-reduce, 2 ranks"),
         pytest.param("early_checks.py", ("--nproc", "2"), id="early launches, 2 ranks"),
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
+        pytest.param("words_checks.py", ("--nproc", "2"), id="words, 2 ranks"),
         pytest.param("primitives_checks.py", ("--nproc", "2"), id="primitives, 2 ranks"),
         second("sparse_checks.py", ("--nproc", "2"), id="sparse all-reduce, 2 ranks"),
         second("stall_checks.py", ("--nproc", "2"), id="a planted stall, 2 ranks"),

@@ -54,6 +54,25 @@ class SymmetricHeap(Protocol):
         """Address at which this PE can load and store ``pe``'s block, or 0 if only puts and gets reach it."""
         ...
 
+    def peer_view(self, pe: int, offset: int, nbytes: int) -> torch.Tensor:
+        """``-> [nbytes]`` uint8 tensor on ``pe``'s bytes ``[offset, offset + nbytes)``, where loads and stores reach
+        them."""
+        ...
+
+    def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
+        """Let a stream wait until the word of 32 or 64 bits at ``address`` is ``value``, or ``at_least`` that.
+
+        Where there are no streams, the caller waits, for ``timeout_s`` at most."""
+        ...
+
+    def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
+        """Let a stream write a word of 32 or 64 bits, after all that was queued before has been seen by everybody."""
+        ...
+
+    def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
+        """Let a stream copy bytes between memory of this PE and memory of PEs that it reaches by loads and stores."""
+        ...
+
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
         """An allocation of ``pes`` was made here: its name for reports ("pe3.signals[0]"), and the bytes that an access
         may reach. Transports that check and report nothing ignore it."""

@@ -74,7 +74,7 @@ def run_checks(launch: Launch, ranks: int, script: Path, *options: str) -> subpr
 @ranks_of(1, 2, 3, 4, 6, 8)
 def test_all_checks(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, HERE / "all_checks.py")
-    assert set(verdicts(done)) == checks_of("language_checks.py", "all_gather_checks.py")
+    assert set(verdicts(done)) == checks_of("language_checks.py", "words_checks.py", "all_gather_checks.py")
 
 
 @ranks_of(1, 2, 4, 8)

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from tdcoll.errors import CollectiveTimeout
 from tdcoll.runtime.heap import ALIGNMENT
 
 __all__ = ["NULL_PAGE", "Allocation", "Memory", "MemoryView", "aligned", "read_word", "write_word"]
+
+_LOOK_S = 2e-5
+"""How often a host looks whether a word has come."""
 
 NULL_PAGE = 4096
 """No memory lies below this address: a pointer there is null, or null plus an offset."""
@@ -176,6 +181,49 @@ class MemoryView:
         if not 0 <= pe < self.n_pes:
             raise ValueError(f"pe must be in 0..{self.n_pes - 1}, got {pe}")
         return self._memory.block(pe) if self._reachable[pe] else 0
+
+    def peer_view(self, pe: int, offset: int, nbytes: int) -> torch.Tensor:
+        begin = pe * self.nbytes + offset
+        return self._memory.tensor[begin : begin + nbytes]
+
+    def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
+        kind = ctypes.c_uint32 if bits == 32 else ctypes.c_uint64
+        word, what = (
+            kind.from_address(address),
+            f"{self._memory.describe(address)} {'>=' if at_least else '=='} {value}",
+        )
+
+        def ready() -> bool:
+            return word.value >= value if at_least else word.value == value
+
+        if not self.wait_on_host(address, ready, lambda: f"waits for {what}, is {word.value}", timeout_s):
+            raise CollectiveTimeout(
+                f"in a stream's wait for {what}, which is {word.value}", rank=self.pe, timeout_s=timeout_s
+            )
+
+    def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
+        (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64).from_address(address).value = value
+        self.written_by_host(address, bits // 8)
+
+    def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(dest, source, nbytes)
+        self.written_by_host(dest, nbytes)
+
+    def wait_on_host(
+        self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float
+    ) -> bool:
+        """The host waits until ``ready()``, which is about the word at ``address``; False after ``timeout_s``.
+
+        By looking again and again: another process may write there."""
+        end = time.monotonic() + timeout_s
+        while not ready():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def written_by_host(self, address: int, nbytes: int) -> None:
+        """The host has written there."""
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
         self._memory.label(self.pe, Allocation(offset, nbytes, name, itemsize, pes))

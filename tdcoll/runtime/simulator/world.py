@@ -79,6 +79,24 @@ class _Control:
         return [answer for _, answer in answers]
 
 
+class _View(MemoryView):
+    """A PE's memory in a world, whose scheduler tells host tasks when a word is written."""
+
+    def __init__(self, world: World, pe: int) -> None:
+        reachable = tuple(node == world.node_ids[pe] for node in world.node_ids)
+        super().__init__(world.memory, pe, reachable)
+        self._world = world
+
+    def wait_on_host(
+        self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float
+    ) -> bool:
+        return self._world.scheduler.wait(ready, describe, [address & ~7], int(timeout_s * 1e9))
+
+    def written_by_host(self, address: int, nbytes: int) -> None:
+        self._world.scheduler.notify_words(address, nbytes)
+        self._world.scheduler.turn()
+
+
 class World:
     """A job of ``n_pes`` simulated PEs in this process.
 
@@ -181,7 +199,7 @@ class World:
             runtime.Runtime(
                 rank=pe,
                 world_size=n_pes,
-                heap=MemoryView(self.memory, pe, tuple(node == self.node_ids[pe] for node in self.node_ids)),
+                heap=_View(self, pe),
                 control=_Control(self, pe),
                 node_ids=self.node_ids,
                 simulated=True,

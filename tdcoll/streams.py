@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host queues on a stream: a barrier of all ranks, waits for words, writes of words, copies between ranks.
+
+All of it is asynchronous on a GPU, in the order of the stream, and may be captured into a CUDA graph. On the simulator,
+which has no streams, each is done before it returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tdcoll import arguments, runtime
+from tdcoll.language import CMP_EQ, CMP_GE, barrier_all_block
+from tdcoll.language.jit import jit
+
+__all__ = ["barrier_on_stream", "copy_on_stream", "peer_tensor", "wait_on_stream", "write_on_stream"]
+
+_WORDS = {torch.int32: 32, torch.uint32: 32, torch.int64: 64, torch.uint64: 64}
+
+
+def peer_tensor(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """``-> [*tensor.shape]``: what stands on ``rank`` where ``tensor`` stands here. Local.
+
+    The result is that memory itself: PyTorch's operators, copies and kernels on this GPU read and write it over NVLink
+    or PCIe. When they may is for signals and barriers to say. It ends with the symmetric tensor.
+
+    Args:
+        tensor: one that :func:`tdcoll.empty` made, or a view of it, of any strides.
+        rank: global rank, on this node; this rank's own gives ``tensor``.
+
+    Raises:
+        TypeError: an argument is not as described.
+        NotSymmetricError: ``tensor`` is not symmetric.
+        ValueError: there is no such rank, it did not allocate the tensor, or it is out of reach of loads and stores.
+    """
+    owner = runtime.current()
+    arguments.tensor("tensor", tensor)
+    arguments.whole("rank", rank, 0)
+    if rank >= owner.world_size:
+        raise ValueError(f"rank must be below {owner.world_size}, the number of ranks of the job; got {rank}")
+    if rank == owner.rank or tensor.nbytes == 0:
+        return tensor
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
+    offset = owner.offset_of(tensor, "tensor")
+    owners = owner.arena.owners_around(offset, extent)
+    if owners is None or rank not in owners:
+        raise ValueError(f"rank must be one of {list(owners or ())}, which made the tensor together; got {rank}")
+    if owner.node_ids[rank] != owner.node_ids[owner.rank] or owner.heap.peer_base(rank) == 0:
+        raise ValueError(f"rank must be one that loads and stores reach, on this node; got {rank}, on another")
+    raw = owner.heap.peer_view(rank, offset, extent)
+    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+@jit
+def _barrier():
+    barrier_all_block()
+
+
+def barrier_on_stream(stream: torch.cuda.Stream | None = None) -> None:
+    """Let a stream wait until every rank of the job has come here on its stream. Collective over the job.
+
+    All that ranks have sent on their streams before has arrived after: stores, puts and signals of kernels, and copies.
+    One at a time: two streams of a rank may not be in it together. NVSHMEM's barrier, which has no deadline: on a GPU a
+    rank that does not come leaves the others waiting. On the simulator they raise :class:`~tdcoll.CollectiveTimeout`.
+
+    Args:
+        stream: default: the current one. Without meaning on the simulator.
+
+    Raises:
+        NotInitializedError: before :func:`tdcoll.initialize`.
+    """
+    owner = runtime.current()
+    if owner.device.type != "cuda":
+        _barrier[(1,)]()
+        return
+    with torch.cuda.stream(stream if stream is not None else torch.cuda.current_stream(owner.device)):
+        _barrier[(1,)](num_warps=1)
+
+
+def wait_on_stream(word: torch.Tensor, compare: Any, value: int, stream: torch.cuda.Stream | None = None) -> None:
+    """Let a stream wait until ``word`` compares true with ``value``. No program of a kernel is needed for it.
+
+    What was written before the word, and released at system scope, is seen after. On a GPU there is no deadline. On the
+    simulator the host waits for that of :func:`tdcoll.initialize`.
+
+    Args:
+        word: ``[]`` or ``[1]`` of int32 or int64, signed or not, on this GPU: a word of a symmetric tensor, or any.
+        compare: ``tdl.CMP_EQ`` or ``tdl.CMP_GE``. The driver compares ``>=`` by the sign of the difference.
+        value: not negative.
+        stream: default: the current one.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        CollectiveTimeout: on the simulator, when the word has not come.
+        TdcollError: the driver refuses.
+    """
+    owner, bits = runtime.current(), _bits("word", word)
+    if compare not in (CMP_EQ, CMP_GE):
+        raise ValueError(f"compare must be tdl.CMP_EQ or tdl.CMP_GE, got {compare!r}")
+    _check_value(value, bits)
+    owner.heap.stream_wait(_handle(owner, stream), word.data_ptr(), bits, compare == CMP_GE, value, owner.timeout_s)
+
+
+def write_on_stream(word: torch.Tensor, value: int, stream: torch.cuda.Stream | None = None) -> None:
+    """Let a stream write ``value`` to ``word``, after all that was queued on it before: a signal to who waits for it.
+
+    Args:
+        word: ``[]`` or ``[1]`` of int32 or int64, signed or not: of this GPU, or of :func:`peer_tensor`.
+        value: not negative.
+        stream: default: the current one.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        TdcollError: the driver refuses.
+    """
+    owner, bits = runtime.current(), _bits("word", word)
+    _check_value(value, bits)
+    owner.heap.stream_write(_handle(owner, stream), word.data_ptr(), bits, value)
+
+
+def copy_on_stream(dest: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """Let a stream copy ``source`` to ``dest`` by a copy engine, which takes no room from kernels.
+
+    Args:
+        dest, source: contiguous, of as many bytes, on this GPU or of :func:`peer_tensor`.
+        stream: default: the current one.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        TdcollError: the driver refuses.
+    """
+    owner = runtime.current()
+    for name, tensor in (("dest", dest), ("source", source)):
+        arguments.tensor(name, tensor)
+        if tensor.device != owner.device or not tensor.is_contiguous():
+            layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
+            raise ValueError(f"{name} must be contiguous and on {owner.device}, got one {layout} on {tensor.device}")
+    if dest.nbytes != source.nbytes:
+        raise ValueError(f"dest must have the {source.nbytes} bytes of source, got {dest.nbytes}")
+    if dest.nbytes:
+        owner.heap.stream_copy(_handle(owner, stream), dest.data_ptr(), source.data_ptr(), dest.nbytes)
+
+
+def _bits(name: str, word: torch.Tensor) -> int:
+    arguments.tensor(name, word)
+    bits = _WORDS.get(word.dtype)
+    owner = runtime.current()
+    if bits is None or word.numel() != 1 or word.device != owner.device:
+        raise ValueError(
+            f"{name} must be one integer of 32 or 64 bits on {owner.device}, got {list(word.shape)} of {word.dtype} on "
+            f"{word.device}"
+        )
+    return bits
+
+
+def _check_value(value: int, bits: int) -> None:
+    arguments.whole("value", value, 0)
+    if value >> bits:
+        raise ValueError(f"value must fit into {bits} bits, got {value}")
+
+
+def _handle(owner: runtime.Runtime, stream: torch.cuda.Stream | None) -> int:
+    if owner.device.type != "cuda":
+        return 0
+    return int((stream if stream is not None else torch.cuda.current_stream(owner.device)).cuda_stream)
