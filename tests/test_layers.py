@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fused",),
     ("",),  # the package itself, which gives out the public names of all the above
     ("distributed",),
-    ("bench", "testing", "doctor", "torchrun"),
+    ("bench", "testing", "doctor", "torchrun", "compat"),
     ("__main__",),
 )
 """Parts of the package, the lowest first. A module belongs to the longest name that it begins with. It may import its

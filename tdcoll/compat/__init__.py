@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs written for Triton-distributed, on stock Triton: ``import triton_dist`` resolves to tdcoll.
+
+Either start them by ``python -m tdcoll.compat script.py`` (``launch.sh --compat script.py``), or call :func:`activate`
+before the first ``import triton_dist``. What is the same, what differs, and what is not there:
+``docs/triton-distributed.md``. Names and behaviour follow ByteDance-Seed/Triton-distributed at commit
+1512a81189315eca7ba38f884aaf239469a88ba3; the code is tdcoll's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from tdcoll.compat.missing import NotProvidedError
+
+__all__ = ["NotProvidedError", "activate", "is_active"]
+
+_HERE = "tdcoll.compat.triton_dist"
+
+
+class _Loader(importlib.abc.Loader):
+    """Gives a module of tdcoll under another name."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._spec: importlib.machinery.ModuleSpec | None = None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._target)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has put the other name's there
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds ``triton_dist`` and what lies below it, and the parts of ``nvshmem`` that stand for tdcoll's."""
+
+    def __init__(self, simulated: bool) -> None:
+        self._nvshmem = {"nvshmem.core": f"{_HERE}.nvshmem_core"}
+        if simulated:
+            self._nvshmem |= {
+                "nvshmem": f"{_HERE}.nvshmem_package",
+                "nvshmem.bindings": f"{_HERE}.nvshmem_package",
+                "nvshmem.bindings.nvshmem": f"{_HERE}.nvshmem_bindings",
+            }
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        ours = self._nvshmem.get(fullname)
+        if ours is None:
+            if fullname.partition(".")[0] != "triton_dist":
+                return None
+            ours = _HERE + fullname.removeprefix("triton_dist")
+            if importlib.util.find_spec(ours) is None:
+                raise NotProvidedError.of_module(fullname)
+        package = importlib.util.find_spec(ours)
+        assert package is not None
+        is_package = package.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(fullname, _Loader(ours), is_package=is_package)
+
+
+_finder: _Finder | None = None
+
+
+def is_active() -> bool:
+    """Whether ``import triton_dist`` resolves to tdcoll in this process."""
+    return _finder is not None
+
+
+def activate() -> None:
+    """Let ``import triton_dist`` and its submodules resolve to tdcoll in this process, and ``nvshmem.core`` as well.
+
+    Idempotent. On the simulator it also puts stand-ins for ``torch.cuda`` in place, and lets the device ``"cuda"`` be
+    the CPU (:mod:`tdcoll.compat.cuda`). Where ``TDCOLL_EMULATE_NODES`` is set, ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK``
+    become those of the emulated node.
+
+    Raises:
+        ImportError: a real Triton-distributed is imported already, or installed; says where it is.
+    """
+    global _finder
+    if _finder is not None:
+        return
+    _refuse_the_real_one()
+    from tdcoll.language import INTERPRETED
+
+    _finder = _Finder(INTERPRETED)
+    sys.meta_path.insert(0, _finder)
+    from tdcoll.compat import cuda, nodes
+
+    nodes.emulate()
+    if INTERPRETED:
+        cuda.install()
+
+
+def _refuse_the_real_one() -> None:
+    if os.environ.get("TDCOLL_COMPILER", "") == "triton_dist":
+        raise ImportError(
+            "TDCOLL_COMPILER=triton_dist uses the real Triton-distributed, and tdcoll.compat stands in for it: unset "
+            "the variable, or leave tdcoll.compat out"
+        )
+    loaded = sys.modules.get("triton_dist")
+    if loaded is not None:
+        raise ImportError(
+            f"the real triton_dist is imported already, from {getattr(loaded, '__file__', '?')}, and goes on being "
+            "used: activate tdcoll.compat before it, in an environment without it"
+        )
+    found = importlib.util.find_spec("triton_dist")
+    if found is not None:
+        where = found.origin or next(iter(found.submodule_search_locations or ["?"]))
+        raise ImportError(
+            f"the real triton_dist is installed, at {where}, and is the one that is used: uninstall it to run on "
+            "tdcoll, or start the program without tdcoll.compat"
+        )

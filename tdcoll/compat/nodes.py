@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks share a node, for programs that read it from torchrun's environment variables."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["device_index", "emulate"]
+
+_device: int | None = None
+
+
+def emulate() -> None:
+    """Let ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` be those of the emulated node, where nodes are emulated.
+
+    Raises:
+        ValueError: the processes of this host do not divide evenly; such programs take all nodes to be of one size.
+    """
+    global _device
+    _device = int(os.environ.get("LOCAL_RANK", 0))
+    nodes = int(os.environ.get("TDCOLL_EMULATE_NODES") or 1)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if nodes == 1:
+        return
+    if processes % nodes:
+        raise ValueError(
+            f"TDCOLL_EMULATE_NODES must divide the {processes} processes of this host, as such programs take all nodes "
+            f"to be of one size; got {nodes}"
+        )
+    per_node = processes // nodes
+    os.environ["LOCAL_RANK"] = str(_device % per_node)
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+
+
+def device_index() -> int:
+    """Which GPU of the host this process takes."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if _device is None else _device

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``triton_dist.kernels``: what its tutorials import of it."""

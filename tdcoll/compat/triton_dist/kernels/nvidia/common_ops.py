@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``triton_dist.kernels.nvidia.common_ops``: barriers inside a node and inside a grid, and words on streams.
+
+The barrier of a node, by tokens: ``flags[r]`` on rank p is where rank r leaves a token for p::
+
+    rank r  --0 becomes 1-->  flags[r] on every rank p of the node, r itself included
+    rank r  <--1 becomes 0--  its own flags[p], for every p
+
+A rank that has taken everybody's token knows that all have come. A second barrier may follow at once: who leaves a
+token first waits until the last one was taken, which needs only ranks that have left this barrier or are in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import tdcoll
+import tdcoll.language as tdl
+from tdcoll import runtime
+from tdcoll.compat.missing import attributes_of
+from tdcoll.compat.triton_dist import utils
+
+__all__ = [
+    "BarrierAllContext",
+    "_memcpy_async_cuda",
+    "_set_signal_cuda",
+    "_wait_eq_cuda",
+    "barrier_all_intra_node_atomic_cas_block",
+    "barrier_all_intra_node_non_atomic_block",
+    "barrier_all_on_stream",
+    "barrier_on_this_grid",
+    "log2",
+    "next_power_of_2",
+    "unsafe_barrier_on_this_grid",
+]
+
+__getattr__ = attributes_of("triton_dist.kernels.nvidia.common_ops")
+
+
+@tdcoll.jit(do_not_specialize=["local_rank", "rank", "local_world_size"])
+def barrier_all_intra_node_atomic_cas_block(local_rank, rank, local_world_size, symm_flag_ptr):
+    """Waits for all ranks of the node, of which this is ``local_rank``; launched as one program.
+
+    ``symm_flag_ptr``: symmetric int32 ``[local_world_size]``, 0 before the first barrier.
+    """
+    first = rank - local_rank
+    tdl.syncthreads()
+    for peer in range(local_world_size):
+        theirs = tdl.remote_ptr(symm_flag_ptr + local_rank, first + peer)
+        while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
+            pass
+    for peer in range(local_world_size):
+        while tl.atomic_cas(symm_flag_ptr + peer, 1, 0, sem="acquire", scope="sys") != 1:
+            pass
+    tdl.syncthreads()
+
+
+@triton.jit
+def _meet_once(local_rank, rank, num_ranks, flags, target_value):
+    first = rank - local_rank
+    tdl.syncthreads()
+    for peer in range(num_ranks):
+        if tdl.tid(0) == 0:
+            tdl.st_release(tdl.remote_ptr(flags + local_rank, first + peer), target_value, "sys")
+    for peer in range(num_ranks):
+        while tdl.ld(flags + peer, "sys", "acquire") != target_value:
+            pass
+    tdl.syncthreads()
+
+
+@tdcoll.jit(do_not_specialize=["local_rank", "rank", "num_ranks", "target_value"])
+def barrier_all_intra_node_non_atomic_block(local_rank, rank, num_ranks, symm_flags, target_value):
+    """Waits for all ranks of the node without atomics; launched as one program, each time with another value.
+
+    ``symm_flags``: symmetric int32 or int64 ``[2 * num_ranks]``. Twice, so that a rank which is ahead cannot overwrite
+    what another has yet to read.
+    """
+    _meet_once(local_rank, rank, num_ranks, symm_flags, target_value)
+    _meet_once(local_rank, rank, num_ranks, symm_flags + num_ranks, target_value)
+
+
+@triton.jit
+def unsafe_barrier_on_this_grid(ptr):
+    """Waits for all programs of the launch, which must be on the GPU at once. ``ptr``: int32, 0 at first.
+
+    The top bit of the word turns over when the last program has come: the shares of all add up to it.
+    ``tdl.grid_barrier`` is the one with a deadline.
+    """
+    word = ptr.to(tl.pointer_type(tl.int32))
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    share = tl.cast(1, tl.int32)
+    if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+        share = -2147483647 - programs  # 0x80000000 - (programs - 1), as a signed number
+    tdl.syncthreads()
+    before = tl.atomic_add(word, share, sem="acq_rel", scope="gpu")
+    while ((tdl.ld(word, "gpu", "acquire") ^ before) >> 31) == 0:
+        pass
+    tdl.syncthreads()
+
+
+@triton.jit
+def barrier_on_this_grid(ptr, use_cooperative: tl.constexpr):
+    """:func:`unsafe_barrier_on_this_grid`, whether the launch is cooperative or not."""
+    unsafe_barrier_on_this_grid(ptr)
+
+
+@tl.constexpr_function
+def log2(n):
+    """The exponent of a power of two."""
+    return n.bit_length() - 1
+
+
+@tl.constexpr_function
+def next_power_of_2(n):
+    """The least power of two of at least ``n``."""
+    return triton.next_power_of_2(n)
+
+
+class BarrierAllContext:
+    """What barriers of a node need, or of all ranks. Collective to make.
+
+    Args:
+        is_intra_node: of this node's ranks; else of all.
+    """
+
+    def __init__(self, is_intra_node: bool) -> None:
+        self.is_intra_node = is_intra_node
+        self.target_value = 1
+        if is_intra_node:
+            self.rank = runtime.current().rank
+            self.num_local_ranks = utils.get_triton_dist_local_world_size()
+            self.local_rank = self.rank % self.num_local_ranks
+            self.symm_barrier = tdcoll.zeros(2 * self.num_local_ranks, torch.int32)
+
+    def finalize(self) -> None:
+        """Give the memory back. Collective."""
+        if self.is_intra_node:
+            tdcoll.free(self.symm_barrier)
+
+
+def barrier_all_on_stream(ctx: BarrierAllContext | None, stream: torch.cuda.Stream | None = None) -> None:
+    """Let a stream, by default the current one, wait for the ranks that ``ctx`` is of; None: for all."""
+    if ctx is None or not ctx.is_intra_node:
+        utils.nvshmem_barrier_all_on_stream(stream)
+        return
+    who = ctx.local_rank, ctx.rank, ctx.num_local_ranks, ctx.symm_barrier
+    with torch.cuda.stream(stream or torch.cuda.current_stream()):
+        if utils.supports_p2p_native_atomic():
+            barrier_all_intra_node_atomic_cas_block[(1,)](*who)
+        else:
+            barrier_all_intra_node_non_atomic_block[(1,)](*who, ctx.target_value)
+            ctx.target_value += 1
+
+
+# ---------------------------------------------------------------------- words on streams
+
+
+def _word(signal: torch.Tensor | int, require_i64: bool) -> tuple[int, int]:
+    """Address and bits of a signal: of a tensor, or of an address, as older programs give it."""
+    if isinstance(signal, torch.Tensor):
+        if signal.dtype not in (torch.int32, utils.NVSHMEM_SIGNAL_DTYPE):
+            raise ValueError(f"signal_tensor must be of int32 or int64, got {signal.dtype}")
+        return signal.data_ptr(), 8 * signal.itemsize
+    return int(signal), 64 if require_i64 else 32
+
+
+def _handle(stream: Any) -> int:
+    return int((stream or torch.cuda.current_stream()).cuda_stream)
+
+
+def _wait_eq_cuda(
+    signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False
+) -> None:
+    """Let a stream wait until a word is ``signal``. ``require_i64`` is for addresses: they have no type."""
+    address, bits = _word(signal_tensor, require_i64)
+    job = runtime.current()
+    job.heap.stream_wait(_handle(stream), address, bits, False, signal, job.timeout_s)
+
+
+def _set_signal_cuda(
+    signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False
+) -> None:
+    """Let a stream write ``signal`` to a word. ``require_i64`` is for addresses: they have no type."""
+    address, bits = _word(signal_tensor, require_i64)
+    runtime.current().heap.stream_write(_handle(stream), address, bits, signal)
+
+
+def _memcpy_async_cuda(dst: torch.Tensor, src: torch.Tensor, nbytes: int, stream: Any = None) -> None:
+    """Let a stream copy ``nbytes`` bytes."""
+    runtime.current().heap.stream_copy(_handle(stream), dst.data_ptr(), src.data_ptr(), nbytes)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``triton_dist.language``: what its compiler adds to Triton, as functions of stock Triton.
+
+Who waits and who notifies:
+
+- :func:`notify` is one thread's release (``gpu``, ``intra_node``) or NVSHMEM's signal (``inter_node``). It has no
+  barrier of the block before it; ``__syncthreads()`` is the kernel's to write, as there.
+- :func:`wait` acquires in the lanes of each warp, and its warp goes on together. Loads that follow it in the program
+  stay behind it: stock Triton does not pipeline a loop that has one. So :func:`consume_token` has nothing to do.
+"""
+
+import triton
+import triton.language as tl
+
+import tdcoll.language as tdl
+from tdcoll.compat.missing import attributes_of
+from tdcoll.compat.triton_dist.language._wait import wait
+from tdcoll.language import SIGNAL_ADD as _ADD
+from tdcoll.language import SIGNAL_SET as _SET
+
+__all__ = ["consume_token", "notify", "num_ranks", "rank", "symm_at", "wait"]
+
+__getattr__ = attributes_of("triton_dist.language")
+
+
+@triton.jit
+def rank(axis: tl.constexpr = -1):
+    """This PE: the global rank. ``axis`` must be -1."""
+    tl.static_assert(axis == -1, "axis must be -1: tdcoll has one axis of ranks")
+    return tdl.my_pe()
+
+
+@triton.jit
+def num_ranks(axis: tl.constexpr = -1):
+    """Ranks of the job. ``axis`` must be -1."""
+    tl.static_assert(axis == -1, "axis must be -1: tdcoll has one axis of ranks")
+    return tdl.n_pes()
+
+
+@triton.jit
+def symm_at(ptr, rank):
+    """The pointer to the same place on another rank of this node."""
+    return tdl.remote_ptr(ptr, rank)
+
+
+@triton.jit
+def consume_token(value, token):
+    """``value``, unchanged: what is loaded by it is behind the :func:`wait` that gave ``token`` already."""
+    return value
+
+
+@triton.jit
+def notify(ptr, rank, signal=1, sig_op: tl.constexpr = "set", comm_scope: tl.constexpr = "inter_node"):
+    """Set a 64-bit signal of ``rank``, or add to it, after what this thread has written.
+
+    ``comm_scope``: ``gpu``, this rank's own signal, for its other programs; ``intra_node``, by a store to the peer's
+    memory; ``inter_node``, by NVSHMEM, which reaches every rank and orders nothing before it.
+    """
+    tl.static_assert(sig_op == "set" or sig_op == "add", "sig_op must be 'set' or 'add'")
+    if comm_scope == "inter_node":
+        if tdl.tid(0) == 0:
+            if sig_op == "set":
+                tdl.signal_op(ptr, signal, _SET, rank)
+            else:
+                tdl.signal_op(ptr, signal, _ADD, rank)
+    elif comm_scope == "intra_node":
+        theirs = tdl.remote_ptr(ptr, rank)
+        if tdl.tid(0) == 0:
+            if sig_op == "set":
+                tdl.st_release(theirs, signal, "sys")
+            else:
+                tdl.atom_add(theirs, signal, "sys", "release")
+    else:
+        tl.static_assert(comm_scope == "gpu", "comm_scope must be 'gpu', 'intra_node' or 'inter_node'")
+        if tdl.tid(0) == 0:
+            if sig_op == "set":
+                tdl.st_release(ptr, signal, "gpu")
+            else:
+                tdl.atom_add(ptr, signal, "gpu", "release")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``nvshmem.core``: the calls of the host that such programs make, on tdcoll's symmetric heap."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+import tdcoll
+from tdcoll import runtime
+
+__all__ = ["Teams", "barrier", "finalize", "free_tensor", "get_peer_tensor", "my_pe", "n_pes", "tensor"]
+
+
+class Teams(IntEnum):
+    """NVSHMEM's teams that there are without asking."""
+
+    TEAM_WORLD = 0
+    TEAM_SHARED = 1
+    TEAM_NODE = 2
+
+
+def finalize() -> None:
+    """Leave the job, as :func:`tdcoll.finalize` does. Collective."""
+    tdcoll.finalize()
+
+
+def my_pe() -> int:
+    """This PE: the global rank."""
+    return runtime.current().rank
+
+
+def n_pes() -> int:
+    """Number of PEs of the job."""
+    return runtime.current().world_size
+
+
+def tensor(shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """``-> [*shape]`` symmetric tensor, as :func:`tdcoll.empty` makes it. Collective."""
+    return tdcoll.empty(shape, dtype)
+
+
+def free_tensor(tensor: torch.Tensor) -> None:
+    """Give back what :func:`tensor` made. Collective."""
+    tdcoll.free(tensor)
+
+
+def get_peer_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
+    """``-> [*tensor.shape]``: what stands on ``peer``, as :func:`tdcoll.peer_tensor` gives it."""
+    return tdcoll.peer_tensor(tensor, peer)
+
+
+def barrier(team: int, stream: Any = None) -> None:
+    """:func:`tdcoll.barrier_on_stream`, of all PEs.
+
+    Raises:
+        ValueError: another team than the world.
+    """
+    if team != Teams.TEAM_WORLD:
+        raise ValueError(
+            f"team must be Teams.TEAM_WORLD: tdcoll has barriers on streams of all ranks only; got {team!r}"
+        )
+    handle = getattr(stream, "pt_stream", stream)
+    tdcoll.barrier_on_stream(handle if isinstance(handle, torch.cuda.Stream) else None)

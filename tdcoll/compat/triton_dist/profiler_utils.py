@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``triton_dist.profiler_utils``: how long a function takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tdcoll.compat.missing import attributes_of
+from tdcoll.compat.triton_dist.utils import sleep_async
+
+__all__ = ["perf_func", "sleep_async"]
+
+__getattr__ = attributes_of("triton_dist.profiler_utils")
+
+
+def perf_func(func: Callable[[], Any], iters: int, warmup_iters: int) -> tuple[Any, float]:
+    """What ``func()`` gave last, and milliseconds per call: ``iters`` of them, by events, after ``warmup_iters``."""
+    for _ in range(warmup_iters):
+        func()
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    output = None
+    begin.record()
+    for _ in range(iters):
+        output = func()
+    end.record()
+    torch.cuda.synchronize()
+    return output, begin.elapsed_time(end) / iters
