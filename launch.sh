@@ -17,6 +17,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P) || exit 2
 usage() {
     cat <<'HELP'
 usage: bash launch.sh [options] script.py [arguments...]
+       bash launch.sh [options] --compat script.py [arguments...]
        bash launch.sh [options] -m module [arguments...]
        bash launch.sh [options] tests [pytest arguments...]
 
@@ -28,6 +29,8 @@ or activated. Options come before the program; everything after it is the progra
                          over the cores, unless -n, -s or --pdb asks for something else. Tests marked slow are the
                          second tier: -m slow runs them.
 
+  --compat               the script is written for Triton-distributed: its `triton_dist` is tdcoll.compat, see
+                         docs/triton-distributed.md.
   --nproc N              processes on this host. Default: one per visible GPU (CUDA_VISIBLE_DEVICES counts), or 4
                          when simulating.
   --share-gpus           with GPUs only: processes may share them, so that --nproc may be more than the visible ones.
@@ -65,7 +68,7 @@ fail() { # MESSAGE: a wrong command line
 
 # --- the command line -----------------------------------------------------------------------------
 
-nproc='' nnodes='' node_rank='' rdzv='' emulate_nodes='' timeout_s='' monitor_interval='' simulate='' share_gpus='' dry_run=''
+nproc='' nnodes='' node_rank='' rdzv='' emulate_nodes='' timeout_s='' monitor_interval='' simulate='' share_gpus='' compat='' dry_run=''
 
 whole_number() { # NAME VALUE LEAST
     if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then
@@ -87,8 +90,9 @@ while (($#)) && [[ $1 == -?* && $1 != -m ]]; do
         ;;
     --simulate) simulate=1 ;;
     --share-gpus) share_gpus=1 ;;
+    --compat) compat=1 ;;
     --dry-run) dry_run=1 ;;
-    --simulate=* | --share-gpus=* | --dry-run=*) fail "${option%%=*}: expected no value, got '${option#*=}'" ;;
+    --simulate=* | --share-gpus=* | --compat=* | --dry-run=*) fail "${option%%=*}: expected no value, got '${option#*=}'" ;;
     --nproc | --nnodes | --node-rank | --rdzv | --emulate-nodes | --timeout | --monitor-interval | --nproc=* | \
         --nnodes=* | --node-rank=* | --rdzv=* | --emulate-nodes=* | --timeout=* | --monitor-interval=*)
         if [[ $option == *=* ]]; then
@@ -116,7 +120,7 @@ done
 case $1 in
 tests)
     program=tests
-    for option in nproc nnodes node_rank rdzv emulate_nodes monitor_interval share_gpus; do
+    for option in nproc nnodes node_rank rdzv emulate_nodes monitor_interval share_gpus compat; do
         [[ -z ${!option} ]] || fail "--${option//_/-}: expected only with a script or module, got it with tests, which run without torchrun"
     done
     ;;
@@ -124,6 +128,7 @@ tests)
     program=module
     (($# > 1)) || fail "-m: expected a module, got nothing"
     [[ $2 =~ ^[^-] ]] || fail "-m: expected a module, got '$2'"
+    [[ -z $compat ]] || fail "--compat: expected a script, got it with -m $2"
     ;;
 *)
     program=script
@@ -256,6 +261,8 @@ else
     # The -- keeps torchrun from taking one that is the script's. It knows -m as a flag.
     if [[ $program == module ]]; then
         command+=(-m -- "${@:2}")
+    elif [[ -n $compat ]]; then
+        command+=(-m -- tdcoll.compat "$@")
     else
         command+=(-- "$@")
     fi

@@ -44,9 +44,9 @@ class _Loader(importlib.abc.Loader):
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds ``triton_dist`` and what lies below it, and the parts of ``nvshmem`` that stand for tdcoll's."""
 
-    def __init__(self, simulated: bool) -> None:
+    def __init__(self, without_nvshmem: bool) -> None:
         self._nvshmem = {"nvshmem.core": f"{_HERE}.nvshmem_core"}
-        if simulated:
+        if without_nvshmem:
             self._nvshmem |= {
                 "nvshmem": f"{_HERE}.nvshmem_package",
                 "nvshmem.bindings": f"{_HERE}.nvshmem_package",
@@ -93,7 +93,7 @@ def activate() -> None:
     _refuse_the_real_one()
     from tdcoll.language import INTERPRETED
 
-    _finder = _Finder(INTERPRETED)
+    _finder = _Finder(INTERPRETED or importlib.util.find_spec("nvshmem") is None)
     sys.meta_path.insert(0, _finder)
     from tdcoll.compat import cuda, nodes
 

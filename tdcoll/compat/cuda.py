@@ -89,7 +89,7 @@ def _stream(stream: Any) -> Iterator[Any]:
 
 
 _PROPERTIES = SimpleNamespace(
-    name="tdcoll's simulator", major=9, minor=0, multi_processor_count=4, total_memory=1 << 40, warp_size=32
+    name="tdcoll's simulator", major=9, minor=0, multi_processor_count=32, total_memory=1 << 40, warp_size=32
 )
 """An H100's capability, for programs that ask for descriptors, and few enough programs to be simulated."""
 

@@ -108,13 +108,13 @@ def barrier_on_this_grid(ptr, use_cooperative: tl.constexpr):
     unsafe_barrier_on_this_grid(ptr)
 
 
-@tl.constexpr_function
+@triton.constexpr_function
 def log2(n):
     """The exponent of a power of two."""
     return n.bit_length() - 1
 
 
-@tl.constexpr_function
+@triton.constexpr_function
 def next_power_of_2(n):
     """The least power of two of at least ``n``."""
     return triton.next_power_of_2(n)

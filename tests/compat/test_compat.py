@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of Triton-distributed's on tdcoll: one in its style, names that are not provided, and the real package."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiers import second
+
+from tdcoll.compat import NotProvidedError, _Finder
+from tdcoll.compat.missing import ATTRIBUTES, MODULES
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PROGRAM = HERE / "in_its_style.py"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--nproc", "2"), id="2 ranks"),
+        second(("--nproc", "4", "--emulate-nodes", "2"), id="2 nodes of 2"),
+    ],
+)
+def test_a_program_in_its_style(launch: Any, options: tuple[str, ...]) -> None:
+    done = launch("--simulate", *options, "--compat", str(PROGRAM), timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.splitlines()
+    assert said[-1] == "all right"
+    assert len([line for line in said if line.endswith(": right")]) == 14
+
+
+def run(script: Path, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """``python -m tdcoll.compat script`` with ``folder`` on the path."""
+    surroundings = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "TRITON_INTERPRET": "1", **env}
+    return subprocess.run(
+        [sys.executable, "-m", "tdcoll.compat", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=surroundings,
+        check=False,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "scripts" / "script.py"
+    path.parent.mkdir()
+    text = "import sys, torch, triton_dist\nprint(triton_dist.__name__, sys.argv[1:], torch.ones(2).cuda().device)\n"
+    path.write_text(text)
+    return path
+
+
+def test_scripts_run_as_the_main_program(script: Path, tmp_path: Path) -> None:
+    done = run(script, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "tdcoll.compat.triton_dist [] cpu\n"), done.stderr
+    missing = run(tmp_path / "nothing.py", tmp_path)
+    assert missing.returncode == 1
+    assert "expected a script, got" in missing.stderr
+
+
+def test_it_never_stands_in_for_a_real_one_silently(script: Path, tmp_path: Path) -> None:
+    real = tmp_path / "site" / "triton_dist"
+    real.mkdir(parents=True)
+    (real / "__init__.py").write_text("")
+    done = run(script, real.parent)
+    assert done.returncode == 1
+    assert f"the real triton_dist is installed, at {real}/__init__.py, and is the one that is used" in done.stderr
+    done = run(script, tmp_path, TDCOLL_COMPILER="triton_dist")
+    assert "TDCOLL_COMPILER=triton_dist uses the real Triton-distributed" in done.stderr
+    late = tmp_path / "scripts" / "late.py"
+    first = f"import sys; sys.path.insert(0, {str(real.parent)!r})"
+    late.write_text(f"{first}\nimport triton_dist, tdcoll.compat\ntdcoll.compat.activate()\n")
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(late)], capture_output=True, text=True, timeout=60, env=surroundings)
+    assert f"the real triton_dist is imported already, from {real}/__init__.py" in done.stderr
+
+
+def test_nothing_is_on_the_path_by_itself() -> None:
+    assert importlib.util.find_spec("triton_dist") is None
+    assert not any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("triton_dist.kernels.nvidia.ep_a2a", "what its tutorials import"),
+        ("triton_dist.language.extra.cuda.tma_language", "operations that Triton-distributed's compiler adds"),
+        ("triton_dist.kernels.amd.common_ops", "other vendors' GPUs"),
+        ("triton_dist.nothing", "not among the modules that tdcoll knows"),
+    ],
+)
+def test_modules_that_are_not_provided_say_why(module: str, reason: str) -> None:
+    with pytest.raises(NotProvidedError, match=f"does not provide the module {module}: .*{reason}") as caught:
+        _Finder(without_nvshmem=True).find_spec(module, None)
+    assert caught.value.name == module
+    assert _Finder(without_nvshmem=True).find_spec("torch", None) is None
+
+
+def test_names_that_are_not_provided_say_why() -> None:
+    count = 0
+    for module, reasons in ATTRIBUTES.items():
+        ours = importlib.import_module("tdcoll.compat." + module)
+        for name, reason in reasons.items():
+            with pytest.raises(NotProvidedError) as caught:
+                getattr(ours, name)
+            assert str(caught.value) == f"tdcoll.compat does not provide {module}.{name}: {reason}"
+            count += 1
+        with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+            ours.no_such_name  # noqa: B018
+    assert count > 100
+    for module in MODULES:
+        if module != "triton_dist.kernels":
+            assert importlib.util.find_spec("tdcoll.compat." + module) is None
+
+
+def test_from_import_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("from triton_dist.language import simt_exec_region\n")
+    done = run(path, tmp_path)
+    assert done.returncode == 1
+    assert "does not provide triton_dist.language.simt_exec_region: stock Triton's `with` cannot" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "compile_compat.py")], capture_output=True, text=True, env=environment, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_kernels_in_its_style_compile(compiled: dict[str, Any]) -> None:
+    kernels = {one["kernel"]: one for one in compiled["kernels"]}
+    assert set(kernels) == {"pass_on", "by_threads", "rounds", "extras"}
+    waits = kernels["pass_on"]["counts"]
+    assert waits == {"wait": 2, "warp": 2, "proxy": 2, "release": 1, "add": 0, "shuffle": 0}
+    assert kernels["extras"]["counts"]["shuffle"] == 5
+    assert kernels["extras"]["spilled_bytes"] == 0
+
+
+def test_loads_stay_behind_waits(compiled: dict[str, Any]) -> None:
+    """In a loop with a matmul, which stock Triton would pipeline: no copy to shared memory is begun before its wait."""
+    assert compiled["pipelined"] == {"with a wait": 0, "without": 1}
