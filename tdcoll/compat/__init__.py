@@ -61,10 +61,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             if fullname.partition(".")[0] != "triton_dist":
                 return None
             ours = _HERE + fullname.removeprefix("triton_dist")
-            if importlib.util.find_spec(ours) is None:
-                raise NotProvidedError.of_module(fullname)
-        package = importlib.util.find_spec(ours)
-        assert package is not None
+        try:
+            package = importlib.util.find_spec(ours)
+        except ModuleNotFoundError:  # of what is around it
+            package = None
+        if package is None:
+            raise NotProvidedError.of_module(fullname)
         is_package = package.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, _Loader(ours), is_package=is_package)
 
