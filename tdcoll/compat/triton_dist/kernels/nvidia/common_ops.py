@@ -30,6 +30,7 @@ __all__ = [
     "_set_signal_cuda",
     "_wait_eq_cuda",
     "barrier_all_intra_node_atomic_cas_block",
+    "barrier_all_intra_node_non_atomic",
     "barrier_all_intra_node_non_atomic_block",
     "barrier_all_on_stream",
     "barrier_on_this_grid",
@@ -106,6 +107,22 @@ def unsafe_barrier_on_this_grid(ptr):
 def barrier_on_this_grid(ptr, use_cooperative: tl.constexpr):
     """:func:`unsafe_barrier_on_this_grid`, whether the launch is cooperative or not."""
     unsafe_barrier_on_this_grid(ptr)
+
+
+@tdcoll.jit(do_not_specialize=["local_rank", "rank", "num_ranks", "target_value"])
+def barrier_all_intra_node_non_atomic(
+    local_rank, rank, num_ranks, symm_flags, target_value, use_cooperative: tl.constexpr
+):
+    """As :func:`barrier_all_intra_node_non_atomic_block`, for a grid: all programs of all ranks of the node meet.
+
+    ``symm_flags``: symmetric int32 ``[2 * num_ranks + 1]``, the last for the programs, 0 at first.
+    """
+    if tl.program_id(0) == 0:
+        _meet_once(local_rank, rank, num_ranks, symm_flags, target_value)
+    unsafe_barrier_on_this_grid(symm_flags + 2 * num_ranks)
+    if tl.program_id(0) == 0:
+        _meet_once(local_rank, rank, num_ranks, symm_flags + num_ranks, target_value)
+    unsafe_barrier_on_this_grid(symm_flags + 2 * num_ranks)
 
 
 @triton.constexpr_function
