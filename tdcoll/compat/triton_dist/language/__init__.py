@@ -20,6 +20,9 @@ from tdcoll.language import SIGNAL_SET as _SET
 
 __all__ = ["consume_token", "notify", "num_ranks", "rank", "symm_at", "wait"]
 
+# Defaults: triton 3.6 makes no compile-time value of a text.
+_DEFAULT_OP, _DEFAULT_SCOPE = tl.constexpr("set"), tl.constexpr("inter_node")
+
 __getattr__ = attributes_of("triton_dist.language")
 
 
@@ -50,13 +53,20 @@ def consume_token(value, token):
 
 
 @triton.jit
-def notify(ptr, rank, signal=1, sig_op: tl.constexpr = "set", comm_scope: tl.constexpr = "inter_node"):
+def notify(
+    ptr,
+    rank,
+    signal=1,
+    sig_op: tl.constexpr = _DEFAULT_OP,
+    comm_scope: tl.constexpr = _DEFAULT_SCOPE,
+):
     """Set a 64-bit signal of ``rank``, or add to it, after what this thread has written.
 
     ``comm_scope``: ``gpu``, this rank's own signal, for its other programs; ``intra_node``, by a store to the peer's
     memory; ``inter_node``, by NVSHMEM, which reaches every rank and orders nothing before it.
     """
-    tl.static_assert(sig_op == "set" or sig_op == "add", "sig_op must be 'set' or 'add'")
+    if sig_op != "set":
+        tl.static_assert(sig_op == "add", "sig_op must be 'set' or 'add'")
     if comm_scope == "inter_node":
         if tdl.tid(0) == 0:
             if sig_op == "set":

@@ -60,6 +60,9 @@ __all__ = [
     "wait_eq",
 ]
 
+# Defaults: triton 3.6 makes no compile-time value of a text.
+_GPU, _CTA, _RELAXED = tl.constexpr("gpu"), tl.constexpr("cta"), tl.constexpr("relaxed")
+
 __getattr__ = attributes_of("triton_dist.language.extra.language_extra")
 
 
@@ -76,13 +79,13 @@ def _word(ptr):
 
 
 @triton.jit
-def ld(ptr, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
+def ld(ptr, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
     """What is at ``ptr``, in the order ``semantic`` (relaxed, acquire) at ``scope`` (gpu, sys)."""
     return tdl.ld(_word(ptr), scope, semantic).to(ptr.dtype.element_ty, bitcast=True)
 
 
 @triton.jit
-def ld_acquire(ptr, scope: tl.constexpr = "gpu"):
+def ld_acquire(ptr, scope: tl.constexpr = _GPU):
     """``ld`` that acquires."""
     return ld(ptr, scope, "acquire")
 
@@ -94,7 +97,7 @@ def ld_b32(ptr):
 
 
 @triton.jit
-def st(ptr, val, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
+def st(ptr, val, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
     """Store ``val`` at ``ptr``, in the order ``semantic`` (relaxed, release) at ``scope`` (gpu, sys)."""
     word = _word(ptr)
     value = tl.cast(val, ptr.dtype.element_ty).to(word.dtype.element_ty, bitcast=True)
@@ -108,7 +111,7 @@ def st_b32(ptr, val0):
 
 
 @triton.jit
-def atomic_add(ptr, value, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
+def atomic_add(ptr, value, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
     """Add to the integer at ``ptr``, once for each thread that calls; what was there before."""
     return tdl.atom_add(ptr, value, scope, semantic)
 
@@ -120,7 +123,7 @@ def atomic_cas(ptr, value, target_value, scope: tl.constexpr, semantic: tl.const
 
 
 @triton.jit
-def red_release(barrier_ptr, value, scope: tl.constexpr = "gpu"):
+def red_release(barrier_ptr, value, scope: tl.constexpr = _GPU):
     """Add to the integer at ``barrier_ptr`` with release order, once for each thread that calls."""
     tdl.atom_add(barrier_ptr, value, scope, "release")
 
@@ -182,7 +185,7 @@ if INTERPRETED:
         return core.constexpr(machine().program.threads // 32)
 
     @triton.jit
-    def membar(scope: tl.constexpr = "cta"):
+    def membar(scope: tl.constexpr = _CTA):
         """Order this thread's stores."""
         if scope != "cta":
             tdl.fence()
