@@ -2,7 +2,7 @@
 """The part of NVSHMEM's device library that the language calls.
 
 Triton parses the libraries that a kernel links anew for each kernel. NVSHMEM's has 31 MB, and reading it takes 4 s of
-the 4.5 that a kernel takes to compile. What the functions of the language need of it has 0.6 MB. It is cut out once,
+the 4.5 that a kernel takes to compile. What the functions of the language need of it has 0.8 MB. It is cut out once,
 with Triton's own linker, and kept in Triton's cache as text, with every definition as it was. The kernels come out the
 same to the byte.
 """
@@ -64,7 +64,7 @@ def part_for_language(path: str) -> str:
 
     Where it cannot be cut out, ``path`` itself, and a warning says why.
     """
-    symbols = sorted({function.symbol for function in FUNCTIONS.values() if function.symbol})
+    symbols = sorted({symbol for function in FUNCTIONS.values() for symbol in function.symbols})
     digest = hashlib.sha256(Path(path).read_bytes())
     digest.update(repr((symbols, triton.__version__)).encode() + Path(__file__).read_bytes())
     cache, name = get_cache_manager(digest.hexdigest()), f"{LIBRARY}.ll"

@@ -99,7 +99,7 @@ def _lower_typed(name: str) -> Callable[..., Any]:
     def argument_types(pointer: Any, *rest: Any) -> tuple[Any, Any, str]:
         kind = pointer.dtype if isinstance(pointer, core.tensor) else None
         pointee = kind.element_ty if kind is not None and kind.is_ptr() else None
-        if pointee is None or pointee not in _TYPED or (pointee.is_floating() and name.startswith("atomic")):
+        if pointee is None or _TYPED.get(pointee) not in spec.types:
             raise ValueError(not_typed(name, first, pointer.type if kind is not None else repr(pointer), allowed))
         types = (tl.int64, *[pointee] * (len(rest) - 1), tl.int32)
         symbol = str(spec.symbol).replace("TYPE", _TYPED[pointee])

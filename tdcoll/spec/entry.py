@@ -32,6 +32,7 @@ class DeviceFunction:
         returns: what it returns, or None.
         prototype: what it stands for: NVSHMEM's C prototype, or the PTX instruction.
         doc: meaning, units, who must call it, ordering.
+        types: what NVSHMEM calls the types that TYPE may be.
         acquires: loads that follow it in the program see what others have written, so the compiler must not move
             them above it.
     """
@@ -44,6 +45,14 @@ class DeviceFunction:
     doc: str
     defaults: tuple[object, ...] = ()
     acquires: bool = False
+    types: tuple[str, ...] = ()
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """NVSHMEM's functions that it may call."""
+        if self.symbol is None:
+            return ()
+        return tuple(self.symbol.replace("TYPE", kind) for kind in self.types) or (self.symbol,)
 
     @property
     def signature(self) -> str:

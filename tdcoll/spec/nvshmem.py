@@ -84,6 +84,8 @@ def _barriers() -> list[DeviceFunction]:
     return made
 
 
+_INTEGERS = "int", "uint", "long", "ulong"
+
 _ONCE = "Each thread that calls does it once: call it from one thread. "
 
 
@@ -161,6 +163,7 @@ def _values() -> list[DeviceFunction]:
                 f"{'TYPE' if returns else 'void'} {symbol}({', '.join(given)}, int pe)",
                 f"{what}{order}{_ONCE}Pointers are to {types}.",
                 acquires=returns,
+                types=_INTEGERS if name.startswith("atomic") else (*_INTEGERS, "float", "double"),
             )
         )
     return made

@@ -38,6 +38,13 @@ def test_a_program_in_its_style(launch: Any, options: tuple[str, ...]) -> None:
     assert len([line for line in said if line.endswith(": right")]) == 14
 
 
+@pytest.mark.gpu
+def test_a_program_in_its_style_where_ranks_share_gpus(launch: Any) -> None:
+    done = launch("--share-gpus", "--nproc", "2", "--compat", str(PROGRAM), timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "all right"
+
+
 def run(script: Path, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """``python -m tdcoll.compat script`` with ``folder`` on the path."""
     surroundings = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "TRITON_INTERPRET": "1", **env}

@@ -122,10 +122,11 @@ def compile_for(
     for place, kind in enumerate(signature.values()):
         if aligned and isinstance(kind, tuple):
             hints |= {(place, i): [["tt.divisibility", 16]] for i, of in enumerate(kind) if of.startswith("*")}
+    early = getattr(kernel, "begins_in_stream_order", False)
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, hints),
         target=GPUTarget("cuda", arch, 32),
-        options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": kernel.begins_in_stream_order},
+        options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early},
     )
     ptx = compiled.asm["ptx"]
     seen = {"problems": ptx_order.problems(ptx), **ptx_order.count(ptx)}

@@ -44,7 +44,7 @@ INSTRUCTIONS = {
     "look": "ld.acquire.sys.global.b64 seen",
     "lowest": "barrier.cta.red.or.pred",
     "arrive": "atom.global.gpu.acq_rel.add.u64",
-    "load": "ld.relaxed.sys.global.v4.b32",
+    "load": "ld.global.v4.b32",
     "store": "st.relaxed.sys.global.v4.b32",
 }
 """What kernels are looked through for."""

@@ -14,7 +14,7 @@ from tdcoll.language.jit import bitcode_path
 from tdcoll.language.library import part_for_language
 from tdcoll.spec.functions import FUNCTIONS
 
-SYMBOLS = {function.symbol for function in FUNCTIONS.values() if function.symbol}
+SYMBOLS = {symbol for function in FUNCTIONS.values() for symbol in function.symbols}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_it_is_cut_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "problem"),
     [
         ("no library", "Failed to parse"),
-        ("define void @nvshmem_quiet() {\n ret void\n}\n", r"does not define nvshmem_barrier_all, nvshmem_fence, "),
+        ("define void @nvshmem_quiet() {\n ret void\n}\n", r"does not define .*nvshmem_barrier_all, .*nvshmem_fence, "),
     ],
 )
 def test_a_library_that_is_not_known_is_linked_as_a_whole(
