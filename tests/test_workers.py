@@ -19,6 +19,7 @@ GPU_ONLY = {"graphs", "capture_errors", "streams", "captured_chains"} | {
     "sparse_capture_errors",
     "sparse_streams",
 }
+GPU_ONLY |= {"fused_graphs", "compiled_by_inductor"}
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -41,6 +42,8 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
         second("reduce_scatter_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="reduce-scatter, 2 + 1"),
         second("all_reduce_checks.py", ("--nproc", "2"), id="all-reduce, 2 ranks"),
         pytest.param("early_checks.py", ("--nproc", "2"), id="early launches, 2 ranks"),
+        pytest.param("fused_checks.py", ("--nproc", "2"), id="fused, 2 ranks"),
+        second("fused_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="fused, 2 + 1"),
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
         pytest.param("words_checks.py", ("--nproc", "2"), id="words, 2 ranks"),
         pytest.param("primitives_checks.py", ("--nproc", "2"), id="primitives, 2 ranks"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 BENCHMARKS = {
     "all_gather": "the all-gather against its peers",
     "all_reduce": "the all-reduce, likewise",
+    "all_reduce_rms_norm": "all-reduce + residual + RMSNorm, fused and not",
     "reduce_scatter": "the reduce-scatter, likewise",
     "sparse_all_reduce": "the sum of row-sparse tensors against what NCCL and gloo can do",
     "index_match": "matching lists of row numbers, on one GPU (--nproc 1)",
@@ -22,7 +23,7 @@ _USAGE = "usage: bash launch.sh [--nproc N] -m tdcoll bench BENCHMARK [options]"
 _HELP = f"""\
 {_USAGE}
 
-{chr(10).join(f"{name:18}  {what}" for name, what in BENCHMARKS.items())}
+{chr(10).join(f"{name:20}  {what}" for name, what in BENCHMARKS.items())}
 
 example:
   bash launch.sh -m tdcoll bench all_gather --json result.json

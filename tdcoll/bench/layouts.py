@@ -146,6 +146,23 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "reduce_scatter": dataclasses.replace(_DENSE, title="Reduce-scatter", about=_reduction),
     "tune": dataclasses.replace(_DENSE, title="Candidates of a tuning table", about=lambda row: row.operation),
+    "all_reduce_rms_norm": Layout(
+        title="All-reduce + residual + RMSNorm",
+        size={"rows": lambda row: f"{row.rows:,}"},
+        shown=(
+            "auto",
+            "nccl",
+            "nccl-compiled",
+            "torch-one-shot-compiled",
+            "tdcoll-torch",
+            "trtllm-one-shot",
+            "trtllm-two-shot",
+        ),
+        about=lambda row: f"rows of {row.hidden:,} {row.dtype}",
+        x=lambda row: row.rows,
+        x_text=lambda rows: f"{rows:,}",
+        panel=lambda row: ("", f"rows of {row.hidden:,}, {launch_of(row)}"),
+    ),
     "sparse_all_reduce": Layout(
         title="Sparse all-reduce",
         size={"indices": _indices, "rows per rank": lambda row: f"{row.rows:,} × {row.dim}"},

@@ -28,7 +28,7 @@ from tdcoll.bench.data import Buffers
 from tdcoll.bench.engine import Found, Subject
 from tdcoll.bench.peers import MakeBuffers, require_nccl, subject_of, symmetric_buffers, symmetric_memory
 
-__all__ = ["FLASHINFER", "in_place", "torch_one_shot", "torch_reduce_scatter", "torch_two_shot"]
+__all__ = ["FLASHINFER", "in_place", "tensorrt_rms_norm", "torch_one_shot", "torch_reduce_scatter", "torch_two_shot"]
 
 _ROW = 8192
 """Numbers in a row of TensorRT-LLM's all-reduce, as of a model's hidden state; smaller data is one row."""
@@ -233,6 +233,51 @@ def _tensorrt(shots: int) -> Callable[..., Subject]:
         return subject_of(buffers, call)
 
     return make
+
+
+def tensorrt_rms_norm(
+    x: Sequence[torch.Tensor],
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    one_shot: bool,
+    device: torch.device,
+) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """TensorRT-LLM's all-reduce fused with residual and RMSNorm: the call by its number. Collective.
+
+    Raises:
+        RuntimeError, ValueError: what keeps it from running.
+    """
+    comm = _flashinfer(device, (2, 4, 8), lambda comm: comm.trtllm_ar.get_trtllm_comm_module())
+    owner, (rows, hidden) = runtime.current(), residual.shape
+    if hidden > _ROW or rows * hidden * residual.element_size() > _TENSORRT_BYTES:
+        raise ValueError(f"takes rows of at most {_ROW} numbers, {format_bytes(_TENSORRT_BYTES)} in all")
+    if not one_shot and rows <= owner.world_size:
+        raise ValueError("takes more rows than there are ranks")
+    addresses = _tensorrt_memory(residual.dtype == torch.float32)
+    made = [(torch.empty_like(residual), torch.empty_like(residual)) for _ in x]
+
+    def call(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out, new = made[i]
+        given = {"residual_in": residual, "residual_out": new, "norm_out": out, "rms_gamma": weight, "rms_eps": eps}
+        comm.trtllm_allreduce_fusion(
+            allreduce_in=x[i],
+            allreduce_out=None,
+            world_size=owner.world_size,
+            world_rank=owner.rank,
+            token_num=rows,
+            hidden_dim=hidden,
+            workspace_ptrs=addresses,
+            launch_with_pdl=True,
+            trigger_completion_at_end=True,
+            fp32_acc=True,
+            pattern_code=comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            use_oneshot=one_shot,
+            **{**dict.fromkeys((*_NOT_FUSED, "scale_factor", "layout_code")), **given},
+        )
+        return out, new
+
+    return call
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tdcoll.bench.arithmetic import Summary, ratio, sent_bytes
 
 __all__ = [
-    *("KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "Row", "SignalRow", "SparseRow", "load", "save"),
+    *("KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "NormRow", "Row", "SignalRow", "SparseRow", "load", "save"),
     *("distinct", "with_ratios", "write_whole"),
 ]
 
@@ -194,6 +194,20 @@ class MatchRow(Measured):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormRow(Measured):
+    """One all-reduce + residual + RMSNorm of ``rows`` rows of ``hidden`` numbers of ``dtype``."""
+
+    rows: int
+    hidden: int
+    dtype: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Of the rows."""
+        return self.rows, self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
 class SignalRow(Measured):
     """Signals, without data.
 
@@ -219,6 +233,7 @@ class SignalRow(Measured):
 KINDS: dict[str, type[Measured]] = {
     "all_gather": Row,
     "all_reduce": Row,
+    "all_reduce_rms_norm": NormRow,
     "reduce_scatter": Row,
     "tune": Row,
     "sparse_all_reduce": SparseRow,

@@ -12,7 +12,17 @@ from typing import Any
 from tdcoll.bench.arithmetic import format_bytes
 
 __all__ = [
-    *("Column", "Table", "all_gather_columns", "duration", "match_columns", "number", "signal_columns", "signal_name"),
+    *(
+        "Column",
+        "Table",
+        "all_gather_columns",
+        "duration",
+        "match_columns",
+        "norm_columns",
+        "number",
+        "signal_columns",
+        "signal_name",
+    ),
     "sparse_columns",
 ]
 
@@ -129,6 +139,16 @@ def match_columns(peers: Sequence[str], simulated: bool) -> list[Column]:
         _fixed("union", "union_rows", 0),
         *_labels(16),
         *([] if simulated else [*_times(), *_ratios(peers)]),
+        _CHECK,
+    ]
+
+
+def norm_columns(peers: Sequence[str], simulated: bool) -> list[Column]:
+    """Columns of :class:`~tdcoll.bench.rows.NormRow`."""
+    return [
+        *(_of("rows", "rows"), _of("hidden", "hidden"), _of("ranks", "ranks"), _of("nodes", "nodes")),
+        *_labels(24),
+        *(_counts() if simulated else [*_times(), *_ratios(peers)]),
         _CHECK,
     ]
 

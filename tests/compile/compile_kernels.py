@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import tdcoll.language as tdl
 from tdcoll.bench import kernels as bench
+from tdcoll.collectives._host.plan import Facts
 from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
 from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
 from tdcoll.collectives.all_reduce import kernels_nodes as reduce_over_nodes
@@ -46,6 +47,9 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_reduce,
     kernels_values,
 )
+from tdcoll.fused import kernels as fused
+from tdcoll.fused.kernels_rows import NONE, PER_ROW
+from tdcoll.fused.policy import Rows, choose
 from tdcoll.language import jit, waits
 from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
 from tdcoll.language.jit import jit as tdl_jit
@@ -55,6 +59,7 @@ from tdcoll.primitives.group import Group, Nodes, Window, in_stream_order
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
+from tdcoll.runtime.topology import Topology
 
 WORLD = 8
 
@@ -99,7 +104,13 @@ def resources(ptx: str, arch: int) -> dict[str, int]:
 
 
 def compile_for(
-    kernel, arch: int, constants: dict[str, object], types: dict[str, str], aligned: bool = False, library: str = ""
+    kernel,
+    arch: int,
+    constants: dict[str, object],
+    types: dict[str, str],
+    aligned: bool = False,
+    library: str = "",
+    **options: int,
 ):
     """``aligned``: pointers, and the elements of a row, are multiples of 16, as they usually are. ``library``: which
     NVSHMEM's functions come from; by default, that which ``tdcoll.jit`` links."""
@@ -126,7 +137,7 @@ def compile_for(
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, hints),
         target=GPUTarget("cuda", arch, 32),
-        options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early},
+        options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **options},
     )
     ptx = compiled.asm["ptx"]
     seen = {"problems": ptx_order.problems(ptx), **ptx_order.count(ptx)}
@@ -399,6 +410,47 @@ def compile_all_reduce(kernel, arch: int, constants: dict[str, object], world: i
     }
 
 
+_NORMS = {
+    "one_shot": fused.norm_rows_one_shot,
+    "two_stage": fused.norm_rows_two_stage,
+    "composed": fused.norm_rows,
+}
+_EIGHT = {"SCALE": PER_ROW, "WEIGHT": tl.float32}
+FUSED = [  # rows, hidden, ranks, architectures, other constants; bf16, cut as the policy says
+    *((rows, hidden, world, (90, 100), {}) for rows in (1, 64, 512) for hidden in (4096, 8192) for world in (2, 4)),
+    (1, 8192, 8, (90,), {}),
+    (64, 16384, 4, (90,), {}),
+    (8, 8192, 4, (90, 100), _EIGHT),
+    (512, 8192, 4, (90,), _EIGHT),
+    (1 << 14, 8192, 4, (90, 100), {}),
+]
+
+
+def compile_fused(rows: int, hidden: int, world: int, arch: int, more: dict[str, Any]) -> dict[str, object]:
+    topology = Topology.of(0, range(world), [0] * world)
+    plan = choose(Rows(rows, hidden, 2), Facts(0, topology, stores=True, lamport_bytes=1 << 24))
+    kernel, pieces = _NORMS[plan.algorithm], plan.channels
+    constants = {"HIDDEN": hidden, "DTYPE": tl.bfloat16, "WEIGHT": tl.bfloat16, "SCALE": NONE, "PIECES": pieces}
+    constants |= {"ROOM": triton.next_power_of_2(pieces), "BLOCK": plan.chunk // 16, **more}
+    constants = {name: getattr(value, "value", value) for name, value in constants.items()}
+    types = {"g": tuples()["g"]._replace(world=world), "inbox": Lamport("i64", "i64", "*i64", "*i64")}
+    compiled = compile_for(kernel, arch, constants, types, num_warps=plan.num_warps, maxnreg=128)
+    ptx = compiled.asm["ptx"]
+    return {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "rows": rows,
+        "hidden": hidden,
+        "world": world,
+        "pieces": pieces,
+        "words": plan.chunk // 16 // min(plan.chunk // 16, 32 * plan.num_warps),  # of a thread
+        "needs": needs_nvshmem(kernel),
+        "waits": ptx.count("%globaltimer"),
+        "contracted": len(re.findall(r"fma\.rn\.f", ptx)),
+        **resources(ptx, arch),
+    }
+
+
 def hot_spills(cubin: bytes, arch: int) -> list[str]:
     """Spilling instructions, but for those around the record of an expired wait.
 
@@ -563,6 +615,8 @@ def main() -> None:
     kernels = (_ONE, _TWO, *(kernel for kernel, *_ in ALL_REDUCE[-3:]))
     compiled["all_reduce_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in kernels}
     compiled["all_reduce"] = [compile_all_reduce(k, arch, c, n) for k, c, n, archs in ALL_REDUCE for arch in archs]
+    compiled["fused_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in _NORMS.values()}
+    compiled["fused"] = [compile_fused(*about, arch, more) for *about, archs, more in FUSED for arch in archs]
     stores = (kernels_direct.all_gather_direct, kernels_ring.all_gather_ring)
     compiled["direct"] = [
         compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)

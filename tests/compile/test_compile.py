@@ -229,6 +229,37 @@ def test_words_are_moved_by_128_bits_and_waited_for_once(compiled) -> None:
     assert (scattered[True]["globaltimer"], scattered[False]["globaltimer"]) == (1, 8)
 
 
+def test_fused_kernels_compile_without_spills_for_all_ranks_at_once(compiled) -> None:
+    kernels = compiled["fused"]
+    assert {(k["kernel"], k["arch"]) for k in kernels} == {
+        (f"norm_rows{name}", arch) for name in ("", "_one_shot", "_two_stage") for arch in (90, 100)
+    }
+    assert {(k["hidden"], k["arch"]) for k in kernels} >= {(h, arch) for h in (4096, 8192) for arch in (90, 100)}
+    assert {k["pieces"] > 1 for k in kernels if k["kernel"] != "norm_rows"} == {False, True}
+    assert set(compiled["fused_forms"].values()) == {1}
+    assert [k for k in kernels if k["spilled_bytes"] or k["needs"] or k["registers"] > 128] == []
+
+
+def test_fused_kernels_wait_once_for_each_word_of_a_thread(compiled) -> None:
+    """Those of all ranks at once, in two stages those of a row's owner, and measures; the compiler repeats no wait."""
+    for kernel in compiled["fused"]:
+        words, several = kernel["words"], kernel["pieces"] > 1
+        wanted = {
+            "norm_rows": 0,
+            "norm_rows_one_shot": words + several,
+            "norm_rows_two_stage": 2 * words + 2,
+        }[kernel["kernel"]]
+        assert kernel["waits"] == wanted, kernel
+
+
+def test_fused_kernels_contract_nothing_but_squares(compiled) -> None:
+    """Where the compiler may choose, kernels of different shapes would have different bits."""
+    kernels = [k for k in compiled["fused"] if k["arch"] == 90]  # Blackwell squares two at a time
+    assert kernels
+    for kernel in kernels:
+        assert kernel["contracted"] == 3 * 2 * kernel["words"], kernel
+
+
 def test_the_maximum_propagates_nan(compiled) -> None:
     """Which the interpreter's does whatever it is asked for."""
     (merge,) = [k for k in compiled["sparse"] if k["kernel"] == "merge" and k["arch"] == 90]

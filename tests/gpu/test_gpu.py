@@ -140,6 +140,18 @@ def test_early_checks(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("early_checks.py")
 
 
+@ranks_of(1, 2, 4, 8)
+def test_fused_checks(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "fused_checks.py")
+    assert set(verdicts(done)) == checks_of("fused_checks.py")
+
+
+@ranks_of(4, nodes=2)
+def test_fused_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "fused_checks.py", "--emulate-nodes", "2")
+    assert set(verdicts(done)) == checks_of("fused_checks.py")
+
+
 @ranks_of(3, 4, 8)
 def test_distributed_checks(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, WORKERS / "distributed_checks.py")

@@ -17,6 +17,7 @@ from tdcoll.testing import World, explore, first_failure
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 NOTIFY, ALL_GATHER = TUTORIALS / "01-notify-and-wait.py", TUTORIALS / "02-all-gather.py"
+ALL_REDUCE = TUTORIALS / "05-all-reduce.py"
 
 
 def meet() -> None:
@@ -48,6 +49,21 @@ def test_all_gather_runs_on_two_emulated_nodes(launch):
         assert f"\n{name}: " in done.stdout
 
 
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_all_reduce_runs(launch, nodes):
+    """On three ranks, whose number divides nothing."""
+    done = launch("--simulate", "--nproc", "3", "--emulate-nodes", str(nodes), str(ALL_REDUCE))
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        f"3 rank(s) on {nodes} node(s) ({'3' if nodes == 1 else '2 + 1'})",
+        "my all-reduce in 1 stage(s)",
+        "my all-reduce in 2 stage(s)",
+        "all_reduce_rms_norm",
+        "decoding",
+        "time",
+    ]
+
+
 @pytest.mark.slow
 def test_a_rank_that_leaves_is_named_by_the_others(launch):
     done = launch("--simulate", "--nproc", "2", "--timeout", "3", "--monitor-interval", "25", str(NOTIFY), "--die", "1")
@@ -57,7 +73,7 @@ def test_a_rank_that_leaves_is_named_by_the_others(launch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tutorial", [NOTIFY, ALL_GATHER], ids=lambda path: path.stem)
+@pytest.mark.parametrize("tutorial", [NOTIFY, ALL_GATHER, ALL_REDUCE], ids=lambda path: path.stem)
 def test_runs_on_gpus(launch, tutorial):
     done = launch(str(tutorial), timeout=280)
     assert done.returncode == 0, done.stderr
@@ -192,3 +208,50 @@ def test_my_all_gather_is_right_in_any_order(tmp_path, options, seeds):
 )
 def test_my_all_gather_without_a_rule_is_caught(tmp_path, change):
     assert first_failure(gather_case(load_changed(ALL_GATHER, tmp_path, change)), n_pes=4, seeds=60) is not None
+
+
+# ---------------------------------------------------------------------- the all-reduce
+
+
+def all_reduces(module: ModuleType, stages: int) -> None:
+    def case(world: World) -> None:
+        def host(pe: int) -> None:
+            mine, count = module.MyAllReduce(70), 70
+            results = [mine(module.make(pe, call, count, "cpu"), stages).clone() for call in range(4)]
+            mine.monitor.check()
+            for call, result in enumerate(results):
+                module.check("all-reduce", result, module.reference(call, count, "cpu"))
+            meet()
+
+        world.run(host)
+
+    return case
+
+
+@seeds(2, 20)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_all_reduces_of_the_tutorial_are_right(stages, seeds, tmp_path):
+    explore(all_reduces(load_changed(ALL_REDUCE, tmp_path), stages), n_pes=3, seeds=seeds, heap_bytes=1 << 18)
+
+
+@pytest.mark.parametrize(
+    ("stages", "old", "new"),
+    [
+        (1, "inbox, signals = self.slots[slot]", "inbox, signals = self.slots[0]"),
+        (
+            1,
+            "range(0, world):\n                total += tl.load(inbox + rank",
+            "range(0, world):\n                total += tl.load(inbox + (rank + me) % world",
+        ),
+        (2, "signals + world + me, epoch", "signals + me, epoch"),
+        (
+            2,
+            "elif tdl.wait_signals(signals, world, me, tdl.CMP_GE, epoch,",
+            "elif tdl.wait_signals(signals, world, me, tdl.CMP_GE, 0,",
+        ),
+    ],
+)
+def test_rules_of_the_all_reduce_are_needed(stages, old, new, tmp_path):
+    module = load_changed(ALL_REDUCE, tmp_path, (old, new))
+    failure = first_failure(all_reduces(module, stages), n_pes=3, seeds=60, heap_bytes=1 << 18)
+    assert failure is not None

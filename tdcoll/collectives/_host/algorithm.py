@@ -21,7 +21,7 @@ from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
 from tdcoll.runtime.topology import Topology
 
 __all__ = ["Algorithm", "Launches", "Planned", "arithmetic", "local_peers", "make_routes", "of_words"]
-__all__ += ["on_device", "programs_of_words", "successors", "tiles"]
+__all__ += ["on_device", "outside_of_graphs", "programs_of_words", "successors", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,12 @@ def programs_of_words(call: Planned) -> int:
 def on_device(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], Any]) -> Any:
     """Return what ``make`` copies to the device, once for as long as the context lives."""
     if key not in ctx.tables:
-        _outside_of_graphs(ctx, operation)
+        outside_of_graphs(ctx, operation)
         ctx.tables[key] = make()
     return ctx.tables[key]
 
 
-def _outside_of_graphs(ctx: CollectiveContext, operation: str) -> None:
+def outside_of_graphs(ctx: CollectiveContext, operation: str) -> None:
     """Refuse to compile a kernel or to copy to the device while a CUDA graph is captured."""
     capture.refuse(
         ctx.device, operation,
@@ -217,7 +217,7 @@ class Launches:
         """Make the call, given addresses: of what this rank brings, and of the result or the buffer of both."""
         if not self._ready:
             if self._variant not in self._context.tables:
-                _outside_of_graphs(self._context, self._operation)
+                outside_of_graphs(self._context, self._operation)
             self.prepare()
         self.run(self._context.current_stream(), source, out)
 

@@ -88,11 +88,14 @@ def _early_launches() -> bool:
     return any(field.name == "launch_pdl" for field in dataclasses.fields(CUDAOptions))
 
 
-def _options(kernel: Any, num_warps: int, early: bool) -> dict[str, Any]:
+def _options(kernel: Any, num_warps: int, early: bool, maxnreg: int | None = None) -> dict[str, Any]:
     """Triton's options of a launch; ``launch_pdl`` only for a kernel that waits for what was launched before."""
+    options: dict[str, Any] = {"num_warps": num_warps}
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
     if early and getattr(kernel, "begins_in_stream_order", False) and _early_launches():
-        return {"num_warps": num_warps, "launch_pdl": True}
-    return {"num_warps": num_warps}
+        options["launch_pdl"] = True
+    return options
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -235,6 +238,8 @@ class Launch:
             ``tuple.field`` for one of a tuple. At least one.
         num_warps: warps of each program.
         early: may begin before what was launched before has ended, if the kernel waits for that.
+        maxnreg: registers of a thread, at most. None: ptxas decides, which may rather spill a little than have fewer
+            programs on an SM.
 
     Raises:
         TypeError: a parameter has no argument, or an argument no parameter (a compiled kernel knows of no defaults, and
@@ -250,6 +255,7 @@ class Launch:
         *,
         num_warps: int = 4,
         early: bool = False,
+        maxnreg: int | None = None,
     ) -> None:
         given = {**dict.fromkeys(changing, 0), **arguments}
         given = {name: value for name, value in given.items() if "." not in name}
@@ -266,7 +272,7 @@ class Launch:
                 f"order; its parameters are {', '.join(order)}"
             )
         self._kernel, self._changing = kernel, tuple(changing)
-        self._options = _options(kernel, num_warps, early)
+        self._options = _options(kernel, num_warps, early, maxnreg)
         self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         self._prepared: _Prepared | None = None
 

@@ -16,7 +16,7 @@ from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import check_dtype, check_operation
 
-__all__ = ["all_reduce", "all_reduce_", "all_reduce_in_group"]
+__all__ = ["all_reduce", "all_reduce_", "all_reduce_in_group", "pooled_context"]
 
 _MOST_POOLED_BYTES = 16 << 20
 """Per rank and slot of tdcoll's own contexts, and no more than an eighth of the heap in all; larger calls are several
@@ -77,7 +77,7 @@ def all_reduce(
     signal per chunk; between nodes of as many ranks each the sums of nodes go by rails (``"2d"``).
     """
     if ctx is None:
-        ctx = _pooled(tensor, None)
+        ctx = pooled_context(tensor, None)
     check_context(ctx)
     wish = (algorithm, op)
     if not symmetric and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish)) is not None:
@@ -134,7 +134,7 @@ def all_reduce_(
         Errors as :func:`all_reduce`.
     """
     if ctx is None:
-        ctx = _pooled(tensor, None)
+        ctx = pooled_context(tensor, None)
     check_context(ctx)
     wish = (algorithm, op, "in place")
     if not symmetric and (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish)) is not None:
@@ -148,7 +148,7 @@ def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
     return min(3 * (nbytes // world + 16), most)  # three pieces between nodes
 
 
-def _pooled(tensor: Any, group: runtime.Group) -> CollectiveContext:
+def pooled_context(tensor: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context of a group."""
     owner = runtime.current()
     arguments.tensor("tensor", tensor)
@@ -181,4 +181,4 @@ def all_reduce_in_group(
     refuse_async(async_op)
     arguments.tensor("tensor", tensor)
     named = torch_operation(op, tensor.dtype)
-    all_reduce_(tensor, _pooled(tensor, group), named)
+    all_reduce_(tensor, pooled_context(tensor, group), named)

@@ -15,7 +15,7 @@ from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import check_dtype, check_operation
 
-__all__ = ["reduce_scatter", "reduce_scatter_tensor"]
+__all__ = ["pooled_context", "reduce_scatter", "reduce_scatter_tensor"]
 
 _MOST_POOLED_BYTES = 16 << 20
 """Per rank and slot of tdcoll's own contexts, and no more than an eighth of the heap in all; larger calls are several
@@ -75,7 +75,7 @@ def reduce_scatter(
     copy.
     """
     if ctx is None:
-        ctx = _pooled("tensor", tensor, None)
+        ctx = pooled_context("tensor", tensor, None)
     check_context(ctx)
     return _reduce_scatter(tensor, ctx, out, op, algorithm, symmetric=symmetric)
 
@@ -111,7 +111,7 @@ def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
     return min(2 * nbytes // world, most)  # half is to put from
 
 
-def _pooled(name: str, tensor: Any, group: runtime.Group) -> CollectiveContext:
+def pooled_context(name: str, tensor: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context of a group."""
     owner = runtime.current()
     arguments.tensor(name, tensor)
@@ -147,4 +147,4 @@ def reduce_scatter_tensor(
     arguments.tensor("output", output)
     arguments.tensor("input", input)
     named = torch_operation(op, input.dtype)
-    _reduce_scatter(input, _pooled("input", input, group), output, named, names=("input", "output"))
+    _reduce_scatter(input, pooled_context("input", input, group), output, named, names=("input", "output"))

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce + residual + RMSNorm: what users call."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tdcoll import arguments, runtime
+from tdcoll.collectives._host.algorithm import outside_of_graphs
+from tdcoll.collectives._host.checks import check_context, check_tensor, strided_bytes, usable
+from tdcoll.collectives._host.drop_in import pooled
+from tdcoll.collectives._host.launch import Launch
+from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives.all_reduce.op import all_reduce, inbox_bytes
+from tdcoll.context import CollectiveContext
+from tdcoll.fused import kernels
+from tdcoll.fused import kernels_rows as arithmetic
+from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, ONE_SHOT, Rows, choose, programs
+
+__all__ = ["all_reduce_rms_norm", "facts_of", "pooled_context"]
+
+_NAME = "all_reduce_rms_norm"
+_FP8 = torch.float8_e4m3fn
+_REGISTERS = 128  # of a thread: what one of the largest programs, of 16 warps, can have
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class _Kind(NamedTuple):
+    """A kind of call: all that its launches depend on but addresses."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    weight: torch.dtype
+    eps: float
+    fp8: bool
+    given: bool
+    algorithm: str | Plan
+
+
+_Run = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], None
+]
+"""Launches on the stream of a handle, given x, residual, weight, new, out and scale."""
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    ctx: CollectiveContext | None = None,
+    eps: float = 1e-6,
+    *,
+    in_place: bool = False,
+    out_dtype: torch.dtype | None = None,
+    scale: torch.Tensor | None = None,
+    algorithm: str | Plan = "auto",
+) -> tuple[torch.Tensor, ...]:
+    """``[..., hidden] -> [..., hidden]``, twice: ``new = all_reduce(x) + residual``, and ``new`` normalized.
+
+    ``normalized = new / sqrt(mean(new ** 2) + eps) * weight`` over the last dimension, from ``new`` as it is rounded to
+    its dtype. Collective over ``ctx``'s group; one kernel inside a node. Asynchronous on the context's stream, with no
+    synchronisation, and CUDA-graph safe after one eager call of the shape.
+
+    ``new`` has the bits of :func:`tdcoll.all_reduce` and an addition. All results have the same bits on every rank and
+    in every run, for every algorithm, and for a row whatever rows are beside it; :mod:`tdcoll.fused.kernels_rows` says
+    how they are computed. In between is fp32, and everything is rounded once.
+
+    Args:
+        x: what is reduced: contiguous, on the context's device, of fp16, bf16 or fp32. ``hidden`` is at most 16384 and
+            ``hidden * x.element_size()`` a multiple of 16.
+        residual: what is added, of the same shape and dtype, with the same values on all ranks: only one of them reads
+            a row where there are many.
+        weight: ``[hidden]``, of the same dtype or fp32; the same on all ranks.
+        ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
+            Making one is collective and synchronises.
+        eps: added to the mean of squares.
+        in_place: write ``new`` over ``residual``.
+        out_dtype: ``torch.float8_e4m3fn`` for a quantized ``normalized``; else None or the dtype of ``x``.
+        scale: with fp8: what ``normalized`` is divided by, one fp32 on the device. None: each row has its own, by which
+            its largest element becomes 448.
+        algorithm: ``"one_shot"``, ``"two_stage"``, ``"composed"`` (an all-reduce and a kernel) or ``"auto"``, or a
+            :class:`~tdcoll.Plan` for rows cut into ``channels`` pieces of ``chunk`` bytes. Where the ranks are not of
+            one node, or the context's ``lamport_bytes`` do not hold the rows, ``"auto"`` is ``"composed"``.
+
+    Returns:
+        ``(normalized, new)``; with fp8 ``(normalized, new, scale)``, of which the last is ``scale`` or, for each row,
+        fp32 ``[..., 1]``. A tensor whose address is no multiple of 16 is copied first.
+
+    Raises:
+        ContextError: the context is closed, or bound to another stream.
+        CollectiveTimeout: an earlier wait on the context expired.
+        RankMismatchError: (``debug``) ranks pass different shapes, dtypes or algorithms.
+        NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
+        HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
+        TypeError, ValueError: an argument is not as described.
+
+    Algorithms: one-shot and two-stage all-reduces by data that announces itself, followed by the norm in the same
+    kernel, are TensorRT-LLM's; the fixed order of the sums, and rows of several programs, are tdcoll's.
+    """
+    if ctx is None:
+        ctx = pooled_context(x, None)
+    check_context(ctx)
+    try:
+        kind = _Kind(x.shape, x.dtype, weight.dtype, eps, out_dtype is _FP8, scale is not None, algorithm)
+        known = ctx.known((_NAME, kind, in_place, residual.shape, residual.dtype, weight.shape, out_dtype))
+    except (AttributeError, TypeError, RuntimeError):  # what is none of this, or cannot be a key
+        known = None
+    device = ctx.device
+    run: _Run | None = None
+    stream: int | None = None
+    given = (x, residual, weight) if scale is None else (x, residual, weight, scale)
+    if known is not None and all(usable(tensor, device) for tensor in given) and _scalar(scale):
+        if not in_place or not _overlap(x, residual):
+            stream, run = ctx.enter(), known
+    if stream is None or run is None:
+        run = _long_way(x, residual, weight, ctx, eps, in_place, out_dtype, scale, algorithm)
+        stream = ctx.current_stream()
+    new = residual if in_place else torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=out_dtype, device=device) if out_dtype is not None else torch.empty_like(x)
+    scales = scale
+    if out_dtype is _FP8 and scale is None:
+        scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=device)
+    if x.numel():
+        _launch(run, stream, x, residual, weight, new, out, scales)
+    return (out, new) if out_dtype is not _FP8 else (out, new, scales)  # type: ignore[return-value]
+
+
+def _launch(
+    run: _Run,
+    stream: int,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    new: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> None:
+    """Launch, with copies in the place of what is not aligned to 16 bytes."""
+    if (x.data_ptr() | residual.data_ptr() | weight.data_ptr()) % 16 == 0:
+        run(stream, x, residual, weight, new, out, scale)
+        return
+    x, weight = _aligned(x), _aligned(weight)
+    in_place, there = new is residual, _aligned(residual)
+    made = there if in_place else new
+    run(stream, x, there, weight, made, out, scale)
+    if in_place and made is not residual:
+        residual.copy_(made)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _scalar(scale: torch.Tensor | None) -> bool:
+    return scale is None or (scale.numel() == 1 and scale.dtype is torch.float32)
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    begin, other = first.data_ptr(), second.data_ptr()
+    return begin < other + second.nbytes and other < begin + first.nbytes
+
+
+# ---------------------------------------------------------------------- the long way
+
+
+def _long_way(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    ctx: CollectiveContext,
+    eps: Any,
+    in_place: Any,
+    out_dtype: Any,
+    scale: Any,
+    algorithm: Any,
+) -> _Run:
+    """Check everything, and return what launches such calls, which is made once."""
+
+    def prepare() -> _Run:
+        _check(x, residual, weight, ctx, eps, in_place, out_dtype, scale, algorithm)
+        kind = _Kind(x.shape, x.dtype, weight.dtype, eps, out_dtype is _FP8, scale is not None, algorithm)
+        made: _Run = ctx.once((_NAME, kind), lambda: _launches(ctx, kind))
+        if not ctx.capturing:
+            ctx.once((_NAME, kind, in_place, residual.shape, residual.dtype, weight.shape, out_dtype), lambda: made)
+        return made
+
+    agree = {
+        "bytes": strided_bytes(x),
+        "dtype": getattr(x, "dtype", None),
+        "shape": str(tuple(getattr(x, "shape", ()))),
+        "eps": eps,
+        "out_dtype": str(out_dtype),
+        "scale": scale is not None,
+        "algorithm": algorithm,
+    }
+    run: _Run = ctx.begin(_NAME, 0, agree, prepare)
+    return run
+
+
+def _check(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    ctx: CollectiveContext,
+    eps: Any,
+    in_place: Any,
+    out_dtype: Any,
+    scale: Any,
+    algorithm: Any,
+) -> None:
+    """Raise unless such a call can be made."""
+    device = ctx.device
+    check_tensor("x", x, device)
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x must be of float16, bfloat16 or float32; got {x.dtype}")
+    hidden = x.shape[-1] if x.dim() else 0
+    step = 16 // x.element_size()
+    if x.dim() == 0 or not 0 < hidden <= MOST_HIDDEN or hidden % step:
+        raise ValueError(
+            f"x must have rows of at most {MOST_HIDDEN} elements, a multiple of {step} of {x.dtype}; got shape "
+            f"{list(x.shape)}"
+        )
+    check_tensor("residual", residual, device)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual must be {x.dtype} of shape {list(x.shape)}; got {residual.dtype} of {list(residual.shape)}"
+        )
+    check_tensor("weight", weight, device)
+    if weight.shape != (hidden,) or weight.dtype not in (x.dtype, torch.float32):
+        allowed = " or ".join(dict.fromkeys((str(x.dtype), "torch.float32")))
+        raise ValueError(f"weight must be {allowed} of shape [{hidden}]; got {weight.dtype} of {list(weight.shape)}")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps must be a number, got {eps!r}")
+    if not 0 <= eps < 1e30:
+        raise ValueError(f"eps must be at least 0 and finite, got {eps!r}")
+    arguments.instance("in_place", in_place, bool, "a bool")
+    if in_place and _overlap(x, residual):
+        raise ValueError("residual must not overlap x for a call in place")
+    if out_dtype is not None and out_dtype not in (x.dtype, _FP8):
+        raise ValueError(f"out_dtype must be None, {x.dtype} or {_FP8}; got {out_dtype!r}")
+    if scale is not None:
+        if out_dtype is not _FP8:
+            raise ValueError(f"scale is for out_dtype={_FP8}; got out_dtype={out_dtype}")
+        check_tensor("scale", scale, device)
+        if not _scalar(scale):
+            raise ValueError(f"scale must be one torch.float32; got {scale.dtype} of shape {list(scale.shape)}")
+    if not isinstance(algorithm, (str, Plan)):
+        arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
+
+
+def facts_of(ctx: CollectiveContext) -> Facts:
+    """What the choice for a call on a context may look at."""
+    return Facts(
+        0,
+        ctx.topology,
+        stores=ctx.stores,
+        lamport_bytes=ctx.lamport_bytes,
+        max_programs=ctx.max_programs,
+        simulated=ctx.job.simulated,
+    )
+
+
+def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
+    """What launches calls of a kind."""
+    hidden = kind.shape[-1]
+    rows = Rows(kind.shape.numel() // hidden, hidden, kind.dtype.itemsize)
+    plan = choose(rows, facts_of(ctx), kind.algorithm)
+    if not rows.rows:
+        return lambda stream, *tensors: None
+    (bits,) = struct.unpack("<i", struct.pack("<f", kind.eps))
+    scale = arithmetic.GIVEN if kind.given else arithmetic.PER_ROW if kind.fp8 else arithmetic.NONE
+    block = plan.chunk // 16
+    given: dict[str, Any] = {
+        "eps": bits,
+        "HIDDEN": hidden,
+        "DTYPE": _type(kind.dtype),
+        "WEIGHT": _type(kind.weight),
+        "SCALE": scale.value,
+        "PIECES": plan.channels,
+        "ROOM": triton.next_power_of_2(plan.channels),
+        "BLOCK": block,
+    }
+    if plan.algorithm == COMPOSED:
+        kernel = kernels.norm_rows
+    else:
+        kernel = kernels.norm_rows_one_shot if plan.algorithm == ONE_SHOT else kernels.norm_rows_two_stage
+        given |= {"rows": rows.rows, "inbox": ctx.device_lamport, "g": ctx.device_group}
+    changing = ("x", "residual", "weight", "new", "out", "scale")
+    launch = Launch(
+        kernel,
+        programs(rows, plan, ctx.world_size),
+        given,
+        changing,
+        num_warps=plan.num_warps,
+        maxnreg=_REGISTERS,
+        early=ctx.early,
+    )
+    variant = (_NAME, plan.algorithm, *(given[name] for name in given if name.isupper()), plan.num_warps)
+
+    def prepared() -> Launch:
+        if not launch.prepared:
+            if variant not in ctx.tables:
+                outside_of_graphs(ctx, _NAME)
+            launch.prepare()
+            ctx.tables[variant] = True
+        return launch
+
+    def run(
+        stream: int,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        new: torch.Tensor,
+        out: torch.Tensor,
+        scale: torch.Tensor | None,
+    ) -> None:
+        if plan.algorithm == COMPOSED:
+            x = all_reduce(x, ctx)
+        addresses = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), new.data_ptr(), out.data_ptr())
+        prepared()(stream, *addresses, 0 if scale is None else scale.data_ptr())
+
+    return run
+
+
+def _type(dtype: torch.dtype) -> tl.dtype:
+    kind: tl.dtype = getattr(tl, str(dtype).removeprefix("torch."))
+    return kind
+
+
+def pooled_context(x: Any, group: runtime.Group) -> CollectiveContext:
+    """tdcoll's own context for fused calls of a group, with room for rows such as ``x``. Collective when it is made or
+    grows."""
+    arguments.tensor("x", x)
+    owner = runtime.current()
+    nbytes = inbox_bytes(strided_bytes(x), len(owner.ranks_of(group)), owner.heap.nbytes)
+    return pooled(_NAME, group, nbytes, lamport_bytes=None)

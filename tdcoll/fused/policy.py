@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way a fused call goes, and how rows are cut: a pure function of what is the same on every rank.
+
+A :class:`~tdcoll.collectives._host.plan.Plan` of a fused call says into how many pieces a row is cut (``channels``),
+the bytes of a piece (``chunk``, 16 times a power of two), and the warps of a program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tdcoll.collectives._host.plan import WARPS, Facts, Plan, needs_stores
+
+__all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "programs"]
+
+ONE_SHOT, TWO_STAGE, COMPOSED = "one_shot", "two_stage", "composed"
+ALGORITHMS = ("auto", ONE_SHOT, TWO_STAGE, COMPOSED)
+
+WORD = 16
+"""Bytes of a word that announces itself."""
+
+MOST_HIDDEN = 16384
+"""Elements of a row."""
+
+_MOST_WORDS = 1024
+"""Of a piece: more do not fit into the registers of a program."""
+
+_FEWEST_WORDS = 128
+"""Of a piece, unless a row has fewer: one for each thread of four warps."""
+
+_BUSY = 128
+"""Programs that are worth having for a stage. H200s have 132 SMs, and one SM moves some 100 GB/s."""
+
+_SAVED_BYTES = 300 << 10
+"""Bytes that a rank need not send if the call goes in two stages, from which on they cost more than the second
+crossing: about 1 us of NVLink."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a call is about, as far as the choice goes.
+
+    Attributes:
+        rows, hidden: extents.
+        itemsize: bytes of an element.
+    """
+
+    rows: int
+    hidden: int
+    itemsize: int
+
+    @property
+    def words(self) -> int:
+        """Words of a row."""
+        return self.hidden * self.itemsize // WORD
+
+
+def _power(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
+
+
+def _owned(rows: Rows, world: int) -> int:
+    """Rows that a rank owns at most."""
+    return -(-rows.rows // world)
+
+
+def _room(rows: Rows, algorithm: str, pieces: int, world: int) -> int:
+    """Bytes of a segment of the inbox."""
+    if algorithm == ONE_SHOT:
+        return WORD * rows.rows * rows.words
+    return WORD * _owned(rows, world) * (2 * rows.words + pieces)
+
+
+def programs(rows: Rows, plan: Plan, world: int) -> int:
+    """Programs of the launch."""
+    pieces = plan.channels
+    if plan.algorithm == ONE_SHOT:
+        return rows.rows * (2 * pieces if pieces > 1 else 1)
+    if plan.algorithm == TWO_STAGE:
+        return _owned(rows, world) * pieces * (world + (pieces > 1))
+    return rows.rows
+
+
+def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
+    """Why a call cannot have a plan, as a sentence that begins with ``needs``; None if it can."""
+    world = facts.topology.world_size
+    if plan.algorithm == COMPOSED:
+        return None
+    if (problem := needs_stores(facts)) is not None:
+        return problem
+    if plan.algorithm == TWO_STAGE and not 1 < world <= rows.rows:
+        return f"needs at least 2 ranks and a row for each; got {rows.rows} rows on "
+    room = _room(rows, plan.algorithm, plan.channels, world)
+    if room > -(-facts.lamport_bytes // WORD) * WORD:
+        return f"needs lamport_bytes={room} or more in the context; got {facts.lamport_bytes} on "
+    if (count := programs(rows, plan, world)) > facts.max_programs:
+        return f"needs {count} programs and the context has {facts.max_programs}; got "
+    return None
+
+
+def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
+    """Pieces as small as keep the number of programs of a stage below those that are worth having."""
+    world = facts.topology.world_size
+    stage = rows.rows if algorithm == ONE_SHOT else _owned(rows, world)
+    whole = _power(rows.words)
+    block = min(whole, _FEWEST_WORDS)
+    if algorithm == COMPOSED or facts.simulated:  # there, few large blocks cost the least
+        block = whole
+    while block < whole and stage * -(-rows.words // block) * (1 + (algorithm == ONE_SHOT)) > _BUSY:
+        block *= 2
+    return _plan(rows, algorithm, min(block, _MOST_WORDS))
+
+
+def _plan(rows: Rows, algorithm: str, block: int) -> Plan:
+    return Plan(algorithm, -(-rows.words // block), WORD * block, max(1, min(16, block // 32)))
+
+
+def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
+    """The plan of a call.
+
+    Args:
+        facts: of the context; ``nbytes`` is not looked at.
+        algorithm: one of :data:`ALGORITHMS`, or a plan, which is checked and taken as it is.
+
+    Raises:
+        ValueError: an unknown algorithm, one that such a call cannot have, a plan that cannot be launched.
+    """
+    where = facts.topology.describe()
+    if isinstance(algorithm, Plan):
+        _check(rows, algorithm)
+        if (problem := _problem(rows, algorithm, facts)) is not None:
+            raise ValueError(f"algorithm={algorithm} {problem}{where}")
+        return algorithm
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
+    if algorithm != "auto":
+        plan = _cut(rows, algorithm, facts)
+        if (problem := _problem(rows, plan, facts)) is not None:
+            raise ValueError(f"algorithm={algorithm!r} {problem}{where}. Use algorithm='auto'.")
+        return plan
+    world = facts.topology.world_size
+    sent = (world - 1) * rows.rows * rows.hidden * rows.itemsize
+    saved = sent * (world - 2) // max(1, world)  # two stages send 2 / world of it
+    order = (ONE_SHOT, TWO_STAGE) if saved <= _SAVED_BYTES else (TWO_STAGE, ONE_SHOT)
+    plans = (_cut(rows, name, facts) for name in (*order, COMPOSED))
+    return next(plan for plan in plans if _problem(rows, plan, facts) is None)
+
+
+def _check(rows: Rows, plan: Plan) -> None:
+    """Raise unless the plan, which somebody has made by hand, fits the rows."""
+    if plan.algorithm not in ALGORITHMS[1:]:
+        raise ValueError(f"a Plan's algorithm must be one of {', '.join(ALGORITHMS[1:])}; got {plan.algorithm!r}")
+    for name in ("channels", "chunk", "num_warps"):
+        if type(value := getattr(plan, name)) is not int:
+            raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
+    if plan.num_warps not in WARPS:
+        raise ValueError(f"a Plan's num_warps must be one of {', '.join(map(str, WARPS))}; got {plan.num_warps}")
+    block, rest = divmod(plan.chunk, WORD)
+    if rest or block < 1 or block != _power(block) or block > _MOST_WORDS:
+        raise ValueError(
+            f"a Plan's chunk must be {WORD} times a power of two, up to {WORD * _MOST_WORDS} bytes; got {plan.chunk}"
+        )
+    if plan.channels != (pieces := -(-rows.words // block)):
+        raise ValueError(
+            f"a Plan's channels must be the {pieces} pieces of {plan.chunk} bytes that a row of {WORD * rows.words} "
+            f"bytes has; got {plan.channels}"
+        )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all-reduce + residual + RMSNorm gives, on plain tensors of all ranks: to the bit, but for squares of fp32, which
+GPUs do not round before they add them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["norm_reference", "reduced_reference"]
+
+
+def reduced_reference(parts: Sequence[torch.Tensor], nodes: Sequence[int]) -> torch.Tensor:
+    """``[...]`` of every rank ``-> [...]``: their sum, in rank order inside a node, then in node order; rounded."""
+    sums: dict[int, torch.Tensor] = {}
+    for part, node in zip(parts, nodes, strict=True):
+        sums[node] = sums.get(node, torch.zeros_like(part, dtype=torch.float32)) + part.float()
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for node in sorted(sums):
+        total = total + sums[node]
+    return total.to(parts[0].dtype)
+
+
+def _tree(values: torch.Tensor) -> torch.Tensor:
+    """``[rows, n] -> [rows]``: neighbours are added, then neighbours of these."""
+    while values.shape[1] > 1:
+        if values.shape[1] % 2:
+            values = torch.nn.functional.pad(values, (0, 1))
+        values = values[:, 0::2] + values[:, 1::2]
+    return values[:, 0]
+
+
+def norm_reference(
+    reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``(normalized, new residual, scale)`` of ``[rows, hidden]``.
+
+    Args:
+        scale: None: the result has the dtype of the rows; ``"row"``: fp8, with a scale for each row; or the scale.
+    """
+    new = (reduced.float() + residual.float()).to(reduced.dtype)
+    rows, hidden = new.shape
+    width = 16 // new.element_size()
+    in_words = new.float().reshape(rows, hidden // width, 4, width // 4)
+    squares = in_words[:, :, 0] * in_words[:, :, 0]
+    for part in (1, 2, 3):
+        squares = in_words[:, :, part] * in_words[:, :, part] + squares
+    words = squares[:, :, 0] + squares[:, :, 1] if width == 8 else squares[:, :, 0]
+    mean = _tree(words) / torch.tensor(float(hidden))
+    root = (
+        (mean + torch.tensor(eps, dtype=torch.float32)).double().sqrt().float()
+    )  # torch's of fp32 is not always right
+    factor = (1.0 / root)[:, None]
+    value = (new.float() * factor) * weight.float()
+    if scale is None:
+        return value.to(new.dtype), new, None
+    if isinstance(scale, str):
+        largest = (new.float() * weight.float()).abs().amax(1, keepdim=True)
+        scale = (largest * factor).clamp_min(2.0**-100) / 448.0
+    small = value * (1.0 / scale)
+    return small.clamp(-448, 448).to(torch.float8_e4m3fn), new, scale

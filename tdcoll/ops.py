@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tdcoll's collectives as operators of PyTorch's, which ``torch.compile`` traces: ``import tdcoll.ops``.
+
+``torch.ops.tdcoll.all_gather``, ``reduce_scatter``, ``all_reduce`` and ``all_reduce_rms_norm`` are functional: they
+return new tensors and write to none of their arguments. The group is a string (:func:`group_name`), and the contexts
+are tdcoll's own. See ``docs/fused.md``.
+
+:func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a residual and an
+RMSNorm by ``all_reduce_rms_norm``, and leaves the rest to Inductor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from tdcoll import arguments, runtime
+from tdcoll.collectives.all_gather import all_gather_into_tensor
+from tdcoll.collectives.all_reduce.op import all_reduce as _all_reduce
+from tdcoll.collectives.all_reduce.op import pooled_context as _pooled_for_all_reduce
+from tdcoll.collectives.reduce_scatter.op import pooled_context as _pooled_for_reduce_scatter
+from tdcoll.collectives.reduce_scatter.op import reduce_scatter as _reduce_scatter
+from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
+from tdcoll.fused.op import pooled_context as _pooled_for_norm
+
+__all__ = ["all_gather", "all_reduce", "all_reduce_rms_norm", "fuse", "fusing", "group_name", "reduce_scatter"]
+
+
+# ---------------------------------------------------------------------- groups
+
+
+def group_name(group: runtime.Group = None) -> str:
+    """The string that names a group in calls of the operators.
+
+    Args:
+        group: None: all ranks of the job. A ProcessGroup: the name that PyTorch gave it. A sequence of global ranks:
+            these, with a comma after each.
+
+    Raises:
+        NotInitializedError: (of ranks) before ``tdcoll.initialize()``.
+        TypeError, ValueError: it is none of these, or this process is not a member.
+    """
+    if group is None:
+        return ""
+    if isinstance(group, dist.ProcessGroup):
+        return str(group.group_name)
+    return ",".join(map(str, runtime.current().ranks_of(group))) + ","
+
+
+def _named(name: str) -> runtime.Group:
+    """The group of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    arguments.instance("group", name, str, "a str, see tdcoll.ops.group_name")
+    if not name:
+        return None
+    ranks = name.rstrip(",").split(",")
+    if name.endswith(",") and all(rank.isdecimal() for rank in ranks):
+        return [int(rank) for rank in ranks]
+    try:
+        found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        return found
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"group must be what tdcoll.ops.group_name returns; got {name!r}: {error}") from None
+
+
+def _world(name: str) -> int:
+    return len(runtime.current().ranks_of(_named(name)))
+
+
+# ---------------------------------------------------------------------- operators
+
+
+@torch.library.custom_op("tdcoll::all_gather", mutates_args=())
+def all_gather(x: torch.Tensor, group: str = "") -> torch.Tensor:
+    """``[n, ...] -> [world * n, ...]``: the tensors of all ranks in a row; see :func:`tdcoll.all_gather`."""
+    out = x.new_empty((_world(group) * x.shape[0], *x.shape[1:]))
+    all_gather_into_tensor(out, x.contiguous(), _named(group))
+    return out
+
+
+@torch.library.custom_op("tdcoll::reduce_scatter", mutates_args=())
+def reduce_scatter(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
+    """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction; see :func:`tdcoll.reduce_scatter`."""
+    x = x.contiguous()
+    return _reduce_scatter(x, _pooled_for_reduce_scatter("x", x, _named(group)), None, op)
+
+
+@torch.library.custom_op("tdcoll::all_reduce", mutates_args=())
+def all_reduce(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
+    """``[...] -> the same``: the reduction of all ranks' tensors; see :func:`tdcoll.all_reduce`."""
+    x = x.contiguous()
+    return _all_reduce(x, _pooled_for_all_reduce(x, _named(group)), None, op)
+
+
+@torch.library.custom_op("tdcoll::all_reduce_rms_norm", mutates_args=())
+def all_reduce_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, group: str = ""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., hidden] -> (normalized, new residual)``; see :func:`tdcoll.fused.all_reduce_rms_norm`."""
+    x = x.contiguous()
+    context = _pooled_for_norm(x, _named(group))
+    normalized, new = _all_reduce_rms_norm(x, residual.contiguous(), weight.contiguous(), context, eps)
+    return normalized, new
+
+
+@all_gather.register_fake
+def _(x: torch.Tensor, group: str = "") -> torch.Tensor:
+    return x.new_empty((_world(group) * x.shape[0], *x.shape[1:]))
+
+
+@reduce_scatter.register_fake
+def _(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
+    return x.new_empty((x.shape[0] // _world(group), *x.shape[1:]))
+
+
+@all_reduce.register_fake
+def _(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@all_reduce_rms_norm.register_fake
+def _(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, group: str = ""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+# ---------------------------------------------------------------------- derivatives
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.op, ctx.group = inputs[1:] if len(inputs) == 3 else ("sum", inputs[1])
+
+
+def _linear(ctx: Any, name: str) -> str:
+    if ctx.op not in ("sum", "mean"):
+        raise NotImplementedError(f"tdcoll.{name} has no derivative for op={ctx.op!r}, only for 'sum' and 'mean'")
+    return str(ctx.op)
+
+
+def _of_all_gather(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return reduce_scatter(grad, "sum", ctx.group), None
+
+
+def _of_reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    if _linear(ctx, "reduce_scatter") == "mean":
+        grad = grad / _world(ctx.group)
+    return all_gather(grad, ctx.group), None, None
+
+
+def _of_all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return all_reduce(grad, _linear(ctx, "all_reduce"), ctx.group), None, None
+
+
+def _remember_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _, _, weight, ctx.eps, ctx.group = inputs
+    ctx.save_for_backward(output[1], weight)
+
+
+def _of_norm(ctx: Any, of_normalized: torch.Tensor, of_new: torch.Tensor) -> tuple[Any, ...]:
+    new, weight = ctx.saved_tensors
+    value, grad = new.float(), of_normalized.float()
+    factor = torch.rsqrt(value.square().mean(-1, keepdim=True) + ctx.eps)
+    along = grad * weight.float()
+    slope = factor * (along - value * factor.square() * (along * value).mean(-1, keepdim=True))
+    of_residual = (slope + of_new.float()).to(new.dtype)
+    of_weight = (grad * value * factor).flatten(0, -2).sum(0).to(weight.dtype)
+    return all_reduce(of_residual, "sum", ctx.group), of_residual, of_weight, None, None
+
+
+all_gather.register_autograd(_of_all_gather, setup_context=_remember)
+reduce_scatter.register_autograd(_of_reduce_scatter, setup_context=_remember)
+all_reduce.register_autograd(_of_all_reduce, setup_context=_remember)
+all_reduce_rms_norm.register_autograd(_of_norm, setup_context=_remember_norm)
+
+
+# ---------------------------------------------------------------------- a pass
+
+_REDUCES = (torch.ops.tdcoll.all_reduce, torch.ops.tdcoll.all_reduce.default)
+_ADDS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
+_NORMS = (torch.nn.functional.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default)
+
+
+def fuse(module: fx.GraphModule) -> fx.GraphModule:
+    """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph has it.
+
+    The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x`` have one shape and
+    dtype; the sum of the ranks is used for nothing else. (The sum with the residual may be.) As the operator says, the
+    residual has to be the same on all ranks. The new residual keeps its bits; the norm is rounded once.
+
+    Args:
+        module: as ``torch.compile`` gives it to a backend; it is changed.
+
+    Returns:
+        ``module``.
+    """
+    graph = module.graph
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for norm in list(graph.nodes):
+        found = _found(norm)
+        if found is None:
+            continue
+        add, reduce, residual, weight, eps = found
+        if place[weight] > place[add]:
+            continue
+        x = reduce.args[0]
+        group = reduce.args[2] if len(reduce.args) > 2 else ""
+        with graph.inserting_before(add):
+            target = torch.ops.tdcoll.all_reduce_rms_norm.default
+            both = graph.call_function(target, (x, residual, weight, eps, group))
+            normalized, new = (graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
+        for old, made in ((norm, normalized), (add, new)):
+            made.meta = dict(old.meta)
+            old.replace_all_uses_with(made)
+        for old in (norm, add, reduce):
+            graph.erase_node(old)
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _seen(node: Any) -> torch.Tensor | None:
+    """What a node's value looks like."""
+    value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | None:
+    """``(add, all-reduce, residual, weight, eps)`` of a norm that can be fused."""
+    if norm.op != "call_function" or norm.target not in _NORMS:
+        return None
+    add, shape, weight = (_argument(norm, i, name) for i, name in enumerate(("input", "normalized_shape", "weight")))
+    if not isinstance(add, fx.Node) or add.op != "call_function" or add.target not in _ADDS:
+        return None
+    if len(add.args) != 2 or add.kwargs.get("alpha", 1) != 1 or "out" in add.kwargs:
+        return None
+    sides = [node for node in add.args if isinstance(node, fx.Node)]
+    reduces = [n for n in sides if n.op == "call_function" and n.target in _REDUCES and len(n.users) == 1]
+    if len(sides) != 2 or not reduces or sides[0] is sides[1] or reduces[0].kwargs:
+        return None
+    reduce = reduces[0]
+    if reduce.args[1:2] not in ((), ("sum",)):
+        return None
+    residual = sides[1] if sides[0] is reduce else sides[0]
+    summed, old, gain = _seen(reduce), _seen(residual), _seen(weight)
+    if summed is None or old is None or gain is None or len(shape) != 1:
+        return None
+    if summed.shape != old.shape or not summed.dtype == old.dtype == gain.dtype or summed.shape[-1] != shape[0]:
+        return None
+    hidden = summed.shape[-1]
+    if summed.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    if not isinstance(hidden, int) or hidden > 16384 or hidden * summed.dtype.itemsize % 16:
+        return None
+    eps = _argument(norm, 3, "eps")
+    return add, reduce, residual, weight, torch.finfo(summed.dtype).eps if eps is None else float(eps)
+
+
+def fusing(
+    module: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """A backend: ``torch.compile(model, backend=tdcoll.ops.fusing)`` is Inductor after :func:`fuse`.
+
+    Args:
+        mode, options: those of ``torch.compile``.
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    compiled: Any = compile_fx(fuse(module), list(inputs), config_patches=patches)
+    return compiled

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused kernels over seeds, sizes, dtypes, nodes and few resident blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tiers import second, seeds
+
+import tdcoll
+from tdcoll.runtime.simulator.memory import MemoryView
+from tdcoll.testing import World, explore
+
+from .cases import Norms
+
+HEAP = 1 << 20
+ONE, TWO, BOTH = "one_shot", "two_stage", "one_shot two_stage"
+
+
+@seeds(1, 60)
+@pytest.mark.parametrize(("algorithms", "blocks"), [(ONE, (4, 0)), (TWO, (0, 4)), (f"{BOTH} composed", (4, 8, 16))])
+def test_clean_over_seeds(algorithms: str, blocks: tuple[int, ...], seeds: range) -> None:
+    case = Norms(algorithms, "oaigo", (4, 3, 3), blocks)
+    explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("n_pes", [1, 2, 4, second(5), second(8)])
+def test_every_world_size(n_pes: int) -> None:
+    turns = BOTH if n_pes > 1 else ONE
+    explore(Norms(turns, "oi8", (2, n_pes + 1), (0, 8)), n_pes=n_pes, seeds=1, heap_bytes=2 * HEAP)
+
+
+@pytest.mark.parametrize("weight", [None, torch.float32], ids=["own weights", "fp32 weights"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_dtypes_and_quantized_results(dtype: torch.dtype, weight: torch.dtype | None) -> None:
+    for turns in (ONE, TWO, "composed"):
+        case = Norms(turns, "o8s8", (2,), (0, 0, 4, 4), 40, dtype, weight)
+        explore(case, n_pes=2, seeds=1, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("hidden", [512, 8256, second(576), second(3008), second(16384), second(8192)])
+def test_hidden_sizes(hidden: int) -> None:
+    """Odd multiples of 64 as well; rows of more words than a program has."""
+    case = Norms(f"{BOTH} composed", "ooo", (2,), hidden=hidden, lamport_bytes=1 << 17)
+    explore(case, n_pes=2, seeds=1, heap_bytes=1 << 22)
+
+
+@pytest.mark.parametrize("block", [0, 4])
+def test_scales_of_ranks_that_own_a_row_less(block: int) -> None:
+    explore(Norms(TWO, "8i8", (4, 5), (block,)), n_pes=3, seeds=1, heap_bytes=HEAP)
+
+
+def test_rows_of_fp32_in_more_pieces_than_one() -> None:
+    case = Norms(f"{BOTH} composed", "o8o", (2,), (0, 0, 256), 4160, torch.float32, lamport_bytes=1 << 17)
+    explore(case, n_pes=2, seeds=1, heap_bytes=1 << 22)
+
+
+@pytest.mark.parametrize("algorithms", [ONE, TWO])
+@pytest.mark.parametrize("block", [0, 4])
+def test_one_resident_block_is_enough(algorithms: str, block: int) -> None:
+    explore(Norms(algorithms, "oio", (4, 5), (block,)), n_pes=3, seeds=2, heap_bytes=HEAP, resident=1)
+
+
+@pytest.mark.parametrize("nodes", [[2, 1], [2, 2], [1, 1, 1]])
+def test_several_nodes_by_composition(nodes: list[int]) -> None:
+    case = Norms("auto", "oi8zo", (2, 3))
+    explore(case, n_pes=sum(nodes), seeds=2, ranks_per_node=nodes, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("lamport_bytes", [0, 64, 400])
+def test_what_does_not_fit_is_composed(lamport_bytes: int) -> None:
+    explore(Norms("auto", "oio", (2, 1), lamport_bytes=lamport_bytes), n_pes=2, seeds=1, heap_bytes=HEAP)
+
+
+def test_ranks_that_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryView, "peer_base", lambda self, pe: self.base if pe == self.pe else 0)
+    explore(Norms("auto", "oi"), n_pes=2, seeds=1, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("group", [[0, 2], [3, 0, 2]])
+def test_subgroups(group: list[int]) -> None:
+    explore(Norms(BOTH, "oio", (3, 4), (4,), group=group), n_pes=4, seeds=1, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("first", [(1 << 31) - 1, (1 << 32) - 1])
+def test_calls_whose_number_needs_more_than_32_bits(first: int) -> None:
+    explore(Norms(BOTH, "oooo", (3,), (4,), first=first), n_pes=2, seeds=2, heap_bytes=HEAP)
+
+
+@pytest.mark.slow
+def test_many_calls_with_stragglers() -> None:
+    case = Norms(f"{BOTH} {ONE}", "ooiagoio" * 2, (4, 3, 7), (4, 16, 2))
+    explore(case, n_pes=3, seeds=3, heap_bytes=HEAP, stragglers=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Special(Norms):
+    """Rows with infinities, NaN, zeros of both signs, large and subnormal numbers; and one of zeros."""
+
+    def given(self, pe: int, call: int, rows: int) -> torch.Tensor:
+        kinds = torch.finfo(self.dtype)
+        numbers = [0.0, -0.0, 1.0, kinds.max, -kinds.max, kinds.tiny, float("inf"), float("nan"), -kinds.tiny]
+        made = torch.zeros(rows, self.hidden, dtype=self.dtype)
+        for row in range(1, rows):
+            made[row] = 1 + pe
+            made[row, pe % 2 :: 3] = numbers[row % len(numbers)]
+        return -made
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_special_numbers(dtype: torch.dtype) -> None:
+    case = Special(f"{BOTH} composed", "ooo888", (10,), (0, 4, 0), 24, dtype)
+    explore(case, n_pes=2, seeds=1, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize(("algorithm", "block"), [(ONE, 0), (ONE, 4), (TWO, 0), (TWO, 4), ("composed", 0)])
+def test_a_killed_peer_is_named(algorithm: str, block: int) -> None:
+    told = {}
+    case = Norms(algorithm, rows=(3,), blocks=(block,))
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12, lamport_bytes=1 << 14) as ctx:
+            case.call(ctx, 0, "o")
+            if pe == 1:
+                world.kill(pe)
+            case.call(ctx, 1, "o")
+            with pytest.raises(tdcoll.CollectiveTimeout) as raised:
+                ctx.check()
+            told[pe] = raised.value
+            ctx.close()
+
+    world = World(3, heap_bytes=HEAP)
+    world.run(host)
+    assert sorted(told) == [0, 2]
+    assert {error.epoch for error in told.values()} == {2}
+    assert 1 in {error.peer for error in told.values()}

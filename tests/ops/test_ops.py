@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled models and the pass that fuses, on one rank. ``tests/workers/fused_checks.py`` has what takes several: the
+simulator's ranks in one process must not change inside of PyTorch's dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tdcoll
+from tdcoll import ops
+from tdcoll.testing import World
+
+tdc = torch.ops.tdcoll
+
+
+def run(host: Any, n_pes: int = 2) -> None:
+    World(n_pes, heap_bytes=1 << 24).run(host)
+
+
+def given(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Block(nn.Module):
+    """A layer of a tensor-parallel model: two all-reduces, each followed by a residual and a norm."""
+
+    def __init__(self, pe: int, norm: type[nn.Module] = nn.RMSNorm) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in "ab")
+        self.norms = nn.ModuleList(norm(64) for _ in "ab")
+        for i, layer in enumerate((self.first, self.second)):
+            layer.weight.data.copy_(given(pe + 10 * i, 64, 64) / 8)
+        for norm_ in self.norms:
+            norm_.weight.data.copy_(given(3, 64))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = tdc.all_reduce(self.first(x)) + residual
+        x = self.norms[0](residual)
+        residual = residual + tdc.all_reduce(torch.relu(self.second(x)))
+        return self.norms[1](residual), residual
+
+
+def count(graph: torch.fx.Graph, target: Any) -> int:
+    return sum(node.target in (target, getattr(target, "default", None)) for node in graph.nodes)
+
+
+def test_a_compiled_model_is_one_graph_and_is_fused() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        ops.fuse(module)
+        seen.append((count(module.graph, tdc.all_reduce), count(module.graph, tdc.all_reduce_rms_norm)))
+        return module
+
+    def host(pe: int) -> None:
+        torch._dynamo.reset()
+        model, x, residual = Block(pe), given(1, 3, 64), given(2, 3, 64)
+        with torch.no_grad():
+            wanted = model(x, residual)
+            whole = torch.compile(model, fullgraph=True, backend="aot_eager")(x, residual)
+            fused = torch.compile(model, fullgraph=True, backend=backend)(x, residual)
+        for got, want in zip(whole, wanted, strict=True):
+            assert torch.equal(got, want)
+        torch.testing.assert_close(fused, wanted)
+
+    run(host, 1)
+    assert seen == [(0, 2)]
+
+
+class Reused(Block):
+    """The sum of the ranks is wanted by itself, too."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
+        total = tdc.all_reduce(self.first(x))
+        return self.norms[0](total + residual), total
+
+
+class Scaled(Block):
+    """Not an addition of the sum as it is, nor of tensors of one shape, nor a sum."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
+        total = tdc.all_reduce(self.first(x))
+        scaled = self.norms[0](torch.add(residual, total, alpha=2))
+        wide = self.norms[0](tdc.all_reduce(x) + residual[:1])
+        return scaled, wide, self.norms[0](tdc.all_reduce(x, "max") + residual)
+
+
+@pytest.mark.parametrize("kind", [Reused, Scaled])
+def test_what_is_not_the_same_is_not_fused(kind: type[Block]) -> None:
+    seen: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(count(ops.fuse(module).graph, tdc.all_reduce_rms_norm))
+        return module
+
+    def host(pe: int) -> None:
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(kind(pe), fullgraph=True, backend=backend)(given(1, 3, 64), given(2, 3, 64))
+
+    run(host, 1)
+    assert seen == [0]
+
+
+def test_names_of_groups() -> None:
+    def host(pe: int) -> None:
+        assert ops.group_name() == ""
+        assert ops.group_name([1, 0]) == "1,0,"
+        assert ops.group_name([pe]) == f"{pe},"
+        with pytest.raises(TypeError, match="group"):
+            ops.group_name(3)
+
+    run(host, 2)
+
+
+def test_the_module_is_imported_by_its_name() -> None:
+    assert tdcoll.ops is ops
