@@ -150,20 +150,36 @@ class Choice:
     margin: float = 0.03
 
     def plan(self, candidate: Candidate, nbytes: int, ll_bytes: int, lamport_bytes: int = 0) -> Plan:
-        """Return the plan of a candidate for such a call. Raises ValueError where it cannot be had."""
+        """Return the plan of a candidate for such a call, or of the first epoch of one by words that is several.
+
+        Raises:
+            ValueError: it cannot be had.
+        """
+        facts = self._facts(nbytes, ll_bytes, lamport_bytes, candidate.in_place)
         topology, in_place = self.topology, candidate.in_place
         kind = ("", self.policy.operation, topology.ranks_per_node or 0, topology.n_nodes, "eager", in_place)
-        stores = ll_bytes >= 0  # both need ranks that can store to each other's memory
-        facts = Facts(
+        return self.policy.choose(facts, candidate.algorithm, [Section(*kind, (candidate.entry(None),))])
+
+    def wish(self, candidate: Candidate, nbytes: int, ll_bytes: int, lamport_bytes: int = 0) -> str | Plan:
+        """Return what such a call is to be given: a candidate's plan, or the name where it is several epochs."""
+        several = self._several_epochs(candidate.algorithm, nbytes, ll_bytes, lamport_bytes)
+        return candidate.algorithm if several else self.plan(candidate, nbytes, ll_bytes, lamport_bytes)
+
+    def _facts(self, nbytes: int, ll_bytes: int, lamport_bytes: int, in_place: bool = False) -> Facts:
+        return Facts(
             nbytes,
-            topology,
+            self.topology,
             ll_bytes=ll_bytes,
-            stores=stores,
+            stores=ll_bytes >= 0,  # both need ranks that can store to each other's memory
             lamport_bytes=lamport_bytes,
             itemsize=self.itemsize,
-            in_place=candidate.in_place,
+            in_place=in_place,
         )
-        return self.policy.choose(facts, candidate.algorithm, [Section(*kind, (candidate.entry(None),))])
+
+    def _several_epochs(self, algorithm: str, nbytes: int, ll_bytes: int, lamport_bytes: int) -> bool:
+        """Whether such a call is several epochs in a context that holds it by chunks."""
+        rule = self.policy.rules[algorithm]
+        return bool(rule.words) and rule.epoch(self._facts(nbytes, ll_bytes, lamport_bytes)) < nbytes
 
     def candidates(
         self,
@@ -185,7 +201,9 @@ class Choice:
             if algorithm == "ring" and self.topology.world_size < 3:
                 continue  # direct stores with other names
             tried = [Candidate(algorithm, in_place)]
-            if widths := self.policy.rules[algorithm].words:
+            if self._several_epochs(algorithm, nbytes, ll_bytes, lamport_bytes):
+                pass  # calls of several epochs take no plan
+            elif widths := self.policy.rules[algorithm].words:
                 tried += [
                     Candidate(algorithm, in_place, chunk=width * block, num_warps=n)
                     for width in widths

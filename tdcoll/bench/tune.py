@@ -114,9 +114,9 @@ class Operation:
         def make(candidate: Candidate, context: CollectiveContext) -> Any:
             if candidate.algorithm == HANDED_OVER:
                 return bench.peer(HANDED_OVER, plain)
-            plan = self.choice.plan(candidate, nbytes, context.ll_bytes, context.lamport_bytes)
+            wish = self.choice.wish(candidate, nbytes, context.ll_bytes, context.lamport_bytes)
             buffers = inside if inside is not None and candidate.in_place else plain(None)
-            return bench.subject(plan, context, buffers, candidate.in_place)
+            return bench.subject(wish, context, buffers, candidate.in_place)
 
         with CollectiveContext(max_bytes_per_rank=bench.context_bytes(nbytes)) as context:
             launches = self.options.launches

@@ -28,6 +28,7 @@ from tdcoll.bench.table import duration
 from tdcoll.bench.tune import Tune
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.collectives.all_reduce.policy import POLICY as ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.policy import POLICY as REDUCE
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import SIMULATOR, Table
@@ -84,6 +85,18 @@ def test_what_is_tried_is_the_operations_own() -> None:
     ]
     wide = dataclasses.replace(choice, itemsize=8)
     assert {c.algorithm for c in wide.candidates(4096, ll_bytes=4096)} == {"direct", "1d"}  # no words of 8 bytes
+
+
+def test_calls_of_several_epochs_are_tried_by_name() -> None:
+    """Such calls take no plan."""
+    choice, named, room = Choice(ALL_REDUCE, FOUR, itemsize=2, hand_over=False), Candidate("two_shot"), 8 << 20
+    for nbytes, several in ((16 << 20, False), ((16 << 20) + 16, True), (64 << 20, True)):
+        found = choice.candidates(nbytes, 16 << 10, lamport_bytes=room)
+        assert {c.algorithm for c in found} == {"two_shot", "direct", "1d"}
+        assert ([c for c in found if c.algorithm == "two_shot"] == [named]) == several
+        for c in found:
+            wish = choice.wish(c, nbytes, 16 << 10, room)
+            assert wish == ("two_shot" if several and c == named else choice.plan(c, nbytes, 16 << 10, room))
 
 
 def test_nccl_is_taken_only_where_calls_can_be_left_to_it() -> None:

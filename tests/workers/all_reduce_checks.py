@@ -28,6 +28,7 @@ import tdcoll
 import tdcoll.distributed
 from tdcoll import runtime
 from tdcoll.collectives._host.plan import Facts
+from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.all_reduce.policy import POLICY
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.primitives.reduce import OPERATIONS_OF
@@ -154,12 +155,47 @@ def larger_calls_are_several_epochs() -> None:
     with tdcoll.CollectiveContext(max_bytes_per_rank=512) as ctx:
         for numel in (128, 129, 1000, 1280):
             tensors = given(numel, numel, torch.float32)
-            for algorithm in ("auto", *algorithms(ctx, 4 << 30, torch.float32)):
+            for algorithm in ("auto", *algorithms(ctx, 4 * numel, torch.float32)):
                 got = tdcoll.all_reduce(tensors[rank()], ctx, algorithm=algorithm)
                 expect(same(got, wanted(tensors)), f"{algorithm}, {numel} numbers")
         far = torch.zeros(world() << 18, device=device())
         expect_raises(tdcoll.ContextError, lambda: tdcoll.all_reduce(far, ctx), "epochs of", "max_bytes_per_rank=")
         ctx.check()
+
+
+@check(gpu_only=True)
+def large_calls_by_words_are_several_epochs() -> str:
+    """Without a wish, out of place and in place, in one graph with calls of one epoch."""
+    numel = (20 << 20) + 5  # bfloat16: three epochs on a context with words for 16 MB
+    tensors = given(5, numel, torch.bfloat16)
+    mine, expected = tensors[rank()], wanted(tensors)
+    few = wanted([tensor[:1000] for tensor in tensors])
+    with tdcoll.CollectiveContext(max_bytes_per_rank=2 * numel) as ctx:
+        launch = ALL_REDUCE.launches(ctx, mine.nbytes, "auto", options=(mine.dtype, "sum"), dtype=mine.dtype)
+        out, inside, small = torch.empty_like(mine), mine.clone(), mine[:1000].clone()
+
+        def calls() -> None:
+            tdcoll.all_reduce(mine, ctx, out)
+            tdcoll.all_reduce_(small.copy_(mine[:1000]), ctx)
+            tdcoll.all_reduce_(inside.copy_(mine), ctx)
+
+        def right(where: str) -> None:
+            ctx.check()
+            for got, should in ((out, expected), (inside, expected), (small, few)):
+                expect(same(got, should), f"{where}: {got.numel()} numbers")
+                got.zero_()
+
+        calls()
+        right("eager")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        for replay in range(5):
+            graph.replay()
+            right(f"replay {replay}")
+    if ctx.stores and tdcoll.topology().n_nodes == 1 and world() > 1 and ctx.lamport_bytes >= (32 << 20) // world():
+        expect(launch.plan.algorithm == "two_shot", f"{launch.plan} was taken")
+    return str(launch.plan)
 
 
 @check

@@ -181,9 +181,11 @@ class Launches:
         changing = ("source", "out", "window.base") if in_buffer else ("source", "out")
         self.kernel = kernel = algorithm.kernel(calls[0])
         launches: dict[Planned, Launch] = {}
+        constants: set[tuple[str, Any]] = set()
         for call in dict.fromkeys(calls):
             known = {**call.values(), **algorithm.values(call)}
             arguments = {name: known[name] for name in kernel.arg_names if name in known}
+            constants.update((name, value) for name, value in arguments.items() if name.isupper())
             launches[call] = Launch(
                 kernel,
                 algorithm.programs(call),
@@ -194,9 +196,8 @@ class Launches:
             )
         self._launches = list(launches.values())
         self._ready = all(launch.prepared for launch in self._launches)
-        constants = frozenset((name, value) for name, value in arguments.items() if name.isupper())
         warps = frozenset(call.plan.num_warps for call in calls)
-        self._variant = (operation, kernel.__name__, constants, warps, in_buffer)
+        self._variant = (operation, kernel.__name__, frozenset(constants), warps, in_buffer)
         first, offsets = launches[calls[0]], [(launches[call], i) for i, call in enumerate(calls)]
         room = calls[0].facts.nbytes
 

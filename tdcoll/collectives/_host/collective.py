@@ -26,7 +26,7 @@ from tdcoll.collectives._host.checks import (
     symmetric_offset,
     usable,
 )
-from tdcoll.collectives._host.plan import Facts, Plan, Policy
+from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan, Policy
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError
 from tdcoll.tuning import HANDED_OVER, Section
@@ -34,9 +34,6 @@ from tdcoll.tuning import HANDED_OVER, Section
 __all__ = ["UNCHECKED", "Collective"]
 
 _log = logging.getLogger("tdcoll")
-
-_MOST_EPOCHS = 1024
-"""A call takes no more; one that needs more has a context that is far too small for it."""
 
 
 class _HandOver:
@@ -97,8 +94,9 @@ class Collective:
             whose first extent would have to be divisible by the number of ranks.
         layout: ``"gather"``: the result is the larger of the two tensors, and has a segment for each rank;
             ``"scatter"``: the caller's is and has; ``"same"``: both are one segment.
-        room: bytes of each segment that one epoch of an algorithm takes; a larger call is several epochs. None: there
-            is no limit but the context's capacity, over which a call is refused.
+        room: bytes of each segment that one epoch of an algorithm by chunks takes; a larger call is several epochs.
+            None: there is no limit but the context's capacity, over which a call is refused. Of one by words its rule
+            says that.
         hand_over: does a call by ``torch.distributed``, given tensor, result and group.
     """
 
@@ -389,23 +387,26 @@ class Collective:
         if isinstance(algorithm, Plan):
             raise ValueError(
                 f"algorithm must be a name and no Plan for a call of several epochs: {facts.nbytes} bytes per rank are "
-                f"more than the {epochs[0]} that the context takes at a time"
+                f"{len(epochs)} epochs of at most {epochs[0]} bytes on this context"
             )
         return choose(dataclasses.replace(facts, nbytes=epochs[0]), plan.algorithm, sections)
 
     def _epochs(self, ctx: CollectiveContext, facts: Facts, plan: Plan) -> list[int]:
         """Bytes of a segment in each epoch of a call."""
-        if self._room is None or self.policy.rules[plan.algorithm].words:  # those have been counted
-            return [facts.nbytes]
-        room = self._room(ctx, facts, plan.algorithm)
-        n = max(1, -(-facts.nbytes // room)) if room else 1 + _MOST_EPOCHS * (facts.nbytes > 0)
-        if n > _MOST_EPOCHS:
+        rule, nbytes = self.policy.rules[plan.algorithm], facts.nbytes
+        if rule.words:
+            room = rule.epoch(facts)
+        elif self._room is None:
+            return [nbytes]
+        else:
+            room = self._room(ctx, facts, plan.algorithm)
+        if nbytes > MOST_EPOCHS * room:
             raise ContextError(
-                f"{self.name}: {facts.nbytes} bytes would take more than {_MOST_EPOCHS} epochs of {room} bytes. "
-                "Make the context with "
-                f"max_bytes_per_rank={facts.nbytes // _MOST_EPOCHS * 4 + 128} or more"
+                f"{self.name}: {nbytes} bytes would take more than {MOST_EPOCHS} epochs of {room} bytes. "
+                f"Make the context with max_bytes_per_rank={nbytes // MOST_EPOCHS * 4 + 128} or more"
             )
-        return [*(n - 1) * [room], facts.nbytes - (n - 1) * room]
+        n = max(1, -(-nbytes // max(1, room)))
+        return [*(n - 1) * [room], nbytes - (n - 1) * room]
 
     def launches_of(self, ctx: CollectiveContext, facts: Facts, plan: Plan, options: Hashable) -> Any:
         """Return what launches calls by a plan that was made for these facts."""

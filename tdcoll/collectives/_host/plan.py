@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
 __all__ = [
-    *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "TARGET_CHUNK_BYTES"),
+    *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
+    "TARGET_CHUNK_BYTES",
     *(
         "Extent",
         "Facts",
@@ -33,6 +34,7 @@ __all__ = [
         "cut_reduced_words",
         "cut_words",
         "is_word_chunk",
+        "epoch_of_words",
         "most_channels",
         "needs_reduced_words",
         "needs_stores",
@@ -71,6 +73,9 @@ LL_WORD_BYTES = 12
 
 LAMPORT_WORD_BYTES = 16
 """Data of a word that announces itself."""
+
+MOST_EPOCHS = 1024
+"""A call takes no more; one that needs more has a context that is far too small for it."""
 
 REDUCING_PROGRAMS = 128
 """Blocks of words that are reduced: about one for each SM."""
@@ -161,6 +166,8 @@ class Rule:
         cut: the plan of such a call, with what an entry of a table says.
         words: where a chunk is a block of words that need no signal, bytes of data that such a word may carry.
         extent: what the chunks of a call are cut from.
+        epoch: with ``words``: bytes of a segment in each epoch of a call; the last may be shorter. Where a call is
+            several, ``cut`` and ``extent`` are of the first.
     """
 
     name: str
@@ -168,6 +175,7 @@ class Rule:
     cut: Callable[[Facts, Entry], Plan]
     words: tuple[int, ...] = ()
     extent: Callable[[Facts], Extent] = lambda facts: Extent(facts.nbytes, programs=facts.topology.world_size)
+    epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
 
 
 # ---------------------------------------------------------------------- what rules are made of
@@ -307,6 +315,21 @@ def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | 
     if announced or phases * _phase_words(facts, LL_WORD_BYTES, parts) <= words_of(facts.ll_bytes):
         return None
     return f"needs fewer bytes, or a context with more lamport_bytes or flagged_bytes; got {facts.nbytes} bytes on "
+
+
+def epoch_of_words(facts: Facts, parts: int, phases: int) -> int:
+    """Bytes of a segment in each epoch of a reduction by words; the last may be shorter. See :func:`reduced_words`.
+
+    A call that words of neither kind hold at once is as few epochs by words that announce themselves as can be, of
+    equal size, a multiple of 16 bytes. It is one epoch where these would be more than :data:`MOST_EPOCHS`; then
+    :func:`needs_reduced_words` says why it cannot be had.
+    """
+    width, nbytes = LAMPORT_WORD_BYTES, facts.nbytes
+    room = min(width * parts * (-(-facts.lamport_bytes // width) // phases), _REDUCED_BYTES - width)
+    if not 0 < nbytes <= MOST_EPOCHS * room or needs_reduced_words(facts, parts, phases) is None:
+        return nbytes
+    epochs = -(-nbytes // room)
+    return -(-nbytes // (width * epochs)) * width
 
 
 def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent) -> Plan:

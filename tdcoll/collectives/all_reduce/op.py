@@ -35,7 +35,8 @@ def all_reduce(
 
     Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
     eager call of the size. A call whose parts (one for each rank) are over half of ``ctx.max_bytes_per_rank``, between
-    nodes over a third, is several epochs, one launch each.
+    nodes over a third, is several epochs, one launch each. By ``"two_shot"`` a call of floating point is several epochs
+    if its parts are over half of ``ctx.lamport_bytes`` (and do not go by words that carry a flag).
 
     Sums are in fp32 for fp8, fp16 and bf16, in rank order inside each node, then in node order; a mean is the sum
     divided once; what comes out is rounded once. So the bits are the same on all ranks and in every run, for every

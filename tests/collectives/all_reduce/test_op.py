@@ -13,11 +13,12 @@ from torch.distributed import ReduceOp
 
 import tdcoll
 import tdcoll.distributed
-from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.all_reduce.policy import POLICY, part_bytes
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.limits import lamport_bytes
+from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
@@ -60,7 +61,17 @@ LARGE = {**USUAL, "lamport_bytes": 16 * M}
         (1536 * K, (2,), LARGE, "one_shot", 512 * 16),
         (1536 * K + 1, (2,), LARGE, "two_shot", 512 * 16),
         (16 * M, (2,), LARGE, "two_shot", 512 * 16),
-        (16 * M + 1, (2,), LARGE, "direct", 32 * K + 128),
+        # Several epochs, of at least 4 MB each:
+        (16 * M + 1, (2,), LARGE, "two_shot", 512 * 16),
+        (G, (2,), LARGE, "two_shot", 512 * 16),
+        (16 * M, (3,), {**LARGE, "lamport_bytes": 32 * M // 3}, "two_shot", 512 * 16),  # 16 bytes over the room
+        (64 * M, (8,), {**LARGE, "lamport_bytes": 4 * M}, "two_shot", 512 * 16),
+        (8 * M, (4,), {**LARGE, "lamport_bytes": 2 * M}, "two_shot", 512 * 16),
+        (8 * M - 32, (4,), {**LARGE, "lamport_bytes": 2 * M}, "direct", 16 * K),
+        (16 * M + 1, (2,), {**LARGE, "symmetric": True}, "direct", 32 * K + 128),
+        (16 * M + 1, (2,), {**LARGE, "lamport_bytes": 0}, "direct", 32 * K + 128),
+        (16 * M + 1, (2,), {**LARGE, "simulated": True}, "direct", 32 * K + 128),
+        (16 * M + 1, (2,), {**LARGE, "stores": False}, "1d", 509 * 128),
         (M, (4,), USUAL, "two_shot", 128 * 16),
         (M + 1, (4,), USUAL, "direct", 121 * 128),  # both halves are over the room
         (G, (8,), USUAL, "direct", 512 * K),
@@ -94,7 +105,7 @@ def test_what_is_taken_where_nothing_was_measured(
 def test_plans_cover_the_data_and_fit(
     nbytes: int, world: int, itemsize: int, lamport: int, flagged: int, channels: int
 ) -> None:
-    """Whatever the policy makes can be launched: its own check takes it."""
+    """Whatever the policy makes can be launched, in its first epoch: its own check takes it."""
     facts = Facts(
         nbytes, nodes_of(world), flagged, stores=True, lamport_bytes=lamport, itemsize=itemsize, channels=channels
     )
@@ -104,8 +115,10 @@ def test_plans_cover_the_data_and_fit(
             plan, tried = POLICY.choose(facts, name), tried + 1
             assert POLICY.choose(facts, plan) == plan
             if name in ("one_shot", "two_shot"):
+                epoch = POLICY.rules[name].epoch(facts)
+                assert epoch == nbytes or name == "two_shot"
                 width = 16 if plan.chunk % 16 == 0 and plan.chunk // 16 & (plan.chunk // 16 - 1) == 0 else 12
-                words = max(1, -(-nbytes // width))
+                words = max(1, -(-epoch // width))
                 sent = words if name == "one_shot" else 2 * -(-words // world)
                 room = -(-lamport // 16) if width == 16 else max(1, -(-flagged // 12))
                 assert sent <= room
@@ -138,6 +151,14 @@ def test_plans_cover_the_data_and_fit(
             {"stores": True, "ll_bytes": 12},
             "needs fewer bytes, or a context with more lamport_bytes or fla",
         ),
+        *(
+            (
+                "two_shot",
+                {"stores": True, "lamport_bytes": n},
+                "two_shot' needs fewer bytes, or a context with more",
+            )
+            for n in (0, 16)  # none, and a word for one of the two halves
+        ),
         ("direct", {}, "algorithm='direct' needs one node whose ranks can store"),
         (
             "direct",
@@ -165,16 +186,50 @@ def test_auto_never_says_to_use_auto() -> None:
     assert choose(M, (4,), **USUAL, channels=1, simulated=True).algorithm == "two_shot"
     for nodes in ((4,), (2, 2)):
         with pytest.raises(ValueError, match=r"^all_reduce needs a context with at least 2 channels; got 1 on [^.]*$"):
-            choose(G, nodes, **USUAL, channels=1)
+            choose(G, nodes, **FLAGS, channels=1)
 
 
 def test_words_are_for_less_than_half_of_what_32_bits_count() -> None:
     huge = {**USUAL, "lamport_bytes": 4 * G, "ll_bytes": 4 * G}
     assert choose(G - 1, (2,), "two_shot", **huge).algorithm == "two_shot"
-    for nbytes in (G, 3 * G):
-        for name in ("one_shot", "two_shot"):
+    for nbytes, several in ((G, [G // 2] * 2), (3 * G, [3 * G // 4] * 4)):
+        assert epochs(Facts(nbytes, nodes_of(2), **huge)) == several
+        for name, facts in (("one_shot", huge), ("two_shot", {**huge, "lamport_bytes": 0})):
             with pytest.raises(ValueError, match=f"algorithm='{name}' needs less than {G} bytes"):
-                choose(nbytes, (2,), name, **huge)
+                choose(nbytes, (2,), name, **facts)
+
+
+def epochs(facts: Facts) -> list[int]:
+    """Bytes of each epoch of a two-shot."""
+    each = POLICY.rules["two_shot"].epoch(facts)
+    return [min(each, facts.nbytes - begin) for begin in range(0, facts.nbytes, each)]
+
+
+@given(
+    nbytes=st.one_of(st.integers(1, 4096), st.integers(1, 64 * M)),
+    world=st.integers(1, 16),
+    lamport=st.sampled_from([16, 32, 33, 100, 4 * K, 2 * M]),
+    flagged=st.sampled_from([-1, 0, 100, 4 * K]),
+)
+def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamport: int, flagged: int) -> None:
+    facts = Facts(nbytes, nodes_of(world), flagged, stores=True, lamport_bytes=lamport, itemsize=1)
+    room = -(-lamport // 16) // 2 * world * 16
+    if not POLICY.admits("two_shot", facts):
+        assert nbytes > MOST_EPOCHS * room
+        return
+    first, *others = epochs(facts)
+    if not others:  # by either kind of words
+        return
+    assert len(others) == -(-nbytes // room) - 1 < MOST_EPOCHS
+    assert first % 16 == 0
+    assert others[:-1] == [first] * (len(others) - 1)
+    assert first - 16 * len(others) - 16 < others[-1] <= first <= room
+    for each in (first, others[-1]):
+        part = Facts(each, facts.topology, flagged, stores=True, lamport_bytes=lamport, itemsize=1)
+        assert epochs(part) == [each]
+    assert POLICY.choose(facts, "two_shot") == POLICY.choose(
+        Facts(first, facts.topology, flagged, stores=True, lamport_bytes=lamport, itemsize=1), "two_shot"
+    )
 
 
 def test_entries_of_a_table() -> None:
@@ -187,7 +242,8 @@ def test_entries_of_a_table() -> None:
     assert plan(Entry(None, "one_shot", chunk=256 * 12, num_warps=8)) == Plan("one_shot", 50, 128 * 16, 4)  # at most
     assert plan(Entry(None, "one_shot", chunk=256 * 12), lamport_bytes=0) == Plan("one_shot", 34, 256 * 12, 8)
     assert plan(Entry(None, "direct", channels=5)) == Plan("direct", 5, 40 * 128, 8)
-    assert plan(Entry(None, "two_shot"), nbytes=G).algorithm == "direct"  # which cannot be had
+    assert plan(Entry(None, "two_shot"), nbytes=M + 1).algorithm == "two_shot"  # in two epochs
+    assert plan(Entry(None, "two_shot"), nbytes=G + 1).algorithm == "direct"  # which cannot be had
     for entry, message in (
         (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, 1d, 2d, got ll"),
         (Entry(None, "nccl"), "algorithm: expected one of one_shot, two_shot, direct, 1d, 2d, got nccl"),
@@ -217,19 +273,22 @@ ANY = st.sampled_from(["auto", "one_shot", "two_shot", "direct", "1d"])
     width=st.integers(1, 20),
     row=st.integers(0, 4),
     words=st.sampled_from([0, 64, 4096]),
+    flags=st.sampled_from([0, 4096]),
     seed=st.integers(0, 9),
 )
 def test_a_row_has_the_bits_that_it_has_alone(
-    algorithm: str, world: int, kind: Any, rows: int, width: int, row: int, words: int, seed: int
+    algorithm: str, world: int, kind: Any, rows: int, width: int, row: int, words: int, flags: int, seed: int
 ) -> None:
-    """Of a batch of any size, by any algorithm, with chunks cut anyhow, on every rank."""
+    """Of a batch of any size, by any algorithm, in one epoch or several, with chunks cut anyhow, on every rank."""
     (dtype, op), row = kind, row % rows
+    if algorithm == "one_shot" or (algorithm == "two_shot" and not (words and dtype.is_floating_point)):
+        flags = 4096  # which take a call that cannot be several epochs
     batches = [values(pe, seed, rows * width, dtype).view(rows, width) for pe in range(world)]
     wanted = reduce_parts(batches, [0] * world, op)
     reached = []
 
     def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=4096, lamport_bytes=words) as ctx:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=flags, lamport_bytes=words) as ctx:
             whole = tdcoll.all_reduce(batches[pe], ctx, op=op, algorithm=algorithm)
             alone = tdcoll.all_reduce(batches[pe][row].clone(), ctx, op=op)
             ctx.check()
@@ -408,6 +467,38 @@ def test_a_context_says_what_it_must_be_made_with() -> None:
             )
 
     World(2, ranks_per_node=1).run(host)
+
+
+def test_a_call_by_words_is_as_many_lamport_calls_as_epochs() -> None:
+    """Also in place, and by the short way, which the second call takes. One of no bytes is one."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=32) as ctx:
+            assert ctx.device_lamport is not None
+            control, made = ctx.device_lamport.control, 0
+            for n, several in ((0, 1), (8, 1), (9, 2), (97, 13)):  # of 32 bytes, at most
+                given = [values(each, n, n, torch.float32) for each in range(2)]
+                for in_place in (False, False, True, True):
+                    x = given[pe].clone()
+                    call = tdcoll.all_reduce_ if in_place else tdcoll.all_reduce
+                    got = call(x, ctx, algorithm="two_shot")
+                    assert same_bits(got, reduce_parts(given, [0, 0], "sum")) == 0
+                    made += several
+                    assert int(control) >> EPOCH_SHIFT.value == made
+            x = torch.ones(97)
+            for wrong, message in (
+                (Plan("two_shot", 1, 16, 1), "no Plan for a call of several epochs: 388 bytes per rank are 13 epochs"),
+                ("one_shot", "'one_shot' needs fewer bytes, or a context with more lamport_bytes"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    tdcoll.all_reduce(x, ctx, algorithm=wrong)
+            far, integers = torch.ones(8 * MOST_EPOCHS + 1), x.int()
+            for wrong in (far, integers):
+                with pytest.raises(ValueError, match="'two_shot' needs fewer bytes, or a context with more"):
+                    tdcoll.all_reduce(wrong, ctx, algorithm="two_shot")
+            ctx.check()
+
+    World(2).run(host)
 
 
 def test_debug_mode_compares_arguments() -> None:

@@ -210,6 +210,19 @@ def test_larger_calls_are_several_epochs(algorithm: str, nodes: list[int] | None
     explore(case, n_pes=3, seeds=2, ranks_per_node=nodes, heap_bytes=HEAP)
 
 
+@pytest.mark.parametrize("more", [{}, second({"resident": 1}), second({"stragglers": True})])
+def test_larger_calls_by_words_are_several_epochs(more: dict[str, Any]) -> None:
+    """The context takes 48 bytes at a time by words that announce themselves, and fewer than a call has by flags."""
+    counts, more = (60, 21, 6, 97), {"n_pes": 3, "seeds": 1, "heap_bytes": HEAP, **more}
+    for case in (
+        Reductions("two_shot", "oizyoi", counts, named=True, most=48, lamport_bytes=32),
+        Reductions(
+            "two_shot direct", "ogisoi", counts, torch.bfloat16, offset=1, named=True, most=48, lamport_bytes=32
+        ),
+    ):
+        explore(case, **more)
+
+
 @pytest.mark.parametrize(("algorithm", "nodes"), [*((name, None) for name in ALGORITHMS), ("1d", [2, 1])])
 def test_a_killed_peer_is_named(algorithm: str, nodes: list[int] | None) -> None:
     told = {}
