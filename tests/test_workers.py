@@ -15,6 +15,7 @@ from tiers import second
 
 WORKERS = Path(__file__).with_name("workers")
 GPU_ONLY = {"graphs", "capture_errors", "streams", "captured_chains"} | {
+    "large_calls_by_words_are_several_epochs",
     "sparse_graphs",
     "sparse_capture_errors",
     "sparse_streams",

@@ -501,6 +501,22 @@ def test_a_call_by_words_is_as_many_lamport_calls_as_epochs() -> None:
     World(2).run(host)
 
 
+def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
+    """Calls whose last epochs alone have the same kernel are of two kinds: each needs a first call of its own."""
+    entries = Entry(40, "two_shot", chunk=32 * 16, num_warps=1), Entry(None, "two_shot", chunk=64 * 16, num_warps=1)
+    table = Table((Section(SIMULATOR, "all_reduce", 2, 1, "eager", False, entries),))
+
+    def host(pe: int) -> None:
+        make = tdcoll.CollectiveContext
+        with make(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=64, tuning=table) as ctx:
+            options = {"options": (torch.float16, "sum"), "dtype": torch.float16}
+            one, same, two = (ALL_REDUCE.launches(ctx, n, "auto", **options) for n in (40, 38, 66))
+            assert [len(each._launches) for each in (one, same, two)] == [1, 1, 2]
+            assert one._variant == same._variant != two._variant
+
+    World(2).run(host)
+
+
 def test_debug_mode_compares_arguments() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
