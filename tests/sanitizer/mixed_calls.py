@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short mixed run for ``sanitize.py``: all collectives in turn, by all algorithms, of several sizes; the language.
+"""A short mixed run for ``sanitize.py``: every collective by every algorithm that one node has; the language.
 
-The sizes are small, since racecheck makes kernels many times slower. On the simulator it runs as well, without a tool.
+Few sizes, all of them small, each twice: a tool makes kernels many times slower, and what starts a job slower still. On
+the simulator it runs as well, without a tool.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "workers"))
 
-import harness
-from harness import check, checks_of, device, expect, rank, run, world
+from harness import check, device, expect, rank, run, simulated, world
 
 import tdcoll
 from tdcoll.collectives._host.collective import Collective
@@ -23,19 +26,20 @@ from tdcoll.collectives.all_gather.op import ALL_GATHER
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 
-COUNTS = (0, 1, 33, 1000, 5000)
-SEEN: set[str] = set()
-LANGUAGE = ("identity", "puts_and_gets", "puts_with_signals", "signals_and_barriers", "fence_orders")
+COUNTS = (33, 1001, 5000)
+"""Of elements: a tail of a few bytes, a tail of a block, and none."""
+CALLS = 2
+"""Of each kind: the second finds memory that the first has used."""
+HEAP_BYTES = 16 << 20
+BY_A_BLOCK = 2
+"""The form of a put or get that all threads of a program make."""
 
 
-def algorithms(
-    of: Collective, ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype | None = torch.float32
-) -> list[str]:
+def algorithms(of: Collective, ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype | None) -> list[str]:
     """Those that serve segments of so many bytes; ``dtype``: None where they are moved as they are."""
     facts = of.facts(ctx, nbytes, dtype)
     found = [name for name in of.policy.names if of.policy.admits(name, facts)]
     expect(found, f"no algorithm serves {nbytes} bytes")
-    SEEN.update(f"{of.name} by {name}" for name in found)
     return found
 
 
@@ -48,18 +52,44 @@ def all_of(call: int, count: int) -> torch.Tensor:
     return torch.stack([mine(call, count) + 100 * (r - rank()) for r in range(world())])
 
 
-def dense(ctx: tdcoll.CollectiveContext, call: int, count: int) -> None:
-    every = all_of(call, count)
-    for name in algorithms(ALL_GATHER, ctx, 4 * count, None):
-        got = tdcoll.all_gather(mine(call, count), ctx, algorithm=name)
-        expect(torch.equal(got, every.flatten()), f"all-gather by {name} of {count}")
-    for name in algorithms(ALL_REDUCE, ctx, 4 * count):
-        got = tdcoll.all_reduce(mine(call, count), ctx, algorithm=name)
-        expect(torch.equal(got, every.sum(0)), f"all-reduce by {name} of {count}")
-    whole = all_of(call, count * world()).sum(0).view(world(), count)[rank()]
-    for name in algorithms(REDUCE_SCATTER, ctx, 4 * count):
-        got = tdcoll.reduce_scatter(mine(call, count * world()), ctx, algorithm=name)
-        expect(torch.equal(got, whole), f"reduce-scatter by {name} of {count}")
+def dense(
+    of: Collective,
+    dtype: torch.dtype | None,
+    call: Callable[..., torch.Tensor],
+    source: Callable[[int, int], torch.Tensor],
+    wanted: Callable[[int, int], torch.Tensor],
+) -> str:
+    seen = set()
+    with tdcoll.CollectiveContext(max_bytes_per_rank=4 * max(COUNTS)) as ctx:
+        for turn in range(CALLS):
+            for count in COUNTS:
+                for name in algorithms(of, ctx, 4 * count, dtype):
+                    got = call(source(turn, count), ctx, algorithm=name)
+                    expect(torch.equal(got, wanted(turn, count)), f"{of.name} by {name} of {count}")
+                    seen.add(name)
+        ctx.check()
+    return ", ".join(sorted(seen))
+
+
+@check
+def all_gathers() -> str:
+    return dense(ALL_GATHER, None, tdcoll.all_gather, mine, lambda turn, count: all_of(turn, count).flatten())
+
+
+@check
+def all_reduces() -> str:
+    return dense(ALL_REDUCE, torch.float32, tdcoll.all_reduce, mine, lambda turn, count: all_of(turn, count).sum(0))
+
+
+@check
+def reduce_scatters() -> str:
+    def whole(turn: int, count: int) -> torch.Tensor:
+        return mine(turn, count * world())
+
+    def part(turn: int, count: int) -> torch.Tensor:
+        return all_of(turn, count * world()).sum(0).view(world(), count)[rank()]
+
+    return dense(REDUCE_SCATTER, torch.float32, tdcoll.reduce_scatter, whole, part)
 
 
 def sparse(ctx: tdcoll.SparseContext, count: int, algorithm: str) -> None:
@@ -76,24 +106,23 @@ def sparse(ctx: tdcoll.SparseContext, count: int, algorithm: str) -> None:
 
 
 @check
-def mixed_calls() -> str:
-    with (
-        tdcoll.CollectiveContext(max_bytes_per_rank=4 * max(COUNTS)) as ctx,
-        tdcoll.SparseContext(max_rows_per_rank=200, max_row_bytes=16) as rows,
-    ):
-        for call, count in enumerate(COUNTS if not harness.simulated() else COUNTS[:3]):
-            dense(ctx, call, count)
-            for algorithm in ("owner", "gather"):
-                sparse(rows, min(count, 200), algorithm)
+def sparse_all_reduces() -> None:
+    with tdcoll.SparseContext(max_rows_per_rank=200, max_row_bytes=16) as ctx:
+        for _ in range(CALLS):
+            for count in (33, 200):
+                for algorithm in ("owner", "gather"):
+                    sparse(ctx, count, algorithm)
         ctx.check()
-        rows.check()
-    return ", ".join(sorted(SEEN))
 
 
 @check
 def language() -> None:
-    for name in checks_of("language_checks", *LANGUAGE):
-        harness.CHECKS[name]()
+    import language_checks  # here, since it adds its own checks to those that run without a name
+
+    language_checks.puts_and_gets((BY_A_BLOCK,))
+    language_checks.puts_with_signals((BY_A_BLOCK,))
+    language_checks.signals_and_barriers()
+    language_checks.fence_orders()
 
 
 @tdcoll.jit
@@ -108,5 +137,17 @@ def control() -> None:
     torch.cuda.synchronize()
 
 
+def join() -> None:
+    """Have as little as possible started under a tool: no NCCL, a small heap."""
+    if not simulated():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo")
+    tdcoll.initialize(heap_bytes=HEAP_BYTES)
+    # initcheck does not see what other ranks write to the symmetric heap: to it, all of that has to be written here.
+    tdcoll.free(tdcoll.zeros(tdcoll.heap_info().largest_free, torch.uint8))
+
+
 if __name__ == "__main__":
+    join()
     run()
+    dist.destroy_process_group()

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """compute-sanitizer over a short mixed run of tdcoll on GPUs.
 
-    python tests/sanitizer/sanitize.py [--nproc N] [--tools memcheck,racecheck,synccheck,initcheck]
+    python tests/sanitizer/sanitize.py [--nproc N] [--tools memcheck,racecheck,synccheck,initcheck] [--deadline S]
 
-The tools run beside each other, each with a job of its own, and so does a control: a kernel that stores out of bounds,
-which memcheck must report. A line for each says what was reported and whose it is (``reports.py``); what is tdcoll's
-follows. Exit status: 0 if nothing is tdcoll's, 1 if something is or a job failed, 2 for a wrong command line.
+First the run goes without a tool: this compiles its kernels, and what is wrong anyhow is no tool's finding. Then the
+tools run beside each other, each with a job of its own, over the ranks alone: no launcher and no compiler is watched. A
+control runs as well: a kernel that stores out of bounds, which memcheck must report. Each prints a line when it ends,
+which says what was reported and whose it is (``reports.py``). Under it follows what is tdcoll's. What has not ended by
+the deadline is killed, and the end of its logs is printed. Exit status: 0 if nothing is tdcoll's; 1 if something is, or
+if a job failed or did not end; 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +34,13 @@ from reports import parse
 HERE = Path(__file__).resolve().parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TOOLKIT = "/usr/local/cuda/bin"
+CHECKS = ("all_gathers", "all_reduces", "reduce_scatters", "sparse_all_reduces", "language")
 CONTROL = "store_out_of_bounds"
-DEADLINE_S = 300.0
-TIMEOUT_S = 120
+DEADLINE_S = 150.0
+TIMEOUT_S = 60
 """Of waits in kernels: each rank runs many times slower than it would, and takes turns at its GPU with other jobs."""
+PORTS, FIRST_PORT = 10, 30000
+"""Ports of each watched process, and the first of all; below the range from which Linux gives ports to clients."""
 
 
 @dataclass(frozen=True)
@@ -82,42 +90,144 @@ def judge_control(folder: Path, output: str = "") -> Verdict:
     return Verdict(False, f"control: {CONTROL} is not reported", f"{seen}\n{output[-4000:]}")
 
 
-def run(command: Sequence[str]) -> tuple[int, str]:
-    """Exit status and output of a job that ends with all its children, or is ended."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-        env={**os.environ, "PYTHON": sys.executable},
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        return 124, f"not ended after {DEADLINE_S:g} s"
-    finally:
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended, or was killed at the deadline.
+
+    Attributes:
+        status: its exit status; None if it was killed.
+        seconds: that it ran.
+        output: the end of what it printed.
+    """
+
+    status: int | None
+    seconds: float
+    output: str
+
+
+class Jobs:
+    """The jobs of one run, which end by the same deadline.
+
+    Args:
+        scratch: a folder, for Triton's cache and for what the jobs print.
+        deadline_s: how long from now they have, all together.
+    """
+
+    def __init__(self, scratch: Path, deadline_s: float) -> None:
+        self.until = time.monotonic() + deadline_s
+        self.scratch = scratch
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen] = set()
+        self._closed = False
+
+    def run(self, name: str, command: Sequence[str]) -> Ended:
+        """Run a command, in a session of its own, until it ends or the deadline comes."""
+        begin = time.monotonic()
+        file = self.scratch / f"{name}.txt"
+        surroundings = {
+            **os.environ,
+            "PYTHON": sys.executable,
+            "TRITON_CACHE_DIR": str(self.scratch / "triton"),
+            "CUDA_MODULE_LOADING": "LAZY",
+        }
+        with file.open("w") as output:
+            with self._lock:
+                if self._closed:
+                    return Ended(None, 0.0, "not started")
+                process = subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, env=surroundings, start_new_session=True
+                )
+                self._running.add(process)
+            status: int | None = None
+            try:
+                status = process.wait(max(0.0, self.until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                kill(process)
+                with self._lock:
+                    self._running.remove(process)
+                    status = None if self._closed else status
+        return Ended(status, time.monotonic() - begin, tail(file))
+
+    def close(self) -> None:
+        """Kill what still runs, and start nothing more."""
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                kill(process, wait=False)
+
+
+def kill(process: subprocess.Popen, wait: bool = True) -> None:
+    """Kill a job with all its processes. torchrun gives each rank a session, so the job's own group is not all."""
+    groups = {process.pid}
+    if process.poll() is None:
+        groups |= groups_below(process.pid)
+    for group in groups:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, output
+            os.killpg(group, signal.SIGKILL)
+    if wait:
+        process.wait()
 
 
-def job(ranks: int, *checks: str) -> list[str]:
-    launch = [
-        shutil.which("bash") or "bash",
-        str(HERE.parents[1] / "launch.sh"),
-        "--nproc",
-        str(ranks),
-        "--timeout",
-        str(TIMEOUT_S),
+def groups_below(pid: int) -> set[int]:
+    """The process groups of all processes below one."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, parent, group = file.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            children.setdefault(int(parent), []).append((int(file.parent.name), int(group)))
+    groups, left = set(), [pid]
+    while left:
+        for child, group in children.get(left.pop(), []):
+            groups.add(group)
+            left.append(child)
+    return groups
+
+
+def tail(file: Path, characters: int = 4000) -> str:
+    return file.read_text(errors="replace")[-characters:] if file.exists() else ""
+
+
+def launch(ranks: int, *program: str) -> list[str]:
+    script = str(HERE.parents[1] / "launch.sh")
+    return [shutil.which("bash") or "bash", script, "--nproc", str(ranks), "--timeout", str(TIMEOUT_S), *program]
+
+
+def under(tool: str, sanitizer: str, folder: Path, first_port: int, ranks: int, *checks: str) -> list[str]:
+    """The command of a job whose ranks are watched by a tool, each with a log of its own in ``folder``."""
+    # Other kernels than tdcoll's are C++ functions, or NVSHMEM's. initcheck has to see who writes memory: all of them.
+    others = (
+        [] if tool == "initcheck" else ["--kernel-name-exclude", "regex=^_Z", "--kernel-name-exclude", "regex=^nvs"]
+    )
+    watched = [
+        *(sanitizer, "--tool", tool, "--target-processes", "application-only", "--log-file", f"{folder}/{{rank}}.log"),
+        *("--port", "{port}", "--max-connections", str(PORTS), "--launch-timeout", "60", "--kill"),
+        *("--num-callers-host", "20", *others),
+        *("{python}", str(HERE / "mixed_calls.py"), *checks),
     ]
-    return [*launch, str(HERE / "mixed_calls.py"), *checks]
+    return launch(ranks, str(HERE / "rank.py"), str(first_port), str(PORTS), *watched)
 
 
-def under(tool: str, sanitizer: str, folder: Path, command: list[str]) -> list[str]:
-    return [sanitizer, "--tool", tool, "--target-processes", "all", "--log-file", str(folder / "%p.log"), *command]
+def not_ended(name: str, ended: Ended, folder: Path) -> Verdict:
+    logs = [f"the end of {file.name}:\n{tail(file, 2000)}" for file in sorted(folder.glob("*.log"))]
+    return Verdict(False, f"{name}: not ended by the deadline; killed", "\n\n".join([ended.output, *logs]))
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return number
 
 
 def tools(text: str) -> list[str]:
@@ -127,41 +237,72 @@ def tools(text: str) -> list[str]:
     return names
 
 
+def show(verdict: Verdict, took_s: float) -> bool:
+    """Print a verdict, and whether it is ok."""
+    print(f"{verdict.line} ({took_s:.0f} s)", flush=True)
+    if not verdict.ok:
+        print(f"{verdict.details}\n--- end of {verdict.line.partition(':')[0]}", flush=True)
+    return verdict.ok
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=positive, default=2, help="ranks, one per GPU (default: 2)")
     parser.add_argument("--tools", type=tools, default=list(TOOLS), help=f"some of {','.join(TOOLS)} (default: all)")
+    parser.add_argument(
+        "--deadline", type=seconds, default=DEADLINE_S, metavar="S", help=f"seconds in all (default: {DEADLINE_S:g})"
+    )
     options = parser.parse_args(argv)
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=TOOLKIT)
     if sanitizer is None:
         parser.error(f"compute-sanitizer: expected on PATH or in {TOOLKIT}, found in neither")
 
-    # Without a tool first: the kernels are compiled once, and what is wrong anyhow is no tool's finding.
-    status, output = run(job(options.nproc, "mixed_calls", "language"))
-    if status:
-        print(f"the job ended with {status} without any tool\n{output[-4000:]}")
-        return 1
+    def plain(check: str) -> tuple[Verdict, float]:
+        name = f"{check} without a tool"
+        ended = jobs.run(name, launch(options.nproc, str(HERE / "mixed_calls.py"), check))
+        if ended.status is None:
+            return not_ended(name, ended, folder), ended.seconds
+        line = f"{name}: " + ("ok" if ended.status == 0 else f"the job ended with {ended.status}")
+        return Verdict(ended.status == 0, line, ended.output), ended.seconds
 
-    with tempfile.TemporaryDirectory() as scratch:
+    def watched(tool: str) -> tuple[Verdict, float]:
+        logs = folder / tool
+        logs.mkdir()
+        place = len(TOOLS) if tool == "control" else TOOLS.index(tool)
+        ranks, checks = (1, ("control",)) if tool == "control" else (options.nproc, CHECKS)
+        first_port = FIRST_PORT + place * PORTS * options.nproc
+        kind = "memcheck" if tool == "control" else tool
+        ended = jobs.run(tool, under(kind, sanitizer, logs, first_port, ranks, *checks))
+        if ended.status is None:
+            return not_ended(tool, ended, logs), ended.seconds
+        if tool == "control":
+            return judge_control(logs, ended.output), ended.seconds
+        return judge(tool, logs, ranks, ended.status, ended.output), ended.seconds
 
-        def sanitized(tool: str) -> Verdict:
-            folder = Path(scratch) / tool
-            folder.mkdir()
-            if tool == "control":
-                _, output = run(under("memcheck", sanitizer, folder, job(1, "control")))
-                return judge_control(folder, output)
-            status, output = run(under(tool, sanitizer, folder, job(options.nproc, "mixed_calls", "language")))
-            return judge(tool, folder, options.nproc, status, output)
+    with tempfile.TemporaryDirectory(prefix="tdcoll-") as scratch:
+        folder = Path(scratch)
+        jobs = Jobs(folder, options.deadline)
+        with ThreadPoolExecutor(len(CHECKS) + len(TOOLS)) as pool:
+            try:
+                # Beside each other, for the compiler's sake; the tools find all kernels in the cache.
+                if not each(pool, plain, CHECKS):
+                    return 1
+                return 0 if each(pool, watched, [*options.tools, "control"]) else 1
+            finally:
+                jobs.close()
 
-        with ThreadPoolExecutor(len(TOOLS) + 1) as pool:
-            verdicts = list(pool.map(sanitized, [*options.tools, "control"]))
-    for verdict in verdicts:
-        print(verdict.line)
-    for verdict in verdicts:
-        if not verdict.ok:
-            print(f"\n--- {verdict.line}\n{verdict.details}")
-    return 0 if all(verdict.ok for verdict in verdicts) else 1
+
+def each(pool: ThreadPoolExecutor, judged: Callable[[str], tuple[Verdict, float]], names: Sequence[str]) -> bool:
+    """Judge all beside each other, and show each when it ends; whether all are ok."""
+    futures: list[Future[tuple[Verdict, float]]] = [pool.submit(judged, name) for name in names]
+    shown = [show(*future.result()) for future in as_completed(futures)]
+    return all(shown)
+
+
+def stop(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(main())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -300,10 +301,10 @@ def identity() -> None:
 
 
 @check
-def puts_and_gets() -> None:
+def puts_and_gets(forms: Iterable[int] = range(6)) -> None:
     source, dest = tdcoll.empty(NBYTES, torch.uint8), tdcoll.empty(NBYTES, torch.uint8)
     before = (rank() - 1) % world()
-    for form in range(6):
+    for form in forms:
         source.copy_(bytes_of(rank(), form))
         put[(1,)](dest, source, NBYTES, neighbour(), form)
         expect(torch.equal(dest, bytes_of(before, form)), f"put form {form}")
@@ -317,7 +318,7 @@ def puts_and_gets() -> None:
 
 
 @check
-def puts_with_signals() -> None:
+def puts_with_signals(forms: Iterable[int] = range(6)) -> None:
     source, dest = tdcoll.empty(NBYTES, torch.uint8), tdcoll.empty((6, NBYTES), torch.uint8)
     signals = tdcoll.empty(6, torch.int64)
     signals.zero_()
@@ -325,7 +326,7 @@ def puts_with_signals() -> None:
     ok = torch.zeros(1, dtype=torch.int32, device=device())
     seen = torch.zeros(1, dtype=torch.int64, device=device())
     big = (1 << 62) + 12345  # a 64-bit value
-    for form in range(6):
+    for form in forms:
         source.copy_(bytes_of(rank(), form))
         tdcoll.barrier()
         put_signal[(1,)](
