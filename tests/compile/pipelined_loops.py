@@ -102,20 +102,77 @@ def in_a_branch(words, monitor, i):
     return 0
 
 
-def by_calling(function: Any, takes: int) -> Any:
-    """A call of ``function`` with addresses and numbers, as many as it takes."""
+@triton.jit
+def by_wait_word(words, monitor, i):
+    tdl.wait_word(words + i, tdl.CMP_GE, 1, monitor, i, i)
+    return 0
 
-    @triton.jit
-    def transfer(words, monitor, i):
-        function(words, words + i, 8, i)
-        return 0
+
+@triton.jit
+def by_wait_until_any(words, monitor, i):
+    tdl.wait_until_any(words, 4, -1, tdl.CMP_GE, i, monitor, 4)
+    return 0
+
+
+@triton.jit
+def by_test_signal(words, monitor, i):
+    tdl.test_signal(words + i, tdl.CMP_GE, 1)
+    return 0
+
+
+@triton.jit
+def by_grid_barrier(words, monitor, i):
+    tdl.grid_barrier(words + i, monitor)
+    return 0
+
+
+@triton.jit
+def by_atom_add(words, monitor, i):
+    tdl.atom_add(words + i, i, "sys", "acquire")
+    return 0
+
+
+@triton.jit
+def by_atom_cas(words, monitor, i):
+    tdl.atom_cas(words + i, i, 1, "sys", "acquire")
+    return 0
+
+
+def by_calling(function: Any, kinds: tuple[str, ...]) -> Any:
+    """A call of ``function``, whose parameters are of these kinds, with addresses and numbers."""
 
     @triton.jit
     def plain_call(words, monitor, i):
         function()
         return 0
 
-    return transfer if takes else plain_call
+    @triton.jit
+    def fetch(words, monitor, i):
+        function(words + i, 1)
+        return 0
+
+    @triton.jit
+    def change(words, monitor, i):
+        function(words + i, i, 1)
+        return 0
+
+    @triton.jit
+    def compare(words, monitor, i):
+        function(words + i, 0, i, 1)
+        return 0
+
+    @triton.jit
+    def transfer(words, monitor, i):
+        function(words, words + i, 8, i)
+        return 0
+
+    return {
+        (): plain_call,
+        ("ptr", "pe"): fetch,
+        ("ptr", "value", "pe"): change,
+        ("ptr", "value", "value", "pe"): compare,
+        ("ptr", "ptr", "size", "pe"): transfer,
+    }[kinds]
 
 
 WAITS: dict[str, Any] = {
@@ -128,11 +185,17 @@ WAITS: dict[str, Any] = {
     "ld_acquire": by_ld_acquire,
     "ld, acquire": by_ld,
     "block_and": by_block_and,
+    "wait_word": by_wait_word,
+    "wait_until_any": by_wait_until_any,
+    "test_signal": by_test_signal,
+    "grid_barrier": by_grid_barrier,
+    "atom_add": by_atom_add,
+    "atom_cas": by_atom_cas,
     "in a branch": in_a_branch,
 }
 for _name, _function in FUNCTIONS.items():
     if _function.acquires and _name not in WAITS:
-        WAITS[_name] = by_calling(getattr(tdl, _name), len(_function.parameters))
+        WAITS[_name] = by_calling(getattr(tdl, _name), tuple(kind for _, kind in _function.parameters))
 
 
 @triton.jit

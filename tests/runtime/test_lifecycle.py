@@ -169,7 +169,8 @@ def test_the_default_heap(monkeypatch: pytest.MonkeyPatch, interpreted: bool, nb
 def test_what_is_documented_fits_into_the_default_heap() -> None:
     """docs/sparse-all-reduce.md, on 8 GPUs; the backend's largest all-gather, in a quarter of the heap."""
     assert symmetric_bytes(8, 20_000, 4 * 512) + (8 << 20) < environment.DEFAULT_HEAP_BYTES
-    assert 8 * 8 * Options().max_bytes_per_rank < environment.DEFAULT_HEAP_BYTES
+    largest = Options().limits(8, environment.DEFAULT_HEAP_BYTES)["all_gather"]
+    assert 0 < 8 * 8 * largest < environment.DEFAULT_HEAP_BYTES
 
 
 @pytest.mark.parametrize(("given", "nbytes"), [("2M", 2 << 20), (3 << 20, 3 << 20)])
@@ -308,19 +309,24 @@ CALLS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: tdcoll.all_reduce(torch.zeros(1)),
     "all_reduce_": lambda: tdcoll.all_reduce_(torch.zeros(1)),
     "barrier": tdcoll.barrier,
+    "barrier_on_stream": tdcoll.barrier_on_stream,
+    "copy_on_stream": lambda: tdcoll.copy_on_stream(torch.zeros(1), torch.zeros(1)),
     "device": tdcoll.device,
     "empty": lambda: tdcoll.empty(1),
     "free": lambda: tdcoll.free(torch.zeros(1)),
     "heap_info": tdcoll.heap_info,
+    "peer_tensor": lambda: tdcoll.peer_tensor(torch.zeros(1), 0),
     "reduce_scatter": lambda: tdcoll.reduce_scatter(torch.zeros(1)),
     "reduce_scatter_tensor": lambda: tdcoll.reduce_scatter_tensor(torch.zeros(1), torch.zeros(1)),
     "sparse_all_reduce": lambda: tdcoll.sparse_all_reduce(torch.zeros(1).to_sparse()),
     "sparse_all_reduce_rows": lambda: tdcoll.sparse_all_reduce_rows(torch.zeros(1).long(), torch.zeros(1), 1),
     "topology": tdcoll.topology,
+    "wait_on_stream": lambda: tdcoll.wait_on_stream(torch.zeros(1).long(), ">=", 1),
+    "write_on_stream": lambda: tdcoll.write_on_stream(torch.zeros(1).long(), 1),
     "zeros": lambda: tdcoll.zeros(1),
 }
 NEED_NO_JOB = {"finalize", "initialize", "is_initialized", "jit", "match_indices", "match_lists", "__version__"}
-NEED_NO_JOB |= {"Plan", "Table", "Topology"}
+NEED_NO_JOB |= {"Plan", "Table", "Topology", "begin_epoch"}
 TAKE_A_CONTEXT = {"all_gather", "all_gather_in_place", "sparse_all_reduce_padded"}
 RETURNED = {"PaddedRows"}
 

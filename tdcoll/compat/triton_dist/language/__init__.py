@@ -63,12 +63,13 @@ def notify(
     """Set a 64-bit signal of ``rank``, or add to it, after what this thread has written.
 
     ``comm_scope``: ``gpu``, this rank's own signal, for its other programs; ``intra_node``, by a store to the peer's
-    memory; ``inter_node``, by NVSHMEM, which reaches every rank and orders nothing before it.
+    memory; ``inter_node``, by NVSHMEM after its fence, which reaches every rank.
     """
     if sig_op != "set":
         tl.static_assert(sig_op == "add", "sig_op must be 'set' or 'add'")
     if comm_scope == "inter_node":
         if tdl.tid(0) == 0:
+            tdl.fence()  # NVSHMEM's signal orders nothing before it, not even stores to a peer's memory
             if sig_op == "set":
                 tdl.signal_op(ptr, signal, _SET, rank)
             else:
