@@ -11,7 +11,7 @@ from tdcoll.collectives.all_reduce.op import all_reduce_in_group as all_reduce
 from tdcoll.distributed.backend import TdcollProcessGroup, create, explain
 from tdcoll.distributed.ddp import SparseGradientReducer, sparse_hook
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.work import BackendTimeout
+from tdcoll.work import BackendTimeout
 
 __all__ = ["BackendTimeout", "Options", "SparseGradientReducer", "TdcollProcessGroup", "all_reduce", "explain"]
 __all__ += ["sparse_hook"]

@@ -21,12 +21,11 @@ from torch import nn
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.drop_in import TORCH_OPERATIONS
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
 from tdcoll.distributed import BackendTimeout, Options, SparseGradientReducer, TdcollProcessGroup, explain, sparse_hook
 from tdcoll.distributed.inner import sparse_sum_by_gather
-from tdcoll.distributed.work import as_backend_error
-from tdcoll.primitives.reduce import OPERATIONS_OF
+from tdcoll.primitives.reduce import OPERATIONS_OF, TORCH_OPERATIONS
+from tdcoll.work import as_backend_error
 
 warnings.simplefilter("ignore")
 
