@@ -152,6 +152,8 @@ def all_gather(
     Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
     eager call of the size. Bytes are moved as they are, so any dtype will do; each rank gives the same number.
 
+    The result has no gradient; that of ``torch.ops.tdcoll.all_gather`` has (:mod:`tdcoll.ops`).
+
     Args:
         tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.

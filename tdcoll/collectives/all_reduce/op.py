@@ -44,6 +44,8 @@ def all_reduce(
     its sign, also where the sum is infinite; one that is too large for e5m2 becomes infinite. (So does
     ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
+    The result has no gradient; that of ``torch.ops.tdcoll.all_reduce`` has (:mod:`tdcoll.ops`).
+
     Args:
         tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn, e5m2), int32, int64, int8
             or uint8; the same shape on all ranks, any number of elements.

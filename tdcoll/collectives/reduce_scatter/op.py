@@ -42,6 +42,8 @@ def reduce_scatter(
     e4m3fn becomes its largest number, 448, with its sign, also where the sum is infinite; one that is too large for
     e5m2 becomes infinite. (So does ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
+    The result has no gradient; that of ``torch.ops.tdcoll.reduce_scatter`` has (:mod:`tdcoll.ops`).
+
     Args:
         tensor: a part for each rank, contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn,
             e5m2), int32, int64, int8 or uint8. With ``out`` it may be ``[world, n, ...]`` as well; without, the first
