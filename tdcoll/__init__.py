@@ -2,11 +2,14 @@
 """Collectives that run inside Triton kernels over NVSHMEM symmetric memory.
 
 Every public name is imported when it is first used. So ``import tdcoll`` costs nothing, a process pays for the
-collectives that it calls, and ``python -m tdcoll`` runs where PyTorch or Triton cannot be imported.
+collectives that it calls, and ``python -m tdcoll`` runs where PyTorch or Triton cannot be imported. It also makes
+``init_process_group("tdcoll")`` known to ``torch.distributed``.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
+
+from tdcoll_torch import register as _register
 
 if TYPE_CHECKING:
     from tdcoll.collectives._host.plan import Plan
@@ -133,3 +136,6 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
 
     def __dir__():
         return sorted({*globals(), *__all__, *_SUBMODULES})
+
+
+_register()

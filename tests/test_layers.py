@@ -16,6 +16,7 @@ COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce", "index_match"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "limits"),
     ("arguments", "capture"),
+    ("work",),
     ("environment",),
     ("spec",),
     ("runtime.topology", "runtime.peers"),

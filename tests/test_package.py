@@ -93,7 +93,73 @@ def test_importing_it_imports_nothing_else() -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )
-    assert done.stdout.split() == ["tdcoll"]
+    assert sorted(done.stdout.split()) == ["tdcoll", "tdcoll_torch"]
+
+
+# ---------------------------------------------------------------------- torch.distributed knows of it
+
+GROUP = """
+import torch.distributed as dist
+dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
+print(dist.group.WORLD.name(), type(dist.group.WORLD).__name__)
+dist.destroy_process_group()
+"""
+
+
+def python(code: str, *paths: Path, **surroundings: str) -> subprocess.CompletedProcess[str]:
+    """``code`` in a Python that finds tdcoll in ``paths`` only, and no installed entry point unless told so."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), **surroundings}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True, text=True, timeout=120, env=environment, cwd="/", check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("imports", ["import tdcoll, torch.distributed", "import torch.distributed, tdcoll"])
+def test_importing_it_registers_the_backend(imports: str) -> None:
+    done = python(f"{imports}\n{GROUP}", ROOT)
+    assert (done.returncode, done.stdout) == (0, "tdcoll TdcollProcessGroup\n"), done.stderr
+
+
+def test_nothing_else_registers_it() -> None:
+    done = python(GROUP, ROOT)
+    assert done.returncode
+    assert "tdcoll" in done.stderr.splitlines()[-1]
+
+
+def entry_points() -> dict[str, dict[str, str]]:
+    """Of pyproject.toml, by group. (``tomllib`` came with Python 3.11.)"""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.findall(r'^\[project\.entry-points\."(.+)"\]\n((?:[\w-]+ *= *".+"\n)+)', text, re.MULTILINE)
+    return {group: dict(re.findall(r'([\w-]+) *= *"(.+)"', lines)) for group, lines in found}
+
+
+IMPORTED = "import sys, torch; print(*sorted(n for n in sys.modules if n.startswith(('triton', 'tdcoll'))))"
+
+
+def test_where_it_is_installed_no_import_is_needed(tmp_path: Path) -> None:
+    """And a process that only imports PyTorch imports nothing for it."""
+    metadata = tmp_path / "tdcoll-0.1.0.dist-info"  # as pip writes it
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.4\nName: tdcoll\nVersion: 0.1.0\n", encoding="utf-8")
+    (group,) = entry_points().items()
+    assert group[0] == "torch.backends"
+    lines = [f"[{group[0]}]", *(f"{name} = {target}" for name, target in group[1].items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+    paths, autoload = (ROOT, tmp_path), {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    done = python(GROUP, *paths, **autoload)
+    assert (done.returncode, done.stdout) == (0, "tdcoll TdcollProcessGroup\n"), done.stderr
+    alone = {name for name in python(IMPORTED).stdout.split() if not name.startswith("tdcoll")}
+    assert set(python(IMPORTED, *paths, **autoload).stdout.split()) == {*alone, "tdcoll_torch"}
+
+
+def test_what_is_registered_is_packed() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    modules = {target.partition(":")[0] for targets in entry_points().values() for target in targets.values()}
+    for table in ("wheel]\nonly-include", "sdist]\ninclude"):
+        (listed,) = re.findall(rf"^\[tool\.hatch\.build\.targets\.{re.escape(table)} = (.*)$", text, re.MULTILINE)
+        assert {f"{module}.py" for module in modules} <= {name.lstrip("/") for name in ast.literal_eval(listed)}
 
 
 # ---------------------------------------------------------------------- environment variables

@@ -261,7 +261,7 @@ def main():
         say("all_gather_in_place: 3 calls on one buffer equal torch.distributed's")
 
         # And for code that has `torch.distributed.all_gather_into_tensor` today: same arguments, tdcoll keeps
-        # the context. (`async_op=True` is refused: a call is in the current stream's order, as any kernel is.)
+        # the context. (`async_op=True` returns a `Work`; the call is in the current stream's order all the same.)
         tensor = make(rank, 9, numel, device)
         out = torch.empty(world * numel, dtype=torch.int32, device=device)
         tdcoll.all_gather_into_tensor(out, tensor)

@@ -25,12 +25,11 @@ from tdcoll.bench.peers import FCOLLECT, ByTorch, MakeBuffers, subject_of, torch
 from tdcoll.bench.rows import Row
 from tdcoll.bench.table import all_gather_columns
 from tdcoll.collectives._host.collective import Collective
-from tdcoll.collectives._host.drop_in import TORCH_OPERATIONS
 from tdcoll.collectives._host.plan import Facts, Plan, Policy
 from tdcoll.context import CollectiveContext
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import flagged_bytes, lamport_bytes
-from tdcoll.primitives.reduce import ACCUMULATORS
+from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
 from tdcoll.runtime.topology import Topology
 
 __all__ = [

@@ -27,16 +27,16 @@ from torch._C._distributed_c10d import (
 )
 
 from tdcoll import arguments, capture, runtime
-from tdcoll.collectives._host.drop_in import TORCH_OPERATIONS
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.inner import RollCall, add_backends, gather_into, plain, scatter_from, sparse_sum_by_gather
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.service import WISHES, Call
 from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.sparse import refuse_wrong
-from tdcoll.distributed.work import CompletedWork, backend_errors
+from tdcoll.primitives.reduce import operation_name
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
+from tdcoll.work import CompletedWork, backend_errors
 
 __all__ = ["TdcollProcessGroup", "create", "explain"]
 
@@ -46,8 +46,7 @@ _UNSET = AllgatherOptions().timeout
 
 def _operation(opts: Any) -> str:
     """tdcoll's name of the operation in a call's options; of one that tdcoll has not, torch's."""
-    op = opts.reduceOp.op
-    return TORCH_OPERATIONS.get(op) or str(op)
+    return str(operation_name(opts.reduceOp.op))
 
 
 def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:

@@ -15,8 +15,9 @@ from torch import nn
 from tdcoll import arguments, runtime
 from tdcoll.distributed.inner import sparse_sum_by_gather
 from tdcoll.distributed.sparse import SparseSums
-from tdcoll.distributed.work import Task, TaskWork, record_stream, worker
+from tdcoll.distributed.work import Task, TaskWork, worker
 from tdcoll.errors import NotInitializedError
+from tdcoll.work import record_stream
 
 __all__ = ["SparseGradientReducer", "sparse_hook"]
 

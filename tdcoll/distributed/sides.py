@@ -24,18 +24,10 @@ from tdcoll.distributed.inner import NamedWork, RollCall, may_be_a_peers
 from tdcoll.distributed.options import SERVES, Options
 from tdcoll.distributed.service import Call, Dense, Service, Setting
 from tdcoll.distributed.services import KINDS, make_services
-from tdcoll.distributed.work import (
-    CompletedWork,
-    StreamWork,
-    Task,
-    TaskWork,
-    as_backend_error,
-    backend_errors,
-    record_stream,
-    worker,
-)
-from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.distributed.work import Task, TaskWork, worker
+from tdcoll.errors import TdcollError
 from tdcoll.runtime import Runtime
+from tdcoll.work import CompletedWork, StreamWork, backend_errors, error_of, record_stream
 
 __all__ = ["Sides"]
 
@@ -304,11 +296,7 @@ class Sides:
             return None
         if job.device.type == "cuda":
             torch.cuda.synchronize(job.device)
-        try:
-            self._check()
-        except CollectiveTimeout as error:
-            return as_backend_error(error)
-        return None
+        return error_of(self._check)
 
     def _leave(self) -> None:
         """Free what tdcoll holds for this group. Collective; after an error, what is left of it."""

@@ -15,13 +15,17 @@ __all__ = ["load_words", "store_flagged", "store_words", "wait_flagged", "wait_w
 
 @core.extern
 def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
-    """Per element: (data, data, data, 1) once the word's last 32 bits are ``flag``; (any, 0) after the deadline."""
+    """Per element: (data, data, data, 1) once the word's last 32 bits are ``flag``; (any, 0) after the deadline.
+
+    The load is volatile, which PTX orders as a relaxed one of the system: of a relaxed one ptxas loads each part that is
+    used by itself, so that where a kernel does not use all data the flag could be newer than what comes with it.
+    """
     prepare = (
         ".reg .b128 wide;\n.reg .b64 low, high, wanted;\ncvt.u64.u32 wanted, $5;\n"
         "mov.b32 $0, 0;\nmov.b32 $1, 0;\nmov.b32 $2, 0;"
     )
     look = (
-        "ld.relaxed.sys.global.b128 wide, [$4];\nmov.b128 {low, high}, wide;\n"
+        "ld.volatile.global.b128 wide, [$4];\nmov.b128 {low, high}, wide;\n"
         "mov.b64 {$0, $1}, low;\nmov.b64 {$2, flag}, high;\nsetp.eq.b32 done, flag, $5;"
     )
     asm = _polling(

@@ -17,23 +17,35 @@ and what is rounded to zero may be, and are replaced by 0. NaN propagates throug
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton.language as tl
+from torch.distributed import ReduceOp
 
 from tdcoll.language.jit import jit
 from tdcoll.primitives import fp8
 
 __all__ = [
-    *("ACCUMULATORS", "OPERATIONS", "OPERATIONS_OF"),
+    *("ACCUMULATORS", "OPERATIONS", "OPERATIONS_OF", "TORCH_OPERATIONS"),
     *("MAX", "MEAN", "MIN", "PROD", "SUM"),
-    *("accumulate", "accumulator", "check_dtype", "check_operation", "finish", "rounded", "share", "triton_dtype"),
+    *("accumulate", "accumulator", "check_dtype", "check_operation", "finish", "operation_name"),
+    *("rounded", "share", "triton_dtype"),
 ]
 
 SUM, MEAN, MAX, MIN, PROD = (tl.constexpr(i) for i in range(5))
 
 OPERATIONS = {"sum": SUM.value, "mean": MEAN.value, "max": MAX.value, "min": MIN.value, "prod": PROD.value}
 """The constant ``OP`` of every operation, by its name."""
+
+TORCH_OPERATIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.MAX: "max",
+    ReduceOp.MIN: "min",
+    ReduceOp.PRODUCT: "prod",
+}
+"""The names of torch.distributed's operations."""
 
 ACCUMULATORS = {
     torch.float16: torch.float32,
@@ -87,16 +99,37 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name} must be of {allowed}; got {tensor.dtype}")
 
 
-def check_operation(op: str, dtype: torch.dtype) -> None:
-    """Raise unless ``op`` is one of :data:`OPERATIONS`, and there is such an operation of ``dtype``.
+def operation_name(op: Any) -> Any:
+    """The name of a ``torch.distributed.ReduceOp``, if it is of :data:`TORCH_OPERATIONS`; other values as they are."""
+    if isinstance(op, str) or not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
+        return op
+    kind: Any = getattr(op, "op", op)
+    return TORCH_OPERATIONS.get(kind, kind)
+
+
+def check_operation(op: Any, dtype: torch.dtype) -> str:
+    """Raise unless ``op`` names or is an operation that there is of ``dtype``.
+
+    Args:
+        op: a name of :data:`OPERATIONS`, or a ``torch.distributed.ReduceOp``. The message is in the same words.
+
+    Returns:
+        Its name.
 
     Raises:
-        ValueError: it is not, or not of this dtype (:data:`OPERATIONS_OF`).
+        ValueError: there is no such operation, or not of this dtype (:data:`OPERATIONS_OF`).
     """
-    if not isinstance(op, str) or op not in OPERATIONS:
-        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {op!r}")
-    if op not in (allowed := OPERATIONS_OF.get(dtype, tuple(OPERATIONS))):
-        raise ValueError(f"op must be one of {', '.join(allowed)} for {dtype}; got {op!r}")
+    name = operation_name(op)
+    of_dtype = OPERATIONS_OF.get(dtype, tuple(OPERATIONS))
+    if isinstance(name, str) and name in of_dtype:
+        return name
+    known = isinstance(name, str) and name in OPERATIONS
+    allowed = list(of_dtype if known else OPERATIONS)
+    got = repr(op)
+    if isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
+        spelled = {name: kind.name for kind, name in TORCH_OPERATIONS.items()}
+        allowed, got = [spelled[name] for name in allowed], spelled.get(name) or name.name
+    raise ValueError(f"op must be one of {', '.join(allowed)}{f' for {dtype}' if known else ''}; got {got}")
 
 
 @jit

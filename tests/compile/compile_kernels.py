@@ -86,15 +86,34 @@ LANGUAGE_TYPES = {
 }
 
 
-def resources(ptx: str, arch: int) -> dict[str, int]:
-    """Registers and spilled bytes of the kernel, from ptxas -v."""
-    tool = get_ptxas(arch)
+def _assembled(ptx: str, arch: int) -> tuple[bytes, str]:
+    """``(cubin, what ptxas -v reports)``."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
+        source, made = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
         suffix = "a" if arch >= 90 else ""
-        command = [tool.path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", "/dev/null"]
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(made)]
         report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
+        return made.read_bytes(), report
+
+
+def _disassembled(cubin: bytes, arch: int) -> str:
+    tool = Path(get_ptxas(arch).path).with_name("nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True, timeout=300)
+    return done.stdout
+
+
+def instructions(ptx: str, arch: int) -> str:
+    """What ptxas makes of it."""
+    return _disassembled(_assembled(ptx, arch)[0], arch)
+
+
+def resources(ptx: str, arch: int) -> dict[str, int]:
+    """Registers and spilled bytes of the kernel, from ptxas -v."""
+    _, report = _assembled(ptx, arch)
     entry = report.split("Compiling entry function", 1)[1]
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
     registers = re.search(r"Used (\d+) registers", entry)
@@ -456,12 +475,8 @@ def hot_spills(cubin: bytes, arch: int) -> list[str]:
 
     Its compare-and-swap wants neighbouring registers; a kernel that gets that far is lost.
     """
-    tool = Path(get_ptxas(arch).path).with_name("nvdisasm")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True, timeout=300)
-    blocks = re.split(r"^\.L_\w+:$|^.*\bBRA\b.*$", done.stdout, flags=re.MULTILINE)
+    text = _disassembled(cubin, arch)
+    blocks = re.split(r"^\.L_\w+:$|^.*\bBRA\b.*$", text, flags=re.MULTILINE)
     spill = re.compile(r"^.*\b(?:STL|LDL)\b.*$", re.MULTILINE)
     return [line for block in blocks if not re.search(r"\bATOMG?\S*\.CAS\b", block) for line in spill.findall(block)]
 

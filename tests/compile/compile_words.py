@@ -7,6 +7,7 @@ Run as a program of its own, without TRITON_INTERPRET. With another Triton, by h
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "language"))
 
 import kernels_of_words as kernels
 import triton
-from compile_kernels import ORDER, compile_for, resources
+from compile_kernels import ORDER, compile_for, instructions, resources
 
 from tdcoll.language.jit import needs_nvshmem
 
@@ -34,6 +35,7 @@ KERNELS: dict[str, dict[str, Any]] = {
     "ask": {"TIMES": 1},
     "rounds": {"ROUNDS": 2, "BARRIER": True, "BLOCK": 256},
     "move_words": {"BLOCK": 1024},
+    "part_of_flagged": {"BLOCK": 32},
 }
 INSTRUCTIONS = {
     "add by the thread": "atom.release.sys.global.add.u64",
@@ -64,6 +66,7 @@ def main() -> None:
             needs = needs_nvshmem(kernel)
             found.append({"kernel": name, "arch": arch, "problems": problems, "needs": needs, **seen})
             found[-1] |= resources(ptx, arch)
+            found[-1]["whole"] = len(re.findall(r"\bLDG?\.E\.128\.STRONG\.SYS\b", instructions(ptx, arch)))
     json.dump({"triton": triton.__version__, "kernels": found}, sys.stdout)
 
 

@@ -25,8 +25,9 @@ from tdcoll.distributed import BackendTimeout, Options, agreement, backend, expl
 from tdcoll.distributed.inner import NamedWork, RollCall, add_backends
 from tdcoll.distributed.options import SERVED_BYTES, SERVES
 from tdcoll.distributed.services import KINDS
-from tdcoll.distributed.work import Task, TaskWork, as_backend_error, worker
+from tdcoll.distributed.work import Task, TaskWork, worker
 from tdcoll.runtime import lifecycle
+from tdcoll.work import as_backend_error
 
 WORKERS = Path(__file__).parents[1] / "workers"
 GPU_ONLY = {"streams", "kinds_at_once", "works_that_nobody_waits_for", "graphs"}

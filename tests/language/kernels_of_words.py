@@ -137,6 +137,15 @@ def move_words(source, dest, n, BLOCK: tl.constexpr):
 
 
 @jit
+def part_of_flagged(words, out, ok, monitor, BLOCK: tl.constexpr):
+    """Of the data that come with a flag, only the first part is used."""
+    index = tl.arange(0, BLOCK)
+    first, _, _, arrived = tdl.wait_flagged(words + 2 * index, 1, index < BLOCK, monitor, 0)
+    tl.store(out + index, first)
+    tl.store(ok + index, arrived)
+
+
+@jit
 def block_of_pointers(words, out):
     tl.store(out, tdl.atom_add(words + tl.arange(0, 16), 1))
 

@@ -248,6 +248,44 @@ def subgroups_and_the_pool() -> None:
         expect(same(mine, reduce_parts(ours, nodes, "sum")), f"group {order}")
 
 
+@check
+def asynchronous_drop_ins() -> None:
+    """Each is behind what its own stream has, and ``wait()`` brings the stream that is current then behind it."""
+    tensors = given(4, 6 * world(), torch.float32)
+    pieces, sums = torch.stack(tensors), wanted(tensors)
+    streams = [None, None] if simulated() else [torch.cuda.Stream(device()) for _ in "ab"]
+    for late in [None, *range(world())]:  # the first makes the contexts, which waits for all
+        mine, part = torch.zeros_like(tensors[0]), torch.zeros(6, device=device())
+        out = torch.zeros(world() * mine.numel(), device=device())
+        if not simulated():
+            torch.cuda.synchronize()
+        with torch.cuda.stream(streams[0]):
+            if rank() == late and not simulated():
+                torch.cuda._sleep(50_000_000)
+            mine.copy_(tensors[rank()])
+            works = [
+                tdcoll.all_gather_into_tensor(out, mine, async_op=True),
+                tdcoll.reduce_scatter_tensor(part, mine, async_op=True),
+                tdcoll.distributed.all_reduce(mine, "sum", async_op=True),
+            ]
+            expect(all(isinstance(work, dist.Work) for work in works), "each returns a Work")
+            if rank() == late and not simulated():
+                expect(not works[-1].is_completed(), "what is on the stream still sleeps, and the call is not complete")
+        with torch.cuda.stream(streams[1]):
+            for work in works:
+                expect(work.wait(), "wait() says that it is there")
+            copies = [tensor.clone() for tensor in (out, part, mine)]
+            (futures,) = works[-1].get_future().wait()
+            expect(futures.data_ptr() == mine.data_ptr(), "the result of the future")
+        if not simulated():
+            streams[1].synchronize()
+            expect(all(work.is_completed() for work in works), "they are complete now")
+        gathered = copies[0].view(world(), -1)
+        expect(torch.equal(gathered, pieces), "all-gather")
+        expect(same(copies[1], sums.view(world(), -1)[rank()]), "reduce-scatter")
+        expect(same(copies[2], sums), "all-reduce")
+
+
 def replay_captured(numel: int, captured: int, replays: int) -> None:
     """``captured`` calls as one graph, replayed with eager calls in between."""
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=8192)

@@ -16,17 +16,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
 from harness import check, device, expect, expect_raises, rank, run, shared, world
 from torch import nn
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.drop_in import TORCH_OPERATIONS
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
 from tdcoll.distributed import BackendTimeout, Options, SparseGradientReducer, TdcollProcessGroup, explain, sparse_hook
 from tdcoll.distributed.inner import sparse_sum_by_gather
-from tdcoll.distributed.work import as_backend_error
-from tdcoll.primitives.reduce import OPERATIONS_OF
+from tdcoll.primitives.reduce import OPERATIONS_OF, TORCH_OPERATIONS
+from tdcoll.work import as_backend_error
 
 warnings.simplefilter("ignore")
 
@@ -158,6 +158,27 @@ def functional_collectives_and_compile() -> None:
 
     same(doubled(data(rank(), 4)), wanted * 2 + 1, "compiled")
     expect(served("all_gather") - before == 2, explain())
+
+
+@check
+def derivatives() -> None:
+    """Gathering and scattering have each other's, summing has its own: those of PyTorch's functions on the backend."""
+    group, n, me = dist.group.WORLD, world(), rank()
+    pulls = [data(r, 4 * n, call=7) for r in everyone()]
+    firsts = [pull[:4] for pull in pulls]
+    calls = (
+        (lambda x: functional.all_gather_tensor_autograd(x, 0, group), 4, sum(pulls)[4 * me : 4 * me + 4]),
+        (lambda x: functional.reduce_scatter_tensor_autograd(x, "sum", 0, group), 4 * n, torch.cat(firsts)),
+        (lambda x: differentiable.all_reduce(x, group=group), 4, sum(firsts)),
+    )
+    before = {kind: served(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    for i, (call, numel, wanted) in enumerate(calls):
+        x = data(me, numel).requires_grad_()
+        made = call(x)
+        (made * pulls[me][: made.numel()]).sum().backward()
+        same(x.grad, wanted, f"derivative {i}")
+    for kind, count in before.items():  # forwards and backwards
+        expect(served(kind) - count == 2, f"{kind}: {explain()}")
 
 
 @check

@@ -220,7 +220,6 @@ def errors() -> None:
         out = torch.empty(4, device=device())
         expect_raises(ValueError, lambda: tdcoll.reduce_scatter_tensor(data, data), "output must be")
         expect_raises(ValueError, lambda: tdcoll.reduce_scatter_tensor(out, data.int(), dist.ReduceOp.AVG), "got AVG")
-        expect_raises(ValueError, lambda: tdcoll.reduce_scatter_tensor(out, data, async_op=True), "async_op")
         expect_raises(
             ValueError, lambda: tdcoll.reduce_scatter_tensor(out, data, dist.ReduceOp.BXOR), "op must be one of SUM"
         )

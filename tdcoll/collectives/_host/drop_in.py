@@ -1,51 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with the signatures of ``torch.distributed`` share this: their contexts, and the names of operations."""
+"""Functions with the signatures of ``torch.distributed`` share this: their contexts and their ``Work``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
 
-from tdcoll import arguments, runtime
+from tdcoll import runtime
 from tdcoll.collectives._host.pool import Pool
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.reduce import OPERATIONS, OPERATIONS_OF
+from tdcoll.work import CompletedWork, StreamWork, backend_errors
 
-__all__ = ["TORCH_OPERATIONS", "pooled", "refuse_async", "torch_operation"]
-
-TORCH_OPERATIONS = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "mean",
-    ReduceOp.MAX: "max",
-    ReduceOp.MIN: "min",
-    ReduceOp.PRODUCT: "prod",
-}
-"""tdcoll's names of torch.distributed's operations."""
+__all__ = ["pooled", "work_of"]
 
 
-def refuse_async(async_op: Any) -> None:
-    """Raise if a drop-in is asked for a ``Work``."""
-    if async_op:
-        raise ValueError("async_op must be False: the call only queues work on the current stream")
-
-
-def torch_operation(op: Any, dtype: torch.dtype) -> str:
-    """tdcoll's name of a ``torch.distributed.ReduceOp``, which there must be of ``dtype``.
+def work_of(ctx: CollectiveContext, result: torch.Tensor) -> torch.distributed.Work:
+    """The ``Work`` of the call that was made last on this context, on the current stream, and writes ``result``.
 
     Raises:
-        TypeError: it is none.
-        ValueError: it is one that tdcoll has not, or not of this dtype.
+        BackendTimeout: a wait of the call expired, and the simulator, where calls are made at once, has said so.
     """
-    arguments.instance("op", op, (ReduceOp, ReduceOp.RedOpType), "a torch.distributed.ReduceOp")
-    named = OPERATIONS_OF.get(dtype, tuple(OPERATIONS))  # of other dtypes the collective says more
-    for known, name in TORCH_OPERATIONS.items():
-        if op == known and name in named:
-            return name
-    allowed = ", ".join(known.name for known, name in TORCH_OPERATIONS.items() if name in named)
-    where = "" if len(named) == len(TORCH_OPERATIONS) else f" for {dtype}"
-    raise ValueError(f"op must be one of {allowed}{where}; got {getattr(op, 'op', op).name}")
+    check = ctx.monitor.raise_if_expired
+    if ctx.device.type == "cpu":
+        with backend_errors:
+            check()
+        return CompletedWork([result])
+    return StreamWork([result], torch.cuda.current_stream(ctx.device), blocks=False, check=check)
 
 
 def pooled(operation: str, group: runtime.Group, nbytes: int, lamport_bytes: int | None = 0) -> CollectiveContext:

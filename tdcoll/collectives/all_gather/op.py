@@ -20,7 +20,7 @@ from tdcoll.collectives._host.checks import (
     symmetric_offset,
 )
 from tdcoll.collectives._host.collective import Collective
-from tdcoll.collectives._host.drop_in import pooled, refuse_async
+from tdcoll.collectives._host.drop_in import pooled, work_of
 from tdcoll.collectives._host.plan import LL_WORD_BYTES, Plan
 from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import POLICY, put_chunks
@@ -152,6 +152,8 @@ def all_gather(
     Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
     eager call of the size. Bytes are moved as they are, so any dtype will do; each rank gives the same number.
 
+    The result has no gradient; that of ``torch.ops.tdcoll.all_gather`` has (:mod:`tdcoll.ops`).
+
     Args:
         tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
@@ -239,7 +241,7 @@ def all_gather_into_tensor(
     input_tensor: torch.Tensor,
     group: runtime.Group = None,
     async_op: bool = False,
-) -> None:
+) -> torch.distributed.Work | None:
     """Drop-in for ``torch.distributed.all_gather_into_tensor``, in the order of the current stream.
 
     Uses a context that tdcoll makes for the group at the first call and replaces by a larger one when a larger message
@@ -250,15 +252,19 @@ def all_gather_into_tensor(
         output_tensor: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input_tensor``.
         input_tensor: ``[n, ...]``, contiguous.
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
-        async_op: False. The call is asynchronous on the stream in any case; there is no ``Work`` to return.
+        async_op: return a ``torch.distributed.Work``. The call is queued on the current stream in any case; ``wait()``
+            makes the stream that is current then wait for it.
+
+    Returns:
+        None, or the ``Work``.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
-        ValueError: ``async_op`` is true.
+        BackendTimeout: (``async_op``) a wait expired. By ``Work.wait(timeout)``; in the simulator, by the call.
         Others: as :func:`all_gather`.
     """
-    refuse_async(async_op)
     arguments.tensor("output_tensor", output_tensor)
     arguments.tensor("input_tensor", input_tensor)
     ctx = pooled("all_gather_into_tensor", group, strided_bytes(input_tensor))
     _all_gather(input_tensor, ctx, output_tensor, names=("input_tensor", "output_tensor"))
+    return work_of(ctx, output_tensor) if async_op else None

@@ -10,11 +10,11 @@ import torch
 
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.checks import check_context, strided_bytes
-from tdcoll.collectives._host.drop_in import pooled, refuse_async, torch_operation
+from tdcoll.collectives._host.drop_in import pooled, work_of
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.reduce import check_dtype, check_operation
+from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
 
 __all__ = ["all_reduce", "all_reduce_", "all_reduce_in_group", "pooled_context"]
 
@@ -27,7 +27,7 @@ def all_reduce(
     tensor: torch.Tensor,
     ctx: CollectiveContext | None = None,
     out: torch.Tensor | None = None,
-    op: str = "sum",
+    op: str | torch.distributed.ReduceOp = "sum",
     algorithm: str | Plan = "auto",
     symmetric: bool = False,
 ) -> torch.Tensor:
@@ -45,6 +45,8 @@ def all_reduce(
     its sign, also where the sum is infinite; one that is too large for e5m2 becomes infinite. (So does
     ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
+    The result has no gradient; that of ``torch.ops.tdcoll.all_reduce`` has (:mod:`tdcoll.ops`).
+
     Args:
         tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn, e5m2), int32, int64, int8
             or uint8; the same shape on all ranks, any number of elements.
@@ -53,7 +55,7 @@ def all_reduce(
         out: where the result goes: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
             not overlap it otherwise.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"`` (not of fp8); of int8 and
-            uint8 ``"max"`` or ``"min"``.
+            uint8 ``"max"`` or ``"min"``. Or the same as ``torch.distributed.ReduceOp``.
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"``, ``"2d"`` or ``"auto"``, or a
             :class:`~tdcoll.Plan`.
         symmetric: ``out`` is symmetric memory, which peers may write to during the call: made by :func:`tdcoll.empty`
@@ -80,7 +82,7 @@ def all_reduce(
     if ctx is None:
         ctx = pooled_context(tensor, None)
     check_context(ctx)
-    wish = (algorithm, op)
+    wish = (algorithm, operation_name(op))
     if not symmetric and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish)) is not None:
         return made
     return _call(tensor, ctx, out, op, algorithm, wish, False, symmetric)
@@ -100,14 +102,13 @@ def _call(
 
     def options() -> tuple[torch.dtype, str]:
         check_dtype("tensor", tensor)
-        check_operation(op, tensor.dtype)
-        return tensor.dtype, op
+        return tensor.dtype, check_operation(op, tensor.dtype)
 
     return ALL_REDUCE(
         *(tensor, ctx, out, algorithm),
         wish=wish,
         options=options,
-        agree={"op": op, "in_place": in_place, "symmetric": symmetric},
+        agree={"op": operation_name(op), "in_place": in_place, "symmetric": symmetric},
         in_place=in_place,
         symmetric=symmetric,
     )
@@ -116,7 +117,7 @@ def _call(
 def all_reduce_(
     tensor: torch.Tensor,
     ctx: CollectiveContext | None = None,
-    op: str = "sum",
+    op: str | torch.distributed.ReduceOp = "sum",
     algorithm: str | Plan = "auto",
     symmetric: bool = False,
 ) -> torch.Tensor:
@@ -137,7 +138,7 @@ def all_reduce_(
     if ctx is None:
         ctx = pooled_context(tensor, None)
     check_context(ctx)
-    wish = (algorithm, op, "in place")
+    wish = (algorithm, operation_name(op), "in place")
     if not symmetric and (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish)) is not None:
         return made
     return _call(tensor, ctx, tensor, op, algorithm, wish, True, symmetric)
@@ -162,7 +163,7 @@ def all_reduce_in_group(
     op: Any = torch.distributed.ReduceOp.SUM,
     group: runtime.Group = None,
     async_op: bool = False,
-) -> None:
+) -> torch.distributed.Work | None:
     """Drop-in for ``torch.distributed.all_reduce``, in place, in the order of the current stream.
 
     The context is tdcoll's own, see :func:`all_reduce`; ``tdcoll.finalize()`` frees it. Make the first and the largest
@@ -170,16 +171,21 @@ def all_reduce_in_group(
 
     Args:
         tensor: contiguous, as for :func:`all_reduce`.
-        op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``.
+        op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``; or its name, ``"sum"`` for instance.
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
-        async_op: False. The call is asynchronous on the stream in any case; there is no ``Work`` to return.
+        async_op: return a ``torch.distributed.Work``. The call is queued on the current stream in any case; ``wait()``
+            makes the stream that is current then wait for it.
+
+    Returns:
+        None, or the ``Work``.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
-        ValueError: ``async_op`` is true, or ``op`` is another one, or not of this dtype.
+        ValueError: ``op`` is another one, or not of this dtype.
+        BackendTimeout: (``async_op``) a wait expired. By ``Work.wait(timeout)``; in the simulator, by the call.
         Others: as :func:`all_reduce`.
     """
-    refuse_async(async_op)
     arguments.tensor("tensor", tensor)
-    named = torch_operation(op, tensor.dtype)
-    all_reduce_(tensor, pooled_context(tensor, group), named)
+    ctx = pooled_context(tensor, group)
+    all_reduce_(tensor, ctx, op)
+    return work_of(ctx, tensor) if async_op else None

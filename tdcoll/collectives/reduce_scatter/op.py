@@ -9,11 +9,11 @@ import torch
 
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.checks import check_context, strided_bytes
-from tdcoll.collectives._host.drop_in import pooled, refuse_async, torch_operation
+from tdcoll.collectives._host.drop_in import pooled, work_of
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.reduce import check_dtype, check_operation
+from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
 
 __all__ = ["pooled_context", "reduce_scatter", "reduce_scatter_tensor"]
 
@@ -26,7 +26,7 @@ def reduce_scatter(
     tensor: torch.Tensor,
     ctx: CollectiveContext | None = None,
     out: torch.Tensor | None = None,
-    op: str = "sum",
+    op: str | torch.distributed.ReduceOp = "sum",
     algorithm: str | Plan = "auto",
     symmetric: bool = False,
 ) -> torch.Tensor:
@@ -42,6 +42,8 @@ def reduce_scatter(
     e4m3fn becomes its largest number, 448, with its sign, also where the sum is infinite; one that is too large for
     e5m2 becomes infinite. (So does ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
+    The result has no gradient; that of ``torch.ops.tdcoll.reduce_scatter`` has (:mod:`tdcoll.ops`).
+
     Args:
         tensor: a part for each rank, contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn,
             e5m2), int32, int64, int8 or uint8. With ``out`` it may be ``[world, n, ...]`` as well; without, the first
@@ -51,7 +53,7 @@ def reduce_scatter(
         out: where the result goes, contiguous, same dtype. Made if None. May be this rank's own part of ``tensor``, and
             must not overlap it otherwise.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"`` (not of fp8); of int8 and
-            uint8 ``"max"`` or ``"min"``.
+            uint8 ``"max"`` or ``"min"``. Or the same as ``torch.distributed.ReduceOp``.
         algorithm: ``"ll"``, ``"direct"``, ``"pull"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
         symmetric: ``tensor`` is symmetric memory, which peers may read during the call: made by :func:`tdcoll.empty`
             over the context's group, and at the same offset on all ranks. All ranks pass the same. ``"pull"`` needs it.
@@ -90,16 +92,16 @@ def _reduce_scatter(
     symmetric: bool = False,
 ) -> torch.Tensor:
     """:func:`reduce_scatter`; ``names``: that the caller knows ``tensor`` and ``out`` by."""
-    wish = (algorithm, op)
+    name = operation_name(op)
+    wish = (algorithm, name)
     if not symmetric and (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
         return made
 
     def options() -> tuple[torch.dtype, str]:
         check_dtype(names[0], tensor)
-        check_operation(op, tensor.dtype)
-        return tensor.dtype, op
+        return tensor.dtype, check_operation(op, tensor.dtype)
 
-    agree = {"op": op, "symmetric": symmetric}
+    agree = {"op": name, "symmetric": symmetric}
     return REDUCE_SCATTER(
         tensor, ctx, out, algorithm, wish=wish, options=options, agree=agree, names=names, symmetric=symmetric
     )
@@ -125,7 +127,7 @@ def reduce_scatter_tensor(
     op: Any = torch.distributed.ReduceOp.SUM,
     group: runtime.Group = None,
     async_op: bool = False,
-) -> None:
+) -> torch.distributed.Work | None:
     """Drop-in for ``torch.distributed.reduce_scatter_tensor``, in the order of the current stream.
 
     The context is tdcoll's own, see :func:`reduce_scatter`; ``tdcoll.finalize()`` frees it. Make the first
@@ -134,17 +136,22 @@ def reduce_scatter_tensor(
     Args:
         output: ``[n, ...]``, contiguous, same dtype as ``input``.
         input: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous.
-        op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``.
+        op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``; or its name, ``"sum"`` for instance.
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
-        async_op: False. The call is asynchronous on the stream in any case; there is no ``Work`` to return.
+        async_op: return a ``torch.distributed.Work``. The call is queued on the current stream in any case; ``wait()``
+            makes the stream that is current then wait for it.
+
+    Returns:
+        None, or the ``Work``.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
-        ValueError: ``async_op`` is true, or ``op`` is another one, or not of this dtype.
+        ValueError: ``op`` is another one, or not of this dtype.
+        BackendTimeout: (``async_op``) a wait expired. By ``Work.wait(timeout)``; in the simulator, by the call.
         Others: as :func:`reduce_scatter`.
     """
-    refuse_async(async_op)
     arguments.tensor("output", output)
     arguments.tensor("input", input)
-    named = torch_operation(op, input.dtype)
-    _reduce_scatter(input, pooled_context("input", input, group), output, named, names=("input", "output"))
+    ctx = pooled_context("input", input, group)
+    _reduce_scatter(input, ctx, output, op, names=("input", "output"))
+    return work_of(ctx, output) if async_op else None

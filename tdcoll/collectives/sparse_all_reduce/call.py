@@ -25,7 +25,7 @@ from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.policy import Counts, choose, may_be_dense, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Rows
 from tdcoll.errors import ContextError, RankMismatchError
-from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator
+from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator, operation_name
 
 __all__ = ["Call", "Status"]
 
@@ -116,7 +116,8 @@ class Call:
         directory: of the lists of all ranks, after :meth:`match`.
     """
 
-    def __init__(self, ctx: SparseContext, rows: Rows, op: str, algorithm: str) -> None:
+    def __init__(self, ctx: SparseContext, rows: Rows, op: Any, algorithm: str) -> None:
+        op = operation_name(op)
         self.ctx, self.rows, self.op, self.wanted = ctx, rows, op, algorithm
         self._dense_allowed = _process_group(ctx) is not None
         kind = _kind(ctx, rows, op, algorithm, self._dense_allowed)

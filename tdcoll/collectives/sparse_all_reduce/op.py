@@ -20,7 +20,7 @@ from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import Rows, rows_of_pair, rows_of_tensor
 from tdcoll.errors import ContextError, HeapExhaustedError
-from tdcoll.primitives.reduce import check_operation
+from tdcoll.primitives.reduce import check_operation, operation_name
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
 
@@ -72,7 +72,7 @@ def _refuse_capture(ctx: SparseContext | None, operation: str) -> None:
 
 
 def _begin(
-    ctx: SparseContext, operation: str, prepare: Callable[[], Rows], op: str, algorithm: str, facts: dict[str, Any]
+    ctx: SparseContext, operation: str, prepare: Callable[[], Rows], op: Any, algorithm: str, facts: dict[str, Any]
 ) -> Rows:
     """The checks of every call."""
 
@@ -87,7 +87,9 @@ def _begin(
                 )
         return rows
 
-    rows: Rows = ctx.collective.begin(operation, 0, {"op": op, "algorithm": algorithm, **facts}, checked)
+    rows: Rows = ctx.collective.begin(
+        operation, 0, {"op": operation_name(op), "algorithm": algorithm, **facts}, checked
+    )
     ctx.calls += 1
     return rows
 
@@ -99,7 +101,7 @@ def _facts(tensor: Any, **more: Any) -> dict[str, Any]:
 
 
 def _run(
-    operation: str, ctx: SparseContext, rows: Rows, op: str, algorithm: str, copy: bool
+    operation: str, ctx: SparseContext, rows: Rows, op: Any, algorithm: str, copy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(indices [U], values [U, *shape])``."""
     while True:
@@ -198,7 +200,7 @@ def _say(ctx: SparseContext, operation: str, chosen: str, status: Status) -> Non
 def sparse_all_reduce(
     tensor: torch.Tensor,
     ctx: SparseContext | None = None,
-    op: str = "sum",
+    op: str | torch.distributed.ReduceOp = "sum",
     *,
     algorithm: str = "auto",
     copy: bool = True,
@@ -219,7 +221,7 @@ def sparse_all_reduce(
             fp64, int32 or int64; on the context's device. The ranks may bring different numbers of rows, also none.
         ctx: a :class:`SparseContext`, or None for tdcoll's own of all ranks, which grows as needed.
         op: ``"sum"``, ``"mean"`` (each part is divided by the number of ranks, of the group and not of the row, before
-            it is added), ``"max"``, ``"min"`` or ``"prod"``.
+            it is added), ``"max"``, ``"min"`` or ``"prod"``. Or the same as ``torch.distributed.ReduceOp``.
         algorithm: ``"owner"`` (one contributor reduces each row), ``"gather"`` (every rank is sent everything; for few
             rows), ``"dense"`` (through torch.distributed's all-reduce; the sum is in the order that it takes), or
             ``"auto"``: see :func:`tdcoll.collectives.sparse_all_reduce.policy.choose`.
@@ -258,7 +260,7 @@ def sparse_all_reduce_rows(
     values: torch.Tensor,
     num_rows: int,
     ctx: SparseContext | None = None,
-    op: str = "sum",
+    op: str | torch.distributed.ReduceOp = "sum",
     *,
     coalesced: bool = False,
     algorithm: str = "auto",
@@ -298,7 +300,7 @@ def sparse_all_reduce_padded(
     values: torch.Tensor,
     num_rows: int,
     ctx: SparseContext,
-    op: str = "sum",
+    op: str | torch.distributed.ReduceOp = "sum",
     *,
     coalesced: bool = False,
     algorithm: str = "auto",
@@ -337,7 +339,7 @@ def sparse_all_reduce_padded(
         _raise_too_wide(name, ctx, rows)
     call = Call(ctx, rows, op, algorithm)
     pieces = not coalesced and rows.indices.shape[0] > kernels_values.PIECE.value
-    ctx.allow_capture((name, call.variant, op, call.algorithm, call.directory.search, coalesced, pieces), name)
+    ctx.allow_capture((name, call.variant, call.op, call.algorithm, call.directory.search, coalesced, pieces), name)
     call.match()
     padded = call.move(call.algorithm)
     union = torch.empty(ctx.max_union_rows, dtype=torch.int64, device=ctx.device)

@@ -19,7 +19,7 @@ from tdcoll.collectives.all_reduce.policy import POLICY, part_bytes
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.limits import lamport_bytes
 from tdcoll.primitives.group import EPOCH_SHIFT
-from tdcoll.primitives.reduce import OPERATIONS_OF
+from tdcoll.primitives.reduce import OPERATIONS_OF, TORCH_OPERATIONS
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 from tdcoll.tuning import SIMULATOR, Entry, Section, Table
@@ -355,6 +355,7 @@ def test_bad_arguments_are_named() -> None:
                 (ValueError, "tensor must be contiguous", (x.view(2, 4).T, ctx)),
                 (ValueError, "op must be one of sum, mean, max, min, prod; got 'avg'", (x, ctx, None, "avg")),
                 (ValueError, "sum, max, min, prod for torch.int32; got 'mean'", (x.int(), ctx, None, "mean")),
+                (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BAND", (x, ctx, None, ReduceOp.BAND)),
                 (TypeError, r"out must be a torch\.Tensor", (x, ctx, 3)),
                 (ValueError, r"out must be torch.float32 of shape \[8\]; got torch.float32 of \[4\]", (x, ctx, x[:4])),
                 (ValueError, r"out must be torch.float32 of shape \[8\]; got torch.float64", (x, ctx, x.double())),
@@ -368,10 +369,8 @@ def test_bad_arguments_are_named() -> None:
             ):  # fmt: skip
                 with pytest.raises(kind, match=message):
                     call(*arguments)
-            with pytest.raises(ValueError, match="async_op must be False"):
-                tdcoll.distributed.all_reduce(x, async_op=True)
             for kind, message, arguments in (
-                (TypeError, r"op must be a torch\.distributed\.ReduceOp", (x, "sum")),
+                (ValueError, "op must be one of sum, mean, max, min, prod; got 'SUM'", (x, "SUM")),
                 (TypeError, r"tensor must be a torch\.Tensor", (3,)),
                 (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BXOR", (x, ReduceOp.BXOR)),
                 (ValueError, r"SUM, MAX, MIN, PRODUCT for torch\.int32; got AVG", (x.int(), ReduceOp(ReduceOp.AVG))),
@@ -386,6 +385,68 @@ def test_bad_arguments_are_named() -> None:
             call(x, ctx)
 
     World(2).run(host)
+
+
+@pytest.mark.parametrize("op", TORCH_OPERATIONS)
+def test_operations_of_torch_are_the_named_ones(op: Any) -> None:
+    """The ranks may spell them differently, also where debug mode compares the arguments."""
+    name = TORCH_OPERATIONS[op]
+
+    def host(pe: int) -> None:
+        x = torch.tensor([3.0, -2.0, 0.5]) * (pe + 1)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
+            whole, part = tdcoll.all_reduce(x, ctx, op=name), tdcoll.reduce_scatter(torch.cat([x, x]), ctx, op=name)
+            for spelled in (op, ReduceOp(op), name):
+                mixed: Any = spelled if pe else name
+                for _ in "ab":  # the second call takes the short way
+                    assert torch.equal(tdcoll.all_reduce(x, ctx, op=mixed), whole)
+                    assert torch.equal(tdcoll.all_reduce_(x.clone(), ctx, op=mixed), whole)
+                    assert torch.equal(tdcoll.reduce_scatter(torch.cat([x, x]), ctx, op=mixed), part)
+                mine = x.clone()
+                assert tdcoll.distributed.all_reduce(mine, mixed) is None
+                assert torch.equal(mine, whole)
+            other: Any = "min" if pe else ReduceOp.MAX
+            with pytest.raises(tdcoll.RankMismatchError, match="op"):
+                tdcoll.all_reduce(x, ctx, op=other)
+
+    World(2).run(host)
+
+
+def test_asynchronous_drop_ins_return_a_work() -> None:
+    def host(pe: int) -> None:
+        world = 3
+        x, out, part = torch.full((2,), pe + 1.0), torch.zeros(2 * world), torch.zeros(2)
+        for call, result, wanted in (
+            (lambda: tdcoll.distributed.all_reduce(x, async_op=True), x, [6.0, 6.0]),
+            (lambda: tdcoll.all_gather_into_tensor(out, x + pe, async_op=True), out, [6.0, 6, 7, 7, 8, 8]),
+            (lambda: tdcoll.reduce_scatter_tensor(part, out, "max", async_op=True), part, [6.0 + pe] * 2),
+        ):
+            work = call()
+            assert isinstance(work, torch.distributed.Work)
+            assert work.wait() is True
+            assert work.is_completed()
+            assert work.is_success()
+            assert result.tolist() == wanted
+            assert [given.data_ptr() for given in work.get_future().wait()] == [result.data_ptr()]
+
+    World(3).run(host)
+
+
+def test_an_asynchronous_drop_in_without_its_peer_says_so() -> None:
+    told = {}
+
+    def host(pe: int) -> None:
+        x = torch.ones(2)
+        tdcoll.distributed.all_reduce(x)
+        if pe == 1:
+            world.kill(pe)
+        with pytest.raises(tdcoll.distributed.BackendTimeout) as raised:
+            tdcoll.distributed.all_reduce(x, async_op=True)
+        told[pe] = (raised.value.rank, raised.value.peer)
+
+    world = World(2)
+    world.run(host)
+    assert told == {0: (0, 1)}
 
 
 def test_symmetric_results_are_as_they_should_be_on_all_ranks() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tiers import second
 
 import tdcoll
+from tdcoll.primitives.reduce import TORCH_OPERATIONS
 from tdcoll.testing import World
 
 from .cases import small_pieces as small
@@ -501,3 +502,21 @@ def test_the_context_of_the_library_grows() -> None:
     for found in World(2, seed=4, weak=True).run(host):
         for got, parts in zip(found, series, strict=True):
             check(got, parts, "sum")
+
+
+def test_operations_of_torch_are_the_named_ones() -> None:
+    def host(pe: int) -> None:
+        rows = torch.tensor([0, 2 + pe]), torch.tensor([[2.0], [3.0 + pe]])
+        with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=16, debug=True) as ctx:
+            for op, name in TORCH_OPERATIONS.items():
+                ours: Any = op if pe else name
+                for got in (
+                    tdcoll.sparse_all_reduce_rows(*rows, 5, ctx, ours)[1],
+                    tdcoll.sparse_all_reduce_rows(*rows, 5, ctx, ours, algorithm="gather")[1],
+                    tdcoll.sparse_all_reduce_padded(*rows, 5, ctx, ours).values,
+                ):
+                    first = {"sum": 4.0, "mean": 2.0, "prod": 4.0}.get(name, 2.0)
+                    others = [1.5, 2.0] if name == "mean" else [3.0, 4.0]
+                    assert got.flatten()[:3].tolist() == [first, *others]
+
+    World(2).run(host)

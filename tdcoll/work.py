@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.distributed.Work`` of calls that are made when they return, or queued on a CUDA stream; their errors."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tdcoll.capture import capturing
+from tdcoll.errors import CollectiveTimeout
+
+__all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Work", "as_backend_error", "backend_errors", "error_of"]
+__all__ += ["expired", "record_stream", "seconds_of"]
+
+
+class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
+    """:class:`tdcoll.CollectiveTimeout`, as ``torch.distributed`` wants it: also a ``DistBackendError``."""
+
+
+def as_backend_error(error: BaseException) -> BaseException:
+    """A :class:`~tdcoll.CollectiveTimeout` as :class:`BackendTimeout`; any other as it is."""
+    if not isinstance(error, CollectiveTimeout) or isinstance(error, BackendTimeout):
+        return error
+    raised = BackendTimeout.__new__(BackendTimeout)
+    raised.args, raised.__dict__ = error.args, dict(error.__dict__)
+    raised.__cause__ = error
+    return raised
+
+
+class _BackendErrors:
+    """``with backend_errors:`` raises :class:`BackendTimeout` for a :class:`~tdcoll.CollectiveTimeout` inside."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and (raised := as_backend_error(error)) is not error:
+            raise raised from error
+
+
+backend_errors = _BackendErrors()
+
+
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """Seconds of a ``Work.wait`` timeout; None where it means no limit."""
+    seconds = timeout.total_seconds() if timeout is not None else 0.0
+    return seconds if seconds > 0 else None
+
+
+def expired(seconds: float) -> BackendTimeout:
+    rank = dist.get_rank() if dist.is_initialized() else None
+    return BackendTimeout("in Work.wait for a call that is not complete", rank=rank, timeout_s=seconds)
+
+
+def error_of(check: Callable[[], None]) -> BaseException | None:
+    """What ``check`` raises of a wait that has expired."""
+    try:
+        check()
+    except CollectiveTimeout as error:
+        return as_backend_error(error)
+    return None
+
+
+class Work(dist.Work):
+    """What ``torch.distributed.Work`` documents, for calls that have results on one device."""
+
+    def __init__(self, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._result = result
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def source_rank(self) -> int:
+        raise RuntimeError("source_rank() is for receives from any rank")
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+
+class CompletedWork(Work):
+    """Of a synchronous call: nothing is left to wait for but the current stream."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        device = self._result[0].device if self._result else torch.device("cpu")
+        future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        future.set_result(self._result)
+        return future
+
+
+class StreamWork(Work):
+    """Of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait for it.
+
+    Args:
+        result: tensors that the call writes.
+        stream: on which it is queued, last.
+        blocks: ``wait()`` blocks the host as well, as a barrier's does.
+        check: raises what is known to have gone wrong.
+        keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, so that
+            their memory is not used anew.
+    """
+
+    def __init__(
+        self,
+        result: list[torch.Tensor],
+        stream: Any,
+        *,
+        blocks: bool,
+        check: Callable[[], None],
+        keep: Sequence[torch.Tensor] = (),
+    ) -> None:
+        super().__init__(result)
+        self._stream, self._blocks, self._check = stream, blocks, check
+        self._keep: Sequence[torch.Tensor] = keep
+        self._event = stream.record_event()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if (seconds := seconds_of(timeout)) is not None:
+            deadline = time.monotonic() + seconds
+            while not self._event.query():
+                if time.monotonic() > deadline:
+                    self._raise_wrong()
+                    raise expired(seconds)
+                time.sleep(0.0002)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        if self._blocks:
+            self._event.synchronize()
+        if self._blocks or seconds is not None:
+            self._raise_wrong()
+        self._keep = ()
+        return True
+
+    def __del__(self) -> None:
+        # Nobody has waited: the allocator has to, as it does for tensors that another stream uses.
+        if self._keep and not sys.is_finalizing() and not capturing(self._stream.device):
+            for tensor in self._keep:
+                record_stream(tensor, self._stream)
+
+    def _raise_wrong(self) -> None:
+        with backend_errors:
+            self._check()
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def exception(self) -> Any:
+        return error_of(self._check)
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):  # its event is recorded there
+            future.set_result(self._result)
+        return future
+
+
+def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    """Tell the allocator that ``stream`` uses ``tensor``, dense or sparse."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.detach()
+        tensor._indices().record_stream(stream)
+        tensor._values().record_stream(stream)
+    else:
+        tensor.record_stream(stream)
