@@ -17,8 +17,8 @@ __all__ = ["load_words", "store_flagged", "store_words", "wait_flagged", "wait_w
 def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
     """Per element: (data, data, data, 1) once the word's last 32 bits are ``flag``; (any, 0) after the deadline.
 
-    The load is volatile, which PTX orders as a relaxed one of the system: of a relaxed one ptxas loads each part that is
-    used by itself, so that where a kernel does not use all data the flag could be newer than what comes with it.
+    The load is volatile, which PTX orders as it does a relaxed one of the system. A relaxed one whose data are not all
+    used is divided by ptxas into loads of the parts that are, and the flag may then be newer than the data.
     """
     prepare = (
         ".reg .b128 wide;\n.reg .b64 low, high, wanted;\ncvt.u64.u32 wanted, $5;\n"

@@ -23,7 +23,8 @@ KINDS = {  # the first that occurs in an instruction, or in an inline asm, is it
 MEMORY = r"\b(?:(?:ld|st|atom|red)\.(?!param|shared)|cp\.|mbarrier\.|call\b)"  # of any kind, and calls that may
 EARLY = r"\bgriddepcontrol\.wait; griddepcontrol\.launch_dependents;"
 WAIT = r"\bld\.acquire\.sys\.global\.(b64 word|b32 half)"  # of a signal, or of a word
-FLAGGED = r"\bld\.(volatile\.global\.b128 wide|relaxed\.sys\.global\.v4\.b32)"  # of a word that holds its data, and orders nothing else
+# Of a word that holds its data, and orders nothing else.
+FLAGGED = r"\bld\.(volatile\.global\.b128 wide|relaxed\.sys\.global\.v4\.b32)"
 RULES = (  # from, to, and what it means if there is a path without a barrier
     ("store", "release", "stores are released without a barrier, by a thread that need not have made them"),
     ("control", "add", "the epoch goes up before all threads have read it"),
