@@ -31,14 +31,17 @@ COPY_OUT = "tdl.copy_block(out + tl.cast(frm, tl.int64) * nbytes + offset, their
 STORE = "tdl.copy_block(target + delta, source, nbytes)"
 RELEASE = "release(signal, signal_delta, value)"
 
-LOADS = scaled(20_000, 300, shared_gpus=100_000)
-"""Of a stall: some milliseconds, while a call takes microseconds."""
+ATOMICS = scaled(20_000, 300, shared_gpus=100_000)
+"""Atomics of a stall: some milliseconds, while a call takes microseconds."""
 
 
 def stall(word: str) -> str:
-    """Statements that take their time: each load needs the result of the one before, whose high bits are zero."""
-    load = f'{word}_later = {word}_later + (tdl.ld({word}_later, "gpu", "relaxed") >> 62)'
-    return f"{word}_later = {word}\nfor _ in tl.range(0, {LOADS}):\n    {load}\n"
+    """Statements that take their time: each atomic needs the result of the one before, whose high bits are zero.
+
+    Loads would not do: ptxas drops those whose results nothing uses, relaxed ones too.
+    """
+    atomic = f'{word}_later = {word}_later + (tl.atomic_max({word}_later, 0, sem="relaxed") >> 62)'
+    return f"{word}_later = {word}\nfor _ in tl.range(0, {ATOMICS}):\n    {atomic}\n"
 
 
 def one_rank_stalls() -> str:
