@@ -144,7 +144,11 @@ def join() -> None:
     dist.init_process_group("gloo")
     tdcoll.initialize(heap_bytes=HEAP_BYTES)
     # initcheck does not see what other ranks write to the symmetric heap: to it, all of that has to be written here.
-    tdcoll.free(tdcoll.zeros(tdcoll.heap_info().largest_free, torch.uint8))
+    pieces = []
+    while tdcoll.heap_info().largest_free:  # the pieces between allocations too
+        pieces.append(tdcoll.zeros(tdcoll.heap_info().largest_free, torch.uint8))
+    for piece in pieces:
+        tdcoll.free(piece)
 
 
 if __name__ == "__main__":

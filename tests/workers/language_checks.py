@@ -126,6 +126,7 @@ def data_fence_signal(dest, source, nbytes, number, signal, pe, monitor, ok):
         tdl.int_p(number, 77, pe)
         tdl.fence()
         tdl.signal_op(signal, 1, tdl.SIGNAL_SET, pe)
+    tdl.syncthreads()  # for synccheck: PTX lets a warp come to the barrier of a wait in parts, and it does not
     tl.store(ok, tdl.wait_signal(signal, tdl.CMP_NE, 0, monitor, pe, 0))
     if tdl.tid(0) == 0:
         tdl.sync_all()
