@@ -216,7 +216,7 @@ class Sides:
             with self._waiting():
                 result = service.run(call)
                 if self._on_cpu:
-                    service.check()
+                    self._check()  # of all kinds: a barrier has no context of its own
                 return result
 
         if self._on_cpu:

@@ -50,7 +50,8 @@ def test_checks(launch: Launch) -> None:
     ("when", "words"),
     [
         ("sparse", r"BackendTimeout: rank {rank} waited 3 s for peer 1: signal "),
-        ("dense", r"DistBackendError: rank {rank}: all_reduce failed; peer\(s\) 1 did not answer within 3 s"),
+        ("dense", r"BackendTimeout: rank {rank} waited 3 s for peer 1: signal "),
+        ("inner", r"DistBackendError: rank {rank}: all_reduce failed; peer\(s\) 1 did not answer within 3 s"),
     ],
 )
 def test_a_rank_killed_in_training_is_named(launch: Launch, when: str, words: str) -> None:

@@ -166,15 +166,17 @@ def beside(number: int) -> None:
         INNER, store=dist.PrefixStore(f"user{number}", _users_store), rank=rank(), world_size=world()
     )
     for again in (0, 1):
-        if again and rank() == number % world() and world() > 1:  # too early, and not for long enough
-            expect(
-                tdcoll.CollectiveTimeout,
-                lambda: tdcoll.initialize(heap_bytes=HEAP_BYTES, timeout_s=0.05),
-                "in 'initialize' for rank(s) [",
-                " timeout ",
-            )
-        elif again:
-            time.sleep(0.1)
+        if again and world() > 1:
+            if rank() == number % world():  # before all others, and not for long enough
+                expect(
+                    tdcoll.CollectiveTimeout,
+                    lambda: tdcoll.initialize(heap_bytes=HEAP_BYTES, timeout_s=0.05),
+                    "in 'initialize' for rank(s) [",
+                    " timeout ",
+                )
+                _users_store.set(f"expired{number}", "")
+            else:
+                _users_store.wait([f"expired{number}"])
         tdcoll.initialize(heap_bytes=HEAP_BYTES)
         live_in_own_calls(2 * number + again)
         dawdle()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank is killed in the middle of DDP training over backend "tdcoll"; the others must end naming it.
 
-`bash launch.sh --monitor-interval 60 tests/workers/killed_in_training.py {dense,sparse} [VICTIM]`
+`bash launch.sh --monitor-interval 60 tests/workers/killed_in_training.py {dense,inner,sparse} [VICTIM]`
 
-`dense`: the model has no sparse table, and it is the inner group's all-reduce that fails. `sparse`: it dies when its
-dense gradients are on their way, and the others wait for its rows. What the survivors were told goes to standard error.
+`dense`: the model has no sparse table. `inner`: it has none either, and it is the inner group's all-reduce that fails.
+`sparse`: it dies when its dense gradients are on their way, and the others wait for its rows. What the survivors were
+told goes to standard error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tdcoll
-from tdcoll.distributed import BackendTimeout
+from tdcoll.distributed import BackendTimeout, Options
 
 STEPS_BEFORE = 2
 TIMEOUT_S = 3
@@ -38,7 +39,8 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group("tdcoll", timeout=timedelta(seconds=TIMEOUT_S))
+    options = Options(serves="all_gather,barrier" if when == "inner" else "all")
+    dist.init_process_group("tdcoll", timeout=timedelta(seconds=TIMEOUT_S), pg_options=options)
     rank = dist.get_rank()
     table, dense = nn.Embedding(50, 8, sparse=when == "sparse"), nn.Linear(8, 4)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(table, dense).to(device))
@@ -49,7 +51,7 @@ def main() -> None:
         began = time.monotonic()
         try:
             loss = model(torch.arange(10, device=device) * (rank + 1) % 50).sum()
-            if dying and when == "dense":
+            if dying and when != "sparse":
                 die()
             if dying and when == "sparse":
                 table.weight.register_hook(lambda gradient: (time.sleep(0.5), die(), gradient)[2])
