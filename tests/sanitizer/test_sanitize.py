@@ -93,7 +93,7 @@ def test_what_has_not_ended_by_the_deadline_is_killed_with_ranks_in_sessions_of_
     ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pid = tmp_path / "pid"
-    hangs = f'setsid sh -c "echo \\$\\$ > {pid}; sleep 600" & echo "at work"; echo "========= seen" > $2; wait'
+    hangs = f'setsid sh -c "echo \\$\\$ > {pid}; sleep 600" & echo "at work"; echo "========= seen" > $2; sleep 600'
     ranks(f'if [ "$1" = memcheck ]; then {hangs}; fi; {CLEAN}; {CONTROL}')
     begin = time.monotonic()
     assert sanitize.main(["--nproc", "1", "--tools", "memcheck,synccheck", "--deadline", "3"]) == 1

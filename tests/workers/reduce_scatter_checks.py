@@ -223,7 +223,7 @@ def errors() -> None:
         expect_raises(
             ValueError, lambda: tdcoll.reduce_scatter_tensor(out, data, dist.ReduceOp.BXOR), "op must be one of SUM"
         )
-        expect_raises(TypeError, lambda: tdcoll.reduce_scatter_tensor(out, data, "sum"), "op must be", "'sum'")
+        expect_raises(ValueError, lambda: tdcoll.reduce_scatter_tensor(out, data, 3), "op must be one of", "got 3")
         if world() > 1:
             begin = rank() * 4 + (1 if rank() + 1 < world() else -1)
             expect_raises(ValueError, lambda: call(data, ctx, out=data[begin : begin + 4]), "out must not overlap")
