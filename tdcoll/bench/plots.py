@@ -99,7 +99,9 @@ def draw(head: dict[str, Any], rows: Sequence[Measured], only: Sequence[str] = (
         figure.suptitle(f"{layout.title}, {machine(head, chosen[0])}", fontsize=13)
         found = [axis.get_legend_handles_labels() for axis in axes.flat]
         handles = {label: handle for its in found for handle, label in zip(*its, strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=3 + (len(columns) > 1), frameon=False
+        )
     return figure
 
 

@@ -11,7 +11,8 @@ A page of the documentation says where a file's tables go::
     <!-- /report -->
     ![...](results/all-gather-4xH200.png)      a picture of the same file
 
-``tdcoll report --write`` fills them in.
+``tdcoll report --write`` fills them in. A result that was measured in parts is ``NAME.1.json``, ``NAME.2.json`` and so
+on, and is shown as one.
 """
 
 from __future__ import annotations
@@ -252,9 +253,11 @@ def losses(head: dict[str, Any], rows: Sequence[Measured]) -> str:
     """The sizes at which a peer is faster, and by how much: a line for each column of tdcoll's that has any."""
     layout = LAYOUTS[head["benchmark"]]
     lines = []
+    launches: list[str] = []
     for chosen in _tables(layout, rows):
         if not (peers := [row for row in chosen if row.peer and row.median_us]):
             continue
+        launches = distinct([*launches, launch_of(chosen[0])])
         of_table = _caption(head, chosen[0]).partition(".**")[0].removeprefix("**")
         ours = [row for row in chosen if not row.peer and row.check == "ok"]
         for label in shown_labels(layout, ours):
@@ -267,8 +270,28 @@ def losses(head: dict[str, Any], rows: Sequence[Measured]) -> str:
             if found:
                 lines.append(f"- {of_table}, {name_of(label)}: {', '.join(found)}.")
     if not lines:
-        lines.append(f"- {layout.title}, {machine(head, rows[0])}: at no size.")
+        where = filter(None, [layout.title, machine(head, rows[0]), " and ".join(launches)])
+        lines.append(f"- {', '.join(where)}: at no size.")
     return "\n".join(lines) + "\n"
+
+
+def _result(root: Path, name: str) -> tuple[dict[str, Any], list[Any]]:
+    """A file of docs/results, or the parts of one with all of their commands.
+
+    Raises:
+        ValueError: a file is no result, or the parts are not of one benchmark, with the same versions and machine.
+        OSError: a file cannot be read.
+    """
+    folder = root / "docs/results"
+    first, *others = sorted(folder.glob(f"{name}.[0-9].json")) or [folder / f"{name}.json"]
+    head, rows = files.load(first)
+    for part in others:
+        its, more = files.load(part)
+        if different := [key for key in ("benchmark", "provenance") if its[key] != head[key]]:
+            raise ValueError(f"{part}: expected the {different[0]} of {first.name}, got another")
+        head = {**head, "command": f"{head['command']}\n{its['command']}"}
+        rows += more
+    return head, rows
 
 
 _BLOCK = re.compile(r"^(<!-- report: (\S+)( brief| losses)? -->\n)(.*?)^<!-- /report -->$", re.M | re.S)
@@ -295,7 +318,7 @@ def pages(root: Path) -> dict[Path, str]:
     """
 
     def block(found: re.Match[str]) -> str:
-        head, rows = files.load(root / f"docs/results/{found[2]}.json")
+        head, rows = _result(root, found[2])
         text = losses(head, rows) if found[3] == " losses" else markdown(head, rows, brief=bool(found[3]))
         return f"{found[1]}{text}<!-- /report -->"
 
@@ -313,7 +336,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def pictures(root: Path) -> list[str]:
-    """Names, without suffix, of the files in docs/results of which a page shows a picture."""
+    """Names of the results, as in markers, of which a page shows a picture."""
     return distinct([name for text in _documents(root).values() for name in _PICTURE.findall(text)])
 
 
@@ -322,7 +345,7 @@ def _write(root: Path) -> None:
     for page, text in pages(root).items():
         files.write_whole(page, text)
     for name in pictures(root):
-        head, rows = files.load(root / f"docs/results/{name}.json")
+        head, rows = _result(root, name)
         plot(head, rows, root / f"docs/results/{name}.png")
 
 

@@ -13,6 +13,7 @@ import pytest
 from tdcoll import environment
 from tdcoll.bench import layouts, plots, provenance, report
 from tdcoll.bench.arithmetic import Floor, Summary
+from tdcoll.bench.layouts import LAYOUTS
 from tdcoll.bench.report import main
 from tdcoll.bench.rows import KINDS, Row, SignalRow, load, save, with_ratios
 from tdcoll.testing import World
@@ -202,7 +203,9 @@ def test_where_peers_are_faster() -> None:
         f"- {said}, CUDA graphs, tdcoll in place: 1 KB (by 462.5%, fcollect).",
     ]
     rows = [row(1024, "auto", 1.0), row(1024, "nccl", 1.5, peer=True)]
-    assert report.losses(HEAD, rows) == f"- {said}: at no size.\n"
+    assert report.losses(HEAD, rows) == f"- {said}, CUDA graphs: at no size.\n"
+    rows += [dataclasses.replace(row, launch="eager") for row in rows]
+    assert report.losses(HEAD, rows) == f"- {said}, CUDA graphs and eager calls: at no size.\n"
 
 
 def test_one_buffer_has_tables_of_its_own() -> None:
@@ -243,6 +246,33 @@ def test_pages_get_the_tables_between_their_markers(tmp_path: Path) -> None:
         assert report.markdown(HEAD, example(), brief=True) in other.read_text()
         assert f"<!-- report: a losses -->\n{report.losses(HEAD, example())}<!-- /report -->" in other.read_text()
     assert (tmp_path / "docs/plain.md").read_text() == "no table\n"
+
+
+def test_parts_of_a_result_are_one_table_with_all_commands(tmp_path: Path) -> None:
+    readme = checkout(tmp_path, "<!-- report: b -->\n<!-- /report -->\n")
+    small, large = example()[:4], example()[4:]
+    write(tmp_path / "docs/results/b.1.json", small)
+    write(tmp_path / "docs/results/b.2.json", large, {**HEAD, "command": "the second"})
+    write(tmp_path / "docs/results/bc.1.json", [row(1 << 20, "auto", 77.0)])  # another result's
+    assert main(["--write", str(tmp_path)]) == 0
+    whole = report.markdown({**HEAD, "command": f"{HEAD['command']}\nthe second"}, example())
+    assert readme.read_text() == f"<!-- report: b -->\n{whole}<!-- /report -->\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("benchmark", "reduce_scatter"), ("provenance", {**HEAD["provenance"], "commit": "another"})],
+)
+def test_parts_of_different_runs_are_an_error(
+    tmp_path: Path, key: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = "<!-- report: b -->\n<!-- /report -->\n"
+    readme = checkout(tmp_path, page)
+    write(tmp_path / "docs/results/b.1.json", example())
+    write(tmp_path / "docs/results/b.2.json", example(), {**HEAD, key: value})
+    assert main(["--write", str(tmp_path)]) == 1
+    assert f"b.2.json: expected the {key} of b.1.json, got another" in capsys.readouterr().err
+    assert readme.read_text() == page
 
 
 def test_pictures_of_the_pages_are_drawn(tmp_path: Path) -> None:
@@ -344,6 +374,24 @@ def test_a_picture_has_a_panel_for_each_launch_and_no_colour_twice() -> None:
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(lines)
     assert "floor" not in [line.get_label() for line in plots.draw(HEAD, example()).axes[0].get_lines()]
+
+
+@pytest.mark.parametrize("launches", [["graph"], ["graph", "eager"]])
+def test_the_legend_fits_on_the_picture(launches: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row(size, "auto", 10.0, launch=launch) for launch in launches for size in (1024, 4096)]
+    rows += [
+        row(1024, name, 12.0, peer=True, launch=launch)
+        for launch in launches
+        for name in LAYOUTS["all_reduce"].drawn[1:]
+    ]
+    figure = plots.draw({**HEAD, "benchmark": "all_reduce"}, rows, floor=Floor(1.0, 1.0, 100.0))
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == plots.CURVES
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert whole.x0 <= box.x0
+    assert box.x1 <= whole.x1
 
 
 def test_a_picture_has_at_most_8_curves() -> None:
