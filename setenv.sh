@@ -270,7 +270,7 @@ _tdcoll_setenv() {
     needs="torch triton numpy"
     if [[ $TDCOLL_MODE == simulator ]]; then
         needs+=" greenlet"
-    elif ((TDCOLL_GPUS)); then
+    elif ((TDCOLL_GPUS)) && [[ ${TDCOLL_HEAP-} != torch ]]; then
         needs+=" nvshmem"
     fi
     read -r -a modules <<<"$needs ${TDCOLL_REQUIRES-}"

@@ -42,6 +42,7 @@ PUBLIC = frozenset(
         "TDCOLL_COMPILER",
         "TDCOLL_DEBUG",
         "TDCOLL_EMULATE_NODES",
+        "TDCOLL_HEAP",
         "TDCOLL_NNODES",
         "TDCOLL_PDL",
         "TDCOLL_PIP_ARGS",

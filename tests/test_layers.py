@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("language",),
     # What joins a job: it starts the transport and, in the meantime, the compiler.
     ("runtime.last_words",),
-    ("runtime.nvshmem", "runtime.simulator.process", "runtime.simulator.world"),
+    ("runtime.nvshmem", "runtime.torch_memory", "runtime.simulator.process", "runtime.simulator.world"),
     ("runtime.lifecycle",),
     ("monitor", "memory", "streams"),
     ("primitives",),

@@ -60,6 +60,24 @@ def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:
     assert {name for name, verdict in found.items() if verdict.get("ok") is not True} == skipped
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        second("all_gather_checks.py"),
+        second("all_reduce_checks.py"),
+        pytest.param("reduce_scatter_checks.py"),
+        second("sparse_checks.py"),
+        second("fused_checks.py"),
+        second("early_checks.py"),
+        second("primitives_checks.py"),
+    ],
+)
+def test_checks_on_a_heap_without_puts(launch: Launch, script: str) -> None:
+    """Every collective, on one node, where NVSHMEM's functions are refused."""
+    done = launch("--simulate", "--nproc", "2", str(WORKERS / script), env={"TDCOLL_HEAP": "torch"})
+    assert list(verdicts(done)) == checks_of(script)
+
+
 def test_killed_rank_is_named(launch: Launch) -> None:
     """By torchrun, which ends the others at once."""
     done = launch("--simulate", "--nproc", "2", str(WORKERS / "killed_rank.py"), "1")

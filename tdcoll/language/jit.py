@@ -36,11 +36,11 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from tdcoll import runtime
-from tdcoll.errors import NotInitializedError
+from tdcoll.errors import NotInitializedError, TdcollError
 from tdcoll.language import INTERPRETED, LOWERING
 from tdcoll.language.library import part_for_language
 from tdcoll.spec import functions
-from tdcoll.spec.functions import LIBRARY, LINKED, not_a_monitor
+from tdcoll.spec.functions import LIBRARY, LINKED, no_puts, not_a_monitor
 
 __all__ = ["bitcode_path", "jit", "needs_nvshmem", "typed_fields"]
 
@@ -333,6 +333,9 @@ class TdcollJITFunction(JITFunction):
         if not _LEFT_TO_TRITON_DISTRIBUTED and (
             self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values())
         ):
+            job = runtime.current_or_none()
+            if job is not None and not job.heap.puts:
+                raise TdcollError(no_puts(f"kernel {self.__name__}"))
             kwargs["extern_libs"] = {LIBRARY: part_for_language(bitcode_path()), **kwargs.get("extern_libs", {})}
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)
 

@@ -11,11 +11,12 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
+from tdcoll.errors import TdcollError
 from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import Address
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.spec import constants as c
-from tdcoll.spec.functions import FUNCTIONS, not_64_bits, not_linked
+from tdcoll.spec.functions import FUNCTIONS, no_puts, not_64_bits, not_linked
 
 __all__ = [
     "MASK64",
@@ -62,9 +63,11 @@ def address64(function: str, parameter: str, value: Any) -> int:
 
 
 def require_nvshmem(running: Machine, function: str) -> None:
-    """Refuse what would not be linked on a GPU."""
+    """Refuse what would not be linked on a GPU, or has nothing to work on there."""
     if not running.program.linked:
         raise ValueError(not_linked(function))
+    if not running.memory.puts:
+        raise TdcollError(no_puts(function))
 
 
 def scalar(value: Any, numpy_type: Any, triton_type: Any) -> Any:

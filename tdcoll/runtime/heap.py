@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symmetric heap: what a transport must offer, and the allocator that all transports share.
 
-A *transport* (NVSHMEM on GPUs, shared memory in the simulator) offers one block of ``nbytes`` bytes on
-every PE, mapped or reachable from every other PE. tdcoll cuts that block up itself, for two reasons:
+A *transport* (NVSHMEM or PyTorch's symmetric memory on GPUs, shared memory in the simulator) offers one block of
+``nbytes`` bytes on every PE, mapped or reachable from every other PE. tdcoll cuts that block up itself, for two
+reasons:
 
 - NVSHMEM's own ``nvshmem_malloc`` is collective over *all* PEs, so a context for a subgroup would hang.
   Here an allocation is collective over the ranks that take part: they agree on one offset that is free
@@ -38,6 +39,8 @@ class SymmetricHeap(Protocol):
         nbytes: size of the block on every PE, in bytes.
         base: address of this PE's block.
         device: the torch device that the block lies on.
+        puts: whether NVSHMEM's functions work in kernels. Without them a job is one node, and all PEs are reached by
+            loads and stores.
     """
 
     pe: int
@@ -45,6 +48,7 @@ class SymmetricHeap(Protocol):
     nbytes: int
     base: int
     device: torch.device
+    puts: bool
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """``-> [nbytes]`` uint8 tensor on this PE's bytes ``[offset, offset + nbytes)``."""

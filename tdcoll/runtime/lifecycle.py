@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +29,25 @@ _log = logging.getLogger("tdcoll")
 DEFAULT_TIMEOUT_S = 30.0
 
 
+_HEAPS = ("auto", "nvshmem", "torch")
+
+
+def _heap_of(heap: str | None) -> str:
+    """``"nvshmem"`` or ``"torch"``: what is asked for, or what ``"auto"`` means here.
+
+    Raises:
+        TypeError, ValueError: ``heap`` or ``TDCOLL_HEAP`` is none of :data:`_HEAPS`.
+    """
+    name = "heap" if heap is not None else "TDCOLL_HEAP"
+    asked = heap if heap is not None else os.environ.get(name) or "auto"
+    arguments.instance(name, asked, str, "a string")
+    if asked not in _HEAPS:
+        raise ValueError(f"{name} must be one of {', '.join(_HEAPS)}; got {asked!r}")
+    if asked != "auto":
+        return asked
+    return "nvshmem" if INTERPRETED or importlib.util.find_spec("nvshmem") is not None else "torch"
+
+
 def _asks_to_share_gpus() -> bool:
     return os.environ.get("TDCOLL_SHARE_GPUS", "0") not in ("", "0")
 
@@ -39,14 +60,16 @@ class _Settings:
     timeout_s: float
     emulate_nodes: int
     share_gpus: bool = False
+    heap: str = "nvshmem"
 
     @classmethod
     def read(
         cls,
         heap_bytes: int | str | None,
         timeout_s: float | None,
-        emulate_nodes: int | None,
+        emulate_nodes: int | None = None,
         share_gpus: bool | None = None,
+        heap: str | None = None,
     ) -> _Settings:
         environment.warn_of_unknown()
         env = os.environ
@@ -71,6 +94,7 @@ class _Settings:
             arguments.seconds("timeout_s", timeout_s),
             arguments.whole("emulate_nodes", emulate_nodes, 1),
             bool(share_gpus),
+            _heap_of(heap),
         )
 
 
@@ -109,8 +133,9 @@ def initialize(
     timeout_s: float | None = None,
     emulate_nodes: int | None = None,
     share_gpus: bool | None = None,
+    heap: str | None = None,
 ) -> None:
-    """Join the job: find the ranks and nodes, start NVSHMEM, make the symmetric heap. Collective.
+    """Join the job: find the ranks and nodes, make the symmetric heap. Collective.
 
     Under torchrun (or any launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``) the
     default process group is made when there is none; beside one that the user made, that one is used, whatever
@@ -132,12 +157,18 @@ def initialize(
             call takes milliseconds. A process group that is made here then has gloo for CUDA tensors, because NCCL
             refuses two ranks on one GPU, and the device is ``LOCAL_RANK`` modulo the number of GPUs. Default: whether
             ``TDCOLL_SHARE_GPUS`` is set to something other than 0. Without effect in the simulator.
+        heap: who makes the symmetric heap on GPUs. ``"nvshmem"``: NVSHMEM, which is started. ``"torch"``: PyTorch's
+            symmetric memory, for the GPUs of one host that reach each other's memory; NVSHMEM need not be installed.
+            Kernels and algorithms that put (``"1d"``, ``"2d"``) then raise an error; ``"auto"`` never chooses one.
+            ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch. Default: ``TDCOLL_HEAP``, else ``"auto"``.
+            The simulator has one heap; with ``"torch"`` it refuses what that of PyTorch does not have.
 
     Raises:
         AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
         RankMismatchError: ranks pass different settings, or two ranks use one GPU without ``share_gpus``.
         CollectiveTimeout: a rank did not come.
-        TdcollError: no GPU and not interpreted, or NVSHMEM's bindings are missing.
+        TdcollError: no GPU and not interpreted; NVSHMEM's bindings are missing; or PyTorch's symmetric memory is asked
+            for and the job has several nodes, or cannot be had.
         TypeError, ValueError: an argument or environment variable is not as described.
     """
     if (existing := runtime.current_or_none()) is not None:
@@ -146,11 +177,12 @@ def initialize(
             "timeout_s": timeout_s,
             "emulate_nodes": emulate_nodes,
             "share_gpus": share_gpus,
+            "heap": None if heap in (None, "auto") else _heap_of(heap),
         }
         _refuse_other_job(existing, asked)
         return
     last_words.watch()
-    settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus)
+    settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
     _refuse_no_gpu()
     made_process_group = _ensure_process_group(settings.share_gpus)
     global _own_group
@@ -185,7 +217,7 @@ def join(
     if runtime.current_or_none() is not None:
         raise AlreadyInitializedError("tdcoll is initialised already; call tdcoll.finalize() first")
     last_words.watch()
-    settings = _Settings.read(heap_bytes, timeout_s, None)
+    settings = _Settings.read(heap_bytes, timeout_s)
     _refuse_no_gpu()
     _install(settings, _connection(store), rank, world_size)
 
@@ -206,15 +238,17 @@ def _connection(store: Any) -> Any:
 def _install(settings: _Settings, store: Any, rank: int, world_size: int) -> None:
     global _job
     control = StoreControlPlane(dist.PrefixStore("job", store), rank, settings.timeout_s)
-    joined = _join(settings, control, rank, world_size)
+    joined = _join(settings, control, dist.PrefixStore("heap", store), rank, world_size)
     runtime.install(joined)
     _job = _Job(settings, control)
     last_words.gave_up = False
     if rank == 0:
         _log.info(
-            "symmetric heap: %g MiB on each of %d ranks; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...) sets it",
+            "symmetric heap: %g MiB on each of %d ranks, by %s; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...) "
+            "sets the size",
             round(settings.heap_bytes / 2**20, 3),
             world_size,
+            "the simulator" if INTERPRETED else {"nvshmem": "NVSHMEM", "torch": "PyTorch"}[settings.heap],
         )
 
 
@@ -284,7 +318,28 @@ def _refuse_settings_of_one_host(hosts: set[str]) -> None:
             )
 
 
-def _join(settings: _Settings, control: StoreControlPlane, rank: int, world_size: int) -> runtime.Runtime:
+def _refuse_several_nodes(settings: _Settings, answers: Sequence[Any]) -> None:
+    """Raise unless PyTorch's symmetric memory, if it is asked for, can serve the ranks with these names and GPUs."""
+    if settings.heap != "torch":
+        return
+    if settings.emulate_nodes > 1:
+        raise TdcollError(
+            f"emulate_nodes={settings.emulate_nodes} needs puts, which heap='torch' does not have; use heap='nvshmem'"
+        )
+    names = sorted({str(answer[1]) if INTERPRETED else answer[2][0] for answer in answers})
+    if len(names) > 1:
+        raise TdcollError(
+            f"heap='torch' is for one host, and the job has {len(names)} ({', '.join(names)}): install tdcoll[cu12] or "
+            "tdcoll[cu13] on all of them, which bring NVSHMEM's Python bindings, and use heap='nvshmem'"
+        )
+    gpus = [answer[2] for answer in answers]
+    if not INTERPRETED and len(set(gpus)) < len(gpus):
+        raise TdcollError("share_gpus needs heap='nvshmem': PyTorch's symmetric memory wants a GPU for each rank")
+
+
+def _join(
+    settings: _Settings, control: StoreControlPlane, heap_store: Any, rank: int, world_size: int
+) -> runtime.Runtime:
     everyone = range(world_size)
     answers = control.all_gather(everyone, "initialize", (settings, _node_name(), _gpu_name()))
     require_equal([asdict(answer[0]) for answer in answers], everyone, "the settings of tdcoll.initialize()")
@@ -296,7 +351,8 @@ def _join(settings: _Settings, control: StoreControlPlane, rank: int, world_size
                 "tdcoll.initialize(). For tests of correctness ranks may share GPUs: launch.sh --share-gpus, "
                 "TDCOLL_SHARE_GPUS=1 or initialize(share_gpus=True)"
             )
-    if not INTERPRETED:
+    _refuse_several_nodes(settings, answers)
+    if not INTERPRETED and settings.heap == "nvshmem":
         _refuse_settings_of_one_host({answer[2][0] for answer in answers})
     names = [answer[1] for answer in answers]
     node_ids = tuple(
@@ -313,7 +369,13 @@ def _join(settings: _Settings, control: StoreControlPlane, rank: int, world_size
             nbytes=settings.heap_bytes,
             control=control,
             timeout_s=settings.timeout_s,
+            puts=settings.heap == "nvshmem",
         )
+    elif settings.heap == "torch":
+        from tdcoll.runtime.torch_memory import TorchHeap
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        heap = TorchHeap(pe=rank, n_pes=world_size, nbytes=settings.heap_bytes, device=device, store=heap_store)
     else:
         from tdcoll.runtime.nvshmem import NvshmemHeap
 
@@ -337,7 +399,7 @@ def _join(settings: _Settings, control: StoreControlPlane, rank: int, world_size
 
 
 def finalize() -> None:
-    """Leave the job: close tdcoll's own contexts, free the symmetric heap, stop NVSHMEM. Collective.
+    """Leave the job: close tdcoll's own contexts, free the symmetric heap, stop NVSHMEM if it runs. Collective.
 
     Tensors made by :func:`tdcoll.empty` and open contexts are invalid afterwards. The default process group is
     destroyed if :func:`initialize` made it. Does nothing when not initialised. After a

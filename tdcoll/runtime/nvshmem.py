@@ -11,10 +11,7 @@ initialises NVSHMEM by ``nvshmem.core.init`` before tdcoll.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +21,7 @@ from tdcoll.errors import AlreadyInitializedError, HeapExhaustedError, TdcollErr
 from tdcoll.language.jit import initialized_modules, set_module_init
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
+from tdcoll.runtime.cuda import CudaHeap
 
 __all__ = ["NvshmemHeap"]
 
@@ -53,29 +51,6 @@ def _bindings() -> Any:
     return bindings
 
 
-_WAIT_GEQ, _WAIT_EQ = 0, 1
-"""``CUstreamWaitValue_flags``."""
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _checked(function: str, failed: int) -> None:
-    if failed:
-        name = ctypes.c_char_p()
-        _driver().cuGetErrorName(failed, ctypes.byref(name))
-        raise TdcollError(f"{function} failed: {(name.value or b'').decode() or failed}")
-
-
-def _driver_call(function: str, stream: int, address: int, value: int, bits: int, flags: int) -> None:
-    """A wait for a word, or a write of one, in the order of a stream."""
-    word = (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64)(value)
-    call = getattr(_driver(), function)
-    _checked(function, call(ctypes.c_void_p(stream), ctypes.c_uint64(address), word, ctypes.c_uint(flags)))
-
-
 class _Memory:
     """Device bytes as an object that ``torch.as_tensor`` takes without a copy."""
 
@@ -88,19 +63,18 @@ class _Memory:
         }
 
 
-class NvshmemHeap:
+class NvshmemHeap(CudaHeap):
     """This PE's block of symmetric GPU memory. Collective to make and to close.
 
     Args:
-        pe: this PE, equal to the global rank.
-        n_pes: ranks of the job.
-        nbytes: size of the block, the same on all PEs.
-        device: the CUDA device of this PE.
+        pe, n_pes, nbytes, device: as for :class:`~tdcoll.runtime.cuda.CudaHeap`.
         control: carries NVSHMEM's unique id from PE 0 to the others.
     """
 
+    puts = True
+
     def __init__(self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, control: ControlPlane) -> None:
-        self.pe, self.n_pes, self.nbytes, self.device = pe, n_pes, nbytes, device
+        super().__init__(pe, n_pes, nbytes, device)
         with warm_up(device):
             self._bindings = bindings = _bindings()
             self._owns_library = bindings.init_status() < _IS_INITIALIZED
@@ -111,7 +85,7 @@ class NvshmemHeap:
                     f"NVSHMEM is initialised in this process as PE {bindings.my_pe()} of {bindings.n_pes()}, "
                     f"but torch.distributed says rank {pe} of {n_pes}; NVSHMEM is one per process"
                 )
-            self.base: int = bindings.malloc(nbytes)
+            self.base = bindings.malloc(nbytes)
         if self.base == 0:
             raise HeapExhaustedError(
                 f"NVSHMEM could not allocate {nbytes} bytes on {device}: "
@@ -143,36 +117,8 @@ class NvshmemHeap:
             if wanted is not None:
                 os.environ["NVSHMEM_SYMMETRIC_SIZE"] = wanted
 
-    def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        return self._bytes[offset : offset + nbytes]
-
     def peer_base(self, pe: int) -> int:
         return int(self._bindings.ptr(self.base, pe))
-
-    def peer_view(self, pe: int, offset: int, nbytes: int) -> torch.Tensor:
-        # as_tensor would ask CUDA whose memory it is, and copy what is another GPU's.
-        storage = torch._C._construct_storage_from_data_pointer(self.peer_base(pe) + offset, self.device, nbytes)
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-
-    def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
-        _driver_call(f"cuStreamWaitValue{bits}_v2", stream, address, value, bits, _WAIT_GEQ if at_least else _WAIT_EQ)
-
-    def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
-        _driver_call(f"cuStreamWriteValue{bits}_v2", stream, address, value, bits, 0)
-
-    def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
-        _checked(
-            "cuMemcpyAsync",
-            _driver().cuMemcpyAsync(
-                ctypes.c_uint64(dest), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
-            ),
-        )
-
-    def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
-        """NVSHMEM has no reports to put names in."""
-
-    def unlabel(self, offset: int) -> None:
-        """NVSHMEM has no reports to put names in."""
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

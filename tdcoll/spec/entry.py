@@ -87,6 +87,14 @@ def not_linked(function: str) -> str:
     )
 
 
+def no_puts(caller: str) -> str:
+    """The error for ``caller``, a kernel or function that needs NVSHMEM, in a job whose heap has nothing of it."""
+    return (
+        f"{caller} calls NVSHMEM, and the symmetric heap of this job is PyTorch's, which has loads and stores only: "
+        "tdcoll.initialize(heap='nvshmem') or TDCOLL_HEAP=nvshmem"
+    )
+
+
 def not_typed(function: str, parameter: str, got: object, allowed: str) -> str:
     """The error for ``got`` where ``parameter`` of ``function`` must point to one of the types ``allowed``."""
     return f"{function}: {parameter} must be a pointer to {allowed}, got {got}"

@@ -126,6 +126,17 @@ def test_reduce_scatter_checks_on_emulated_nodes(launch: Launch, ranks: int) -> 
 
 
 @needs(2)
+@pytest.mark.parametrize(
+    "name", ["all_gather", "all_reduce", "reduce_scatter", "sparse", "fused", "early", "primitives"]
+)
+def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
+    """No NVSHMEM: neither started nor linked."""
+    script = WORKERS / f"{name}_checks.py"
+    done = launch("--nproc", str(min(GPUS, 4)), str(script), timeout=TIMEOUT_S, env={"TDCOLL_HEAP": "torch"})
+    assert set(verdicts(done)) == checks_of(script.name)
+
+
+@needs(2)
 def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
     """The negative control of all the others: what they look for is there to be seen on these GPUs."""
     done = run_checks(launch, min(GPUS, 4), WORKERS / "stall_checks.py")

@@ -65,7 +65,7 @@ def the_size_of_the_heap_is_logged() -> None:
     log.removeHandler(handler)
     (said,) = [record.getMessage() for record in records]
     assert said.startswith(
-        "symmetric heap: 1.5 MiB on each of 1 ranks; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes"
+        "symmetric heap: 1.5 MiB on each of 1 ranks, by the simulator; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes"
     )
 
 

@@ -153,7 +153,7 @@ def test_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setenv("TDCOLL_TIMOUT_S", "3")
     environment.warn_of_unknown.cache_clear()
     for _ in range(2):
-        lifecycle._Settings.read(None, None, None)
+        lifecycle._Settings.read(None, None)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("tdcoll", "WARNING")
     assert "TDCOLL_TIMOUT_S is none of tdcoll's and has no effect: did you mean TDCOLL_TIMEOUT_S?" in record.message
@@ -163,7 +163,7 @@ def test_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch, caplog: py
 def test_the_default_heap(monkeypatch: pytest.MonkeyPatch, interpreted: bool, nbytes: int) -> None:
     monkeypatch.delenv("NVSHMEM_SYMMETRIC_SIZE", raising=False)
     monkeypatch.setattr(lifecycle, "INTERPRETED", interpreted)
-    assert lifecycle._Settings.read(None, None, None).heap_bytes == nbytes
+    assert lifecycle._Settings.read(None, None).heap_bytes == nbytes
 
 
 def test_what_is_documented_fits_into_the_default_heap() -> None:

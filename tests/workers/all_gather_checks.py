@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from harness import check, device, expect, expect_raises, patience_s, rank, run, scaled, simulated, world
+from harness import check, device, expect, expect_raises, patience_s, puts, rank, run, scaled, simulated, world
 
 import tdcoll
 from tdcoll import runtime
@@ -42,7 +42,8 @@ def algorithms(nbytes: int) -> list[str]:
     one_node = topology.n_nodes == 1
     most = flagged_bytes(topology.world_size, topology.n_nodes)
     ll = ["ll"] if topology.ranks_per_node is not None and nbytes <= most else []
-    return [*ll, *(["direct", "ring"] if one_node else []), "1d", *([] if topology.ranks_per_node is None else ["2d"])]
+    by_puts = ["1d", *([] if topology.ranks_per_node is None else ["2d"])] if puts() else []
+    return [*ll, *(["direct", "ring"] if one_node else []), *by_puts]
 
 
 def small(sizes: list[int]) -> list[int]:
@@ -312,7 +313,7 @@ def replay_captured(nbytes: int, captured: int, replays: int) -> None:
     for replay in range(replays):
         graph.replay()
         if replay % 7 == 3:
-            one("1d")
+            one("1d" if puts() else "direct")
     ctx.check()
     expect(int(wrong) == 0, f"{int(wrong)} wrong bytes, {captured} calls of {nbytes} bytes captured")
     expect(int(step) >= replays * captured, "the graph did not run")

@@ -61,6 +61,11 @@ def simulated() -> bool:
     return INTERPRETED
 
 
+def puts() -> bool:
+    """Whether the heap has NVSHMEM's puts; PyTorch's (``TDCOLL_HEAP=torch``) does not."""
+    return runtime.current().heap.puts
+
+
 def shared() -> bool:
     """Whether ranks share GPUs (`launch.sh --share-gpus`), which take turns at them."""
     return lifecycle.may_share_gpus()

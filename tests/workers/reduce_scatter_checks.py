@@ -16,6 +16,7 @@ from harness import (
     negative_zeros,
     numbers,
     patience_s,
+    puts,
     rank,
     run,
     same,
@@ -56,7 +57,7 @@ def algorithms(nbytes: int, dtype: torch.dtype) -> list[str]:
     if topology.n_nodes > 1:
         return ["1d"]
     fits = nbytes <= flagged_bytes(topology.world_size, 1) and dtype.itemsize <= 4
-    return [*(["ll"] if fits else []), "direct", "1d"]
+    return [*(["ll"] if fits else []), "direct", *(["1d"] if puts() else [])]
 
 
 def small(sizes: list[int]) -> list[int]:
@@ -258,7 +259,7 @@ def replay_captured(numel: int, captured: int, replays: int) -> None:
     for replay in range(replays):
         graph.replay()
         if replay % 7 == 3:
-            one("1d")
+            one("1d" if puts() else "direct")
     ctx.check()
     expect(int(wrong) == 0, f"{int(wrong)} wrong numbers, {captured} calls of {numel} captured")
     expect(int(step) > replays * captured, "the graph did not run")

@@ -323,6 +323,7 @@ class Collective:
             ctx.topology,
             ll_bytes=ctx.ll_bytes,
             stores=ctx.stores,
+            puts=ctx.job.heap.puts,
             lamport_bytes=ctx.lamport_bytes if announced else 0,
             itemsize=1 if dtype is None else dtype.itemsize,
             channels=ctx.channels,

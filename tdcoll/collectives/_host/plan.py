@@ -37,6 +37,7 @@ __all__ = [
         "epoch_of_words",
         "most_channels",
         "needs_reduced_words",
+        "needs_puts",
         "needs_stores",
         "reduced_words",
     ),
@@ -111,6 +112,7 @@ class Facts:
         ll_bytes: the most that the context can send by LL; -1 if its ranks cannot store to each other's memory inside
             each node.
         stores: whether the ranks of a node can store to each other's memory.
+        puts: whether the job has NVSHMEM's puts.
         lamport_bytes: the most that the context can send by words which announce themselves; 0 also where the dtype has
             values that no such word can be told from.
         channels: the most chunks that the context has signals for.
@@ -128,6 +130,7 @@ class Facts:
     topology: Topology
     ll_bytes: int = -1
     stores: bool = False
+    puts: bool = True
     lamport_bytes: int = 0
     channels: int = CHANNELS
     max_programs: int = MAX_PROGRAMS
@@ -198,6 +201,11 @@ def needs_stores(facts: Facts) -> str | None:
     if facts.topology.n_nodes > 1 or not facts.stores:
         return "needs one node whose ranks can store to each other's memory; got "
     return None
+
+
+def needs_puts(facts: Facts) -> str | None:
+    """Why a call cannot go by puts."""
+    return None if facts.puts else "needs NVSHMEM's puts, which a heap of PyTorch's does not have; got "
 
 
 def most_channels(facts: Facts) -> int:

@@ -4,7 +4,17 @@
 from __future__ import annotations
 
 from tdcoll.collectives._host import plan as plans
-from tdcoll.collectives._host.plan import Facts, Plan, Policy, Rule, cut_chunks, cut_words, needs_stores, needs_words
+from tdcoll.collectives._host.plan import (
+    Facts,
+    Plan,
+    Policy,
+    Rule,
+    cut_chunks,
+    cut_words,
+    needs_puts,
+    needs_stores,
+    needs_words,
+)
 from tdcoll.tuning import Entry
 
 __all__ = ["POLICY", "put_chunks"]
@@ -18,7 +28,7 @@ measured. (Against 1D, which puts to more ranks, few bytes are worth it if a put
 def _needs_even_nodes(facts: Facts) -> str | None:
     if facts.topology.ranks_per_node is None:
         return "needs the same number of ranks on every node; this group has "
-    return None
+    return needs_puts(facts)
 
 
 def put_chunks(nbytes: int, plan: Plan, channels: int) -> Plan:
@@ -33,7 +43,7 @@ def _seed(facts: Facts) -> str:
     - LL where it can be had, in one node, and over nodes of several ranks each up to :data:`LL_RESULT_BYTES`; never in
       the simulator, which makes about a hundred block operations, some 20 ms, for every program of LL, and one copy for
       a chunk of the others.
-    - In one node direct stores for other messages of less than ``LARGE`` bytes, and in place for all.
+    - In one node direct stores for other messages of less than ``LARGE`` bytes, and in place or without puts for all.
     - 2D where there are several nodes of several ranks each, all of one size: a segment then crosses between nodes once
       per node pair.
     - 1D everywhere else.
@@ -45,7 +55,7 @@ def _seed(facts: Facts) -> str:
     few = one_node or (in_two and nbytes * topology.world_size <= LL_RESULT_BYTES)
     if few and not facts.simulated and needs_words(facts) is None:
         return "ll"
-    if one_node and facts.stores and (facts.in_place or nbytes < plans.LARGE):
+    if one_node and facts.stores and (facts.in_place or nbytes < plans.LARGE or not facts.puts):
         return "direct"
     return "2d" if in_two else "1d"
 
@@ -67,7 +77,7 @@ POLICY = Policy(
         _rule("ll", needs_words, words=(plans.LL_WORD_BYTES,)),
         _rule("direct", needs_stores),
         _rule("ring", needs_stores),
-        _rule("1d", lambda facts: None),
+        _rule("1d", needs_puts),
         _rule("2d", _needs_even_nodes),
     ],
     _seed,

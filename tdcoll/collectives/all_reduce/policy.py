@@ -19,6 +19,7 @@ from tdcoll.collectives._host.plan import (
     cut_chunks,
     cut_reduced_words,
     epoch_of_words,
+    needs_puts,
     needs_reduced_words,
     needs_stores,
     reduced_words,
@@ -106,11 +107,15 @@ def _needs_direct(facts: Facts) -> str | None:
     return needs_stores(facts) or _needs_signals(facts)
 
 
+def _needs_puts(facts: Facts) -> str | None:
+    return needs_puts(facts) or _needs_signals(facts)
+
+
 def _needs_rails(facts: Facts) -> str | None:
     topology = facts.topology
     if topology.n_nodes < 2 or (topology.ranks_per_node or 1) < 2 or not facts.stores:
         return "needs several nodes of the same number of ranks, which can store to each other; got "
-    return _needs_signals(facts)
+    return _needs_puts(facts)
 
 
 def _one_crossing_pays(facts: Facts) -> bool:
@@ -145,7 +150,7 @@ POLICY = Policy(
         _words("one_shot", 1),
         _words("two_shot", 2),
         _parts("direct", _needs_direct),
-        _parts("1d", _needs_signals),
+        _parts("1d", _needs_puts),
         _parts("2d", _needs_rails),
     ],
     _seed,

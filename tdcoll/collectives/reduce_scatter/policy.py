@@ -12,6 +12,7 @@ from tdcoll.collectives._host.plan import (
     Rule,
     cut_chunks,
     cut_reduced_words,
+    needs_puts,
     needs_reduced_words,
     needs_stores,
     reduced_words,
@@ -45,7 +46,7 @@ POLICY = Policy(
         Rule("ll", needs_reduced_words, _cut_words, (LAMPORT_WORD_BYTES, LL_WORD_BYTES), reduced_words),
         Rule("direct", needs_stores, lambda facts, entry: cut_chunks(facts, entry, "direct")),
         Rule("pull", _needs_symmetric, lambda facts, entry: cut_chunks(facts, entry, "pull")),
-        Rule("1d", lambda facts: None, lambda facts, entry: cut_chunks(facts, entry, "1d")),
+        Rule("1d", needs_puts, lambda facts, entry: cut_chunks(facts, entry, "1d")),
     ],
     _seed,
 )

@@ -95,10 +95,13 @@ class Memory:
         nbytes: size of one block, a multiple of the alignment of allocations.
         one_view: only one PE says what it has allocated, and that stands for all of them: it is what a process knows
             that is one PE of several.
+        puts: whether NVSHMEM's functions work in kernels.
     """
 
-    def __init__(self, buffer: memoryview, begin: int, nbytes: int, n_pes: int, *, one_view: bool = False) -> None:
-        self.nbytes, self.n_pes, self.total = nbytes, n_pes, nbytes * n_pes
+    def __init__(
+        self, buffer: memoryview, begin: int, nbytes: int, n_pes: int, *, one_view: bool = False, puts: bool = True
+    ) -> None:
+        self.nbytes, self.n_pes, self.total, self.puts = nbytes, n_pes, nbytes * n_pes, puts
         self.tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=self.total, offset=begin)
         self.base = self.tensor.data_ptr()
         self._words = buffer[begin : begin + self.total].cast("Q")
@@ -168,7 +171,7 @@ class MemoryView:
     def __init__(self, memory: Memory, pe: int, reachable: tuple[bool, ...]) -> None:
         self._memory, self._reachable = memory, reachable
         self.pe, self.n_pes, self.nbytes = pe, memory.n_pes, memory.nbytes
-        self.base = memory.block(pe)
+        self.base, self.puts = memory.block(pe), memory.puts
         self.device = torch.device("cpu")
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:

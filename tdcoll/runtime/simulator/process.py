@@ -82,9 +82,12 @@ class ProcessHeap(MemoryView):
         nbytes: size of each PE's block.
         control: exchanges with the other PEs.
         timeout_s: when to give up waits that have no deadline of their own.
+        puts: whether NVSHMEM's functions work in kernels.
     """
 
-    def __init__(self, *, pe: int, n_pes: int, nbytes: int, control: ControlPlane, timeout_s: float) -> None:
+    def __init__(
+        self, *, pe: int, n_pes: int, nbytes: int, control: ControlPlane, timeout_s: float, puts: bool = True
+    ) -> None:
         everyone = range(n_pes)
         all_equal(control, everyone, "the size of the symmetric heap", nbytes)
         block = aligned(nbytes)
@@ -92,7 +95,7 @@ class ProcessHeap(MemoryView):
         total = header + block * n_pes
         buffer = _share(pe, everyone, total, control)
         whole = memoryview(buffer)
-        memory = Memory(whole, header, block, n_pes, one_view=True)
+        memory = Memory(whole, header, block, n_pes, one_view=True, puts=puts)
         super().__init__(memory, pe, (True,) * n_pes)
         self._everyone, self._control = everyone, control
         self._arrivals = whole[:header].cast("Q")

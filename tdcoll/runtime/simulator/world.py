@@ -113,6 +113,7 @@ class World:
             starts them (x fastest); None: all.
         room: at most so many programs of all launches of a PE are in flight, those of the launch that came first
             before those of later ones; None: all. See :meth:`streams`.
+        puts: whether NVSHMEM's functions work in kernels. False: as on a heap of PyTorch's symmetric memory.
         late_data: with ``weak``, bytes that no signal accompanies arrive last; None: the seed decides.
         stragglers: True (the seed picks a PE, or some programs), a PE, or False; None: the seed decides.
         on_timeout: when nothing can run any more but waits with a deadline are left: ``"raise"`` a
@@ -144,6 +145,7 @@ class World:
         ranks_per_node: int | Sequence[int] | None = None,
         resident: int | None = None,
         room: int | None = None,
+        puts: bool = True,
         late_data: bool | None = None,
         stragglers: bool | int | None = None,
         on_timeout: Literal["raise", "expire", "early"] = "raise",
@@ -175,7 +177,7 @@ class World:
 
         block = aligned(arguments.byte_count("heap_bytes", heap_bytes))
         buffer = memoryview(mmap.mmap(-1, block * n_pes))  # zeros that cost nothing until touched
-        self.memory = Memory(buffer, 0, block, n_pes)
+        self.memory = Memory(buffer, 0, block, n_pes, puts=puts)
         self._steps_before = 0
         self.trace = Trace(self._now) if trace else None
         self.scheduler = self._new_scheduler()

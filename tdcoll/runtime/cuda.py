@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What symmetric heaps on GPUs have in common, whoever makes their memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from tdcoll.errors import TdcollError
+
+__all__ = ["CudaHeap"]
+
+_WAIT_GEQ, _WAIT_EQ = 0, 1
+"""``CUstreamWaitValue_flags``."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _checked(function: str, failed: int) -> None:
+    if failed:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(failed, ctypes.byref(name))
+        raise TdcollError(f"{function} failed: {(name.value or b'').decode() or failed}")
+
+
+def _driver_call(function: str, stream: int, address: int, value: int, bits: int, flags: int) -> None:
+    """A wait for a word, or a write of one, in the order of a stream."""
+    word = (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64)(value)
+    call = getattr(_driver(), function)
+    _checked(function, call(ctypes.c_void_p(stream), ctypes.c_uint64(address), word, ctypes.c_uint(flags)))
+
+
+class CudaHeap:
+    """This PE's block of GPU memory, and that of peers at :meth:`peer_base`.
+
+    Args:
+        pe: this PE, equal to the global rank.
+        n_pes: ranks of the job.
+        nbytes: size of the block, the same on all PEs.
+        device: the CUDA device of this PE.
+    """
+
+    base: int
+    _bytes: torch.Tensor
+
+    def __init__(self, pe: int, n_pes: int, nbytes: int, device: torch.device) -> None:
+        self.pe, self.n_pes, self.nbytes, self.device = pe, n_pes, nbytes, device
+
+    def peer_base(self, pe: int) -> int:
+        raise NotImplementedError
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        return self._bytes[offset : offset + nbytes]
+
+    def peer_view(self, pe: int, offset: int, nbytes: int) -> torch.Tensor:
+        # as_tensor would ask CUDA whose memory it is, and copy what is another GPU's.
+        storage = torch._C._construct_storage_from_data_pointer(self.peer_base(pe) + offset, self.device, nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+
+    def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
+        _driver_call(f"cuStreamWaitValue{bits}_v2", stream, address, value, bits, _WAIT_GEQ if at_least else _WAIT_EQ)
+
+    def stream_write(self, stream: int, address: int, bits: int, value: int) -> None:
+        _driver_call(f"cuStreamWriteValue{bits}_v2", stream, address, value, bits, 0)
+
+    def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
+        _checked(
+            "cuMemcpyAsync",
+            _driver().cuMemcpyAsync(
+                ctypes.c_uint64(dest), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
+            ),
+        )
+
+    def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
+        """There are no reports to put names in."""
+
+    def unlabel(self, offset: int) -> None:
+        """There are no reports to put names in."""

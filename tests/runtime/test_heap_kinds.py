@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which symmetric heap a job has, and what one without puts can and cannot do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import tdcoll
+import tdcoll.language as tdl
+from tdcoll.collectives._host import plan
+from tdcoll.errors import TdcollError
+from tdcoll.runtime import lifecycle, torch_memory
+from tdcoll.testing import World
+
+
+def test_auto_is_nvshmem_where_its_bindings_are_and_else_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TDCOLL_HEAP", raising=False)
+    assert lifecycle._heap_of(None) == "nvshmem"  # the simulator has all of it
+    monkeypatch.setattr(lifecycle, "INTERPRETED", False)
+    for found, wanted in ((object(), "nvshmem"), (None, "torch")):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
+        assert lifecycle._heap_of(None) == lifecycle._heap_of("auto") == wanted
+        assert lifecycle._heap_of("torch") == "torch"
+    monkeypatch.setenv("TDCOLL_HEAP", "nvshmem")
+    assert lifecycle._heap_of(None) == "nvshmem"
+    assert lifecycle._heap_of("auto") == "torch"
+
+
+def test_a_wrong_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="heap must be one of auto, nvshmem, torch; got 'nccl'"):
+        tdcoll.initialize(heap="nccl")
+    with pytest.raises(TypeError, match="heap must be a string"):
+        tdcoll.initialize(heap=3)  # type: ignore[arg-type]
+    monkeypatch.setenv("TDCOLL_HEAP", "cuda")
+    with pytest.raises(ValueError, match="TDCOLL_HEAP must be one of auto, nvshmem, torch; got 'cuda'"):
+        tdcoll.initialize()
+
+
+def test_nodes_need_puts() -> None:
+    program = "import tdcoll; tdcoll.initialize(heap='torch', emulate_nodes=2)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert "TdcollError: emulate_nodes=2 needs puts, which heap='torch' does not have" in done.stderr
+
+
+def test_hosts_need_puts() -> None:
+    settings: Any = SimpleNamespace(heap="torch", emulate_nodes=1)
+    lifecycle._refuse_several_nodes(settings, [(settings, "here", None)] * 2)
+    with pytest.raises(TdcollError, match=r"the job has 2 \(here, there\): install tdcoll\[cu12\]"):
+        lifecycle._refuse_several_nodes(settings, [(settings, name, None) for name in ("here", "there")])
+
+
+def test_a_job_says_which_heap_it_has() -> None:
+    program = (
+        "import tdcoll; tdcoll.initialize(heap='torch'); tdcoll.initialize(); tdcoll.initialize(heap='auto'); "
+        "tdcoll.initialize(heap='nvshmem')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert "AlreadyInitializedError: tdcoll is initialised with heap=torch; got nvshmem" in done.stderr
+
+
+# ---------------------------------------------------------------------- without puts
+
+
+@tdcoll.jit
+def _tell(out):
+    tl.store(out, tdl.my_pe())
+
+
+def test_what_puts_is_refused_by_name() -> None:
+    def host(pe: int) -> None:
+        x = torch.arange(8.0)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx:
+            for call in (tdcoll.all_gather, tdcoll.all_reduce, tdcoll.reduce_scatter):
+                for algorithm in ("1d",) if call is tdcoll.reduce_scatter else ("1d", "2d"):
+                    with pytest.raises(ValueError, match=f"algorithm='{algorithm}' needs"):
+                        call(x, ctx, algorithm=algorithm)
+            with pytest.raises(ValueError, match="needs NVSHMEM's puts, which a heap of PyTorch's does not have"):
+                tdcoll.all_gather(x, ctx, algorithm="1d")
+            assert tdcoll.all_reduce(x, ctx).tolist() == (2 * x).tolist()
+        _tell[(1,)](torch.zeros(1, dtype=torch.int32))
+
+    with pytest.raises(TdcollError, match="my_pe calls NVSHMEM, and the symmetric heap of this job is PyTorch's"):
+        World(2, puts=False).run(host)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_large_all_gathers_go_by_stores(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    """With puts they are of one stage by puts, or what a table says."""
+    monkeypatch.setattr(plan, "LARGE", 1 << 10)
+
+    def host(pe: int) -> None:
+        buffer = tdcoll.empty(2 * 4096, torch.uint8)
+        buffer.view(2, 4096)[pe].fill_(pe + 1)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+            if in_place:
+                out = tdcoll.all_gather_in_place(buffer, ctx)
+            else:
+                out = tdcoll.all_gather(buffer.view(2, 4096)[pe], ctx)
+            assert out.view(2, 4096).float().mean(1).tolist() == [1, 2]
+
+    World(2, puts=False).run(host)
+
+
+# ---------------------------------------------------------------------- PyTorch's memory, played by a stand-in
+
+
+class _Memory:
+    """``_SymmetricMemory`` as far as a heap uses it: this PE's block begins some bytes into the allocation."""
+
+    OFFSET = 64
+
+    def __init__(self) -> None:
+        self.groups: dict[str, tuple[Any, ...]] = {}
+        self.fails: Exception | None = None
+
+    def set_group_info(self, name: str, rank: int, world_size: int, store: Any) -> None:
+        assert name not in self.groups, "PyTorch takes a name once"
+        self.groups[name] = (rank, world_size, store)
+
+    def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any, group: str) -> torch.Tensor:
+        assert (stride, dtype) == ((1,), torch.uint8)
+        assert group in self.groups
+        self.block = torch.zeros(self.OFFSET + size[0], dtype=dtype)
+        return self.block[self.OFFSET :]
+
+    def rendezvous(self, tensor: torch.Tensor) -> Any:
+        if self.fails is not None:
+            raise self.fails
+        own = self.block.data_ptr()
+        return SimpleNamespace(buffer_ptrs=[own - 4096, own, own + 4096])
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> _Memory:
+    played = _Memory()
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", played)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return played
+
+
+def _heap(n_pes: int, pe: int) -> torch_memory.TorchHeap:
+    return torch_memory.TorchHeap(pe=pe, n_pes=n_pes, nbytes=1024, device=torch.device("cpu"), store="a store")
+
+
+def test_peers_are_where_pytorch_has_mapped_them(memory: _Memory) -> None:
+    for _ in range(2):  # a job after another
+        heap = _heap(3, 1)
+        assert heap.base == heap.view(0, 1024).data_ptr() == heap.peer_base(1)
+        assert [heap.peer_base(pe) - heap.base for pe in range(3)] == [-4096, 0, 4096]
+        heap.view(8, 8).fill_(7)
+        assert memory.block[memory.OFFSET + 8 : memory.OFFSET + 16].tolist() == [7] * 8
+        heap.close()
+    assert set(memory.groups.values()) == {(1, 3, "a store")}
+    assert len(memory.groups) == 2
+
+
+def test_one_rank_needs_nobody(memory: _Memory) -> None:
+    heap = _heap(1, 0)
+    assert heap.peer_base(0) == heap.base
+    assert heap.view(0, 1024).nbytes == 1024
+    assert memory.groups == {}
+
+
+def test_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(memory: _Memory) -> None:
+    memory.fails = RuntimeError("CUDA driver error: peer access is not supported")
+    with pytest.raises(TdcollError, match=r"peer access is not supported.*initialize\(heap='nvshmem'\)"):
+        _heap(3, 1)
+    memory.fails = torch.OutOfMemoryError("out of memory")
+    with pytest.raises(tdcoll.HeapExhaustedError, match="1024 bytes of symmetric memory"):
+        _heap(3, 1)
+
+
+def test_memory_of_a_failed_job_stays(memory: _Memory) -> None:
+    heap = _heap(3, 1)
+    heap.abandon()
+    assert heap in torch_memory._abandoned
+    torch_memory._abandoned.remove(heap)
