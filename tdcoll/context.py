@@ -62,12 +62,24 @@ from tdcoll.monitor import WaitMonitor
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
 from tdcoll.primitives.tiles import Tiles
+from tdcoll.runtime.topology import Topology
 from tdcoll.tuning.agreement import agree
 
 __all__ = ["CollectiveContext"]
 
 KEPT = 2048
 """Entries that a context remembers of call shapes: how to launch them, and what the arguments must look like."""
+
+
+def _group_name(group: runtime.Group, topology: Topology) -> str | None:
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        if topology.pes != tuple(range(dist.get_world_size())):
+            return None
+        group = dist.group.WORLD
+    return str(group.group_name)
 
 
 class CollectiveContext(Gate):
@@ -183,6 +195,9 @@ class CollectiveContext(Gate):
         self.tables: dict[Hashable, Any] = {}
         """Device tensors that launches and captured graphs refer to, for as long as the context lives."""
         self._group = topology.pes
+        self.group_name = _group_name(group, topology)
+        """What ``torch.distributed`` calls the process group that was given, or else the default one if it has the same
+        ranks; None otherwise."""
         self._flagged_bytes = flagged_bytes
         self._closed = False
         self._kept: dict[Hashable, Any] = {}

@@ -408,6 +408,7 @@ def compile_all_reduce(kernel, arch: int, constants: dict[str, object], world: i
         "nodes": SPARSE_TYPES["nodes"],
         "g": tuples()["g"]._replace(world=world),
         "inbox": Lamport("i64", "i64", "*i64", "*i64") if announced else tuples()["words"],
+        "straight": "*i64",
     }
     compiled = compile_for(kernel, arch, constants, types)
     ptx = compiled.asm["ptx"]
@@ -492,6 +493,7 @@ def compiled_forms(kernel) -> int:
             **dict.fromkeys(("window", "words"), Window(16 * rank, 1 + rank, word, tl.constexpr(2))),
             "inbox": Lamport(16 * rank, 1 + rank, word, word),
             "routes": Routes(table, rank, 31 - rank),
+            "straight": word,
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},
         }

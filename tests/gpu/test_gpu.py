@@ -137,6 +137,14 @@ def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
 
 
 @needs(2)
+@pytest.mark.parametrize("heap", ["nvshmem", "torch"])
+def test_pytorchs_memory_as_callers_tensors(launch: Launch, heap: str) -> None:
+    script = WORKERS / "torch_memory_checks.py"
+    done = launch("--nproc", str(min(GPUS, 4)), str(script), timeout=TIMEOUT_S, env={"TDCOLL_HEAP": heap})
+    assert set(verdicts(done)) == checks_of(script.name)
+
+
+@needs(2)
 def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
     """The negative control of all the others: what they look for is there to be seen on these GPUs."""
     done = run_checks(launch, min(GPUS, 4), WORKERS / "stall_checks.py")

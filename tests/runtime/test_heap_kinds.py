@@ -81,7 +81,7 @@ def test_what_puts_is_refused_by_name() -> None:
                 for algorithm in ("1d",) if call is tdcoll.reduce_scatter else ("1d", "2d"):
                     with pytest.raises(ValueError, match=f"algorithm='{algorithm}' needs"):
                         call(x, ctx, algorithm=algorithm)
-            with pytest.raises(ValueError, match="needs NVSHMEM's puts, which a heap of PyTorch's does not have"):
+            with pytest.raises(ValueError, match="needs NVSHMEM's puts, which memory of PyTorch's does not have"):
                 tdcoll.all_gather(x, ctx, algorithm="1d")
             assert tdcoll.all_reduce(x, ctx).tolist() == (2 * x).tolist()
         _tell[(1,)](torch.zeros(1, dtype=torch.int32))

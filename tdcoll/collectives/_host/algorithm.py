@@ -36,6 +36,7 @@ class Planned:
         stride: bytes from one segment of the caller's tensor to the next.
         width: bytes of data in a word, where it goes by words that need no signal, which land in memory of their own;
             else 0.
+        deltas: int64 ``[world]``: from an address in the caller's memory, where peers reach it, to the same on each.
     """
 
     ctx: CollectiveContext
@@ -44,6 +45,7 @@ class Planned:
     options: Any
     stride: int
     width: int
+    deltas: torch.Tensor
 
     @property
     def in_buffer(self) -> bool:
@@ -55,7 +57,7 @@ class Planned:
         """Where peers write to: the caller's buffer, or the context's inbox."""
         ctx = self.ctx
         if self.in_buffer:
-            return Window(0, self.facts.nbytes, ctx.device_group.deltas, tl.constexpr(1))
+            return Window(0, self.facts.nbytes, self.deltas, tl.constexpr(1))
         return Window(ctx.staging.data_ptr(), ctx.capacity, ctx.device_group.deltas, tl.constexpr(2))
 
     @property
@@ -85,6 +87,7 @@ class Planned:
             "chunk": plan.chunk,
             "channels": plan.channels,
             "blocks": plan.channels,
+            "straight": self.deltas,
         }
 
 

@@ -9,10 +9,8 @@ import torch
 
 from tdcoll import arguments
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import NotSymmetricError
 
-__all__ = ["check_context", "check_symmetric", "check_tensor", "lies_elsewhere_in", "strided_bytes", "symmetric_offset"]
-__all__ += ["usable"]
+__all__ = ["check_context", "check_tensor", "lies_elsewhere_in", "strided_bytes", "usable"]
 
 _STRIDED = torch.strided
 
@@ -49,28 +47,6 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
     arguments.tensor(name, tensor)
     if not usable(tensor, device):
         raise ValueError(f"{name} {_problem(tensor, device)}")
-
-
-def check_symmetric(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> None:
-    """Raise unless all ranks of a context have taken a tensor's memory together.
-
-    That it is the same tensor on all of them, the ranks compare in debug mode only.
-
-    Raises:
-        NotSymmetricError: it does not lie in the symmetric heap, or in an allocation of fewer ranks.
-    """
-    if tensor.nbytes:
-        owners = ctx.job.arena.owners_around(ctx.job.offset_of(tensor, name), tensor.nbytes)
-        if owners is None or not set(ctx.topology.pes) <= set(owners):
-            raise NotSymmetricError(
-                f"{name} must be made by tdcoll.empty() over all ranks of the context's group, and not freed; it "
-                + ("is not allocated" if owners is None else f"belongs to ranks {list(owners)}")
-            )
-
-
-def symmetric_offset(tensor: Any, ctx: CollectiveContext) -> int:
-    """Where a tensor begins in the symmetric heap, or how far from it; 0 of what has no address."""
-    return tensor.data_ptr() - ctx.job.heap.base if strided_bytes(tensor) else 0
 
 
 def strided_bytes(tensor: Any) -> int:

@@ -19,14 +19,13 @@ import torch
 from tdcoll import arguments
 from tdcoll.collectives._host.algorithm import Algorithm, Launches, Planned
 from tdcoll.collectives._host.checks import (
-    check_symmetric,
     check_tensor,
     lies_elsewhere_in,
     strided_bytes,
-    symmetric_offset,
     usable,
 )
 from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan, Policy
+from tdcoll.collectives._host.reach import deltas_to, place_of
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError
 from tdcoll.tuning import HANDED_OVER, Section
@@ -223,20 +222,19 @@ class Collective:
             wanted = options()
             self._check_out(tensor, given, ctx, names)
             arguments.instance("symmetric", symmetric, bool, "a bool")
+            more: dict[str, Any] = {"in_place": in_place, "symmetric": symmetric}
             if symmetric:
                 if shared is None:
                     raise ValueError(f"{names[1]} must be given with symmetric=True: one that tdcoll.empty() has made")
-                check_symmetric(names[self._layout != "scatter"], shared, ctx)
+                more["deltas"] = deltas_to(names[self._layout != "scatter"], shared, ctx)
             segment = self._segment(tensor, ctx.world_size)
             dtype = None if wanted is None else tensor.dtype  # bytes are moved as they are
-            return self.launches(
-                ctx, segment, algorithm, options=wanted, dtype=dtype, in_place=in_place, symmetric=symmetric
-            )
+            return self.launches(ctx, segment, algorithm, options=wanted, dtype=dtype, **more)
 
         facts = {
             "dtype": getattr(tensor, "dtype", None),
             "algorithm": algorithm,
-            "offset in the symmetric heap": symmetric_offset(shared, ctx) if symmetric else None,
+            "offset in the symmetric heap": place_of(shared, ctx) if symmetric else None,
             **agree,
         }
         if self._room is not None:
@@ -343,8 +341,11 @@ class Collective:
         dtype: torch.dtype | None = None,
         in_place: bool = False,
         symmetric: bool = False,
+        deltas: torch.Tensor | None = None,
     ) -> Any:
         """Return what launches such calls. It is made once.
+
+        ``deltas``: from addresses in the caller's memory to the same on each rank, by :func:`~.reach.deltas_to`.
 
         Where a table may say something else of the same calls in a CUDA graph, what launches those is made with it: no
         more can be made there.
@@ -352,14 +353,19 @@ class Collective:
         if not isinstance(algorithm, (str, Plan)):
             arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
         graph = ctx.capturing and bool(self._sections(ctx))
-        shape = (self.name, nbytes, algorithm, options, in_place, symmetric)
+        shape: tuple[Hashable, ...] = (self.name, nbytes, algorithm, options, in_place, symmetric)
+        elsewhere = deltas is not None and deltas is not ctx.device_group.deltas
+        if elsewhere:
+            shape += (id(deltas),)  # the context keeps it
         if (found := ctx.known((*shape, graph))) is not None:
             return found
         tabled = bool(self._sections(ctx))
 
         def make(graph: bool) -> Any:
             facts = self.facts(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric, graph=graph)
-            return self.launches_of(ctx, facts, self._plan(facts, algorithm, ctx), options)
+            if elsewhere:
+                facts = dataclasses.replace(facts, puts=False)
+            return self.launches_of(ctx, facts, self._plan(facts, algorithm, ctx), options, deltas)
 
         made = ctx.once((*shape, graph), lambda: make(graph))
         if tabled and not graph:
@@ -409,8 +415,11 @@ class Collective:
         n = max(1, -(-nbytes // max(1, room)))
         return [*(n - 1) * [room], nbytes - (n - 1) * room]
 
-    def launches_of(self, ctx: CollectiveContext, facts: Facts, plan: Plan, options: Hashable) -> Any:
-        """Return what launches calls by a plan that was made for these facts."""
+    def launches_of(
+        self, ctx: CollectiveContext, facts: Facts, plan: Plan, options: Hashable, deltas: torch.Tensor | None = None
+    ) -> Any:
+        """Return what launches calls by a plan that was made for these facts; ``deltas`` as for :meth:`launches`."""
+        deltas = ctx.device_group.deltas if deltas is None else deltas
         if plan.algorithm == HANDED_OVER:
             return _HandOver(self, ctx, facts)
         calls: list[Planned] = []
@@ -421,5 +430,6 @@ class Collective:
             if self._layout == "same":  # peers never write to it, since all of it is still to be sent
                 part = dataclasses.replace(part, in_place=False)
             rule = self.policy.rules[plan.algorithm]
-            calls.append(Planned(ctx, part, plan, options, facts.nbytes, rule.extent(part).width if rule.words else 0))
+            width = rule.extent(part).width if rule.words else 0
+            calls.append(Planned(ctx, part, plan, options, facts.nbytes, width, deltas))
         return Launches(self.name, self._algorithms[plan.algorithm], calls)

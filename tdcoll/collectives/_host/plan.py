@@ -205,7 +205,7 @@ def needs_stores(facts: Facts) -> str | None:
 
 def needs_puts(facts: Facts) -> str | None:
     """Why a call cannot go by puts."""
-    return None if facts.puts else "needs NVSHMEM's puts, which a heap of PyTorch's does not have; got "
+    return None if facts.puts else "needs NVSHMEM's puts, which memory of PyTorch's does not have; got "
 
 
 def most_channels(facts: Facts) -> int:

@@ -14,14 +14,13 @@ from tdcoll import arguments, runtime
 from tdcoll.collectives._host.algorithm import Algorithm, Planned, local_peers, make_routes, on_device, successors
 from tdcoll.collectives._host.checks import (
     check_context,
-    check_symmetric,
     check_tensor,
     strided_bytes,
-    symmetric_offset,
 )
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.drop_in import pooled, work_of
 from tdcoll.collectives._host.plan import LL_WORD_BYTES, Plan
+from tdcoll.collectives._host.reach import deltas_to, place_of
 from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import POLICY, put_chunks
 from tdcoll.context import CollectiveContext
@@ -197,15 +196,16 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     Small ones go by LL through the context's own memory, as out of place.
 
     Args:
-        buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks; contiguous;
-            its first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``.
+        buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks, or, in one node,
+            PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its ProcessGroup; contiguous; its
+            first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``.
         algorithm: as for :func:`all_gather`.
 
     Returns:
         ``buffer``.
 
     Raises:
-        NotSymmetricError: ``buffer`` is not in the symmetric heap.
+        NotSymmetricError: ``buffer`` is not symmetric memory of the context's group.
         ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as for :func:`all_gather`.
     """
     check_context(ctx)
@@ -217,15 +217,15 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
             raise ValueError(
                 f"buffer's first extent must be divisible by the {world} rank(s); got shape {list(buffer.shape)}"
             )
-        check_symmetric("buffer", buffer, ctx)
-        return ALL_GATHER.launches(ctx, buffer.nbytes // world, algorithm, in_place=True)
+        deltas = deltas_to("buffer", buffer, ctx)
+        return ALL_GATHER.launches(ctx, buffer.nbytes // world, algorithm, in_place=True, deltas=deltas)
 
     nbytes = strided_bytes(buffer)
     agree = {
         "bytes of the buffer": nbytes,
         "dtype": getattr(buffer, "dtype", None),
         "algorithm": algorithm,
-        "offset in the symmetric heap": symmetric_offset(buffer, ctx),
+        "offset in the symmetric heap": place_of(buffer, ctx),
     }
     launch = ctx.begin("all_gather_in_place", 0, agree, prepare)
     if launch.group is not None:

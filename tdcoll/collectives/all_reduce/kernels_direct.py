@@ -57,7 +57,7 @@ __all__ = ["all_reduce_direct"]
 
 @jit
 def _sum_chunk(
-    own, out, landing, window, g, epoch, offset, size,
+    own, out, landing, landing_deltas, window, g, epoch, offset, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """This rank's chunk at ``offset`` of all ranks ``->`` ``out``, and ``landing`` on every other rank."""
@@ -68,7 +68,7 @@ def _sum_chunk(
         sum = sum_of_ranks(own, window, g, None, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         result = rounded(finish(sum, g.world, OP), DTYPE, OP)
         for step in tl.static_range(1, g.world):
-            delta = tl.load(window.deltas + (g.rank + step) % g.world)
+            delta = tl.load(landing_deltas + (g.rank + step) % g.world)
             tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
         tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
 
@@ -76,7 +76,7 @@ def _sum_chunk(
 @jit
 def all_reduce_direct(
     source: tl.int64, out: tl.int64, window, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    channels: tl.int32, straight, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Programs: ``2 * world - 1`` for each chunk; straight ``world + 1``.
@@ -93,6 +93,7 @@ def all_reduce_direct(
             straight.
         chunk: bytes of a chunk, a multiple of 16.
         channels: chunks of a part.
+        straight: int64 ``[world]``: from an address in ``out`` to the same on each rank, where sums go straight there.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
         COUNT: elements of a tile.
         WAITED: a power of two of at least ``world``.
@@ -128,10 +129,12 @@ def all_reduce_direct(
             at = tl.cast(g.rank, tl.int64) * part
             size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, channel)
             landing = out + at + offset if STRAIGHT else segment(window, g, epoch, g.rank) + second + offset
+            to = straight if STRAIGHT else window.deltas
+            own = source + at
             if (source | out | size) % 16 == 0:
-                _sum_chunk(source + at, out + at, landing, window, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
+                _sum_chunk(own, out + at, landing, to, window, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
             else:
-                _sum_chunk(source + at, out + at, landing, window, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
+                _sum_chunk(own, out + at, landing, to, window, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
             stores.release_to_all(g, summed + g.rank, epoch)
     elif STRAIGHT:
         tdl.wait_signals(summed, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)

@@ -59,7 +59,8 @@ def all_reduce(
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"``, ``"2d"`` or ``"auto"``, or a
             :class:`~tdcoll.Plan`.
         symmetric: ``out`` is symmetric memory, which peers may write to during the call: made by :func:`tdcoll.empty`
-            over the context's group, and at the same offset on all ranks. All ranks pass the same. ``"direct"`` then
+            over the context's group, or PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its
+            ProcessGroup; at the same offset on all ranks. All ranks pass the same. ``"direct"`` then
             stores sums straight into it, and copies nothing; other algorithms do as they do without.
 
     Returns:
@@ -68,7 +69,7 @@ def all_reduce(
     Raises:
         ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
-        NotSymmetricError: (``symmetric``) ``out`` is not in the symmetric heap.
+        NotSymmetricError: (``symmetric``) ``out`` is not symmetric memory of the context's group.
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.

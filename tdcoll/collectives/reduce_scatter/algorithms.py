@@ -89,7 +89,7 @@ REDUCE_SCATTER = Collective(
         "pull": Algorithm(
             kernel=lambda call: kernels_pull.reduce_scatter_pull,
             programs=lambda call: call.plan.channels + 1,
-            values=lambda call: {**tiles(call), "window": Window(0, 0, call.ctx.device_group.deltas, tl.constexpr(1))},
+            values=lambda call: {**tiles(call), "window": Window(0, 0, call.deltas, tl.constexpr(1))},
         ),
         "1d": Algorithm(
             kernel=lambda call: kernels_puts.reduce_scatter_puts,

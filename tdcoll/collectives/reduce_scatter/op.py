@@ -56,7 +56,8 @@ def reduce_scatter(
             uint8 ``"max"`` or ``"min"``. Or the same as ``torch.distributed.ReduceOp``.
         algorithm: ``"ll"``, ``"direct"``, ``"pull"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
         symmetric: ``tensor`` is symmetric memory, which peers may read during the call: made by :func:`tdcoll.empty`
-            over the context's group, and at the same offset on all ranks. All ranks pass the same. ``"pull"`` needs it.
+            over the context's group, or PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its
+            ProcessGroup; at the same offset on all ranks. All ranks pass the same. ``"pull"`` needs it.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -64,7 +65,7 @@ def reduce_scatter(
     Raises:
         ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
-        NotSymmetricError: (``symmetric``) ``tensor`` is not in the symmetric heap.
+        NotSymmetricError: (``symmetric``) ``tensor`` is not symmetric memory of the context's group.
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.

@@ -88,11 +88,11 @@ TOLD, SENT = (
 SUM_IN_DIRECT, SUM_IN_PUTS = (
     f"""
 if (source | out | size) % 16 == 0:
-    _sum_chunk(source + at, out + at, landing, window, g, {more}epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
+    _sum_chunk({own}, out + at, landing, {to}window, g, {more}epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
 else:
-    _sum_chunk(source + at, out + at, landing, window, g, {more}epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
+    _sum_chunk({own}, out + at, landing, {to}window, g, {more}epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
 """
-    for more in ("", "routes, nodes, ")
+    for own, to, more in (("own", "to, ", ""), ("source + at", "", "routes, nodes, "))
 )
 LATER_NODE = "(node + g.rank) % nodes.n_nodes"
 CAME = "tl.where(r == g.rank, mine[part], came[4 * r + part])"

@@ -313,10 +313,10 @@ def test_calls_in_place_go_by_sections_of_their_own(monkeypatch: pytest.MonkeyPa
     took: set[tuple[bool, int, str]] = set()
     real = ALL_REDUCE.launches_of
 
-    def noted(ctx: Any, facts: Facts, plan: Plan, options: Any) -> Any:
+    def noted(ctx: Any, facts: Facts, plan: Plan, *more: Any) -> Any:
         if not facts.graph:
             took.add((facts.in_place, facts.nbytes, plan.algorithm))
-        return real(ctx, facts, plan, options)
+        return real(ctx, facts, plan, *more)
 
     monkeypatch.setattr(ALL_REDUCE, "launches_of", noted)
 

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callers' memory that is not tdcoll's: PyTorch's symmetric memory, played by pieces of the simulated heap.
+
+On each rank the piece begins elsewhere, so that a kernel which took the heap's deltas would miss it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.collectives._host import reach
+from tdcoll.testing import World
+
+ROOM = 16 << 10
+SHIFT = 512
+
+
+class _Memory:
+    """``_SymmetricMemory`` as far as collectives use it."""
+
+    def __init__(self) -> None:
+        self.begins: dict[int, int] = {}
+        self.calls = 0
+        self.error: Exception | None = None
+
+    def of(self, tensor: torch.Tensor, world: int) -> torch.Tensor:
+        """This rank's piece of a symmetric tensor of tdcoll's; the ranks of ``world`` make one each."""
+        job = runtime.current()
+        self.begins[job.rank] = tensor.data_ptr() + SHIFT * job.rank
+        job.exchange(range(world), "pieces")
+        return tensor[SHIFT * job.rank :]
+
+    def rendezvous(self, tensor: torch.Tensor, group: str) -> Any:
+        if self.error is not None:
+            raise self.error
+        assert group == "the group"
+        self.calls += 1
+        inside = any(0 <= tensor.data_ptr() - begin < ROOM for begin in self.begins.values())
+        return SimpleNamespace(buffer_ptrs=[self.begins[r] for r in sorted(self.begins)]) if inside else None
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> _Memory:
+    played = _Memory()
+    monkeypatch.setattr(reach, "lies_in_heap", lambda tensor, ctx: False)
+    monkeypatch.setattr(reach, "_symmetric_memory", lambda: played)
+    return played
+
+
+def _in_a_context(memory: _Memory, world: int, call: Any, **options: Any) -> None:
+    def host(pe: int) -> None:
+        whole = tdcoll.zeros(ROOM + SHIFT * world, torch.uint8)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1024, **options) as ctx:
+            ctx.group_name = "the group"
+            call(pe, memory.of(whole, world), ctx)
+
+    World(world, heap_bytes=16 << 20, seed=3, weak=True).run(host)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_all_reduce_stores_straight_into_it(memory: _Memory, in_place: bool) -> None:
+    n, calls = 700, 3
+
+    def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
+        out = piece[: 4 * n].view(torch.float32)
+        for turn in range(calls):
+            mine = torch.arange(n, dtype=torch.float32) + 100 * pe + turn
+            out.copy_(mine)
+            given = out if in_place else mine
+            tdcoll.all_reduce(given, ctx, out, algorithm="direct", symmetric=True)
+            assert torch.equal(out, sum(torch.arange(n) + 100.0 * r + turn for r in range(3)))
+        assert len([key for key in ctx.tables if "PyTorch" in str(key)]) == 1
+
+    _in_a_context(memory, 3, call)
+
+
+def test_reduce_scatter_loads_from_it(memory: _Memory) -> None:
+    n = 300
+
+    def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
+        given = piece[: 4 * 3 * n].view(torch.float32)
+        for turn in range(3):
+            given.copy_(torch.arange(3.0 * n) + 10 * pe + turn)
+            got = tdcoll.reduce_scatter(given, ctx, algorithm="pull", symmetric=True)
+            wanted = sum(torch.arange(3.0 * n) + 10 * r + turn for r in range(3)).view(3, n)[pe]
+            assert torch.equal(got, wanted)
+
+    _in_a_context(memory, 3, call)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "direct", "ring"])
+def test_all_gather_in_place_is_in_it(memory: _Memory, algorithm: str) -> None:
+    def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
+        buffer = piece[: 3 * 2048].view(3, 2048)
+        for turn in range(3):
+            buffer[pe].fill_(16 * pe + turn)
+            tdcoll.all_gather_in_place(buffer, ctx, algorithm=algorithm)
+            assert buffer.float().mean(1).tolist() == [16 * r + turn for r in range(3)]
+
+    _in_a_context(memory, 3, call)
+
+
+def test_puts_do_not_reach_it(memory: _Memory) -> None:
+    def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
+        with pytest.raises(ValueError, match="needs NVSHMEM's puts, which memory of PyTorch's does not have"):
+            tdcoll.all_gather_in_place(piece[:4096], ctx, algorithm="1d")
+        with pytest.raises(ValueError, match="algorithm='1d' needs"):
+            tdcoll.all_reduce_(piece[:4096].view(torch.float32), ctx, algorithm="1d", symmetric=True)
+
+    _in_a_context(memory, 2, call)
+
+
+def test_what_is_neither_is_refused(memory: _Memory) -> None:
+    def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
+        usual = torch.zeros(64)
+        with pytest.raises(tdcoll.NotSymmetricError, match=r"out must be made by tdcoll\.empty.*it is neither"):
+            tdcoll.all_reduce_(usual, ctx, symmetric=True)
+        ctx.group_name = None
+        with pytest.raises(tdcoll.NotSymmetricError, match=r"made with its ProcessGroup.*for ranks \[0, 1\]"):
+            tdcoll.all_gather_in_place(piece[:4096], ctx)
+        ctx.group_name = "the group"
+        runtime.current().exchange(range(2), "what PyTorch says is over")
+        memory.error = RuntimeError("no such group")
+        with pytest.raises(tdcoll.NotSymmetricError, match="PyTorch says: no such group"):
+            tdcoll.reduce_scatter(usual, ctx, symmetric=True)
+
+    _in_a_context(memory, 2, call)
+
+
+def test_memory_that_a_rank_lacks_is_refused(memory: _Memory) -> None:
+    def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
+        memory.begins[2] = 0
+        runtime.current().exchange(range(2), "a third rank has none")
+        with pytest.raises(tdcoll.NotSymmetricError, match=r"buffer is memory that ranks \[2\] lack"):
+            tdcoll.all_gather_in_place(piece[:4096], ctx)
+
+    _in_a_context(memory, 2, call)
+
+
+def test_the_ranks_compare_whose_memory_it_is(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
+        out = piece[:256].view(torch.float32)
+        tdcoll.all_reduce_(out, ctx, symmetric=True)
+        runtime.current().exchange(range(2), "both have called")
+        monkeypatch.setattr("tdcoll.collectives._host.collective.place_of", lambda tensor, ctx: ctx.rank)
+        with pytest.raises(tdcoll.RankMismatchError, match="offset in the symmetric heap"):
+            tdcoll.all_reduce_(out, ctx, symmetric=True)
+
+    _in_a_context(memory, 2, call, debug=True)
+
+
+def test_a_context_is_of_the_group_that_it_was_given() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            assert ctx.group_name is None, "there is no process group"
+
+    World(2).run(host)
