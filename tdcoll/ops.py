@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import fx
 
 from tdcoll import arguments, runtime
+from tdcoll.collectives._host.gradient import linear
 from tdcoll.collectives.all_gather import all_gather_into_tensor
 from tdcoll.collectives.all_reduce.op import all_reduce as _all_reduce
 from tdcoll.collectives.all_reduce.op import pooled_context as _pooled_for_all_reduce
@@ -89,14 +90,14 @@ def all_gather(x: torch.Tensor, group: str = "") -> torch.Tensor:
 @torch.library.custom_op("tdcoll::reduce_scatter", mutates_args=())
 def reduce_scatter(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
     """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction; see :func:`tdcoll.reduce_scatter`."""
-    x = x.contiguous()
+    x = x.detach().contiguous()
     return _reduce_scatter(x, _pooled_for_reduce_scatter("x", x, _named(group)), None, op)
 
 
 @torch.library.custom_op("tdcoll::all_reduce", mutates_args=())
 def all_reduce(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
     """``[...] -> the same``: the reduction of all ranks' tensors; see :func:`tdcoll.all_reduce`."""
-    x = x.contiguous()
+    x = x.detach().contiguous()  # the operator has the derivative
     return _all_reduce(x, _pooled_for_all_reduce(x, _named(group)), None, op)
 
 
@@ -140,24 +141,18 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.op, ctx.group = inputs[1:] if len(inputs) == 3 else ("sum", inputs[1])
 
 
-def _linear(ctx: Any, name: str) -> str:
-    if ctx.op not in ("sum", "mean"):
-        raise NotImplementedError(f"tdcoll.{name} has no derivative for op={ctx.op!r}, only for 'sum' and 'mean'")
-    return str(ctx.op)
-
-
 def _of_all_gather(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     return reduce_scatter(grad, "sum", ctx.group), None
 
 
 def _of_reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    if _linear(ctx, "reduce_scatter") == "mean":
+    if linear("reduce_scatter", ctx.op) == "mean":
         grad = grad / _world(ctx.group)
     return all_gather(grad, ctx.group), None, None
 
 
 def _of_all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return all_reduce(grad, _linear(ctx, "all_reduce"), ctx.group), None, None
+    return all_reduce(grad, linear("all_reduce", ctx.op), ctx.group), None, None
 
 
 def _remember_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

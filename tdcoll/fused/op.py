@@ -322,7 +322,7 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
         scale: torch.Tensor | None,
     ) -> None:
         if plan.algorithm == COMPOSED:
-            x = all_reduce(x, ctx)
+            x = all_reduce(x.detach(), ctx)
         addresses = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), new.data_ptr(), out.data_ptr())
         prepared()(stream, *addresses, 0 if scale is None else scale.data_ptr())
 

@@ -23,7 +23,15 @@ from torch import nn
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
-from tdcoll.distributed import BackendTimeout, Options, SparseGradientReducer, TdcollProcessGroup, explain, sparse_hook
+from tdcoll.distributed import (
+    BackendTimeout,
+    Options,
+    SparseGradientReducer,
+    TdcollProcessGroup,
+    clip_grad_norm_,
+    explain,
+    sparse_hook,
+)
 from tdcoll.distributed.inner import sparse_sum_by_gather
 from tdcoll.primitives.reduce import OPERATIONS_OF, TORCH_OPERATIONS
 from tdcoll.work import as_backend_error
@@ -776,6 +784,25 @@ def ddp_with_the_backend() -> None:
         model(lookups(1)).sum().backward()
         accumulated.append([parameter.grad.to_dense() for parameter in model.parameters()])
     equal(*accumulated, "no_sync")
+
+
+@check
+def clipped_gradients() -> None:
+    """The norm of a model with sparse tables is that of the dense one, with the same bits on all ranks."""
+    norms = []
+    for sparse_tables in (True, False):
+        model = DDP(Model(sparse_tables, 2))
+        (model(lookups(0, 2)).sum() * world()).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 0.5))
+        if sparse_tables:
+            grads = [parameter.grad for parameter in model.parameters()]
+            expect(sum(grad.is_sparse for grad in grads) == 2, "two tables have sparse gradients")
+    torch.testing.assert_close(*norms)
+    for grad, parameter in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(grad.to_dense(), parameter.grad)
+    everywhere = torch.empty(world(), device=device())
+    single(everywhere, norms[0].view(1))
+    same(everywhere, norms[0].expand(world()).contiguous(), "on all ranks")
 
 
 @check

@@ -246,6 +246,13 @@ def derivatives() -> None:
     compare(lambda x: tdc.all_reduce(x, "mean"), lambda r, of: sum(of) / n)
     compare(tdc.reduce_scatter, lambda r, of: sum(of)[2 * r : 2 * r + 2])
     compare(lambda x: tdc.reduce_scatter(x, "mean"), lambda r, of: sum(of)[2 * r : 2 * r + 2] / n)
+    with (
+        tdcoll.CollectiveContext(max_bytes_per_rank=512 * n) as ctx,
+        tdcoll.CollectiveContext(max_bytes_per_rank=300) as small,  # of parts of 512 bytes
+    ):
+        compare(lambda x: tdcoll.all_gather(x, ctx), lambda r, of: torch.cat(of))
+        compare(lambda x: tdcoll.all_reduce(x, ctx, op="mean"), lambda r, of: sum(of) / n)
+        compare(lambda x: tdcoll.reduce_scatter(x, small), lambda r, of: sum(of)[2 * r : 2 * r + 2])
     for which in (0, 1):
 
         def reference(r: int, of: list[torch.Tensor], which: int = which) -> torch.Tensor:
@@ -263,6 +270,32 @@ def derivatives() -> None:
         torch.testing.assert_close(ours.grad.double(), wanted.grad, atol=1e-3, rtol=1e-3)  # type: ignore[union-attr]
     x = every[me].clone().requires_grad_()
     expect_raises(NotImplementedError, lambda: tdc.all_reduce(x, "max").sum().backward(), "no derivative for op='max'")
+
+
+@check(gpu_only=True)
+def derivatives_on_another_stream() -> None:
+    """A backward pass is on the stream of its forward pass, which the context is bound to; also in a CUDA graph."""
+    side, n = torch.cuda.Stream(), world()
+    with torch.cuda.stream(side), tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16) as ctx:
+        x = torch.full((1 << 10,), rank() + 1.0, device=device(), requires_grad=True)
+        parts = [torch.full((1 << 10,), r + 1.0, device=device()) for r in range(n)]
+        wanted = 2 * n * sum(parts)  # of the sum over ranks of each one's squares
+        for _ in range(3):
+            torch.cuda._sleep(1_000_000)
+            loss = tdcoll.all_reduce(x, ctx).square().sum()
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                (grad,) = torch.autograd.grad(loss, x)
+            side.wait_stream(torch.cuda.default_stream())
+            expect(torch.equal(grad, wanted), f"eager: {grad[:4]}")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            (grad,) = torch.autograd.grad(tdcoll.all_reduce(x, ctx).square().sum(), x)
+        for factor in (1.0, 2.0, 3.0):
+            with torch.no_grad():
+                x.fill_(factor * (rank() + 1))
+            graph.replay()
+            expect(torch.equal(grad, factor * wanted), f"replayed: {grad[:4]}")
+        ctx.check()
 
 
 class Block(nn.Module):

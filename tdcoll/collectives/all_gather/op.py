@@ -19,6 +19,7 @@ from tdcoll.collectives._host.checks import (
 )
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.drop_in import pooled, work_of
+from tdcoll.collectives._host.gradient import attach, refuse
 from tdcoll.collectives._host.plan import LL_WORD_BYTES, Plan
 from tdcoll.collectives._host.reach import deltas_to, place_of
 from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
@@ -151,12 +152,14 @@ def all_gather(
     Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
     eager call of the size. Bytes are moved as they are, so any dtype will do; each rank gives the same number.
 
-    The result has no gradient; that of ``torch.ops.tdcoll.all_gather`` has (:mod:`tdcoll.ops`).
+    Differentiable: the gradient is :func:`tdcoll.reduce_scatter`'s sum on the same context. So all ranks pass a tensor
+    that requires grad, or none does, and their backward passes make the same calls in the same order.
 
     Args:
         tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
             May hold ``tensor`` as its own segment, and must not overlap it otherwise.
+            Has no gradient: ``tensor`` must not require grad then, unless under ``torch.no_grad()``.
         algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by the context's
             tuning table, size and topology (see :mod:`tdcoll.collectives._host.plan`). A
             :class:`~tdcoll.Plan` fixes chunks and warps as well.
@@ -175,6 +178,13 @@ def all_gather(
     rails; LL puts a flag beside every 96 bits (after NCCL's protocol of that name); the ring passes on by stores.
     """
     check_context(ctx)
+    if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
+        if out is not None:
+            return ALL_GATHER(tensor, ctx, out, algorithm, wish=algorithm, options=refuse)
+        import tdcoll
+
+        made = _all_gather(tensor.detach(), ctx, None, algorithm)
+        return attach(tensor, made, lambda grad: tdcoll.reduce_scatter(grad, ctx))
     return _all_gather(tensor, ctx, out, algorithm)
 
 

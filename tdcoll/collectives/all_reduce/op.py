@@ -11,6 +11,7 @@ import torch
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.checks import check_context, strided_bytes
 from tdcoll.collectives._host.drop_in import pooled, work_of
+from tdcoll.collectives._host.gradient import attach, linear, refuse
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.context import CollectiveContext
@@ -45,7 +46,9 @@ def all_reduce(
     its sign, also where the sum is infinite; one that is too large for e5m2 becomes infinite. (So does
     ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
-    The result has no gradient; that of ``torch.ops.tdcoll.all_reduce`` has (:mod:`tdcoll.ops`).
+    Differentiable for ``"sum"`` and ``"mean"``: the gradient is the same all-reduce of the result's, on the same
+    context. So all ranks pass a tensor that requires grad, or none does, and their backward passes make the same calls
+    in the same order.
 
     Args:
         tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn, e5m2), int32, int64, int8
@@ -53,7 +56,8 @@ def all_reduce(
         ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
             Making one is collective and synchronises.
         out: where the result goes: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
-            not overlap it otherwise.
+            not overlap it otherwise. Has no gradient: ``tensor`` must not require grad then, unless under
+            ``torch.no_grad()``.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"`` (not of fp8); of int8 and
             uint8 ``"max"`` or ``"min"``. Or the same as ``torch.distributed.ReduceOp``.
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"``, ``"2d"`` or ``"auto"``, or a
@@ -73,6 +77,7 @@ def all_reduce(
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
+        NotImplementedError: (of a backward pass) ``op`` is neither sum nor mean.
         TypeError, ValueError: an argument is not as described.
 
     Algorithms: one-shot, every rank reduces what all have sent it; two-shot, a reduce-scatter and an all-gather in one
@@ -80,13 +85,18 @@ def all_reduce(
     kernels of TensorRT-LLM) or carries a flag (NCCL's LL). Others go by stores (``"direct"``) or puts (``"1d"``) with a
     signal per chunk; between nodes of as many ranks each the sums of nodes go by rails (``"2d"``).
     """
+    refused = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
+    if refused and out is None:
+        result = all_reduce(tensor.detach(), ctx, None, op, algorithm, symmetric)
+        name = operation_name(op)
+        return attach(tensor, result, lambda grad: all_reduce(grad, ctx, None, linear("all_reduce", name)))
     if ctx is None:
         ctx = pooled_context(tensor, None)
     check_context(ctx)
     wish = (algorithm, operation_name(op))
-    if not symmetric and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish)) is not None:
+    if not (symmetric or refused) and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish)) is not None:
         return made
-    return _call(tensor, ctx, out, op, algorithm, wish, False, symmetric)
+    return _call(tensor, ctx, out, op, algorithm, wish, False, symmetric, refused)
 
 
 def _call(
@@ -98,10 +108,13 @@ def _call(
     wish: Hashable,
     in_place: bool,
     symmetric: bool,
+    refused: bool,
 ) -> torch.Tensor:
-    """A call the long way."""
+    """A call the long way; ``refused``: a gradient is asked for, which raises on all ranks in debug mode."""
 
     def options() -> tuple[torch.dtype, str]:
+        if refused:
+            refuse()
         check_dtype("tensor", tensor)
         return tensor.dtype, check_operation(op, tensor.dtype)
 
@@ -127,7 +140,8 @@ def all_reduce_(
     A tuning table has sections of their own for these calls. So all ranks make this call, or all make the other.
 
     Args:
-        tensor, ctx, op, algorithm: as for :func:`all_reduce`.
+        tensor, ctx, op, algorithm: as for :func:`all_reduce`; ``tensor`` must not require grad, unless under
+            ``torch.no_grad()``.
         symmetric: as there; ``tensor`` is the result.
 
     Returns:
@@ -139,10 +153,23 @@ def all_reduce_(
     if ctx is None:
         ctx = pooled_context(tensor, None)
     check_context(ctx)
+    refused = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
+    return _in_place(tensor, ctx, op, algorithm, symmetric, refused)
+
+
+def _in_place(
+    tensor: Any,
+    ctx: CollectiveContext,
+    op: Any,
+    algorithm: Any = "auto",
+    symmetric: bool = False,
+    refused: bool = False,
+) -> torch.Tensor:
+    """:func:`all_reduce_`; ``refused`` as for :func:`_call`."""
     wish = (algorithm, operation_name(op), "in place")
-    if not symmetric and (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish)) is not None:
+    if not (symmetric or refused) and (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish)) is not None:
         return made
-    return _call(tensor, ctx, tensor, op, algorithm, wish, True, symmetric)
+    return _call(tensor, ctx, tensor, op, algorithm, wish, True, symmetric, refused)
 
 
 def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
@@ -188,5 +215,5 @@ def all_reduce_in_group(
     """
     arguments.tensor("tensor", tensor)
     ctx = pooled_context(tensor, group)
-    all_reduce_(tensor, ctx, op)
+    _in_place(tensor, ctx, op)
     return work_of(ctx, tensor) if async_op else None

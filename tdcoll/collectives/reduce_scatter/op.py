@@ -10,6 +10,7 @@ import torch
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.checks import check_context, strided_bytes
 from tdcoll.collectives._host.drop_in import pooled, work_of
+from tdcoll.collectives._host.gradient import attach, linear, refuse
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 from tdcoll.context import CollectiveContext
@@ -42,7 +43,9 @@ def reduce_scatter(
     e4m3fn becomes its largest number, 448, with its sign, also where the sum is infinite; one that is too large for
     e5m2 becomes infinite. (So does ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
-    The result has no gradient; that of ``torch.ops.tdcoll.reduce_scatter`` has (:mod:`tdcoll.ops`).
+    Differentiable for ``"sum"`` and ``"mean"``: the gradient is :func:`tdcoll.all_gather`'s on the same context, in
+    several calls if it is larger than ``ctx.max_bytes_per_rank``. So all ranks pass a tensor that requires grad, or
+    none does, and their backward passes make the same calls in the same order.
 
     Args:
         tensor: a part for each rank, contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn,
@@ -51,7 +54,8 @@ def reduce_scatter(
         ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
             Making one is collective and synchronises.
         out: where the result goes, contiguous, same dtype. Made if None. May be this rank's own part of ``tensor``, and
-            must not overlap it otherwise.
+            must not overlap it otherwise. Has no gradient: ``tensor`` must not require grad then, unless under
+            ``torch.no_grad()``.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"`` (not of fp8); of int8 and
             uint8 ``"max"`` or ``"min"``. Or the same as ``torch.distributed.ReduceOp``.
         algorithm: ``"ll"``, ``"direct"``, ``"pull"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
@@ -69,6 +73,7 @@ def reduce_scatter(
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
+        NotImplementedError: (of a backward pass) ``op`` is neither sum nor mean.
         TypeError, ValueError: an argument is not as described.
 
     Algorithms: one stage, in which every rank sends each part to the rank that reduces it (direct reduce-scatter;
@@ -77,10 +82,31 @@ def reduce_scatter(
     with a signal per chunk (``"direct"``), or by puts (``"1d"``). ``"pull"`` is the same by loads, without a staging
     copy.
     """
+    given = ctx
     if ctx is None:
         ctx = pooled_context("tensor", tensor, None)
     check_context(ctx)
+    if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
+        if out is not None:
+            return _reduce_scatter(tensor, ctx, out, op, algorithm, symmetric=symmetric, refused=True)
+        made = _reduce_scatter(tensor.detach(), ctx, None, op, algorithm, symmetric=symmetric)
+        return attach(tensor, made, lambda grad: _derivative(grad, given, op))
     return _reduce_scatter(tensor, ctx, out, op, algorithm, symmetric=symmetric)
+
+
+def _derivative(grad: torch.Tensor, ctx: CollectiveContext | None, op: Any) -> torch.Tensor:
+    """``[n, ...] -> [world * n, ...]``: the gradient of what was reduced on ``ctx``."""
+    import tdcoll
+
+    mean = linear("reduce_scatter", operation_name(op)) == "mean"
+    if ctx is None:
+        ctx = pooled("all_gather_into_tensor", None, grad.nbytes)
+    if mean:
+        grad = grad / ctx.world_size
+    if grad.nbytes <= ctx.max_bytes_per_rank:
+        return tdcoll.all_gather(grad, ctx)
+    pieces = grad.view(-1).split(max(1, ctx.max_bytes_per_rank // grad.itemsize))
+    return torch.cat([tdcoll.all_gather(piece, ctx).view(ctx.world_size, -1) for piece in pieces], 1)
 
 
 def _reduce_scatter(
@@ -91,14 +117,22 @@ def _reduce_scatter(
     algorithm: Any = "auto",
     names: tuple[str, str] = ("tensor", "out"),
     symmetric: bool = False,
+    refused: bool = False,
 ) -> torch.Tensor:
-    """:func:`reduce_scatter`; ``names``: that the caller knows ``tensor`` and ``out`` by."""
+    """:func:`reduce_scatter` without a gradient.
+
+    Args:
+        names: that the caller knows ``tensor`` and ``out`` by.
+        refused: a gradient is asked for, which raises on all ranks in debug mode.
+    """
     name = operation_name(op)
     wish = (algorithm, name)
-    if not symmetric and (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
+    if not (symmetric or refused) and (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
         return made
 
     def options() -> tuple[torch.dtype, str]:
+        if refused:
+            refuse()
         check_dtype(names[0], tensor)
         return tensor.dtype, check_operation(op, tensor.dtype)
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of results that a call of the user's has made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["attach", "linear", "refuse"]
+
+
+class _Attached(torch.autograd.Function):
+    """Of a result that is there already. The collective itself is not made in here: in the simulator's ``World`` the
+    ranks of a process take turns during a call, and would see this rank's switch of grad mode."""
+
+    @staticmethod
+    def forward(
+        node: Any, tensor: torch.Tensor, made: torch.Tensor, derivative: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        node.mark_dirty(made)  # what is returned is `made` itself, no view of it
+        node.shape, node.derivative = tensor.shape, derivative
+        return made
+
+    @staticmethod
+    def backward(node: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return node.derivative(grad.contiguous()).view(node.shape), None, None
+
+
+def attach(
+    tensor: torch.Tensor, made: torch.Tensor, derivative: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """``made``, which now has a gradient.
+
+    Args:
+        tensor: what it was made of; requires grad.
+        made: a new tensor, without a gradient.
+        derivative: ``contiguous gradient of made -> gradient of tensor``, of as many elements.
+    """
+    result: torch.Tensor = _Attached.apply(tensor, made, derivative)
+    return result
+
+
+def refuse() -> None:
+    """Raise because a result that was given cannot have a gradient.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        "tensor must not require grad where the call writes into a given tensor, which would have no gradient; let the "
+        "call make its result, pass tensor.detach(), or make the call under torch.no_grad()"
+    )
+
+
+def linear(name: str, op: Any) -> str:
+    """``op``, if the reduction ``tdcoll.name`` has a derivative for it.
+
+    Raises:
+        NotImplementedError: it has none.
+    """
+    if op not in ("sum", "mean"):
+        raise NotImplementedError(f"tdcoll.{name} has no derivative for op={op!r}, only for 'sum' and 'mean'")
+    return str(op)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping by the norm of all gradients, where some of them are sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn import utils
+
+from tdcoll import arguments
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for models that have sparse gradients, of ``nn.Embedding(sparse=True)`` say.
+
+    torch's raises ``NotImplementedError`` for a sparse gradient. This one takes it for the dense tensor that it stands
+    for: rows that come twice are added before they count, and what has no row is zero. A sparse gradient that is not
+    coalesced is coalesced in place, and on a GPU the host waits for that. Gradients that tdcoll has reduced are
+    coalesced. Nothing else waits that does not in torch's function, which does all the arithmetic.
+
+    Not collective: gradients that are the same on all ranks have the same norm there. Call it after all of them are
+    reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
+
+    Args:
+        parameters: a tensor, or several, whose ``grad`` is scaled in place; those without one are left out.
+        max_norm: the largest norm that the gradients keep.
+        norm_type: the order of the norm, ``float("inf")`` for the maximum.
+        error_if_nonfinite: raise if the norm is NaN or infinite. The host waits for the norm then.
+        foreach: whether to use torch's foreach functions. None: where the device has them.
+
+    Returns:
+        ``[]``: the norm of all gradients together, before they were scaled.
+
+    Raises:
+        TypeError: ``parameters`` is not as described.
+        RuntimeError: (``error_if_nonfinite``) the norm is not finite; no gradient is scaled.
+            (``foreach=True``) the device has no foreach functions.
+    """
+    if not isinstance(parameters, torch.Tensor):
+        arguments.instance("parameters", parameters, Iterable, "a torch.Tensor or several")
+        parameters = list(parameters) or parameters  # torch warns of a generator that is used up
+        for i, parameter in enumerate(parameters):
+            arguments.tensor(f"parameters[{i}]", parameter)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    grads = [parameter.grad for parameter in given if parameter.grad is not None]
+    if not any(grad.is_sparse for grad in grads):
+        return utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    held = [_values(grad) if grad.is_sparse else grad for grad in grads]
+    counted = [
+        _with_a_zero(values, float(norm_type)) if values.numel() < grad.numel() else values
+        for values, grad in zip(held, grads, strict=True)
+    ]
+    norm = utils.get_total_norm(counted, norm_type, error_if_nonfinite, foreach)
+    holders: Any = [SimpleNamespace(grad=values) for values in held]  # all that torch looks at
+    utils.clip_grads_with_norm_(holders, max_norm, norm, foreach)
+    return norm
+
+
+def _values(grad: torch.Tensor) -> torch.Tensor:
+    """``[n, ...]``: the rows of a sparse tensor, each once, in its own memory."""
+    if not grad.is_coalesced():
+        grad.data = grad.coalesce()  # whoever else holds it sees it clipped
+    return grad._values()
+
+
+def _with_a_zero(values: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The rows of a tensor that has others as well, which are zero: the same norm, for any order."""
+    if values.numel() and norm_type >= 0:  # a zero changes nothing
+        return values
+    return torch.cat([values.flatten(), values.new_zeros(1)])

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of own calls. Backward passes are made on threads: greenlets share grad mode and the engine's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll.testing import World
+
+WORLD = 3
+
+
+def run(host: Callable[[int], None], **more: Any) -> None:
+    World(WORLD, heap_bytes=1 << 25, backend="thread", **more).run(host)
+
+
+def of(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
+    """Integers, so that sums are exact."""
+    return ((torch.arange(numel) * 5 + 7 * rank + seed) % 11 - 5).float()
+
+
+Call = Callable[[torch.Tensor, Any], torch.Tensor]
+CALLS: dict[str, tuple[Call, int, Callable[[int, list[torch.Tensor]], torch.Tensor]]] = {
+    "all_gather": (lambda x, ctx: tdcoll.all_gather(x, ctx), 6, lambda r, xs: torch.cat(xs)),
+    "reduce_scatter": (lambda x, ctx: tdcoll.reduce_scatter(x, ctx), 18, lambda r, xs: sum(xs)[6 * r : 6 * r + 6]),
+    "reduce_scatter, mean": (
+        lambda x, ctx: tdcoll.reduce_scatter(x, ctx, op="mean"), 18, lambda r, xs: sum(xs)[6 * r : 6 * r + 6] / WORLD,
+    ),
+    "all_reduce": (lambda x, ctx: tdcoll.all_reduce(x, ctx), 6, lambda r, xs: sum(xs)),
+    "all_reduce, AVG": (
+        lambda x, ctx: tdcoll.all_reduce(x, ctx, op=torch.distributed.ReduceOp.AVG), 6, lambda r, xs: sum(xs) / WORLD,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [
+        *((name, 64) for name in CALLS),
+        *((name, None) for name in CALLS if name != "all_gather"),  # on contexts of tdcoll's own
+        ("reduce_scatter", 8),  # whose derivative is three all-gathers
+        ("reduce_scatter, mean", 16),
+    ],
+)
+def test_as_torch_has_them_of_the_same_arithmetic(name: str, room: int | None) -> None:
+    """Of the sum over ranks of what each computes; the second and third call go the short way without a gradient."""
+    call, numel, whole = CALLS[name]
+    theirs = [of(r, numel).requires_grad_() for r in range(WORLD)]
+    made = [whole(r, theirs) for r in range(WORLD)]
+    sum((made[r].square() * of(r, made[r].numel(), 3)).sum() for r in range(WORLD)).backward()
+
+    def host(pe: int) -> None:
+        ctx = None if room is None else tdcoll.CollectiveContext(max_bytes_per_rank=room)
+        for _ in range(3):
+            plain = call(of(pe, numel), ctx)
+            assert not plain.requires_grad
+            x = of(pe, numel).requires_grad_()
+            got = call(x, ctx)
+            assert torch.equal(got, plain)
+            assert got.grad_fn is not None
+            (got.square() * of(pe, got.numel(), 3)).sum().backward()
+            torch.testing.assert_close(x.grad, theirs[pe].grad)
+            with torch.no_grad():
+                assert not call(x, ctx).requires_grad
+        if ctx is not None:
+            ctx.close()
+
+    run(host)
+
+
+def test_derivatives_of_derivatives() -> None:
+    theirs = [of(r, 4).requires_grad_() for r in range(WORLD)]
+    loss = sum(sum(theirs).pow(3).sum() for _ in range(WORLD))
+    first = torch.autograd.grad(loss, theirs, create_graph=True)
+    second = torch.autograd.grad(sum(part.square().sum() for part in first), theirs)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            x = of(pe, 4).requires_grad_()
+            (once,) = torch.autograd.grad(tdcoll.all_reduce(x, ctx).pow(3).sum(), x, create_graph=True)
+            assert torch.equal(once, first[pe])
+            (twice,) = torch.autograd.grad(once.square().sum(), x)
+            assert torch.equal(twice, second[pe])
+
+    run(host)
+
+
+def test_shapes_and_results_that_are_changed_in_place() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            x = torch.tensor(2.0 + pe, requires_grad=True)
+            got = tdcoll.all_gather(x, ctx)
+            got *= 2.0
+            got[pe].backward()  # of one number, so that the gradient of the others is expanded zeros
+            assert x.grad is not None
+            assert x.grad.tolist() == 2.0
+            grid = torch.ones(2 * WORLD, 2, requires_grad=True)
+            tdcoll.reduce_scatter(grid * 3, ctx).sum().backward()
+            assert torch.equal(grid.grad, torch.full((2 * WORLD, 2), 3.0))  # type: ignore[arg-type]
+
+    run(host)
+
+
+def test_a_forward_pass_leaves_the_other_ranks_alone() -> None:
+    """Whose host programs are greenlets of the same thread."""
+    pytest.importorskip("greenlet")
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for call in (tdcoll.all_gather, tdcoll.reduce_scatter, tdcoll.all_reduce):
+                assert call(of(pe, 6).requires_grad_(), ctx).requires_grad
+                assert torch.is_grad_enabled()
+
+    World(WORLD, heap_bytes=1 << 24, backend="greenlet", seed=3).run(host)
+
+
+def refusals(x: torch.Tensor, ctx: Any) -> list[Callable[[], object]]:
+    n = x.numel()
+    return [
+        lambda: tdcoll.all_gather(x, ctx, torch.empty(WORLD * n)),
+        lambda: tdcoll.reduce_scatter(x, ctx, torch.empty(n // WORLD)),
+        lambda: tdcoll.all_reduce(x, ctx, torch.empty(n)),
+        lambda: tdcoll.all_reduce_(x, ctx),
+    ]
+
+
+def test_a_given_result_has_none() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            x = of(pe, 6).requires_grad_()
+            for seen in (x.detach(), x):  # the second calls would go the short way
+                for i, call in enumerate(refusals(seen, ctx)):
+                    if seen is x:
+                        with pytest.raises(ValueError, match=r"tensor must not require grad .* tensor\.detach\(\)"):
+                            call()
+                        with torch.no_grad():
+                            call()
+                    elif i < 3:
+                        call()
+            total = sum(of(r, 6) for r in range(WORLD))
+            assert torch.equal(x, total)  # by the calls that were not refused
+
+    run(host)
+
+
+def test_in_debug_mode_it_is_refused_on_all_ranks() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
+            x = of(pe, 6).requires_grad_(pe == 1)
+            for call in refusals(x, ctx):
+                with pytest.raises(ValueError if pe == 1 else tdcoll.RankMismatchError, match="must not require grad"):
+                    call()
+
+    run(host)
+
+
+def test_drop_ins_write_as_torchs_do() -> None:
+    def host(pe: int) -> None:
+        x = of(pe, 6).requires_grad_()
+        out, part = torch.empty(6 * WORLD), torch.empty(2)
+        tdcoll.all_gather_into_tensor(out, x)
+        tdcoll.reduce_scatter_tensor(part, x)
+        assert not out.requires_grad
+        assert not part.requires_grad
+        assert torch.equal(out, torch.cat([of(r, 6) for r in range(WORLD)]))
+        tdcoll.distributed.all_reduce(x)
+        assert torch.equal(x, sum(of(r, 6) for r in range(WORLD)))
+
+    import tdcoll.distributed
+
+    run(host)
+
+
+def test_operations_without_a_derivative() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for call, name in ((tdcoll.all_reduce, "all_reduce"), (tdcoll.reduce_scatter, "reduce_scatter")):
+                made = call(of(pe, 6).requires_grad_(), ctx, op="max")
+                with pytest.raises(NotImplementedError, match=f"tdcoll.{name} has no derivative for op='max'"):
+                    made.sum().backward()
+
+    run(host)
