@@ -20,7 +20,7 @@ GPU_ONLY = {"graphs", "capture_errors", "streams", "captured_chains"} | {
     "sparse_capture_errors",
     "sparse_streams",
 }
-GPU_ONLY |= {"fused_graphs", "compiled_by_inductor"}
+GPU_ONLY |= {"fused_graphs", "compiled_by_inductor", "derivatives_on_another_stream"}
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -65,7 +65,7 @@ def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:
     [
         second("all_gather_checks.py"),
         second("all_reduce_checks.py"),
-        pytest.param("reduce_scatter_checks.py"),
+        second("reduce_scatter_checks.py"),
         second("sparse_checks.py"),
         second("fused_checks.py"),
         second("early_checks.py"),

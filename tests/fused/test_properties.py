@@ -18,7 +18,7 @@ from .cases import different, plan, values
 HIDDEN = (24, 64, 200, 576)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 1 << 16),
     n_pes=st.integers(2, 3),

@@ -30,7 +30,8 @@ def test_it_runs_beside_the_block_and_is_over_after_it(monkeypatch: pytest.Monke
     events: list[str] = []
     inside, may_end = threading.Event(), threading.Event()
 
-    def compile_nothing() -> None:
+    def compile_nothing(nvshmem: bool) -> None:
+        assert nvshmem
         inside.set()
         assert may_end.wait(30)
         events.append("compiled")
@@ -56,7 +57,7 @@ def test_what_fails_in_it_is_left_to_the_first_launch(monkeypatch: pytest.Monkey
 
 def test_an_error_of_the_block_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(warm_up, "compile_nothing", lambda: None)
+    monkeypatch.setattr(warm_up, "compile_nothing", lambda nvshmem: None)
     with pytest.raises(ValueError, match="of the block"), warm_up.warm_up(DEVICE):
         raise ValueError("of the block")
     assert not any(thread.name == "tdcoll-warm-up" for thread in threading.enumerate())
