@@ -123,7 +123,7 @@ def in_place() -> None:
                     expect(torch.equal(other, expected(everyone(), call + 1, nbytes)), "mixed calls")
         tdcoll.free(buffer)
     ctx.close()
-    expect_raises(tdcoll.NotSymmetricError, lambda: _in_place_of_ordinary(), "buffer", "symmetric heap")
+    expect_raises(tdcoll.NotSymmetricError, lambda: _in_place_of_ordinary(), "buffer", "symmetric memory")
 
 
 def _in_place_of_ordinary() -> None:
