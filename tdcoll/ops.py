@@ -260,7 +260,7 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
     if not isinstance(hidden, int) or hidden > 16384 or hidden * summed.dtype.itemsize % 16:
         return None
     eps = _argument(norm, 3, "eps")
-    return add, reduce, residual, weight, torch.finfo(summed.dtype).eps if eps is None else float(eps)
+    return add, reduce, residual, weight, torch.finfo(torch.float32).eps if eps is None else float(eps)
 
 
 def fusing(

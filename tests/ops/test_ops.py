@@ -106,6 +106,40 @@ def test_what_is_not_the_same_is_not_fused(kind: type[Block]) -> None:
     assert seen == [0]
 
 
+def fused(function: Any, *tensors: torch.Tensor) -> tuple[Any, list[torch.Tensor], int]:
+    """``(results, tensors after the call, fused operators)`` of a function that is compiled by the pass."""
+    seen: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(count(ops.fuse(module).graph, tdc.all_reduce_rms_norm))
+        return module
+
+    torch._dynamo.reset()
+    given = [tensor.clone() for tensor in tensors]
+    with torch.no_grad():
+        results = torch.compile(function, fullgraph=True, backend=backend)(*given)
+    return results, given, sum(seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_norm_without_eps_has_that_of_pytorch(dtype: torch.dtype) -> None:
+    """Of numbers whose squares are about as large as it."""
+
+    def host(pe: int) -> None:
+        norm = nn.RMSNorm(64, dtype=dtype)
+
+        def layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            return norm(tdc.all_reduce(x) + residual)
+
+        x, residual = (given(seed, 3, 64, dtype=dtype) * 2**-11 for seed in (1, 2))
+        got, _, n = fused(layer, x, residual)
+        assert n == 1
+        with torch.no_grad():
+            torch.testing.assert_close(got, layer(x, residual))
+
+    run(host, 1)
+
+
 def test_names_of_groups() -> None:
     def host(pe: int) -> None:
         assert ops.group_name() == ""
