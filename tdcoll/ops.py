@@ -167,7 +167,7 @@ def _of_norm(ctx: Any, of_normalized: torch.Tensor, of_new: torch.Tensor) -> tup
     along = grad * weight.float()
     slope = factor * (along - value * factor.square() * (along * value).mean(-1, keepdim=True))
     of_residual = (slope + of_new.float()).to(new.dtype)
-    of_weight = (grad * value * factor).flatten(0, -2).sum(0).to(weight.dtype)
+    of_weight = (grad * value * factor).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
     return all_reduce(of_residual, "sum", ctx.group), of_residual, of_weight, None, None
 
 
@@ -181,6 +181,11 @@ all_reduce_rms_norm.register_autograd(_of_norm, setup_context=_remember_norm)
 
 _REDUCES = (torch.ops.tdcoll.all_reduce, torch.ops.tdcoll.all_reduce.default)
 _ADDS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
+_IN_PLACE = frozenset(
+    (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv)
+    + (operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor)
+    + (operator.ilshift, operator.irshift)
+)
 _NORMS = (torch.nn.functional.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default)
 
 
@@ -188,8 +193,10 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
     """Replace ``rms_norm(all_reduce(x) + residual)`` by ``all_reduce_rms_norm`` wherever a graph has it.
 
     The norm is over the last dimension, with a weight of the dtype of ``x``; residual and ``x`` have one shape and
-    dtype; the sum of the ranks is used for nothing else. (The sum with the residual may be.) As the operator says, the
-    residual has to be the same on all ranks. The new residual keeps its bits; the norm is rounded once.
+    dtype; the sum of the ranks is used for nothing else. (The sum with the residual may be.) Nothing between the
+    all-reduce and the norm writes in place, as its name (``mul_``, ``operator.setitem``), ``out=`` or ``inplace=True``
+    says; ``total += residual`` may, ``residual += total`` may not. As the operator says, the residual has to be the
+    same on all ranks. The new residual keeps its bits; the norm is rounded once.
 
     Args:
         module: as ``torch.compile`` gives it to a backend; it is changed.
@@ -198,13 +205,17 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
         ``module``.
     """
     graph = module.graph
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for norm in list(graph.nodes):
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    for norm in nodes:
         found = _found(norm)
         if found is None:
             continue
         add, reduce, residual, weight, eps = found
-        if place[weight] > place[add]:
+        # What the three read moves to the place of the addition.
+        if place.get(weight, len(nodes)) > place[add]:
+            continue
+        if any(_writes(node) for node in nodes[place[reduce] : place[norm]] if node is not add):
             continue
         x = reduce.args[0]
         group = reduce.args[2] if len(reduce.args) > 2 else ""
@@ -224,6 +235,17 @@ def fuse(module: fx.GraphModule) -> fx.GraphModule:
 
 def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node says that it writes in place."""
+    target, more = node.target, node.kwargs
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if isinstance(target, torch._ops.OpOverload):
+        writes = target._schema.is_mutable
+    else:
+        writes = target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return writes or more.get("out") is not None or more.get("inplace") is True
 
 
 def _seen(node: Any) -> torch.Tensor | None:
@@ -246,6 +268,8 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
     if len(sides) != 2 or not reduces or sides[0] is sides[1] or reduces[0].kwargs:
         return None
     reduce = reduces[0]
+    if add.target is operator.iadd and add.args[0] is not reduce:  # the old residual becomes the new one
+        return None
     if reduce.args[1:2] not in ((), ("sum",)):
         return None
     residual = sides[1] if sides[0] is reduce else sides[0]

@@ -140,6 +140,77 @@ def test_a_norm_without_eps_has_that_of_pytorch(dtype: torch.dtype) -> None:
     run(host, 1)
 
 
+WEIGHT = given(3, 64)
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(x, (64,), WEIGHT, 1e-6)
+
+
+def onto_the_residual(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    residual += tdc.all_reduce(x)
+    return norm(residual)
+
+
+def onto_the_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    total = tdc.all_reduce(x)
+    total += residual
+    return norm(total)
+
+
+def changed_after_the_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    total = tdc.all_reduce(x)
+    x[0] = 0
+    return norm(total + residual)
+
+
+def changed_after_the_addition(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    new = tdc.all_reduce(x) + residual
+    new.add_(1)
+    return norm(new)
+
+
+def changed_by_an_argument(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    new = tdc.all_reduce(x) + residual
+    nn.functional.relu(new, inplace=True)
+    torch.mul(residual, 2, out=residual)
+    return norm(new)
+
+
+@pytest.mark.parametrize(
+    ("layer", "wanted"),
+    [
+        (onto_the_sum, 1),
+        (onto_the_residual, 0),
+        (changed_after_the_sum, 0),
+        (changed_after_the_addition, 0),
+        (changed_by_an_argument, 0),
+    ],
+)
+def test_writes_in_place_are_kept(layer: Any, wanted: int) -> None:
+    def host(pe: int) -> None:
+        tensors = given(1, 3, 64), given(2, 3, 64)
+        results, after, n = fused(layer, *tensors)
+        assert n == wanted
+        torch.testing.assert_close(results, layer(*tensors))
+        for got, want in zip(after, tensors, strict=True):
+            assert torch.equal(got, want)
+
+    run(host, 1)
+
+
+def test_a_derivative_of_one_row() -> None:
+    def host(pe: int) -> None:
+        ours, theirs = ([given(seed, 64).requires_grad_() for seed in (1, 2, 3)] for _ in "ab")
+        x, residual, weight = theirs
+        nn.functional.rms_norm(x + residual, (64,), weight, 1e-6).square().sum().backward()
+        tdc.all_reduce_rms_norm(*ours)[0].square().sum().backward()
+        for got, want in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got.grad, want.grad)
+
+    run(host, 1)
+
+
 def test_names_of_groups() -> None:
     def host(pe: int) -> None:
         assert ops.group_name() == ""
