@@ -115,7 +115,7 @@ def all_reduce_rms_norm(
     run: _Run | None = None
     stream: int | None = None
     given = (x, residual, weight) if scale is None else (x, residual, weight, scale)
-    if known is not None and all(usable(tensor, device) for tensor in given) and _scalar(scale):
+    if known is not None and _scalar(scale) and all(usable(tensor, device) for tensor in given):
         if not in_place or not _overlap(x, residual):
             stream, run = ctx.enter(), known
     if stream is None or run is None:
@@ -157,8 +157,10 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _scalar(scale: torch.Tensor | None) -> bool:
-    return scale is None or (scale.numel() == 1 and scale.dtype is torch.float32)
+def _scalar(scale: Any) -> bool:
+    if scale is None:
+        return True
+    return isinstance(scale, torch.Tensor) and scale.numel() == 1 and scale.dtype is torch.float32
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

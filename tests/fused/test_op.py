@@ -127,6 +127,17 @@ def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], message:
     run(host)
 
 
+def test_a_wrong_scale_after_a_right_one() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12) as ctx:
+            given = (X, torch.zeros(2, 64), torch.ones(64), ctx)
+            tdcoll.fused.all_reduce_rms_norm(*given, out_dtype=FP8, scale=torch.ones(1))
+            with pytest.raises(TypeError, match=r"scale must be a torch\.Tensor"):
+                tdcoll.fused.all_reduce_rms_norm(*given, out_dtype=FP8, scale=0.5)  # type: ignore[arg-type]
+
+    run(host)
+
+
 def test_ranks_that_disagree() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12, debug=True) as ctx:
