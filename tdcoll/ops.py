@@ -106,9 +106,9 @@ def all_reduce_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, group: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., hidden] -> (normalized, new residual)``; see :func:`tdcoll.fused.all_reduce_rms_norm`."""
-    x = x.contiguous()
+    x, residual, weight = (tensor.detach().contiguous() for tensor in (x, residual, weight))
     context = _pooled_for_norm(x, _named(group))
-    normalized, new = _all_reduce_rms_norm(x, residual.contiguous(), weight.contiguous(), context, eps)
+    normalized, new = _all_reduce_rms_norm(x, residual, weight, context, eps)
     return normalized, new
 
 
@@ -182,9 +182,11 @@ all_reduce_rms_norm.register_autograd(_of_norm, setup_context=_remember_norm)
 _REDUCES = (torch.ops.tdcoll.all_reduce, torch.ops.tdcoll.all_reduce.default)
 _ADDS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
 _IN_PLACE = frozenset(
-    (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv)
-    + (operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor)
-    + (operator.ilshift, operator.irshift)
+    getattr(operator, name)
+    for name in (
+        *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow"),
+        *("iand", "ior", "ixor", "ilshift", "irshift"),
+    )
 )
 _NORMS = (torch.nn.functional.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default)
 

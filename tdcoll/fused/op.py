@@ -67,6 +67,9 @@ def all_reduce_rms_norm(
     its dtype. Collective over ``ctx``'s group; one kernel inside a node. Asynchronous on the context's stream, with no
     synchronisation, and CUDA-graph safe after one eager call of the shape.
 
+    It has no derivative: ``x``, ``residual`` and ``weight`` must not require grad, unless under ``torch.no_grad()``.
+    The operator ``torch.ops.tdcoll.all_reduce_rms_norm`` has one (:mod:`tdcoll.ops`).
+
     ``new`` has the bits of :func:`tdcoll.all_reduce` and an addition. All results have the same bits on every rank and
     in every run, for every algorithm, and for a row whatever rows are beside it; :mod:`tdcoll.fused.kernels_rows` says
     how they are computed. In between is fp32, and everything is rounded once.
@@ -115,6 +118,8 @@ def all_reduce_rms_norm(
     run: _Run | None = None
     stream: int | None = None
     given = (x, residual, weight) if scale is None else (x, residual, weight, scale)
+    if known is not None and (x.requires_grad or residual.requires_grad or weight.requires_grad):
+        known = None if torch.is_grad_enabled() else known
     if known is not None and _scalar(scale) and all(usable(tensor, device) for tensor in given):
         if not in_place or not _overlap(x, residual):
             stream, run = ctx.enter(), known
@@ -155,6 +160,12 @@ def _launch(
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _requiring(*tensors: Any) -> list[str]:
+    """Which of x, residual and weight require grad, by name."""
+    pairs = zip(("x", "residual", "weight"), tensors, strict=True)
+    return [name for name, tensor in pairs if getattr(tensor, "requires_grad", False)]
 
 
 def _scalar(scale: Any) -> bool:
@@ -242,6 +253,11 @@ def _check(
         raise TypeError(f"eps must be a number, got {eps!r}")
     if not 0 <= eps < 1e30:
         raise ValueError(f"eps must be at least 0 and finite, got {eps!r}")
+    if torch.is_grad_enabled() and (names := _requiring(x, residual, weight)):
+        raise ValueError(
+            f"{names[0]} must not require grad, since the call has no derivative; use the operator "
+            f"torch.ops.tdcoll.{_NAME}, which has one, pass {names[0]}.detach(), or make the call under torch.no_grad()"
+        )
     arguments.instance("in_place", in_place, bool, "a bool")
     if in_place and _overlap(x, residual):
         raise ValueError("residual must not overlap x for a call in place")

@@ -138,6 +138,23 @@ def test_a_wrong_scale_after_a_right_one() -> None:
     run(host)
 
 
+@pytest.mark.parametrize("name", ["x", "residual", "weight"])
+def test_there_is_no_derivative(name: str) -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12) as ctx:
+            given = {"x": torch.ones(2, 64), "residual": torch.zeros(2, 64), "weight": torch.ones(64), "ctx": ctx}
+            tdcoll.fused.all_reduce_rms_norm(**given)
+            given[name] = given[name].clone().requires_grad_()
+            with pytest.raises(ValueError, match=rf"{name} must not require grad, .* {name}\.detach\(\)"):
+                tdcoll.fused.all_reduce_rms_norm(**given)
+            with torch.no_grad():
+                normalized, new = tdcoll.fused.all_reduce_rms_norm(**given)
+            assert torch.equal(new, torch.ones(2, 64))
+            assert not normalized.requires_grad
+
+    run(host)
+
+
 def test_ranks_that_disagree() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12, debug=True) as ctx:
