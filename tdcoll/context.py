@@ -378,6 +378,7 @@ class CollectiveContext(Gate):
         for tensor in reversed(self._symmetric):
             self.job.release(tensor)
         self._symmetric.clear()
+        self.tables.clear()  # it may hold memory of PyTorch's
         self.job.held.pop(id(self))
         self.job.held.pop(id(self.monitor))
 

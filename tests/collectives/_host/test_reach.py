@@ -6,7 +6,7 @@ On each rank the piece begins elsewhere, so that a kernel which took the heap's 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +19,11 @@ from tdcoll.testing import World
 
 ROOM = 16 << 10
 SHIFT = 512
+
+
+class _Handle:
+    def __init__(self, buffer_ptrs: list[int]) -> None:
+        self.buffer_ptrs = buffer_ptrs
 
 
 class _Memory:
@@ -42,7 +47,7 @@ class _Memory:
         assert group == "the group"
         self.calls += 1
         inside = any(0 <= tensor.data_ptr() - begin < ROOM for begin in self.begins.values())
-        return SimpleNamespace(buffer_ptrs=[self.begins[r] for r in sorted(self.begins)]) if inside else None
+        return _Handle([self.begins[r] for r in sorted(self.begins)]) if inside else None
 
 
 @pytest.fixture
@@ -104,6 +109,24 @@ def test_all_gather_in_place_is_in_it(memory: _Memory, algorithm: str) -> None:
             assert buffer.float().mean(1).tolist() == [16 * r + turn for r in range(3)]
 
     _in_a_context(memory, 3, call)
+
+
+def test_a_closed_context_keeps_none_of_it(memory: _Memory) -> None:
+    kept: dict[int, weakref.ref[Any]] = {}
+
+    def host(pe: int) -> None:
+        whole = tdcoll.zeros(ROOM + 2 * SHIFT, torch.uint8)
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1024)
+        ctx.group_name = "the group"
+        tdcoll.all_gather_in_place(memory.of(whole, 2)[:4096], ctx)
+        (handle,) = (made[1] for key, made in ctx.tables.items() if "PyTorch" in str(key))
+        kept[pe] = weakref.ref(handle)
+        del handle
+        assert kept[pe]() is not None
+        ctx.close()
+        assert kept[pe]() is None
+
+    World(2, heap_bytes=16 << 20).run(host)
 
 
 def test_puts_do_not_reach_it(memory: _Memory) -> None:
