@@ -199,8 +199,8 @@ class Launches:
             )
         self._launches = list(launches.values())
         self._ready = all(launch.prepared for launch in self._launches)
-        warps = frozenset(call.plan.num_warps for call in calls)
-        self._variant = (operation, kernel.__name__, frozenset(constants), warps, in_buffer)
+        options = frozenset((call.plan.num_warps, call.early) for call in calls)
+        self._variant = (operation, kernel.__name__, frozenset(constants), options, in_buffer)
         first, offsets = launches[calls[0]], [(launches[call], i) for i, call in enumerate(calls)]
         room = calls[0].facts.nbytes
 

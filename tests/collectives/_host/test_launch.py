@@ -14,8 +14,11 @@ import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+import tdcoll
 from tdcoll.collectives._host import launch as launches
 from tdcoll.collectives._host.launch import Launch, Launcher, Packed
+from tdcoll.collectives.all_gather.op import ALL_GATHER
+from tdcoll.testing import World
 
 STREAM = 77
 
@@ -285,3 +288,15 @@ def test_other_kinds_of_launches_are_compiled_for_themselves(
     launch(kernel, 1, (TENSOR, True, 7, PAIR), **usual)
     launch(kernel, 1, (TENSOR, True, 7, PAIR), **(usual | change))
     assert ([note[0] for note in kernel.notes], driver.launches) == (["triton", "triton"], [])
+
+
+def test_calls_that_are_launched_early_and_as_usual_are_of_two_kinds() -> None:
+    """Their kernels are compiled with and without ``launch_pdl``: each needs a first call before a graph."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            kinds = [ALL_GATHER.launches(ctx, n << 20, "direct", in_place=True) for n in (1, 2, 3)]
+            assert [kind._launches[0]._arguments["nbytes"] for kind in kinds] == [1 << 20, 2 << 20, 3 << 20]
+            assert kinds[0]._variant == kinds[1]._variant != kinds[2]._variant
+
+    World(2).run(host)
