@@ -71,6 +71,7 @@ def barrier_on_stream(stream: torch.cuda.Stream | None = None) -> None:
 
     Raises:
         NotInitializedError: before :func:`tdcoll.initialize`.
+        TdcollError: the job's heap is PyTorch's symmetric memory, which has no such barrier.
     """
     owner = runtime.current()
     if owner.device.type != "cuda":
