@@ -375,7 +375,15 @@ def _join(
         from tdcoll.runtime.torch_memory import TorchHeap
 
         device = torch.device("cuda", torch.cuda.current_device())
-        heap = TorchHeap(pe=rank, n_pes=world_size, nbytes=settings.heap_bytes, device=device, store=heap_store)
+        heap = TorchHeap(
+            pe=rank,
+            n_pes=world_size,
+            nbytes=settings.heap_bytes,
+            device=device,
+            store=heap_store,
+            control=control,
+            timeout_s=settings.timeout_s,
+        )
     else:
         from tdcoll.runtime.nvshmem import NvshmemHeap
 

@@ -9,12 +9,14 @@ needed, since the ranks meet through the store of the job. Loads and stores reac
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from tdcoll.errors import HeapExhaustedError, TdcollError
 from tdcoll.language.warm_up import warm_up
+from tdcoll.runtime.control import ControlPlane
 from tdcoll.runtime.cuda import CudaHeap
 
 __all__ = ["TorchHeap"]
@@ -22,6 +24,11 @@ __all__ = ["TorchHeap"]
 _numbers = itertools.count()
 _abandoned: list[Any] = []
 """Heaps of jobs that have failed: peers may still write to them."""
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether PyTorch has raised this for want of memory: the driver's errors have no class of their own."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 class TorchHeap(CudaHeap):
@@ -32,44 +39,79 @@ class TorchHeap(CudaHeap):
             device of its own.
         store: of ``torch.distributed``, which the ranks meet through; for this heap alone.
 
+        control: tells the ranks of each other's failures.
+        timeout_s: how long to wait for the other ranks, seconds.
+
     Raises:
-        HeapExhaustedError: the GPU has not so much memory.
-        TdcollError: PyTorch has no symmetric memory, or cannot map that of a peer.
+        HeapExhaustedError: a GPU has not so much memory; on all ranks.
+        TdcollError: PyTorch has no symmetric memory, on any rank, or cannot map that of a peer.
+        CollectiveTimeout: a rank did not come.
     """
 
     puts = False
 
-    def __init__(self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, store: Any) -> None:
+    def __init__(
+        self,
+        *,
+        pe: int,
+        n_pes: int,
+        nbytes: int,
+        device: torch.device,
+        store: Any,
+        control: ControlPlane,
+        timeout_s: float,
+    ) -> None:
         super().__init__(pe, n_pes, nbytes, device)
+        self._handle: Any = None
         with warm_up(device, nvshmem=False):
+            failed: Exception | None = None
             try:
-                self._make(store)
-            except torch.OutOfMemoryError as error:
-                raise HeapExhaustedError(
-                    f"PyTorch could not allocate {nbytes} bytes of symmetric memory on {device} ({error}). Lower "
-                    "NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...)."
-                ) from error
+                self._allocate(store, timeout_s)
             except (ImportError, RuntimeError) as error:
-                raise TdcollError(
-                    f"PyTorch {torch.__version__} gives no symmetric memory between the {n_pes} GPUs of this host "
-                    f"({error}). initialize(heap='nvshmem') does without it, and needs tdcoll[cu12] or tdcoll[cu13]."
-                ) from error
+                failed = error
+            # PyTorch waits for all ranks when they meet, and counts the meetings in each process: all come, or none.
+            told = None if failed is None else (_is_out_of_memory(failed), str(failed))
+            for other, problem in enumerate(control.all_gather(range(n_pes), "symmetric memory", told)):
+                if problem is not None:
+                    raise self._error(other, *problem) from failed
+            try:
+                self._meet()
+            except RuntimeError as error:
+                raise self._error(pe, _is_out_of_memory(error), str(error)) from error
         self.base = self._bases[pe]
 
-    def _make(self, store: Any) -> None:
-        self._handle: Any = None
+    def _allocate(self, store: Any, timeout_s: float) -> None:
         if self.n_pes == 1:
             self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-            self._bases = [self._bytes.data_ptr()]
             return
         from torch._C._distributed_c10d import _SymmetricMemory
 
         name = f"tdcoll heap {next(_numbers)}"  # PyTorch forgets no group, and takes each name once
+        store.set_timeout(timedelta(seconds=timeout_s))
         _SymmetricMemory.set_group_info(name, self.pe, self.n_pes, store)
         self._bytes = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, self.device, name)
+
+    def _meet(self) -> None:
+        """Have PyTorch map the blocks of the peers."""
+        if self.n_pes == 1:
+            self._bases = [self._bytes.data_ptr()]
+            return
+        from torch._C._distributed_c10d import _SymmetricMemory
+
         self._handle = _SymmetricMemory.rendezvous(self._bytes)
         here = self._bytes.data_ptr() - self._handle.buffer_ptrs[self.pe]
         self._bases = [int(address) + here for address in self._handle.buffer_ptrs]
+
+    def _error(self, rank: int, exhausted: bool, why: str) -> TdcollError:
+        if exhausted:
+            return HeapExhaustedError(
+                f"PyTorch cannot get {self.nbytes} bytes of symmetric memory on the GPU of rank {rank} ({why}). "
+                "Lower NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...)."
+            )
+        return TdcollError(
+            f"PyTorch {torch.__version__} gives rank {rank} no symmetric memory among the {self.n_pes} GPUs of this "
+            f"host ({why}). initialize(heap='nvshmem') does without it, and needs tdcoll[cu12] or tdcoll[cu13]."
+        )
 
     def peer_base(self, pe: int) -> int:
         return self._bases[pe]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,6 +121,9 @@ class _Memory:
     def __init__(self) -> None:
         self.groups: dict[str, tuple[Any, ...]] = {}
         self.fails: Exception | None = None
+        """What an allocation raises."""
+        self.meets: Exception | None = None
+        """What a meeting raises."""
 
     def set_group_info(self, name: str, rank: int, world_size: int, store: Any) -> None:
         assert name not in self.groups, "PyTorch takes a name once"
@@ -127,12 +132,14 @@ class _Memory:
     def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any, group: str) -> torch.Tensor:
         assert (stride, dtype) == ((1,), torch.uint8)
         assert group in self.groups
+        if self.fails is not None:
+            raise self.fails
         self.block = torch.zeros(self.OFFSET + size[0], dtype=dtype)
         return self.block[self.OFFSET :]
 
     def rendezvous(self, tensor: torch.Tensor) -> Any:
-        if self.fails is not None:
-            raise self.fails
+        if self.meets is not None:
+            raise self.meets
         own = self.block.data_ptr()
         return SimpleNamespace(buffer_ptrs=[own - 4096, own, own + 4096])
 
@@ -145,8 +152,31 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> _Memory:
     return played
 
 
-def _heap(n_pes: int, pe: int) -> torch_memory.TorchHeap:
-    return torch_memory.TorchHeap(pe=pe, n_pes=n_pes, nbytes=1024, device=torch.device("cpu"), store="a store")
+class _Store:
+    """The ranks meet through it for as long as they are told to."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+
+STORE = _Store()
+
+
+def _heap(n_pes: int, pe: int, others: dict[int, Any] | None = None) -> torch_memory.TorchHeap:
+    """``others``: what ranks other than this one tell of their failures."""
+
+    def all_gather(ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
+        return [value if rank == pe else (others or {}).get(rank) for rank in ranks]
+
+    return torch_memory.TorchHeap(
+        pe=pe,
+        n_pes=n_pes,
+        nbytes=1024,
+        device=torch.device("cpu"),
+        store=STORE,
+        control=SimpleNamespace(all_gather=all_gather),
+        timeout_s=5.0,
+    )
 
 
 def test_peers_are_where_pytorch_has_mapped_them(memory: _Memory) -> None:
@@ -157,8 +187,9 @@ def test_peers_are_where_pytorch_has_mapped_them(memory: _Memory) -> None:
         heap.view(8, 8).fill_(7)
         assert memory.block[memory.OFFSET + 8 : memory.OFFSET + 16].tolist() == [7] * 8
         heap.close()
-    assert set(memory.groups.values()) == {(1, 3, "a store")}
+    assert set(memory.groups.values()) == {(1, 3, STORE)}
     assert len(memory.groups) == 2
+    assert STORE.timeout.total_seconds() == 5
 
 
 def test_one_rank_needs_nobody(memory: _Memory) -> None:
@@ -169,12 +200,22 @@ def test_one_rank_needs_nobody(memory: _Memory) -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(memory: _Memory) -> None:
-    memory.fails = RuntimeError("CUDA driver error: peer access is not supported")
-    with pytest.raises(TdcollError, match=r"peer access is not supported.*initialize\(heap='nvshmem'\)"):
+    memory.meets = RuntimeError("CUDA driver error: peer access is not supported")
+    with pytest.raises(TdcollError, match=r"rank 1.*peer access is not supported.*initialize\(heap='nvshmem'\)"):
         _heap(3, 1)
-    memory.fails = torch.OutOfMemoryError("out of memory")
-    with pytest.raises(tdcoll.HeapExhaustedError, match="1024 bytes of symmetric memory"):
-        _heap(3, 1)
+    # The driver's errors, which are what PyTorch raises here, have no class of their own.
+    for error in (RuntimeError("CUDA driver error: out of memory"), torch.OutOfMemoryError("out of memory")):
+        memory.fails = error
+        with pytest.raises(tdcoll.HeapExhaustedError, match="1024 bytes of symmetric memory on the GPU of rank 1"):
+            _heap(3, 1)
+
+
+def test_who_has_memory_does_not_wait_for_who_has_none(memory: _Memory) -> None:
+    memory.meets = AssertionError("it would wait there for rank 2")
+    with pytest.raises(tdcoll.HeapExhaustedError, match=r"the GPU of rank 2 \(full\)"):
+        _heap(3, 1, {2: (True, "full")})
+    with pytest.raises(TdcollError, match=r"gives rank 0 no symmetric memory .* \(none here\)"):
+        _heap(3, 1, {0: (False, "none here"), 2: (True, "full")})
 
 
 def test_memory_of_a_failed_job_stays(memory: _Memory) -> None:
