@@ -158,7 +158,7 @@ def initialize(
             refuses two ranks on one GPU, and the device is ``LOCAL_RANK`` modulo the number of GPUs. Default: whether
             ``TDCOLL_SHARE_GPUS`` is set to something other than 0. Without effect in the simulator.
         heap: who makes the symmetric heap on GPUs. ``"nvshmem"``: NVSHMEM, which is started. ``"torch"``: PyTorch's
-            symmetric memory, for the GPUs of one host that reach each other's memory; NVSHMEM need not be installed.
+            symmetric memory, for the GPUs of one node that reach each other's memory; NVSHMEM need not be installed.
             Kernels and algorithms that put (``"1d"``, ``"2d"``) then raise an error; ``"auto"`` never chooses one.
             ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch. Default: ``TDCOLL_HEAP``, else ``"auto"``.
             The simulator has one heap; with ``"torch"`` it refuses what that of PyTorch does not have.
@@ -326,10 +326,11 @@ def _refuse_several_nodes(settings: _Settings, answers: Sequence[Any]) -> None:
         raise TdcollError(
             f"emulate_nodes={settings.emulate_nodes} needs puts, which heap='torch' does not have; use heap='nvshmem'"
         )
-    names = sorted({str(answer[1]) if INTERPRETED else answer[2][0] for answer in answers})
-    if len(names) > 1:
+    # Two agents of torchrun on one host are two nodes, between which algorithms put.
+    nodes = sorted({name if gpu is None or name == gpu[0] else f"{name} on {gpu[0]}" for _, name, gpu in answers})
+    if len(nodes) > 1:
         raise TdcollError(
-            f"heap='torch' is for one host, and the job has {len(names)} ({', '.join(names)}): install tdcoll[cu12] or "
+            f"heap='torch' is for one node, and the job has {len(nodes)} ({', '.join(nodes)}): install tdcoll[cu12] or "
             "tdcoll[cu13] on all of them, which bring NVSHMEM's Python bindings, and use heap='nvshmem'"
         )
     gpus = [answer[2] for answer in answers]

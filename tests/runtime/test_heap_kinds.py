@@ -51,11 +51,17 @@ def test_nodes_need_puts() -> None:
     assert "TdcollError: emulate_nodes=2 needs puts, which heap='torch' does not have" in done.stderr
 
 
-def test_hosts_need_puts() -> None:
+def test_hosts_and_nodes_need_puts(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: Any = SimpleNamespace(heap="torch", emulate_nodes=1)
     lifecycle._refuse_several_nodes(settings, [(settings, "here", None)] * 2)
     with pytest.raises(TdcollError, match=r"the job has 2 \(here, there\): install tdcoll\[cu12\]"):
         lifecycle._refuse_several_nodes(settings, [(settings, name, None) for name in ("here", "there")])
+    monkeypatch.setattr(lifecycle, "INTERPRETED", False)
+    a, b = ("here", "GPU 0"), ("here", "GPU 1")
+    lifecycle._refuse_several_nodes(settings, [(settings, "here", a), (settings, "here", b)])
+    # Algorithms on a node of each agent's would need puts.
+    with pytest.raises(TdcollError, match=r"2 \(GROUP_RANK=0 on here, GROUP_RANK=1 on here\)"):
+        lifecycle._refuse_several_nodes(settings, [(settings, "GROUP_RANK=0", a), (settings, "GROUP_RANK=1", b)])
 
 
 def test_a_job_says_which_heap_it_has() -> None:
