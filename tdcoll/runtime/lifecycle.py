@@ -22,7 +22,7 @@ from tdcoll.runtime.control import StoreControlPlane, generation, keep, require_
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.topology import emulated_node
 
-__all__ = ["device_index", "finalize", "initialize", "is_initialized", "join", "may_share_gpus"]
+__all__ = ["device_index", "finalize", "heap_of", "initialize", "is_initialized", "join", "may_share_gpus"]
 
 _log = logging.getLogger("tdcoll")
 
@@ -32,7 +32,7 @@ DEFAULT_TIMEOUT_S = 30.0
 _HEAPS = ("auto", "nvshmem", "torch")
 
 
-def _heap_of(heap: str | None) -> str:
+def heap_of(heap: str | None = None) -> str:
     """``"nvshmem"`` or ``"torch"``: what is asked for, or what ``"auto"`` means here.
 
     Raises:
@@ -45,7 +45,13 @@ def _heap_of(heap: str | None) -> str:
         raise ValueError(f"{name} must be one of {', '.join(_HEAPS)}; got {asked!r}")
     if asked != "auto":
         return asked
-    return "nvshmem" if INTERPRETED or importlib.util.find_spec("nvshmem") is not None else "torch"
+    return "nvshmem" if INTERPRETED or _has_nvshmem() else "torch"
+
+
+def _has_nvshmem() -> bool:
+    """Whether NVSHMEM's Python bindings are installed. What tdcoll.compat puts in their place lies in no folder."""
+    found = importlib.util.find_spec("nvshmem")
+    return found is not None and bool(found.submodule_search_locations)
 
 
 def _asks_to_share_gpus() -> bool:
@@ -94,7 +100,7 @@ class _Settings:
             arguments.seconds("timeout_s", timeout_s),
             arguments.whole("emulate_nodes", emulate_nodes, 1),
             bool(share_gpus),
-            _heap_of(heap),
+            heap_of(heap),
         )
 
 
@@ -177,7 +183,7 @@ def initialize(
             "timeout_s": timeout_s,
             "emulate_nodes": emulate_nodes,
             "share_gpus": share_gpus,
-            "heap": None if heap in (None, "auto") else _heap_of(heap),
+            "heap": None if heap in (None, "auto") else heap_of(heap),
         }
         _refuse_other_job(existing, asked)
         return

@@ -145,6 +145,18 @@ except BackendTimeout as error:
 """
 
 
+def test_a_heap_of_pytorchs_needs_no_nvshmem(monkeypatch) -> None:
+    for module in (agreement, lifecycle):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(agreement, "bitcode_path", lambda: "libnvshmem_device.bc")
+    monkeypatch.setitem(sys.modules, "nvshmem.bindings.nvshmem", None)
+    for heap, obstacle in (("nvshmem", "NVSHMEM is not installed"), ("torch", None)):
+        monkeypatch.setenv("TDCOLL_HEAP", heap)
+        found = agreement._obstacle()
+        assert found == obstacle or (obstacle and obstacle in str(found))
+
+
 def test_an_expired_wait_that_nobody_heard_of_is_raised_at_the_end() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EXPIRED], capture_output=True, text=True, timeout=120, check=False,

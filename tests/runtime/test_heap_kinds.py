@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +25,17 @@ from tdcoll.testing import World
 
 def test_auto_is_nvshmem_where_its_bindings_are_and_else_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TDCOLL_HEAP", raising=False)
-    assert lifecycle._heap_of(None) == "nvshmem"  # the simulator has all of it
+    assert lifecycle.heap_of(None) == "nvshmem"  # the simulator has all of it
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
-    for found, wanted in ((object(), "nvshmem"), (None, "torch")):
+    installed, stand_in = ModuleSpec("nvshmem", None), ModuleSpec("nvshmem", None, is_package=True)
+    installed.submodule_search_locations = ["site-packages/nvshmem"]
+    for found, wanted in ((installed, "nvshmem"), (stand_in, "torch"), (None, "torch")):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
-        assert lifecycle._heap_of(None) == lifecycle._heap_of("auto") == wanted
-        assert lifecycle._heap_of("torch") == "torch"
+        assert lifecycle.heap_of(None) == lifecycle.heap_of("auto") == wanted
+        assert lifecycle.heap_of("torch") == "torch"
     monkeypatch.setenv("TDCOLL_HEAP", "nvshmem")
-    assert lifecycle._heap_of(None) == "nvshmem"
-    assert lifecycle._heap_of("auto") == "torch"
+    assert lifecycle.heap_of(None) == "nvshmem"
+    assert lifecycle.heap_of("auto") == "torch"
 
 
 def test_a_wrong_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
