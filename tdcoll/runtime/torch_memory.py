@@ -8,7 +8,10 @@ needed, since the ranks meet through the store of the job. Loads and stores reac
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +27,23 @@ __all__ = ["TorchHeap"]
 _numbers = itertools.count()
 _abandoned: list[Any] = []
 """Heaps of jobs that have failed: peers may still write to them."""
+
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Inside, PyTorch makes no multicast object for memory that it maps: tdcoll has no use for one, and on some hosts
+    to ask for it fails or hangs."""
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_NO_MULTICAST]
+        if before is not None:
+            os.environ[_NO_MULTICAST] = before
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -98,7 +118,8 @@ class TorchHeap(CudaHeap):
             return
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        self._handle = _SymmetricMemory.rendezvous(self._bytes)
+        with _without_multicast():
+            self._handle = _SymmetricMemory.rendezvous(self._bytes)
         here = self._bytes.data_ptr() - self._handle.buffer_ptrs[self.pe]
         self._bases = [int(address) + here for address in self._handle.buffer_ptrs]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -147,6 +148,7 @@ class _Memory:
         return self.block[self.OFFSET :]
 
     def rendezvous(self, tensor: torch.Tensor) -> Any:
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "PyTorch would make a multicast object"
         if self.meets is not None:
             raise self.meets
         own = self.block.data_ptr()
@@ -199,6 +201,17 @@ def test_peers_are_where_pytorch_has_mapped_them(memory: _Memory) -> None:
     assert set(memory.groups.values()) == {(1, 3, STORE)}
     assert len(memory.groups) == 2
     assert STORE.timeout.total_seconds() == 5
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_callers_may_use_multicast_afterwards(memory: _Memory, monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    if before is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, before)
+    _heap(3, 1)
+    assert os.environ.get(name) == before
 
 
 def test_one_rank_needs_nobody(memory: _Memory) -> None:
