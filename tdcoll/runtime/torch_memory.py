@@ -2,8 +2,8 @@
 """The symmetric heap on the GPUs of one host, without NVSHMEM: a block of PyTorch's symmetric memory per PE.
 
 PyTorch makes the memory and maps it into the peers' address spaces (``torch.distributed._symmetric_memory``). That is
-all tdcoll asks of it: signals and protocols are tdcoll's, and so are the words that they use. No process group is
-needed, since the ranks meet through the store of the job. Loads and stores reach all PEs; nothing puts.
+all tdcoll asks of it: signals and protocols are tdcoll's, and so are the words that they use. No process group of
+the user's is needed, since the ranks meet through the store of the job. Loads and stores reach all PEs; nothing puts.
 """
 
 from __future__ import annotations
@@ -104,11 +104,12 @@ class TorchHeap(CudaHeap):
         if self.n_pes == 1:
             self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
             return
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C._distributed_c10d import ProcessGroup, _SymmetricMemory
 
-        name = f"tdcoll heap {next(_numbers)}"  # PyTorch forgets no group, and takes each name once
+        self._name = name = f"tdcoll heap {next(_numbers)}"  # PyTorch forgets no group, and takes each name once
         store.set_timeout(timedelta(seconds=timeout_s))
         _SymmetricMemory.set_group_info(name, self.pe, self.n_pes, store)
+        self._group = ProcessGroup(store, self.pe, self.n_pes)
         self._bytes = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, self.device, name)
 
     def _meet(self) -> None:
@@ -116,10 +117,16 @@ class TorchHeap(CudaHeap):
         if self.n_pes == 1:
             self._bases = [self._bytes.data_ptr()]
             return
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C import _distributed_c10d
 
-        with _without_multicast():
-            self._handle = _SymmetricMemory.rendezvous(self._bytes)
+        c10d: Any = _distributed_c10d
+        # PyTorch finds the store by what was set for the name; from some version on by a process group of that name.
+        c10d._register_process_group(self._name, self._group)
+        try:
+            with _without_multicast():
+                self._handle = c10d._SymmetricMemory.rendezvous(self._bytes)
+        finally:
+            c10d._unregister_process_group(self._name)
         here = self._bytes.data_ptr() - self._handle.buffer_ptrs[self.pe]
         self._bases = [int(address) + here for address in self._handle.buffer_ptrs]
 

@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton.language as tl
+from torch._C import _distributed_c10d as c10d
 
 import tdcoll
 import tdcoll.language as tdl
@@ -149,6 +150,9 @@ class _Memory:
 
     def rendezvous(self, tensor: torch.Tensor) -> Any:
         assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "PyTorch would make a multicast object"
+        name, (rank, world_size, store) = list(self.groups.items())[-1]
+        found = c10d._resolve_process_group(name)  # as PyTorch 2.13 does, and not what was set
+        assert (found.rank(), found.size(), found.get_group_store()) == (rank, world_size, store)
         if self.meets is not None:
             raise self.meets
         own = self.block.data_ptr()
@@ -163,14 +167,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> _Memory:
     return played
 
 
-class _Store:
-    """The ranks meet through it for as long as they are told to."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-
-
-STORE = _Store()
+STORE = dist.HashStore()
 
 
 def _heap(n_pes: int, pe: int, others: dict[int, Any] | None = None) -> torch_memory.TorchHeap:
@@ -198,9 +195,11 @@ def test_peers_are_where_pytorch_has_mapped_them(memory: _Memory) -> None:
         heap.view(8, 8).fill_(7)
         assert memory.block[memory.OFFSET + 8 : memory.OFFSET + 16].tolist() == [7] * 8
         heap.close()
-    assert set(memory.groups.values()) == {(1, 3, STORE)}
-    assert len(memory.groups) == 2
+    assert list(memory.groups.values()) == [(1, 3, STORE)] * 2
     assert STORE.timeout.total_seconds() == 5
+    for name in memory.groups:
+        with pytest.raises(RuntimeError, match="not resolve"):
+            c10d._resolve_process_group(name)
 
 
 @pytest.mark.parametrize("before", [None, "0"])
