@@ -39,6 +39,8 @@ def _obstacle() -> str | None:
         return None
     if not torch.cuda.is_available():
         return "no GPU, and not the simulator (TRITON_INTERPRET=1 when the process starts)"
+    if lifecycle.heap_of() == "torch":
+        return None
     try:
         bitcode_path()
         importlib.import_module("nvshmem.bindings.nvshmem")

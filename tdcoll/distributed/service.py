@@ -3,8 +3,9 @@
 
 A :class:`Service` refuses a call or says nothing, prepares it (contexts, which the ranks make together), runs it, and
 describes itself. Everything else is the same for all kinds and stands once, in :mod:`tdcoll.distributed.sides`: whom a
-refused call goes to, streams, asynchronous calls, counting, words. A new kind is a class here and its name in
-``SERVICES``; options, :func:`tdcoll.distributed.explain` and the end of a group know it then.
+refused call goes to, streams, asynchronous calls, counting, words. A new kind is a class which
+:mod:`tdcoll.distributed.services` lists. Then options, :func:`tdcoll.distributed.explain` and the end of a group know
+it.
 
 What is refused is refused from facts that are the same on all ranks, in the order of the calls.
 """

@@ -133,9 +133,14 @@ def judge(facts: Facts, outcome: Outcome | str) -> Line:
     result = outcome.result
     if result is not None and not outcome.reason:
         kind = "simulated ranks" if result["simulated"] else "ranks"
-        text = f"{result['world']} {kind}: all pairs, the ring and the all-gather brought what was sent"
-        if result["hop_us"] is not None:
-            text += f"; put and signal {result['hop_us']:g} µs per hop, all-gather of 1 KiB {result['gather_us']:g} µs"
+        what = "all pairs, the ring and the all-gather" if result["puts"] else "the all-gather"
+        text = f"{result['world']} {kind}: {what} brought what was sent"
+        if not result["puts"]:
+            text += "; PyTorch's memory has no puts to test"
+        times = {"put and signal": result["hop_us"], "all-gather of 1 KiB": result["gather_us"]}
+        units = {"put and signal": "µs per hop", "all-gather of 1 KiB": "µs"}
+        if told := ", ".join(f"{one} {took:g} {units[one]}" for one, took in times.items() if took is not None):
+            text += f"; {told}"
         return ok(_NAME, text)
     text = f"{outcome.reason or 'no rank reported a result'}; {_where(outcome.stages) or 'no rank had begun'}"
     if outcome.error:

@@ -96,7 +96,7 @@ def nvshmem(facts: Facts) -> list[Line]:
     """Bindings and libraries by their versions, then whether they load, then the device library."""
     heap = facts.environment.get("TDCOLL_HEAP") or "auto"
     if heap == "torch" or (heap == "auto" and facts.of("nvshmem").get("missing")):
-        if not facts.simulated:
+        if not facts.simulated and facts.nnodes == 1:
             why = "TDCOLL_HEAP=torch" if heap == "torch" else "not installed"
             text = f"{why}: the symmetric heap is PyTorch's, on one host"
             return [note("NVSHMEM", text, f"jobs on several hosts, and algorithms that put, need it: {_extra(facts)}")]

@@ -173,6 +173,10 @@ def _refused(variable: str, value: str, facts: Facts) -> str:
         return "set a positive number of seconds"
     if variable == "TDCOLL_EMULATE_NODES" and not (value.isdigit() and 1 <= int(value) <= facts.nproc):
         return f"set a whole number from 1 to the number of ranks per host, here {facts.nproc}"
+    if variable == "TDCOLL_HEAP" and value not in ("auto", "nvshmem", "torch"):
+        return "set auto, nvshmem or torch, or unset it"
+    if variable == "TDCOLL_HEAP" and value == "torch" and facts.nnodes > 1:
+        return "it is for one host: unset it, so that NVSHMEM makes the symmetric heap"
     if variable == "TDCOLL_COMPILER" and value not in ("triton", "triton_dist"):
         return "set triton or triton_dist, or unset it"
     if variable == "TDCOLL_COMPILER" and value == "triton_dist" and facts.simulated:

@@ -22,7 +22,7 @@ from tdcoll.runtime.control import StoreControlPlane, generation, keep, require_
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.topology import emulated_node
 
-__all__ = ["device_index", "finalize", "initialize", "is_initialized", "join", "may_share_gpus"]
+__all__ = ["device_index", "finalize", "heap_of", "initialize", "is_initialized", "join", "may_share_gpus"]
 
 _log = logging.getLogger("tdcoll")
 
@@ -32,7 +32,7 @@ DEFAULT_TIMEOUT_S = 30.0
 _HEAPS = ("auto", "nvshmem", "torch")
 
 
-def _heap_of(heap: str | None) -> str:
+def heap_of(heap: str | None = None) -> str:
     """``"nvshmem"`` or ``"torch"``: what is asked for, or what ``"auto"`` means here.
 
     Raises:
@@ -45,7 +45,13 @@ def _heap_of(heap: str | None) -> str:
         raise ValueError(f"{name} must be one of {', '.join(_HEAPS)}; got {asked!r}")
     if asked != "auto":
         return asked
-    return "nvshmem" if INTERPRETED or importlib.util.find_spec("nvshmem") is not None else "torch"
+    return "nvshmem" if INTERPRETED or _has_nvshmem() else "torch"
+
+
+def _has_nvshmem() -> bool:
+    """Whether NVSHMEM's Python bindings are installed. What tdcoll.compat puts in their place lies in no folder."""
+    found = importlib.util.find_spec("nvshmem")
+    return found is not None and bool(found.submodule_search_locations)
 
 
 def _asks_to_share_gpus() -> bool:
@@ -94,7 +100,7 @@ class _Settings:
             arguments.seconds("timeout_s", timeout_s),
             arguments.whole("emulate_nodes", emulate_nodes, 1),
             bool(share_gpus),
-            _heap_of(heap),
+            heap_of(heap),
         )
 
 
@@ -158,7 +164,7 @@ def initialize(
             refuses two ranks on one GPU, and the device is ``LOCAL_RANK`` modulo the number of GPUs. Default: whether
             ``TDCOLL_SHARE_GPUS`` is set to something other than 0. Without effect in the simulator.
         heap: who makes the symmetric heap on GPUs. ``"nvshmem"``: NVSHMEM, which is started. ``"torch"``: PyTorch's
-            symmetric memory, for the GPUs of one host that reach each other's memory; NVSHMEM need not be installed.
+            symmetric memory, for the GPUs of one node that reach each other's memory; NVSHMEM need not be installed.
             Kernels and algorithms that put (``"1d"``, ``"2d"``) then raise an error; ``"auto"`` never chooses one.
             ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch. Default: ``TDCOLL_HEAP``, else ``"auto"``.
             The simulator has one heap; with ``"torch"`` it refuses what that of PyTorch does not have.
@@ -177,7 +183,7 @@ def initialize(
             "timeout_s": timeout_s,
             "emulate_nodes": emulate_nodes,
             "share_gpus": share_gpus,
-            "heap": None if heap in (None, "auto") else _heap_of(heap),
+            "heap": None if heap in (None, "auto") else heap_of(heap),
         }
         _refuse_other_job(existing, asked)
         return
@@ -326,10 +332,11 @@ def _refuse_several_nodes(settings: _Settings, answers: Sequence[Any]) -> None:
         raise TdcollError(
             f"emulate_nodes={settings.emulate_nodes} needs puts, which heap='torch' does not have; use heap='nvshmem'"
         )
-    names = sorted({str(answer[1]) if INTERPRETED else answer[2][0] for answer in answers})
-    if len(names) > 1:
+    # Two agents of torchrun on one host are two nodes, between which algorithms put.
+    nodes = sorted({name if gpu is None or name == gpu[0] else f"{name} on {gpu[0]}" for _, name, gpu in answers})
+    if len(nodes) > 1:
         raise TdcollError(
-            f"heap='torch' is for one host, and the job has {len(names)} ({', '.join(names)}): install tdcoll[cu12] or "
+            f"heap='torch' is for one node, and the job has {len(nodes)} ({', '.join(nodes)}): install tdcoll[cu12] or "
             "tdcoll[cu13] on all of them, which bring NVSHMEM's Python bindings, and use heap='nvshmem'"
         )
     gpus = [answer[2] for answer in answers]
@@ -375,7 +382,15 @@ def _join(
         from tdcoll.runtime.torch_memory import TorchHeap
 
         device = torch.device("cuda", torch.cuda.current_device())
-        heap = TorchHeap(pe=rank, n_pes=world_size, nbytes=settings.heap_bytes, device=device, store=heap_store)
+        heap = TorchHeap(
+            pe=rank,
+            n_pes=world_size,
+            nbytes=settings.heap_bytes,
+            device=device,
+            store=heap_store,
+            control=control,
+            timeout_s=settings.timeout_s,
+        )
     else:
         from tdcoll.runtime.nvshmem import NvshmemHeap
 

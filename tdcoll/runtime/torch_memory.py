@@ -2,19 +2,24 @@
 """The symmetric heap on the GPUs of one host, without NVSHMEM: a block of PyTorch's symmetric memory per PE.
 
 PyTorch makes the memory and maps it into the peers' address spaces (``torch.distributed._symmetric_memory``). That is
-all tdcoll asks of it: signals and protocols are tdcoll's, and so are the words that they use. No process group is
-needed, since the ranks meet through the store of the job. Loads and stores reach all PEs; nothing puts.
+all tdcoll asks of it: signals and protocols are tdcoll's, and so are the words that they use. No process group of
+the user's is needed, since the ranks meet through the store of the job. Loads and stores reach all PEs; nothing puts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from tdcoll.errors import HeapExhaustedError, TdcollError
 from tdcoll.language.warm_up import warm_up
+from tdcoll.runtime.control import ControlPlane
 from tdcoll.runtime.cuda import CudaHeap
 
 __all__ = ["TorchHeap"]
@@ -22,6 +27,28 @@ __all__ = ["TorchHeap"]
 _numbers = itertools.count()
 _abandoned: list[Any] = []
 """Heaps of jobs that have failed: peers may still write to them."""
+
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Inside, PyTorch makes no multicast object for memory that it maps: tdcoll has no use for one, and on some hosts
+    to ask for it fails or hangs."""
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_NO_MULTICAST]
+        if before is not None:
+            os.environ[_NO_MULTICAST] = before
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether PyTorch has raised this for want of memory: the driver's errors have no class of their own."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 class TorchHeap(CudaHeap):
@@ -32,44 +59,87 @@ class TorchHeap(CudaHeap):
             device of its own.
         store: of ``torch.distributed``, which the ranks meet through; for this heap alone.
 
+        control: tells the ranks of each other's failures.
+        timeout_s: how long to wait for the other ranks, seconds.
+
     Raises:
-        HeapExhaustedError: the GPU has not so much memory.
-        TdcollError: PyTorch has no symmetric memory, or cannot map that of a peer.
+        HeapExhaustedError: a GPU has not so much memory; on all ranks.
+        TdcollError: PyTorch has no symmetric memory, on any rank, or cannot map that of a peer.
+        CollectiveTimeout: a rank did not come.
     """
 
     puts = False
 
-    def __init__(self, *, pe: int, n_pes: int, nbytes: int, device: torch.device, store: Any) -> None:
+    def __init__(
+        self,
+        *,
+        pe: int,
+        n_pes: int,
+        nbytes: int,
+        device: torch.device,
+        store: Any,
+        control: ControlPlane,
+        timeout_s: float,
+    ) -> None:
         super().__init__(pe, n_pes, nbytes, device)
+        self._handle: Any = None
         with warm_up(device, nvshmem=False):
+            failed: Exception | None = None
             try:
-                self._make(store)
-            except torch.OutOfMemoryError as error:
-                raise HeapExhaustedError(
-                    f"PyTorch could not allocate {nbytes} bytes of symmetric memory on {device} ({error}). Lower "
-                    "NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...)."
-                ) from error
+                self._allocate(store, timeout_s)
             except (ImportError, RuntimeError) as error:
-                raise TdcollError(
-                    f"PyTorch {torch.__version__} gives no symmetric memory between the {n_pes} GPUs of this host "
-                    f"({error}). initialize(heap='nvshmem') does without it, and needs tdcoll[cu12] or tdcoll[cu13]."
-                ) from error
+                failed = error
+            # PyTorch waits for all ranks when they meet, and counts the meetings in each process: all come, or none.
+            told = None if failed is None else (_is_out_of_memory(failed), str(failed))
+            for other, problem in enumerate(control.all_gather(range(n_pes), "symmetric memory", told)):
+                if problem is not None:
+                    raise self._error(other, *problem) from failed
+            try:
+                self._meet()
+            except RuntimeError as error:
+                raise self._error(pe, _is_out_of_memory(error), str(error)) from error
         self.base = self._bases[pe]
 
-    def _make(self, store: Any) -> None:
-        self._handle: Any = None
+    def _allocate(self, store: Any, timeout_s: float) -> None:
         if self.n_pes == 1:
             self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            return
+        from torch._C._distributed_c10d import ProcessGroup, _SymmetricMemory
+
+        self._name = name = f"tdcoll heap {next(_numbers)}"  # PyTorch forgets no group, and takes each name once
+        store.set_timeout(timedelta(seconds=timeout_s))
+        _SymmetricMemory.set_group_info(name, self.pe, self.n_pes, store)
+        self._group = ProcessGroup(store, self.pe, self.n_pes)
+        self._bytes = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, self.device, name)
+
+    def _meet(self) -> None:
+        """Have PyTorch map the blocks of the peers."""
+        if self.n_pes == 1:
             self._bases = [self._bytes.data_ptr()]
             return
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C import _distributed_c10d
 
-        name = f"tdcoll heap {next(_numbers)}"  # PyTorch forgets no group, and takes each name once
-        _SymmetricMemory.set_group_info(name, self.pe, self.n_pes, store)
-        self._bytes = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, self.device, name)
-        self._handle = _SymmetricMemory.rendezvous(self._bytes)
+        c10d: Any = _distributed_c10d
+        # PyTorch finds the store by what was set for the name; from some version on by a process group of that name.
+        c10d._register_process_group(self._name, self._group)
+        try:
+            with _without_multicast():
+                self._handle = c10d._SymmetricMemory.rendezvous(self._bytes)
+        finally:
+            c10d._unregister_process_group(self._name)
         here = self._bytes.data_ptr() - self._handle.buffer_ptrs[self.pe]
         self._bases = [int(address) + here for address in self._handle.buffer_ptrs]
+
+    def _error(self, rank: int, exhausted: bool, why: str) -> TdcollError:
+        if exhausted:
+            return HeapExhaustedError(
+                f"PyTorch cannot get {self.nbytes} bytes of symmetric memory on the GPU of rank {rank} ({why}). "
+                "Lower NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...)."
+            )
+        return TdcollError(
+            f"PyTorch {torch.__version__} gives rank {rank} no symmetric memory among the {self.n_pes} GPUs of this "
+            f"host ({why}). initialize(heap='nvshmem') does without it, and needs tdcoll[cu12] or tdcoll[cu13]."
+        )
 
     def peer_base(self, pe: int) -> int:
         return self._bases[pe]

@@ -10,13 +10,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiers import second
 
+import tdcoll
 from tdcoll.compat import NotProvidedError, _Finder
 from tdcoll.compat.missing import ATTRIBUTES, MODULES
+from tdcoll.compat.triton_dist import nvshmem_core
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -136,6 +140,19 @@ def test_from_import_says_why(tmp_path: Path) -> None:
     done = run(path, tmp_path)
     assert done.returncode == 1
     assert "does not provide triton_dist.language.simt_exec_region: stock Triton's `with` cannot" in done.stderr
+
+
+def test_a_barrier_is_on_the_stream_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on one that is another package's; it was on the current one then."""
+    seen: list[Any] = []
+    monkeypatch.setattr(tdcoll, "barrier_on_stream", seen.append)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
+    foreign = SimpleNamespace(__cuda_stream__=lambda: (0, 42))
+    for stream in (None, foreign, SimpleNamespace(pt_stream=foreign)):
+        nvshmem_core.barrier(nvshmem_core.Teams.TEAM_WORLD, stream)
+    assert seen == [None, "stream 42", "stream 42"]
+    with pytest.raises(TypeError, match=r"stream must be torch\.cuda\.Stream, .* or None; got int"):
+        nvshmem_core.barrier(nvshmem_core.Teams.TEAM_WORLD, 42)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from tdcoll.distributed import BackendTimeout, Options, agreement, backend, expl
 from tdcoll.distributed.inner import NamedWork, RollCall, add_backends
 from tdcoll.distributed.options import SERVED_BYTES, SERVES
 from tdcoll.distributed.services import KINDS
+from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.work import Task, TaskWork, worker
 from tdcoll.runtime import lifecycle
 from tdcoll.work import as_backend_error
@@ -143,6 +146,18 @@ try:
 except BackendTimeout as error:
     print("told:", error)
 """
+
+
+def test_a_heap_of_pytorchs_needs_no_nvshmem(monkeypatch) -> None:
+    for module in (agreement, lifecycle):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(agreement, "bitcode_path", lambda: "libnvshmem_device.bc")
+    monkeypatch.setitem(sys.modules, "nvshmem.bindings.nvshmem", None)
+    for heap, obstacle in (("nvshmem", "NVSHMEM is not installed"), ("torch", None)):
+        monkeypatch.setenv("TDCOLL_HEAP", heap)
+        found = agreement._obstacle()
+        assert found == obstacle or (obstacle and obstacle in str(found))
 
 
 def test_an_expired_wait_that_nobody_heard_of_is_raised_at_the_end() -> None:
@@ -374,6 +389,17 @@ def test_the_backend_is_registered() -> None:
 
 def timeout() -> tdcoll.CollectiveTimeout:
     return tdcoll.CollectiveTimeout(rank=0, peer=3, signal=1, epoch=2, expected=2, seen=0, timeout_s=1)
+
+
+def test_the_short_way_leaves_the_current_device_alone(monkeypatch) -> None:
+    """It sets a stream, which sets the device: from another device calls go the long way, which restores it."""
+    ours = Sides.__new__(Sides)
+    ours.device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("it went on"))
+    service: Any = SimpleNamespace(stream="one of device 1")
+    assert ours._at_once_beside(service, torch.empty(1), torch.empty(1), None) is None
 
 
 def test_errors_of_the_worker_reach_whoever_waits() -> None:

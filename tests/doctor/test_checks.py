@@ -88,6 +88,9 @@ PROBLEMS = [
     ("no number", GPUS, environment(GPUS, TDCOLL_TIMEOUT_S="soon"), "variables", "TDCOLL_TIMEOUT_S=soon", "positive number"),
     ("no time", GPUS, environment(GPUS, TDCOLL_TIMEOUT_S="0"), "variables", "TDCOLL_TIMEOUT_S=0", "positive number"),
     ("too many nodes", GPUS, environment(GPUS, TDCOLL_EMULATE_NODES="4"), "variables", "TDCOLL_EMULATE_NODES=4", "from 1 to the number of ranks per host, here 3"),
+    ("no such heap", GPUS, environment(GPUS, TDCOLL_HEAP="cuda"), "variables", "TDCOLL_HEAP=cuda", "auto, nvshmem or torch"),
+    ("PyTorch's heap on hosts", HOSTS, environment(HOSTS, TDCOLL_HEAP="torch"), "variables", "TDCOLL_HEAP=torch", "for one host"),
+    ("no NVSHMEM on hosts", HOSTS, found(HOSTS, nvshmem=MISSING), "NVSHMEM host library", "does not load", ".[cu13]"),
     ("no such compiler", GPUS, environment(GPUS, TDCOLL_COMPILER="clang"), "variables", "TDCOLL_COMPILER=clang", "triton or triton_dist"),
     ("compiler and simulator", SIMULATOR, environment(SIMULATOR, TDCOLL_COMPILER="triton_dist"), "variables", "triton_dist", "unset one"),
 ]  # fmt: skip

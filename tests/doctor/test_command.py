@@ -78,7 +78,7 @@ def run_with(monkeypatch, facts, outcome, *arguments: str) -> int:
 
 
 def test_a_job_that_fails_is_exit_status_1(monkeypatch, capsys):
-    well = functional.Outcome({"world": 3, "simulated": False, "hop_us": 1.9, "gather_us": 9.5})
+    well = functional.Outcome({"world": 3, "simulated": False, "puts": True, "hop_us": 1.9, "gather_us": 9.5})
     assert run_with(monkeypatch, GPUS, well) == 0
     assert "no problems, no notes" in capsys.readouterr().out
     assert run_with(monkeypatch, GPUS, functional.Outcome(error="rank 0: TdcollError: x", reason="exit status 1")) == 1

@@ -23,13 +23,18 @@ from tests.doctor.healthy import GPUS, SIMULATOR, environment, found
 def case(world: World) -> None:
     reports = []
     world.run(lambda pe: reports.append(job.run(30.0)))
-    assert reports == [{"world": world.n_pes, "simulated": True, "hop_us": None, "gather_us": None}] * world.n_pes
+    expected = {"world": world.n_pes, "simulated": True, "puts": world.memory.puts, "hop_us": None, "gather_us": None}
+    assert reports == [expected] * world.n_pes
 
 
 def test_every_rank_is_content_over_seeds():
     for n_pes, seeds in ((1, 1), (2, 4), (3, 6)):
         explore(case, n_pes=n_pes, seeds=seeds)
     explore(case, n_pes=4, seeds=3, ranks_per_node=2)
+
+
+def test_ranks_of_a_heap_without_puts_are_content():
+    case(World(2, puts=False))
 
 
 @tdcoll.jit
@@ -68,7 +73,10 @@ def lines(*said: dict) -> str:
 
 WELL = lines(
     {"rank": 1, "stage": "ring"},
-    {"rank": 0, "result": {"world": 2, "simulated": False, "hop_us": 1.9, "gather_us": 9.5}},
+    {"rank": 0, "result": {"world": 2, "simulated": False, "puts": True, "hop_us": 1.9, "gather_us": 9.5}},
+)
+WITHOUT_PUTS = lines(
+    {"rank": 0, "result": {"world": 2, "simulated": False, "puts": False, "hop_us": None, "gather_us": 9.5}}
 )
 
 
@@ -77,6 +85,8 @@ WELL = lines(
     [
         (Ended(0, "noise\n" + WELL), "ok", "2 ranks: all pairs, the ring and the all-gather brought what was sent; put "
          "and signal 1.9 µs per hop, all-gather of 1 KiB 9.5 µs", ""),
+        (Ended(0, WITHOUT_PUTS), "ok", "2 ranks: the all-gather brought what was sent; PyTorch's memory has no puts to "
+         "test; all-gather of 1 KiB 9.5 µs", ""),
         (Ended(0, ""), "problem", "no rank reported a result", "docs/errors.md"),
         (Ended(None, "torch.SignalException: Process 3 got signal: 15\n", True, "it did not end within 9 s"), "problem",
          "it did not end within 9 s; no rank had begun", "docs/errors.md"),
@@ -93,7 +103,7 @@ WELL = lines(
                "it did not end within 9 s"), "problem",
          "it did not end within 9 s; last in tdcoll.initialize: rank 0, 1", "NVSHMEM_DEBUG"),
     ],
-    ids=["well", "nothing", "slow", "after the end", "error of a rank", "traceback", "library", "hangs"],
+    ids=["well", "without puts", "nothing", "slow", "after the end", "error of a rank", "traceback", "library", "hangs"],
 )  # fmt: skip
 def test_how_a_job_ended(ended, status, text, advice):
     line = functional.judge(GPUS, functional.read(ended))

@@ -127,7 +127,7 @@ def test_reduce_scatter_checks_on_emulated_nodes(launch: Launch, ranks: int) -> 
 
 @needs(2)
 @pytest.mark.parametrize(
-    "name", ["all_gather", "all_reduce", "reduce_scatter", "sparse", "fused", "early", "primitives"]
+    "name", ["all_gather", "all_reduce", "reduce_scatter", "sparse", "fused", "early", "primitives", "distributed"]
 )
 def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
     """No NVSHMEM: neither started nor linked."""

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton.language as tl
+from torch._C import _distributed_c10d as c10d
 
 import tdcoll
 import tdcoll.language as tdl
@@ -22,15 +27,17 @@ from tdcoll.testing import World
 
 def test_auto_is_nvshmem_where_its_bindings_are_and_else_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TDCOLL_HEAP", raising=False)
-    assert lifecycle._heap_of(None) == "nvshmem"  # the simulator has all of it
+    assert lifecycle.heap_of(None) == "nvshmem"  # the simulator has all of it
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
-    for found, wanted in ((object(), "nvshmem"), (None, "torch")):
+    installed, stand_in = ModuleSpec("nvshmem", None), ModuleSpec("nvshmem", None, is_package=True)
+    installed.submodule_search_locations = ["site-packages/nvshmem"]
+    for found, wanted in ((installed, "nvshmem"), (stand_in, "torch"), (None, "torch")):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
-        assert lifecycle._heap_of(None) == lifecycle._heap_of("auto") == wanted
-        assert lifecycle._heap_of("torch") == "torch"
+        assert lifecycle.heap_of(None) == lifecycle.heap_of("auto") == wanted
+        assert lifecycle.heap_of("torch") == "torch"
     monkeypatch.setenv("TDCOLL_HEAP", "nvshmem")
-    assert lifecycle._heap_of(None) == "nvshmem"
-    assert lifecycle._heap_of("auto") == "torch"
+    assert lifecycle.heap_of(None) == "nvshmem"
+    assert lifecycle.heap_of("auto") == "torch"
 
 
 def test_a_wrong_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,11 +56,17 @@ def test_nodes_need_puts() -> None:
     assert "TdcollError: emulate_nodes=2 needs puts, which heap='torch' does not have" in done.stderr
 
 
-def test_hosts_need_puts() -> None:
+def test_hosts_and_nodes_need_puts(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: Any = SimpleNamespace(heap="torch", emulate_nodes=1)
     lifecycle._refuse_several_nodes(settings, [(settings, "here", None)] * 2)
     with pytest.raises(TdcollError, match=r"the job has 2 \(here, there\): install tdcoll\[cu12\]"):
         lifecycle._refuse_several_nodes(settings, [(settings, name, None) for name in ("here", "there")])
+    monkeypatch.setattr(lifecycle, "INTERPRETED", False)
+    a, b = ("here", "GPU 0"), ("here", "GPU 1")
+    lifecycle._refuse_several_nodes(settings, [(settings, "here", a), (settings, "here", b)])
+    # Algorithms on a node of each agent's would need puts.
+    with pytest.raises(TdcollError, match=r"2 \(GROUP_RANK=0 on here, GROUP_RANK=1 on here\)"):
+        lifecycle._refuse_several_nodes(settings, [(settings, "GROUP_RANK=0", a), (settings, "GROUP_RANK=1", b)])
 
 
 def test_a_job_says_which_heap_it_has() -> None:
@@ -119,6 +132,9 @@ class _Memory:
     def __init__(self) -> None:
         self.groups: dict[str, tuple[Any, ...]] = {}
         self.fails: Exception | None = None
+        """What an allocation raises."""
+        self.meets: Exception | None = None
+        """What a meeting raises."""
 
     def set_group_info(self, name: str, rank: int, world_size: int, store: Any) -> None:
         assert name not in self.groups, "PyTorch takes a name once"
@@ -127,12 +143,18 @@ class _Memory:
     def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any, group: str) -> torch.Tensor:
         assert (stride, dtype) == ((1,), torch.uint8)
         assert group in self.groups
+        if self.fails is not None:
+            raise self.fails
         self.block = torch.zeros(self.OFFSET + size[0], dtype=dtype)
         return self.block[self.OFFSET :]
 
     def rendezvous(self, tensor: torch.Tensor) -> Any:
-        if self.fails is not None:
-            raise self.fails
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "PyTorch would make a multicast object"
+        name, (rank, world_size, store) = list(self.groups.items())[-1]
+        found = c10d._resolve_process_group(name)  # as PyTorch 2.13 does, and not what was set
+        assert (found.rank(), found.size(), found.get_group_store()) == (rank, world_size, store)
+        if self.meets is not None:
+            raise self.meets
         own = self.block.data_ptr()
         return SimpleNamespace(buffer_ptrs=[own - 4096, own, own + 4096])
 
@@ -145,8 +167,24 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> _Memory:
     return played
 
 
-def _heap(n_pes: int, pe: int) -> torch_memory.TorchHeap:
-    return torch_memory.TorchHeap(pe=pe, n_pes=n_pes, nbytes=1024, device=torch.device("cpu"), store="a store")
+STORE = dist.HashStore()
+
+
+def _heap(n_pes: int, pe: int, others: dict[int, Any] | None = None) -> torch_memory.TorchHeap:
+    """``others``: what ranks other than this one tell of their failures."""
+
+    def all_gather(ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
+        return [value if rank == pe else (others or {}).get(rank) for rank in ranks]
+
+    return torch_memory.TorchHeap(
+        pe=pe,
+        n_pes=n_pes,
+        nbytes=1024,
+        device=torch.device("cpu"),
+        store=STORE,
+        control=SimpleNamespace(all_gather=all_gather),
+        timeout_s=5.0,
+    )
 
 
 def test_peers_are_where_pytorch_has_mapped_them(memory: _Memory) -> None:
@@ -157,8 +195,22 @@ def test_peers_are_where_pytorch_has_mapped_them(memory: _Memory) -> None:
         heap.view(8, 8).fill_(7)
         assert memory.block[memory.OFFSET + 8 : memory.OFFSET + 16].tolist() == [7] * 8
         heap.close()
-    assert set(memory.groups.values()) == {(1, 3, "a store")}
-    assert len(memory.groups) == 2
+    assert list(memory.groups.values()) == [(1, 3, STORE)] * 2
+    assert STORE.timeout.total_seconds() == 5
+    for name in memory.groups:
+        with pytest.raises(RuntimeError, match="not resolve"):
+            c10d._resolve_process_group(name)
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_callers_may_use_multicast_afterwards(memory: _Memory, monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    if before is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, before)
+    _heap(3, 1)
+    assert os.environ.get(name) == before
 
 
 def test_one_rank_needs_nobody(memory: _Memory) -> None:
@@ -169,12 +221,22 @@ def test_one_rank_needs_nobody(memory: _Memory) -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(memory: _Memory) -> None:
-    memory.fails = RuntimeError("CUDA driver error: peer access is not supported")
-    with pytest.raises(TdcollError, match=r"peer access is not supported.*initialize\(heap='nvshmem'\)"):
+    memory.meets = RuntimeError("CUDA driver error: peer access is not supported")
+    with pytest.raises(TdcollError, match=r"rank 1.*peer access is not supported.*initialize\(heap='nvshmem'\)"):
         _heap(3, 1)
-    memory.fails = torch.OutOfMemoryError("out of memory")
-    with pytest.raises(tdcoll.HeapExhaustedError, match="1024 bytes of symmetric memory"):
-        _heap(3, 1)
+    # The driver's errors, which are what PyTorch raises here, have no class of their own.
+    for error in (RuntimeError("CUDA driver error: out of memory"), torch.OutOfMemoryError("out of memory")):
+        memory.fails = error
+        with pytest.raises(tdcoll.HeapExhaustedError, match="1024 bytes of symmetric memory on the GPU of rank 1"):
+            _heap(3, 1)
+
+
+def test_who_has_memory_does_not_wait_for_who_has_none(memory: _Memory) -> None:
+    memory.meets = AssertionError("it would wait there for rank 2")
+    with pytest.raises(tdcoll.HeapExhaustedError, match=r"the GPU of rank 2 \(full\)"):
+        _heap(3, 1, {2: (True, "full")})
+    with pytest.raises(TdcollError, match=r"gives rank 0 no symmetric memory .* \(none here\)"):
+        _heap(3, 1, {0: (False, "none here"), 2: (True, "full")})
 
 
 def test_memory_of_a_failed_job_stays(memory: _Memory) -> None:

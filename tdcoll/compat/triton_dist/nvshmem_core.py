@@ -55,12 +55,29 @@ def get_peer_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
 def barrier(team: int, stream: Any = None) -> None:
     """:func:`tdcoll.barrier_on_stream`, of all PEs.
 
+    Args:
+        team: ``Teams.TEAM_WORLD``.
+        stream: PyTorch's, a wrapper of one, or any object with ``__cuda_stream__``. None: the current stream.
+
     Raises:
+        TypeError: ``stream`` is none of these.
         ValueError: another team than the world.
     """
     if team != Teams.TEAM_WORLD:
         raise ValueError(
             f"team must be Teams.TEAM_WORLD: tdcoll has barriers on streams of all ranks only; got {team!r}"
         )
-    handle = getattr(stream, "pt_stream", stream)
-    tdcoll.barrier_on_stream(handle if isinstance(handle, torch.cuda.Stream) else None)
+    tdcoll.barrier_on_stream(_pytorchs(stream))
+
+
+def _pytorchs(stream: Any) -> Any:
+    """A stream as PyTorch's."""
+    given = getattr(stream, "pt_stream", stream)
+    if given is None or isinstance(given, torch.cuda.Stream):
+        return given
+    if not hasattr(given, "__cuda_stream__"):
+        raise TypeError(
+            f"stream must be torch.cuda.Stream, an object with __cuda_stream__, or None; got {type(given).__name__}"
+        )
+    _, handle = given.__cuda_stream__()
+    return torch.cuda.ExternalStream(handle)
