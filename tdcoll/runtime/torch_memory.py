@@ -28,7 +28,6 @@ _numbers = itertools.count()
 _abandoned: list[Any] = []
 """Heaps of jobs that have failed: peers may still write to them."""
 
-
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -58,7 +57,6 @@ class TorchHeap(CudaHeap):
         pe, n_pes, nbytes, device: as for :class:`~tdcoll.runtime.cuda.CudaHeap`; all PEs are on one host, each on a
             device of its own.
         store: of ``torch.distributed``, which the ranks meet through; for this heap alone.
-
         control: tells the ranks of each other's failures.
         timeout_s: how long to wait for the other ranks, seconds.
 
