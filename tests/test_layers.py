@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("work",),
     ("environment",),
     ("spec",),
-    ("runtime.topology", "runtime.peers"),
+    ("runtime.topology"),
     ("runtime",),
     ("runtime.simulator",),
     ("language",),
