@@ -177,7 +177,7 @@ class Choice:
         )
 
     def _several_epochs(self, algorithm: str, nbytes: int, ll_bytes: int, lamport_bytes: int) -> bool:
-        """Whether such a call is several epochs in a context that holds it by chunks."""
+        """Return whether an algorithm by words takes several epochs, though the context holds the call by chunks."""
         rule = self.policy.rules[algorithm]
         return bool(rule.words) and rule.epoch(self._facts(nbytes, ll_bytes, lamport_bytes)) < nbytes
 

@@ -203,7 +203,7 @@ class NormRow(Measured):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Of the rows."""
+        """Return the rows and the numbers in each, by which results are compared."""
         return self.rows, self.hidden
 
 

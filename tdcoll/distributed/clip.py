@@ -25,8 +25,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for models that have sparse gradients, of ``nn.Embedding(sparse=True)`` say.
 
-    torch's raises ``NotImplementedError`` for a sparse gradient. This one takes it for the dense tensor that it stands
-    for: rows that come twice are added before they count, and what has no row is zero. A sparse gradient that is not
+    torch's function refuses sparse gradients. This one takes each for the dense tensor that it stands for: rows that
+    come twice are added before they count, and what has no row is zero. A sparse gradient that is not
     coalesced is coalesced in place, and on a GPU the host waits for that. Gradients that tdcoll has reduced are
     coalesced. Nothing else waits that does not in torch's function, which does all the arithmetic.
 

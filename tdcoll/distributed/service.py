@@ -12,6 +12,7 @@ What is refused is refused from facts that are the same on all ranks, in the ord
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -88,7 +89,7 @@ class Call:
         return [*self.outs, *self.inputs, *self.pieces]
 
 
-class Service:
+class Service(ABC):
     """One kind of call of one group.
 
     Attributes:
@@ -108,41 +109,41 @@ class Service:
         self.setting = setting
         self.stream: Any = None
 
+    @abstractmethod
     def refuse(self, call: Call) -> str | None:
         """Why such a call cannot be served, from what is the same on all ranks; None if it can."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(self, call: Call) -> str | None:
         """Have what the call needs; why it cannot be had, the same on all ranks. Collective, when it is made.
 
         Raises:
             TypeError, ValueError: the tensors do not fit each other, on this rank.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, call: Call) -> list[torch.Tensor]:
         """Make the call on the current stream; its result. After :meth:`prepare`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """What is served, for people."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self) -> None:
         """Raise what the kernels that are finished have left.
 
         Raises:
             CollectiveTimeout: a wait has expired.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def give_up(self) -> None:
         """End the waits of its kernels; for a process that ends, from any thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Free what it holds. Collective."""
-        raise NotImplementedError
 
 
 class Dense(Service):
@@ -169,9 +170,9 @@ class Dense(Service):
             before=worker.drain,
         )
 
+    @abstractmethod
     def inbox(self, nbytes: int) -> int:
         """Bytes per rank of the context for a call of ``nbytes``."""
-        raise NotImplementedError
 
     def sizes(self, call: Call) -> list[int]:
         """Bytes of each part of the call, as they are limited."""
@@ -191,9 +192,9 @@ class Dense(Service):
         self.check_sizes(call)
         return None
 
+    @abstractmethod
     def check_sizes(self, call: Call) -> None:
         """Raise unless outputs and inputs fit each other."""
-        raise NotImplementedError
 
     def packed(self, call: Call) -> int:
         """Bytes per rank of all tensors of the call together if one launch has them all; else 0."""
@@ -218,9 +219,9 @@ class Dense(Service):
                 self.launch(out, tensor, call.op)
         return list(call.outs)
 
+    @abstractmethod
     def run_packed(self, call: Call) -> None:
         """Make a call of several tensors with one launch."""
-        raise NotImplementedError
 
     def launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> None:
         """One launch, or one for each epoch, of tensors that fit each other; with the copies that it takes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -36,7 +37,7 @@ def _driver_call(function: str, stream: int, address: int, value: int, bits: int
     _checked(function, call(ctypes.c_void_p(stream), ctypes.c_uint64(address), word, ctypes.c_uint(flags)))
 
 
-class CudaHeap:
+class CudaHeap(ABC):
     """This PE's block of GPU memory, and that of peers at :meth:`peer_base`.
 
     Args:
@@ -52,8 +53,9 @@ class CudaHeap:
     def __init__(self, pe: int, n_pes: int, nbytes: int, device: torch.device) -> None:
         self.pe, self.n_pes, self.nbytes, self.device = pe, n_pes, nbytes, device
 
+    @abstractmethod
     def peer_base(self, pe: int) -> int:
-        raise NotImplementedError
+        """Return the address at which this PE loads and stores ``pe``'s block; 0 if only puts and gets reach it."""
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         return self._bytes[offset : offset + nbytes]
@@ -77,8 +79,8 @@ class CudaHeap:
             ),
         )
 
-    def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
+    def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:  # noqa: B027
         """There are no reports to put names in."""
 
-    def unlabel(self, offset: int) -> None:
+    def unlabel(self, offset: int) -> None:  # noqa: B027
         """There are no reports to put names in."""

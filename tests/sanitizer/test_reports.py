@@ -35,7 +35,7 @@ OF_NCCL = """\
 
 OUT_OF_BOUNDS = """\
 ========= Invalid __global__ write of size 16 bytes
-=========     at all_gather_direct+0x9d0 in /work/tdcoll/primitives/stores.py:42
+=========     at all_gather_direct+0x9d0 in /src/tdcoll/primitives/stores.py:42
 =========     by thread (31,0,0) in block (3,0,0)
 =========     Address 0x7f21c2000010 is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f21c0000000 of size 33,554,448 bytes
@@ -50,11 +50,11 @@ OUT_OF_BOUNDS = """\
 """
 
 RACE = """\
-========= Error: Race reported between Write access at reduce+0x70 in /work/tdcoll/collectives/kernels_reduce.py:90
-=========     and Read access at reduce+0x120 in /work/tdcoll/collectives/kernels_reduce.py:99 [252 hazards]
+========= Error: Race reported between Write access at reduce+0x70 in /src/tdcoll/collectives/kernels_reduce.py:90
+=========     and Read access at reduce+0x120 in /src/tdcoll/collectives/kernels_reduce.py:99 [252 hazards]
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========         Host Frame: launch [0x19a0]
-=========                in /root/.triton/cache/ABC/__triton_launcher.so
+=========                in /home/user/.triton/cache/ABC/__triton_launcher.so
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """

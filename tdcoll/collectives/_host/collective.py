@@ -278,7 +278,7 @@ class Collective:
         self._remember(tensor, ctx, out, UNCHECKED if op is None else (UNCHECKED, op), launch)
 
     def overlap(self, tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> bool:
-        """Whether the tensors overlap in another way than a call in place may."""
+        """Return whether the tensors overlap other than as a call in place may."""
         small, large = (tensor, out) if self._layout == "gather" else (out, tensor)
         own = 0 if self._layout == "same" else ctx.rank * small.nbytes
         return lies_elsewhere_in(small.data_ptr(), small.nbytes, large.data_ptr(), large.nbytes, own)

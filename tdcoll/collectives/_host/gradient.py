@@ -12,8 +12,11 @@ __all__ = ["attach", "linear", "refuse"]
 
 
 class _Attached(torch.autograd.Function):
-    """Of a result that is there already. The collective itself is not made in here: in the simulator's ``World`` the
-    ranks of a process take turns during a call, and would see this rank's switch of grad mode."""
+    """The node of the autograd graph for a result that has been computed.
+
+    The collective is not called in here. In the simulator's ``World`` the ranks of a process take turns during a call,
+    and would see this rank's grad mode.
+    """
 
     @staticmethod
     def forward(
@@ -55,11 +58,14 @@ def refuse() -> None:
 
 
 def linear(name: str, op: Any) -> str:
-    """``op``, if the reduction ``tdcoll.name`` has a derivative for it.
+    """Return ``op``, for which the reduction ``tdcoll.name`` has a derivative.
 
     Raises:
-        NotImplementedError: it has none.
+        ValueError: it has none.
     """
     if op not in ("sum", "mean"):
-        raise NotImplementedError(f"tdcoll.{name} has no derivative for op={op!r}, only for 'sum' and 'mean'")
+        raise ValueError(
+            f"op must be 'sum' or 'mean' where a gradient goes back through tdcoll.{name}; got {op!r}. Pass "
+            "tensor.detach(), or make the call under torch.no_grad(), if no gradient is wanted"
+        )
     return str(op)

@@ -22,7 +22,7 @@ __all__ = ["Pool", "give_back_programs", "on", "take_programs"]
 _SMALLEST = 1 << 20
 
 _SIMULATED_MULTIPROCESSORS = 132
-"""Of a simulated GPU, as of an H100."""
+"""Multiprocessors of a simulated GPU. An H100 has as many."""
 
 
 def on(device: torch.device) -> Any:
@@ -68,7 +68,7 @@ def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int) -> int:
 
 
 def give_back_programs(owner: Runtime, programs: int) -> None:
-    """What :func:`take_programs` has returned is free again, on this rank."""
+    """Give back, on this rank, what :func:`take_programs` has returned."""
     owner.programs_taken -= programs
 
 

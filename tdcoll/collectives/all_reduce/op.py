@@ -77,8 +77,7 @@ def all_reduce(
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
-        NotImplementedError: (of a backward pass) ``op`` is neither sum nor mean.
-        TypeError, ValueError: an argument is not as described.
+        TypeError, ValueError: an argument is not as described; in a backward pass, ``op`` is neither sum nor mean.
 
     Algorithms: one-shot, every rank reduces what all have sent it; two-shot, a reduce-scatter and an all-gather in one
     kernel (Rabenseifner, 2004). Small messages go by words that need no signal: data that announces itself (the Lamport

@@ -73,8 +73,7 @@ def reduce_scatter(
         RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
-        NotImplementedError: (of a backward pass) ``op`` is neither sum nor mean.
-        TypeError, ValueError: an argument is not as described.
+        TypeError, ValueError: an argument is not as described; in a backward pass, ``op`` is neither sum nor mean.
 
     Algorithms: one stage, in which every rank sends each part to the rank that reduces it (direct reduce-scatter;
     Thakur, Rabenseifner and Gropp, 2005, call its pattern pairwise exchange); by words that need no signal (``"ll"``:
