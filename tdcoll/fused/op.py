@@ -13,7 +13,7 @@ import triton
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.algorithm import outside_of_graphs
 from tdcoll.collectives._host.checks import check_context, check_tensor, strided_bytes, usable
-from tdcoll.collectives._host.drop_in import pooled
+from tdcoll.collectives._host.drop_in import pooled_for
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
@@ -326,7 +326,4 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
 def pooled_context(x: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context for fused calls of a group, with room for rows such as ``x``. Collective when it is made or
     grows."""
-    arguments.tensor("x", x)
-    owner = runtime.current()
-    nbytes = inbox_bytes(strided_bytes(x), len(owner.ranks_of(group)), owner.heap.nbytes)
-    return pooled(_NAME, group, nbytes, lamport_bytes=None)
+    return pooled_for(_NAME, "x", x, group, inbox_bytes)
