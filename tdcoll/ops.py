@@ -26,8 +26,10 @@ from tdcoll.collectives.all_reduce.op import all_reduce as _all_reduce
 from tdcoll.collectives.all_reduce.op import pooled_context as _pooled_for_all_reduce
 from tdcoll.collectives.reduce_scatter.op import pooled_context as _pooled_for_reduce_scatter
 from tdcoll.collectives.reduce_scatter.op import reduce_scatter as _reduce_scatter
+from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.op import pooled_context as _pooled_for_norm
+from tdcoll.fused.policy import takes
 
 __all__ = ["all_gather", "all_reduce", "all_reduce_rms_norm", "fuse", "fusing", "group_name", "reduce_scatter"]
 
@@ -240,7 +242,7 @@ def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node says that it writes in place."""
+    """Return whether a node says that it writes in place."""
     target, more = node.target, node.kwargs
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if isinstance(target, torch._ops.OpOverload):
@@ -251,7 +253,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _seen(node: Any) -> torch.Tensor | None:
-    """What a node's value looks like."""
+    """Return the example that the graph has of a node's value; None if that is no tensor."""
     value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
@@ -281,9 +283,7 @@ def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | 
     if summed.shape != old.shape or not summed.dtype == old.dtype == gain.dtype or summed.shape[-1] != shape[0]:
         return None
     hidden = summed.shape[-1]
-    if summed.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return None
-    if not isinstance(hidden, int) or hidden > 16384 or hidden * summed.dtype.itemsize % 16:
+    if summed.dtype not in DTYPES or not isinstance(hidden, int) or not takes(hidden, summed.dtype.itemsize):
         return None
     eps = _argument(norm, 3, "eps")
     return add, reduce, residual, weight, torch.finfo(torch.float32).eps if eps is None else float(eps)

@@ -4,31 +4,34 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.algorithm import outside_of_graphs
 from tdcoll.collectives._host.checks import check_context, check_tensor, strided_bytes, usable
-from tdcoll.collectives._host.drop_in import pooled
+from tdcoll.collectives._host.drop_in import pooled_for
 from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives._host.plan import Plan
+from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.all_reduce.op import all_reduce, inbox_bytes
 from tdcoll.context import CollectiveContext
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
-from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, ONE_SHOT, Rows, choose, programs
+from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, ONE_SHOT, Rows, choose, programs, takes
+from tdcoll.primitives.reduce import triton_dtype
 
-__all__ = ["all_reduce_rms_norm", "facts_of", "pooled_context"]
+__all__ = ["DTYPES", "all_reduce_rms_norm", "pooled_context"]
 
 _NAME = "all_reduce_rms_norm"
 _FP8 = torch.float8_e4m3fn
 _REGISTERS = 128  # of a thread: what one of the largest programs, of 16 warps, can have
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of rows that can be reduced and normalized."""
 
 
 class _Kind(NamedTuple):
@@ -43,10 +46,24 @@ class _Kind(NamedTuple):
     algorithm: str | Plan
 
 
-_Run = Callable[
-    [int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], None
-]
-"""Launches on the stream of a handle, given x, residual, weight, new, out and scale."""
+class _Asked(NamedTuple):
+    """The arguments of a call as they came, which may be anything."""
+
+    x: Any
+    residual: Any
+    weight: Any
+    eps: Any
+    in_place: Any
+    out_dtype: Any
+    scale: Any
+    algorithm: Any
+
+
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""x, residual, weight, new, out and scale."""
+
+_Run = Callable[[int, _Tensors], None]
+"""Launches on the stream of a handle."""
 
 
 def all_reduce_rms_norm(
@@ -111,7 +128,7 @@ def all_reduce_rms_norm(
     check_context(ctx)
     try:
         kind = _Kind(x.shape, x.dtype, weight.dtype, eps, out_dtype is _FP8, scale is not None, algorithm)
-        known = ctx.known((_NAME, kind, in_place, residual.shape, residual.dtype, weight.shape, out_dtype))
+        known = ctx.known(_key(kind, residual, weight, in_place, out_dtype))
     except (AttributeError, TypeError, RuntimeError):  # what is none of this, or cannot be a key
         known = None
     device = ctx.device
@@ -124,7 +141,7 @@ def all_reduce_rms_norm(
         if not in_place or not _overlap(x, residual):
             stream, run = ctx.enter(), known
     if stream is None or run is None:
-        run = _long_way(x, residual, weight, ctx, eps, in_place, out_dtype, scale, algorithm)
+        run = _long_way(ctx, _Asked(x, residual, weight, eps, in_place, out_dtype, scale, algorithm))
         stream = ctx.current_stream()
     new = residual if in_place else torch.empty_like(x)
     out = torch.empty(x.shape, dtype=out_dtype, device=device) if out_dtype is not None else torch.empty_like(x)
@@ -132,28 +149,25 @@ def all_reduce_rms_norm(
     if out_dtype is _FP8 and scale is None:
         scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=device)
     if x.numel():
-        _launch(run, stream, x, residual, weight, new, out, scales)
+        _launch(run, stream, (x, residual, weight, new, out, scales))
     return (out, new) if out_dtype is not _FP8 else (out, new, scales)  # type: ignore[return-value]
 
 
-def _launch(
-    run: _Run,
-    stream: int,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    new: torch.Tensor,
-    out: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> None:
+def _key(kind: _Kind, residual: torch.Tensor, weight: torch.Tensor, in_place: bool, out_dtype: Any) -> Hashable:
+    """The key under which a context knows a call whose checks have passed once."""
+    return (_NAME, kind, in_place, residual.shape, residual.dtype, weight.shape, out_dtype)
+
+
+def _launch(run: _Run, stream: int, tensors: _Tensors) -> None:
     """Launch, with copies in the place of what is not aligned to 16 bytes."""
+    x, residual, weight, new, out, scale = tensors
     if (x.data_ptr() | residual.data_ptr() | weight.data_ptr()) % 16 == 0:
-        run(stream, x, residual, weight, new, out, scale)
+        run(stream, tensors)
         return
     x, weight = _aligned(x), _aligned(weight)
     in_place, there = new is residual, _aligned(residual)
     made = there if in_place else new
-    run(stream, x, there, weight, made, out, scale)
+    run(stream, (x, there, weight, made, out, scale))
     if in_place and made is not residual:
         residual.copy_(made)
 
@@ -163,7 +177,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _requiring(*tensors: Any) -> list[str]:
-    """Which of x, residual and weight require grad, by name."""
+    """Return the names of those of x, residual and weight that require grad."""
     pairs = zip(("x", "residual", "weight"), tensors, strict=True)
     return [name for name, tensor in pairs if getattr(tensor, "requires_grad", False)]
 
@@ -175,7 +189,7 @@ def _scalar(scale: Any) -> bool:
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
+    """Return whether two contiguous tensors share memory."""
     begin, other = first.data_ptr(), second.data_ptr()
     return begin < other + second.nbytes and other < begin + first.nbytes
 
@@ -183,25 +197,16 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 # ---------------------------------------------------------------------- the long way
 
 
-def _long_way(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    ctx: CollectiveContext,
-    eps: Any,
-    in_place: Any,
-    out_dtype: Any,
-    scale: Any,
-    algorithm: Any,
-) -> _Run:
+def _long_way(ctx: CollectiveContext, asked: _Asked) -> _Run:
     """Check everything, and return what launches such calls, which is made once."""
+    x, residual, weight, eps, in_place, out_dtype, scale, algorithm = asked
 
     def prepare() -> _Run:
-        _check(x, residual, weight, ctx, eps, in_place, out_dtype, scale, algorithm)
+        _check(ctx, asked)
         kind = _Kind(x.shape, x.dtype, weight.dtype, eps, out_dtype is _FP8, scale is not None, algorithm)
         made: _Run = ctx.once((_NAME, kind), lambda: _launches(ctx, kind))
         if not ctx.capturing:
-            ctx.once((_NAME, kind, in_place, residual.shape, residual.dtype, weight.shape, out_dtype), lambda: made)
+            ctx.once(_key(kind, residual, weight, in_place, out_dtype), lambda: made)
         return made
 
     agree = {
@@ -217,28 +222,18 @@ def _long_way(
     return run
 
 
-def _check(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    ctx: CollectiveContext,
-    eps: Any,
-    in_place: Any,
-    out_dtype: Any,
-    scale: Any,
-    algorithm: Any,
-) -> None:
+def _check(ctx: CollectiveContext, asked: _Asked) -> None:
     """Raise unless such a call can be made."""
+    x, residual, weight, eps, in_place, out_dtype, scale, algorithm = asked
     device = ctx.device
     check_tensor("x", x, device)
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         raise TypeError(f"x must be of float16, bfloat16 or float32; got {x.dtype}")
     hidden = x.shape[-1] if x.dim() else 0
-    step = 16 // x.element_size()
-    if x.dim() == 0 or not 0 < hidden <= MOST_HIDDEN or hidden % step:
+    if not takes(hidden, x.element_size()):
         raise ValueError(
-            f"x must have rows of at most {MOST_HIDDEN} elements, a multiple of {step} of {x.dtype}; got shape "
-            f"{list(x.shape)}"
+            f"x must have rows of at most {MOST_HIDDEN} elements, a multiple of {16 // x.element_size()} of {x.dtype}; "
+            f"got shape {list(x.shape)}"
         )
     check_tensor("residual", residual, device)
     if residual.shape != x.shape or residual.dtype != x.dtype:
@@ -273,23 +268,11 @@ def _check(
         arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
 
 
-def facts_of(ctx: CollectiveContext) -> Facts:
-    """What the choice for a call on a context may look at."""
-    return Facts(
-        0,
-        ctx.topology,
-        stores=ctx.stores,
-        lamport_bytes=ctx.lamport_bytes,
-        max_programs=ctx.max_programs,
-        simulated=ctx.job.simulated,
-    )
-
-
 def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
-    """What launches calls of a kind."""
+    """Return what launches calls of a kind."""
     hidden = kind.shape[-1]
     rows = Rows(kind.shape.numel() // hidden, hidden, kind.dtype.itemsize)
-    plan = choose(rows, facts_of(ctx), kind.algorithm)
+    plan = choose(rows, ALL_REDUCE.facts(ctx, 0, kind.dtype), kind.algorithm)
     if not rows.rows:
         return lambda stream, *tensors: None
     (bits,) = struct.unpack("<i", struct.pack("<f", kind.eps))
@@ -298,8 +281,8 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
     given: dict[str, Any] = {
         "eps": bits,
         "HIDDEN": hidden,
-        "DTYPE": _type(kind.dtype),
-        "WEIGHT": _type(kind.weight),
+        "DTYPE": triton_dtype(kind.dtype),
+        "WEIGHT": triton_dtype(kind.weight),
         "SCALE": scale.value,
         "PIECES": plan.channels,
         "ROOM": triton.next_power_of_2(plan.channels),
@@ -330,15 +313,8 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
             ctx.tables[variant] = True
         return launch
 
-    def run(
-        stream: int,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        new: torch.Tensor,
-        out: torch.Tensor,
-        scale: torch.Tensor | None,
-    ) -> None:
+    def run(stream: int, tensors: _Tensors) -> None:
+        x, residual, weight, new, out, scale = tensors
         if plan.algorithm == COMPOSED:
             x = all_reduce(x.detach(), ctx)
         addresses = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), new.data_ptr(), out.data_ptr())
@@ -347,15 +323,7 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
     return run
 
 
-def _type(dtype: torch.dtype) -> tl.dtype:
-    kind: tl.dtype = getattr(tl, str(dtype).removeprefix("torch."))
-    return kind
-
-
 def pooled_context(x: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context for fused calls of a group, with room for rows such as ``x``. Collective when it is made or
     grows."""
-    arguments.tensor("x", x)
-    owner = runtime.current()
-    nbytes = inbox_bytes(strided_bytes(x), len(owner.ranks_of(group)), owner.heap.nbytes)
-    return pooled(_NAME, group, nbytes, lamport_bytes=None)
+    return pooled_for(_NAME, "x", x, group, inbox_bytes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tdcoll.collectives._host.plan import WARPS, Facts, Plan, needs_stores
 
-__all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "programs"]
+__all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "programs", "takes"]
 
 ONE_SHOT, TWO_STAGE, COMPOSED = "one_shot", "two_stage", "composed"
 ALGORITHMS = ("auto", ONE_SHOT, TWO_STAGE, COMPOSED)
@@ -23,10 +23,10 @@ MOST_HIDDEN = 16384
 """Elements of a row."""
 
 _MOST_WORDS = 1024
-"""Of a piece: more do not fit into the registers of a program."""
+"""Words of a piece, at most: more do not fit into the registers of a program."""
 
 _FEWEST_WORDS = 128
-"""Of a piece, unless a row has fewer: one for each thread of four warps."""
+"""Words of a piece, at least, unless a row has fewer: one for each thread of four warps."""
 
 _BUSY = 128
 """Programs that are worth having for a stage. H200s have 132 SMs, and one SM moves some 100 GB/s."""
@@ -38,7 +38,7 @@ crossing: about 1 us of NVLink."""
 
 @dataclass(frozen=True)
 class Rows:
-    """What a call is about, as far as the choice goes.
+    """The rows of a call, as far as the choice looks at them.
 
     Attributes:
         rows, hidden: extents.
@@ -53,6 +53,11 @@ class Rows:
     def words(self) -> int:
         """Words of a row."""
         return self.hidden * self.itemsize // WORD
+
+
+def takes(hidden: int, itemsize: int) -> bool:
+    """Return whether rows of ``hidden`` elements of ``itemsize`` bytes can be normalized by these kernels."""
+    return 0 < hidden <= MOST_HIDDEN and hidden * itemsize % WORD == 0
 
 
 def _power(least: int) -> int:
@@ -82,7 +87,7 @@ def programs(rows: Rows, plan: Plan, world: int) -> int:
 
 
 def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
-    """Why a call cannot have a plan, as a sentence that begins with ``needs``; None if it can."""
+    """Return why a call cannot have a plan, as a sentence that begins with ``needs``; None if it can."""
     world = facts.topology.world_size
     if plan.algorithm == COMPOSED:
         return None

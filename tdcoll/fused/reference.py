@@ -1,25 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all-reduce + residual + RMSNorm gives, on plain tensors of all ranks: to the bit, but for squares of fp32, which
-GPUs do not round before they add them."""
+"""Residual and RMSNorm of what an all-reduce has made, on plain tensors.
+
+To the bit, but for squares of fp32, which GPUs do not round before they add them. The sum before it is made by
+:func:`~tdcoll.collectives.reduce_scatter.reference.reduce_parts`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-__all__ = ["norm_reference", "reduced_reference"]
-
-
-def reduced_reference(parts: Sequence[torch.Tensor], nodes: Sequence[int]) -> torch.Tensor:
-    """``[...]`` of every rank ``-> [...]``: their sum, in rank order inside a node, then in node order; rounded."""
-    sums: dict[int, torch.Tensor] = {}
-    for part, node in zip(parts, nodes, strict=True):
-        sums[node] = sums.get(node, torch.zeros_like(part, dtype=torch.float32)) + part.float()
-    total = torch.zeros_like(parts[0], dtype=torch.float32)
-    for node in sorted(sums):
-        total = total + sums[node]
-    return total.to(parts[0].dtype)
+__all__ = ["norm_reference"]
 
 
 def _tree(values: torch.Tensor) -> torch.Tensor:

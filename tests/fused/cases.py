@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 import tdcoll
-from tdcoll.fused.reference import norm_reference, reduced_reference
+from tdcoll.collectives.reduce_scatter.reference import reduce_parts
+from tdcoll.fused.reference import norm_reference
 from tdcoll.primitives.group import EPOCH_SHIFT
 
 NAMES = "normalized", "new residual", "scale"
@@ -95,7 +96,7 @@ class Norms:
             mine = [self.given(pe, call, 1) for pe in pes]
             if kind == "g":
                 return [("gathered", tdcoll.all_gather(mine[ctx.rank], ctx), torch.cat(mine))]
-            return [("reduced", tdcoll.all_reduce(mine[ctx.rank], ctx), reduced_reference(mine, nodes))]
+            return [("reduced", tdcoll.all_reduce(mine[ctx.rank], ctx), reduce_parts(mine, nodes))]
         rows = 0 if kind == "z" else self.rows[call % len(self.rows)]
         turns = self.algorithms.split()
         name, block = turns[call % len(turns)], self.blocks[call % len(self.blocks)]
@@ -118,7 +119,7 @@ class Norms:
         if not rows:
             return []
         asked = "row" if kind == "8" else scale
-        wanted = norm_reference(reduced_reference(every, nodes), residual, weight, 1e-3, asked)
+        wanted = norm_reference(reduce_parts(every, nodes), residual, weight, 1e-3, asked)
         pairs = [(what, *pair) for what, *pair in zip(NAMES, made, wanted, strict=False)]
         pairs.append(("x, which must stay", x, every[ctx.rank]))
         if kind != "i":

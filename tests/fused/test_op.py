@@ -10,9 +10,10 @@ import torch
 
 import tdcoll
 from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.errors import RankMismatchError
 from tdcoll.fused.policy import Rows, choose, programs
-from tdcoll.fused.reference import norm_reference, reduced_reference
+from tdcoll.fused.reference import norm_reference
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
@@ -173,7 +174,7 @@ def test_the_pool_alignment_and_the_short_way(in_place: bool) -> None:
     def host(pe: int) -> None:
         every = [values(rank, (2, 3, 64), torch.bfloat16) for rank in range(2)]
         residual, weight = values(9, (2, 3, 64), torch.bfloat16), values(8, (64,), torch.bfloat16)
-        wanted = norm_reference(reduced_reference(every, (0, 0)).view(6, 64), residual.view(6, 64), weight, 1e-6, None)
+        wanted = norm_reference(reduce_parts(every, (0, 0)).view(6, 64), residual.view(6, 64), weight, 1e-6, None)
         for shift in (0, 0, 1, 3, 0):
             rooms = [torch.zeros(part.numel() + shift, dtype=part.dtype)[shift:] for part in (residual, every[pe])]
             old, x = (room.view(2, 3, 64) for room in rooms)

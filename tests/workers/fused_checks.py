@@ -13,9 +13,10 @@ from torch import nn
 
 import tdcoll
 from tdcoll import ops, runtime
-from tdcoll.fused.op import facts_of
+from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
+from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import ALGORITHMS, Rows, choose
-from tdcoll.fused.reference import norm_reference, reduced_reference
+from tdcoll.fused.reference import norm_reference
 
 FP8 = torch.float8_e4m3fn
 tdc = torch.ops.tdcoll
@@ -52,7 +53,7 @@ def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: tor
         ]
         for asked in (name, *pieces):
             try:
-                choose(shape, facts_of(ctx), asked)
+                choose(shape, ALL_REDUCE.facts(ctx, 0, dtype), asked)
             except ValueError:
                 continue
             found.append(asked)
@@ -68,7 +69,7 @@ def rows_and_hidden_sizes() -> str:
         for dtype in (torch.bfloat16,) if simulated() else (torch.bfloat16, torch.float16, torch.float32):
             for rows, hidden in cases:
                 every, residual, weight = inputs(rows, rows, hidden, dtype)
-                reduced = reduced_reference([x.cpu() for x in every], tdcoll.topology().nodes)
+                reduced = reduce_parts([x.cpu() for x in every], tdcoll.topology().nodes)
                 wanted = norm_reference(reduced, residual.cpu(), weight.cpu(), EPS, "row")
                 plain = norm_reference(reduced, residual.cpu(), weight.cpu(), EPS, None)[0]
                 for algorithm in algorithms(ctx, rows, hidden, dtype):
@@ -196,7 +197,7 @@ def operators() -> None:
     groups = [("", orders[0]), *names, (ops.group_name(dist.group.WORLD), orders[0])]
     for name, order in groups:
         ours = [every[r] for r in order]
-        total = reduced_reference(ours, tdcoll.topology(order).nodes)
+        total = reduce_parts(ours, tdcoll.topology(order).nodes)
         expect(same(tdc.all_gather(x, name), torch.cat(ours)), f"all_gather, {name!r}")
         expect(same(tdc.all_reduce(x, "sum", name), total), f"all_reduce, {name!r}")
         mine = total[4 * order.index(rank()) :][:4]

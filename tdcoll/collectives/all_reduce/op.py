@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tdcoll import arguments, runtime
-from tdcoll.collectives._host.checks import check_context, strided_bytes
-from tdcoll.collectives._host.drop_in import pooled, work_of
+from tdcoll import runtime
+from tdcoll.collectives._host.checks import check_context
+from tdcoll.collectives._host.drop_in import inbox, pooled_for, work_of
 from tdcoll.collectives._host.gradient import attach, linear, refuse
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
@@ -18,10 +18,6 @@ from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
 
 __all__ = ["all_reduce", "all_reduce_", "all_reduce_in_group", "pooled_context"]
-
-_MOST_POOLED_BYTES = 16 << 20
-"""Per rank and slot of tdcoll's own contexts, and no more than an eighth of the heap in all; larger calls are several
-epochs."""
 
 
 def all_reduce(
@@ -173,16 +169,12 @@ def _in_place(
 
 def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
     """Bytes per rank of tdcoll's own context for tensors of ``nbytes``; larger ones are several epochs."""
-    most = min(_MOST_POOLED_BYTES, heap_bytes // (16 * world))
-    return min(3 * (nbytes // world + 16), most)  # three pieces between nodes
+    return inbox(3 * (nbytes // world + 16), world, heap_bytes)  # three pieces between nodes
 
 
 def pooled_context(tensor: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context of a group."""
-    owner = runtime.current()
-    arguments.tensor("tensor", tensor)
-    nbytes = inbox_bytes(strided_bytes(tensor), len(owner.ranks_of(group)), owner.heap.nbytes)
-    return pooled("all_reduce", group, nbytes, lamport_bytes=None)
+    return pooled_for("all_reduce", "tensor", tensor, group, inbox_bytes)
 
 
 def all_reduce_in_group(
@@ -212,7 +204,6 @@ def all_reduce_in_group(
         BackendTimeout: (``async_op``) a wait expired. By ``Work.wait(timeout)``; in the simulator, by the call.
         Others: as :func:`all_reduce`.
     """
-    arguments.tensor("tensor", tensor)
     ctx = pooled_context(tensor, group)
     _in_place(tensor, ctx, op)
     return work_of(ctx, tensor) if async_op else None

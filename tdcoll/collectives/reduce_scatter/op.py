@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tdcoll import arguments, runtime
-from tdcoll.collectives._host.checks import check_context, strided_bytes
-from tdcoll.collectives._host.drop_in import pooled, work_of
+from tdcoll.collectives._host.checks import check_context
+from tdcoll.collectives._host.drop_in import inbox, pooled, pooled_for, work_of
 from tdcoll.collectives._host.gradient import attach, linear, refuse
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
@@ -17,10 +17,6 @@ from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
 
 __all__ = ["pooled_context", "reduce_scatter", "reduce_scatter_tensor"]
-
-_MOST_POOLED_BYTES = 16 << 20
-"""Per rank and slot of tdcoll's own contexts, and no more than an eighth of the heap in all; larger calls are several
-epochs."""
 
 
 def reduce_scatter(
@@ -143,16 +139,12 @@ def _reduce_scatter(
 
 def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
     """Bytes per rank of tdcoll's own context for tensors of ``nbytes``; larger ones are several epochs."""
-    most = min(_MOST_POOLED_BYTES, heap_bytes // (16 * world))
-    return min(2 * nbytes // world, most)  # half is to put from
+    return inbox(2 * nbytes // world, world, heap_bytes)  # half is to put from
 
 
 def pooled_context(name: str, tensor: Any, group: runtime.Group) -> CollectiveContext:
     """tdcoll's own context of a group."""
-    owner = runtime.current()
-    arguments.tensor(name, tensor)
-    nbytes = inbox_bytes(strided_bytes(tensor), len(owner.ranks_of(group)), owner.heap.nbytes)
-    return pooled("reduce_scatter", group, nbytes, lamport_bytes=None)
+    return pooled_for("reduce_scatter", name, tensor, group, inbox_bytes)
 
 
 def reduce_scatter_tensor(
@@ -185,7 +177,6 @@ def reduce_scatter_tensor(
         Others: as :func:`reduce_scatter`.
     """
     arguments.tensor("output", output)
-    arguments.tensor("input", input)
     ctx = pooled_context("input", input, group)
     _reduce_scatter(input, ctx, output, op, names=("input", "output"))
     return work_of(ctx, output) if async_op else None
