@@ -38,7 +38,7 @@ def _register(module: Any) -> None:
 
 
 def _create(given: Any, pg_options: Any) -> Any:
-    """What ``torch.distributed`` calls for a new group."""
+    """Make a process group; ``torch.distributed`` calls this for a new one."""
     from tdcoll.distributed.backend import create
 
     return create(given, pg_options)

@@ -62,7 +62,7 @@ def expired(seconds: float) -> BackendTimeout:
 
 
 def error_of(check: Callable[[], None]) -> BaseException | None:
-    """What ``check`` raises of a wait that has expired."""
+    """Return the error that ``check`` raises of a wait that has expired; None if it raises none."""
     try:
         check()
     except CollectiveTimeout as error:
@@ -71,7 +71,7 @@ def error_of(check: Callable[[], None]) -> BaseException | None:
 
 
 class Work(dist.Work):
-    """What ``torch.distributed.Work`` documents, for calls that have results on one device."""
+    """The methods that ``torch.distributed.Work`` documents, for calls that have results on one device."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Work(dist.Work):
 
 
 class CompletedWork(Work):
-    """Of a synchronous call: nothing is left to wait for but the current stream."""
+    """The work of a synchronous call: nothing is left to wait for but the current stream."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -115,7 +115,7 @@ class CompletedWork(Work):
 
 
 class StreamWork(Work):
-    """Of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait for it.
+    """The work of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait for it.
 
     Args:
         result: tensors that the call writes.

@@ -173,6 +173,11 @@ def _fitting(buffers: Buffers, most: int) -> None:
         raise ValueError(f"takes multiples of 16 bytes, and at most {format_bytes(most)}")
 
 
+def _load_tensorrt(device: torch.device) -> Any:
+    """``flashinfer.comm``, with TensorRT-LLM's kernels loaded. Collective."""
+    return _flashinfer(device, (2, 4, 8), lambda comm: comm.trtllm_ar.get_trtllm_comm_module())
+
+
 @functools.cache
 def _tensorrt_memory(fp32: bool) -> torch.Tensor:
     """Addresses of what the ranks share: parts, flags, and three slots of words that announce themselves. Collective.
@@ -195,39 +200,49 @@ def _tensorrt_memory(fp32: bool) -> torch.Tensor:
     return made
 
 
+def _tensorrt_fusion(comm: Any, like: torch.Tensor, one_shot: bool) -> Callable[..., None]:
+    """Make the launch of TensorRT-LLM's all-reduce of rows as in ``like``. Collective.
+
+    It is a dependent of the kernel before. It takes the tensors and ``pattern_code`` by name.
+    """
+    owner, (rows, row) = runtime.current(), like.shape
+    addresses = _tensorrt_memory(like.dtype == torch.float32)
+
+    def launch(**given: Any) -> None:
+        comm.trtllm_allreduce_fusion(
+            world_size=owner.world_size,
+            world_rank=owner.rank,
+            token_num=rows,
+            hidden_dim=row,
+            workspace_ptrs=addresses,
+            launch_with_pdl=True,
+            trigger_completion_at_end=True,
+            fp32_acc=True,
+            use_oneshot=one_shot,
+            **{**dict.fromkeys((*_NOT_FUSED, "scale_factor", "layout_code")), **given},
+        )
+
+    return launch
+
+
 def _tensorrt(shots: int) -> Callable[..., Subject]:
-    """Makes the subject of TensorRT-LLM's all-reduce with one crossing or with two, launched as a dependent of the
-    kernel before."""
+    """Return what makes the subject of TensorRT-LLM's all-reduce with one crossing or with two."""
 
     def make(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
-        comm = _flashinfer(device, (2, 4, 8), lambda comm: comm.trtllm_ar.get_trtllm_comm_module())
-        owner, buffers = runtime.current(), make_buffers(None)
+        comm = _load_tensorrt(device)
+        buffers = make_buffers(None)
         _fitting(buffers, _TENSORRT_BYTES)
         row = min(buffers.inputs[0].numel(), _ROW)
         rows, rest = divmod(buffers.inputs[0].numel(), row)
         if rest:
             raise ValueError(f"takes rows of {_ROW} numbers")
-        if shots == 2 and rows <= owner.world_size:
+        if shots == 2 and rows <= runtime.current().world_size:
             raise ValueError(f"takes more rows of {_ROW} numbers than there are ranks")
-        addresses = _tensorrt_memory(buffers.inputs[0].dtype == torch.float32)
         given, results = ([one.view(rows, row) for one in every] for every in (buffers.inputs, buffers.results))
+        launch, pattern = _tensorrt_fusion(comm, given[0], shots == 1), comm.AllReduceFusionPattern.kAllReduce
 
         def call(i: int) -> torch.Tensor:
-            comm.trtllm_allreduce_fusion(
-                allreduce_in=given[i],
-                allreduce_out=results[i],
-                world_size=owner.world_size,
-                world_rank=owner.rank,
-                token_num=rows,
-                hidden_dim=row,
-                workspace_ptrs=addresses,
-                launch_with_pdl=True,
-                trigger_completion_at_end=True,
-                fp32_acc=True,
-                pattern_code=comm.AllReduceFusionPattern.kAllReduce,
-                use_oneshot=shots == 1,
-                **dict.fromkeys((*_NOT_FUSED, "scale_factor", "layout_code")),
-            )
+            launch(allreduce_in=given[i], allreduce_out=results[i], pattern_code=pattern)
             return buffers.results[i]
 
         return subject_of(buffers, call)
@@ -243,38 +258,25 @@ def tensorrt_rms_norm(
     one_shot: bool,
     device: torch.device,
 ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """TensorRT-LLM's all-reduce fused with residual and RMSNorm: the call by its number. Collective.
+    """Make TensorRT-LLM's all-reduce fused with residual and RMSNorm; the call by its number. Collective.
 
     Raises:
         RuntimeError, ValueError: what keeps it from running.
     """
-    comm = _flashinfer(device, (2, 4, 8), lambda comm: comm.trtllm_ar.get_trtllm_comm_module())
-    owner, (rows, hidden) = runtime.current(), residual.shape
-    if hidden > _ROW or rows * hidden * residual.element_size() > _TENSORRT_BYTES:
+    comm = _load_tensorrt(device)
+    if residual.shape[1] > _ROW or residual.nbytes > _TENSORRT_BYTES:
         raise ValueError(f"takes rows of at most {_ROW} numbers, {format_bytes(_TENSORRT_BYTES)} in all")
-    if not one_shot and rows <= owner.world_size:
+    if not one_shot and residual.shape[0] <= runtime.current().world_size:
         raise ValueError("takes more rows than there are ranks")
-    addresses = _tensorrt_memory(residual.dtype == torch.float32)
+    launch, pattern = _tensorrt_fusion(comm, residual, one_shot), comm.AllReduceFusionPattern.kARResidualRMSNorm
     made = [(torch.empty_like(residual), torch.empty_like(residual)) for _ in x]
 
     def call(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         out, new = made[i]
-        given = {"residual_in": residual, "residual_out": new, "norm_out": out, "rms_gamma": weight, "rms_eps": eps}
-        comm.trtllm_allreduce_fusion(
-            allreduce_in=x[i],
-            allreduce_out=None,
-            world_size=owner.world_size,
-            world_rank=owner.rank,
-            token_num=rows,
-            hidden_dim=hidden,
-            workspace_ptrs=addresses,
-            launch_with_pdl=True,
-            trigger_completion_at_end=True,
-            fp32_acc=True,
-            pattern_code=comm.AllReduceFusionPattern.kARResidualRMSNorm,
-            use_oneshot=one_shot,
-            **{**dict.fromkeys((*_NOT_FUSED, "scale_factor", "layout_code")), **given},
-        )
+        launch(
+            allreduce_in=x[i], allreduce_out=None, pattern_code=pattern, residual_in=residual, residual_out=new,
+            norm_out=out, rms_gamma=weight, rms_eps=eps,
+        )  # fmt: skip
         return out, new
 
     return call

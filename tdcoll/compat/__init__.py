@@ -75,7 +75,7 @@ _finder: _Finder | None = None
 
 
 def is_active() -> bool:
-    """Whether ``import triton_dist`` resolves to tdcoll in this process."""
+    """Return whether ``import triton_dist`` resolves to tdcoll in this process."""
     return _finder is not None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of Triton-distributed is not provided, and why: the reasons that errors give, and the documentation lists."""
+"""The names of Triton-distributed's that are not provided, and why: errors say it, and the documentation lists it."""
 
 from __future__ import annotations
 

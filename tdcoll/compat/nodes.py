@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks share a node, for programs that read it from torchrun's environment variables."""
+"""Nodes for programs that read from torchrun's environment variables which ranks share one."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def emulate() -> None:
 
 
 def device_index() -> int:
-    """Which GPU of the host this process takes."""
+    """Return the number of the GPU of the host that this process takes."""
     return int(os.environ.get("LOCAL_RANK", 0)) if _device is None else _device

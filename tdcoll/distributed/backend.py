@@ -30,7 +30,7 @@ from tdcoll import arguments, capture, runtime
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.inner import RollCall, add_backends, gather_into, plain, scatter_from, sparse_sum_by_gather
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.service import WISHES, Call
+from tdcoll.distributed.service import Call
 from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.sparse import refuse_wrong
 from tdcoll.primitives.reduce import operation_name
@@ -45,12 +45,12 @@ _UNSET = AllgatherOptions().timeout
 
 
 def _operation(opts: Any) -> str:
-    """tdcoll's name of the operation in a call's options; of one that tdcoll has not, torch's."""
+    """Return tdcoll's name of the operation in a call's options; torch's name of one that tdcoll does not have."""
     return str(operation_name(opts.reduceOp.op))
 
 
 def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
-    """A call's options: as given, or made of an operation and a timeout."""
+    """Return a call's options: as given, or made of an operation and a timeout."""
     if hasattr(opts, "asyncOp"):
         return opts
     made = kind()
@@ -253,7 +253,7 @@ class TdcollProcessGroup(ProcessGroup):
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
     def _several(self, kind: str, call: Call, opts: Any, inner: Callable[[], Any]) -> Any:
-        """A call of several tensors, of which there may be none."""
+        """Make a call of several tensors, or of none."""
         if not call.inputs:
             return self._sides.call_inner(kind, call.device, inner)
         return self._sides.call(kind, call, opts.asyncOp, inner)
@@ -266,7 +266,7 @@ class TdcollProcessGroup(ProcessGroup):
         opts = AllgatherOptions() if opts is None else opts
         sides = self._sides
         if len(inputs) != 1 or len(outputs) != 1:
-            device = inputs[0].device if inputs else torch.device("cpu")
+            device = _device_of(inputs)
             return sides.call_inner("all_gather", device, lambda: self._plain.allgather(outputs, inputs, opts))
         pieces = outputs[0]
         if len(pieces) != self._size:
@@ -277,7 +277,7 @@ class TdcollProcessGroup(ProcessGroup):
     # ------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        """In place: each element becomes the reduction over the ranks. A sparse COO tensor becomes coalesced."""
+        """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
         tensors = [plain(tensor) for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
         opts = _with(AllreduceOptions, opts, timeout)
         if len(tensors) != 1:
@@ -285,8 +285,9 @@ class TdcollProcessGroup(ProcessGroup):
                                  lambda: self._plain.allreduce(tensors, opts))  # fmt: skip
         tensor, op = tensors[0], _operation(opts)
         if tensor.layout == torch.sparse_coo:
-            return self._sparse(tensors, opts)
-        if op in WISHES and (work := self._sides.at_once("all_reduce", tensor, tensor, op, opts.asyncOp)) is not None:
+            return self._sparse(tensor, op, opts)
+        work = self._sides.at_once("all_reduce", tensor, tensor, op, opts.asyncOp)
+        if work is not None:
             return work
         call = Call(tensors, tensors, op)
         return self._sides.call("all_reduce", call, opts.asyncOp, lambda: self._plain.allreduce(tensors, opts))
@@ -300,13 +301,13 @@ class TdcollProcessGroup(ProcessGroup):
         call = Call(tensors, tensors, _operation(opts))
         return self._several("all_reduce", call, opts, lambda: self._plain.allreduce_coalesced(tensors, opts))
 
-    def _sparse(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        tensor, op, sides = tensors[0], _operation(opts), self._sides
+    def _sparse(self, tensor: torch.Tensor, op: str, opts: Any) -> Any:
+        sides = self._sides
         refuse_wrong(tensor, op)
-        call = Call(tensors, tensors, op)
+        call = Call([tensor], [tensor], op)
         why = sides.refusal("sparse_all_reduce", call)
         if why is not None:
-            return self._sparse_inner(tensors, op, opts, why)
+            return self._sparse_inner(tensor, op, opts, why)
         capture.refuse(
             tensor.device, "sparse all_reduce",
             "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
@@ -315,28 +316,26 @@ class TdcollProcessGroup(ProcessGroup):
         sides.check()
         return sides.serve("sparse_all_reduce", call, asynchronous=opts.asyncOp)
 
-    def _sparse_inner(self, tensors: list[torch.Tensor], op: str, opts: Any, why: str) -> Any:
+    def _sparse_inner(self, tensor: torch.Tensor, op: str, opts: Any, why: str) -> Any:
         """gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
-        tensor = tensors[0]
-        if self._sides.inner_name(tensor.device) != "nccl" or op not in ("sum", "mean") or len(tensors) != 1:
-            self._sides.to_inner("sparse_all_reduce", tensor.device, why)
-            mean = op == "mean" and self._sides.inner_name(tensor.device) == "gloo"
-            if mean:  # gloo has sums alone
-                opts.reduceOp = dist.ReduceOp.SUM
-                tensor.data = tensor.detach() / self._size
-            return self._sides.call_inner("all_reduce", tensor.device, lambda: self._plain.allreduce(tensors, opts))
-        self._sides.say("sparse_all_reduce", "nccl", f"all-gathers of rows and indices; {why}")
-        tensor.data = sparse_sum_by_gather(self._plain, tensor, op)
-        return CompletedWork([tensor])
+        sides, device = self._sides, tensor.device
+        backend = sides.inner_name(device)
+        if backend == "nccl" and op in ("sum", "mean"):
+            sides.say("sparse_all_reduce", "nccl", f"all-gathers of rows and indices; {why}")
+            tensor.data = sparse_sum_by_gather(self._plain, tensor, op)
+            return CompletedWork([tensor])
+        sides.to_inner("sparse_all_reduce", device, why)
+        if backend == "gloo" and op == "mean":  # gloo has sums alone
+            opts.reduceOp = dist.ReduceOp.SUM
+            tensor.data = tensor.detach() / self._size
+        return sides.call_inner("all_reduce", device, lambda: self._plain.allreduce([tensor], opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         output, input, opts = plain(output), plain(input), ReduceScatterOptions() if opts is None else opts
         op = _operation(opts)
-        if (
-            op in WISHES
-            and (work := self._sides.at_once("reduce_scatter", output, input, op, opts.asyncOp)) is not None
-        ):
+        work = self._sides.at_once("reduce_scatter", output, input, op, opts.asyncOp)
+        if work is not None:
             return work
         call = Call([output], [input], op)
         return self._sides.call(
@@ -383,12 +382,10 @@ class TdcollProcessGroup(ProcessGroup):
             opts.timeout = timeout
         sides = self._sides
         where = getattr(opts, "device", None) or torch.device("cpu")
-        if opts.timeout != _UNSET:
-            why: str | None = "a timeout of its own"
-        else:
-            why = sides.refusal("barrier", Call([], [], device=sides.device))
+        call = Call([], [], device=sides.device)
+        why = sides.refusal("barrier", call) if opts.timeout == _UNSET else "a timeout of its own"
         if why is None:
-            return sides.serve("barrier", Call([], [], device=sides.device), asynchronous=opts.asyncOp)
+            return sides.serve("barrier", call, asynchronous=opts.asyncOp)
         sides.to_inner("barrier", where, why)
         return sides.call_inner("barrier", where, lambda: self._plain.barrier(opts))
 
@@ -411,7 +408,7 @@ _METHODS = {
                        "reduce_scatter_tensor_coalesced"),
     "barrier": ("barrier",),
 }  # fmt: skip
-"""What is overridden for a kind of call alone. (``allreduce`` is needed always: NCCL has none of sparse tensors.)"""
+"""The methods that a kind of call alone needs. (``allreduce`` is needed always: NCCL has none of sparse tensors.)"""
 
 
 def _class_for(options: Options) -> type[TdcollProcessGroup]:

@@ -36,11 +36,11 @@ PACKED_BYTES = 256 << 10
 """Several tensors of one call are packed for one launch up to so many bytes in all: a copy costs less than a launch."""
 
 WISHES: dict[str | None, Any] = {None: UNCHECKED, **{op: (UNCHECKED, op) for op in OPERATIONS}}
-"""What the short way of a call knows it by, for each operation; None: bytes are moved as they are."""
+"""The key by which the short way knows a call, for each operation; None: bytes are moved as they are."""
 
 
 class Setting:
-    """What the services of a group share.
+    """The job, the ranks and the limits that the services of a group share.
 
     Attributes:
         job: that the group's ranks have joined.
@@ -85,7 +85,7 @@ class Call:
 
     @property
     def touched(self) -> list[torch.Tensor]:
-        """All tensors that the call reads or writes."""
+        """Return all tensors that the call reads or writes."""
         return [*self.outs, *self.inputs, *self.pieces]
 
 
@@ -111,11 +111,11 @@ class Service(ABC):
 
     @abstractmethod
     def refuse(self, call: Call) -> str | None:
-        """Why such a call cannot be served, from what is the same on all ranks; None if it can."""
+        """Return why this call cannot be served, or None if it can, from what is the same on all ranks."""
 
     @abstractmethod
     def prepare(self, call: Call) -> str | None:
-        """Have what the call needs; why it cannot be had, the same on all ranks. Collective, when it is made.
+        """Make what the call needs, which is collective; return why it cannot be had, the same on all ranks, or None.
 
         Raises:
             TypeError, ValueError: the tensors do not fit each other, on this rank.
@@ -123,11 +123,11 @@ class Service(ABC):
 
     @abstractmethod
     def run(self, call: Call) -> list[torch.Tensor]:
-        """Make the call on the current stream; its result. After :meth:`prepare`."""
+        """Make the call on the current stream, after :meth:`prepare`; return its result."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What is served, for people."""
+        """Return what is served, in words for people."""
 
     @abstractmethod
     def check(self) -> None:
@@ -172,10 +172,10 @@ class Dense(Service):
 
     @abstractmethod
     def inbox(self, nbytes: int) -> int:
-        """Bytes per rank of the context for a call of ``nbytes``."""
+        """Return the bytes per rank that a context needs for a call of ``nbytes``."""
 
     def sizes(self, call: Call) -> list[int]:
-        """Bytes of each part of the call, as they are limited."""
+        """Return the bytes of each part of the call, as they are limited."""
         return [tensor.nbytes for tensor in call.inputs]
 
     def refuse(self, call: Call) -> str | None:
@@ -197,16 +197,16 @@ class Dense(Service):
         """Raise unless outputs and inputs fit each other."""
 
     def packed(self, call: Call) -> int:
-        """Bytes per rank of all tensors of the call together if one launch has them all; else 0."""
+        """Return the bytes per rank of all tensors of the call if one launch has them all, else 0."""
         sizes = self.sizes(call)
         total = sum(sizes)
         together = len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(_kinds(call.inputs)) == 1
         return total if together else 0
 
     def at_once(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> bool:
-        """As a call like one that was made before, if nothing has to be prepared or copied; whether it was made.
+        """Make a call like one that was made before, if nothing has to be prepared or copied; return whether it was made.
 
-        Tensors of any kind: what is wrong with them, the other way finds and says.
+        The tensors may be of any kind: the other way finds and says what is wrong with them.
         """
         context = self.pool.context
         return context is not None and self.collective.at_once(tensor, context, out, WISHES[op]) is not None
@@ -224,7 +224,7 @@ class Dense(Service):
         """Make a call of several tensors with one launch."""
 
     def launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> None:
-        """One launch, or one for each epoch, of tensors that fit each other; with the copies that it takes."""
+        """Launch a call of tensors that fit each other, once or for each epoch, with the copies that it takes."""
         context, collective = self.pool.context, self.collective
         assert context is not None
         usable = out.is_contiguous() and not out.is_conj() and not out.is_neg()
@@ -311,7 +311,7 @@ class AllGather(Dense):
 
 
 class _Reduction(Dense):
-    """What reductions share."""
+    """Checks that reductions share."""
 
     def refuse(self, call: Call) -> str | None:
         for dtype in dict.fromkeys(tensor.dtype for tensor in call.inputs):
@@ -395,7 +395,7 @@ class Barrier(Service):
         return "on the context of all_gather"
 
     def check(self) -> None:
-        """Nothing of its own."""
+        """Do nothing: a barrier has nothing of its own."""
 
     give_up = close = check
 

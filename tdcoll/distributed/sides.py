@@ -22,7 +22,7 @@ from tdcoll.capture import capturing
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.inner import NamedWork, RollCall, may_be_a_peers
 from tdcoll.distributed.options import SERVES, Options
-from tdcoll.distributed.service import Call, Dense, Service, Setting
+from tdcoll.distributed.service import WISHES, Call, Dense, Service, Setting
 from tdcoll.distributed.services import KINDS, make_services
 from tdcoll.distributed.work import Task, TaskWork, worker
 from tdcoll.errors import TdcollError
@@ -95,7 +95,7 @@ class Sides:
     # ------------------------------------------------------------------ which side
 
     def refusal(self, kind: str, call: Call) -> str | None:
-        """Why tdcoll does not serve this call; None if it does. The same on all ranks."""
+        """Prepare tdcoll for a call; return why it does not serve it, or None if it does. The same on all ranks."""
         if kind not in self._agreed.kinds:
             return self._agreed.reason or "told not to serve it"
         job, own, device = self._job, self.device, call.device
@@ -143,7 +143,7 @@ class Sides:
         self.say(kind, self.inner_name(device), why)
 
     def call_inner(self, operation: str, device: torch.device, call: Callable[[], Any]) -> Any:
-        """The inner group's work; on CPUs one whose failure names who is gone."""
+        """Return the inner group's work; on CPUs one whose failure names who is gone."""
         if device.type != "cpu":
             return call()
         try:
@@ -156,7 +156,7 @@ class Sides:
     # ------------------------------------------------------------------ tdcoll
 
     def call(self, kind: str, call: Call, asynchronous: bool, inner: Callable[[], Any]) -> Any:
-        """Have a call made by the side that serves it: tdcoll, or ``inner``. Its work."""
+        """Have a call made by the side that serves it, tdcoll or ``inner``; return its work."""
         why = self.refusal(kind, call)
         if why is None:
             return self.serve(kind, call, asynchronous=asynchronous)
@@ -164,11 +164,14 @@ class Sides:
         return self.call_inner(kind, call.device, inner)
 
     def at_once(self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool) -> Any:
-        """The short way of a call of a :class:`Dense` kind like one that was made before: its work; None if it was not
-        taken."""
+        """Make a call of a :class:`Dense` kind the short way, if it is like one that was made before.
+
+        Returns:
+            Its work; None if the short way was not taken.
+        """
         key = (kind, "tdcoll", "")
         served, job = self.counts.get(key), self._job
-        if not served or job is None or job.closed or self._closed or self.coalescing:
+        if not served or op not in WISHES or job is None or job.closed or self._closed or self.coalescing:
             return None
         service: Any = self.services[kind]
         work: Any = None
@@ -191,7 +194,7 @@ class Sides:
         return work
 
     def _at_once_beside(self, service: Dense, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> Any:
-        """The short way on the service's own stream."""
+        """Take the short way on the service's own stream."""
         stream, device = service.stream, self.device
         if stream is None or device is None or torch.cuda.current_device() != device.index or capturing(device):
             return None
@@ -207,7 +210,7 @@ class Sides:
         return StreamWork([out], stream, blocks=False, check=self._check, keep=[out, tensor]) if made else None
 
     def serve(self, kind: str, call: Call, *, asynchronous: bool) -> Any:
-        """Make a call with tdcoll, now or by the worker, and count it. Its work."""
+        """Make a call with tdcoll, now or by the worker, and count it; return its work."""
         self.say(kind, "tdcoll", "")
         device, service = self.device, self.services[kind]
         assert device is not None
@@ -264,7 +267,7 @@ class Sides:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, exchanges on the host have this group's deadline, and errors of deadlines are torch.distributed's."""
+        """Give exchanges on the host inside this group's deadline, and make errors of deadlines torch.distributed's."""
         assert self._job is not None
         with backend_errors, self._job.within(self._wait_s):
             yield
@@ -272,7 +275,7 @@ class Sides:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> BaseException | None:
-        """Free what tdcoll holds for this group: collective. A wait that has expired and of which nobody has heard."""
+        """Free what tdcoll holds for this group; return a wait that has expired and of which nobody has heard. Collective."""
         if self._closed:
             return None
         self._closed = True
@@ -290,7 +293,7 @@ class Sides:
             tdcoll.finalize()
 
     def _expired(self) -> BaseException | None:
-        """A wait that has expired and of which nobody has heard; waits for the GPU."""
+        """Wait for the GPU; return a wait that has expired and of which nobody has heard."""
         job = self._job
         if job is None or job.closed or job.failed:
             return None
@@ -315,7 +318,7 @@ class Sides:
     # ------------------------------------------------------------------ words
 
     def describe(self) -> Iterator[str]:
-        """Lines for people: what serves which calls, and why; calls so far."""
+        """Yield lines for people: what serves which calls, and why; calls so far."""
         agreed, job = self._agreed, self._job
         if job is not None:
             where = "simulator" if job.simulated else str(self.device)

@@ -63,17 +63,17 @@ class SparseSums:
         self._owner, self._ranks, self._timeout_s, self._wanted = owner, tuple(ranks), timeout_s, programs
         self.context: SparseContext | None = None
         self.problem: str | None = None
-        """Why there can be no context, which all ranks have found alike; None while there may be one."""
+        """The reason why there can be no context, the same on all ranks; None while there may be one."""
         self._programs = 0
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended."""
+        """Return whether the job has ended."""
         return self._owner.closed
 
     @staticmethod
     def refusal(tensor: torch.Tensor, op: str) -> str | None:
-        """Why a sparse tensor cannot be summed here, from what is the same on all ranks; None if it can."""
+        """Return why a sparse tensor cannot be summed here, or None if it can, from what is the same on all ranks."""
         dtype = tensor.dtype
         if dtype not in DTYPES:
             return f"{dtype} is not among the dtypes of tdcoll's sums"
@@ -82,7 +82,7 @@ class SparseSums:
         return None
 
     def prepare(self, tensor: torch.Tensor) -> bool:
-        """Have a context; whether there is one. Collective, the first time."""
+        """Make a context if there is none; return whether there is one. Collective, the first time."""
         if self.context is None and self.problem is None:
             indices, values = _parts(tensor)
             row_bytes = torch.Size(values.shape[1:]).numel() * values.dtype.itemsize
@@ -115,7 +115,7 @@ class SparseSums:
             raise
 
     def __call__(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """The sum or mean over the ranks of a COO tensor, coalesced; after :meth:`prepare`.
+        """Return the sum or mean over the ranks of a COO tensor, coalesced. Call it after :meth:`prepare`.
 
         Several sparse dimensions are one of all their indices.
 

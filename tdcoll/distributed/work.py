@@ -134,7 +134,7 @@ worker = _Worker()
 
 
 class TaskWork(Work):
-    """Of a call that the worker makes."""
+    """The work of a call that the worker makes."""
 
     def __init__(self, task: Task) -> None:
         super().__init__([])

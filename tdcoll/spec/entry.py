@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an entry of the device language's table is, and the errors that all lowerings share."""
+"""The form of an entry of the device language's table, and the errors that all lowerings share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LIBRARY", "LINKED", "DeviceFunction", "Kind", "not_64_bits", "not_a_monitor", "not_linked", "not_typed"]
+__all__ = ["LIBRARY", "LINKED", "DeviceFunction", "Kind"]
+__all__ += ["no_puts", "not_64_bits", "not_a_monitor", "not_linked", "not_typed"]
 
 LIBRARY = "libnvshmem_device"
 """NVSHMEM's bitcode library, as its file and Triton's ``extern_libs`` name it."""

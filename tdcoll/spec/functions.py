@@ -14,6 +14,7 @@ from tdcoll.spec.entry import (
     LIBRARY,
     LINKED,
     DeviceFunction,
+    Kind,
     no_puts,
     not_64_bits,
     not_a_monitor,
@@ -34,6 +35,16 @@ __all__ = [
     "not_typed",
     "table",
 ]
+
+_Parameters = tuple[tuple[str, Kind], ...]
+
+_TEST: _Parameters = (("signal", "ptr64"), ("compare", "constant"), ("value", "u64"))
+_WAIT: _Parameters = (*_TEST, ("monitor", "ptr64"), ("peer", "int"), ("index", "int"))
+_WAIT_FOR_SEVERAL: _Parameters = (
+    *(("signals", "ptr64"), ("count", "int"), ("skip", "int")),
+    *_TEST[1:],
+    *(("monitor", "ptr64"), ("BLOCK", "constant")),
+)
 
 _FUNCTIONS = [
     *NVSHMEM_FUNCTIONS,
@@ -129,14 +140,7 @@ _FUNCTIONS = [
     ),
     DeviceFunction(
         "wait_signal",
-        (
-            ("signal", "ptr64"),
-            ("compare", "constant"),
-            ("value", "u64"),
-            ("monitor", "ptr64"),
-            ("peer", "int"),
-            ("index", "int"),
-        ),
+        _WAIT,
         None,
         "int32",
         "bounded nvshmem_signal_wait_until",
@@ -148,14 +152,7 @@ _FUNCTIONS = [
     ),
     DeviceFunction(
         "wait_token",
-        (
-            ("signal", "ptr64"),
-            ("compare", "constant"),
-            ("value", "u64"),
-            ("monitor", "ptr64"),
-            ("peer", "int"),
-            ("index", "int"),
-        ),
+        _WAIT,
         None,
         "int32",
         "bounded nvshmem_signal_wait_until in a pipelined loop",
@@ -175,15 +172,7 @@ _FUNCTIONS = [
     ),
     DeviceFunction(
         "wait_signals",
-        (
-            ("signals", "ptr64"),
-            ("count", "int"),
-            ("skip", "int"),
-            ("compare", "constant"),
-            ("value", "u64"),
-            ("monitor", "ptr64"),
-            ("BLOCK", "constant"),
-        ),
+        _WAIT_FOR_SEVERAL,
         None,
         "int32",
         "bounded nvshmem_signal_wait_until_all",
@@ -210,15 +199,7 @@ _FUNCTIONS = [
     ),
     DeviceFunction(
         "wait_until_any",
-        (
-            ("signals", "ptr64"),
-            ("count", "int"),
-            ("skip", "int"),
-            ("compare", "constant"),
-            ("value", "u64"),
-            ("monitor", "ptr64"),
-            ("BLOCK", "constant"),
-        ),
+        _WAIT_FOR_SEVERAL,
         None,
         "int32",
         "bounded nvshmem_uint64_wait_until_any",
@@ -230,7 +211,7 @@ _FUNCTIONS = [
     ),
     DeviceFunction(
         "test_signal",
-        (("signal", "ptr64"), ("compare", "constant"), ("value", "u64")),
+        _TEST,
         None,
         "int32",
         "nvshmem_uint64_test",

@@ -91,68 +91,62 @@ _ONCE = "Each thread that calls does it once: call it from one thread. "
 
 def _values() -> list[DeviceFunction]:
     made = []
-    for name, parameters, returns, types, what in (
+    for name, parameters, returns, what in (
         (
             "p",
             ("dest", "value"),
             False,
-            "integers or floats of 32 or 64 bits",
             "Puts `value`, of the pointee's type, to the symmetric address `dest` on PE `pe`. Ordered as any put. ",
         ),
         (
             "g",
             ("source",),
             True,
-            "integers or floats of 32 or 64 bits",
             "The value at the symmetric address `source` on PE `pe`. ",
         ),
         (
             "atomic_fetch",
             ("source",),
             True,
-            "integers of 32 or 64 bits",
             "The integer at the symmetric address `source` on PE `pe`, read atomically. ",
         ),
         (
             "atomic_set",
             ("dest", "value"),
             False,
-            "integers of 32 or 64 bits",
             "Sets the integer at the symmetric address `dest` on PE `pe` atomically. ",
         ),
         (
             "atomic_add",
             ("dest", "value"),
             False,
-            "integers of 32 or 64 bits",
             "Adds `value` to the integer at the symmetric address `dest` on PE `pe`. ",
         ),
         (
             "atomic_fetch_add",
             ("dest", "value"),
             True,
-            "integers of 32 or 64 bits",
             "Adds `value` to the integer at the symmetric address `dest` on PE `pe`; what was there before. ",
         ),
         (
             "atomic_swap",
             ("dest", "value"),
             True,
-            "integers of 32 or 64 bits",
             "Writes `value` to the integer at the symmetric address `dest` on PE `pe`; what was there before. ",
         ),
         (
             "atomic_compare_swap",
             ("dest", "cond", "value"),
             True,
-            "integers of 32 or 64 bits",
             "Writes `value` to the symmetric address `dest` on PE `pe` if `cond` is there; what was there before. ",
         ),
     ):
         symbol = f"nvshmem_TYPE_{name}"
         given = [f"{'const ' if one == 'source' else ''}TYPE *{one}" for one in parameters[:1]]
         given += [f"TYPE {one}" for one in parameters[1:]]
-        order = "" if name in ("p", "g") else "Not ordered after earlier puts and stores: `fence` first. "
+        atomic = name.startswith("atomic")
+        order = "Not ordered after earlier puts and stores: `fence` first. " if atomic else ""
+        pointees = "integers" if atomic else "integers or floats"
         kinds: list[tuple[str, Kind]] = [(one, "value" if place else "ptr") for place, one in enumerate(parameters)]
         made.append(
             DeviceFunction(
@@ -161,9 +155,9 @@ def _values() -> list[DeviceFunction]:
                 symbol,
                 "value" if returns else None,
                 f"{'TYPE' if returns else 'void'} {symbol}({', '.join(given)}, int pe)",
-                f"{what}{order}{_ONCE}Pointers are to {types}.",
+                f"{what}{order}{_ONCE}Pointers are to {pointees} of 32 or 64 bits.",
                 acquires=returns,
-                types=_INTEGERS if name.startswith("atomic") else (*_INTEGERS, "float", "double"),
+                types=_INTEGERS if atomic else (*_INTEGERS, "float", "double"),
             )
         )
     return made
@@ -234,4 +228,4 @@ NVSHMEM_FUNCTIONS = [
     ),
     *_barriers(),
 ]
-"""In the order of the table."""
+"""NVSHMEM's functions, in the order of the table."""

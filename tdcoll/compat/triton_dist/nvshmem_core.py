@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tdcoll
-from tdcoll import runtime
+from tdcoll.compat.triton_dist.nvshmem_bindings import my_pe, n_pes
 
 __all__ = ["Teams", "barrier", "finalize", "free_tensor", "get_peer_tensor", "my_pe", "n_pes", "tensor"]
 
@@ -25,16 +25,6 @@ class Teams(IntEnum):
 def finalize() -> None:
     """Leave the job, as :func:`tdcoll.finalize` does. Collective."""
     tdcoll.finalize()
-
-
-def my_pe() -> int:
-    """This PE: the global rank."""
-    return runtime.current().rank
-
-
-def n_pes() -> int:
-    """Number of PEs of the job."""
-    return runtime.current().world_size
 
 
 def tensor(shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -17,7 +17,10 @@ __getattr__ = attributes_of("triton_dist.profiler_utils")
 
 
 def perf_func(func: Callable[[], Any], iters: int, warmup_iters: int) -> tuple[Any, float]:
-    """What ``func()`` gave last, and milliseconds per call: ``iters`` of them, by events, after ``warmup_iters``."""
+    """Return the last result of ``func()``, and the milliseconds of a call: by events, over ``iters`` calls.
+
+    ``warmup_iters`` calls come first.
+    """
     for _ in range(warmup_iters):
         func()
     torch.cuda.synchronize()

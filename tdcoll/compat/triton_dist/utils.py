@@ -148,19 +148,19 @@ def finalize_distributed() -> None:
 
 
 def is_shmem_initialized() -> bool:
-    """Whether this process has joined."""
+    """Return whether this process has joined."""
     return _world is not None
 
 
 def get_triton_dist_world() -> dist.ProcessGroup | None:
-    """The group that was joined with, or None and a warning."""
+    """Return the group that was joined with. Before that, warn and return None."""
     if _world is None:
         warnings.warn("no job has been joined yet: call initialize_distributed()", stacklevel=2)
     return _world
 
 
 def get_triton_dist_local_world_size() -> int:
-    """Ranks of this node."""
+    """Return the number of ranks of this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -221,28 +221,28 @@ def CUDA_CHECK(err: Any) -> None:
 
 
 def is_cuda() -> bool:
-    """Whether GPUs are NVIDIA's: always."""
+    """Return True: GPUs are NVIDIA's."""
     return True
 
 
 def is_hip() -> bool:
-    """Whether GPUs are AMD's: never."""
+    """Return False: no GPU is AMD's."""
     return False
 
 
 def is_maca() -> bool:
-    """Whether GPUs are MetaX's: never."""
+    """Return False: no GPU is MetaX's."""
     return False
 
 
 def is_ascend() -> bool:
-    """Whether the accelerators are Ascend's: never."""
+    """Return False: no accelerator is Ascend's."""
     return False
 
 
 @functools.cache
 def supports_p2p_native_atomic() -> bool:
-    """Whether atomics work on peers' memory."""
+    """Return whether atomics work on peers' memory."""
     if INTERPRETED or torch.cuda.device_count() <= 1:
         return True
     attribute = cudart.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ def supports_p2p_native_atomic() -> bool:
 
 
 def requires_p2p_native_atomic(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that warns when it is called where atomics do not work on peers' memory."""
+    """Make ``fn`` warn when it is called where atomics do not work on peers' memory."""
 
     @functools.wraps(fn)
     def warned(*args: Any, **kwargs: Any) -> Any:
@@ -264,7 +264,7 @@ def requires_p2p_native_atomic(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def requires(condition_func: Callable[[], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: the function may be called only where ``condition_func()`` holds."""
+    """Make a decorator: the function may be called only where ``condition_func()`` holds."""
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
@@ -279,43 +279,43 @@ def requires(condition_func: Callable[[], bool]) -> Callable[[Callable[..., Any]
 
 
 def has_tma() -> bool:
-    """Whether the GPU has descriptors."""
+    """Return whether the GPU has descriptors."""
     return torch.cuda.get_device_capability()[0] >= 9
 
 
 def has_fullmesh_nvlink() -> bool:
-    """Whether every GPU of the node reaches every other: tdcoll starts only where that is so."""
+    """Return True: tdcoll starts only where every GPU of a node reaches every other."""
     return True
 
 
 def get_device_property(device_id: int = 0) -> Any:
-    """Properties of a GPU."""
+    """Return the properties of a GPU."""
     return torch.cuda.get_device_properties(device_id)
 
 
 def get_device_max_shared_memory_size(device_id: int) -> int:
-    """Bytes of shared memory that a block can ask for."""
+    """Return the bytes of shared memory that a block can ask for."""
     properties = torch.cuda.get_device_properties(device_id)
     return int(getattr(properties, "shared_memory_per_block_optin", 227 << 10))
 
 
 def torch_stream_max_priority() -> int:
-    """The highest priority of a stream."""
+    """Return the highest priority of a stream."""
     return int(torch.cuda.current_stream().priority_range()[1])
 
 
 def support_launch_cooperative_grid() -> bool:
-    """Whether Triton launches cooperative grids: always."""
+    """Return True: Triton launches cooperative grids."""
     return True
 
 
 def launch_cooperative_grid_options() -> dict[str, bool]:
-    """Launch options for a grid whose programs are all on the GPU at once."""
+    """Return the launch options of a grid whose programs are all on the GPU at once."""
     return {"launch_cooperative_grid": True}
 
 
 def sleep_async(duration_ms: float) -> None:
-    """Keep the current stream busy for so many milliseconds, about."""
+    """Keep the current stream busy for about ``duration_ms`` milliseconds."""
     torch.cuda._sleep(int(torch.cuda.clock_rate() * 1e3 * duration_ms))  # clock_rate() is in MHz
 
 
@@ -336,7 +336,7 @@ def dist_print(
 
 @contextlib.contextmanager
 def with_torch_deterministic(mode: bool, warn_only: bool = True) -> Iterator[None]:
-    """Deterministic algorithms or not, inside."""
+    """Choose deterministic algorithms, or not, inside of the block."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(mode, warn_only=warn_only)
     try:
@@ -346,7 +346,7 @@ def with_torch_deterministic(mode: bool, warn_only: bool = True) -> Iterator[Non
 
 
 def is_fp8_dtype(dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` is a floating type of 8 bits."""
+    """Return whether ``dtype`` is a floating type of 8 bits."""
     return dtype.itemsize == 1 and dtype.is_floating_point
 
 
@@ -362,20 +362,23 @@ def _made(shape: Any, dtype: torch.dtype, init_args: Sequence[float], device: st
 
 
 def generate_data(configs: Sequence[Any]) -> Iterator[Iterator[torch.Tensor | None]]:
-    """For ever: a tensor for each ``(shape, dtype, (scale, bias)[, device])`` of ``configs``, None for an empty one."""
+    """Yield rounds without end, of a tensor for each ``(shape, dtype, (scale, bias)[, device])`` of ``configs``.
+
+    A round has None for an empty one.
+    """
     while True:
         yield (_made(*config) if config else None for config in configs)
 
 
 def get_bool_env(env: str, default_value: bool) -> bool:
-    """An environment variable that is on or off."""
+    """Read an environment variable that is on or off."""
     return {"on": True, "1": True, "true": True, "off": False, "0": False, "false": False}.get(
         os.environ.get(env, "").lower(), default_value
     )
 
 
 def get_int_env(env: str, default_value: int) -> int:
-    """An environment variable that is a whole number."""
+    """Read an environment variable that is a whole number."""
     try:
         return int(os.environ[env])
     except (KeyError, ValueError):

@@ -138,7 +138,7 @@ def next_power_of_2(n):
 
 
 class BarrierAllContext:
-    """What barriers of a node need, or of all ranks. Collective to make.
+    """The memory and the count of barriers of a node, or of all ranks. Collective to make.
 
     Args:
         is_intra_node: of this node's ranks; else of all.
@@ -177,7 +177,7 @@ def barrier_all_on_stream(ctx: BarrierAllContext | None, stream: torch.cuda.Stre
 
 
 def _word(signal: torch.Tensor | int, require_i64: bool) -> tuple[int, int]:
-    """Address and bits of a signal: of a tensor, or of an address, as older programs give it."""
+    """Return the address and the bits of a signal. Older programs give the address instead of the tensor."""
     if isinstance(signal, torch.Tensor):
         if signal.dtype not in (torch.int32, utils.NVSHMEM_SIGNAL_DTYPE):
             raise ValueError(f"signal_tensor must be of int32 or int64, got {signal.dtype}")

@@ -68,7 +68,7 @@ __getattr__ = attributes_of("triton_dist.language.extra.language_extra")
 
 @triton.jit
 def _word(ptr):
-    """The pointer as one to integers of the same size."""
+    """Return the pointer as one to integers of the same size."""
     bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     if bits == 64:
         word = ptr.to(tl.pointer_type(tl.int64))
@@ -80,7 +80,7 @@ def _word(ptr):
 
 @triton.jit
 def ld(ptr, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
-    """What is at ``ptr``, in the order ``semantic`` (relaxed, acquire) at ``scope`` (gpu, sys)."""
+    """Load what is at ``ptr``, in the order ``semantic`` (relaxed, acquire) at ``scope`` (gpu, sys)."""
     return tdl.ld(_word(ptr), scope, semantic).to(ptr.dtype.element_ty, bitcast=True)
 
 
@@ -92,7 +92,7 @@ def ld_acquire(ptr, scope: tl.constexpr = _GPU):
 
 @triton.jit
 def ld_b32(ptr):
-    """The 32 bits at ``ptr``, relaxed at scope gpu."""
+    """Load the 32 bits at ``ptr``, relaxed at scope gpu."""
     return ld(ptr, "gpu", "relaxed")
 
 
@@ -238,9 +238,9 @@ else:
         def exchange(mask: Any, value: Any, delta: Any, _semantic: Any = None) -> Any:
             arguments = [
                 value,
-                *(core.cast(_semantic.to_tensor(one), tl.int32, _semantic=_semantic) for one in (delta,)),
+                core.cast(_semantic.to_tensor(delta), tl.int32, _semantic=_semantic),
+                core.cast(_semantic.to_tensor(mask), tl.uint32, _semantic=_semantic),
             ]
-            arguments.append(core.cast(_semantic.to_tensor(mask), tl.uint32, _semantic=_semantic))
             asm = f"shfl.sync.{mode}.b32 $0, $1, $2, {clamp}, $3;"
             return _one(asm, "=r,r,r,r", arguments, value.dtype, _semantic)
 
@@ -261,11 +261,14 @@ else:
         asm = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, $2; }"
         return _one(asm, "=r,r,r", arguments, tl.int32, _semantic)
 
+    def _order(semantic: Any, scope: Any) -> str:
+        """Return what an access says of its order; one that says nothing is volatile."""
+        return "".join(f".{one}" for one in map(core._unwrap_if_constexpr, (semantic, scope)) if one) or ".volatile"
+
     def _loads(suffix: str, constraint: str, kind: Any, parts: int) -> Any:
         def load(ptr: Any, scope: Any = "", semantic: Any = "", _semantic: Any = None) -> Any:
-            order = "".join(f".{one}" for one in map(core._unwrap_if_constexpr, (semantic, scope)) if one)
             outputs = ", ".join(f"${place}" for place in range(parts))
-            asm = f"ld{order or '.volatile'}.global.v{parts}.{suffix} {{{outputs}}}, [${parts}];"
+            asm = f"ld{_order(semantic, scope)}.global.v{parts}.{suffix} {{{outputs}}}, [${parts}];"
             address = core.cast(ptr, tl.int64, _semantic=_semantic)
             return _one(asm, ",".join([f"={constraint}"] * parts) + ",l", [address], (kind,) * parts, _semantic)
 
@@ -277,10 +280,9 @@ else:
     load_v2_b64 = _loads("b64", "l", tl.int64, 2)
 
     def _store(ptr: Any, values: list[Any], scope: Any, semantic: Any, builder: Any) -> None:
-        order = "".join(f".{one}" for one in map(core._unwrap_if_constexpr, (semantic, scope)) if one)
         parts = len(values)
         operands = ", ".join(f"${2 + place}" for place in range(parts))
-        asm = f"st{order or '.volatile'}.global.v{parts}.b32 [$1], {{{operands}}}; mov.u32 $0, 0;"
+        asm = f"st{_order(semantic, scope)}.global.v{parts}.b32 [$1], {{{operands}}}; mov.u32 $0, 0;"
         words = [core.cast(builder.to_tensor(value), tl.uint32, _semantic=builder) for value in values]
         address = core.cast(ptr, tl.int64, _semantic=builder)
         _one(asm, "=r,l" + ",r" * parts, [address, *words], tl.int32, builder)
