@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import kernels
+import protocols
 import torch
 
 import tdcoll.language as tdl
@@ -57,11 +57,11 @@ def gathering(
 
 
 def gather(how: str, compare: int = tdl.CMP_GE.value, **options: int) -> Callable[[World], None]:
-    """The case for ``kernels.gather``."""
+    """The case for ``protocols.gather``."""
 
     def launch(
         buffer: torch.Tensor, signals: torch.Tensor, nbytes: int, call: int, monitor: torch.Tensor, n: int
     ) -> None:
-        kernels.gather[(n,)](buffer, signals, nbytes, call, monitor, n, how, compare)
+        protocols.gather[(n,)](buffer, signals, nbytes, call, monitor, n, how, compare)
 
     return gathering(launch, **options)

@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import cases
 import kernels
+import protocols
 import torch
 import torch.distributed as dist
 import triton.language as tl
@@ -43,7 +44,7 @@ def all_gathers(job: runtime.Runtime, calls: int) -> None:
     for call in range(1, calls + 1):
         buffer = buffers[call % 2]
         buffer[job.rank] = cases.segment(job.rank, call, 33)
-        kernels.gather[(WORLD,)](buffer, signals[call % 2], 33, call, monitor.words, WORLD, "put_signal", 5)
+        protocols.gather[(WORLD,)](buffer, signals[call % 2], 33, call, monitor.words, WORLD, "put_signal", 5)
         monitor.check()
         cases.check(buffer, call)
 
@@ -63,7 +64,7 @@ def polling_loops(job: runtime.Runtime) -> None:
     buffer = job.allocate((WORLD, 8), torch.uint8, name="buffer")
     signals = job.allocate((WORLD,), torch.int64, name="signals")
     for call in range(1, 10):
-        kernels.gather_spinning[(WORLD,)](buffer, signals, 8, call, WORLD, 0)
+        protocols.gather_spinning[(WORLD,)](buffer, signals, 8, call, WORLD, 0)
 
 
 def deadlines(job: runtime.Runtime) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 
 import kernels
+import protocols
 import pytest
 import torch
 import triton.language as tl
@@ -125,7 +126,7 @@ def test_other_nodes_are_reached_by_puts_from_symmetric_memory_only():
 @pytest.mark.parametrize("form", ["if", "name", "for"])
 def test_kernels_written_for_threads(form):
     def launch(buffer, signals, nbytes, call, monitor, n):
-        kernels.gather_by_threads[(n,)](buffer, signals, nbytes, call, n, form, num_warps=1)
+        protocols.gather_by_threads[(n,)](buffer, signals, nbytes, call, n, form, num_warps=1)
 
     explore(gathering(launch), n_pes=4, seeds=10)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import kernels
+import protocols
 import pytest
 import torch
 import triton.language as tl
@@ -102,7 +103,7 @@ def test_forgotten_signal_is_a_deadlock_that_names_it():
 
 def _spinning(forget):
     def launch(buffer, signals, nbytes, call, monitor, n):
-        kernels.gather_spinning[(n,)](buffer, signals, nbytes, call, n, forget)
+        protocols.gather_spinning[(n,)](buffer, signals, nbytes, call, n, forget)
 
     return gathering(launch, calls=2)
 
@@ -126,13 +127,13 @@ def _in_order(kernel):
 
 
 def test_grid_that_waits_first_deadlocks_with_one_resident_program():
-    explore(_in_order(kernels.gather_waiting_first), n_pes=4, seeds=10)
-    explore(_in_order(kernels.gather_waiting_first), n_pes=4, seeds=10, resident=2)
-    failure = first_failure(_in_order(kernels.gather_waiting_first), n_pes=4, seeds=1, resident=1)
+    explore(_in_order(protocols.gather_waiting_first), n_pes=4, seeds=10)
+    explore(_in_order(protocols.gather_waiting_first), n_pes=4, seeds=10, resident=2)
+    failure = first_failure(_in_order(protocols.gather_waiting_first), n_pes=4, seeds=1, resident=1)
     assert failure is not None
     assert isinstance(failure.error, Deadlock)
     assert "0 of 4 programs done, 3 not started for lack of room" in str(failure.error)
-    explore(_in_order(kernels.gather_waiting_last), n_pes=4, seeds=10, resident=1)
+    explore(_in_order(protocols.gather_waiting_last), n_pes=4, seeds=10, resident=1)
 
 
 def test_failure_says_how_to_see_it_again():
@@ -164,7 +165,7 @@ def test_a_flagged_word_in_two_pieces_is_caught(whole):
             words, monitor = tdcoll.zeros((2, 2), torch.int64), tdcoll.WaitMonitor()
             torn = torch.zeros(1, dtype=torch.int32)
             tdcoll.barrier()
-            kernels.flagged[(1,)](words, 5, monitor.words, torn, whole)
+            protocols.flagged[(1,)](words, 5, monitor.words, torn, whole)
             tdcoll.barrier()
             assert int(torn) == 0, f"{int(torn)} words came torn"
 
@@ -186,7 +187,7 @@ def _pulled(how, get, calls=3):
             for call in range(calls):
                 words = torch.arange(8) + 10 * torch.arange(n)[:, None] + 100 * (call + 1)
                 out = torch.zeros(n, 8, dtype=torch.int64)
-                kernels.pull_stored[(1,)](mine[call], words[pe], out, signals, call, monitor.words, n, how, get)
+                protocols.pull_stored[(1,)](mine[call], words[pe], out, signals, call, monitor.words, n, how, get)
                 monitor.check()
                 assert torch.equal(out, words), f"call {call}: {out.tolist()} should be {words.tolist()}"
 
@@ -225,7 +226,7 @@ def _told_by_the_last(push, count, how):
         def host(pe):
             mine, counter, signals = (tdcoll.zeros(4, torch.int64) for _ in range(3))
             monitor, out = tdcoll.WaitMonitor(), torch.zeros(4, dtype=torch.int64)
-            kernels.last_one_tells[(4,)](mine, counter, signals, out, monitor.words, push, count, how)
+            protocols.last_one_tells[(4,)](mine, counter, signals, out, monitor.words, push, count, how)
             monitor.check()
             assert pe == 0 or (out == 7).all(), f"{out.tolist()} should be all 7"
 
@@ -257,7 +258,7 @@ def test_a_word_never_goes_back():
         def host(pe):
             word = tdcoll.zeros(1, torch.int64, name="word")
             out = torch.zeros(16, dtype=torch.int64)
-            kernels.count_up_and_watch[(1,)](word, out)
+            protocols.count_up_and_watch[(1,)](word, out)
             values = out.tolist()
             assert values == sorted(values), f"saw {values}"
             seen.update(values)

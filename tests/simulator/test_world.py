@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 
 import kernels
+import protocols
 import pytest
 import torch
 from cases import gather
@@ -236,7 +237,7 @@ def test_killed_in_the_middle_all_others_name_it_or_each_other(seed):
         if pe == 2:
             world.kill(2, after_turns=5 + 7 * seed)
         for call in range(1, 20):
-            kernels.gather[(4,)](buffers[call % 2], signals[call % 2], 16, call, monitor.words, 4, "put_signal", 5)
+            protocols.gather[(4,)](buffers[call % 2], signals[call % 2], 16, call, monitor.words, 4, "put_signal", 5)
             try:
                 monitor.check()
             except CollectiveTimeout as error:
@@ -299,7 +300,7 @@ def test_expired_wait_ends_the_others_of_its_monitor():
         monitor = WaitMonitor()
         signals = job.allocate((2, 4), torch.int64, name="signals")
         buffer = job.allocate((4, 16), torch.uint8)
-        kernels.gather[(1,)](buffer, signals[0], 16, 1, monitor.words, 4, "put_signal", 5)
+        protocols.gather[(1,)](buffer, signals[0], 16, 1, monitor.words, 4, "put_signal", 5)
         assert monitor.expired
         result = torch.full((1,), -1, dtype=torch.int32)
         kernels.wait_once[(3,)](signals[1], 1, monitor.words, result)  # returns at once
@@ -377,7 +378,7 @@ def test_barriers_complete_puts_or_not(how):
             job = runtime.current()
             dest = job.allocate((16,), torch.uint8)
             source = torch.full((16,), pe + 1, dtype=torch.uint8)
-            kernels.put_then_barrier[(1,)](dest, source, 16, 3, how)
+            protocols.put_then_barrier[(1,)](dest, source, 16, 3, how)
             return bool((dest == (pe - 1) % 3 + 1).all())
 
         stale += world.run(host).count(False)
@@ -410,7 +411,7 @@ def test_what_another_program_has_put_is_ordered_and_completed_as_well(how):
             dest, flag = tdcoll.zeros(16, torch.uint8), tdcoll.zeros(1, torch.int64)
             source, done = torch.full((16,), pe + 1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
             tdcoll.barrier()
-            kernels.put_by_another_program[(2,)](dest, source, 16, done, flag, 3, how)
+            protocols.put_by_another_program[(2,)](dest, source, 16, done, flag, 3, how)
             assert (dest == (pe - 1) % 3 + 1).all(), "not there"
 
         world.run(host)
@@ -440,7 +441,7 @@ def test_gets(how):
             mine.fill_(pe + 1)
             job.control.all_gather(range(3), "filled", None)
             out = torch.zeros(3, 16, dtype=torch.uint8)
-            kernels.pull[(3,)](out, mine, 16, how)
+            protocols.pull[(3,)](out, mine, 16, how)
             right = bool((out == torch.arange(1, 4)[:, None]).all())
             job.control.all_gather(range(3), "read", None)
             return right

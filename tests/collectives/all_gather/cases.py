@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather as a case for `tdcoll.testing.explore`: several calls, results read late, data that name their origin."""
+"""All-gathers as cases for `tdcoll.testing.explore`, and the tuning table that tests of tables share."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 import tdcoll
-from tdcoll.collectives._host.plan import Plan
+from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives.all_gather.policy import POLICY
 from tdcoll.primitives.group import EPOCH_SHIFT
+from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
+from tdcoll.tuning import SIMULATOR, Entry, Section, Table
 
 NBYTES = 200
 """Bytes per rank: with 128-byte chunks, two channels, the second one short and no multiple of 16."""
@@ -23,6 +28,8 @@ def pattern(owner: int, call: int, nbytes: int) -> torch.Tensor:
 
 class Gathers:
     """Runs ``calls`` on every rank: ``o`` out of place, ``i`` in place, ``z`` of no bytes.
+
+    Results are read late. The data name their origin.
 
     Args:
         algorithm: of the calls, or a plan; or several, for the calls in turn.
@@ -72,3 +79,53 @@ class Gathers:
             ctx.check()
             tdcoll.free(buffer)
         assert tdcoll.heap_info().used == 0
+
+
+def section(
+    *entries: Entry, architecture: str = SIMULATOR, launch: str = "eager", in_place: bool = False, source: str = "",
+    ranks_per_node: int = 4, nodes: int = 1,
+) -> Section:  # fmt: skip
+    """A section of a table: for eager calls out of place on one node of four ranks, unless it says otherwise."""
+    return Section(architecture, "all_gather", ranks_per_node, nodes, launch, in_place, entries, source)
+
+
+def choose(nbytes: int, topology: Topology, algorithm: Any = "auto", sections: Any = (), **facts: Any) -> Plan:
+    """The plan for ``nbytes`` per rank."""
+    return POLICY.choose(Facts(nbytes, topology, **facts), algorithm, sections)
+
+
+def nodes_of(*sizes: int, rank: int = 0) -> Topology:
+    """Topology of nodes with so many ranks each."""
+    node_ids = [node for node, size in enumerate(sizes) for _ in range(size)]
+    return Topology.of(rank, range(len(node_ids)), node_ids)
+
+
+def table_of(*entries: Entry) -> Table:
+    return Table((section(*entries),))
+
+
+EXAMPLE = Table(
+    (
+        section(
+            Entry(16 << 10, "ll", chunk=3072, num_warps=8), Entry((4 << 20) + 1, "1d", channels=16), Entry(None, "nccl")
+        ),
+        section(Entry(1 << 20, "1d", num_warps=4), launch="graph", source="somewhere"),
+        section(Entry(None, "1d", chunk=1 << 20), in_place=True, architecture="sm_90"),
+    )
+)
+
+
+def changed(path: tuple[Any, ...], value: Any) -> str:
+    """The example with one value replaced, or a field removed (``...``)."""
+    document = json.loads(EXAMPLE.text())
+    place = document
+    for step in path[:-1]:
+        place = place[step]
+    if value is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return json.dumps(document)
+
+
+FIRST, ENTRY = ("tables", 0), ("tables", 0, "entries", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -15,31 +16,23 @@ from tiers import second
 
 import tdcoll
 from tdcoll.collectives._host import plan as plans
-from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Facts, Plan
+from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Plan
 from tdcoll.collectives.all_gather import kernels_direct, policy
 from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.errors import RankMismatchError
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 from tdcoll.tuning import Entry, Section
 
+from .cases import choose, nodes_of
+
 M, G = 1 << 20, 1 << 30
-
-
-def choose(nbytes: int, topology: Topology, algorithm: Any = "auto", sections: Any = (), **facts: Any) -> Plan:
-    """The plan for ``nbytes`` per rank."""
-    return POLICY.choose(Facts(nbytes, topology, **facts), algorithm, sections)
 
 
 def section(topology: Topology, in_place: bool, entry: Entry) -> Section:
     """For eager calls on such a group."""
     return Section("", "all_gather", topology.ranks_per_node or 0, topology.n_nodes, "eager", in_place, (entry,))
-
-
-def nodes_of(*sizes: int, rank: int = 0) -> Topology:
-    """Topology of nodes with so many ranks each."""
-    node_ids = [node for node, size in enumerate(sizes) for _ in range(size)]
-    return Topology.of(rank, range(len(node_ids)), node_ids)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +118,39 @@ def test_a_plan_for_ll_has_no_programs_with_nothing_to_carry() -> None:
         choose(100, nodes_of(4), Plan("ll", 1, 128, 1), ll_bytes=100)
     with pytest.raises(ValueError, match="at most 12288, bytes and cover all 100 bytes; got 1 of 24576 bytes"):
         choose(100, nodes_of(4), Plan("ll", 1, 24576, 16), ll_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan("nccl", 1, 128, 4), "a Plan's algorithm must be one of ll, direct, ring, 1d, 2d; got 'nccl'"),
+        (Plan("ll", 1, 4096, 4), "algorithm='ll' needs the same number of ranks on every node and"),
+        (Plan("1d", 2, 100, 4), "must be a multiple of 16 bytes and cover all 1000 bytes; got 2 of 100 bytes"),
+        (Plan("1d", 2, 480, 4), "cover all 1000 bytes; got 2 of 480"),
+        (Plan("1d", CHANNELS + 1, 128, 4), f"channels must be 1 to {CHANNELS}, got {CHANNELS + 1}"),
+    ],
+)
+def test_plans_that_cannot_be_launched(plan: Plan, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        choose(1000, nodes_of(4), plan)
+
+
+def test_a_caller_may_give_a_plan() -> None:
+    simulated = World(4)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1024, debug=True) as ctx:
+            before = simulated.counts[pe].puts
+            y = tdcoll.all_gather(torch.full((100,), pe), ctx, algorithm=Plan("1d", 8, 128, 4))
+            assert y.view(4, 100)[:, 0].tolist() == [0, 1, 2, 3]
+            ctx.check()
+            assert simulated.counts[pe].puts - before == 8 * 3
+            with pytest.raises(RankMismatchError):
+                tdcoll.all_gather(torch.zeros(8), ctx, algorithm=Plan("1d", 1, 128, 4 if pe else 8))
+            with pytest.raises(ValueError, match="cover all 32 bytes"):
+                tdcoll.all_gather(torch.zeros(8), ctx, algorithm=Plan("1d", 1, 16, 4))
+
+    simulated.run(host)
 
 
 @pytest.mark.parametrize(

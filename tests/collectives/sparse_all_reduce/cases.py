@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,11 @@ from tdcoll.testing import World
 from .reference import Rows, reduce, wrong_rows
 
 HEAP = 1 << 19
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+FLOATS = DTYPES[:4]
+OPS = ("sum", "mean", "max", "min", "prod")
+HUGE = 1 << 40
+BOTH = pytest.mark.parametrize("algorithm", ["owner", "gather"])
 
 
 @contextmanager
@@ -139,3 +146,101 @@ class Reduces:
             for call, got in kept:
                 self.check(ctx.topology, ctx.rank, call, got)
         assert tdcoll.heap_info().used == 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a call is made.
+
+    Attributes:
+        form: ``"coo"``, ``"pair"`` or ``"padded"``.
+        spare: how many more rows than needed the context has room for.
+    """
+
+    op: str = "sum"
+    algorithm: str = "owner"
+    copy: bool = True
+    coalesced: bool = False
+    form: str = "pair"
+    spare: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank got, by which algorithm, and the nodes of all ranks."""
+
+    rows: Rows
+    algorithm: str
+    nodes: tuple[int, ...]
+
+
+def call(part: Rows, num_rows: int, ctx: tdcoll.SparseContext | None, how: Options = Options()) -> Rows:
+    """One call in one of the forms, and whether it has the shape that it should."""
+    shape = tuple(part.values.shape[1:])
+    if how.form == "coo":
+        tensor = torch.sparse_coo_tensor(
+            part.indices.unsqueeze(0), part.values, (num_rows, *shape), is_coalesced=how.coalesced
+        )
+        made = tdcoll.sparse_all_reduce(tensor, ctx, how.op, algorithm=how.algorithm, copy=how.copy)
+        assert made.layout == torch.sparse_coo
+        assert made.is_coalesced()
+        assert made.shape == tensor.shape
+        return Rows(made.indices()[0], made.values())
+    common: dict[str, Any] = {"coalesced": how.coalesced, "algorithm": how.algorithm}
+    if how.form == "pair":
+        return Rows(*tdcoll.sparse_all_reduce_rows(*part, num_rows, ctx, how.op, copy=how.copy, **common))
+    assert ctx is not None
+    padded = tdcoll.sparse_all_reduce_padded(*part, num_rows, ctx, how.op, **common)
+    ctx.check()
+    size = int(padded.count)
+    assert padded.indices.shape == (ctx.max_union_rows,)
+    assert padded.values.shape == (ctx.max_union_rows, *shape)
+    assert not padded.indices[size:].any()
+    assert not padded.values[size:].any()
+    return Rows(padded.indices[:size].clone(), padded.values[:size].clone())
+
+
+def context(parts: Sequence[Rows], spare: int = 0, **more: Any) -> tdcoll.SparseContext:
+    """One that has room for these parts."""
+    most = max(1, *(part.indices.unique().numel() for part in parts))
+    row_bytes = parts[0].values.shape[1:].numel() * parts[0].values.dtype.itemsize
+    return tdcoll.SparseContext(max_rows_per_rank=most + spare, max_row_bytes=row_bytes, **more)
+
+
+def outcomes(
+    parts: Sequence[Rows], num_rows: int, how: Options = Options(), *, layout: Sequence[int] | None = None, **world: Any
+) -> list[Outcome]:
+    """What every rank gets."""
+
+    def host(pe: int) -> Outcome:
+        with context(parts, how.spare) as ctx:
+            got = call(parts[pe], num_rows, ctx, how)
+            rows = Rows(got.indices.clone(), got.values.clone())
+            ctx.check()
+            return Outcome(rows, how.algorithm if how.form == "padded" else ctx.last_algorithm, ctx.topology.nodes)
+
+    return World(len(parts), ranks_per_node=layout, **world).run(host)
+
+
+def check(got: Outcome, parts: Sequence[Rows], op: str) -> None:
+    """Raise AssertionError unless it has the bits of the reference.
+
+    In bf16 only where results are exact: the interpreter cuts numbers to 16 bits where GPUs round them.
+    """
+    wanted = reduce(parts, op, got.nodes if got.algorithm == "owner" else None)
+    assert torch.equal(got.rows.indices, wanted.indices)
+    assert (got.rows.values.dtype, got.rows.values.shape) == (wanted.values.dtype, wanted.values.shape)
+    if wanted.values.dtype == torch.bfloat16 and op in ("mean", "prod"):
+        torch.testing.assert_close(got.rows.values, wanted.values, rtol=2**-5, atol=2**-8, equal_nan=True)
+    else:
+        assert wrong_rows(got.rows.values, wanted.values) == 0, f"{got.rows.values} should be {wanted.values}"
+
+
+def check_all(parts: Sequence[Rows], num_rows: int, how: Options = Options(), **world: Any) -> list[Outcome]:
+    """Run, and compare what every rank gets with the reference and with what rank 0 got."""
+    all_got = outcomes(parts, num_rows, how, **world)
+    check(all_got[0], parts, how.op)
+    for got in all_got[1:]:
+        assert torch.equal(got.rows.indices, all_got[0].rows.indices)
+        assert wrong_rows(got.rows.values, all_got[0].rows.values) == 0
+    return all_got
