@@ -204,7 +204,7 @@ class Dense(Service):
         return total if together else 0
 
     def at_once(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> bool:
-        """Make a call like one that was made before, if nothing has to be prepared or copied; return whether it was made.
+        """Make a call like one that was made before, if nothing has to be prepared or copied; return whether it did.
 
         The tensors may be of any kind: the other way finds and says what is wrong with them.
         """

@@ -275,7 +275,11 @@ class Sides:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> BaseException | None:
-        """Free what tdcoll holds for this group; return a wait that has expired and of which nobody has heard. Collective."""
+        """Free what tdcoll holds for this group. Collective.
+
+        Returns:
+            The error of a wait that has expired and of which nobody has heard, or None.
+        """
         if self._closed:
             return None
         self._closed = True
