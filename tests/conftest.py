@@ -44,6 +44,9 @@ def launch():
         )
         try:
             out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            told = b"".join(part or b"" for part in (error.output, error.stderr)).decode(errors="replace")
+            pytest.fail(f"launch.sh {' '.join(arguments)} did not end in {timeout:g} s:\n{told}")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)

@@ -171,6 +171,12 @@ def test_fused_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("fused_checks.py")
 
 
+@ranks_of(1, 2, 4, 8)
+def test_operators_checks(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "operators_checks.py")
+    assert set(verdicts(done)) == checks_of("operators_checks.py")
+
+
 @ranks_of(2, 4, 8)
 def test_distributed_checks(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, WORKERS / "distributed_checks.py")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled models and the pass that fuses, on one rank. ``tests/workers/fused_checks.py`` has what takes several: the
-simulator's ranks in one process must not change inside of PyTorch's dispatcher."""
+"""Compiled models and the pass that fuses, on one rank. ``tests/workers/operators_checks.py`` has what takes several:
+the simulator's ranks in one process must not change inside of PyTorch's dispatcher."""
 
 from __future__ import annotations
 
