@@ -120,7 +120,8 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
     _SUBMODULES = frozenset(
-        {"collectives", "context", "errors", "fused", "language", "memory", "monitor", "ops", "runtime", "tuning"}
+        ["collectives", "context", "distributed", "errors", "fused", "language", "memory"]
+        + ["monitor", "ops", "runtime", "tuning"]
     )
 
     def __getattr__(name):

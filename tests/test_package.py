@@ -75,9 +75,12 @@ def test_anything_may_be_the_first() -> None:
         *("testing", "context", "memory", "runtime.lifecycle", "language.jit", "distributed", "collectives.all_gather"),
         *("runtime.simulator.machine", "runtime.simulator.process", "collectives.sparse_all_reduce", "bench.job"),
     ]
-    attributes = "import tdcoll; tdcoll.runtime.current_or_none, tdcoll.errors.TdcollError, tdcoll.language.CMP_GE"
+    attributes = (
+        "import tdcoll; tdcoll.runtime.current_or_none, tdcoll.errors.TdcollError, tdcoll.language.CMP_GE",
+        "import tdcoll; tdcoll.distributed.all_reduce, tdcoll.fused.all_reduce_rms_norm, tdcoll.ops.group_name",
+    )
     done = subprocess.run(
-        [sys.executable, "-c", EACH_FIRST, attributes, *(f"import tdcoll.{name}" for name in modules)],
+        [sys.executable, "-c", EACH_FIRST, *attributes, *(f"import tdcoll.{name}" for name in modules)],
         capture_output=True,
         text=True,
         timeout=240,

@@ -11,7 +11,6 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
-from tdcoll.distributed import all_gather_into_tensor
 from tdcoll.fused.policy import ALGORITHMS, Rows, choose
 from tdcoll.fused.reference import norm_reference
 
@@ -108,7 +107,7 @@ def a_row_has_the_same_bits_in_every_batch() -> None:
         ctx.check()
     codes = whole[0].view(torch.uint8)
     everywhere = torch.empty(world(), *codes.shape, dtype=torch.uint8, device=device())
-    all_gather_into_tensor(everywhere, codes)
+    tdcoll.all_gather_into_tensor(everywhere, codes)
     expect(all(torch.equal(codes, other) for other in everywhere), "ranks have different bits")
 
 
