@@ -119,10 +119,8 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
         "tuning": "Table",
     }
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-    _SUBMODULES = frozenset(
-        ["collectives", "context", "distributed", "errors", "fused", "language", "memory"]
-        + ["monitor", "ops", "runtime", "tuning"]
-    )
+    _SUBMODULES = {"collectives", "context", "distributed", "errors", "fused", "language", "memory", "monitor"}
+    _SUBMODULES |= {"ops", "runtime", "tuning"}
 
     def __getattr__(name):
         """A public name or a module that belongs to one, imported now (PEP 562)."""
