@@ -7,6 +7,7 @@ the simulator it runs as well, without a tool.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "workers"))
 from harness import check, device, expect, rank, run, simulated, world
 
 import tdcoll
+from tdcoll import runtime
 from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives.all_gather.op import ALL_GATHER
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
@@ -143,15 +145,20 @@ def join() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     tdcoll.initialize(heap_bytes=HEAP_BYTES)
-    # initcheck does not see what other ranks write to the symmetric heap: to it, all of that has to be written here.
-    pieces = []
-    while tdcoll.heap_info().largest_free:  # the pieces between allocations too
-        pieces.append(tdcoll.zeros(tdcoll.heap_info().largest_free, torch.uint8))
-    for piece in pieces:
-        tdcoll.free(piece)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checks", nargs="*", help="names of checks (default: all)")
+    parser.add_argument("--heap", type=Path, help="a file for the first address of this rank's heap, and its bytes")
+    options = parser.parse_args()
+    join()
+    if options.heap is not None:
+        heap = runtime.current().heap
+        options.heap.write_text(f"{heap.base} {heap.nbytes}\n")
+    run(options.checks)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    join()
-    run()
-    dist.destroy_process_group()
+    main()

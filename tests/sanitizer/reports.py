@@ -28,6 +28,11 @@ _NOT_REPORTS = re.compile(
 _BELOW = re.compile(r"^(?:libcuda|libcudart|libcuda_driver|libsanitizer|libTreeLauncher|libInterceptor)")
 """Modules that are called by whoever is meant."""
 
+_COPY = re.compile(r"^ ?Host API memory access error at host access to (?P<address>0x[0-9a-f]+) ")
+
+HEAP = "the symmetric heap"
+"""The owner of what initcheck says of copies from the heap."""
+
 OTHERS = {"NVSHMEM": re.compile(r"^(?:lib)?nvshmem"), "NCCL": re.compile(r"^libnccl")}
 """Whose libraries are whose, by the name of the file."""
 
@@ -38,7 +43,7 @@ class Report:
 
     Attributes:
         text: as it was written, without ``=========``.
-        owner: ``"tdcoll"``, or a key of :data:`OTHERS`.
+        owner: ``"tdcoll"``, a key of :data:`OTHERS`, or :data:`HEAP`.
         kernel: the innermost function of the device; empty if there is none.
     """
 
@@ -70,8 +75,9 @@ def _owner(modules: list[str]) -> str:
     return next((name for name, pattern in OTHERS.items() if above and pattern.match(above[0])), "tdcoll")
 
 
-def _report(lines: list[str]) -> Report:
+def _report(lines: list[str], heap: range) -> Report:
     modules, kernel, host = [], "", False
+    copy = _COPY.match(lines[0])
     for line in lines:
         if _HOST.search(line):
             host = True
@@ -80,11 +86,12 @@ def _report(lines: list[str]) -> Report:
         # The module is on the frame's line, or on the next.
         if host and (found := _MODULE.search(line)):
             modules.append(found["module"].rpartition("/")[2])
-    return Report("\n".join(line.removeprefix(" ") for line in lines), _owner(modules), kernel)
+    owner = HEAP if copy and int(copy["address"], 16) in heap else _owner(modules)
+    return Report("\n".join(line.removeprefix(" ") for line in lines), owner, kernel)
 
 
-def parse(text: str) -> Run:
-    """Take apart what compute-sanitizer wrote about one process."""
+def parse(text: str, heap: range = range(0)) -> Run:
+    """Take apart what compute-sanitizer wrote about one process, whose symmetric heap has the addresses ``heap``."""
     reports: list[Report] = []
     paragraph: list[str] = []
     watched = False
@@ -97,10 +104,10 @@ def parse(text: str) -> Run:
         if line.strip() and not _SUMMARY.match(line) and not _NOT_REPORTS.match(line):
             # A first line is indented by one; what belongs to it by more. Some tools leave no line between reports.
             if paragraph and not line.startswith("  "):
-                reports.append(_report(paragraph))
+                reports.append(_report(paragraph, heap))
                 paragraph = []
             paragraph.append(line)
         elif paragraph:
-            reports.append(_report(paragraph))
+            reports.append(_report(paragraph, heap))
             paragraph = []
     return Run(tuple(reports), watched)

@@ -61,9 +61,18 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if number != 1 else ''}"
 
 
+def heap_of(log: Path) -> range:
+    """The addresses of a rank's symmetric heap, which ``mixed_calls.py`` has written beside its log."""
+    file = log.with_suffix(".heap")
+    if not file.exists():
+        return range(0)
+    base, nbytes = map(int, file.read_text().split())
+    return range(base, base + nbytes)
+
+
 def judge(tool: str, folder: Path, ranks: int, status: int, output: str = "") -> Verdict:
     """The verdict on a job of so many ranks, by the logs in ``folder``, one for each process."""
-    runs = [parse(file.read_text(errors="replace")) for file in sorted(folder.glob("*.log"))]
+    runs = [parse(file.read_text(errors="replace"), heap_of(file)) for file in sorted(folder.glob("*.log"))]
     watched = sum(run.watched for run in runs)
     reports = [report for run in runs for report in run.reports]
     ours = [report.text for report in reports if report.owner == "tdcoll"]
@@ -204,7 +213,7 @@ def under(tool: str, sanitizer: str, folder: Path, first_port: int, ranks: int, 
         *(sanitizer, "--tool", tool, "--target-processes", "application-only", "--log-file", f"{folder}/{{rank}}.log"),
         *("--port", "{port}", "--max-connections", str(PORTS), "--launch-timeout", "60", "--kill"),
         *("--num-callers-host", "20", *others),
-        *("{python}", str(HERE / "mixed_calls.py"), *checks),
+        *("{python}", str(HERE / "mixed_calls.py"), "--heap", f"{folder}/{{rank}}.heap", *checks),
     ]
     return launch(ranks, str(HERE / "rank.py"), str(first_port), str(PORTS), *watched)
 

@@ -73,6 +73,16 @@ BARRIER = """\
 """
 
 
+COPY = """\
+========= Host API memory access error at host access to 0x9027c81ec0 of size 1,056 bytes
+=========     Uninitialized access to 0x9027c81ee0 on access by cudaMemcpy source
+=========     Saved host backtrace up to driver entry point at error
+=========         Host Frame: cudaMemcpyAsync [0x70eec] in libcudart.so.13
+=========         Host Frame: at::native::copy_device_to_device(at::TensorIterator&, bool, bool) [0x17ab117] in libtorch_cuda.so
+========= ERROR SUMMARY: 1 error
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "found", "watched"),
     [
@@ -100,6 +110,20 @@ def test_whose_a_report_is(text: str, found: list[tuple[str, str, str]], watched
     assert [(report.owner, report.kernel) for report in run.reports] == [(owner, kernel) for owner, kernel, _ in found]
     for report, (_, _, what) in zip(run.reports, found, strict=True):
         assert report.what.startswith(what)
+
+
+def test_copies_from_the_symmetric_heap_are_no_finding(tmp_path: Path) -> None:
+    (tmp_path / "0.log").write_text(COPY)
+    for heap, ok, summary in (
+        (None, False, "initcheck: 1 of tdcoll's"),
+        (f"{0x9027000000} {16 << 20}", True, "initcheck: nothing of tdcoll's; 1 of the symmetric heap's"),
+        (f"{0x9028000000} {16 << 20}", False, "initcheck: 1 of tdcoll's"),
+    ):
+        if heap is not None:
+            (tmp_path / "0.heap").write_text(heap)
+        verdict = sanitize.judge("initcheck", tmp_path, ranks=1, status=0)
+        assert verdict.ok == ok
+        assert verdict.line.startswith(summary)
 
 
 def test_reports_in_one_file_are_told_apart() -> None:
