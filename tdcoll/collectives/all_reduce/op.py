@@ -61,7 +61,7 @@ def all_reduce(
         symmetric: ``out`` is symmetric memory, which peers may write to during the call: made by :func:`tdcoll.empty`
             over the context's group, or PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its
             ProcessGroup; at the same offset on all ranks. All ranks pass the same. ``"direct"`` then stores sums
-            straight into it, and copies nothing; other algorithms are as without.
+            straight into it, and copies nothing; other algorithms are as without it.
 
     Returns:
         ``out``, or a new ordinary tensor.
