@@ -2,8 +2,8 @@
 """Collectives that run inside Triton kernels over NVSHMEM symmetric memory.
 
 Every public name is imported when it is first used. So ``import tdcoll`` costs nothing, a process pays for the
-collectives that it calls, and ``python -m tdcoll`` runs where PyTorch or Triton cannot be imported. It also makes
-``init_process_group("tdcoll")`` known to ``torch.distributed``.
+collectives that it calls, and ``python -m tdcoll`` runs where PyTorch or Triton cannot be imported. Importing
+tdcoll also makes ``init_process_group("tdcoll")`` known to ``torch.distributed``.
 """
 
 from importlib import import_module as _import_module

@@ -196,8 +196,8 @@ class CollectiveContext(Gate):
         """Device tensors that launches and captured graphs refer to, for as long as the context lives."""
         self._group = topology.pes
         self.group_name = _group_name(group, topology)
-        """What ``torch.distributed`` calls the process group that was given, or else the default one if it has the same
-        ranks; None otherwise."""
+        """The name in ``torch.distributed`` of the process group that was given, or of the default group if it has the
+        same ranks; None otherwise."""
         self._flagged_bytes = flagged_bytes
         self._closed = False
         self._kept: dict[Hashable, Any] = {}

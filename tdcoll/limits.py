@@ -10,8 +10,8 @@ MAX_PROGRAMS = 1 << 20
 """Programs of one launch on a context, at most: each adds its share, at least 1, of so many to the control word."""
 
 SHARED_WARPS = 8
-"""Warps of a program, at most, on a context whose launches have a limit of programs because they share the GPU with
-others. A multiprocessor has room for two such programs whenever it holds less than two: 128 registers a thread."""
+"""The most warps of a program on a context whose launches have a limit of programs, because they share the GPU with
+others. A multiprocessor always has room for two such programs, whose threads have at most 128 registers."""
 
 _SENT_BYTES = 1 << 20
 _BYTES_BETWEEN_NODES = 16 << 10
@@ -30,7 +30,7 @@ def flagged_bytes(world_size: int, n_nodes: int) -> int:
 def lamport_bytes(world_size: int, n_nodes: int) -> int:
     """Bytes of one rank for which a context has words that announce themselves, if it is not told otherwise.
 
-    They are for ranks of one node. With so many an all-reduce of 16 MiB goes by such words, in two stages; they take
-    three times 32 MiB of the symmetric heap, whatever the number of ranks.
+    They are for ranks of one node. An all-reduce of 16 MiB goes by such words in two stages. They take three times
+    32 MiB of the symmetric heap, whatever the number of ranks.
     """
     return 0 if n_nodes > 1 else _ANNOUNCED_BYTES // world_size

@@ -38,7 +38,7 @@ __all__ = ["all_gather", "all_reduce", "all_reduce_rms_norm", "fuse", "fusing", 
 
 
 def group_name(group: runtime.Group = None) -> str:
-    """The string that names a group in calls of the operators.
+    """Return the string that names a group in calls of the operators.
 
     Args:
         group: None: all ranks of the job. A ProcessGroup: the name that PyTorch gave it. A sequence of global ranks:
@@ -56,7 +56,7 @@ def group_name(group: runtime.Group = None) -> str:
 
 
 def _named(name: str) -> runtime.Group:
-    """The group of a name.
+    """Return the group of a name.
 
     Raises:
         ValueError: there is none.
@@ -259,7 +259,7 @@ def _seen(node: Any) -> torch.Tensor | None:
 
 
 def _found(norm: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, float] | None:
-    """``(add, all-reduce, residual, weight, eps)`` of a norm that can be fused."""
+    """Return ``(add, all-reduce, residual, weight, eps)`` of a norm that can be fused; None of any other node."""
     if norm.op != "call_function" or norm.target not in _NORMS:
         return None
     add, shape, weight = (_argument(norm, i, name) for i, name in enumerate(("input", "normalized_shape", "weight")))
@@ -296,7 +296,7 @@ def fusing(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """A backend: ``torch.compile(model, backend=tdcoll.ops.fusing)`` is Inductor after :func:`fuse`.
+    """Compile by Inductor after :func:`fuse`: a backend, for ``torch.compile(model, backend=tdcoll.ops.fusing)``.
 
     Args:
         mode, options: those of ``torch.compile``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host queues on a stream: a barrier of all ranks, waits for words, writes of words, copies between ranks.
+"""Operations that the host queues on a stream: a barrier of all ranks, waits, writes of words, copies between ranks.
 
 All of it is asynchronous on a GPU, in the order of the stream, and may be captured into a CUDA graph. On the simulator,
 which has no streams, each is done before it returns.
@@ -24,7 +24,7 @@ def peer_tensor(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """``-> [*tensor.shape]``: what stands on ``rank`` where ``tensor`` stands here. Local.
 
     The result is that memory itself: PyTorch's operators, copies and kernels on this GPU read and write it over NVLink
-    or PCIe. When they may is for signals and barriers to say. It ends with the symmetric tensor.
+    or PCIe. Signals and barriers say when they may. The result ends with the symmetric tensor.
 
     Args:
         tensor: one that :func:`tdcoll.empty` made, or a view of it, of any strides.
@@ -62,8 +62,8 @@ def _barrier():
 def barrier_on_stream(stream: torch.cuda.Stream | None = None) -> None:
     """Let a stream wait until every rank of the job has come here on its stream. Collective over the job.
 
-    All that ranks have sent on their streams before has arrived after: stores, puts and signals of kernels, and copies.
-    One at a time: two streams of a rank may not be in it together. NVSHMEM's barrier, which has no deadline: on a GPU a
+    All that ranks have sent on their streams before it has arrived after it: stores, puts and signals of kernels, and
+    copies. Two streams of a rank may not be in it together. It is NVSHMEM's barrier, which has no deadline: on a GPU a
     rank that does not come leaves the others waiting. On the simulator they raise :class:`~tdcoll.CollectiveTimeout`.
 
     Args:
@@ -106,7 +106,7 @@ def wait_on_stream(word: torch.Tensor, compare: Any, value: int, stream: torch.c
 
 
 def write_on_stream(word: torch.Tensor, value: int, stream: torch.cuda.Stream | None = None) -> None:
-    """Let a stream write ``value`` to ``word``, after all that was queued on it before: a signal to who waits for it.
+    """Let a stream write ``value`` to ``word``, after all that was queued before: a signal to whoever waits for it.
 
     Args:
         word: ``[]`` or ``[1]`` of int32 or int64, signed or not: of this GPU, or of :func:`peer_tensor`.

@@ -25,7 +25,7 @@ class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
 
 
 def as_backend_error(error: BaseException) -> BaseException:
-    """A :class:`~tdcoll.CollectiveTimeout` as :class:`BackendTimeout`; any other as it is."""
+    """Return a :class:`~tdcoll.CollectiveTimeout` as :class:`BackendTimeout`; any other error as it is."""
     if not isinstance(error, CollectiveTimeout) or isinstance(error, BackendTimeout):
         return error
     raised = BackendTimeout.__new__(BackendTimeout)
@@ -51,7 +51,7 @@ backend_errors = _BackendErrors()
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """Seconds of a ``Work.wait`` timeout; None where it means no limit."""
+    """Return the seconds of a ``Work.wait`` timeout; None where it means no limit."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 

@@ -63,20 +63,20 @@ __all__ = ["norm_rows", "norm_rows_one_shot", "norm_rows_two_stage"]
 
 @jit
 def _flag(call):
-    """The flag of a call's measures: 31 bits, which the sentinel is not. It comes again in another slot."""
+    """Return the flag of a call's measures: 31 bits, so never the sentinel. It comes again in another slot."""
     return (call & 0x7FFFFFFF).to(tl.int32)
 
 
 @jit
 def _new(g, inbox, word, mine, residual, call, mask, DTYPE: tl.constexpr):
-    """``(words of the new residual, mask)``: of ``mine``, what all others have sent, and the residual."""
+    """Return ``(words of the new residual, mask)``, from ``mine``, what all others have sent, and the residual."""
     parts, mask = words.receive(g, inbox, word, mine, call, mask, True)
     return add(words.reduce(parts, g.world, DTYPE, tl.float32, SUM, True), residual, DTYPE), mask
 
 
 @jit
 def _as_words(total, largest, BLOCK: tl.constexpr):
-    """Measures as one of a block of words, the first."""
+    """Return measures as a block of words, of which only the first counts."""
     nothing = tl.zeros([BLOCK], tl.int32)
     return (
         nothing + total.to(tl.int32, bitcast=True),
@@ -88,7 +88,7 @@ def _as_words(total, largest, BLOCK: tl.constexpr):
 
 @jit
 def _publish(g, inbox, index, total, largest, call, BLOCK: tl.constexpr):
-    """The measures of piece ``index``, for other programs of this GPU."""
+    """Store the measures of piece ``index`` for other programs of this GPU."""
     lane = tl.arange(0, BLOCK)
     at = lamport.segment(g, inbox, call, g.rank) + 16 * tl.cast(index + lane, tl.int64)
     measures = _as_words(total, largest, BLOCK)
@@ -97,7 +97,7 @@ def _publish(g, inbox, index, total, largest, call, BLOCK: tl.constexpr):
 
 @jit
 def _together(totals, largests, arrived):
-    """``(total, largest)`` of a row: of the measures of its pieces, as int32."""
+    """Return ``(total, largest)`` of a row, from the measures of its pieces as int32."""
     here = arrived != 0
     totals = tl.where(here, totals, 0).to(tl.float32, bitcast=True)
     largests = tl.where(here, largests, 0).to(tl.float32, bitcast=True)
@@ -106,7 +106,7 @@ def _together(totals, largests, arrived):
 
 @jit
 def _published(g, inbox, index, call, PIECES: tl.constexpr, ROOM: tl.constexpr):
-    """``(total, largest)`` of the row whose pieces are from ``index`` on, once all are published."""
+    """Return ``(total, largest)`` of the row whose pieces begin at ``index``, once all are published."""
     piece = tl.arange(0, ROOM)
     at = lamport.segment(g, inbox, call, g.rank) + 16 * tl.cast(index + piece, tl.int64)
     mask = piece < PIECES
@@ -119,7 +119,7 @@ def _store(
     made, out, scale, row, word, new, weights, total, largest, eps, mask,
     HIDDEN: tl.constexpr, DTYPE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Words of a row of the new residual, to ``made`` as they are, and normalized by the measures of the row."""
+    """Store words of a row of the new residual to ``made``, and normalized by the row's measures to ``out``."""
     at = made + tl.cast(row, tl.int64) * (HIDDEN * DTYPE.primitive_bitwidth // 8) + 16 * tl.cast(word, tl.int64)
     tdl.store_words(at, new[0], new[1], new[2], new[3], mask)
     store_row(out, scale, row, word, new, weights, total, largest, eps, mask, HIDDEN, DTYPE, SCALE)
@@ -194,7 +194,8 @@ def norm_rows_two_stage(
     """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice, on at least two ranks, of at least as many rows.
 
     Programs: ``PIECES`` for each of ``ceil(rows / world)`` rows that a rank may own, which reduce; then ``PIECES`` for
-    each of these rows of every rank, which store; of a single piece it stores its own at once, and they are fewer.
+    each of these rows of every rank, which store. With one piece for each row the first ones also store the rank's own
+    rows, and the others are for rows of other ranks only.
 
     Args: those of :func:`norm_rows_one_shot`; the inbox has room in each segment for two such parts of the words, and
     a word for each piece of one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of rows: residual, sum of squares, RMSNorm, fp8. Every kernel that normalizes has it from here.
+"""Arithmetic of rows: residual, sum of squares, RMSNorm, fp8. Every kernel that normalizes takes it from here.
 
 A row is cut into words of 16 bytes, as it travels. Its bits are specified, whoever computes them::
 
@@ -30,7 +30,7 @@ from tdcoll.primitives.elements import element, placed
 __all__ = ["GIVEN", "NONE", "PER_ROW", "add", "load_weight", "measure", "normalize", "store_row", "tree"]
 
 NONE, GIVEN, PER_ROW = (tl.constexpr(i) for i in range(3))
-"""The constant ``SCALE``: there is none, it is an argument, it is a result."""
+"""Values of the constant ``SCALE``: there is no scale, it is an argument, it is a result."""
 
 _LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 _LEAST = tl.constexpr(2.0**-100)
@@ -38,7 +38,7 @@ _LEAST = tl.constexpr(2.0**-100)
 
 @jit
 def add(reduced, residual, DTYPE: tl.constexpr):
-    """Words of the new residual: of the reduced ones and of the residual's."""
+    """Return words of the new residual: the sum of the reduced ones and the residual's."""
     new = ()
     for part in tl.static_range(4):
         word = tl.zeros_like(reduced[part])
@@ -60,7 +60,7 @@ def tree(values):
 
 @jit
 def load_weight(weight, word, HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT: tl.constexpr):
-    """The weights of the elements of words."""
+    """Load the weights of the elements of words."""
     nbytes: tl.constexpr = HIDDEN * WEIGHT.primitive_bitwidth // 8
     per_word: tl.constexpr = WEIGHT.primitive_bitwidth // DTYPE.primitive_bitwidth
     weights = ()
@@ -74,7 +74,7 @@ def load_weight(weight, word, HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT:
 
 @jit
 def measure(new, weights, DTYPE: tl.constexpr, SCALE: tl.constexpr):
-    """``(sum of squares, largest |new * weight|)`` of words; the latter 0 where no scale is asked for."""
+    """Return ``(sum of squares, largest |new * weight|)`` of words; the latter is 0 where no scale is asked for."""
     places: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     total = tl.zeros(new[0].shape, tl.float32)
     most = total
@@ -93,7 +93,7 @@ def measure(new, weights, DTYPE: tl.constexpr, SCALE: tl.constexpr):
 
 @jit
 def normalize(total, eps, HIDDEN: tl.constexpr):
-    """``1 / sqrt(mean + eps)`` of a row's sum of squares. ``eps``: the bits of an fp32."""
+    """Return ``1 / sqrt(mean + eps)`` of a row's sum of squares. ``eps``: the bits of an fp32."""
     mean = tl.div_rn(total, tl.full([], HIDDEN, tl.float32))
     return tl.div_rn(tl.full([], 1.0, tl.float32), tl.sqrt_rn(mean + eps.to(tl.int32).to(tl.float32, bitcast=True)))
 
@@ -106,7 +106,7 @@ def store_row(
     """Normalize words of a row, where ``mask`` is true, and store them to row ``row`` of ``out``.
 
     Args:
-        scale: address of fp32: of the given scale, or of those of the rows.
+        scale: address of fp32: the given scale, or the scales of the rows.
         new: words of the new residual.
         total, largest: of the whole row, by :func:`measure`.
     """

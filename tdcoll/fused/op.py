@@ -63,7 +63,7 @@ _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 """x, residual, weight, new, out and scale."""
 
 _Run = Callable[[int, _Tensors], None]
-"""Launches on the stream of a handle."""
+"""A function that launches on the stream of a handle."""
 
 
 def all_reduce_rms_norm(
@@ -94,8 +94,8 @@ def all_reduce_rms_norm(
     Args:
         x: what is reduced: contiguous, on the context's device, of fp16, bf16 or fp32. ``hidden`` is at most 16384 and
             ``hidden * x.element_size()`` a multiple of 16.
-        residual: what is added, of the same shape and dtype, with the same values on all ranks: only one of them reads
-            a row where there are many.
+        residual: what is added, of the same shape and dtype, with the same values on all ranks: where there are
+            many rows, only one rank reads each.
         weight: ``[hidden]``, of the same dtype or fp32; the same on all ranks.
         ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
             Making one is collective and synchronises.
@@ -154,12 +154,12 @@ def all_reduce_rms_norm(
 
 
 def _key(kind: _Kind, residual: torch.Tensor, weight: torch.Tensor, in_place: bool, out_dtype: Any) -> Hashable:
-    """The key under which a context knows a call whose checks have passed once."""
+    """Return the key under which a context knows a call whose checks have passed once."""
     return (_NAME, kind, in_place, residual.shape, residual.dtype, weight.shape, out_dtype)
 
 
 def _launch(run: _Run, stream: int, tensors: _Tensors) -> None:
-    """Launch, with copies in the place of what is not aligned to 16 bytes."""
+    """Launch, with copies of the tensors that are not aligned to 16 bytes."""
     x, residual, weight, new, out, scale = tensors
     if (x.data_ptr() | residual.data_ptr() | weight.data_ptr()) % 16 == 0:
         run(stream, tensors)
@@ -264,8 +264,7 @@ def _check(ctx: CollectiveContext, asked: _Asked) -> None:
         check_tensor("scale", scale, device)
         if not _scalar(scale):
             raise ValueError(f"scale must be one torch.float32; got {scale.dtype} of shape {list(scale.shape)}")
-    if not isinstance(algorithm, (str, Plan)):
-        arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
+    arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
 
 
 def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
@@ -324,6 +323,8 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
 
 
 def pooled_context(x: Any, group: runtime.Group) -> CollectiveContext:
-    """tdcoll's own context for fused calls of a group, with room for rows such as ``x``. Collective when it is made or
-    grows."""
+    """Return tdcoll's own context for fused calls of a group, with room for rows such as ``x``.
+
+    Collective when the context is made or grows.
+    """
     return pooled_for(_NAME, "x", x, group, inbox_bytes)

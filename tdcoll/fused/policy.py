@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way a fused call goes, and how rows are cut: a pure function of what is the same on every rank.
+"""The algorithm of a fused call, and how rows are cut: a pure function of what is the same on every rank.
 
 A :class:`~tdcoll.collectives._host.plan.Plan` of a fused call says into how many pieces a row is cut (``channels``),
 the bytes of a piece (``chunk``, 16 times a power of two), and the warps of a program.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES as WORD
 from tdcoll.collectives._host.plan import WARPS, Facts, Plan, needs_stores
 
 __all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "programs", "takes"]
@@ -16,11 +17,8 @@ __all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "ONE_SHOT", "TWO_STAGE", "Ro
 ONE_SHOT, TWO_STAGE, COMPOSED = "one_shot", "two_stage", "composed"
 ALGORITHMS = ("auto", ONE_SHOT, TWO_STAGE, COMPOSED)
 
-WORD = 16
-"""Bytes of a word that announces itself."""
-
 MOST_HIDDEN = 16384
-"""Elements of a row."""
+"""Elements of a row, at most."""
 
 _MOST_WORDS = 1024
 """Words of a piece, at most: more do not fit into the registers of a program."""
@@ -32,8 +30,8 @@ _BUSY = 128
 """Programs that are worth having for a stage. H200s have 132 SMs, and one SM moves some 100 GB/s."""
 
 _SAVED_BYTES = 300 << 10
-"""Bytes that a rank need not send if the call goes in two stages, from which on they cost more than the second
-crossing: about 1 us of NVLink."""
+"""A call goes in two stages if they save a rank more bytes than this. More bytes cost more than the second crossing:
+about 1 us of NVLink."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +63,19 @@ def _power(least: int) -> int:
 
 
 def _owned(rows: Rows, world: int) -> int:
-    """Rows that a rank owns at most."""
+    """Return the most rows that a rank owns."""
     return -(-rows.rows // world)
 
 
 def _room(rows: Rows, algorithm: str, pieces: int, world: int) -> int:
-    """Bytes of a segment of the inbox."""
+    """Return the bytes of a segment of the inbox."""
     if algorithm == ONE_SHOT:
         return WORD * rows.rows * rows.words
     return WORD * _owned(rows, world) * (2 * rows.words + pieces)
 
 
 def programs(rows: Rows, plan: Plan, world: int) -> int:
-    """Programs of the launch."""
+    """Return the number of programs of the launch."""
     pieces = plan.channels
     if plan.algorithm == ONE_SHOT:
         return rows.rows * (2 * pieces if pieces > 1 else 1)
@@ -104,7 +102,7 @@ def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
 
 
 def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
-    """Pieces as small as keep the number of programs of a stage below those that are worth having."""
+    """Cut rows into the smallest pieces with which a stage has no more programs than are worth having."""
     world = facts.topology.world_size
     stage = rows.rows if algorithm == ONE_SHOT else _owned(rows, world)
     whole = _power(rows.words)
@@ -121,7 +119,7 @@ def _plan(rows: Rows, algorithm: str, block: int) -> Plan:
 
 
 def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
-    """The plan of a call.
+    """Return the plan of a call.
 
     Args:
         facts: of the context; ``nbytes`` is not looked at.

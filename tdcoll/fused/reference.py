@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual and RMSNorm of what an all-reduce has made, on plain tensors.
 
-To the bit, but for squares of fp32, which GPUs do not round before they add them. The sum before it is made by
-:func:`~tdcoll.collectives.reduce_scatter.reference.reduce_parts`.
+The results are the kernels' to the bit, but for squares of fp32, which GPUs do not round before they add them. The sum
+before is that of :func:`~tdcoll.collectives.reduce_scatter.reference.reduce_parts`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _tree(values: torch.Tensor) -> torch.Tensor:
 def norm_reference(
     reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``(normalized, new residual, scale)`` of ``[rows, hidden]``.
+    """Return ``(normalized, new residual, scale)`` of ``[rows, hidden]``.
 
     Args:
         scale: None: the result has the dtype of the rows; ``"row"``: fp8, with a scale for each row; or the scale.
@@ -38,9 +38,8 @@ def norm_reference(
         squares = in_words[:, :, part] * in_words[:, :, part] + squares
     words = squares[:, :, 0] + squares[:, :, 1] if width == 8 else squares[:, :, 0]
     mean = _tree(words) / torch.tensor(float(hidden))
-    root = (
-        (mean + torch.tensor(eps, dtype=torch.float32)).double().sqrt().float()
-    )  # torch's of fp32 is not always right
+    # In fp64, since PyTorch's square root of fp32 is not always rounded correctly.
+    root = (mean + torch.tensor(eps, dtype=torch.float32)).double().sqrt().float()
     factor = (1.0 / root)[:, None]
     value = (new.float() * factor) * weight.float()
     if scale is None:

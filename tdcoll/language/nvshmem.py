@@ -36,12 +36,12 @@ _TYPED = {
     tl.float32: "float",
     tl.float64: "double",
 }
-"""What NVSHMEM calls the types of words."""
+"""NVSHMEM's names of the types of words."""
 
 
 def _declared(name: str, argument_types: Callable[..., tuple[Any, Any, str]]) -> Callable[..., Any]:
-    """The extern call for an NVSHMEM function of :data:`FUNCTIONS`. ``argument_types`` gives, for the arguments of a
-    call, their types, that of the result, and the symbol."""
+    """Return the extern call for an NVSHMEM function of :data:`FUNCTIONS`. ``argument_types`` gives, for the arguments
+    of a call, their types, that of the result, and the symbol."""
     spec = FUNCTIONS[name]
     signature = inspect.Signature(
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n, _ in spec.parameters]
@@ -84,23 +84,21 @@ def _declared(name: str, argument_types: Callable[..., tuple[Any, Any, str]]) ->
 
 
 def _lower(name: str) -> Callable[..., Any]:
-    """A function whose types are those of the table."""
+    """Return the function ``name``, whose types are those of the table."""
     spec = FUNCTIONS[name]
     types = tuple(_TYPES[kind] for _, kind in spec.parameters)
     return _declared(name, lambda *given: (types, _RETURNS[spec.returns], str(spec.symbol)))
 
 
 def _lower_typed(name: str) -> Callable[..., Any]:
-    """A function of words, whose type is that of the first argument's pointee."""
+    """Return the function ``name`` of words, whose type is that of the first argument's pointee."""
     spec = FUNCTIONS[name]
-    first = spec.parameters[0][0]
-    allowed = "integers of 32 or 64 bits" + ("" if name.startswith("atomic") else ", or to fp32 or fp64")
 
     def argument_types(pointer: Any, *rest: Any) -> tuple[Any, Any, str]:
         kind = pointer.dtype if isinstance(pointer, core.tensor) else None
         pointee = kind.element_ty if kind is not None and kind.is_ptr() else None
         if pointee is None or _TYPED.get(pointee) not in spec.types:
-            raise ValueError(not_typed(name, first, pointer.type if kind is not None else repr(pointer), allowed))
+            raise ValueError(not_typed(spec, pointer.type if kind is not None else repr(pointer)))
         types = (tl.int64, *[pointee] * (len(rest) - 1), tl.int32)
         symbol = str(spec.symbol).replace("TYPE", _TYPED[pointee])
         return types, pointee if spec.returns else tl.int32, symbol

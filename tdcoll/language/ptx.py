@@ -190,7 +190,7 @@ def st_release(ptr, val, scope="gpu", _semantic=None):
 def _atom(
     function: str, operation: str, ptr: Any, values: tuple[Any, ...], scope: Any, order: Any, semantic: Any
 ) -> Any:
-    """``atom`` by every thread that gets here; what was there before."""
+    """Have every thread that gets here make an ``atom``; return what was there before."""
     scope = _choice("scope", scope, ("gpu", "sys"))
     order = _choice("semantic", order, ("relaxed", "acquire", "release", "acq_rel"))
     pointee, constraint = integer_pointee(function, ptr)

@@ -169,19 +169,18 @@ def signal_wait_until(running, sig_addr, cmp_, cmp_val):
 
 
 def _typed(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of words, whose type is that of the first argument's pointee. ``operation`` is given the machine, the
-    address, the type, the PE and the values."""
+    """Return the function ``name`` of words, whose type is that of the first argument's pointee. ``operation`` is given
+    the machine, the address, the type, the PE and the values."""
     spec = FUNCTIONS[name]
     first = spec.parameters[0][0]
     floats = not name.startswith("atomic")
-    allowed = "integers of 32 or 64 bits" + (", or to fp32 or fp64" if floats else "")
     kinds = (tl.int32, tl.uint32, tl.int64, tl.uint64, *((tl.float32, tl.float64) if floats else ()))
 
     def call(running: Machine, pointer: Any, *rest: Any) -> Any:
         kind = pointer.dtype if isinstance(pointer, tl.tensor) else None
         pointee = kind.element_ty if kind is not None and kind.is_ptr() else None
         if pointee not in kinds:
-            raise ValueError(not_typed(name, first, pointer.type if kind is not None else repr(pointer), allowed))
+            raise ValueError(not_typed(spec, pointer.type if kind is not None else repr(pointer)))
         pe, of = running.check_pe(number_of(name, "pe", rest[-1])), numpy_dtype(pointee)
         values = [_as(of, name, spec.parameters[1 + i][0], value) for i, value in enumerate(rest[:-1])]
         address = Address(number_of(name, first, pointer))
@@ -196,7 +195,7 @@ def _typed(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as(kind: Any, function: str, parameter: str, value: Any) -> Any:
-    """A scalar argument as a number of the type ``kind``."""
+    """Return a scalar argument as a number of the type ``kind``."""
     if isinstance(value, tl.tensor):
         if value.type.is_block() or value.handle.data.size != 1:
             raise ValueError(
@@ -217,7 +216,7 @@ def _g(running: Machine, address: int, kind: Any, pe: int) -> Any:
 
 
 def _atomic(change: Callable[..., Any], fetches: bool = True) -> Callable[..., Any]:
-    """An operation that makes ``change(old, *values)`` of a word; what was there before."""
+    """Return an operation that makes ``change(old, *values)`` of a word and returns ``old``."""
 
     def operation(running: Machine, address: int, kind: Any, pe: int, *values: Any) -> Any:
         return running.atomic(address, kind, pe, lambda old: change(old, *values), fetches=fetches)
@@ -326,7 +325,7 @@ def st_release(ptr: Any, val: Any, scope: Any = "gpu", _semantic: Any = None) ->
 
 
 def _atom(function: str, ptr: Any, scope: Any, semantic: Any) -> dict[str, Any]:
-    """Checks of an atomic by the thread; its scope and order, for Triton's own."""
+    """Check an atomic by the thread; return the scope and the order as arguments of Triton's own."""
     running = machine()
     order = choice("semantic", semantic, ("relaxed", "acquire", "release", "acq_rel"))
     integer_pointee(function, ptr)

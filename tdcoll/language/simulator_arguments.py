@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments and results of the simulated device language: from what Triton's interpreter hands over, and back."""
+"""Arguments and results of the simulated device language, converted from and to those of Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def number_of(function: str, parameter: str, value: Any) -> int:
-    """A scalar argument as a Python int."""
+    """Return a scalar argument as a Python int."""
     if isinstance(value, tl.constexpr):
         value = value.value
     if isinstance(value, tl.tensor):
@@ -54,7 +54,7 @@ def number_of(function: str, parameter: str, value: Any) -> int:
 
 
 def address64(function: str, parameter: str, value: Any) -> int:
-    """An address, or a pointer to 64-bit integers, as a Python int."""
+    """Return an address, or a pointer to 64-bit integers, as a Python int."""
     if isinstance(value, tl.tensor) and value.dtype.is_ptr():
         pointee = value.dtype.element_ty
         if not pointee.is_int() or pointee.primitive_bitwidth != 64:
@@ -71,22 +71,22 @@ def require_nvshmem(running: Machine, function: str) -> None:
 
 
 def scalar(value: Any, numpy_type: Any, triton_type: Any) -> Any:
-    """A scalar of a kernel."""
+    """Return ``value`` as a scalar of a kernel."""
     return tl.tensor(triton_interpreter.TensorHandle(np.array([value], numpy_type), triton_type), triton_type)
 
 
 def int32(value: int) -> Any:
-    """An int32 of a kernel."""
+    """Return ``value`` as an int32 of a kernel."""
     return scalar(value, np.int32, tl.int32)
 
 
 def device(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of the language of ``implementation(machine, *numbers)``."""
+    """Make a function of the language from ``implementation(machine, *numbers)``."""
     return named(implementation.__name__, implementation)
 
 
 def named(name: str, implementation: Callable[..., Any], *, as_given: bool = False) -> Callable[..., Any]:
-    """As :func:`device`, for the function of that name; with its arguments ``as_given``, or as numbers."""
+    """Make the function ``name`` of the language; ``implementation`` takes its arguments ``as_given`` or as numbers."""
     spec = FUNCTIONS[name]
     names = [parameter for parameter, _ in spec.parameters]
     kinds = [kind for _, kind in spec.parameters]
@@ -118,7 +118,7 @@ def named(name: str, implementation: Callable[..., Any], *, as_given: bool = Fal
 
 
 def multiplicity(running: Machine, scope: str) -> int:
-    """How many times a GPU makes a call that the program makes once: per thread, per warp or per block."""
+    """Return how many times a GPU makes a call that the program makes once: per thread, per warp or per block."""
     program = running.program
     if program.lane is not None or scope == "_block":
         return 1
@@ -138,7 +138,7 @@ def checked_compare(parameter: str, compare: int) -> int:
 
 
 def choice(parameter: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """A compile-time argument, which must be one of ``allowed``."""
+    """Return a compile-time argument, which must be one of ``allowed``."""
     chosen = value.value if isinstance(value, tl.constexpr) else value
     if chosen not in allowed:
         raise ValueError(f"{parameter} must be one of {', '.join(allowed)}; got {chosen!r}")
@@ -146,7 +146,7 @@ def choice(parameter: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def integer_pointee(function: str, ptr: Any) -> Any:
-    """What ``ptr`` points to, which must be integers of 32 or 64 bits."""
+    """Return the type that ``ptr`` points to, which must be integers of 32 or 64 bits."""
     kind = ptr.dtype if isinstance(ptr, tl.tensor) else None
     pointee = kind.element_ty if kind is not None and kind.is_ptr() else None
     if pointee is None or not pointee.is_int() or pointee.primitive_bitwidth not in (32, 64):

@@ -22,6 +22,7 @@ from tdcoll.language.simulator_arguments import (
 from tdcoll.runtime.simulator.builder import numpy_dtype
 from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import origin_of
+from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.memory import read_word
 from tdcoll.runtime.simulator.monitor import Monitor
 from tdcoll.spec import constants as c
@@ -72,13 +73,17 @@ def consume_token(value: Any, token: Any, _semantic: Any = None) -> Any:
     return value
 
 
-@device
-def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
-    if count > BLOCK or BLOCK & (BLOCK - 1) or BLOCK < 1:
-        raise ValueError(f"wait_signals: BLOCK must be a power of two of at least count={count}, got {BLOCK}")
+def _check_signals(running: Machine, function: str, signals: int, count: int, compare: int, block: int) -> None:
+    if count > block or block & (block - 1) or block < 1:
+        raise ValueError(f"{function}: BLOCK must be a power of two of at least count={count}, got {block}")
     running.check_signal(signals, "signals")
     running.check_symmetric(signals, 8 * max(count, 0), "signals")
     checked_compare("compare", compare)
+
+
+@device
+def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
+    _check_signals(running, "wait_signals", signals, count, compare, BLOCK)
     wanted = [(signals + 8 * index, index, index) for index in range(count) if index != skip]
     return int32(running.waits.all(wanted, compare, value, Monitor(monitor)))
 
@@ -99,11 +104,7 @@ def wait_word(word: Any, compare: Any, value: Any, monitor: Any, peer: Any, inde
 
 @device
 def wait_until_any(running, signals, count, skip, compare, value, monitor, BLOCK):
-    if count > BLOCK or BLOCK & (BLOCK - 1) or BLOCK < 1:
-        raise ValueError(f"wait_until_any: BLOCK must be a power of two of at least count={count}, got {BLOCK}")
-    running.check_signal(signals, "signals")
-    running.check_symmetric(signals, 8 * max(count, 0), "signals")
-    checked_compare("compare", compare)
+    _check_signals(running, "wait_until_any", signals, count, compare, BLOCK)
     wanted = [(signals + 8 * index, index) for index in range(count) if index != skip]
     return int32(running.waits.any(wanted, compare, value, Monitor(monitor)))
 
@@ -128,7 +129,7 @@ def grid_barrier(running, counter, monitor):
 
 
 def _words(words: Any, mask: Any, what: str | None = None) -> tuple[Any, Any]:
-    """Addresses of 128-bit words, uint64 and flat, and which of them count; checked if ``what`` says what for."""
+    """Return the flat uint64 addresses of 128-bit words, and which of them count. ``what``: check them for that use."""
     addresses = words.handle.data.reshape(-1).astype(np.uint64)
     active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
     if what is not None:
@@ -140,8 +141,11 @@ def _wait_for_words(
     function: str, words: Any, mask: Any, monitor: Any, senders: Sequence[tuple[int, int]], n_parts: int,
     wait: Callable[..., Any], *given: int,
 ) -> Any:  # fmt: skip
-    """For each of ``senders``, a rank and how many bytes after ``words`` its words lie, the first ``n_parts`` of the
-    four parts of each word; then 1 where they came in time. ``wait`` takes addresses, threads, ``given``, a monitor."""
+    """Wait for words of several senders; return blocks of their parts, and then 1 where they came in time.
+
+    Each of ``senders`` is a rank and how many bytes after ``words`` its words lie. Of the four parts of a word the
+    first ``n_parts`` are returned. ``wait`` takes addresses, threads, ``given`` and a monitor.
+    """
     addresses, active = _words(words, mask)
     places, pending, running = np.flatnonzero(active), [], machine()
     for _, offset in senders:

@@ -118,7 +118,7 @@ def _polling(**pieces: str) -> str:
 
 
 def _comparison(compare: Any) -> str:
-    """PTX's name of a ``CMP_*`` constant."""
+    """Return PTX's name of a ``CMP_*`` constant."""
     number = core._unwrap_if_constexpr(compare)
     if number not in range(len(_COMPARISONS)):
         raise ValueError(f"compare must be a CMP_* constant, got {number!r}")
@@ -149,7 +149,7 @@ _poll.bounded = True
 
 @core.extern
 def _poll_word(word, compare, value, monitor, peer, index, _semantic=None):
-    """1 once ``*word compare value`` holds, as integers of the pointee's type; 0 after the monitor's deadline."""
+    """Return 1 once ``*word compare value`` holds, as integers of the pointee's type; 0 after the deadline."""
     number = _comparison(compare)
     pointee, constraint = integer_pointee("wait_word", word)
     bits, sign = pointee.primitive_bitwidth, "s" if pointee.is_int_signed() else "u"
@@ -181,7 +181,7 @@ _poll_word.bounded = True
 
 @core.extern
 def _time_left(signals, value, monitor, index, begin, _semantic=None):
-    """1 while the monitor's deadline, counted from ``begin``, has not passed; then 0, and the record names
+    """Return 1 while the monitor's deadline, counted from ``begin``, has not passed; then 0, and the record names
     ``signals[index]``."""
     asm = _polling(
         prepare="mov.b64 begin, $5;",
@@ -266,8 +266,8 @@ def wait_word(word, compare: tl.constexpr, value, monitor, peer, index):
 
 @core.extern
 def _look(signals, count, skip, compare, value, none, _semantic=None):
-    """The lowest of the indices in ``signals[0:count]`` that fall to this thread and whose signal compares true; else
-    ``none``."""
+    """Return the lowest of the indices in ``signals[0:count]`` that fall to this thread and whose signal compares true;
+    else ``none``."""
     asm = f"""{{
 .reg .pred more, holds, skipped;
 .reg .b32 step;
@@ -300,8 +300,8 @@ END:
 
 @core.extern
 def _lowest(value, BITS, _semantic=None):
-    """The lowest ``value`` of the block's threads, each of ``BITS`` bits. Bit by bit: of those that are left, those
-    with a 0 stay, if there are any; so that no shared memory is needed."""
+    """Return the lowest ``value`` of the block's threads, each of ``BITS`` bits. It is found bit by bit: of the threads
+    that are left, those with a 0 stay, if there are any. So no shared memory is needed."""
     bits = int(core._unwrap_if_constexpr(BITS))
     step = """and.b32 bit, $1, {mask};
 setp.eq.and.u32 zero, bit, 0, left;

@@ -11,7 +11,7 @@ __all__ = ["count", "element", "load_bytes", "load_words", "placed", "pointer", 
 
 @jit
 def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """``address`` as a pointer to elements, of fp8 to their codes. ``ALIGNED``: it is a multiple of 16."""
+    """Return ``address`` as a pointer to elements, for fp8 to their codes. ``ALIGNED``: it is a multiple of 16."""
     kind: tl.constexpr = tl.uint8 if DTYPE.is_fp8() else DTYPE
     made = tl.cast(address, tl.int64).to(tl.pointer_type(kind))
     if ALIGNED:
@@ -63,7 +63,7 @@ def store_any(out, index, nbytes, words, mask):
 
 @jit
 def widened(values, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """Elements in ``ACC``, given as they are stored."""
+    """Return in ``ACC`` elements that are given as they are stored."""
     if DTYPE.is_fp8():
         wide = fp8.decode(values, DTYPE).to(ACC)
     else:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """8-bit floating-point numbers (e4m3fn, e5m2) to and from fp32, by arithmetic on their bits.
 
-Why not by conversions of Triton's: GPUs before sm_89 have none of e4m3fn, and the interpreter's differ from GPUs' in
+Conversions of Triton's will not do: GPUs before sm_89 have none of e4m3fn, and the interpreter's differ from GPUs' in
 NaN, infinities and rounding. The same source is compiled and interpreted, so the bits are the same everywhere.
 
 :func:`encode` rounds to nearest, ties to even, as ``tensor.to(dtype)`` of PyTorch does from fp32. What is too large
@@ -18,7 +18,7 @@ __all__ = ["decode", "encode"]
 
 @jit
 def decode(codes, DTYPE: tl.constexpr):
-    """Numbers in fp32 of their 8-bit ``codes``, integers of any type; exact."""
+    """Return the numbers of 8-bit ``codes``, integers of any type, in fp32; exact."""
     # Their exponents and fractions are also those of fp16, whose exponent begins at the same bit or one above.
     wide = codes.to(tl.int32)
     if DTYPE == tl.float8e5:
@@ -26,14 +26,14 @@ def decode(codes, DTYPE: tl.constexpr):
     else:
         low = wide & 0x7F
         half = (((wide & 0x80) << 8) | (low << 7)).to(tl.int16)
-        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0  # what the bias of fp16 is larger
+        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0  # the bias of fp16 is larger by 8
         value = tl.where(low == 0x7F, float("nan"), value)
     return value
 
 
 @jit
 def encode(values, DTYPE: tl.constexpr):
-    """8-bit codes, uint8, of numbers in fp32; rounded once."""
+    """Return the 8-bit codes, uint8, of numbers in fp32, rounded once."""
     e5m2: tl.constexpr = DTYPE == tl.float8e5
     fraction: tl.constexpr = 2 if e5m2 else 3  # bits
     bias: tl.constexpr = 15 if e5m2 else 7

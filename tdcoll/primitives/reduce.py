@@ -45,7 +45,7 @@ TORCH_OPERATIONS = {
     ReduceOp.MIN: "min",
     ReduceOp.PRODUCT: "prod",
 }
-"""The names of torch.distributed's operations."""
+"""tdcoll's names of torch.distributed's operations."""
 
 ACCUMULATORS = {
     torch.float16: torch.float32,
@@ -72,13 +72,13 @@ OPERATIONS_OF: Mapping[torch.dtype, tuple[str, ...]] = {
     dtype: _EIGHT_BITS.get(dtype) or tuple(op for op in OPERATIONS if op != "mean" or dtype.is_floating_point)
     for dtype in ACCUMULATORS
 }
-"""Which operations there are of every dtype."""
+"""The names of the operations that every dtype has."""
 
 _TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The constant ``DTYPE`` for values of ``dtype``."""
+    """Return the constant ``DTYPE`` for values of ``dtype``."""
     kind: tl.dtype = _TRITON.get(dtype) or getattr(tl, str(dtype).removeprefix("torch."))
     return kind
 
@@ -100,7 +100,7 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 
 def operation_name(op: Any) -> Any:
-    """The name of a ``torch.distributed.ReduceOp``, if it is of :data:`TORCH_OPERATIONS`; other values as they are."""
+    """Return the name of a ``torch.distributed.ReduceOp`` in :data:`TORCH_OPERATIONS`; other values as they are."""
     if isinstance(op, str) or not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
         return op
     kind: Any = getattr(op, "op", op)
@@ -108,13 +108,10 @@ def operation_name(op: Any) -> Any:
 
 
 def check_operation(op: Any, dtype: torch.dtype) -> str:
-    """Raise unless ``op`` names or is an operation that there is of ``dtype``.
+    """Return the name of ``op``, which must be an operation that ``dtype`` has.
 
     Args:
-        op: a name of :data:`OPERATIONS`, or a ``torch.distributed.ReduceOp``. The message is in the same words.
-
-    Returns:
-        Its name.
+        op: a name of :data:`OPERATIONS`, or a ``torch.distributed.ReduceOp``. Errors name operations in the same way.
 
     Raises:
         ValueError: there is no such operation, or not of this dtype (:data:`OPERATIONS_OF`).
@@ -175,7 +172,7 @@ def finish(sum, world, OP: tl.constexpr):
 
 @jit
 def rounded(sum, DTYPE: tl.constexpr, OP: tl.constexpr):
-    """``sum`` as a result of type ``DTYPE`` is stored: rounded, -0.0 as +0.0. Of fp8 these are its codes."""
+    """``sum`` as a result of type ``DTYPE`` is stored: rounded, -0.0 as +0.0; for fp8, its codes."""
     if DTYPE.is_fp8():
         result = fp8.encode(sum, DTYPE)
         result = tl.where(result == 0x80, tl.zeros_like(result), result)

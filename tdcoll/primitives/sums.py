@@ -4,7 +4,7 @@
 The parts of other ranks have landed in the segments of a window; a rank's own is where the caller has it. With a window
 of one slot all parts are where the caller has them, in a symmetric tensor, and are read there. The ranks of a node are
 taken in rank order, then the nodes in node order (:mod:`tdcoll.primitives.reduce` has the arithmetic). Everything here
-is of the tile whose elements are ``index`` of the chunk at byte ``offset``.
+works on the tile whose elements are ``index`` of the chunk at byte ``offset``.
 """
 
 import triton.language as tl
@@ -21,8 +21,8 @@ __all__ = ["load_part", "sum_of_node", "sum_of_ranks"]
 def load_part(
     r, own, window, g, epoch, offset, index, mask, DTYPE: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Rank ``r``'s part, in ``ACC``: from its segment of the window, or of this rank from ``own``; with a window of one
-    slot from ``own`` on that rank."""
+    """Load rank ``r``'s part, in ``ACC``: from its segment of the window, or this rank's from ``own``. With a window of
+    one slot, load it from ``own`` on that rank."""
     if window.slots == 1:
         at = own + tl.load(window.deltas + r)
     else:
@@ -36,7 +36,7 @@ def sum_of_node(
     node, own, window, g, nodes, epoch, offset, index, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one node's ranks, in rank order."""
+    """Reduce the parts of one node's ranks, in rank order."""
     first = tl.load(nodes.begins + node)
     last = tl.load(nodes.begins + node + 1)
     sum = tl.zeros(index.shape, ACC)
@@ -52,7 +52,7 @@ def sum_of_ranks(
     own, window, g, nodes, epoch, offset, index, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The parts of all ranks; ``nodes``: None where all are on one node, whose parts are then loaded at once."""
+    """Reduce the parts of all ranks. ``nodes`` is None where all are on one node; their parts are loaded at once."""
     total = tl.zeros(index.shape, ACC)
     if nodes is None:
         for r in tl.static_range(g.world):

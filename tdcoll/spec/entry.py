@@ -65,7 +65,7 @@ class DeviceFunction:
 
 
 def not_64_bits(function: str, parameter: str, pointee: object) -> str:
-    """The error for a pointer to ``pointee`` where ``parameter`` of ``function`` is of kind ``ptr64``."""
+    """Return the error for a pointer to ``pointee`` where ``parameter`` of ``function`` is of kind ``ptr64``."""
     return (
         f"{function}: {parameter} must point to 64-bit integers (int64 or uint64), got a pointer to {pointee}; 64 bits "
         "there take in the neighbour"
@@ -73,7 +73,7 @@ def not_64_bits(function: str, parameter: str, pointee: object) -> str:
 
 
 def not_a_monitor(address: int) -> str:
-    """The error for an ``address`` where a monitor's words are wanted."""
+    """Return the error for an ``address`` where a monitor's words are wanted."""
     return (
         "monitor must be the words of an open tdcoll.WaitMonitor of this job (monitor.words, ctx.monitor.words), got "
         f"other memory at {address:#x}"
@@ -81,7 +81,7 @@ def not_a_monitor(address: int) -> str:
 
 
 def not_linked(function: str) -> str:
-    """The error for ``function``, which is NVSHMEM's, in a kernel that was launched without NVSHMEM."""
+    """Return the error for ``function``, which is NVSHMEM's, in a kernel that was launched without NVSHMEM."""
     return (
         f"{function} calls NVSHMEM: decorate the kernel that is launched with @tdcoll.jit instead of @triton.jit (its "
         "helpers may have either)"
@@ -89,13 +89,14 @@ def not_linked(function: str) -> str:
 
 
 def no_puts(caller: str) -> str:
-    """The error for ``caller``, a kernel or function that needs NVSHMEM, in a job whose heap has nothing of it."""
+    """Return the error for ``caller``, a kernel or function that needs NVSHMEM, in a job whose heap has none of it."""
     return (
         f"{caller} calls NVSHMEM, and the symmetric heap of this job is PyTorch's, which has loads and stores only: "
         "tdcoll.initialize(heap='nvshmem') or TDCOLL_HEAP=nvshmem"
     )
 
 
-def not_typed(function: str, parameter: str, got: object, allowed: str) -> str:
-    """The error for ``got`` where ``parameter`` of ``function`` must point to one of the types ``allowed``."""
-    return f"{function}: {parameter} must be a pointer to {allowed}, got {got}"
+def not_typed(function: DeviceFunction, got: object) -> str:
+    """Return the error for ``got`` where the first parameter of ``function`` must point to one of its types."""
+    allowed = "integers of 32 or 64 bits" + (", or to fp32 or fp64" if "float" in function.types else "")
+    return f"{function.name}: {function.parameters[0][0]} must be a pointer to {allowed}, got {got}"

@@ -121,8 +121,8 @@ _FUNCTIONS = [
         None,
         "value",
         "atom.{relaxed,acquire,release,acq_rel}.{gpu,sys}.add",
-        "Adds `val` to the integer of 32 or 64 bits at the scalar `ptr`, of this GPU or through `remote_ptr`; what was "
-        "there before. Each thread that calls adds once (`tl.atomic_add` adds once for the block).",
+        "Adds `val` to the integer of 32 or 64 bits at the scalar `ptr`, of this GPU or through `remote_ptr`; "
+        "returns what was there before. Each thread that calls adds once (`tl.atomic_add` adds once for the block).",
         ("gpu", "relaxed"),
         acquires=True,
     ),
@@ -133,8 +133,8 @@ _FUNCTIONS = [
         "value",
         "atom.{relaxed,acquire,release,acq_rel}.{gpu,sys}.cas",
         "Writes `val` to the integer of 32 or 64 bits at the scalar `ptr`, of this GPU or through `remote_ptr`, if "
-        "`cmp` is there; what was there before. Each thread that calls does so (`tl.atomic_cas` does once for the "
-        "block).",
+        "`cmp` is there; returns what was there before. Each thread that calls does so (`tl.atomic_cas` does once for "
+        "the block).",
         ("gpu", "relaxed"),
         acquires=True,
     ),
@@ -176,8 +176,8 @@ _FUNCTIONS = [
         None,
         "int32",
         "bounded nvshmem_signal_wait_until_all",
-        "As `wait_signal`, for `signals[0:count]` except index `skip` (-1: none), all at once. `BLOCK` is a power of "
-        "two of at least `count`. The index of a missing signal is reported as the peer.",
+        "Waits as `wait_signal` does, for `signals[0:count]` except index `skip` (-1: none), all at once. `BLOCK` is a "
+        "power of two of at least `count`. The index of a missing signal is reported as the peer.",
         acquires=True,
     ),
     DeviceFunction(
@@ -193,8 +193,8 @@ _FUNCTIONS = [
         None,
         "int32",
         "bounded nvshmem_TYPE_wait_until",
-        "As `wait_signal`, for an integer of 32 or 64 bits in any memory that loads reach: symmetric, a peer's through "
-        "`remote_ptr`, or this GPU's own. Compares as integers of the pointee's type, signed or not.",
+        "Waits as `wait_signal` does, for an integer of 32 or 64 bits in any memory that loads reach: symmetric, a "
+        "peer's through `remote_ptr`, or this GPU's own. Compares as integers of the pointee's type, signed or not.",
         acquires=True,
     ),
     DeviceFunction(
@@ -204,9 +204,9 @@ _FUNCTIONS = [
         "int32",
         "bounded nvshmem_uint64_wait_until_any",
         "The whole block waits until one of `signals[0:count]`, but for index `skip` (-1: none), `compare`s true with "
-        "`value`: the lowest index that does, the same in all threads. Or until a deadline expires, as for "
-        "`wait_signal`: -1; then, or where there is nothing to wait for. `BLOCK` is a power of two of at least "
-        "`count`. What was put before that signal is seen, and of no other.",
+        "`value`, and returns the lowest index that does, the same in all threads. Returns -1 when a deadline expires, "
+        "as for `wait_signal`, and where there is nothing to wait for. `BLOCK` is a power of two of at least `count`. "
+        "What was put before that signal is seen; what was put before others may not be.",
         acquires=True,
     ),
     DeviceFunction(
@@ -215,8 +215,8 @@ _FUNCTIONS = [
         None,
         "int32",
         "nvshmem_uint64_test",
-        "1 if this PE's 64-bit signal `compare`s true with `value` now, in the eyes of all threads of the block, else "
-        "0: does not wait, but for the block's threads. After a 1 what was put before the signal is seen.",
+        "Returns 1 if this PE's 64-bit signal `compare`s true with `value` now, for all threads of the block, else 0. "
+        "It waits for the block's threads only. After a 1 what was put before the signal is seen.",
         acquires=True,
     ),
     DeviceFunction(
@@ -225,7 +225,7 @@ _FUNCTIONS = [
         None,
         "int32",
         "bounded cooperative_groups::this_grid().sync()",
-        "Waits for all programs of the launch: 1, or 0 when a deadline expires, as for `wait_signal`, which then names "
+        "Waits for all programs of the launch, and returns 1; or 0 when a deadline expires, as for `wait_signal`, with "
         "this rank as the peer. What each has stored before is seen by all after. `counter` is an int64 of this GPU's "
         "memory, 0 at first, and never set back: launches that follow one another, and replays of a CUDA graph, may "
         "share it, whatever their grids. All programs must be on the GPU at once: launch with "

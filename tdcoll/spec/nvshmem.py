@@ -102,13 +102,13 @@ def _values() -> list[DeviceFunction]:
             "g",
             ("source",),
             True,
-            "The value at the symmetric address `source` on PE `pe`. ",
+            "Returns the value at the symmetric address `source` on PE `pe`. ",
         ),
         (
             "atomic_fetch",
             ("source",),
             True,
-            "The integer at the symmetric address `source` on PE `pe`, read atomically. ",
+            "Returns the integer at the symmetric address `source` on PE `pe`, read atomically. ",
         ),
         (
             "atomic_set",
@@ -126,19 +126,20 @@ def _values() -> list[DeviceFunction]:
             "atomic_fetch_add",
             ("dest", "value"),
             True,
-            "Adds `value` to the integer at the symmetric address `dest` on PE `pe`; what was there before. ",
+            "Adds `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. ",
         ),
         (
             "atomic_swap",
             ("dest", "value"),
             True,
-            "Writes `value` to the integer at the symmetric address `dest` on PE `pe`; what was there before. ",
+            "Writes `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. ",
         ),
         (
             "atomic_compare_swap",
             ("dest", "cond", "value"),
             True,
-            "Writes `value` to the symmetric address `dest` on PE `pe` if `cond` is there; what was there before. ",
+            "Writes `value` to the symmetric address `dest` on PE `pe` if `cond` is there; returns what was there "
+            "before. ",
         ),
     ):
         symbol = f"nvshmem_TYPE_{name}"

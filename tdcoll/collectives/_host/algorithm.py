@@ -64,8 +64,8 @@ class Planned:
     def early(self) -> bool:
         """True where the launch may begin before the one ahead has ended.
 
-        In place a call of many bytes is slower so: on 2 H200s 18.0 us, not 16.9, at 4 MB per rank, and 202, not 190,
-        at 64 MB.
+        A call in place of many bytes is slower if it does. On 2 H200s it takes 18.0 us and not 16.9 at 4 MB per rank,
+        and 202 us and not 190 at 64 MB.
         """
         return self.ctx.early and not (self.in_buffer and self.facts.nbytes > 2 << 20)
 
@@ -114,9 +114,10 @@ def arithmetic(call: Planned) -> dict[str, Any]:
 
 
 def tiles(call: Planned) -> dict[str, Any]:
-    """The constants of a reduction by chunks: those of :func:`arithmetic`, elements of a tile, and ranks to wait for.
+    """Return the constants of a reduction by chunks: those of :func:`arithmetic`, ``COUNT`` and ``WAITED``.
 
-    A thread has 16 bytes of a tile; of one byte 4 elements: with 8 of each of 8 ranks it would run out of registers.
+    A thread has 16 bytes of a tile. Of elements of one byte it has 4: with 8, of each of 8 ranks, it would run out of
+    registers.
     """
     size = call.options[0].itemsize
     per_thread = 16 // size if size > 1 else 4

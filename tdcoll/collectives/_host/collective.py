@@ -89,13 +89,13 @@ class Collective:
     Args:
         policy: its algorithms and which of them a call takes. Its operation is the collective's name.
         algorithms: how each is launched.
-        shapes: ``(shape of a tensor, ranks) ->`` shapes that the result may have; the first is made. None of a tensor
-            whose first extent would have to be divisible by the number of ranks.
+        shapes: ``(shape of a tensor, ranks) ->`` shapes that the result may have; the first is made. There are
+            none if the tensor's first extent must be divisible by the number of ranks and is not.
         layout: ``"gather"``: the result is the larger of the two tensors, and has a segment for each rank;
             ``"scatter"``: the caller's is and has; ``"same"``: both are one segment.
         room: bytes of each segment that one epoch of an algorithm by chunks takes; a larger call is several epochs.
-            None: there is no limit but the context's capacity, over which a call is refused. Of one by words its rule
-            says that.
+            None: there is no limit but the context's capacity, over which a call is refused. Of an
+            algorithm by words the rule says how much an epoch takes.
         hand_over: does a call by ``torch.distributed``, given tensor, result and group.
     """
 
@@ -206,7 +206,7 @@ class Collective:
             options: checks the collective's own arguments; what the kernel depends on besides bytes.
             agree: those arguments, by name, for debug mode.
             in_place: which sections of a tuning table the call goes by; the same on all ranks.
-            names: that the caller knows ``tensor`` and ``out`` by.
+            names: the caller's names of ``tensor`` and ``out``, for errors.
             symmetric: peers may read the caller's tensor of a ``"scatter"``, and write the result of others: it lies at
                 the same place in the symmetric heap of all ranks. There is no short way for such calls.
 
@@ -288,7 +288,7 @@ class Collective:
         return tensor.nbytes // world if self._layout == "scatter" else tensor.nbytes
 
     def _check_out(self, tensor: torch.Tensor, out: Any, ctx: CollectiveContext, names: tuple[str, str]) -> None:
-        """Raise unless there is a result of ``tensor``, and ``out`` can take it, or is None."""
+        """Raise unless ``tensor`` has a result, and ``out`` is None or can take it."""
         world, (given, taken) = ctx.world_size, names
         shapes = self._shapes(tensor.shape, world)
         if not shapes:
@@ -303,10 +303,10 @@ class Collective:
         gathers = self._layout == "gather"
         part, whole = (given, taken) if gathers else (taken, given)
         small, large = (tensor, out) if gathers else (out, tensor)
-        begin, first = small.data_ptr(), large.data_ptr()
-        own = 0 if self._layout == "same" else ctx.rank * small.nbytes
-        allowed = f"to be {whole}" if self._layout == "same" else f"as {whole}'s own segment at byte {own}"
         if self.overlap(tensor, out, ctx):
+            begin, first = small.data_ptr(), large.data_ptr()
+            own = f"as {whole}'s own segment at byte {ctx.rank * small.nbytes}"
+            allowed = f"to be {whole}" if self._layout == "same" else own
             raise ValueError(
                 f"{part} must not overlap {whole}, except {allowed}; it lies at byte {begin - first} of {whole}"
             )
@@ -345,7 +345,7 @@ class Collective:
     ) -> Any:
         """Return what launches such calls. It is made once.
 
-        ``deltas``: from addresses in the caller's memory to the same on each rank, by :func:`~.reach.deltas_to`.
+        ``deltas``: from addresses in the caller's memory to the same places on each rank, by :func:`~.reach.deltas_to`.
 
         Where a table may say something else of the same calls in a CUDA graph, what launches those is made with it: no
         more can be made there.

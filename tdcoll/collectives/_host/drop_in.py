@@ -18,15 +18,15 @@ from tdcoll.work import CompletedWork, StreamWork, backend_errors
 __all__ = ["inbox", "pooled", "pooled_for", "work_of"]
 
 _MOST_INBOX_BYTES = 16 << 20
-"""Bytes per rank and slot of tdcoll's own context of a reduction, at most, and no more than an eighth of the heap in
-all. Larger calls are several epochs."""
+"""The most bytes per rank and slot of tdcoll's own context of a reduction. The context also takes no more than an
+eighth of the heap in all. Larger calls are several epochs."""
 
 
 def work_of(ctx: CollectiveContext, result: torch.Tensor) -> torch.distributed.Work:
-    """The ``Work`` of the call that was made last on this context, on the current stream, and writes ``result``.
+    """Return the ``Work`` of the last call on this context, which is on the current stream and writes ``result``.
 
     Raises:
-        BackendTimeout: a wait of the call expired, and the simulator, where calls are made at once, has said so.
+        BackendTimeout: in the simulator, where calls are made at once, a wait of the call expired.
     """
     check = ctx.monitor.raise_if_expired
     if ctx.device.type == "cpu":
@@ -56,15 +56,16 @@ def pooled(operation: str, group: runtime.Group, nbytes: int) -> CollectiveConte
 def pooled_for(
     operation: str, name: str, tensor: Any, group: runtime.Group, inbox_bytes: Callable[[int, int, int], int]
 ) -> CollectiveContext:
-    """tdcoll's own context for a reduction of tensors such as ``tensor``, the argument ``name``. Collective when it is
-    made or grows.
+    """Return tdcoll's own context for a reduction of tensors such as ``tensor``, the argument ``name``.
+
+    Collective when the context is made or grows.
 
     Args:
         inbox_bytes: ``(bytes of the tensor, ranks, bytes of the heap) ->`` bytes per rank of the context.
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
-        TypeError: ``tensor`` is none.
+        TypeError: ``tensor`` is not a tensor.
         ContextError, HeapExhaustedError: as for :func:`pooled`.
     """
     owner = runtime.current()

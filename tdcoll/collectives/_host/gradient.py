@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of results that a call of the user's has made."""
+"""Gradients of results that a collective has made."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class _Attached(torch.autograd.Function):
 def attach(
     tensor: torch.Tensor, made: torch.Tensor, derivative: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """``made``, which now has a gradient.
+    """Return ``made``, which now has a gradient.
 
     Args:
-        tensor: what it was made of; requires grad.
+        tensor: what ``made`` was computed from; requires grad.
         made: a new tensor, without a gradient.
         derivative: ``contiguous gradient of made -> gradient of tensor``, of as many elements.
     """
@@ -58,10 +58,10 @@ def refuse() -> None:
 
 
 def linear(name: str, op: Any) -> str:
-    """Return ``op``, for which the reduction ``tdcoll.name`` has a derivative.
+    """Return ``op`` if the reduction ``tdcoll.name`` has a derivative for it.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the reduction has none.
     """
     if op not in ("sum", "mean"):
         raise ValueError(

@@ -238,8 +238,8 @@ class Launch:
             ``tuple.field`` for one of a tuple. At least one.
         num_warps: warps of each program.
         early: may begin before what was launched before has ended, if the kernel waits for that.
-        maxnreg: registers of a thread, at most. None: ptxas decides, which may rather spill a little than have fewer
-            programs on an SM.
+        maxnreg: the most registers of a thread. None: ptxas decides, and may spill a little to have more programs on an
+            SM.
 
     Raises:
         TypeError: a parameter has no argument, or an argument no parameter (a compiled kernel knows of no defaults, and

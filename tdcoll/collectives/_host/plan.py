@@ -76,7 +76,7 @@ LAMPORT_WORD_BYTES = 16
 """Data of a word that announces itself."""
 
 MOST_EPOCHS = 1024
-"""A call takes no more; one that needs more has a context that is far too small for it."""
+"""The most epochs of a call. One that needs more has a context that is far too small for it."""
 
 REDUCING_PROGRAMS = 128
 """Blocks of words that are reduced: about one for each SM."""
@@ -120,7 +120,7 @@ class Facts:
         itemsize: bytes of an element; 1 where bytes are moved as they are.
         graph: whether the call is captured in a CUDA graph.
         in_place: whether it is in place.
-        symmetric: whether peers may read or write the caller's tensor, which is of a reduction.
+        symmetric: of a reduction: whether peers may read or write the caller's tensor.
         hand_over: whether torch.distributed could take it.
         simulated: whether the kernels run in the simulator, where each block operation of a program costs the same,
             however large the block is.
@@ -169,8 +169,8 @@ class Rule:
         cut: the plan of such a call, with what an entry of a table says.
         words: where a chunk is a block of words that need no signal, bytes of data that such a word may carry.
         extent: what the chunks of a call are cut from.
-        epoch: with ``words``: bytes of a segment in each epoch of a call; the last may be shorter. Where a call is
-            several, ``cut`` and ``extent`` are of the first.
+        epoch: with ``words``: bytes of a segment in each epoch of a call; the last may be shorter. Where a call has
+            several epochs, ``cut`` and ``extent`` are of the first.
     """
 
     name: str
@@ -185,7 +185,7 @@ class Rule:
 
 
 def needs_words(facts: Facts) -> str | None:
-    """Why a call cannot go by flagged words."""
+    """Return why a call cannot go by flagged words, or None if it can."""
     limit = f"at most {facts.ll_bytes} bytes per rank"
     if facts.ll_bytes < 0:
         limit = "ranks that can store to each other's memory inside each node"
@@ -197,14 +197,14 @@ def needs_words(facts: Facts) -> str | None:
 
 
 def needs_stores(facts: Facts) -> str | None:
-    """Why a call cannot go by stores alone."""
+    """Return why a call cannot go by stores alone, or None if it can."""
     if facts.topology.n_nodes > 1 or not facts.stores:
         return "needs one node whose ranks can store to each other's memory; got "
     return None
 
 
 def needs_puts(facts: Facts) -> str | None:
-    """Why a call cannot go by puts."""
+    """Return why a call cannot go by puts, or None if it can."""
     return None if facts.puts else "needs NVSHMEM's puts, which memory of PyTorch's does not have; got "
 
 
@@ -220,7 +220,7 @@ def warps(nbytes: int, chunk: int) -> int:
 
 
 def _shared(warps: int, facts: Facts) -> int:
-    """So many warps, or fewer where launches of other contexts need room on the GPU."""
+    """Return ``warps``, or fewer where launches of other contexts need room on the GPU."""
     return warps if facts.max_programs == MAX_PROGRAMS else min(warps, SHARED_WARPS)
 
 
@@ -297,13 +297,13 @@ def _phase_words(facts: Facts, width: int, parts: int) -> int:
 
 
 def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Extent:
-    """What blocks of words are cut from that are reduced. Programs take several blocks where there are too many.
+    """Return what blocks of reduced words are cut from. Programs take several blocks where there are too many.
 
     They announce themselves where the context has room for such words, and else carry a flag.
 
     Args:
-        parts: how many of them a segment is; a rank sends one to another at a time.
-        phases: how often it does that.
+        parts: of a segment; a rank sends one part to another rank at a time.
+        phases: how often a rank does that.
     """
     width = LAMPORT_WORD_BYTES
     if width * phases * _phase_words(facts, width, parts) > -(-facts.lamport_bytes // width) * width:
@@ -312,7 +312,7 @@ def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Extent:
 
 
 def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | None:
-    """Why a reduction cannot go by words of either kind; see :func:`reduced_words`."""
+    """Return why a reduction cannot go by words of either kind (:func:`reduced_words`), or None if it can."""
     if facts.itemsize > 4:
         return f"needs elements of at most 4 bytes; got elements of {facts.itemsize} bytes on "
     if (problem := needs_stores(facts)) is not None:
@@ -326,11 +326,11 @@ def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | 
 
 
 def epoch_of_words(facts: Facts, parts: int, phases: int) -> int:
-    """Bytes of a segment in each epoch of a reduction by words; the last may be shorter. See :func:`reduced_words`.
+    """Return the bytes of a segment in each epoch of a reduction by words (:func:`reduced_words`).
 
-    A call that words of neither kind hold at once is as few epochs by words that announce themselves as can be, of
-    equal size, a multiple of 16 bytes. It is one epoch where these would be more than :data:`MOST_EPOCHS`; then
-    :func:`needs_reduced_words` says why it cannot be had.
+    A call that words of neither kind hold at once takes several epochs, by words that announce themselves. There are as
+    few as possible, of equal size, a multiple of 16 bytes; the last may be shorter. Where they would be more than
+    :data:`MOST_EPOCHS` the call has one, and :func:`needs_reduced_words` says why it cannot go by words.
     """
     width, nbytes = LAMPORT_WORD_BYTES, facts.nbytes
     room = min(width * parts * (-(-facts.lamport_bytes // width) // phases), _REDUCED_BYTES - width)

@@ -31,29 +31,29 @@ def on(device: torch.device) -> Any:
 
 
 def _room(device: torch.device) -> int:
-    """Programs of at most :data:`~tdcoll.limits.SHARED_WARPS` warps that a GPU has room for, wherever they are."""
+    """Return how many programs of at most :data:`~tdcoll.limits.SHARED_WARPS` warps a GPU has room for."""
     if device.type != "cuda":
         return 2 * _SIMULATED_MULTIPROCESSORS
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int) -> int:
-    """Programs for the launches of a context that may be in flight beside those of other contexts. Collective.
+    """Take programs for the launches of a context that may be in flight beside those of other contexts. Collective.
 
-    Two launches that fill a GPU one before the other, on another GPU the other way round, wait for each other without
-    end. So what contexts have taken here fits on the GPU together: see ``docs/architecture.md``.
+    Two launches wait for each other without end if each fills one GPU and waits for its part on the other. So the
+    programs that contexts take here fit on the GPU together: see ``docs/architecture.md``.
 
     Args:
         owner: the job.
         ranks: global ranks of the context.
-        wanted: as many, but no more than a third of what is left, so that later contexts find some; at least what one
-            chunk takes.
+        wanted: how many to take. The call takes no more than a third of what is left, so that later contexts find some;
+            but at least what one chunk needs.
 
     Returns:
-        How many, the same on all ranks.
+        The number of programs taken, the same on all ranks.
 
     Raises:
-        ContextError: fewer are left on some rank than one chunk takes. On all ranks.
+        ContextError: on some rank fewer are left than one chunk needs. All ranks raise it.
     """
     least = 2 * len(ranks) + 2
     free = _room(owner.device) - owner.programs_taken
@@ -68,7 +68,7 @@ def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int) -> int:
 
 
 def give_back_programs(owner: Runtime, programs: int) -> None:
-    """Give back, on this rank, what :func:`take_programs` has returned."""
+    """Give back, on this rank, ``programs`` that :func:`take_programs` took."""
     owner.programs_taken -= programs
 
 
@@ -82,8 +82,8 @@ class Pool:
         limit: a context never holds more bytes per rank; None: what the heap has room for.
         timeout_s: deadline of waits, seconds. Default: that of the job.
         lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
-        programs: the most of a launch, to be taken by :func:`take_programs`; None: there is no limit, and launches must
-            not be in flight beside those of other contexts.
+        programs: the most programs of a launch, to be taken by :func:`take_programs`. None: there is no limit, and
+            launches must not be in flight beside those of other contexts.
         before: called before the ranks meet on the host.
 
     Attributes:
@@ -114,9 +114,9 @@ class Pool:
         self._kept: list[CollectiveContext] = []
 
     def prepare(self, nbytes: int) -> bool:
-        """Have a context for ``nbytes`` per rank; whether there is one. Collective, when it has to be made.
+        """Make a context for ``nbytes`` per rank if need be; return whether there is one. Collective when it is made.
 
-        Without ``limit`` and ``programs`` there is one, or an error.
+        Without ``limit`` and ``programs`` it returns true or raises.
 
         Raises:
             ContextError: it has to be made, and a CUDA graph is being captured.

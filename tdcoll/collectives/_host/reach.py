@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a caller's that peers load from or store to: tdcoll's own, or symmetric memory of PyTorch's.
+"""The caller's memory that peers load from or store to: tdcoll's own, or PyTorch's symmetric memory.
 
 A kernel finds the same place on a peer by adding that peer's *delta* to an address. All of tdcoll's heap has one table
 of deltas, and each allocation of PyTorch's (``torch.distributed._symmetric_memory``: ``empty`` or a memory pool, and
@@ -24,21 +24,21 @@ def lies_in_heap(tensor: Any, ctx: CollectiveContext) -> bool:
 
 
 def place_of(tensor: Any, ctx: CollectiveContext) -> int | str:
-    """Where a tensor with strides begins in the symmetric heap, for ranks to compare; 0 of what has no address."""
+    """Return where a strided tensor begins in the symmetric heap, for ranks to compare; 0 if it has no address."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.nbytes:
         return 0
     return tensor.data_ptr() - ctx.job.heap.base if lies_in_heap(tensor, ctx) else "in other memory"
 
 
 def deltas_to(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> torch.Tensor:
-    """Int64 ``[world]`` on the device: from an address in a tensor to the same place in that of each rank.
+    """Return int64 ``[world]`` on the device: from an address in a tensor to the same place in that of each rank.
 
-    That the ranks pass the same tensor is their promise. For memory of PyTorch's the first call on a context is
+    The ranks promise to pass the same tensor. For memory of PyTorch's the first call on a context is
     collective if nobody has called ``rendezvous`` for its group yet; the context keeps such memory until it is closed.
 
     Args:
-        name: of the tensor, for errors.
-        tensor: its group of ranks has made it together; of any size.
+        name: the tensor's name, for errors.
+        tensor: of any size; made by all ranks of its group together.
 
     Raises:
         NotSymmetricError: peers do not reach it, or it belongs to other ranks than the context's.
@@ -68,7 +68,7 @@ def deltas_to(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> torch.
 
 
 def _rendezvous(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> Any:
-    """PyTorch's handle of a tensor for the context's group."""
+    """Return PyTorch's handle of a tensor for the context's group."""
     foreign = f"{name} must be made by tdcoll.empty() over the context's group, or be PyTorch's symmetric memory "
     if ctx.group_name is None:
         raise NotSymmetricError(

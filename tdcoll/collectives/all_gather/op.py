@@ -159,7 +159,7 @@ def all_gather(
         tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
             May hold ``tensor`` as its own segment, and must not overlap it otherwise.
-            Has no gradient: ``tensor`` must not require grad then, unless under ``torch.no_grad()``.
+            It has no gradient: ``tensor`` must not require grad then, unless under ``torch.no_grad()``.
         algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by the context's
             tuning table, size and topology (see :mod:`tdcoll.collectives._host.plan`). A
             :class:`~tdcoll.Plan` fixes chunks and warps as well.
@@ -191,7 +191,7 @@ def all_gather(
 def _all_gather(
     tensor: Any, ctx: CollectiveContext, out: Any, algorithm: Any = "auto", names: Any = ("tensor", "out")
 ) -> torch.Tensor:
-    """:func:`all_gather`; ``names``: that the caller knows ``tensor`` and ``out`` by."""
+    """Make the call of :func:`all_gather` without a gradient; ``names``: the caller's of ``tensor`` and ``out``."""
     if (made := ALL_GATHER.at_once(tensor, ctx, out, algorithm)) is not None:
         return made
     return ALL_GATHER(tensor, ctx, out, algorithm, wish=algorithm, names=names)
@@ -270,7 +270,7 @@ def all_gather_into_tensor(
 
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
-        BackendTimeout: (``async_op``) a wait expired. By ``Work.wait(timeout)``; in the simulator, by the call.
+        BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
         Others: as :func:`all_gather`.
     """
     arguments.tensor("output_tensor", output_tensor)

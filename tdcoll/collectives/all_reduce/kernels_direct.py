@@ -79,7 +79,7 @@ def all_reduce_direct(
     channels: tl.int32, straight, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] -> [nbytes]`` inside one node. Programs: ``2 * world - 1`` for each chunk; straight ``world + 1``.
+    """``[nbytes] -> [nbytes]`` inside one node. Programs for each chunk: ``2 * world - 1``, straight ``world + 1``.
 
     Args (addresses are integers, so that one compilation serves all ranks):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.

@@ -52,7 +52,7 @@ def all_reduce(
         ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
             Making one is collective and synchronises.
         out: where the result goes: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
-            not overlap it otherwise. Has no gradient: ``tensor`` must not require grad then, unless under
+            not overlap it otherwise. It has no gradient: ``tensor`` must not require grad then, unless under
             ``torch.no_grad()``.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"`` (not of fp8); of int8 and
             uint8 ``"max"`` or ``"min"``. Or the same as ``torch.distributed.ReduceOp``.
@@ -60,8 +60,8 @@ def all_reduce(
             :class:`~tdcoll.Plan`.
         symmetric: ``out`` is symmetric memory, which peers may write to during the call: made by :func:`tdcoll.empty`
             over the context's group, or PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its
-            ProcessGroup; at the same offset on all ranks. All ranks pass the same. ``"direct"`` then
-            stores sums straight into it, and copies nothing; other algorithms do as they do without.
+            ProcessGroup; at the same offset on all ranks. All ranks pass the same. ``"direct"`` then stores sums
+            straight into it, and copies nothing; other algorithms are as without it.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -105,7 +105,7 @@ def _call(
     symmetric: bool,
     refused: bool,
 ) -> torch.Tensor:
-    """A call the long way; ``refused``: a gradient is asked for, which raises on all ranks in debug mode."""
+    """Make a call the long way. ``refused``: raise, since it cannot have a gradient; in debug mode on all ranks."""
 
     def options() -> tuple[torch.dtype, str]:
         if refused:
@@ -160,7 +160,7 @@ def _in_place(
     symmetric: bool = False,
     refused: bool = False,
 ) -> torch.Tensor:
-    """:func:`all_reduce_`; ``refused`` as for :func:`_call`."""
+    """Make the call of :func:`all_reduce_`; ``refused`` as for :func:`_call`."""
     wish = (algorithm, operation_name(op), "in place")
     if not (symmetric or refused) and (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish)) is not None:
         return made
@@ -168,12 +168,12 @@ def _in_place(
 
 
 def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
-    """Bytes per rank of tdcoll's own context for tensors of ``nbytes``; larger ones are several epochs."""
+    """Return the bytes per rank of tdcoll's own context for tensors of ``nbytes``; a call may be several epochs."""
     return inbox(3 * (nbytes // world + 16), world, heap_bytes)  # three pieces between nodes
 
 
 def pooled_context(tensor: Any, group: runtime.Group) -> CollectiveContext:
-    """tdcoll's own context of a group."""
+    """Return tdcoll's own context of a group."""
     return pooled_for("all_reduce", "tensor", tensor, group, inbox_bytes)
 
 
@@ -201,7 +201,7 @@ def all_reduce_in_group(
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
         ValueError: ``op`` is another one, or not of this dtype.
-        BackendTimeout: (``async_op``) a wait expired. By ``Work.wait(timeout)``; in the simulator, by the call.
+        BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
         Others: as :func:`all_reduce`.
     """
     ctx = pooled_context(tensor, group)

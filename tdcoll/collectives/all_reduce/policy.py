@@ -40,8 +40,8 @@ Both send as many with 2 ranks, and at 1 MB one crossing less still pays there; 
 Measured on H200s."""
 
 _LEAST_EPOCH = 4 << 20
-"""Several epochs by two-shot are taken before stores where each has at least so many bytes. On 2 H200s two-shot takes
-49.6 us for 16 MB, and stores 211 us for 64 MB; for 4 MB 14.5 us, and stores 809 us for 256 MB."""
+"""The least bytes of an epoch for which several epochs by two-shot are taken before stores. On 2 H200s two-shot takes
+14.5 us for 4 MB and 49.6 us for 16 MB; stores take 211 us for 64 MB and 809 us for 256 MB."""
 
 _DIRECT_CHUNK = 16 << 10
 """Bytes of a chunk by stores, while the context has signals for so many chunks. One program sums a chunk, tile by tile,
@@ -124,16 +124,21 @@ def _one_crossing_pays(facts: Facts) -> bool:
 
 
 def _epochs_pay(facts: Facts) -> bool:
-    """Whether two-shot, which admits the call, is taken before stores: in one epoch, or in several large ones. Not in
-    several where stores go straight into the result."""
+    """Return whether two-shot, which admits the call, is taken before stores: in one epoch, or in several large ones.
+
+    It is not taken in several epochs where stores go straight into the result.
+    """
     epoch = POLICY.rules["two_shot"].epoch(facts)
     return epoch == facts.nbytes or (epoch >= _LEAST_EPOCH and not facts.symmetric)
 
 
 def _seed(facts: Facts) -> str:
-    """By words where the context has room, few bytes one-shot and then two-shot, also in several large epochs (not in
-    the simulator, where words cost much more); else by stores in one node; by rails where all nodes have as many ranks,
-    and by puts elsewhere."""
+    """Return the name of the algorithm.
+
+    - Words where the context has room (not in the simulator, where they cost much more): one-shot for few bytes, else
+      two-shot, also in several large epochs.
+    - Else stores in one node, rails where all nodes have as many ranks, and puts elsewhere.
+    """
     one, two = (POLICY.rules[name].admit(facts) is None for name in ("one_shot", "two_shot"))
     if not facts.simulated:
         if one and _one_crossing_pays(facts):

@@ -30,7 +30,7 @@ from tdcoll.primitives.puts import Routes
 __all__ = ["REDUCE_SCATTER"]
 
 _REDUCED_BYTES = 16 << 10
-"""Of a chunk that one program reduces."""
+"""Bytes of a chunk that one program reduces."""
 
 
 def _reducers(call: Planned) -> int:

@@ -45,8 +45,8 @@ def reduce_chunk(
     worker, workers, own, out, offset, size, window, g, nodes, epoch,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """This worker's tiles of the chunk at ``offset``, from all ranks ``->`` the same place in ``out``. ``nodes``: None
-    where all ranks are on one."""
+    """Reduce this worker's tiles of the chunk at ``offset``, of all ranks, to the same place in ``out``. ``nodes`` is
+    None where all ranks are on one."""
     count = elements.count(size, DTYPE, ALIGNED)
     for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
         index = begin + tl.arange(0, COUNT)

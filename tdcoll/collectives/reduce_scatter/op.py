@@ -50,7 +50,7 @@ def reduce_scatter(
         ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
             Making one is collective and synchronises.
         out: where the result goes, contiguous, same dtype. Made if None. May be this rank's own part of ``tensor``, and
-            must not overlap it otherwise. Has no gradient: ``tensor`` must not require grad then, unless under
+            must not overlap it otherwise. It has no gradient: ``tensor`` must not require grad then, unless under
             ``torch.no_grad()``.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"`` (not of fp8); of int8 and
             uint8 ``"max"`` or ``"min"``. Or the same as ``torch.distributed.ReduceOp``.
@@ -90,7 +90,7 @@ def reduce_scatter(
 
 
 def _derivative(grad: torch.Tensor, ctx: CollectiveContext | None, op: Any) -> torch.Tensor:
-    """``[n, ...] -> [world * n, ...]``: the gradient of what was reduced on ``ctx``."""
+    """``[n, ...] -> [world * n, ...]``: the gradient of the tensor that was reduced on ``ctx``."""
     import tdcoll
 
     mean = linear("reduce_scatter", operation_name(op)) == "mean"
@@ -114,11 +114,11 @@ def _reduce_scatter(
     symmetric: bool = False,
     refused: bool = False,
 ) -> torch.Tensor:
-    """:func:`reduce_scatter` without a gradient.
+    """Make the call of :func:`reduce_scatter` without a gradient.
 
     Args:
-        names: that the caller knows ``tensor`` and ``out`` by.
-        refused: a gradient is asked for, which raises on all ranks in debug mode.
+        names: the caller's names of ``tensor`` and ``out``, for errors.
+        refused: raise, since the call cannot have a gradient; in debug mode on all ranks.
     """
     name = operation_name(op)
     wish = (algorithm, name)
@@ -138,12 +138,12 @@ def _reduce_scatter(
 
 
 def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
-    """Bytes per rank of tdcoll's own context for tensors of ``nbytes``; larger ones are several epochs."""
+    """Return the bytes per rank of tdcoll's own context for tensors of ``nbytes``; a call may be several epochs."""
     return inbox(2 * nbytes // world, world, heap_bytes)  # half is to put from
 
 
 def pooled_context(name: str, tensor: Any, group: runtime.Group) -> CollectiveContext:
-    """tdcoll's own context of a group."""
+    """Return tdcoll's own context of a group."""
     return pooled_for("reduce_scatter", name, tensor, group, inbox_bytes)
 
 
@@ -173,7 +173,7 @@ def reduce_scatter_tensor(
     Raises:
         NotInitializedError: before ``tdcoll.initialize()``.
         ValueError: ``op`` is another one, or not of this dtype.
-        BackendTimeout: (``async_op``) a wait expired. By ``Work.wait(timeout)``; in the simulator, by the call.
+        BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
         Others: as :func:`reduce_scatter`.
     """
     arguments.tensor("output", output)

@@ -31,8 +31,12 @@ def _needs_symmetric(facts: Facts) -> str | None:
 
 
 def _seed(facts: Facts) -> str:
-    """In one node words where the context has room (not in the simulator, where they cost much more), else loads from
-    symmetric memory, or stores; puts elsewhere."""
+    """Return the name of the algorithm.
+
+    - In one node words where the context has room (not in the simulator, where they cost much more), else loads from
+      symmetric memory, else stores.
+    - Puts elsewhere.
+    """
     if not facts.simulated and needs_reduced_words(facts) is None:
         return "ll"
     if _needs_symmetric(facts) is None:

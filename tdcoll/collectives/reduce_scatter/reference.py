@@ -50,7 +50,7 @@ def reduce_parts(parts: Sequence[torch.Tensor], nodes: Sequence[int], op: str = 
         total = total / torch.full_like(total, len(parts))  # by a tensor: by a number, a GPU multiplies
     if not dtype.is_floating_point:
         return total.to(dtype, copy=True)
-    if dtype == torch.float8_e4m3fn:  # of which PyTorch makes NaN before 2.12
+    if dtype == torch.float8_e4m3fn:  # PyTorch before 2.12 makes NaN of what is too large
         limit = torch.finfo(dtype).max
         total = total.clamp(-limit, limit)
     return (total.to(dtype).to(total.dtype) + 0.0).to(dtype)

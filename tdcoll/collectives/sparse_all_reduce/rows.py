@@ -14,7 +14,7 @@ from tdcoll.primitives.reduce import ACCUMULATORS
 __all__ = ["DTYPES", "Rows", "rows_of_pair", "rows_of_tensor"]
 
 DTYPES = tuple(dtype for dtype in ACCUMULATORS if dtype.itemsize > 1)
-"""Of rows that can be reduced."""
+"""Dtypes of rows that can be reduced."""
 
 
 @dataclass(frozen=True)
