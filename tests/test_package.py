@@ -110,7 +110,7 @@ dist.destroy_process_group()
 
 
 def python(code: str, *paths: Path, **surroundings: str) -> subprocess.CompletedProcess[str]:
-    """``code`` in a Python that finds tdcoll in ``paths`` only, and no installed entry point unless told so."""
+    """Run ``code`` in a Python that finds tdcoll in ``paths`` only, and no installed entry point unless told so."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), **surroundings}
     return subprocess.run(
@@ -132,7 +132,7 @@ def test_nothing_else_registers_it() -> None:
 
 
 def entry_points() -> dict[str, dict[str, str]]:
-    """Of pyproject.toml, by group. (``tomllib`` came with Python 3.11.)"""
+    """Return the entry points of pyproject.toml, by group. (``tomllib`` came with Python 3.11.)"""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found = re.findall(r'^\[project\.entry-points\."(.+)"\]\n((?:[\w-]+ *= *".+"\n)+)', text, re.MULTILINE)
     return {group: dict(re.findall(r'([\w-]+) *= *"(.+)"', lines)) for group, lines in found}

@@ -113,7 +113,7 @@ def two_stages(
 
 
 class MyAllReduce:
-    """Both, with a pair of everything: call k uses slot k mod 2, as in the second tutorial."""
+    """Both forms, with a pair of all buffers: call k uses slot k mod 2, as in the second tutorial."""
 
     def __init__(self, count):
         self.world = tdcoll.topology().world_size
@@ -178,7 +178,7 @@ class Block(nn.Module):
 
 
 def unfused(all_reduce):
-    """Three kernels: an all-reduce in place, an addition, a norm."""
+    """Return the end of a block as three kernels: an all-reduce in place, an addition, a norm."""
 
     def reduce_and_norm(x, residual, weight):
         all_reduce(x)
@@ -189,12 +189,12 @@ def unfused(all_reduce):
 
 
 def fused(ctx):
-    """One."""
+    """Return the end of a block as one kernel."""
     return lambda x, residual, weight: tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, 1e-6)
 
 
 class Decoder:
-    """One token at a time, each the likeliest after the last; on GPUs a token is a CUDA graph."""
+    """Makes one token at a time, each the likeliest after the last; on GPUs a token is a CUDA graph."""
 
     def __init__(self, blocks, embedding, reduce_and_norm):
         self.blocks, self.embedding, self.end = blocks, embedding, reduce_and_norm
@@ -247,7 +247,7 @@ def make(rank, call, count, device):
 
 
 def reference(call, count, device):
-    """The sum in the order of ranks."""
+    """Return the sum in the order of ranks."""
     total = torch.zeros(count, device=device)
     for rank in range(tdcoll.topology().world_size):
         total = total + make(rank, call, count, device)
@@ -261,7 +261,7 @@ def check(name, got, wanted):
 
 
 def graph_us(call, calls=20):
-    """Microseconds of a call: of the slowest rank, from replays of a CUDA graph of `calls`."""
+    """Return the microseconds of a call on the slowest rank, from replays of a CUDA graph of `calls`."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -314,8 +314,8 @@ def main():
             check(f"{stages} stage(s)", result, reference(call, count, device))
         say(f"my all-reduce in {stages} stage(s): {calls} calls, in the order of ranks to the last bit")
 
-    # The library's has both, and sends without signals: a word that is not the pattern which the inbox was cleared with
-    # has arrived. Whichever it takes, the bits are the same, so a row has the same bits in every batch.
+    # The library's all-reduce has both forms, and sends without signals: a word has arrived when it is no longer the
+    # pattern that the inbox was cleared with. Either form has the same bits, and so has a row in every batch.
     hidden, rows = (4096, 8) if device.type == "cuda" else (128, 5)
     with tdcoll.CollectiveContext(
         max_bytes_per_rank=4 << 20, lamport_bytes=(4 << 20) if device.type == "cuda" else 1 << 14

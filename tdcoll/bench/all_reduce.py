@@ -53,8 +53,7 @@ class AllReduce(Reduction):
         self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers, symmetric: bool = False
     ) -> Callable[[int], torch.Tensor]:
         op = self.op
-        more = {"symmetric": True} if symmetric else {}
-        return lambda i: all_reduce(buffers.inputs[i], context, buffers.results[i], op, algorithm, **more)
+        return lambda i: all_reduce(buffers.inputs[i], context, buffers.results[i], op, algorithm, symmetric)
 
     def ours_in_place(
         self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers

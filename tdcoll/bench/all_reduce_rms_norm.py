@@ -5,8 +5,8 @@
 Peers are chains of an all-reduce and torch's kernels, which add and normalize: NCCL's all-reduce, torch's one-shot and
 tdcoll's own, each with eager kernels and with one that Inductor makes; and TensorRT-LLM's fused kernel.
 
-Inputs are small whole numbers, so everybody's new residual is exact. The normalized rows are compared with fp32, to
-what a result of their dtype may be off.
+Inputs are small whole numbers, so everybody's new residual is exact. The normalized rows are compared with fp32, up
+to the rounding of their dtype.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ __all__ = ["AllReduceNorm", "main"]
 _EPS = 1e-6
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _OFF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 1e-5}
-"""Relative: what a result may differ from fp32's."""
+"""The relative difference from fp32's result that is allowed."""
 
 _PEERS = ("nccl", "nccl-compiled", "torch-one-shot", "torch-one-shot-compiled", "tdcoll-torch", "tdcoll-compiled")
 _TENSORRT = {"trtllm-one-shot": True, "trtllm-two-shot": False}
 
 
 class _Data:
-    """Rows of one size, for each call of a launch; of every rank they follow from its number and the call's."""
+    """Rows of one size for each call of a launch. Those of a rank follow from its number and the call's."""
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype, job: case.Case) -> None:
         topology = job.topology
@@ -68,20 +68,20 @@ class _Data:
         return torch.randint(-4, 5, (self.rows, self.hidden), generator=made).to(self.dtype).to(self.device)
 
     def copy(self, allocate: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs that are filled anew before each launch, for calls that overwrite them or want their memory."""
+        """Make inputs that are filled anew before each launch, for calls that overwrite them or want their memory."""
         made = [allocate() for _ in range(self.sets)]
         self.copies.append(made)
         return made
 
     def fill(self, round_: int) -> None:
-        """Inputs of a round."""
+        """Set the inputs of a round."""
         self.sign = -1 if round_ % 2 else 1
         for own, x in zip(self._own, self.x, strict=True):
             x.copy_(own * self.sign)
         self._refresh()
 
     def advance(self) -> None:
-        """Inputs of the next launch."""
+        """Set the inputs of the next launch."""
         self.sign = -self.sign
         for x in self.x:
             x.neg_()
@@ -93,7 +93,7 @@ class _Data:
                 copy.copy_(x)
 
     def errors(self, call: int, result: tuple[torch.Tensor, torch.Tensor]) -> Found:
-        """How many numbers of ``(normalized, new residual)`` are wrong."""
+        """Return how many numbers of ``(normalized, new residual)`` are wrong, and where."""
         out, new = result
         wanted = self._totals[call] * self.sign + self.residual.float()
         normalized = torch.nn.functional.rms_norm(wanted, (self.hidden,), self.weight.float(), _EPS)
@@ -102,7 +102,7 @@ class _Data:
         return wrong + int(off.sum()), f"rank {self.rank}, call {call}: {wrong} of new, {int(off.sum())} of normalized"
 
     def subject(self, call: Callable[[int], Any], close: Callable[[], object] = nothing) -> Subject:
-        """A subject of these calls."""
+        """Make a subject of these calls."""
         return Subject(
             call, self.errors, inputs=self.sets, begin=self.fill, before=lambda numbers: self.advance(),
             calls=(self.sets - 1, self.sets), data=self, close=close,
@@ -115,7 +115,7 @@ def _norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> 
 
 
 class AllReduceNorm(case.Case):
-    """The case; a size is a number of rows."""
+    """The case of the benchmark. A size is a number of rows."""
 
     benchmark = "all_reduce_rms_norm"
     columns = staticmethod(norm_columns)
@@ -179,7 +179,7 @@ class AllReduceNorm(case.Case):
         return data.subject(lambda i: all_reduce_rms_norm(x[i], residual, weight, context, _EPS, algorithm=algorithm))
 
     def _peer(self, name: str, data: _Data, context: CollectiveContext) -> Subject:
-        """A peer's call. Raises what keeps it from running."""
+        """Make the subject of a peer. Raises what keeps it from running."""
         if name in _TENSORRT:
             return data.subject(
                 tensorrt_rms_norm(data.x, data.residual, data.weight, _EPS, _TENSORRT[name], self.device)

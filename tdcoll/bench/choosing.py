@@ -150,7 +150,7 @@ class Choice:
     margin: float = 0.03
 
     def plan(self, candidate: Candidate, nbytes: int, ll_bytes: int, lamport_bytes: int = 0) -> Plan:
-        """Return the plan of a candidate for such a call, or of the first epoch of one by words that is several.
+        """Return the plan of a candidate for such a call, or for its first epoch where a call by words takes several.
 
         Raises:
             ValueError: it cannot be had.
@@ -161,7 +161,7 @@ class Choice:
         return self.policy.choose(facts, candidate.algorithm, [Section(*kind, (candidate.entry(None),))])
 
     def wish(self, candidate: Candidate, nbytes: int, ll_bytes: int, lamport_bytes: int = 0) -> str | Plan:
-        """Return what such a call is to be given: a candidate's plan, or the name where it is several epochs."""
+        """Return what to give such a call: the candidate's plan, or its algorithm's name for one of several epochs."""
         several = self._several_epochs(candidate.algorithm, nbytes, ll_bytes, lamport_bytes)
         return candidate.algorithm if several else self.plan(candidate, nbytes, ll_bytes, lamport_bytes)
 

@@ -271,7 +271,7 @@ class Dense(Case):
         return made + [Wanted(name, True, partial(self.peer, name, plain), launches) for name in self.options.peers]
 
     def symmetric(self, context: CollectiveContext, make: MakeBuffers) -> Subject:
-        """The call of symmetric memory, if it has one."""
+        """Make the subject of calls with ``symmetric=True``, where there are any."""
         raise ValueError(f"{self.benchmark} has no calls with symmetric=True")
 
     def peer(self, name: str, make: MakeBuffers) -> Subject:
@@ -373,7 +373,7 @@ class Reduction(Dense):
     def ours(
         self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers, symmetric: bool = False
     ) -> Callable[[int], torch.Tensor]:
-        """The call with these buffers, by its number; ``symmetric``: they are in symmetric memory."""
+        """Return the call with these buffers, by its number; ``symmetric``: they are in symmetric memory."""
 
     @property
     def torch_operation(self) -> Any:

@@ -49,8 +49,7 @@ class ReduceScatter(Reduction):
         self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers, symmetric: bool = False
     ) -> Callable[[int], torch.Tensor]:
         op = self.op
-        more = {"symmetric": True} if symmetric else {}
-        return lambda i: reduce_scatter(buffers.inputs[i], context, buffers.results[i], op, algorithm, **more)
+        return lambda i: reduce_scatter(buffers.inputs[i], context, buffers.results[i], op, algorithm, symmetric)
 
     @property
     def by_torch(self) -> ByTorch:

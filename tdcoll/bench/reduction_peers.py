@@ -174,7 +174,7 @@ def _fitting(buffers: Buffers, most: int) -> None:
 
 
 def _load_tensorrt(device: torch.device) -> Any:
-    """``flashinfer.comm``, with TensorRT-LLM's kernels loaded. Collective."""
+    """Return ``flashinfer.comm``, with TensorRT-LLM's kernels loaded. Collective."""
     return _flashinfer(device, (2, 4, 8), lambda comm: comm.trtllm_ar.get_trtllm_comm_module())
 
 
@@ -201,9 +201,9 @@ def _tensorrt_memory(fp32: bool) -> torch.Tensor:
 
 
 def _tensorrt_fusion(comm: Any, like: torch.Tensor, one_shot: bool) -> Callable[..., None]:
-    """Make the launch of TensorRT-LLM's all-reduce of rows as in ``like``. Collective.
+    """Return the launch of TensorRT-LLM's all-reduce of rows as in ``like``. Collective.
 
-    It is a dependent of the kernel before. It takes the tensors and ``pattern_code`` by name.
+    It is a dependent launch of the kernel before it. It takes the tensors and ``pattern_code`` by name.
     """
     owner, (rows, row) = runtime.current(), like.shape
     addresses = _tensorrt_memory(like.dtype == torch.float32)
@@ -258,7 +258,7 @@ def tensorrt_rms_norm(
     one_shot: bool,
     device: torch.device,
 ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """Make TensorRT-LLM's all-reduce fused with residual and RMSNorm; the call by its number. Collective.
+    """Return TensorRT-LLM's all-reduce fused with residual and RMSNorm, as a call by its number. Collective.
 
     Raises:
         RuntimeError, ValueError: what keeps it from running.

@@ -276,7 +276,7 @@ def losses(head: dict[str, Any], rows: Sequence[Measured]) -> str:
 
 
 def _result(root: Path, name: str) -> tuple[dict[str, Any], list[Any]]:
-    """A file of docs/results, or the parts of one with all of their commands.
+    """Read a file of docs/results, or all parts of one together with their commands.
 
     Raises:
         ValueError: a file is no result, or the parts are not of one benchmark, with the same versions and machine.
@@ -336,7 +336,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def pictures(root: Path) -> list[str]:
-    """Names of the results, as in markers, of which a page shows a picture."""
+    """Return the names, as in markers, of the results of which a page shows a picture."""
     return distinct([name for text in _documents(root).values() for name in _PICTURE.findall(text)])
 
 

@@ -2,8 +2,8 @@
 """Programs written for Triton-distributed, on stock Triton: ``import triton_dist`` resolves to tdcoll.
 
 Either start them by ``python -m tdcoll.compat script.py`` (``launch.sh --compat script.py``), or call :func:`activate`
-before the first ``import triton_dist``. What is the same, what differs, and what is not there:
-``docs/triton-distributed.md``. Names and behaviour follow ByteDance-Seed/Triton-distributed at commit
+before the first ``import triton_dist``. ``docs/triton-distributed.md`` says what is the same, what differs, and what is
+not there. Names and behaviour follow ByteDance-Seed/Triton-distributed at commit
 1512a81189315eca7ba38f884aaf239469a88ba3; the code is tdcoll's own.
 """
 
@@ -26,7 +26,7 @@ _HERE = "tdcoll.compat.triton_dist"
 
 
 class _Loader(importlib.abc.Loader):
-    """Gives a module of tdcoll under another name."""
+    """A loader that gives a module of tdcoll under another name."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -42,7 +42,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds ``triton_dist`` and what lies below it, and the parts of ``nvshmem`` that stand for tdcoll's."""
+    """A finder of ``triton_dist``, of what lies below it, and of the parts of ``nvshmem`` that tdcoll stands in for."""
 
     def __init__(self, without_nvshmem: bool) -> None:
         self._nvshmem = {"nvshmem.core": f"{_HERE}.nvshmem_core"}

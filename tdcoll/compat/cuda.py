@@ -2,7 +2,7 @@
 """Stand-ins on the simulator for what programs ask of CUDA: streams, events, properties, the driver, ``"cuda"``.
 
 A launch on the simulator returns when the kernel has ended, so there is one stream, work on it is done at once, and
-waiting for it is nothing. The device ``"cuda"`` is the CPU.
+waiting for it does nothing. The device ``"cuda"`` is the CPU.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _OnTheCpu(TorchFunctionMode):
-    """Lets the device ``"cuda"`` be the CPU wherever PyTorch is given one."""
+    """A mode in which the device ``"cuda"`` is the CPU wherever PyTorch is given one."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -140,14 +140,14 @@ class NotProvidedError(ImportError):
 
     @classmethod
     def of_module(cls, name: str) -> NotProvidedError:
-        """The error for a module."""
+        """Make the error for a module."""
         whole = [known for known in MODULES if f"{name}.".startswith(f"{known}.")]
         reason = MODULES[max(whole, key=len)] if whole else "it is not among the modules that tdcoll knows"
         return cls(f"tdcoll.compat does not provide the module {name}: {reason}", name=name)
 
 
 def attributes_of(module: str, *also: str) -> Callable[[str], Any]:
-    """A ``__getattr__`` for ``module``, which says why a name is not there; ``also``: names of these modules."""
+    """Make a ``__getattr__`` for ``module`` that says why a name is not there; ``also``: names of these modules."""
     reasons = {name: reason for one in (module, *also) for name, reason in ATTRIBUTES[one].items()}
 
     def missing(name: str) -> Any:

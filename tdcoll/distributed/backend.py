@@ -293,7 +293,7 @@ class TdcollProcessGroup(ProcessGroup):
         return self._sides.call("all_reduce", call, opts.asyncOp, lambda: self._plain.allreduce(tensors, opts))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        """:meth:`allreduce` of several dense tensors."""
+        """Reduce each element of several dense tensors over the ranks, in place."""
         opts = AllreduceCoalescedOptions() if opts is None else opts
         if len(tensors) == 1 and tensors[0].layout == torch.strided:
             return self.allreduce(tensors, opts)
@@ -317,7 +317,7 @@ class TdcollProcessGroup(ProcessGroup):
         return sides.serve("sparse_all_reduce", call, asynchronous=opts.asyncOp)
 
     def _sparse_inner(self, tensor: torch.Tensor, op: str, opts: Any, why: str) -> Any:
-        """gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
+        """Hand a sparse call over. gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
         sides, device = self._sides, tensor.device
         backend = sides.inner_name(device)
         if backend == "nccl" and op in ("sum", "mean"):
@@ -408,11 +408,11 @@ _METHODS = {
                        "reduce_scatter_tensor_coalesced"),
     "barrier": ("barrier",),
 }  # fmt: skip
-"""The methods that a kind of call alone needs. (``allreduce`` is needed always: NCCL has none of sparse tensors.)"""
+"""The methods that only one kind of call needs. (``allreduce`` is always needed: NCCL has none of sparse tensors.)"""
 
 
 def _class_for(options: Options) -> type[TdcollProcessGroup]:
-    """The class of a group: where gloo's failures need not be named, what tdcoll does not serve is only passed on."""
+    """Return a group's class. Where gloo's failures need not be named, it only passes on what tdcoll does not serve."""
     if not torch.cuda.is_available():
         return TdcollProcessGroup
     return _passing_on(
@@ -422,16 +422,17 @@ def _class_for(options: Options) -> type[TdcollProcessGroup]:
 
 @functools.cache
 def _passing_on(names: tuple[str, ...]) -> type[TdcollProcessGroup]:
-    """A group that passes these calls on to the inner group as they are."""
+    """Return the class of groups that pass these calls on to the inner group as they are."""
     return type("TdcollProcessGroup", (TdcollProcessGroup,), _passed_on(names))
 
 
 def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
-    """Methods that pass calls on to the inner group, by those of the names that this PyTorch has.
+    """Return methods that pass calls on to the inner group, by those of the names that this PyTorch has.
 
-    One line of Python each, which is not to be saved: where a Python class overrides nothing, PyTorch's trampoline goes
-    on to C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's whose thread is
-    about to let go of a tensor, for which it wants the GIL. So a call in a hundred thousand never ended.
+    Each is one line of Python, which is needed: where a Python class overrides nothing, PyTorch's trampoline goes on to
+    C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's. The lock's thread is
+    about to let go of a tensor, for which it wants the GIL. Without these methods one call in a hundred thousand never
+    ended.
     """
 
     def make(name: str) -> Callable[..., Any]:

@@ -23,12 +23,13 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for models that have sparse gradients, of ``nn.Embedding(sparse=True)`` say.
+    """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_`` does, where some of them are sparse.
 
-    torch's function refuses sparse gradients. This one takes each for the dense tensor that it stands for: rows that
-    come twice are added before they count, and what has no row is zero. A sparse gradient that is not
-    coalesced is coalesced in place, and on a GPU the host waits for that. Gradients that tdcoll has reduced are
-    coalesced. Nothing else waits that does not in torch's function, which does all the arithmetic.
+    torch's function refuses sparse gradients, such as those of ``nn.Embedding(sparse=True)``. This one takes each for
+    the dense tensor that it stands for: rows that come twice are added before they count, and rows that are missing are
+    zero. A sparse gradient that is not coalesced is coalesced in place, and on a GPU the host waits for that. Gradients
+    that tdcoll has reduced are coalesced. Otherwise the host waits only where it waits in torch's function, which does
+    all the arithmetic.
 
     Not collective: gradients that are the same on all ranks have the same norm there. Call it after all of them are
     reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
@@ -69,14 +70,14 @@ def clip_grad_norm_(
 
 
 def _values(grad: torch.Tensor) -> torch.Tensor:
-    """``[n, ...]``: the rows of a sparse tensor, each once, in its own memory."""
+    """Return the rows ``[n, ...]`` of a sparse tensor, each once, in its own memory."""
     if not grad.is_coalesced():
         grad.data = grad.coalesce()  # whoever else holds it sees it clipped
     return grad._values()
 
 
 def _with_a_zero(values: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The rows of a tensor that has others as well, which are zero: the same norm, for any order."""
+    """Return values with the norm, of any order, of a tensor that has these rows and others that are zero."""
     if values.numel() and norm_type >= 0:  # a zero changes nothing
         return values
     return torch.cat([values.flatten(), values.new_zeros(1)])

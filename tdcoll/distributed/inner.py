@@ -91,14 +91,16 @@ def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any =
 
 
 def scatter_from(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-    """``group``'s reduce-scatter of one tensor, likewise."""
+    """Start ``group``'s reduce-scatter of one tensor, under the name that this PyTorch has for it. Return its work."""
     scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return scatter(out, tensor, opts)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, for the results of functional collectives: waited for. PyTorch's dispatcher, which does that
-    for its own backends, is not on the way here."""
+    """Return the tensor itself, or the one behind a functional collective's result, waited for.
+
+    PyTorch's dispatcher does that for its own backends. It is not on the way here.
+    """
     if type(tensor) is torch.Tensor:
         return tensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

@@ -21,9 +21,9 @@ SERVED_BYTES: dict[str, dict[int, int]] = {
     "all_reduce": {0: 16 << 20},
     "reduce_scatter": {0: 4 << 20},
 }
-"""Up to how many bytes a kind is served, by the number of ranks; 0: any other number. Larger calls go to the inner
-group. Bytes are those of ``Options.max_bytes_per_rank``. ``tests/gpu/backend_calls.py`` measures what belongs here: the
-largest size at which a call takes no longer than NCCL's, of launches of ``Options.programs`` programs."""
+"""The most bytes of a call that is served, by kind and number of ranks; 0: any other number. Larger calls go to the
+inner group. Bytes are those of ``Options.max_bytes_per_rank``. ``tests/gpu/backend_calls.py`` measures what belongs
+here: the largest size at which a call takes no longer than NCCL's, with launches of ``Options.programs`` programs."""
 
 PROGRAMS = 64
 """Default of :attr:`Options.programs`: two to a multiprocessor, so that two kinds in flight leave half of an H100."""
@@ -86,7 +86,7 @@ class Options:
         return _kinds(os.environ.get(SERVES) or "all", SERVES)
 
     def limits(self, world: int, heap_bytes: int) -> dict[str, int]:
-        """The most bytes of a call of each dense kind, in a group of ``world`` ranks.
+        """Return the most bytes of a call of each dense kind, in a group of ``world`` ranks.
 
         All-gathers take at most a quarter of the symmetric heap, for the two slots of a context.
         """

@@ -7,7 +7,7 @@ refused call goes to, streams, asynchronous calls, counting, words. A new kind i
 :mod:`tdcoll.distributed.services` lists. Then options, :func:`tdcoll.distributed.explain` and the end of a group know
 it.
 
-What is refused is refused from facts that are the same on all ranks, in the order of the calls.
+A call is refused only from facts that are the same on all ranks, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Setting:
     """The job, the ranks and the limits that the services of a group share.
 
     Attributes:
-        job: that the group's ranks have joined.
+        job: the job that the group's ranks have joined.
         ranks: global ranks, in the order of the group.
         timeout_s: deadline of waits in kernels, seconds.
-        programs: the most of a launch.
+        programs: the most programs of a launch.
         limits: the most bytes of a call, by kind; see ``Options.max_bytes_per_rank``.
-        services: of the group, by kind.
+        services: the services of the group, by kind.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Setting:
 
 
 class Call:
-    """A call of ``torch.distributed``'s.
+    """A call of ``torch.distributed``.
 
     Attributes:
-        outs, inputs: tensors of as many parts of the call, each of which is a call of its own to the user.
+        outs, inputs: one tensor for each part of the call; to the user each part is a call of its own.
         op: tdcoll's name of the operation, or another name; None where nothing is reduced.
-        pieces: of an all-gather into a list: its tensors, one for each rank. There is one input, and ``outs`` is empty.
+        pieces: the list of an all-gather into a list, a tensor for each rank. Then there is one input, and no ``outs``.
         device: of the tensors.
     """
 
@@ -131,7 +131,7 @@ class Service(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise what the kernels that are finished have left.
+        """Raise the error that finished kernels have left, if any.
 
         Raises:
             CollectiveTimeout: a wait has expired.
@@ -139,7 +139,7 @@ class Service(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """End the waits of its kernels; for a process that ends, from any thread."""
+        """End the waits of its kernels. A process that ends calls this, from any thread."""
 
     @abstractmethod
     def close(self) -> None:

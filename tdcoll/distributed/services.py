@@ -15,6 +15,6 @@ KINDS = tuple(service.kind for service in _SERVICES)
 
 
 def make_services(setting: Setting) -> dict[str, Service]:
-    """A service of each kind for one group."""
+    """Make a service of each kind for one group."""
     setting.services.update({service.kind: service(setting) for service in _SERVICES})
     return setting.services

@@ -251,7 +251,7 @@ class Sides:
             return StreamWork(result, stream, blocks=service.blocks, check=self._check, keep=call.touched)
 
     def _check(self) -> None:
-        """Raise what finished kernels of this group have left, of any kind of call."""
+        """Raise the error that finished kernels of this group have left, of any kind of call."""
         for service in self.services.values():
             service.check()
 
@@ -261,13 +261,13 @@ class Sides:
             service.give_up()
 
     def check(self) -> None:
-        """Raise what finished kernels of this group have left, as ``torch.distributed`` wants it."""
+        """Raise the error that finished kernels of this group have left, as ``torch.distributed`` wants it."""
         with backend_errors:
             self._check()
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Give exchanges on the host inside this group's deadline, and make errors of deadlines torch.distributed's."""
+        """Apply this group's deadline to exchanges on the host; turn errors of deadlines into torch.distributed's."""
         assert self._job is not None
         with backend_errors, self._job.within(self._wait_s):
             yield
@@ -297,7 +297,7 @@ class Sides:
             tdcoll.finalize()
 
     def _expired(self) -> BaseException | None:
-        """Wait for the GPU; return a wait that has expired and of which nobody has heard."""
+        """Wait for the GPU; return the error of an expired wait of which nobody has heard, or None."""
         job = self._job
         if job is None or job.closed or job.failed:
             return None

@@ -54,7 +54,7 @@ class SparseSums:
         owner: the job.
         ranks: global ranks, in the order of the group.
         timeout_s: deadline of waits, seconds.
-        programs: the most of a launch.
+        programs: the most programs of a launch.
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class SparseSums:
         )
 
     def check(self) -> None:
-        """Raise what the kernels that are finished have left."""
+        """Raise the error that finished kernels have left, if any."""
         if self.context is not None:
             self.context.collective.monitor.raise_if_expired()
 
     def give_up(self) -> None:
-        """End the waits of its kernels; for a process that ends, from any thread."""
+        """End the waits of its kernels. A process that ends calls this, from any thread."""
         if self.context is not None:
             self.context.collective.monitor.abort()
 
@@ -225,7 +225,7 @@ def _linear(indices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _separate(linear: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The inverse of :func:`_linear`."""
+    """``[n] -> [dims, n]``: the inverse of :func:`_linear`."""
     columns = []
     for extent in reversed(shape):
         columns.append(linear % extent)

@@ -137,9 +137,11 @@ def judge(facts: Facts, outcome: Outcome | str) -> Line:
         text = f"{result['world']} {kind}: {what} brought what was sent"
         if not result["puts"]:
             text += "; PyTorch's memory has no puts to test"
-        times = {"put and signal": result["hop_us"], "all-gather of 1 KiB": result["gather_us"]}
-        units = {"put and signal": "µs per hop", "all-gather of 1 KiB": "µs"}
-        if told := ", ".join(f"{one} {took:g} {units[one]}" for one, took in times.items() if took is not None):
+        times = (
+            ("put and signal", result["hop_us"], "µs per hop"),
+            ("all-gather of 1 KiB", result["gather_us"], "µs"),
+        )
+        if told := ", ".join(f"{one} {took:g} {unit}" for one, took, unit in times if took is not None):
             text += f"; {told}"
         return ok(_NAME, text)
     text = f"{outcome.reason or 'no rank reported a result'}; {_where(outcome.stages) or 'no rank had begun'}"

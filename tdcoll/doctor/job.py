@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functional test as every rank runs it, under torchrun: ``-m tdcoll.doctor.job SECONDS``.
 
-Puts and signals between all pairs and a ring, where the heap has puts; an all-gather. Every number says whose it is and
-where. Each rank says where
-it is, in lines of JSON, so that the parent knows where it hung, and ends itself when twice its time is over.
+It makes puts and signals between all pairs and a ring, where the heap has puts, and an all-gather. Every number says
+whose it is and where. Each rank says where it is, in lines of JSON, so that the parent knows where it hung, and ends
+itself when twice its time is over.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def say(**what: Any) -> None:
 
 
 def run(timeout_s: float) -> dict[str, Any]:
-    """Test this job; what rank 0 reports. Collective.
+    """Test this job; return what rank 0 reports. Collective.
 
     ``hop_us`` and ``gather_us`` are null in the simulator, and ``hop_us`` also where the heap has no puts.
 
@@ -82,7 +82,10 @@ def run(timeout_s: float) -> dict[str, Any]:
 
 
 def puts_and_ring(source: Any, place: Any) -> float:
-    """Puts and signals between all pairs, then a ring; microseconds of a hop of it, 0 in the simulator. Collective.
+    """Test puts and signals between all pairs, then a ring. Collective.
+
+    Returns:
+        Microseconds of a hop of the ring; 0 in the simulator.
 
     Raises:
         AssertionError: a rank got something else than what was sent.

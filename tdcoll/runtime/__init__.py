@@ -57,7 +57,7 @@ class Runtime:
     monitors: set[int] = field(init=False, default_factory=set)
     """Addresses of the words of all monitors, which is what a bounded wait may be given."""
     programs_taken: int = field(init=False, default=0)
-    """Programs of all launches together that contexts which tdcoll made itself may have in flight at once."""
+    """Programs that tdcoll's own contexts may have in flight at once, all launches together."""
     failed: bool = field(init=False, default=False)
     """A wait has expired: peers may be gone, and nothing collective is tried any more."""
     closed: bool = field(init=False, default=False)

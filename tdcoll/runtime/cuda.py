@@ -31,7 +31,7 @@ def _checked(function: str, failed: int) -> None:
 
 
 def _driver_call(function: str, stream: int, address: int, value: int, bits: int, flags: int) -> None:
-    """A wait for a word, or a write of one, in the order of a stream."""
+    """Queue a wait for a word, or a write of one, on a stream."""
     word = (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64)(value)
     call = getattr(_driver(), function)
     _checked(function, call(ctypes.c_void_p(stream), ctypes.c_uint64(address), word, ctypes.c_uint(flags)))
@@ -80,7 +80,7 @@ class CudaHeap(ABC):
         )
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:  # noqa: B027
-        """There are no reports to put names in."""
+        """Do nothing: there are no reports to put names in."""
 
     def unlabel(self, offset: int) -> None:  # noqa: B027
-        """There are no reports to put names in."""
+        """Do nothing: there are no reports to put names in."""

@@ -33,7 +33,7 @@ _HEAPS = ("auto", "nvshmem", "torch")
 
 
 def heap_of(heap: str | None = None) -> str:
-    """``"nvshmem"`` or ``"torch"``: what is asked for, or what ``"auto"`` means here.
+    """Return ``"nvshmem"`` or ``"torch"``: the heap that is asked for, or the one that ``"auto"`` means here.
 
     Raises:
         TypeError, ValueError: ``heap`` or ``TDCOLL_HEAP`` is none of :data:`_HEAPS`.
@@ -49,7 +49,10 @@ def heap_of(heap: str | None = None) -> str:
 
 
 def _has_nvshmem() -> bool:
-    """Whether NVSHMEM's Python bindings are installed. What tdcoll.compat puts in their place lies in no folder."""
+    """Return whether NVSHMEM's Python bindings are installed.
+
+    What tdcoll.compat puts in their place lies in no folder, and does not count.
+    """
     found = importlib.util.find_spec("nvshmem")
     return found is not None and bool(found.submodule_search_locations)
 
@@ -167,14 +170,14 @@ def initialize(
             symmetric memory, for the GPUs of one node that reach each other's memory; NVSHMEM need not be installed.
             Kernels and algorithms that put (``"1d"``, ``"2d"``) then raise an error; ``"auto"`` never chooses one.
             ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch. Default: ``TDCOLL_HEAP``, else ``"auto"``.
-            The simulator has one heap; with ``"torch"`` it refuses what that of PyTorch does not have.
+            The simulator has one heap; with ``"torch"`` it refuses what PyTorch's does not have.
 
     Raises:
         AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
         RankMismatchError: ranks pass different settings, or two ranks use one GPU without ``share_gpus``.
         CollectiveTimeout: a rank did not come.
-        TdcollError: no GPU and not interpreted; NVSHMEM's bindings are missing; or PyTorch's symmetric memory is asked
-            for and the job has several nodes, or cannot be had.
+        TdcollError: there is no GPU, and kernels are not interpreted; NVSHMEM's bindings are missing; or PyTorch's
+            symmetric memory is asked for, and the job has several nodes or PyTorch cannot provide it.
         TypeError, ValueError: an argument or environment variable is not as described.
     """
     if (existing := runtime.current_or_none()) is not None:

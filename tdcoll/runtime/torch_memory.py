@@ -33,8 +33,10 @@ _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Inside, PyTorch makes no multicast object for memory that it maps: tdcoll has no use for one, and on some hosts
-    to ask for it fails or hangs."""
+    """Keep PyTorch from making a multicast object for the memory that it maps inside of the block.
+
+    tdcoll has no use for one, and on some hosts asking for it fails or hangs.
+    """
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:
@@ -46,7 +48,7 @@ def _without_multicast() -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether PyTorch has raised this for want of memory: the driver's errors have no class of their own."""
+    """Return whether PyTorch has raised this for want of memory. The driver's errors have no class of their own."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
@@ -61,7 +63,7 @@ class TorchHeap(CudaHeap):
         timeout_s: how long to wait for the other ranks, seconds.
 
     Raises:
-        HeapExhaustedError: a GPU has not so much memory; on all ranks.
+        HeapExhaustedError: a GPU has too little memory; raised on all ranks.
         TdcollError: PyTorch has no symmetric memory, on any rank, or cannot map that of a peer.
         CollectiveTimeout: a rank did not come.
     """
@@ -148,5 +150,5 @@ class TorchHeap(CudaHeap):
         del self._bytes
 
     def abandon(self) -> None:
-        """The memory stays, since peers may write to it."""
+        """Keep the memory, since peers may write to it."""
         _abandoned.append(self)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile kernels in Triton-distributed's style for a GPU that need not be here; what came out, as JSON.
+"""Compile kernels in Triton-distributed's style for a GPU that need not be here; print what came out as JSON.
 
 Run as a program of its own, without TRITON_INTERPRET.
 """

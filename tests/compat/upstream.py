@@ -47,7 +47,7 @@ def is_jit(decorator: ast.expr) -> bool:
 
 
 def device_names(tree: ast.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """What the file calls the modules of the device libraries, and their functions."""
+    """Return the names that a file has for the modules of the device libraries, and for their functions."""
     modules, functions = {}, {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -60,7 +60,7 @@ def device_names(tree: ast.Module) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def provided(name: str) -> str | None:
-    """Why a name is not provided; None if it is."""
+    """Return why a name is not provided, or None if it is."""
     module, _, attribute = name.rpartition(".")
     try:
         getattr(importlib.import_module(module), attribute)
@@ -70,7 +70,7 @@ def provided(name: str) -> str | None:
 
 
 def functions_of(file: Path) -> Iterator[Function]:
-    """The functions of a file that use the device libraries."""
+    """Yield the functions of a file that use the device libraries."""
     tree = ast.parse(file.read_text())
     modules, functions = device_names(tree)
     for node in ast.walk(tree):
@@ -95,7 +95,7 @@ class Absent:
 
 
 def other(parent: str, folder: str, origin: str | None, name: str) -> Any:
-    """What a file imports and tdcoll.compat does not provide: from its own repository, if it is another kernel's."""
+    """Return what a file imports and tdcoll.compat does not provide: from another kernel's file, if it is there."""
     file = Path(parent) / f"{(origin or '').rpartition('.')[2]}.py"
     if (origin or "").startswith("triton_dist.kernels.nvidia") and file.is_file():
         return getattr(module_of(file, Path(folder)), name, Absent())
@@ -103,8 +103,10 @@ def other(parent: str, folder: str, origin: str | None, name: str) -> Any:
 
 
 def module_of(file: Path, folder: Path) -> ModuleType:
-    """The constants and functions of a file, as a module, and what of its imports there is; and ``call_NAME`` for each
-    of its ``jit`` functions, a kernel that calls it: many of them give back values."""
+    """Return a module of a file's constants and functions, and of those of its imports that there are.
+
+    For each of its ``jit`` functions it also has ``call_NAME``, a kernel that calls it: many of them give back values.
+    """
     kept = ["import triton", "import triton.language as tl", "import triton_dist", "import upstream"]
     names = []
     for node in ast.parse(file.read_text()).body:
@@ -171,7 +173,7 @@ ADDRESSES = {  # which arguments of a call are addresses of data, and which of s
 
 
 def _base(node: ast.expr) -> str | None:
-    """The name that an address is computed from: the leftmost one."""
+    """Return the name that an address is computed from, which is the leftmost one."""
     while isinstance(node, (ast.BinOp, ast.Call, ast.Subscript, ast.Attribute)):
         if isinstance(node, ast.BinOp):
             node = node.left
@@ -186,7 +188,7 @@ def _base(node: ast.expr) -> str | None:
 
 
 def addresses_of(module: ModuleType, function: Any, depth: int = 3) -> tuple[set[str], set[str]]:
-    """The parameters of a ``jit`` function that are addresses: of data, and of signals."""
+    """Return the parameters of a ``jit`` function that are addresses: of data, and of signals."""
     tree = ast.parse(function.src)
     data: set[str] = set()
     signals: set[str] = set()
@@ -224,7 +226,7 @@ GUESSES = [(d, i, s) for s in ("*i64", "*i32") for d in ("*bf16", "*fp32", "*i32
 
 
 def constant(name: str) -> Any:
-    """A value for a compile-time parameter."""
+    """Return a value for a compile-time parameter."""
     import triton.language as tl
 
     low = name.lower()
@@ -280,7 +282,7 @@ def compiled(module: ModuleType, name: str, guess: tuple[str, str, str]) -> None
 
 
 def compile_result(found: Function, folder: Path) -> str:
-    """``""`` if some guess compiles; else what the compiler said most often."""
+    """Return ``""`` if some guess compiles, else what the compiler said most often."""
     try:
         module = module_of(found.file, folder)
     except Exception as error:

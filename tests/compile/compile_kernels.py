@@ -87,7 +87,7 @@ LANGUAGE_TYPES = {
 
 
 def _assembled(ptx: str, arch: int) -> tuple[bytes, str]:
-    """``(cubin, what ptxas -v reports)``."""
+    """Return ``(cubin, what ptxas -v reports)``."""
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
@@ -107,12 +107,12 @@ def _disassembled(cubin: bytes, arch: int) -> str:
 
 
 def instructions(ptx: str, arch: int) -> str:
-    """What ptxas makes of it."""
+    """Return the instructions that ptxas makes."""
     return _disassembled(_assembled(ptx, arch)[0], arch)
 
 
 def resources(ptx: str, arch: int) -> dict[str, int]:
-    """Registers and spilled bytes of the kernel, from ptxas -v."""
+    """Return the registers and spilled bytes of the kernel, from ptxas -v."""
     _, report = _assembled(ptx, arch)
     entry = report.split("Compiling entry function", 1)[1]
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)

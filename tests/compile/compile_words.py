@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels of tests/language/kernels_of_words.py for GPUs that need not be here; what came out, as JSON.
+"""Compile tests/language/kernels_of_words.py for GPUs that need not be here; print JSON of what came out.
 
 Run as a program of its own, without TRITON_INTERPRET. With another Triton, by hand, as ``pipelined_loops.py`` says.
 """
@@ -49,7 +49,7 @@ INSTRUCTIONS = {
     "load": "ld.global.v4.b32",
     "store": "st.relaxed.sys.global.v4.b32",
 }
-"""What kernels are looked through for."""
+"""The instructions that are looked for in kernels."""
 
 
 def main() -> None:

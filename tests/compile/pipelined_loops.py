@@ -139,7 +139,7 @@ def by_atom_cas(words, monitor, i):
 
 
 def by_calling(function: Any, kinds: tuple[str, ...]) -> Any:
-    """A call of ``function``, whose parameters are of these kinds, with addresses and numbers."""
+    """Make a kernel that calls ``function``, whose parameters are of these kinds, with addresses and numbers."""
 
     @triton.jit
     def plain_call(words, monitor, i):

@@ -18,20 +18,20 @@ FP8 = torch.float8_e4m3fn
 
 
 def values(key: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of many magnitudes, whose sums show their order."""
+    """Return numbers of many magnitudes, whose sums show their order."""
     made = torch.Generator().manual_seed(key)
     scale = torch.exp2(torch.randint(-3, 4, tuple(shape), generator=made).double())
     return (torch.randn(tuple(shape), generator=made, dtype=torch.float64) * scale).to(dtype)
 
 
 def plan(algorithm: str, hidden: int, dtype: torch.dtype, block: int) -> tdcoll.Plan:
-    """Rows in pieces of ``block`` words."""
+    """Return the plan that has rows in pieces of ``block`` words."""
     words = hidden * dtype.itemsize // 16
     return tdcoll.Plan(algorithm, -(-words // block), 16 * block, 1)
 
 
 def different(got: torch.Tensor, wanted: torch.Tensor) -> int:
-    """Elements whose bits differ; any NaN is the same as any other."""
+    """Count the elements whose bits differ; any NaN is the same as any other."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
     nan = got.float().isnan() & wanted.float().isnan()
     return int(((got.view(kind) != wanted.view(kind)) & ~nan).sum())
@@ -69,7 +69,7 @@ class Norms:
         world.run(self.host)
 
     def given(self, pe: int, call: int, rows: int) -> torch.Tensor:
-        """``[rows, hidden]``: what a PE brings to a call."""
+        """Return what a PE brings to a call, ``[rows, hidden]``."""
         return values(1000 * call + pe, (rows, self.hidden), self.dtype)
 
     def host(self, pe: int) -> None:
@@ -90,7 +90,7 @@ class Norms:
         assert tdcoll.heap_info().used == 0
 
     def call(self, ctx: tdcoll.CollectiveContext, call: int, kind: str) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Names of results, what came out and what should."""
+        """Make a call; return each result's name, what came out and what should."""
         pes, nodes = ctx.topology.pes, ctx.topology.nodes
         if kind in "ag":
             mine = [self.given(pe, call, 1) for pe in pes]

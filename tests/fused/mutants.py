@@ -16,7 +16,7 @@ MODULES = ("tdcoll.fused.kernels_rows", "tdcoll.fused.kernels")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One protection less.
+    """The kernels with one protection less.
 
     Attributes:
         name: what is missing.
@@ -37,12 +37,12 @@ class Mutant:
 
     @property
     def job(self) -> dict[str, Any]:
-        """Arguments of ``World``."""
+        """Return the arguments of ``World``."""
         return {"n_pes": 3, "resident": self.resident, "stragglers": self.stragglers}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of ``Norms``."""
+        """Return the arguments of ``Norms``."""
         return {"calls": "oooo", "rows": (3,), "blocks": (4,), **dict(self.case)}
 
 
@@ -69,7 +69,7 @@ STORED_EARLY = (
 
 
 def to(where: str, old: str, new: str) -> tuple[Change, ...]:
-    """One change."""
+    """Return one change as the changes of a mutant."""
     return (Change(where, old, new),)
 
 

@@ -36,7 +36,7 @@ Call = Callable[..., Any]
 
 
 def call_of(kind: str, nbytes: int, group: Any) -> Call:
-    """A call of ``nbytes``, which takes ``async_op``."""
+    """Make a call of ``nbytes``, which takes ``async_op``."""
     world, n = dist.get_world_size(), max(1, nbytes // 2)
     device = torch.device("cuda", torch.cuda.current_device())
     if kind == "all_reduce":
@@ -52,14 +52,14 @@ def call_of(kind: str, nbytes: int, group: Any) -> Call:
 
 
 def slowest(us: float) -> float:
-    """The largest of all ranks' times."""
+    """Return the largest of all ranks' times."""
     found = torch.tensor([us], device="cuda")
     dist.all_reduce(found, dist.ReduceOp.MAX, group=PLAIN)
     return float(found)
 
 
 def host_us(call: Call, asynchronous: bool) -> float:
-    """Microseconds of the host per call."""
+    """Return the microseconds of the host per call."""
     torch.cuda.synchronize()
     dist.barrier(group=PLAIN)
     torch.cuda.synchronize()
@@ -76,7 +76,7 @@ def host_us(call: Call, asynchronous: bool) -> float:
 
 
 def device_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Microseconds of the device per captured call."""
+    """Return the microseconds of the device per captured call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier(group=PLAIN)
     torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def captured(call: Call) -> torch.cuda.CUDAGraph:
 
 
 def rounds(ways: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Times of every way, which take turns."""
+    """Return the times of every way; the ways take turns."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS + 1):  # the first warms up
         for name, measure in ways.items():
@@ -125,7 +125,7 @@ def show(rows: Iterable[dict[str, Any]], what: str) -> None:
 
 
 def host_rows(kinds: list[str]) -> list[dict[str, Any]]:
-    """Of 4 KB, served and handed over."""
+    """Measure and show calls of 4 KB, served and handed over."""
     handed = dist.new_group(backend="tdcoll", pg_options=Options(max_bytes_per_rank=0))
     rows = []
     for kind in kinds:

@@ -128,7 +128,7 @@ class Dlrm(nn.Module):
 
 
 def dlrm(width: int, compiled: bool, small: bool) -> Step:
-    """Sparse gradients on tdcoll; dense ones elsewhere, since NCCL refuses sparse tensors."""
+    """Make a step with sparse gradients on tdcoll, and dense ones elsewhere, since NCCL refuses sparse tensors."""
     rows, tables = (1000, 2) if small else (500_000, 4)
     made = Dlrm(rows, width, tables, sparse=dist.get_backend() == "tdcoll").to(device())
     where = [device().index] if device().type == "cuda" else None
@@ -148,7 +148,7 @@ def dlrm(width: int, compiled: bool, small: bool) -> Step:
 
 
 def pipeline(width: int, compiled: bool, small: bool) -> Step:
-    """Activations from rank to rank and gradients back: point-to-point, which tdcoll hands over."""
+    """Make a step that passes activations on and gradients back: point-to-point calls, which tdcoll hands over."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1 + rank)
     model = nn.Sequential(*(Mlp(width) for _ in range(2))).to(device())
@@ -196,7 +196,7 @@ WORKLOADS: dict[str, tuple[Callable[[int, bool, bool], Step], int, bool]] = {
 
 
 def measure(step: Step, warm_up: int, steps: int) -> dict[str, Any]:
-    """Milliseconds of each step, on the slowest rank, and its loss on this one."""
+    """Return the milliseconds of each step, on the slowest rank, and its loss on this one."""
     losses = [step() for _ in range(warm_up)]
     began, ended = [], []
     for _ in range(steps):
@@ -273,7 +273,7 @@ def jobs(arguments: argparse.Namespace, backends: list[str]) -> Iterator[dict[st
 
 
 def compare(name: str, baseline: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     row: dict[str, Any] = {"workload": name}
     for side, runs in (("baseline", baseline), ("tdcoll", ours)):
         medians = [run["workloads"][name]["median_ms"] for run in runs]
@@ -285,7 +285,7 @@ def compare(name: str, baseline: list[dict[str, Any]], ours: list[dict[str, Any]
     row["losses_differ_by"] = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
     overlap = (
         row["tdcoll"]["least_ms"] <= row["baseline"]["most_ms"]
-        and row["baseline"]["least_ms"] <= (row["tdcoll"]["most_ms"])
+        and row["baseline"]["least_ms"] <= row["tdcoll"]["most_ms"]
     )
     row["verdict"] = "level" if overlap else "faster" if row["ratio"] < 1 else "slower"
     return row

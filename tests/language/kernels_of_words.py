@@ -72,7 +72,7 @@ def count_by_threads(counter, turns, ALL: tl.constexpr):
 
 @jit
 def wait_here_and_there(narrow, wide, ok, monitor, SEND: tl.constexpr):
-    """Waits for a negative number on this PE, and for a word that only the peer's own memory has."""
+    """Wait for a negative number on this PE, and for a word that only the peer's own memory has."""
     me = tdl.my_pe()
     peer = (me + 1) % tdl.n_pes()
     if SEND:
@@ -102,7 +102,7 @@ def any_of(signals, found, monitor, skip, count, BLOCK: tl.constexpr):
 
 @jit
 def ask(signals, out, TIMES: tl.constexpr):
-    """PE 0 asks until PE 1 has answered; the last answer, and what was put before it."""
+    """PE 0 asks until PE 1 has answered; it keeps the last answer, and what was put before it."""
     if tdl.my_pe() == 1:
         tdl.putmem_signal_block(signals + 1, signals + 1, 8, signals, 3, tdl.SIGNAL_SET, 0)
     else:
@@ -138,7 +138,7 @@ def move_words(source, dest, n, BLOCK: tl.constexpr):
 
 @jit
 def part_of_flagged(words, out, ok, monitor, BLOCK: tl.constexpr):
-    """Of the data that come with a flag, only the first part is used."""
+    """Use only the first part of the data that come with a flag."""
     index = tl.arange(0, BLOCK)
     first, _, _, arrived = tdl.wait_flagged(words + 2 * index, 1, index < BLOCK, monitor, 0)
     tl.store(out + index, first)

@@ -228,6 +228,6 @@ def decode_all(codes, out, DTYPE: tl.constexpr):
 
 @jit
 def encode_all(values, out, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """``[count] fp32 -> [count] uint8``. Programs: one for each BLOCK numbers."""
+    """``[count] fp32 -> [count] uint8``, by one program for each BLOCK numbers."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, fp8.encode(tl.load(values + at, mask=at < count), DTYPE), mask=at < count)

@@ -29,16 +29,16 @@ from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 
 COUNTS = (33, 1001, 5000)
-"""Of elements: a tail of a few bytes, a tail of a block, and none."""
+"""Numbers of elements: with a tail of a few bytes, with a tail of a block, and without one."""
 CALLS = 2
-"""Of each kind: the second finds memory that the first has used."""
+"""Calls of each kind: the second finds memory that the first has used."""
 HEAP_BYTES = 16 << 20
 BY_A_BLOCK = 2
 """The form of a put or get that all threads of a program make."""
 
 
 def algorithms(of: Collective, ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype | None) -> list[str]:
-    """Those that serve segments of so many bytes; ``dtype``: None where they are moved as they are."""
+    """Return those that serve segments of so many bytes; ``dtype``: None where they are moved as they are."""
     facts = of.facts(ctx, nbytes, dtype)
     found = [name for name in of.policy.names if of.policy.admits(name, facts)]
     expect(found, f"no algorithm serves {nbytes} bytes")

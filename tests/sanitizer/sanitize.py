@@ -38,9 +38,9 @@ CHECKS = ("all_gathers", "all_reduces", "reduce_scatters", "sparse_all_reduces",
 CONTROL = "store_out_of_bounds"
 DEADLINE_S = 150.0
 TIMEOUT_S = 60
-"""Of waits in kernels: each rank runs many times slower than it would, and takes turns at its GPU with other jobs."""
+"""Deadline of waits in kernels: each rank runs many times slower, and takes turns at its GPU with other jobs."""
 PORTS, FIRST_PORT = 10, 30000
-"""Ports of each watched process, and the first of all; below the range from which Linux gives ports to clients."""
+"""Ports per watched process, and the first of all; below the range from which Linux gives ports to clients."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Ended:
 
     Attributes:
         status: its exit status; None if it was killed.
-        seconds: that it ran.
+        seconds: how long it ran.
         output: the end of what it printed.
     """
 
@@ -180,7 +180,7 @@ def kill(process: subprocess.Popen, wait: bool = True) -> None:
 
 
 def groups_below(pid: int) -> set[int]:
-    """The process groups of all processes below one."""
+    """Return the process groups of all processes below one."""
     children: dict[int, list[tuple[int, int]]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
@@ -204,7 +204,7 @@ def launch(ranks: int, *program: str) -> list[str]:
 
 
 def under(tool: str, sanitizer: str, folder: Path, first_port: int, ranks: int, *checks: str) -> list[str]:
-    """The command of a job whose ranks are watched by a tool, each with a log of its own in ``folder``."""
+    """Return the command of a job whose ranks a tool watches, each with a log of its own in ``folder``."""
     # Other kernels than tdcoll's are C++ functions, or NVSHMEM's. initcheck has to see who writes memory: all of them.
     others = (
         [] if tool == "initcheck" else ["--kernel-name-exclude", "regex=^_Z", "--kernel-name-exclude", "regex=^nvs"]
@@ -247,7 +247,7 @@ def tools(text: str) -> list[str]:
 
 
 def show(verdict: Verdict, took_s: float) -> bool:
-    """Print a verdict, and whether it is ok."""
+    """Print a verdict; return whether it is ok."""
     print(f"{verdict.line} ({took_s:.0f} s)", flush=True)
     if not verdict.ok:
         print(f"{verdict.details}\n--- end of {verdict.line.partition(':')[0]}", flush=True)
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def each(pool: ThreadPoolExecutor, judged: Callable[[str], tuple[Verdict, float]], names: Sequence[str]) -> bool:
-    """Judge all beside each other, and show each when it ends; whether all are ok."""
+    """Judge all beside each other, and show each when it ends; return whether all are ok."""
     futures: list[Future[tuple[Verdict, float]]] = [pool.submit(judged, name) for name in names]
     shown = [show(*future.result()) for future in as_completed(futures)]
     return all(shown)

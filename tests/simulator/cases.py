@@ -57,7 +57,7 @@ def gathering(
 
 
 def gather(how: str, compare: int = tdl.CMP_GE.value, **options: int) -> Callable[[World], None]:
-    """The case for ``protocols.gather``."""
+    """Return the case for ``protocols.gather``."""
 
     def launch(
         buffer: torch.Tensor, signals: torch.Tensor, nbytes: int, call: int, monitor: torch.Tensor, n: int

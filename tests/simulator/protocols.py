@@ -117,7 +117,7 @@ def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl
 
 @jit
 def gather_spinning(buffer, signals, nbytes, epoch, WORLD: tl.constexpr, FORGET: tl.constexpr):
-    """As ``gather``, with a hand-written polling loop in place of the wait."""
+    """Do as ``gather``, with a hand-written polling loop in place of the wait."""
     rank = tdl.my_pe()
     peer = tl.program_id(0)
     mine = buffer + rank * nbytes
@@ -157,7 +157,7 @@ def gather_waiting_last(buffer, signals, nbytes, epoch, monitor, WORLD: tl.const
 
 @jit
 def gather_by_threads(buffer, signals, nbytes, epoch, WORLD: tl.constexpr, FORM: tl.constexpr):
-    """As Triton-distributed's kernels are written: threads wait for one signal each."""
+    """Gather as Triton-distributed's kernels do: threads wait for one signal each."""
     rank = tdl.my_pe()
     peer = tl.program_id(0)
     mine = buffer + rank * nbytes
@@ -196,7 +196,7 @@ def pull(buffer, mine, nbytes, HOW: tl.constexpr):
 
 @jit
 def put_then_barrier(dest, source, nbytes, WORLD: tl.constexpr, HOW: tl.constexpr):
-    """To the next rank; ``sync_all`` does not complete the put, ``barrier_all`` does."""
+    """Put to the next rank; ``sync_all`` does not complete the put, ``barrier_all`` does."""
     rank = tdl.my_pe()
     tdl.putmem_nbi_block(dest, source, nbytes, (rank + 1) % WORLD)
     if HOW == "barrier_all":

@@ -126,7 +126,7 @@ def unaligned_and_in_place() -> None:
 
 @check
 def symmetric_results() -> None:
-    """Filled anew and read between calls, which follow each other without a synchronisation."""
+    """Results are filled anew and read between calls, which follow each other without a synchronisation."""
     sizes = [1, 1001, 5000] if simulated() else [1, 1001, 65536, (1 << 20) + 3, 8 << 20]
     buffer = tdcoll.empty((8 + max(sizes),), torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=device())
@@ -164,7 +164,7 @@ def larger_calls_are_several_epochs() -> None:
 
 @check(gpu_only=True)
 def large_calls_by_words_are_several_epochs() -> str:
-    """Without a wish, out of place and in place, in one graph with calls of one epoch."""
+    """They are so without a wish, out of place and in place, in one graph with calls of one epoch."""
     numel, room = (17 << 20) + 5, (32 << 20) // world()  # of bfloat16, three epochs of at most 16 MB
     tensors = given(5, numel, torch.bfloat16)
     mine, expected = tensors[rank()], wanted(tensors)
@@ -249,7 +249,7 @@ def subgroups_and_the_pool() -> None:
 
 @check
 def asynchronous_drop_ins() -> None:
-    """Each is behind what its own stream has, and ``wait()`` brings the stream that is current then behind it."""
+    """Each call is behind what its own stream has; ``wait()`` brings the stream that is current then behind it."""
     tensors = given(4, 6 * world(), torch.float32)
     pieces, sums = torch.stack(tensors), wanted(tensors)
     streams = [None, None] if simulated() else [torch.cuda.Stream(device()) for _ in "ab"]

@@ -170,7 +170,7 @@ def functional_collectives_and_compile() -> None:
 
 @check
 def derivatives() -> None:
-    """Gathering and scattering have each other's, summing has its own: those of PyTorch's functions on the backend."""
+    """Of PyTorch's functions on the backend, gathering and scattering are each other's derivative, summing its own."""
     group, n, me = dist.group.WORLD, world(), rank()
     pulls = [data(r, 4 * n, call=7) for r in everyone()]
     firsts = [pull[:4] for pull in pulls]
@@ -252,7 +252,7 @@ SINGLE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def reduced(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Of small integers, so that it is exact whatever the order, but for the mean's one rounding."""
+    """Return the reduction of small integers: exact whatever the order, but for the mean's one rounding."""
     wide = [part.double() if part.is_floating_point() else part for part in parts]
     return OPERATIONS[name](wide).to(parts[0].dtype)
 
@@ -352,7 +352,7 @@ def reduces_several_at_once() -> None:
 
 @check
 def reductions_that_are_handed_over() -> None:
-    """Too large, of other dtypes and operations: the inner group's, and explain says why."""
+    """The inner group has calls that are too large, or of other dtypes and operations, and explain says why."""
     group = dist.new_group(pg_options=Options(max_bytes_per_rank=64))
     dist.all_reduce(data(rank(), 16), group=group)
     large, out = data(rank(), 17 * world()), torch.empty(17, device=device())

@@ -18,12 +18,12 @@ from tdcoll.collectives._host import launch as launches
 from tdcoll.collectives._host.launch import Launch
 
 N = 3000
-"""Numbers of a tensor; whole ones, so that sums are exact in any order."""
+"""How many numbers a tensor has. They are whole ones, so that sums are exact in any order."""
 
 
 @triton.jit
 def add_late(x, n, turns, WAITS: tl.constexpr, LETS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds 1 to ``x``, after a while. ``WAITS``: first for the launch before; ``LETS``: lets the next begin at once."""
+    """Add 1 to ``x``, after a while. ``WAITS``: wait for the launch before; ``LETS``: let the next begin at once."""
     if WAITS:
         gdc_wait()
     if LETS:
@@ -36,7 +36,7 @@ def add_late(x, n, turns, WAITS: tl.constexpr, LETS: tl.constexpr, BLOCK: tl.con
 
 
 def writers() -> dict[str, Callable[[torch.Tensor], object]]:
-    """What adds 1 before a collective, or after one: kernels of other libraries."""
+    """Return what adds 1 before a collective, or after one: kernels of other libraries."""
     if simulated():
         return {"torch": lambda x: x.add_(1)}
 
@@ -54,7 +54,7 @@ def writers() -> dict[str, Callable[[torch.Tensor], object]]:
 
 
 def step(kind: int, write: Callable[[torch.Tensor], object], ctx: tdcoll.CollectiveContext) -> torch.Tensor:
-    """One writer, one collective, one writer more ``->`` how many numbers are wrong."""
+    """Make a writer, a collective and one writer more; return how many numbers are wrong."""
     n = scaled(N, 60) // world() * world()
     base = torch.arange(n, device=device(), dtype=torch.float32) % 97
     x = base + rank()
@@ -83,7 +83,7 @@ KINDS = 7
 
 @check
 def launches_are_early() -> str:
-    """Where the GPU and Triton can; nowhere in the simulator."""
+    """Launches are early where the GPU and Triton can; never in the simulator."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
         expect(ctx.early, "a context of the usual kind")
         tdcoll.all_reduce(torch.ones(4, device=device()), ctx)
@@ -120,7 +120,7 @@ def chains_among_other_kernels() -> str:
 
 @check
 def chains_of_collectives_alone() -> str:
-    """One after the other, on two contexts of one stream, each working on what the one before left."""
+    """Collectives on two contexts of one stream, each of which works on what the one before left."""
     calls, n = scaled(2000, 6, shared_gpus=200), 512
     x = torch.arange(n, device=device(), dtype=torch.float32) % 13 + rank()
     with (

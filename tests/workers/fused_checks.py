@@ -27,7 +27,7 @@ def inputs(
 
 
 def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: torch.dtype) -> list[str | tdcoll.Plan]:
-    """All that serve such rows: by name, and with rows in other pieces."""
+    """Return all algorithms that serve such rows: by name, and with rows in other pieces."""
     shape, found = Rows(rows, hidden, dtype.itemsize), []
     for name in ALGORITHMS[1:]:
         pieces = [
@@ -138,7 +138,7 @@ def many_calls_with_a_straggler() -> str:
 
 
 def replay_captured(rows: int, captured: int, ctx: tdcoll.CollectiveContext) -> None:
-    """``captured`` calls as one graph, replayed with eager calls in between, of changing values."""
+    """Capture ``captured`` calls as one graph; replay it with eager calls in between, of changing values."""
     hidden = 4096
     every, residual, weight = inputs(rows, rows, hidden, torch.bfloat16)
     kinds = algorithms(ctx, rows, hidden, torch.bfloat16)

@@ -62,7 +62,7 @@ def simulated() -> bool:
 
 
 def puts() -> bool:
-    """Whether the heap has NVSHMEM's puts; PyTorch's (``TDCOLL_HEAP=torch``) does not."""
+    """Return whether the heap has NVSHMEM's puts; PyTorch's (``TDCOLL_HEAP=torch``) does not."""
     return runtime.current().heap.puts
 
 
@@ -113,17 +113,17 @@ def expect_raises(kind: type[BaseException], action: Callable[[], object], *frag
 
 
 def covering(first: Sequence[A], second: Sequence[B], turn: int = 0) -> list[tuple[A, B]]:
-    """Pairs in which each of the ``first`` and each of the ``second`` stands once at least; as few as that takes.
+    """Return the fewest pairs in which each of ``first`` and each of ``second`` stands at least once.
 
-    For kinds of kernels, each of which takes seconds to compile: the simulator's tests have all pairs. Another ``turn``
-    pairs others.
+    They are for kinds of kernels, each of which takes seconds to compile: the simulator's tests have all pairs. Another
+    ``turn`` makes other pairs.
     """
     pairs = range(max(len(first), len(second)))
     return [(first[i % len(first)], second[(i + turn) % len(second)]) for i in pairs]
 
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit, but for the sign of zeros; any NaN is the same as any other."""
+    """Return whether two tensors are equal to the bit, but for the sign of zeros; any NaN is the same as any other."""
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return False
     if got.dtype.itemsize == 1 and got.dtype.is_floating_point:  # of which PyTorch compares few
@@ -132,7 +132,7 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def negative_zeros(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a -0.0."""
+    """Return whether a tensor has a -0.0."""
     if not tensor.dtype.is_floating_point:
         return False
     values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
@@ -140,7 +140,7 @@ def negative_zeros(tensor: torch.Tensor) -> bool:
 
 
 def numbers(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp64 as numbers of any dtype: rounded, and of integers 50 times as large, of which the low bits are kept."""
+    """Convert fp64 to any dtype: by rounding; to integers 50 times as large, of which the low bits are kept."""
     if dtype.is_floating_point:
         return values.to(dtype)
     return values.mul(50).to(torch.int64).to(dtype)

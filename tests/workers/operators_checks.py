@@ -63,7 +63,7 @@ def operators_as_pytorch_checks_them() -> None:
 
 @check
 def derivatives() -> None:
-    """Those of the sum over ranks of what each computes, as torch has them of the same arithmetic."""
+    """Derivatives are those that torch has of the sum over ranks of what each computes."""
     n, me, rows = world(), rank(), 2 * world()
     every = [given(r, rows, 64, dtype=torch.float32) for r in range(n)]
     pull = [given(50 + r, rows * n, 64, dtype=torch.float32) for r in range(n)]

@@ -119,7 +119,7 @@ def unaligned_and_in_place() -> None:
 
 @check
 def symmetric_tensors() -> None:
-    """Filled anew between calls, which follow each other without a synchronisation."""
+    """Tensors are filled anew between calls, which follow each other without a synchronisation."""
     sizes = [1, 333, 2000] if simulated() else [1, 1001, 65536, (1 << 20) + 3, 4 << 20]
     buffer = tdcoll.empty((8 + world() * max(sizes),), torch.bfloat16)
     wrong = torch.zeros((), dtype=torch.int64, device=device())

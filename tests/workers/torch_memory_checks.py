@@ -17,13 +17,13 @@ SIZES = (8, 1000, 70_000, 1 << 20)
 
 
 def given(numel: int, seed: int) -> torch.Tensor:
-    """``[world, numel]``: what each rank brings, the same on all."""
+    """Return what each rank brings, ``[world, numel]``; the same on all."""
     made = torch.Generator().manual_seed(1000 * numel + seed)
     return torch.randint(-50, 50, (world(), numel), generator=made).float().to(device())
 
 
 def symmetric(numel: int) -> torch.Tensor:
-    """``[numel]`` of PyTorch's memory, somewhere in the middle of an allocation."""
+    """Return ``[numel]`` of PyTorch's memory, somewhere in the middle of an allocation."""
     import torch.distributed._symmetric_memory as symm_mem
 
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # to ask for it hangs on some hosts

@@ -27,7 +27,7 @@ def predecessor() -> int:
 
 
 def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Ordinary memory of this rank."""
+    """Return zeros in ordinary memory of this rank."""
     return torch.zeros(count, dtype=dtype, device=device())
 
 
@@ -232,7 +232,7 @@ def barriers_on_streams() -> None:
 
 @tdcoll.jit
 def swap(buffer, arrived, control, monitor, out, n, BLOCK: tl.constexpr):
-    """Every rank gives every other a number that holds the call, which the kernel counts itself."""
+    """Give every other rank a number that holds the call, which the kernel counts itself."""
     epoch, alive = tdcoll.begin_epoch(control, monitor)
     me = tdl.my_pe()
     slot = (epoch % 2) * n

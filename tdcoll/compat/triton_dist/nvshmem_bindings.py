@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``nvshmem.bindings.nvshmem`` on the simulator: who this is."""
+"""``nvshmem.bindings.nvshmem`` on the simulator: this PE, and how many there are."""
 
 from tdcoll import runtime
 
@@ -7,10 +7,10 @@ __all__ = ["my_pe", "n_pes"]
 
 
 def my_pe() -> int:
-    """This PE: the global rank."""
+    """Return this PE, which is the global rank."""
     return runtime.current().rank
 
 
 def n_pes() -> int:
-    """Number of PEs of the job."""
+    """Return the number of PEs of the job."""
     return runtime.current().world_size

@@ -15,7 +15,7 @@ __all__ = ["Teams", "barrier", "finalize", "free_tensor", "get_peer_tensor", "my
 
 
 class Teams(IntEnum):
-    """NVSHMEM's teams that there are without asking."""
+    """NVSHMEM's predefined teams."""
 
     TEAM_WORLD = 0
     TEAM_SHARED = 1
@@ -43,7 +43,7 @@ def get_peer_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
 
 
 def barrier(team: int, stream: Any = None) -> None:
-    """:func:`tdcoll.barrier_on_stream`, of all PEs.
+    """Let a stream wait for all PEs: :func:`tdcoll.barrier_on_stream`.
 
     Args:
         team: ``Teams.TEAM_WORLD``.
@@ -61,7 +61,7 @@ def barrier(team: int, stream: Any = None) -> None:
 
 
 def _pytorchs(stream: Any) -> Any:
-    """A stream as PyTorch's."""
+    """Return a stream as PyTorch's."""
     given = getattr(stream, "pt_stream", stream)
     if given is None or isinstance(given, torch.cuda.Stream):
         return given

@@ -105,10 +105,10 @@ def initialize_distributed(seed: int | None = None, initialize_shmem: bool = Tru
 
     Args:
         seed: for :func:`init_seed`; default: the rank.
-        initialize_shmem: False: only the process group.
+        initialize_shmem: whether to join the job; False: make only the process group.
 
     Returns:
-        A group of all ranks: of NCCL's on GPUs, of gloo's on the simulator and where ranks share GPUs.
+        A group of all ranks: NCCL's on GPUs, gloo's on the simulator and where ranks share GPUs.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not INTERPRETED:

@@ -254,12 +254,15 @@ class Machine:
         self.scheduler.turn()
 
     def atomic(self, address: int, kind: Any, pe: int, change: Callable[[Any], Any], *, fetches: bool) -> Any:
-        """Make ``change(old)`` of a word of ``pe``, atomically; what was there before.
+        """Replace a word of ``pe`` by ``change(word)``, atomically.
 
         Args:
             address: of the word here, a multiple of its size.
             kind: its numpy type.
-            fetches: return when it is done, which then is at once; else it travels as a signal does.
+            fetches: make the change at once, and return the old word. Else it travels as a signal does.
+
+        Returns:
+            The old word, or None if it is not fetched.
         """
         program, network, remote, before = self.program, self.network, self.on(pe, address), None
 

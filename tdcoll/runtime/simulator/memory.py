@@ -18,7 +18,7 @@ from tdcoll.runtime.heap import ALIGNMENT
 __all__ = ["NULL_PAGE", "Allocation", "Memory", "MemoryView", "aligned", "read_word", "write_word"]
 
 _LOOK_S = 2e-5
-"""How often a host looks whether a word has come."""
+"""Seconds between two looks of a host that waits for a word."""
 
 NULL_PAGE = 4096
 """No memory lies below this address: a pointer there is null, or null plus an offset."""
@@ -215,9 +215,10 @@ class MemoryView:
     def wait_on_host(
         self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float
     ) -> bool:
-        """The host waits until ``ready()``, which is about the word at ``address``; False after ``timeout_s``.
+        """Wait on the host until ``ready()``, which is about the word at ``address``; return False after ``timeout_s``.
 
-        By looking again and again: another process may write there."""
+        The host polls, since another process may write there.
+        """
         end = time.monotonic() + timeout_s
         while not ready():
             if time.monotonic() > end:
@@ -226,7 +227,7 @@ class MemoryView:
         return True
 
     def written_by_host(self, address: int, nbytes: int) -> None:
-        """The host has written there."""
+        """Tell waits on the host that it has written these bytes. Those that poll need not be told."""
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
         self._memory.label(self.pe, Allocation(offset, nbytes, name, itemsize, pes))

@@ -218,7 +218,7 @@ class Network:
             self._flush(channel, self._released.__contains__)
 
     def flush_fenced(self, source_pe: int, pe: int) -> None:
-        """What ``source_pe`` has sent to ``pe`` before its last fence arrives now."""
+        """Deliver now what ``source_pe`` has sent to ``pe`` before its last fence."""
         channel = self._channels.get((source_pe, pe))
         if channel is not None:
             fenced = [operation for epoch in channel.epochs[:-1] for operation in epoch]

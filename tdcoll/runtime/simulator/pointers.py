@@ -152,7 +152,7 @@ class PointerAccess:
         self.stored(places, wanted)
 
     def change_word(self, address: int, kind: Any, change: Callable[[Any], Any]) -> Any:
-        """Make ``change(old)`` of the word of numpy type ``kind`` at ``address``, atomically; what was there before."""
+        """Replace the word of numpy type ``kind`` at ``address`` by ``change(word)``, atomically; return the old."""
         atomics = triton_interpreter._interpreter
         at, order = np.array([address], np.uint64), atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
         if self._machine.network is not None:

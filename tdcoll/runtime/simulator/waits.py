@@ -81,7 +81,7 @@ class Waits:
         )
 
     def holds(self, address: int, compare: int, value: int) -> bool:
-        """Whether the signal at ``address`` compares true now. A schedule point, as it may be asked in a loop."""
+        """Return whether the signal at ``address`` compares true now. A schedule point, since it may be in a loop."""
         machine, (sign, true) = self._machine, COMPARE[compare]
         what = f"{machine.memory.describe(address)} {sign} {value}"
         machine.scheduler.poll(address, lambda: f"asks for {what}, is {machine.memory.word(address)}")
@@ -90,11 +90,11 @@ class Waits:
     def word(
         self, address: int, kind: Any, compare: int, value: int, thread: tuple[int, int], monitor: Monitor
     ) -> bool:
-        """Wait until the integer at ``address`` compares true with ``value``; False when a deadline expires.
+        """Wait until the integer at ``address`` compares true with ``value``; return False when a deadline expires.
 
         Args:
             address: of any memory, on any PE; a multiple of the integer's size.
-            kind: its numpy type.
+            kind: the integer's numpy type.
             thread: peer and index, for the record.
         """
         machine, (sign, true) = self._machine, COMPARE[compare]
@@ -122,11 +122,13 @@ class Waits:
         )
 
     def any(self, signals: Sequence[tuple[int, int]], compare: int, value: int, monitor: Monitor) -> int:
-        """Wait until one of the signals compares true with ``value``; the first index that does, or -1 when the
-        monitor's deadline expires or there are none.
+        """Wait until one of the signals compares true with ``value``.
 
         Args:
             signals: address and index of each.
+
+        Returns:
+            The index of the first that does; -1 if the monitor's deadline expires or there are no signals.
         """
         if not signals:
             return -1

@@ -241,11 +241,11 @@ class World:
         return results
 
     def streams(self, *hosts: Callable[[], Any]) -> list[Any]:
-        """Run ``hosts`` at once on the calling PE, each as on a stream of its own; their results, when all are done.
+        """Run ``hosts`` at once on the calling PE, each as on a stream of its own; return their results at the end.
 
-        Called in a host function. Launches of one follow each other, those of several are in flight together; ``room``
-        limits their programs, as a GPU's size does. What exchanges values on the host, as making a context does,
-        belongs before: two streams of a PE would do it in any order.
+        Call it in a host function. Launches of one stream follow each other, those of several are in flight together;
+        ``room`` limits their programs, as a GPU's size does. Whatever exchanges values on the host, such as making a
+        context, belongs before the call: two streams of a PE would do it in any order.
 
         Raises:
             TdcollError: called outside of a host function.
@@ -383,7 +383,7 @@ class World:
                 machine.network.flush_stores(task)
 
     def _start_programs(self, pe: int) -> None:
-        """Start what there is room for, in the order in which a GPU does."""
+        """Start the programs that there is room for, in the order in which a GPU does."""
         launches = self._launches[pe]
         running = sum(launch.running for launch in launches)
         for launch in launches:
@@ -441,7 +441,7 @@ class _Launch:
         self.total = x * y * z
         self.positions = ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
         self.tracks = range(first_track, first_track + 1 + self.total)
-        """Of the timeline: its own, and one for each program."""
+        """Tracks of the timeline: the launch's own, and one for each program."""
         self.started = self.done = 0
         self.tasks: list[Task] = []
 

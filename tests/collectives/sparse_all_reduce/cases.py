@@ -175,7 +175,7 @@ class Outcome:
 
 
 def call(part: Rows, num_rows: int, ctx: tdcoll.SparseContext | None, how: Options = Options()) -> Rows:
-    """One call in one of the forms, and whether it has the shape that it should."""
+    """Make a call in one of the forms, and check its shape."""
     shape = tuple(part.values.shape[1:])
     if how.form == "coo":
         tensor = torch.sparse_coo_tensor(
@@ -201,7 +201,7 @@ def call(part: Rows, num_rows: int, ctx: tdcoll.SparseContext | None, how: Optio
 
 
 def context(parts: Sequence[Rows], spare: int = 0, **more: Any) -> tdcoll.SparseContext:
-    """One that has room for these parts."""
+    """Make a context that has room for these parts."""
     most = max(1, *(part.indices.unique().numel() for part in parts))
     row_bytes = parts[0].values.shape[1:].numel() * parts[0].values.dtype.itemsize
     return tdcoll.SparseContext(max_rows_per_rank=most + spare, max_row_bytes=row_bytes, **more)
@@ -210,7 +210,7 @@ def context(parts: Sequence[Rows], spare: int = 0, **more: Any) -> tdcoll.Sparse
 def outcomes(
     parts: Sequence[Rows], num_rows: int, how: Options = Options(), *, layout: Sequence[int] | None = None, **world: Any
 ) -> list[Outcome]:
-    """What every rank gets."""
+    """Return what every rank gets."""
 
     def host(pe: int) -> Outcome:
         with context(parts, how.spare) as ctx:

@@ -4,7 +4,7 @@
 Who waits and who notifies:
 
 - :func:`notify` is one thread's release (``gpu``, ``intra_node``) or NVSHMEM's signal (``inter_node``). It has no
-  barrier of the block before it; ``__syncthreads()`` is the kernel's to write, as there.
+  barrier of the block before it; the kernel writes ``__syncthreads()``, as in Triton-distributed.
 - :func:`wait` acquires in the lanes of each warp, and its warp goes on together. Loads that follow it in the program
   stay behind it: stock Triton does not pipeline a loop that has one. So :func:`consume_token` has nothing to do.
 """
@@ -28,27 +28,27 @@ __getattr__ = attributes_of("triton_dist.language")
 
 @triton.jit
 def rank(axis: tl.constexpr = -1):
-    """This PE: the global rank. ``axis`` must be -1."""
+    """Return this PE, which is the global rank. ``axis`` must be -1."""
     tl.static_assert(axis == -1, "axis must be -1: tdcoll has one axis of ranks")
     return tdl.my_pe()
 
 
 @triton.jit
 def num_ranks(axis: tl.constexpr = -1):
-    """Ranks of the job. ``axis`` must be -1."""
+    """Return the number of ranks of the job. ``axis`` must be -1."""
     tl.static_assert(axis == -1, "axis must be -1: tdcoll has one axis of ranks")
     return tdl.n_pes()
 
 
 @triton.jit
 def symm_at(ptr, rank):
-    """The pointer to the same place on another rank of this node."""
+    """Return the pointer to the same place on another rank of this node."""
     return tdl.remote_ptr(ptr, rank)
 
 
 @triton.jit
 def consume_token(value, token):
-    """``value``, unchanged: what is loaded by it is behind the :func:`wait` that gave ``token`` already."""
+    """Return ``value`` unchanged: loads through it are already behind the :func:`wait` that gave ``token``."""
     return value
 
 

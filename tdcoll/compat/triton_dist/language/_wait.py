@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dl.wait``: until words are equal to a value. It has no deadline, as its arguments leave no room for a monitor."""
+"""``dl.wait``, which waits until words have a value. It has no deadline: its arguments leave no room for a monitor."""
 
 import triton
 import triton.language as tl
@@ -72,7 +72,10 @@ mov.u32 $0, 0;
 
 @triton.jit
 def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, waitValue=1):
-    """A token, once each of ``numBarriers`` words from ``barrierPtrs`` on is ``waitValue``; words of 32 or 64 bits, of
-    this rank or, through ``symm_at``, of a peer. Unbounded on a GPU; on the simulator a job's deadline ends it."""
+    """Return a token, once each of ``numBarriers`` words from ``barrierPtrs`` on is ``waitValue``.
+
+    The words have 32 or 64 bits, and are of this rank or, through ``symm_at``, of a peer. The wait is unbounded on a
+    GPU; on the simulator a job's deadline ends it.
+    """
     _until_equal(barrierPtrs, numBarriers, waitValue, scope, semantic)
     return tl.cast(0, tl.int32)

@@ -67,7 +67,9 @@ class AllGatherGEMMTensorParallelContext:
 
 
 def create_ag_gemm_context(*args: Any, **kwargs: Any) -> AllGatherGEMMTensorParallelContext:
-    """Memory and streams for ``all_gather([M_per_rank, K]) @ [K, N_per_rank]``. Collective. In either of two forms:
+    """Make memory and streams for ``all_gather([M_per_rank, K]) @ [K, N_per_rank]``. Collective.
+
+    The arguments have one of two forms:
 
     - ``(max_M, N, K, dtype, rank, num_ranks, num_local_ranks=8, ag_intranode_stream=None, ag_internode_stream=None)``,
       with N of all ranks together;

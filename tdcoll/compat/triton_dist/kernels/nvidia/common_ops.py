@@ -44,7 +44,7 @@ __getattr__ = attributes_of("triton_dist.kernels.nvidia.common_ops")
 
 @tdcoll.jit(do_not_specialize=["local_rank", "rank", "local_world_size"])
 def barrier_all_intra_node_atomic_cas_block(local_rank, rank, local_world_size, symm_flag_ptr):
-    """Waits for all ranks of the node, of which this is ``local_rank``; launched as one program.
+    """Wait for all ranks of the node, of which this is ``local_rank``; launched as one program.
 
     ``symm_flag_ptr``: symmetric int32 ``[local_world_size]``, 0 before the first barrier.
     """
@@ -75,10 +75,10 @@ def _meet_once(local_rank, rank, num_ranks, flags, target_value):
 
 @tdcoll.jit(do_not_specialize=["local_rank", "rank", "num_ranks", "target_value"])
 def barrier_all_intra_node_non_atomic_block(local_rank, rank, num_ranks, symm_flags, target_value):
-    """Waits for all ranks of the node without atomics; launched as one program, each time with another value.
+    """Wait for all ranks of the node without atomics; launched as one program, each time with another value.
 
-    ``symm_flags``: symmetric int32 or int64 ``[2 * num_ranks]``. Twice, so that a rank which is ahead cannot overwrite
-    what another has yet to read.
+    ``symm_flags``: symmetric int32 or int64 ``[2 * num_ranks]``. The ranks meet twice, so that one that is ahead cannot
+    overwrite what another has yet to read.
     """
     _meet_once(local_rank, rank, num_ranks, symm_flags, target_value)
     _meet_once(local_rank, rank, num_ranks, symm_flags + num_ranks, target_value)
@@ -86,7 +86,7 @@ def barrier_all_intra_node_non_atomic_block(local_rank, rank, num_ranks, symm_fl
 
 @triton.jit
 def unsafe_barrier_on_this_grid(ptr):
-    """Waits for all programs of the launch, which must be on the GPU at once. ``ptr``: int32, 0 at first.
+    """Wait for all programs of the launch, which must be on the GPU at once. ``ptr``: int32, 0 at first.
 
     The top bit of the word turns over when the last program has come: the shares of all add up to it.
     ``tdl.grid_barrier`` is the one with a deadline.
@@ -105,7 +105,7 @@ def unsafe_barrier_on_this_grid(ptr):
 
 @triton.jit
 def barrier_on_this_grid(ptr, use_cooperative: tl.constexpr):
-    """:func:`unsafe_barrier_on_this_grid`, whether the launch is cooperative or not."""
+    """Wait as :func:`unsafe_barrier_on_this_grid` does, whether the launch is cooperative or not."""
     unsafe_barrier_on_this_grid(ptr)
 
 
@@ -113,7 +113,7 @@ def barrier_on_this_grid(ptr, use_cooperative: tl.constexpr):
 def barrier_all_intra_node_non_atomic(
     local_rank, rank, num_ranks, symm_flags, target_value, use_cooperative: tl.constexpr
 ):
-    """As :func:`barrier_all_intra_node_non_atomic_block`, for a grid: all programs of all ranks of the node meet.
+    """Wait for all programs of all ranks of the node, each time with another value.
 
     ``symm_flags``: symmetric int32 ``[2 * num_ranks + 1]``, the last for the programs, 0 at first.
     """
@@ -127,13 +127,13 @@ def barrier_all_intra_node_non_atomic(
 
 @triton.constexpr_function
 def log2(n):
-    """The exponent of a power of two."""
+    """Return the exponent of a power of two."""
     return n.bit_length() - 1
 
 
 @triton.constexpr_function
 def next_power_of_2(n):
-    """The least power of two of at least ``n``."""
+    """Return the least power of two of at least ``n``."""
     return triton.next_power_of_2(n)
 
 
@@ -141,7 +141,7 @@ class BarrierAllContext:
     """The memory and the count of barriers of a node, or of all ranks. Collective to make.
 
     Args:
-        is_intra_node: of this node's ranks; else of all.
+        is_intra_node: whether they are of this node's ranks; else they are of all.
     """
 
     def __init__(self, is_intra_node: bool) -> None:

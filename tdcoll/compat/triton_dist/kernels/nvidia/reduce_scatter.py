@@ -38,7 +38,7 @@ _BLOCK = 2048
 
 @triton.jit
 def _sum_of_splits(source, out, begin, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """``[SPLITS, elements] -> [elements]``: from split ``begin + 1`` on, around, in fp32."""
+    """``[SPLITS, elements] -> [elements]``: the fp32 sum of the splits, from ``begin + 1`` on and wrapping around."""
     for block in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = index < elements
@@ -57,9 +57,9 @@ def _put(dest, source, nbytes, pe):
 def ring_reduce(
     input: torch.Tensor, output: torch.Tensor, begin_idx: int, num_splits: int, num_sms: int = -1
 ) -> torch.Tensor:
-    """``[num_splits * m, n] -> [m, n]``: the sum of the splits, from ``begin_idx + 1`` on, around.
+    """``[num_splits * m, n] -> [m, n]``: the sum of the splits, from ``begin_idx + 1`` on and wrapping around.
 
-    On the current stream. In fp32, rounded once. (Triton-distributed's adds in the type of the input.)
+    It is made on the current stream, in fp32, and rounded once. (Triton-distributed's adds in the type of the input.)
 
     Args:
         num_sms: programs; -1: as many as there are blocks.
@@ -119,7 +119,7 @@ class ReduceScatter2DContext:
 
     @property
     def num_rs_sms(self) -> int:
-        """Programs that run beside the matmul: none on one node, where copy engines do the work."""
+        """Return how many programs run beside the matmul: none on one node, where copy engines do the work."""
         return self.num_sync_sms + self.num_p2p_sms + self.num_reduction_sms if self.nnodes > 1 else 0
 
     def reset_barriers(self) -> None:
@@ -150,9 +150,10 @@ def create_reduce_scater_2d_ctx(
 def reduce_scatter_2d_op(
     input: torch.Tensor, ctx: ReduceScatter2DContext, output: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``[M, N] -> [M / world_size, N]``: this rank's rows of the sum over all ranks. On the current stream. Collective.
+    """``[M, N] -> [M / world_size, N]``: this rank's rows of the sum over all ranks. Collective.
 
-    Each part of ``input`` is taken when its signal in ``ctx.scatter_signal_buf`` is 1.
+    The work is on the current stream. It takes each part of ``input`` when its signal in ``ctx.scatter_signal_buf`` is
+    1.
 
     Raises:
         ValueError: the input is not of the context's dtype and width, too long, or does not divide among the ranks.

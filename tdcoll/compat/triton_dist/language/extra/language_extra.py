@@ -86,7 +86,7 @@ def ld(ptr, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
 
 @triton.jit
 def ld_acquire(ptr, scope: tl.constexpr = _GPU):
-    """``ld`` that acquires."""
+    """Load what is at ``ptr`` with acquire order, at ``scope`` (gpu, sys)."""
     return ld(ptr, scope, "acquire")
 
 
@@ -112,13 +112,13 @@ def st_b32(ptr, val0):
 
 @triton.jit
 def atomic_add(ptr, value, scope: tl.constexpr = _GPU, semantic: tl.constexpr = _RELAXED):
-    """Add to the integer at ``ptr``, once for each thread that calls; what was there before."""
+    """Add to the integer at ``ptr``, once for each thread that calls; return what was there before."""
     return tdl.atom_add(ptr, value, scope, semantic)
 
 
 @triton.jit
 def atomic_cas(ptr, value, target_value, scope: tl.constexpr, semantic: tl.constexpr):
-    """Write ``target_value`` to ``ptr`` if ``value`` is there, once for each thread that calls; what was there."""
+    """Write ``target_value`` to ``ptr`` if ``value`` is there, once for each calling thread; return what was there."""
     return tdl.atom_cas(ptr, value, target_value, scope, semantic)
 
 
@@ -130,7 +130,7 @@ def red_release(barrier_ptr, value, scope: tl.constexpr = _GPU):
 
 @triton.jit
 def arrive_inc(barrier_ptr, thread_idx, value, scope: tl.constexpr):
-    """A barrier of the block; then thread 0 adds to the integer at ``barrier_ptr`` with release order."""
+    """Wait for the block's threads; thread 0 then adds to the integer at ``barrier_ptr`` with release order."""
     tdl.syncthreads()
     if tdl.tid(0) == 0:
         tdl.atom_add(barrier_ptr, value, scope, "release")
@@ -138,7 +138,7 @@ def arrive_inc(barrier_ptr, thread_idx, value, scope: tl.constexpr):
 
 @triton.jit
 def wait_eq(barrier_ptr, thread_idx, value, scope: tl.constexpr):
-    """The block waits until the integer at ``barrier_ptr`` is ``value``. Unbounded, unlike ``tdl.wait_word``."""
+    """Let the block wait until the integer at ``barrier_ptr`` is ``value``; unbounded, unlike ``tdl.wait_word``."""
     while tdl.ld(barrier_ptr, scope, "acquire") != value:
         pass
     tdl.syncthreads()
@@ -149,7 +149,7 @@ def wait_eq(barrier_ptr, thread_idx, value, scope: tl.constexpr):
 
 @triton.jit
 def threads_per_warp():
-    """32."""
+    """Return 32."""
     return 32
 
 
@@ -160,7 +160,7 @@ def _one(asm: str, constraints: str, arguments: list[Any], kind: Any, semantic: 
 
 
 def _of_threads(name: str) -> Any:
-    """A function of what the simulator does not have."""
+    """Make the function that refuses what the simulator does not have."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise NotProvidedError(
@@ -176,12 +176,12 @@ if INTERPRETED:
 
     @core.builtin
     def num_threads(_semantic=None):
-        """Threads of a block."""
+        """Return the number of threads of a block."""
         return core.constexpr(machine().program.threads)
 
     @core.builtin
     def num_warps(_semantic=None):
-        """Warps of a block."""
+        """Return the number of warps of a block."""
         return core.constexpr(machine().program.threads // 32)
 
     @triton.jit
@@ -197,12 +197,12 @@ else:
 
     @core.builtin
     def num_threads(_semantic=None):
-        """Threads of a block."""
+        """Return the number of threads of a block."""
         return core.constexpr(32 * _semantic.builder.options.num_warps)
 
     @core.builtin
     def num_warps(_semantic=None):
-        """Warps of a block."""
+        """Return the number of warps of a block."""
         return core.constexpr(_semantic.builder.options.num_warps)
 
     def _register(name: str, kind: Any) -> Any:
@@ -253,7 +253,7 @@ else:
 
     @core.extern
     def __ballot_sync(mask, predicate, _semantic=None):
-        """A bit for each thread of the warp: whether ``predicate`` is not 0 in it."""
+        """Return a bit for each thread of the warp: whether ``predicate`` is not 0 in it."""
         arguments = [
             core.cast(_semantic.to_tensor(predicate), tl.int32, _semantic=_semantic),
             core.cast(_semantic.to_tensor(mask), tl.uint32, _semantic=_semantic),
@@ -304,12 +304,12 @@ else:
 
     @core.extern
     def pack_b32_v2(val0, val1, _semantic=None):
-        """64 bits of two words of 32."""
+        """Return the 64 bits of two words of 32."""
         return _one("mov.b64 $0, {$1, $2};", "=l,r,r", [val0, val1], tl.uint64, _semantic, pure=True)
 
     @triton.jit
     def atomic_add_per_warp(barrier_ptr, value, scope: tl.constexpr, semantic: tl.constexpr):
-        """Add to the integer at ``barrier_ptr`` once for each warp; what was there before, in all its threads."""
+        """Add to the integer at ``barrier_ptr`` once for each warp; return in all its threads what was there."""
         before = tl.cast(0, barrier_ptr.dtype.element_ty)
         if laneid() == 0:
             before = tdl.atom_add(barrier_ptr, value, scope, semantic)

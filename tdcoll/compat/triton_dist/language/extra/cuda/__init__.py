@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist.language.extra.cuda``: the same, by the names that it has for NVIDIA's GPUs."""
+"""``triton_dist.language.extra.cuda``: what ``extra`` has, by its names for NVIDIA's GPUs."""
