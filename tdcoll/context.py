@@ -264,7 +264,7 @@ class CollectiveContext(Gate):
         self.job.held.pop(id(self.monitor), None)
 
     def _agree_on_stores(self) -> bool:
-        """Whether the ranks of each node, all of them, can store to each other's memory. Collective."""
+        """Return whether the ranks of each node, all of them, can store to each other's memory. Collective."""
         owner, topology = self.job, self.topology
         mates = [topology.pes[rank] for rank in topology.members[topology.node]]
         reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
@@ -340,7 +340,7 @@ class CollectiveContext(Gate):
         )
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What a collective's host side computes once per ``key`` (its name and a call shape) and finds again.
+        """Return what a collective's host side computes once per ``key``: its name and a call shape.
 
         The oldest entry goes when there are more than :data:`KEPT`.
         """
@@ -351,7 +351,7 @@ class CollectiveContext(Gate):
         return found
 
     def known(self, key: Hashable) -> Any:
-        """What :meth:`once` has made for ``key`` and not forgotten; None otherwise."""
+        """Return what :meth:`once` has made for ``key`` and not forgotten; None otherwise."""
         return self._kept.get(key)
 
     # ------------------------------------------------------------------ life

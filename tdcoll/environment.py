@@ -83,7 +83,7 @@ def heap_bytes(simulated: bool, variables: Mapping[str, str] = os.environ) -> in
 
 
 def unknown(names: Iterable[str]) -> dict[str, str | None]:
-    """Which of these names of variables look like tdcoll's and are not; for each the one that may be meant, or None."""
+    """Return the names that look like tdcoll's variables and are not; for each the one that may be meant, or None."""
     ends = sorted(name.removeprefix("TDCOLL_") for name in KNOWN)
     found: dict[str, str | None] = {}
     for name in sorted(name for name in names if name.startswith("TDCOLL_") and name not in KNOWN):

@@ -91,7 +91,7 @@ class Gate:
         agree: Mapping[str, Any] = MappingProxyType({}),
         prepare: Callable[[], Any] = lambda: None,
     ) -> Any:
-        """What every collective does before it launches: is the call allowed here and now?
+        """Check whether a call is allowed here and now, as every collective does before it launches.
 
         Args:
             operation: its name, for messages.

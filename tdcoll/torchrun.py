@@ -105,7 +105,7 @@ def _note_whom_torchrun_ends() -> set[int]:
 
 
 def _read(folder: str) -> dict[int, dict[str, Any]]:
-    """What the processes wrote down; not what a process that was killed had only begun to write."""
+    """Return what the processes wrote down; not what a process that was killed had only begun to write."""
     found = {}
     for file in Path(folder).glob("*.json"):
         try:

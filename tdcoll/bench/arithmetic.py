@@ -104,7 +104,7 @@ class Floor:
 
 
 def ratio(peer_us: float | None, ours_us: float | None) -> float | None:
-    """How many times faster than the peer we are; below 1 we lose. None if either was not measured."""
+    """Return how many times faster than the peer we are; below 1 we lose. None if either was not measured."""
     return None if not peer_us or not ours_us else peer_us / ours_us
 
 
@@ -128,7 +128,7 @@ def message_sizes(begin: str, end: str, factor: str, itemsize: int) -> list[int]
 
 
 def calls_per_launch(nbytes: int, world: int) -> tuple[int, int]:
-    """How many calls are timed together: an even number and the odd one after it.
+    """Return how many calls are timed together: an even number and the odd one after it.
 
     20 and 21, fewer where the results of so many calls would take too much memory.
     """

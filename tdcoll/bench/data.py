@@ -58,7 +58,7 @@ class Pattern:
         return self.number(_ROUND)
 
     def words(self, rank: int, call: int, round_: int) -> torch.Tensor:
-        """What ``rank`` contributes to a call of a round."""
+        """Return what ``rank`` contributes to a call of a round."""
         return self._index + self.number(rank * _RANK + call * _CALL + round_ * _ROUND)
 
 

@@ -63,7 +63,7 @@ def sets_of(options: argparse.Namespace, nbytes: int, world: int) -> int:
 
 
 def plan_of(policy: Policy, name: str, nbytes: int, topology: Topology, itemsize: int = 1) -> Plan:
-    """What ``name``, an algorithm or ``"in-place"``, is for a call on GPUs of one kind.
+    """Return what ``name``, an algorithm or ``"in-place"``, is for a call on GPUs of one kind.
 
     Raises:
         ValueError: such a call cannot have it.
@@ -279,7 +279,7 @@ class Dense(Case):
         return self.peers[name](make, self.device, self.by_torch)
 
     def sharing(self, nbytes: int) -> MakeBuffers:
-        """What makes buffers; ordinary ones are the same for all subjects."""
+        """Return what makes buffers; ordinary ones are the same for all subjects."""
         shared: list[Buffers] = []
 
         def plain(allocate: Callable[[int], torch.Tensor] | None, separate: bool = False) -> Buffers:

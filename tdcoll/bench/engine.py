@@ -112,7 +112,7 @@ class Entry:
     where: str | None = None
 
     def common(self, job: Job, straggler: bool) -> dict[str, Any]:
-        """What every benchmark's row has of it."""
+        """Return what every benchmark's row has of it."""
         return {
             "ranks": job.topology.world_size,
             "nodes": job.topology.n_nodes,

@@ -116,7 +116,7 @@ class _Answers:
             self.contributors.append(held)
 
     def wrong(self, what: str, number: int, found: torch.Tensor, expected: torch.Tensor) -> tuple[int, str]:
-        """How many numbers differ."""
+        """Return how many numbers differ."""
         if found.shape != expected.shape:
             return 1, f"{what} of input {number}: expected {list(expected.shape)}, got {list(found.shape)}"
         count = int((found != expected).sum())

@@ -49,7 +49,7 @@ class Job:
         return result, None
 
     def count(self, action: Callable[[], Any], calls: int = 1) -> dict[str, list[float]]:
-        """What the simulator counts while ``action`` makes ``calls`` calls: per call, of each rank."""
+        """Return what the simulator counts while ``action`` makes ``calls`` calls: per call, of each rank."""
         from tdcoll.runtime.simulator.current import machine
 
         counted = machine().counts[self.topology.pes[self.topology.rank]]

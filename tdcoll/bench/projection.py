@@ -415,7 +415,7 @@ def of_all_gathers(on: Cluster, rows: Sequence[Row]) -> list[str]:
 
 
 def of_sparse(on: Cluster, rows: Sequence[SparseRow]) -> list[str]:
-    """What the counted rows would take on a cluster, whose ranks have row numbers of the same kind."""
+    """Return what the counted rows would take on a cluster, whose ranks have row numbers of the same kind."""
     projected: list[Projected] = []
     for distribution, duplicates, count, dim in dict.fromkeys(row.size for row in rows):
         mine = [row for row in rows if row.size == (distribution, duplicates, count, dim) and not row.peer]

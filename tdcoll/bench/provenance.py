@@ -28,7 +28,7 @@ _LEFT_OUT = INTERNAL | {"TDCOLL_REQUIRES", "TDCOLL_PIP_ARGS", "TDCOLL_COMMIT"}
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where there is no such command or it fails."""
+    """Return what a command prints; None where there is no such command or it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

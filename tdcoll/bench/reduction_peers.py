@@ -124,7 +124,7 @@ def torch_reduce_scatter(make_buffers: MakeBuffers, device: torch.device, _: obj
 
 
 def _together(what: str, action: Callable[[], Any]) -> list[Any]:
-    """What the action gives on every rank. Raises on all of them if it does on one. Collective."""
+    """Return what the action gives on every rank. Raises on all of them if it does on one. Collective."""
     owner = runtime.current()
     value = problem = None
     try:

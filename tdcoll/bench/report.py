@@ -65,7 +65,7 @@ def _grid(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _caption(head: dict[str, Any], row: Measured) -> str:
-    """Which benchmark, on what, launched how: of the rows like ``row``."""
+    """Return which benchmark, on what, launched how: of the rows like ``row``."""
     layout = LAYOUTS[head["benchmark"]]
     straggler = "a random rank delayed in each iteration" if row.straggler else ""
     said = [layout.title, machine(head, row), layout.about(row), launch_of(row), straggler]
@@ -143,7 +143,7 @@ def _table(
 
 
 def _counted(layout: Layout, rows: Sequence[Measured]) -> list[str]:
-    """What the simulator counted per call, the most of any rank."""
+    """Return what the simulator counted per call, the most of any rank."""
     rows = [row for row in rows if row.check != "not run"]
     keys = distinct([key for row in rows for key, of_ranks in (row.counts or {}).items() if any(of_ranks)])
     lines = [
@@ -159,7 +159,7 @@ def _counted(layout: Layout, rows: Sequence[Measured]) -> list[str]:
 
 
 def _notes(layout: Layout, rows: Sequence[Measured]) -> list[str]:
-    """Why what did not run did not, what was wrong, and what was of another size."""
+    """Return why what did not run did not, what was wrong, and what was of another size."""
     sizes = _sizes(rows)
 
     def where(row: Measured) -> str:

@@ -75,7 +75,7 @@ class Measured(ABC):
         return dataclasses.replace(self, **dataclasses.asdict(summary), **self._derived(summary.median_us, wall_us))
 
     def _derived(self, median_us: float, wall_us: float | None) -> dict[str, Any]:
-        """What follows from the times."""
+        """Return what follows from the times."""
         return {}
 
 

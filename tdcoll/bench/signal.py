@@ -143,7 +143,7 @@ class Signalling(case.Case):
         )
 
     def takes_part(self, size: Between) -> bool:
-        """Whether this rank does."""
+        """Return whether this rank does."""
         return size.peer_rank is None or self.topology.rank in (0, size.peer_rank)
 
     def launch(self, size: Between, direct: bool) -> None:
@@ -182,7 +182,7 @@ class Signalling(case.Case):
             torch.cuda.synchronize()
 
     def errors(self, size: Between, _: int, __: Any) -> Found:
-        """What is wrong after all launches since the signals were 0."""
+        """Return what is wrong after all launches since the signals were 0."""
         self.synchronize()
         self.check()
         expected, mine = self.launched * size.rounds, self.topology.rank

@@ -85,13 +85,13 @@ class SparseAllReduce(case.Case):
 
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
-        """What the largest size needs, and what lines the ranks up."""
+        """Return what the largest size needs, and what lines the ranks up."""
         sizes = [(rows, dim * options.dtype.itemsize) for rows in options.rows for dim in options.dims]
         return max(symmetric_bytes(world, *size) for size in sizes) + (world << 18) + (1 << 20)
 
     @staticmethod
     def forms(options: argparse.Namespace) -> list[tuple[str, bool | None]]:
-        """What tdcoll is asked for: ``(form, copy)``."""
+        """Return what tdcoll is asked for: ``(form, copy)``."""
         copies = _COPIES[options.copy] if "eager" in options.launches else []
         return [*(("coo", copy) for copy in copies), *[("padded", None)] * ("graph" in options.launches)]
 
@@ -157,7 +157,7 @@ class SparseAllReduce(case.Case):
         )
 
     def projection(self, rows: Sequence[SparseRow]) -> list[str]:
-        """What the counted rows would take on a cluster, whose ranks have row numbers of the same kind."""
+        """Return what the counted rows would take on a cluster, whose ranks have row numbers of the same kind."""
         if self.options.project is None:
             return []
         from tdcoll.bench.projection import of_sparse

@@ -67,7 +67,7 @@ def _uniform(bits: torch.Tensor) -> torch.Tensor:
 
 
 def fraction(duplicates: str) -> float | None:
-    """Which part of a rank's rows repeats others: None for ``"drawn"``.
+    """Return which part of a rank's rows repeats others: None for ``"drawn"``.
 
     Raises:
         ValueError: neither ``"drawn"`` nor a number from 0 to below 1.

@@ -81,7 +81,7 @@ def _times() -> list[Column]:
 
 
 def _counts() -> list[Column]:
-    """What the simulator counted per call, the most of any rank. Loads and stores through pointers are not counted."""
+    """Return what the simulator counted per call, the most of any rank: all but loads and stores through pointers."""
 
     def column(key: str, heading: str) -> Column:
         return Column(heading, lambda row: f"{max(row.counts[key]):g}" if key in (row.counts or {}) else "-")

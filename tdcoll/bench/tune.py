@@ -84,7 +84,7 @@ class Operation:
 
     @staticmethod
     def asked(kind: type[Dense], options: argparse.Namespace) -> argparse.Namespace:
-        """What the benchmark of ``kind`` is asked for."""
+        """Return what the benchmark of ``kind`` is asked for."""
         algorithms = [IN_PLACE] if options.in_place and kind.in_place else []
         more = {"algorithms": algorithms, "dtype": kind.tuned_dtype, "straggler": False, "op": "sum", "buffers": None}
         return argparse.Namespace(**{**vars(options), **more})
@@ -129,7 +129,7 @@ class Operation:
             )
 
     def listing(self, ll: bool) -> list[str]:
-        """What would be measured of each size; ``ll``: whether ranks of a node could store to each other's memory."""
+        """Return what would be measured of each size. ``ll``: ranks of a node could store to each other's memory."""
         lines = []
         for nbytes in self.sizes:
             said = ", ".join(one.name for one in self.candidates(nbytes, None if ll else -1))
@@ -142,13 +142,13 @@ def _operations(options: argparse.Namespace, topology: Topology) -> list[Operati
 
 
 def _total(options: argparse.Namespace, operations: Sequence[Operation], ll: bool = True) -> int:
-    """How many candidates there are to measure, in all ways of launching them."""
+    """Return how many candidates there are to measure, in all ways of launching them."""
     found = (len(each.candidates(nbytes, None if ll else -1)) for each in operations for nbytes in each.sizes)
     return sum(found) * len(options.launches)
 
 
 def listing(options: argparse.Namespace, topology: Topology, ll: bool) -> str:
-    """What would be measured, as text; ``ll`` as for :meth:`Operation.listing`, where nodes are of one size."""
+    """Return what would be measured, as text; ``ll`` as for :meth:`Operation.listing`, where nodes are of one size."""
     operations = _operations(options, topology)
     total = f"{_total(options, operations, ll)} measurements of {options.iterations} iterations"
     head = f"tune, {topology.describe()}: {total}, {' and '.join(options.launches)}"

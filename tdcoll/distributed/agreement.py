@@ -34,7 +34,7 @@ def _device_of_this_rank() -> torch.device:
 
 
 def _obstacle() -> str | None:
-    """Why tdcoll's kernels cannot run in this process; None if they can, as far as it can be seen alone."""
+    """Return why tdcoll's kernels cannot run in this process; None if they can, as far as it can be seen alone."""
     if INTERPRETED:
         return None
     if not torch.cuda.is_available():

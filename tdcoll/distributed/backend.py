@@ -62,7 +62,7 @@ def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
 
 
 def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
-    """What ``torch.distributed`` calls for backend ``"tdcoll"``. Collective over the ranks of the new group.
+    """Make a process group of backend ``"tdcoll"``, for ``torch.distributed``. Collective over its ranks.
 
     Args:
         given: ``_DistributedBackendOptions``: store, ranks, timeout, name.
@@ -457,7 +457,7 @@ def _deadline(timeout: timedelta) -> float | None:
 
 
 def explain(group: Any = None) -> str:
-    """What serves which calls of a process group, and why; with the number of calls so far. Text, for people.
+    """Return what serves which calls of a process group, and why; with the number of calls so far. Text, for people.
 
     Args:
         group: a process group; None for the default one.

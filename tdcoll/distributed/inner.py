@@ -138,12 +138,12 @@ def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Ten
 
 
 def _is_deadline(error: BaseException) -> bool:
-    """Whether gloo has raised this because a timeout was over. It has no class for that."""
+    """Return whether gloo has raised this because a timeout was over. It has no class for that."""
     return "imed out" in str(error)
 
 
 def may_be_a_peers(error: BaseException) -> bool:
-    """Whether gloo's error may come from another rank, which is gone or late, and not from the call's arguments."""
+    """Return whether gloo's error may come from another rank, gone or late, and not from the call's arguments."""
     return "onnection" in str(error) or _is_deadline(error)
 
 

@@ -95,7 +95,7 @@ def _with(facts: Facts, **changes: Any) -> Facts:
 
 
 def probe_steps(steps: Sequence[str], start: Run, timeout_s: float = PROBE_TIMEOUT_S) -> dict[str, dict[str, Any]]:
-    """What each step of :mod:`.probe` finds. A step in which the child crashes or hangs costs only itself."""
+    """Return what each step of :mod:`.probe` finds. A step in which the child crashes or hangs costs only itself."""
     found: dict[str, dict[str, Any]] = {}
     left = list(steps)
     while left:

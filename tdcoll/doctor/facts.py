@@ -173,7 +173,7 @@ class Facts:
         return not (int(first) < self.host_gpus if first.isdigit() else first.startswith(("GPU-", "MIG-")))
 
     def of(self, step: str) -> Mapping[str, Any]:
-        """What the child found in ``step``; if it never came there, that is its error."""
+        """Return what the child found in ``step``; if it never came there, that is its error."""
         return self.probe.get(step, {"error": "not looked at"})
 
 

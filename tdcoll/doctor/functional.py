@@ -46,7 +46,7 @@ class Outcome:
 
 
 def cannot_run(facts: Facts) -> str:
-    """Why there is no point in starting the job, in words; empty if there is."""
+    """Return why there is no point in starting the job, in words; empty if there is."""
     lacking = [name for name in ("torch", "triton", "numpy") if "error" in facts.of(name)]
     if facts.simulated and "error" in facts.of("greenlet"):
         lacking.append("greenlet")
@@ -92,7 +92,7 @@ def start(facts: Facts, timeout_s: float, job: Sequence[str] | None = None) -> O
 
 
 def read(ended: Ended) -> Outcome:
-    """What the output of a job says."""
+    """Return what the output of a job says."""
     result, stages, errors = None, {}, []
     others = []
     for line in ended.output.splitlines():

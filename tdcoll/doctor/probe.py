@@ -74,7 +74,7 @@ def driver() -> dict[str, Any]:
 
 
 def gpus() -> dict[str, Any]:
-    """What PyTorch sees, and who can reach whose memory."""
+    """Return what PyTorch sees, and who can reach whose memory."""
     import torch
 
     if not torch.cuda.is_available():

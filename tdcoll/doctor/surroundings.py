@@ -168,7 +168,7 @@ def variables(facts: Facts) -> list[Line]:
 
 
 def _refused(variable: str, value: str, facts: Facts) -> str:
-    """What ``variable`` has to be, if ``value`` is not that."""
+    """Return what ``variable`` has to be, if ``value`` is not that."""
     if variable == "TDCOLL_TIMEOUT_S" and not (re.fullmatch(r"\s*[0-9.]+(e[0-9]+)?\s*", value) and _number(value) > 0):
         return "set a positive number of seconds"
     if variable == "TDCOLL_EMULATE_NODES" and not (value.isdigit() and 1 <= int(value) <= facts.nproc):

@@ -129,12 +129,12 @@ def _reach(value: Any) -> Iterator[Any]:
 
 
 def _marked(reached: Iterable[Any], mark: str) -> bool:
-    """Whether a function of the device language is among ``reached`` that has the attribute ``mark``."""
+    """Return whether a function of the device language is among ``reached`` that has the attribute ``mark``."""
     return any(getattr(one, mark, False) is True for one in reached)
 
 
 def needs_nvshmem(value: Any) -> bool:
-    """Whether a Triton function calls NVSHMEM, itself or through what it reaches."""
+    """Return whether a Triton function calls NVSHMEM, itself or through what it reaches."""
     return _marked(_reach(value), "needs_nvshmem")
 
 
@@ -155,7 +155,7 @@ def _argument_needs_nvshmem(value: Any) -> bool:
 
 
 def _arguments_need_nvshmem(values: Iterable[Any]) -> bool:
-    """Whether an argument of a launch brings a function that calls NVSHMEM. Costs a microsecond where none can."""
+    """Return whether an argument of a launch brings a function that calls NVSHMEM, in 1 us where none can."""
     for value in values:
         kind = type(value)
         if kind in _data_types:
@@ -250,7 +250,7 @@ _FOLDERS = Path(__file__).parent, Path(functions.__file__).parent
 
 @functools.cache
 def _lowering_digest() -> str:
-    """What Triton's own cache keys leave out: the text of the lowering, whose extern functions write PTX."""
+    """Return what Triton's own cache keys leave out: the text of the lowering, whose extern functions write PTX."""
     files = sorted(file for folder in _FOLDERS for file in folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

@@ -48,7 +48,7 @@ def proxy_fence(semantic: Any) -> str:
 
 @core.extern
 def acquired(_semantic=None, _generator=None):
-    """What every function that acquires ends with: loads that follow see what it has seen, and stay behind it."""
+    """End a function that acquires: loads that follow see what it has seen, and stay behind it."""
     if fence := proxy_fence(_semantic):
         core.inline_asm_elementwise(
             f"{fence}mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=_semantic
@@ -100,8 +100,8 @@ def syncthreads(_semantic=None):
 
 @core.extern
 def stream_order(_semantic=None):
-    """What :func:`tdcoll.primitives.group.in_stream_order` is compiled to. Nothing, unless the kernel is compiled with
-    ``launch_pdl``: so one that is launched early has the wait."""
+    """Make :func:`tdcoll.primitives.group.in_stream_order`: nothing, unless the kernel is compiled with ``launch_pdl``.
+    So one that is launched early has the wait."""
     if getattr(_semantic.builder.options, "launch_pdl", False):
         core.inline_asm_elementwise(
             "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",

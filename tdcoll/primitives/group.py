@@ -189,7 +189,7 @@ def now(g):
 
 @jit
 def slot(epoch):
-    """Which of the two slots a call uses."""
+    """Return which of the two slots a call uses."""
     return epoch % 2
 
 

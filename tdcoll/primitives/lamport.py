@@ -87,7 +87,7 @@ def start(g, lamport):
 
 @jit
 def slot(call):
-    """Which of the three slots a call uses."""
+    """Return which of the three slots a call uses."""
     return call % 3
 
 
@@ -99,14 +99,14 @@ def segment(g, lamport, call, origin, phase=0):
 
 @jit
 def load(source, word, nbytes):
-    """What the 128-bit words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
+    """Load what the 128-bit words ``word`` carry of ``nbytes`` at ``source``, if all is aligned: see :func:`repair`."""
     mask = (word < nbytes // 16) & ((source | nbytes) % 16 == 0)
     return tdl.load_words(source + 16 * tl.cast(word, tl.int64), mask)
 
 
 @jit
 def repair(source, word, nbytes, first, second, third, fourth):
-    """What :func:`load` gave, loaded anew if that was not aligned.
+    """Return what :func:`load` gave, loaded anew if that was not aligned.
 
     Bytes in a loop at run time: a kernel repairs once for each rank, and the time to compile it grows faster than the
     number of its accesses.
@@ -162,7 +162,7 @@ def store(out, word, nbytes, first, second, third, fourth, mask):
 
 @jit
 def carry(word, nbytes):
-    """Which of the 128-bit words carry something of ``nbytes``; the first always does."""
+    """Return which of the 128-bit words carry something of ``nbytes``; the first always does."""
     return word < tl.maximum((nbytes + 15) // 16, 1)
 
 

@@ -31,7 +31,7 @@ __all__ = ["carry", "flag", "load", "receive", "repair", "send", "store"]
 
 @jit
 def load(source, word, nbytes):
-    """What the 128-bit words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
+    """Load what the 128-bit words ``word`` carry of ``nbytes`` at ``source``, if all is aligned: see :func:`repair`."""
     first = load_words(source, 3 * word, nbytes)
     second = load_words(source, 3 * word + 1, nbytes)
     third = load_words(source, 3 * word + 2, nbytes)
@@ -40,7 +40,7 @@ def load(source, word, nbytes):
 
 @jit
 def repair(source, word, nbytes, first, second, third):
-    """What :func:`load` gave, loaded anew if that was not aligned."""
+    """Return what :func:`load` gave, loaded anew if that was not aligned."""
     if (source | nbytes) % 4 != 0:
         first = load_bytes(source, 3 * word, nbytes)
         second = load_bytes(source, 3 * word + 1, nbytes)
@@ -58,7 +58,7 @@ def store(out, word, nbytes, first, second, third, mask):
 
 @jit
 def carry(word, nbytes):
-    """Which of the 128-bit words carry something; the first always does."""
+    """Return which of the 128-bit words carry something; the first always does."""
     return word < tl.maximum((nbytes + 11) // 12, 1)
 
 

@@ -155,7 +155,7 @@ def _divided(value, world):
 
 @jit
 def share(values, world, ACC: tl.constexpr, OP: tl.constexpr):
-    """What a rank brings to a sparse reduction, in ``ACC``: its ``values``, or for a mean its share of the mean."""
+    """Return what a rank brings to a sparse reduction, in ``ACC``: its ``values``, or its share of the mean."""
     part = values.to(ACC)
     if OP == MEAN:
         part = _divided(part, world)

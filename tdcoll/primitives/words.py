@@ -36,7 +36,7 @@ AT_ONCE = tl.constexpr(8)
 
 @jit
 def load(source, word, nbytes, LAMPORT: tl.constexpr):
-    """What the words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
+    """Return what the words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
     if LAMPORT:
         parts = lamport.load(source, word, nbytes)
     else:
@@ -47,7 +47,7 @@ def load(source, word, nbytes, LAMPORT: tl.constexpr):
 
 @jit
 def repair(source, word, nbytes, parts, LAMPORT: tl.constexpr):
-    """What :func:`load` gave, loaded anew if that was not aligned."""
+    """Return what :func:`load` gave, loaded anew if that was not aligned."""
     if LAMPORT:
         parts = lamport.repair(source, word, nbytes, parts[0], parts[1], parts[2], parts[3])
     else:
@@ -67,7 +67,7 @@ def store(out, word, nbytes, parts, mask, LAMPORT: tl.constexpr):
 
 @jit
 def carry(word, nbytes, LAMPORT: tl.constexpr):
-    """Which of the words carry something of ``nbytes``; the first always does."""
+    """Return which of the words carry something of ``nbytes``; the first always does."""
     if LAMPORT:
         mask = lamport.carry(word, nbytes)
     else:
@@ -133,7 +133,7 @@ def load_shares(source, stride, total, most, word, g, LAMPORT: tl.constexpr):
 def send_shares(
     source, stride, total, most, word, shares, g, inbox, deltas, call, mask, LAMPORT: tl.constexpr
 ):  # fmt: skip
-    """What :func:`load_shares` gave, to whom it is for; returns this rank's own."""
+    """Store what :func:`load_shares` gave to those whom it is for; return this rank's own."""
     for step in tl.static_range(1, g.world + 1):
         at, size = _share(source, stride, total, most, g, step)
         given = (shares[4 * step - 4], shares[4 * step - 3], shares[4 * step - 2], shares[4 * step - 1])

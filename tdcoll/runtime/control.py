@@ -165,7 +165,7 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
         return f"{prefix}/answer/{to}"
 
     def asked() -> dict[int, str]:
-        """What each rank that has ever asked has written last: a token, or when it gave up."""
+        """Return what each rank that has ever asked has written last: a token, or when it gave up."""
         return {other: store.get(key).decode() for other, key in asks.items() if store.check([key])}
 
     def asking() -> dict[int, str]:

@@ -54,7 +54,7 @@ def watch() -> None:
 
 
 def noticed(error: BaseException) -> bool:
-    """Whether an error, or what led to it, only says that another rank did not answer."""
+    """Return whether an error, or what led to it, only says that another rank did not answer."""
     return any(
         isinstance(cause, (CollectiveTimeout, dist.DistError))
         or (isinstance(cause, RuntimeError) and _LOST_CONNECTION.search(str(cause)) is not None)

@@ -126,7 +126,7 @@ def is_initialized() -> bool:
 
 
 def may_share_gpus() -> bool:
-    """Whether ranks may share GPUs: in the job that this process has joined, else in one that it would join now."""
+    """Return whether ranks may share GPUs: in this process's job, else in one that it would join now."""
     share_gpus = _job.settings.share_gpus if _job is not None else _asks_to_share_gpus()
     return share_gpus and not INTERPRETED
 
@@ -304,7 +304,7 @@ def _ensure_process_group(share_gpus: bool) -> bool:
 
 
 def _node_name() -> str:
-    """What names this process's node: the launcher's number of it, else the host's name."""
+    """Return what names this process's node: the launcher's number of it, else the host's name."""
     for variable in ("GROUP_RANK", "SLURM_NODEID"):
         if os.environ.get(variable):
             return f"{variable}={os.environ[variable]}"

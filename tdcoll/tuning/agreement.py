@@ -20,7 +20,7 @@ _VARIABLE = "TDCOLL_TUNING"
 
 
 def architectures(device: torch.device) -> tuple[str, ...]:
-    """What tables may call a device: its name, its compute capability."""
+    """Return what tables may call a device: its name, its compute capability."""
     if device.type != "cuda":
         return (SIMULATOR,)
     major, minor = torch.cuda.get_device_capability(device)

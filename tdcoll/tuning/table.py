@@ -268,7 +268,7 @@ class Table:
         return cls.parse(text, os.fspath(path))
 
     def text(self) -> str:
-        """What :meth:`parse` reads; one line for each entry."""
+        """Return what :meth:`parse` reads; one line for each entry."""
         shown = []
         for section in self.sections:
             lines = [f"   {json.dumps(name)}: {json.dumps(getattr(section, name))}" for name in _KIND]

@@ -126,7 +126,7 @@ def tiles(call: Planned) -> dict[str, Any]:
 
 
 def of_words(call: Planned) -> dict[str, Any]:
-    """What kernels that reduce words take (:mod:`tdcoll.primitives.words`)."""
+    """Return what kernels that reduce words take (:mod:`tdcoll.primitives.words`)."""
     announced = call.width == LAMPORT_WORD_BYTES
     inbox, block = call.ctx.device_lamport if announced else call.words, call.plan.chunk // call.width
     looped = programs_of_words(call) < call.plan.channels

@@ -32,7 +32,7 @@ def usable(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def _problem(tensor: torch.Tensor, device: torch.device) -> str:
-    """Why a tensor is not :func:`usable`."""
+    """Return why a tensor is not :func:`usable`."""
     if tensor.device != device:
         return f"must be on {device}, where the context is; got {tensor.device}"
     if tensor.is_conj() or tensor.is_neg():

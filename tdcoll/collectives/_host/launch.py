@@ -79,8 +79,8 @@ def _driver() -> Any:
 
 @functools.cache
 def _early_launches() -> bool:
-    """Whether kernels can be launched before the launch ahead of them has ended: not before Hopper, nor by a Triton
-    that cannot, nor if ``TDCOLL_PDL`` is 0."""
+    """Return whether kernels can be launched before the launch ahead of them has ended: not before Hopper, nor by a
+    Triton that cannot, nor if ``TDCOLL_PDL`` is 0."""
     if INTERPRETED or os.environ.get("TDCOLL_PDL") == "0" or torch.cuda.get_device_capability() < (9, 0):
         return False
     from triton.backends.nvidia.compiler import CUDAOptions

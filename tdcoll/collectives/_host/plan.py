@@ -243,7 +243,7 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
 
 
 def is_word_chunk(nbytes: int, width: int = LL_WORD_BYTES) -> bool:
-    """Whether one program can carry so many bytes: a power of two of words of this width, at most
+    """Return whether one program can carry so many bytes: a power of two of words of this width, at most
     :data:`LL_MOST_WORDS`."""
     words, rest = divmod(nbytes, width)
     return rest == 0 and 1 <= words <= LL_MOST_WORDS and words & (words - 1) == 0
@@ -383,7 +383,7 @@ class Policy:
         return rule
 
     def admits(self, name: str, facts: Facts) -> bool:
-        """Whether such a call can have the algorithm."""
+        """Return whether such a call can have the algorithm."""
         return self.rules[name].admit(facts) is None
 
     def choose(self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()) -> Plan:
@@ -480,7 +480,7 @@ class Policy:
         return mine
 
     def _problem(self, entry: Entry) -> str | None:
-        """What was expected in an entry, and what is there; None if it is right."""
+        """Return what was expected in an entry, and what is there; None if it is right."""
         names, chunk = (*self.names, *([HANDED_OVER] if self.hand_over else [])), entry.chunk
         if entry.algorithm not in names:
             return f"algorithm: expected one of {', '.join(names)}, got {entry.algorithm}"

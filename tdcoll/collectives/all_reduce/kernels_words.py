@@ -101,7 +101,7 @@ def _one_shot_sum(
     out, inbox, g, size, word, mine, call, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
 ):  # fmt: skip
-    """What all ranks have sent of a block ``-> out``."""
+    """Reduce what all ranks have sent of a block ``-> out``."""
     parts, summed = words.receive(g, inbox, word, mine, call, mask, LAMPORT)
     result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
     words.store(out, word, size, result, summed, LAMPORT)
@@ -112,7 +112,7 @@ def _sum_and_hand_on(
     out, inbox, g, deltas, place, part, size, mine, call, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
 ):  # fmt: skip
-    """What all ranks have sent of a block of this rank's part: its sum to all; and all sums ``-> out``."""
+    """Reduce what all ranks have sent of a block of this rank's part, and send it to all; all sums ``-> out``."""
     parts, summed = words.receive(g, inbox, place, mine, call, mask, LAMPORT)
     result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
     words.send_to_all(g, inbox, deltas, part + place, result, call, summed, LAMPORT)

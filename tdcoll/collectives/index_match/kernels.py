@@ -209,7 +209,7 @@ def clear(target, size: tl.int64, status, BLOCK: tl.constexpr):
 
 @jit
 def _read_header(q, lists, stride, signature, status):
-    """What status says of headers. One program per list calls it."""
+    """Write what status says of headers. One program per list calls it."""
     header = lists + tl.cast(q, tl.int64) * stride
     count = tl.maximum(tl.load(header + LIST_COUNT), 0)
     tl.atomic_max(status + MAX_ROWS, count, sem="relaxed")

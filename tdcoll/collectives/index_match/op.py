@@ -30,7 +30,7 @@ _CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK, _EMIT_BLO
 
 @functools.cache
 def _launcher(device: int | None) -> Launcher:
-    """What the kernels of this package are launched with on one GPU; they depend on nothing that comes and goes."""
+    """Return what this package's kernels are launched with on one GPU, which depends on nothing that changes."""
     return Launcher(early=True)
 
 

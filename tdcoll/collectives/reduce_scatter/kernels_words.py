@@ -84,7 +84,7 @@ def _sum(
     out, inbox, g, nbytes, word, mine, call, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, LAMPORT: tl.constexpr,
 ):  # fmt: skip
-    """What all ranks have sent of a block ``-> out``."""
+    """Reduce what all ranks have sent of a block ``-> out``."""
     parts, summed = words.receive(g, inbox, word, mine, call, mask, LAMPORT)
     result = words.reduce(parts, g.world, DTYPE, ACC, OP, LAMPORT)
     words.store(out, word, tl.cast(nbytes, tl.int32), result, summed, LAMPORT)

@@ -280,7 +280,7 @@ class SparseContext:
         return self.area[: self.world_size * nbytes].view(torch.int64).view(self.world_size, nbytes // _WORD)
 
     def holds_segments(self, row_bytes: int) -> bool:
-        """Whether lists that are followed by their rows fit into lists and out."""
+        """Return whether lists that are followed by their rows fit into lists and out."""
         return _segment_bytes(self.max_rows_per_rank, row_bytes) <= self._segment_stride
 
     def out(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -121,7 +121,7 @@ def _write_header(index, g, count, signature, row_bytes):
 
 @jit
 def _is_first(ids, at, n):
-    """Which of the sorted ``ids[at]`` differ from the one before, and they."""
+    """Return which of the sorted ``ids[at]`` differ from the one before, and those."""
     inside = at < n
     here = tl.load(ids + at, mask=inside, other=0)
     before = tl.load(ids + at - 1, mask=inside & (at > 0), other=0)
@@ -202,7 +202,7 @@ def _choose(ids, count, FACTOR: tl.constexpr):
 
 @jit
 def pick(ids, count):
-    """Which of ``count`` ranks works on a row."""
+    """Return which of ``count`` ranks works on a row."""
     return _choose(ids, count, 2654435761)
 
 
@@ -223,7 +223,7 @@ def _append(memory, index, kind, rows, wanted):
 
 @jit
 def valid(index):
-    """Whether the lists of all ranks are fit to be used; the same on every rank, since all have the same lists."""
+    """Return whether the lists of all ranks are fit to be used: all ranks find the same, since they have the same."""
     status = index.status
     fits = (tl.load(status + match.UNION) <= index.max_union) & (tl.load(status + match.MAX_ROWS) <= index.capacity)
     bad = tl.load(status + match.BAD_RANGE) | tl.load(status + match.BAD_ORDER) | tl.load(status + match.BAD_SIGNATURE)

@@ -155,7 +155,7 @@ def sum_partial(
     like, begins, partial, target: tl.int64, index, memory, g, row_elements,
     ACC: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What :func:`sum_pieces` has left, in order, ``->`` the places where :func:`combine` puts rows. Any programs."""
+    """Sum what :func:`sum_pieces` has left, in order ``->`` where :func:`combine` puts rows. Any programs."""
     in_stream_order()
     place = target
     if place == 0:

@@ -95,7 +95,7 @@ def _begin(
 
 
 def _facts(tensor: Any, **more: Any) -> dict[str, Any]:
-    """What debug mode compares of a tensor: its dtype, and what more is named, shapes as tuples."""
+    """Return what debug mode compares of a tensor: its dtype, and what more is named, shapes as tuples."""
     shapes = {name: tuple(value) if isinstance(value, torch.Size) else value for name, value in more.items()}
     return {"dtype": getattr(tensor, "dtype", None), **shapes}
 

@@ -102,7 +102,7 @@ def dense_us(num_rows: int, row_bytes: int, topology: Topology) -> float:
 
 
 def may_be_dense(num_rows: int, row_bytes: int, topology: Topology, max_union_rows: int, allowed: bool) -> bool:
-    """Whether a call could turn out to be better off dense, so that the counts must be read before rows are moved.
+    """Return whether a call could turn out to be better off dense: then the counts are read before rows are moved.
 
     Args:
         num_rows, row_bytes: of the table.

@@ -236,7 +236,7 @@ def _itemsize(ptrs: Any) -> int:
 
 
 def is_narrow_handle(handle: Any) -> bool:
-    """Whether a handle holds bf16 or fp8."""
+    """Return whether a handle holds bf16 or fp8."""
     return handle.data.dtype.char in _BITS and is_narrow(handle.dtype.scalar)
 
 

@@ -136,7 +136,7 @@ class Extents:
             self._storages.remember(tensor)
 
     def holds(self, begin: int, end: int, origin: Origin, pe: int) -> bool:
-        """Whether a program of ``pe`` may access bytes ``[begin, end)``, at least one, by a pointer from ``origin``."""
+        """Return whether a program of ``pe`` may access bytes ``[begin, end)`` by a pointer from ``origin``."""
         memory = self._memory
         if type(origin) is Storage:
             return origin.begin <= begin and end <= origin.end
@@ -156,7 +156,7 @@ class Extents:
         )
 
     def problem(self, begin: int, end: int, origin: Origin, pe: int) -> str:
-        """What is wrong with an access that is not permitted: ``bytes 320..328 of pe0.a, which has 8 bytes``."""
+        """Return what is wrong with an access that is not permitted: ``bytes 320..328 of pe0.a, which has 8 bytes``."""
         memory = self._memory
         if begin < NULL_PAGE:
             return "a null pointer: remote_ptr() gives one for PEs on other nodes, which only puts and gets reach"

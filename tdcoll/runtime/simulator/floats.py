@@ -28,12 +28,12 @@ _fp8_values: dict[str, Array] = {}
 
 
 def is_fp8(kind: Any) -> bool:
-    """Whether a scalar Triton type is one of the 8-bit floating types that PyTorch has, too."""
+    """Return whether a scalar Triton type is one of the 8-bit floating types that PyTorch has, too."""
     return kind.name in _FP8
 
 
 def is_narrow(kind: Any) -> bool:
-    """Whether a scalar Triton type is bf16 or fp8."""
+    """Return whether a scalar Triton type is bf16 or fp8."""
     return kind is tl.bfloat16 or kind.name in _FP8
 
 

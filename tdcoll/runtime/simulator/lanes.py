@@ -126,7 +126,7 @@ class _Lanes:
         return value.of_all(name, task.threads) if task.lane == _VECTOR else value.of(name, task.lane)
 
     def assign(self, several: bool, old: Any, value: Callable[[], Any], *dependence: Any) -> Any:
-        """What a name, or ``several``, are bound to from now on; ``old``: what they were bound to."""
+        """Return what a name, or ``several``, are bound to from now on; ``old``: what they were bound to."""
         task = self._machine().program
         if task.lane is None or task.lane == _VECTOR:
             new = self._evaluated(task, value, *dependence)
@@ -241,7 +241,7 @@ def _each(task: Any, lanes: Any) -> Iterator[int | None]:
 
 
 def _truth(value: Any) -> bool:
-    """What ``if`` and ``while`` ask for: of a tensor of one value only, as in compiled Triton."""
+    """Return the truth that ``if`` and ``while`` ask for: of a tensor of one value only, as in compiled Triton."""
     if isinstance(value, tl.tensor) and value.handle.data.size != 1:
         raise ValueError(
             f"a block of shape {list(value.handle.data.shape)} is neither true nor false: `if` and `while` take "
@@ -251,7 +251,7 @@ def _truth(value: Any) -> bool:
 
 
 def _every(value: Any) -> bool:
-    """What ``assert`` asks for: of a block every value."""
+    """Return the truth that ``assert`` asks for: of a block, that of every value."""
     return bool(value.handle.data.all()) if isinstance(value, tl.tensor) else bool(value)
 
 
@@ -299,7 +299,7 @@ def _require_boolean(operand: Any, sign: str) -> None:
 
 
 def kernel_globals(machine: Callable[[], Any]) -> dict[str, Any]:
-    """What rewritten kernels refer to, by name; ``machine`` gives the machine."""
+    """Return what rewritten kernels refer to, by name; ``machine`` gives the machine."""
     lanes = _Lanes(machine)
     return {
         rewrite.AND: _and,

@@ -205,7 +205,7 @@ class Machine:
         return address + (pe - memory.pe_of(address)) * memory.nbytes
 
     def reachable(self, pe: int) -> bool:
-        """Whether the running PE can load from and store to ``pe``'s block."""
+        """Return whether the running PE can load from and store to ``pe``'s block."""
         return self.node_ids[pe] == self.node_ids[self.program.pe]
 
     # ------------------------------------------------------------------ puts, gets, signals

@@ -110,7 +110,7 @@ class Memory:
         self._allocations = [shared if one_view else _Allocations() for _ in range(n_pes)]
 
     def owns(self, address: int) -> bool:
-        """Whether ``address`` lies in some PE's symmetric block."""
+        """Return whether ``address`` lies in some PE's symmetric block."""
         return 0 <= address - self.base < self.total
 
     def pe_of(self, address: int) -> int:
@@ -144,7 +144,7 @@ class Memory:
         self._allocations[pe].remove(offset, offset + 1)
 
     def allocation(self, pe: int, offset: int) -> Allocation | None:
-        """What ``pe`` has at ``offset`` of its block, if anything."""
+        """Return what ``pe`` has at ``offset`` of its block, if anything."""
         return self._allocations[pe].at(offset)
 
     def describe(self, address: int) -> str:

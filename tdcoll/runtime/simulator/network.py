@@ -145,13 +145,13 @@ class Network:
         return pieces
 
     def fence(self, source_pe: int) -> None:
-        """What ``source_pe`` sends to a PE from now on arrives after what it has sent there already."""
+        """Deliver what ``source_pe`` sends to a PE from now on after what it has sent there already."""
         for (sender, destination), channel in self._channels.items():
             if sender == source_pe and isinstance(destination, int) and channel.epochs and channel.epochs[-1]:
                 channel.epochs.append([])
 
     def outstanding(self, issuer: Any, source_pe: int) -> list[Operation]:
-        """What has to arrive before a ``quiet`` of ``issuer`` returns that is called now."""
+        """Return what has to arrive before a ``quiet`` of ``issuer`` returns that is called now."""
         return [
             operation
             for (sender, _), channel in self._channels.items()

@@ -275,7 +275,7 @@ class PointerAccess:
         return ((addresses - np.uint64(memory.base)) // np.uint64(memory.nbytes)).astype(np.int64)
 
     def _symmetric(self, addresses: Array, mask: Array) -> Array | None:
-        """Which elements lie in the symmetric heap, or None if none does."""
+        """Return which elements lie in the symmetric heap, or None if none does."""
         memory = self._machine.memory
         inside = mask & ((addresses - np.uint64(memory.base)) < np.uint64(memory.total))
         return inside if inside.any() else None

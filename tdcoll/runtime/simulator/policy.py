@@ -33,11 +33,11 @@ class Policy:
         return items.pop(0)
 
     def deliver_now(self) -> bool:
-        """Whether a message arrives before the next task runs, when both could."""
+        """Return whether a message arrives before the next task runs, when both could."""
         return False
 
     def holds_back(self, *, has_signal: bool, is_flag: bool) -> bool:
-        """Whether a new message is held back until nothing else can happen.
+        """Return whether a new message is held back until nothing else can happen.
 
         ``has_signal``: it carries a signal. ``is_flag``: it is one word, such as a flag written by a store.
         """
@@ -48,15 +48,15 @@ class Policy:
         return []
 
     def is_slow(self, pe: int) -> bool:
-        """Whether a new task of ``pe`` is a straggler."""
+        """Return whether a new task of ``pe`` is a straggler."""
         return False
 
     def slow_now(self) -> bool:
-        """Whether a straggler goes before the others this time."""
+        """Return whether a straggler goes before the others this time."""
         return False
 
     def gives_up_now(self) -> bool:
-        """Whether a kernel's wait expires now, though what it waits for may be on its way."""
+        """Return whether a kernel's wait expires now, though what it waits for may be on its way."""
         return False
 
     def describe(self) -> str:

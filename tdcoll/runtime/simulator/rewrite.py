@@ -147,7 +147,7 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
                 yield from self._assigned_by_threads(getattr(statement, field, []), inside)
 
     def _depends(self, node: ast.AST) -> bool:
-        """Whether the value of ``node`` may differ from thread to thread."""
+        """Return whether the value of ``node`` may differ from thread to thread."""
         return self._calls_tid(node) or any(True for _ in self._threaded_names(node))
 
     def _calls_tid(self, node: ast.AST) -> bool:

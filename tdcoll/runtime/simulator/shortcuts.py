@@ -230,7 +230,7 @@ def _casting(stock: Function) -> Function:
 
 
 def shortcuts(*, check_overflow: bool) -> Iterator[tuple[Any, str, Function]]:
-    """What to put in place of Triton's functions: class, name, and a function that falls back on the one that is there.
+    """Return what replaces Triton's functions: class, name, and a function that falls back on the one that is there.
 
     Each is to be put in place before the next is asked for: two of them share ``__add__``.
 

@@ -309,7 +309,7 @@ class World:
         return self.scheduler.fingerprint
 
     def describe(self) -> str:
-        """What decides this world's schedule, for reports; and which waits expired that need not have."""
+        """Return what decides this world's schedule, for reports; and which waits expired that need not have."""
         words = [f"seed {self.seed}", "weak" if self._weak else "strong", self._policy.describe()]
         words += [f"{name}={most}" for name in ("resident", "room") if (most := getattr(self, name)) is not None]
         gave_up = self.scheduler.gave_up
