@@ -107,10 +107,14 @@ class HeapInfo:
 
 
 class Arena:
-    """Free list over ``[0, nbytes)``; first fit, neighbours merged on free. Pure bookkeeping."""
+    """Free list over ``[0, nbytes)``; first fit, neighbours merged on free. Pure bookkeeping.
+
+    Attributes:
+        changes: how often memory was taken or released.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.changes = nbytes, 0
         self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (begin, end), sorted
         self._used: dict[int, tuple[int, tuple[int, ...]]] = {}  # offset -> (padded size, owners)
 
@@ -139,12 +143,14 @@ class Arena:
                     piece for piece in ((begin, offset), (offset + size, end)) if piece[1] > piece[0]
                 ]
                 self._used[offset] = (size, tuple(owners))
+                self.changes += 1
                 return
         raise ValueError(f"offset {offset} with {size} bytes is not free")
 
     def release(self, offset: int) -> None:
         """Free the allocation at ``offset``; raises ``KeyError`` if there is none."""
         size, _ = self._used.pop(offset)
+        self.changes += 1
         merged: list[tuple[int, int]] = []
         for begin, end in sorted([*self._free, (offset, offset + size)]):
             if merged and merged[-1][1] == begin:

@@ -202,13 +202,13 @@ class Collective:
 
         Args:
             tensor, out, algorithm: the caller's, not checked yet; ``out`` is None where the call makes it.
-            wish: as for :meth:`at_once`.
+            wish: as for :meth:`at_once`; None if the next call must not go the short way.
             options: checks the collective's own arguments; what the kernel depends on besides bytes.
             agree: those arguments, by name, for debug mode.
             in_place: which sections of a tuning table the call goes by; the same on all ranks.
             names: the caller's names of ``tensor`` and ``out``, for errors.
             symmetric: peers may read the caller's tensor of a ``"scatter"``, and write the result of others: it lies at
-                the same place in the symmetric heap of all ranks. There is no short way for such calls.
+                the same place in the symmetric heap of all ranks. Its :func:`~.reach.standing` is in ``wish``.
 
         Raises:
             ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as its public function says.
@@ -244,7 +244,7 @@ class Collective:
             shape = self._shapes(tensor.shape, ctx.world_size)[0]
             out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         launch(tensor, out)
-        if not symmetric:
+        if wish is not None:
             self._remember(tensor, ctx, given, wish, launch)
         return out
 

@@ -8,6 +8,7 @@ of deltas, and each allocation of PyTorch's (``torch.distributed._symmetric_memo
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import NotSymmetricError
 
-__all__ = ["deltas_to", "lies_in_heap", "place_of"]
+__all__ = ["deltas_to", "lies_in_heap", "place_of", "standing"]
 
 
 def lies_in_heap(tensor: Any, ctx: CollectiveContext) -> bool:
@@ -28,6 +29,24 @@ def place_of(tensor: Any, ctx: CollectiveContext) -> int | str:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.nbytes:
         return 0
     return tensor.data_ptr() - ctx.job.heap.base if lies_in_heap(tensor, ctx) else "in other memory"
+
+
+def standing(tensor: Any, ctx: CollectiveContext, symmetric: Any = True) -> Hashable:
+    """Return by what a later call knows that memory which peers reach is what :func:`deltas_to` has found it to be.
+
+    It changes when a tensor lies elsewhere, and when memory of the heap is taken or given back.
+
+    Args:
+        symmetric: the caller's argument; False where peers do not reach the tensor, which then may be any.
+
+    Returns:
+        None where each call has to ask :func:`deltas_to`: for memory of PyTorch's, and for wrong arguments.
+    """
+    if symmetric is False:
+        return ()
+    if symmetric is not True or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    return (tensor.data_ptr(), ctx.job.arena.changes) if lies_in_heap(tensor, ctx) else None
 
 
 def deltas_to(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tdcoll.collectives._host.checks import check_context
 from tdcoll.collectives._host.drop_in import inbox, pooled, pooled_for, work_of
 from tdcoll.collectives._host.gradient import attach, linear, refuse
 from tdcoll.collectives._host.plan import Plan
+from tdcoll.collectives._host.reach import standing
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
@@ -121,8 +122,9 @@ def _reduce_scatter(
         refused: raise, since the call cannot have a gradient; in debug mode on all ranks.
     """
     name = operation_name(op)
-    wish = (algorithm, name)
-    if not (symmetric or refused) and (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
+    place = standing(tensor, ctx, symmetric)
+    wish = None if place is None or refused else (algorithm, name, place)
+    if wish is not None and (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
         return made
 
     def options() -> tuple[torch.dtype, str]:

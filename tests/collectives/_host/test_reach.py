@@ -7,6 +7,8 @@ On each rank the piece begins elsewhere, so that a kernel which took the heap's 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,5 +184,66 @@ def test_a_context_is_of_the_group_that_it_was_given() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             assert ctx.group_name is None, "there is no process group"
+
+    World(2).run(host)
+
+
+CALLS: dict[str, Callable[[torch.Tensor, tdcoll.CollectiveContext], torch.Tensor]] = {
+    "all_gather_in_place": tdcoll.all_gather_in_place,
+    "all_reduce": lambda x, ctx: tdcoll.all_reduce(torch.ones_like(x), ctx, x, symmetric=True),
+    "all_reduce_": lambda x, ctx: tdcoll.all_reduce_(x, ctx, symmetric=True),
+    "reduce_scatter": lambda x, ctx: tdcoll.reduce_scatter(x, ctx, symmetric=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_second_call_in_the_heap_goes_the_short_way_until_memory_changes(name: str) -> None:
+    call = CALLS[name]
+    answers: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def host(pe: int) -> None:
+        def long_way(*_: Any) -> None:
+            raise AssertionError("the long way")
+
+        x = tdcoll.zeros((2, 64))
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
+            for _ in range(3):
+                x.fill_(pe + 1)
+                answers[pe].append(call(x, ctx).clone())
+                tdcoll.barrier()
+                ctx.begin = long_way  # type: ignore[method-assign]
+            tdcoll.free(x)
+            with pytest.raises(AssertionError, match="the long way"):
+                call(x, ctx)
+            del ctx.begin
+            with pytest.raises(tdcoll.NotSymmetricError, match="it is not allocated"):
+                call(x, ctx)
+            alone = tdcoll.empty((2, 64), group=[pe])
+            assert alone.data_ptr() == x.data_ptr()
+            with pytest.raises(tdcoll.NotSymmetricError, match="belongs to ranks"):
+                call(x, ctx)
+            ctx.check()
+
+    World(2).run(host)
+    for first, *more in answers.values():
+        assert len(more) == 2
+        assert all(torch.equal(first, one) for one in more)
+
+
+def test_wrong_arguments_do_not_go_the_short_way() -> None:
+    def host(pe: int) -> None:
+        x = tdcoll.zeros((2, 64))
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
+            tdcoll.all_reduce_(x, ctx, symmetric=True)
+            with pytest.raises(TypeError, match="symmetric must be a bool, got 1"):
+                tdcoll.all_reduce_(x, ctx, symmetric=1)  # type: ignore[arg-type]
+            tdcoll.all_gather_in_place(x, ctx)
+            with pytest.raises(ValueError, match="algorithm must be"):
+                tdcoll.all_gather_in_place(x, ctx, "fast")
+            with pytest.raises(TypeError, match="algorithm must be"):
+                tdcoll.all_gather_in_place(x, ctx, ["ll"])  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="buffer must be contiguous"):
+                tdcoll.all_gather_in_place(x.T, ctx)
+            ctx.check()
 
     World(2).run(host)
