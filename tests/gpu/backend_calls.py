@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of torch.distributed costs on backend "tdcoll" and on NCCL: time of the host, and time in a CUDA graph.
+"""The cost of a call: of torch.distributed's on backend "tdcoll" and on NCCL, and of tdcoll's own on a context.
 
     bash launch.sh --nproc 2 tests/gpu/backend_calls.py [--sizes 4K,256K,4M] [--programs 32,64,128] [--json FILE]
 
-Host times are of calls that are only queued, for all-gather (out of place and in place), reduce-scatter and all-reduce:
-synchronous, and with async_op=True and wait(); for tdcoll once served and once handed over. Device times are of a graph
-of ten synchronous calls, by the number of programs: they say up to which sizes tdcoll should serve
-(`SERVED_BYTES` in tdcoll/distributed/options.py). Bytes are what each rank brings to an all-gather and an all-reduce,
-and what it gets from a reduce-scatter. Backends take turns, five rounds; the table has the median round of the slowest
-rank, and in brackets the fastest and the slowest round.
+Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
+all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once served and
+once handed over. tdcoll's own are made on a context for each. Device times are of a graph of ten synchronous calls, by
+the number of programs: they say up to which sizes tdcoll should serve (`SERVED_BYTES` in
+tdcoll/distributed/options.py). Bytes are what each rank brings to an all-gather and an all-reduce, and what it gets
+from a reduce-scatter. What is compared takes turns, five rounds; the table has the median round of the slowest rank,
+and in brackets the fastest and the slowest round.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -26,7 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import tdcoll
 from tdcoll import arguments as checks
+from tdcoll.bench.provenance import provenance
 from tdcoll.distributed import Options, explain
 
 ROUNDS, CALLS, CAPTURED = 5, 50, 10
@@ -140,6 +144,32 @@ def host_rows(kinds: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def own_row() -> dict[str, Any]:
+    """Measure and show tdcoll's own calls of 4 KB, beside each other."""
+    world, n = dist.get_world_size(), 1024
+    part, whole = torch.ones(n, device="cuda"), torch.ones(world * n, device="cuda")
+    buffer, shared = tdcoll.zeros(world * n), tdcoll.zeros(n)
+    with contextlib.ExitStack() as stack:
+
+        def on_a_context(call: Callable[..., torch.Tensor], tensor: torch.Tensor, **more: Any) -> Callable[[], float]:
+            ctx = stack.enter_context(tdcoll.CollectiveContext(max_bytes_per_rank=4 * n))
+            return lambda: host_us(lambda: call(tensor, ctx, **more), False)
+
+        ways = {
+            "all_gather": on_a_context(tdcoll.all_gather, part),
+            "all_gather_in_place": on_a_context(tdcoll.all_gather_in_place, buffer),
+            "reduce_scatter": on_a_context(tdcoll.reduce_scatter, whole, op="max"),
+            "all_reduce": on_a_context(tdcoll.all_reduce, part, op="max"),
+            "all_reduce_": on_a_context(tdcoll.all_reduce_, part, op="max"),
+            "all_reduce_ symmetric": on_a_context(tdcoll.all_reduce_, shared, op="max", symmetric=True),
+        }
+        row = {"kind": "own calls", "nbytes": 4 * n, "us": rounds(ways)}
+    tdcoll.free(buffer)
+    tdcoll.free(shared)
+    show([row], "host")
+    return row
+
+
 def device_rows(kinds: list[str], sizes: list[int], programs: list[int]) -> list[dict[str, Any]]:
     rows = []
     for kind in kinds:
@@ -164,23 +194,23 @@ def device_rows(kinds: list[str], sizes: list[int], programs: list[int]) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M")
+    parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M", help="of the device times; '' for none")
     parser.add_argument("--programs", default="32,64", help="numbers with commas between them")
     parser.add_argument("--heap", default="4G", help="symmetric heap of each rank")
     parser.add_argument("--json", help="write what was measured there")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("backend_calls.py measures GPUs, and there is none")
-    sizes = [checks.byte_count("--sizes", size) for size in arguments.sizes.split(",")]
+    sizes = [checks.byte_count("--sizes", size) for size in arguments.sizes.split(",") if size]
     programs = [int(number) for number in arguments.programs.split(",")]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("tdcoll", pg_options=Options(heap_bytes=arguments.heap))
     global PLAIN
     PLAIN = dist.new_group(backend="nccl")
-    host = host_rows(["all_gather", "all_gather in place", "reduce_scatter", "all_reduce"])
+    host = [own_row(), *host_rows(["all_gather", "all_gather in place", "reduce_scatter", "all_reduce"])]
     device = device_rows(["all_gather", "reduce_scatter", "all_reduce"], sizes, programs)
+    facts = provenance()
     if dist.get_rank() == 0 and arguments.json:
-        facts = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "ranks": dist.get_world_size()}
         Path(arguments.json).write_text(json.dumps({**facts, "host": host, "device": device}, indent=1))
     dist.destroy_process_group()
 
