@@ -188,6 +188,16 @@ def unfused(all_reduce):
     return reduce_and_norm
 
 
+def torchs_one_shot(count, device):
+    """Return PyTorch's all-reduce for `count` numbers, in place: they are copied to where the other ranks read them."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    group, shared = dist.group.WORLD.group_name, symmetric_memory.empty(count, device=device)
+    symmetric_memory.rendezvous(shared, group)
+    reduce = torch.ops.symm_mem.one_shot_all_reduce_copy_out
+    return lambda x: reduce(shared.view_as(x), x, "sum", group, x)
+
+
 def fused(ctx):
     """Return the end of a block as one kernel."""
     return lambda x, residual, weight: tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, 1e-6)
@@ -341,23 +351,30 @@ def main():
         embedding = make(0, 7, words * width, device).view(words, width)
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device))  # makes NCCL's communicator
-        theirs = Decoder(blocks, embedding, unfused(dist.all_reduce))
-        ours = Decoder(blocks, embedding, fused(ctx))
-        tokens = theirs.decode(1, length), ours.decode(1, length)
+        decoders = {
+            "torch.distributed": Decoder(blocks, embedding, unfused(dist.all_reduce)),
+            "tdcoll, fused": Decoder(blocks, embedding, fused(ctx)),
+        }
+        if device.type == "cuda":
+            one_shot = unfused(torchs_one_shot(width, device))
+            decoders["PyTorch's one-shot"] = Decoder(blocks, embedding, one_shot)
+        tokens = {name: decoder.decode(1, length) for name, decoder in decoders.items()}
         ctx.check()
-        if tokens[0] != tokens[1]:
-            raise AssertionError(f"decoding: {tokens[0]} by torch.distributed, and {tokens[1]} by tdcoll")
+        for name, theirs in tokens.items():
+            if theirs != tokens["tdcoll, fused"]:
+                raise AssertionError(f"decoding: {theirs} by {name}, and {tokens['tdcoll, fused']} by tdcoll")
         say(f"decoding: {length} tokens are equal")
 
         if device.type == "cuda":
             compare_times(ctx, rank, world, device, say)
-            found = [decoder.us_per_token(length) for decoder in (theirs, ours)]
             chain = fused(ctx)
             say(f"fused all-reduce of {rows} rows: {graph_us(lambda: chain(x, residual, weight)):.1f} us")
-            say(f"a token of {layers} layers: {found[0]:.1f} us with NCCL, {found[1]:.1f} us fused")
+            found = ", ".join(f"{decoder.us_per_token(length):.1f} us by {name}" for name, decoder in decoders.items())
+            say(f"a token of {layers} layers: {found}")
         else:
             say("time: not measured, the simulator's times mean nothing")
-        ours.graph = theirs.graph = None  # before what they have captured is gone
+        for decoder in decoders.values():
+            decoder.graph = None  # before what it has captured is gone
 
     tdcoll.finalize()
 
