@@ -39,7 +39,8 @@ def facts(world: int, lamport_bytes: int = 1 << 23, n_nodes: int = 1) -> Facts:
         (64, 8192, 4, Plan("two_stage", 8, 2048, 4)),
         (512, 8192, 4, Plan("two_stage", 1, 16384, 16)),
         (1, 8192, 2, Plan("one_shot", 8, 2048, 4)),
-        (64, 8192, 2, Plan("one_shot", 1, 16384, 16)),
+        (63, 8192, 2, Plan("one_shot", 1, 16384, 16)),
+        (64, 8192, 2, Plan("two_stage", 4, 4096, 8)),
         (1, 4096, 8, Plan("one_shot", 4, 2048, 4)),
         (200, 16384, 4, Plan("two_stage", 2, 16384, 16)),
         (1, 512, 4, Plan("one_shot", 1, 1024, 2)),
@@ -48,6 +49,11 @@ def facts(world: int, lamport_bytes: int = 1 << 23, n_nodes: int = 1) -> Facts:
 )
 def test_plans(rows: int, hidden: int, world: int, plan: Plan) -> None:
     assert choose(Rows(rows, hidden, 2), facts(world)) == plan
+
+
+def test_two_ranks_take_two_stages_up_to_8_MB() -> None:
+    plans = [choose(Rows(rows, 8192, 2), facts(2, lamport_bytes=1 << 25)) for rows in (512, 513)]
+    assert plans == [Plan("two_stage", 1, 16384, 16), Plan("one_shot", 1, 16384, 16)]
 
 
 def test_programs() -> None:
