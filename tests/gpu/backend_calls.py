@@ -2,6 +2,7 @@
 """The cost of a call: of torch.distributed's on backend "tdcoll" and on NCCL, and of tdcoll's own on a context.
 
     bash launch.sh --nproc 2 tests/gpu/backend_calls.py [--sizes 4K,256K,4M] [--programs 32,64,128] [--json FILE]
+    python tests/gpu/backend_calls.py --table FILE
 
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
 all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once served and
@@ -170,6 +171,17 @@ def own_row() -> dict[str, Any]:
     return row
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the median host times of a file as Markdown: tdcoll's own calls, then those of torch.distributed."""
+    own, *others = rows
+    lines = ["| own call | µs |", "|---|---|"]
+    lines += [f"| `{name}` | {statistics.median(times):.1f} |" for name, times in own["us"].items()]
+    lines += ["", f"| call | {' | '.join(others[0]['us'])} |", f"|---|{'---|' * len(others[0]['us'])}"]
+    for row in others:
+        lines.append(f"| {row['kind']} | {' | '.join(f'{statistics.median(t):.1f}' for t in row['us'].values())} |")
+    return "\n".join(lines)
+
+
 def device_rows(kinds: list[str], sizes: list[int], programs: list[int]) -> list[dict[str, Any]]:
     rows = []
     for kind in kinds:
@@ -198,7 +210,11 @@ def main() -> None:
     parser.add_argument("--programs", default="32,64", help="numbers with commas between them")
     parser.add_argument("--heap", default="4G", help="symmetric heap of each rank")
     parser.add_argument("--json", help="write what was measured there")
+    parser.add_argument("--table", help="measure nothing, but print the host times of such a file as Markdown")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(json.loads(Path(arguments.table).read_text())["host"]))
+        return
     if not torch.cuda.is_available():
         sys.exit("backend_calls.py measures GPUs, and there is none")
     sizes = [checks.byte_count("--sizes", size) for size in arguments.sizes.split(",") if size]
