@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "compile"))
 
-from compile_kernels import compile_for, resources
+from compiling import compile_for, resources
 
 import tdcoll.compat
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import triton
 import triton.language as tl
-from compile_kernels import ORDER, compile_for, resources
+from compiling import ORDER, compile_for, resources
 from primitives import kernels
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver

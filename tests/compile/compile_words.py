@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "language"))
 
 import kernels_of_words as kernels
 import triton
-from compile_kernels import ORDER, compile_for, instructions, resources
+from compiling import ORDER, compile_for, instructions, resources
 
 from tdcoll.language.jit import needs_nvshmem
 

@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "workers"))
 
 # The order matters: the all-gather's last check leaves the job as one that has failed.
-for module in ("language_checks", "words_checks", "all_gather_checks"):
+for module in ("language_checks", "stores_and_waits_checks", "words_checks", "all_gather_checks"):
     importlib.import_module(module)
 
 if __name__ == "__main__":

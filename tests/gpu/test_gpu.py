@@ -25,6 +25,8 @@ WORKERS = HERE.parent / "workers"
 GPUS = torch.cuda.device_count()
 TIMEOUT_S = 280.0
 SHARED_TIMEOUT_S = 580.0
+SPARSE = "sparse", "sparse_contexts"
+DISTRIBUTED = "distributed", "distributed_groups", "distributed_training"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a GPU"),
@@ -74,7 +76,8 @@ def run_checks(launch: Launch, ranks: int, script: Path, *options: str) -> subpr
 @ranks_of(1, 2, 3, 4, 6, 8)
 def test_all_checks(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, HERE / "all_checks.py")
-    assert set(verdicts(done)) == checks_of("language_checks.py", "words_checks.py", "all_gather_checks.py")
+    names = "language", "stores_and_waits", "words", "all_gather"
+    assert set(verdicts(done)) == checks_of(*(f"{name}_checks.py" for name in names))
 
 
 @ranks_of(1, 2, 4, 8)
@@ -83,16 +86,18 @@ def test_primitives_checks(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("primitives_checks.py")
 
 
+@pytest.mark.parametrize("name", SPARSE)
 @ranks_of(1, 2, 3, 4, 6, 8)
-def test_sparse_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "sparse_checks.py")
-    assert set(verdicts(done)) == checks_of("sparse_checks.py")
+def test_sparse_checks(launch: Launch, ranks: int, name: str) -> None:
+    script = WORKERS / f"{name}_checks.py"
+    assert set(verdicts(run_checks(launch, ranks, script))) == checks_of(script.name)
 
 
+@pytest.mark.parametrize("name", SPARSE)
 @ranks_of(2, 3, 4, 5, 8, nodes=2)
-def test_sparse_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "sparse_checks.py", "--emulate-nodes", "2")
-    assert set(verdicts(done)) == checks_of("sparse_checks.py")
+def test_sparse_checks_on_emulated_nodes(launch: Launch, ranks: int, name: str) -> None:
+    script = WORKERS / f"{name}_checks.py"
+    assert set(verdicts(run_checks(launch, ranks, script, "--emulate-nodes", "2"))) == checks_of(script.name)
 
 
 @ranks_of(2, 3, 4, 5, 8, nodes=2)
@@ -127,7 +132,7 @@ def test_reduce_scatter_checks_on_emulated_nodes(launch: Launch, ranks: int) -> 
 
 @needs(2)
 @pytest.mark.parametrize(
-    "name", ["all_gather", "all_reduce", "reduce_scatter", "sparse", "fused", "early", "primitives", "distributed"]
+    "name", ["all_gather", "all_reduce", "reduce_scatter", *SPARSE, "fused", "early", "primitives", *DISTRIBUTED]
 )
 def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
     """No NVSHMEM: neither started nor linked."""
@@ -177,10 +182,11 @@ def test_operators_checks(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("operators_checks.py")
 
 
+@pytest.mark.parametrize("name", DISTRIBUTED)
 @ranks_of(2, 4, 8)
-def test_distributed_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "distributed_checks.py")
-    assert set(verdicts(done)) == checks_of("distributed_checks.py")
+def test_distributed_checks(launch: Launch, ranks: int, name: str) -> None:
+    script = WORKERS / f"{name}_checks.py"
+    assert set(verdicts(run_checks(launch, ranks, script))) == checks_of(script.name)
 
 
 def devices() -> list[str]:

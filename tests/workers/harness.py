@@ -96,6 +96,16 @@ def world() -> int:
     return dist.get_world_size()
 
 
+def everyone() -> range:
+    """Return all ranks of the job."""
+    return range(world())
+
+
+def neighbour() -> int:
+    """Return the next rank, and the first after the last."""
+    return (rank() + 1) % world()
+
+
 def expect(condition: object, message: str) -> None:
     if not condition:
         raise AssertionError(message)

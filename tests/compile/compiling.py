@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile one kernel for a GPU that need not be here, and look at what came out. The drivers beside it import this."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ptx_order
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
+from tdcoll.language.library import part_for_language
+from tdcoll.primitives.group import Group, Nodes, Window
+from tdcoll.primitives.lamport import Lamport
+from tdcoll.primitives.puts import Routes
+
+WORLD = 8
+
+
+def tuples(slots: int = 2) -> dict[str, Any]:
+    """Types of the parameters that are tuples; numbers stand for constants."""
+    window = Window("i64", "i64", "*i64", slots)
+    group = Group("*i64", "*i64", "*i64", "*i64", "*i64", "i32", channels=16, world=WORLD)
+    return {
+        "g": group,
+        "window": window,
+        "words": Window("i64", "i64", "*i64", 2),
+        "routes": Routes("*i32", "i32", "i32"),
+    }
+
+
+def _assembled(ptx: str, arch: int) -> tuple[bytes, str]:
+    """Return ``(cubin, what ptxas -v reports)``."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        suffix = "a" if arch >= 90 else ""
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(made)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
+        return made.read_bytes(), report
+
+
+def _disassembled(cubin: bytes, arch: int) -> str:
+    tool = Path(get_ptxas(arch).path).with_name("nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True, timeout=300)
+    return done.stdout
+
+
+def instructions(ptx: str, arch: int) -> str:
+    """Return the instructions that ptxas makes."""
+    return _disassembled(_assembled(ptx, arch)[0], arch)
+
+
+def resources(ptx: str, arch: int) -> dict[str, int]:
+    """Return the registers and spilled bytes of the kernel, from ptxas -v."""
+    _, report = _assembled(ptx, arch)
+    entry = report.split("Compiling entry function", 1)[1]
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+    registers = re.search(r"Used (\d+) registers", entry)
+    assert spills, report
+    assert registers, report
+    return {"registers": int(registers[1]), "spilled_bytes": int(spills[1]) + int(spills[2])}
+
+
+def compile_for(
+    kernel,
+    arch: int,
+    constants: dict[str, object],
+    types: dict[str, str],
+    aligned: bool = False,
+    library: str = "",
+    **options: int,
+):
+    """``aligned``: pointers, and the elements of a row, are multiples of 16, as they usually are. ``library``: which
+    NVSHMEM's functions come from; by default, that which ``tdcoll.jit`` links."""
+    declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
+    types = declared | types
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    constants = dict(constants)
+    for place, (name, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            fixed = (int, tl.constexpr)  # also a default that is a constant
+            constants |= {(place, i): getattr(of, "value", of) for i, of in enumerate(kind) if isinstance(of, fixed)}
+            signature[name] = type(kind)(*("constexpr" if isinstance(of, fixed) else of for of in kind))
+    library = library or part_for_language(bitcode_path())
+    libraries = {"libnvshmem_device": library} if needs_nvshmem(kernel) else {}
+    hints = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if aligned and (str(signature[name]).startswith("*") or name == "row_elements")
+    }
+    for place, kind in enumerate(signature.values()):
+        if aligned and isinstance(kind, tuple):
+            hints |= {(place, i): [["tt.divisibility", 16]] for i, of in enumerate(kind) if of.startswith("*")}
+    early = getattr(kernel, "begins_in_stream_order", False)
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", arch, 32),
+        options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **options},
+    )
+    ptx = compiled.asm["ptx"]
+    seen = {"problems": ptx_order.problems(ptx), **ptx_order.count(ptx)}
+    early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}
+    ORDER.append({"module": kernel.__module__, "kernel": kernel.__name__, "arch": arch, **early, **seen})
+    return compiled
+
+
+ORDER: list[dict[str, object]] = []
+"""What :mod:`ptx_order` finds in each kernel that was compiled."""
+
+
+def direct_ptx(kernel, arch: int, in_place: bool) -> str:
+    constants = {"COUNTED": False} if "COUNTED" in kernel.arg_names else {}
+    return compile_for(kernel, arch, constants, tuples(1 if in_place else 2)).asm["ptx"]
+
+
+def hot_spills(cubin: bytes, arch: int) -> list[str]:
+    """Spilling instructions, but for those around the record of an expired wait.
+
+    Its compare-and-swap wants neighbouring registers; a kernel that gets that far is lost.
+    """
+    text = _disassembled(cubin, arch)
+    blocks = re.split(r"^\.L_\w+:$|^.*\bBRA\b.*$", text, flags=re.MULTILINE)
+    spill = re.compile(r"^.*\b(?:STL|LDL)\b.*$", re.MULTILINE)
+    return [line for block in blocks if not re.search(r"\bATOMG?\S*\.CAS\b", block) for line in spill.findall(block)]
+
+
+def compiled_forms(kernel) -> int:
+    """How many kernels ranks 0, 1, 2 and 16 compile, of different sizes too."""
+    backend, forms = make_backend(GPUTarget("cuda", 90, 32)), set()
+    bind = _with_plain_fields(create_function_from_signature(kernel.signature, kernel.params, backend))
+    word, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    for rank in (0, 1, 2, 16):
+        known = {
+            "g": Group(word, word, word, word, word, rank, channels=tl.constexpr(16), world=tl.constexpr(32)),
+            **dict.fromkeys(("window", "words"), Window(16 * rank, 1 + rank, word, tl.constexpr(2))),
+            "inbox": Lamport(16 * rank, 1 + rank, word, word),
+            "routes": Routes(table, rank, 31 - rank),
+            "straight": word,
+            "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
+            **{name: 8 for name in kernel.arg_names if name.isupper()},
+        }
+        _, specialization, _ = bind(**{name: known.get(name, rank) for name in kernel.arg_names}, debug=False)
+        forms.add(str(specialization))
+    return len(forms)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the kernels of the sparse all-reduce: those that match indices, and its own."""
+
+from __future__ import annotations
+
+import re
+
+import triton.language as tl
+from compiling import compile_for, resources, tuples
+
+from tdcoll.collectives.index_match import kernels as index_match
+from tdcoll.collectives.sparse_all_reduce import (
+    kernels_lists,
+    kernels_merge,
+    kernels_nodes,
+    kernels_reduce,
+    kernels_values,
+)
+from tdcoll.language.jit import needs_nvshmem
+from tdcoll.primitives import reduce
+from tdcoll.primitives.group import Nodes
+
+INDEX_MATCH = {  # constants, as op.py has them
+    "clear": {"BLOCK": 4096},
+    "mark": {"BLOCK": 1024},
+    "unite": {"BLOCK": 512},
+    "number": {"BLOCK": 512, "TOTALS": 1024},
+    "find_leaders": {"BLOCK": 512},
+    "number_leaders": {"BLOCK": 512, "TOTALS": 1024},
+    "place_leaders": {"BLOCK": 512},
+    "emit_match": {"BLOCK": 256, "SEARCH": False},
+    "emit_match, search": {"BLOCK": 256, "SEARCH": True},
+    "pack_list": {"BLOCK": 256},
+    "invert_indices": {"BLOCK": 256},
+}
+INDEX_MATCH_TYPES = {
+    **dict.fromkeys(("lists", "entries", "status", "union", "target", "source", "local", "ids", "out"), "*i64"),
+    **dict.fromkeys(("totals", "leaders", "positions", "contributors"), "*i32"),
+}
+
+
+def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> dict[str, object]:
+    kernel = getattr(index_match, name.split(",")[0])
+    declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
+    ptx = compile_for(kernel, arch, constants, INDEX_MATCH_TYPES).asm["ptx"]
+    return {
+        "kernel": name,
+        "arch": arch,
+        "needs": needs_nvshmem(kernel),
+        "wide": sorted(name for name, kind in declared.items() if kind == "i64"),
+        "popcounts": ptx.count("popc.b"),
+        "or64": len(re.findall(r"(?:atom|red)\.global\S*\.or\.b64", ptx)),
+        **resources(ptx, arch),
+    }
+
+
+_SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
+_ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
+SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
+    ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
+    ("reduce", {**_SUM, "search": True, "ALIGNED": False, "ROWS": 32, "WIDE": 32, "WAITED": 8}, "*fp64", (90,)),
+    ("reduce_nodes", {**_SUM, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("reduce_nodes_of_single", {**_SUM, "WIDE": 1, "WAITED": 8}, "*fp16", (90,)),
+    ("forward", {"WAITED": 8}, "*fp32", (90,)),
+    ("meet", {"WAITED": 8}, "*fp32", (90,)),
+    ("meet_nodes", {"WAITED": 8}, "*fp32", (90,)),
+    ("plan", {"REPEATED": True, "BLOCK": 256}, "*fp32", (90,)),
+    ("combine", {**_ROW, "ALL": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("sum_pieces", {"ACC": tl.float32, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
+    ("sum_partial", {"ACC": tl.float32, "ALIGNED": True, "WIDE": 2048}, "*bf16", (90,)),
+    (
+        "merge",
+        {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
+        "*fp16",
+        (90, 100),
+    ),
+    ("pad", {"ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
+    ("count_first", {"BLOCK": 1024}, "*fp32", (90,)),
+    ("write_list", {"BLOCK": 1024}, "*fp32", (90,)),
+    ("copy_list", {"BLOCK": 1024}, "*fp32", (90,)),
+]
+SPARSE_KERNELS = {
+    name: kernel
+    for module in (kernels_lists, kernels_values, kernels_reduce, kernels_nodes, kernels_merge)
+    for name, kernel in vars(module).items()
+    if name in module.__all__
+}
+SPARSE_TYPES = {
+    **dict.fromkeys(("ids", "begins", "order", "count", "indices", "remembered"), "*i64"),
+    "totals": "*i32",
+    "partial": "*fp32",
+    "g": tuples()["g"],
+    "memory": kernels_lists.Memory("*i64", "*i64", "*i32", "*i32", "*i32"),
+    "nodes": Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
+}
+
+
+def index_of_all(search: bool) -> kernels_lists.Index:
+    return kernels_lists.Index("*i64", "*i64", "*i64", "*i64", "i64", "i32", "i32", "i32", search)
+
+
+def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str) -> dict[str, object]:
+    kernel = SPARSE_KERNELS[name]
+    constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
+    search = bool(constants.pop("search", False))
+    types = SPARSE_TYPES | dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
+    ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED"))).asm["ptx"]
+    return {
+        "kernel": name,
+        "arch": arch,
+        "rows": rows,
+        "search": search,
+        "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
+        "aligned": bool(constants.get("ALIGNED")),
+        "needs": needs_nvshmem(kernel),
+        "globaltimer": ptx.count("%globaltimer"),
+        "release_sys": ptx.count("st.release.sys"),
+        "nan_max": ptx.count("max.NaN.f32"),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
+        "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
+        **resources(ptx, arch),
+    }

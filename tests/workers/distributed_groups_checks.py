@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups of backend "tdcoll", on every rank of a job: what they have, and how their calls run beside others.
+
+They have options, contexts and an inner group. Their calls run as works, on streams and in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, join, same, served, single, sparse
+from harness import check, device, everyone, expect, expect_raises, rank, run, shared, world
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.distributed import BackendTimeout, Options, TdcollProcessGroup, explain
+from tdcoll.work import as_backend_error
+
+LINES: list[str] = []
+
+
+class Remember(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        LINES.append(record.getMessage())
+
+
+# ---------------------------------------------------------------------- works, groups
+
+
+@check
+def works() -> None:
+    tensor = data(rank(), 3)
+    out = torch.empty(world() * 3, device=device())
+    if rank() == 0:
+        time.sleep(0.3)
+    work = single(out, tensor, async_op=True)
+    then = work.get_future().then(lambda done: done.value()[0].sum())
+    expect(work.wait() is True, "wait returns True")
+    wanted = torch.cat([data(r, 3) for r in everyone()])
+    same(work.result()[0], wanted, "result")
+    same(then.wait(), wanted.sum(), "a future's callback")
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    expect(work.is_completed() and work.is_success() and work.exception() is None, "complete")
+
+    # Asynchronous: what is issued in between is not held up, or this would never end. (The first message between two
+    # ranks is sent before: for that NCCL makes a communicator, which waits for all that the GPU is doing.)
+    where = torch.device("cpu") if shared() else device()  # gloo, which then serves CUDA tensors, cannot send them
+    peer_out = torch.empty(1, device=where)
+    if rank() == 0:
+        dist.send(torch.ones(1, device=where), 1)
+    elif rank() == 1:
+        dist.recv(peer_out, 0)
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    if rank() == 0:
+        work = single(out, tensor, async_op=True)
+        dist.send(torch.ones(1, device=where), 1)
+        work.wait()
+    else:
+        if rank() == 1:
+            dist.recv(peer_out, 0)
+        single(out, tensor)
+    same(out, wanted, "around a send")
+
+    if device().type == "cpu":
+        if rank() == 0:
+            time.sleep(0.5)
+        late = dist.barrier(async_op=True)
+        if rank() != 0:
+            expect(not late.is_completed(), "a barrier before all ranks are there is not complete")
+            expect_raises(dist.DistBackendError, lambda: late.wait(timedelta(milliseconds=20)), "0.02 s")
+        late.wait()
+    expect(issubclass(BackendTimeout, (dist.DistBackendError,)), "a timeout is torch.distributed's error as well")
+    kept = ValueError("x")
+    expect(as_backend_error(kept) is kept, "other errors stay what they are")
+
+
+@check
+def subgroups() -> str | None:
+    last = world() - 1
+    pair = dist.new_group([0, last])
+    if rank() in (0, last):
+        out = torch.empty(8, device=device())
+        single(out, data(rank(), 4), group=pair)
+        same(out, torch.cat([data(0, 4), data(last, 4)]), "pair")
+        tensor = sparse(rank())
+        dist.all_reduce(tensor, group=pair)
+        same(tensor.to_dense(), sparse(0).to_dense() + sparse(last).to_dense(), "sparse in a pair")
+        dist.barrier(pair)
+        expect(served("all_gather", pair) == served("barrier", pair) == 1, explain(pair))
+        dist.destroy_process_group(pair)
+    mixed = dist.new_group(backend=f"cpu:gloo,{device().type}:tdcoll" if device().type == "cuda" else "cpu:tdcoll")
+    expect(isinstance(mixed, TdcollProcessGroup), f"{mixed}")
+    single(torch.empty(world(), device=device()), data(rank(), 1), group=mixed)
+    expect(served("all_gather", mixed) == 1, explain(mixed))
+    dist.destroy_process_group(mixed)
+    alone = dist.new_group([rank()], use_local_synchronization=True)
+    mine = sparse(rank())
+    dist.all_reduce(mine, group=alone)
+    same(mine.to_dense(), sparse(rank()).to_dense(), "alone")
+    reverse = dist.group.WORLD.split_group(list(everyone())[::-1], group_name="reverse")
+    gathered = torch.empty(world(), device=device())
+    reverse.all_gather_single(gathered, data(rank(), 1)).wait()
+    same(gathered, torch.cat([data(r, 1) for r in reversed(everyone())]), "split, in another order")
+    expect(dist.group.WORLD.split_group([(rank() + 1) % world()], group_name=f"not {rank()}") is None, "not in it")
+    reverse.shutdown()
+    if shared():
+        return "without DeviceMesh, which deals out the GPUs of a host to as many ranks"
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh(device().type, (world(),))
+    before = served("all_gather")
+    whole = DTensor.from_local(data(rank(), 4), mesh, [Shard(0)]).full_tensor()
+    same(whole, torch.cat([data(r, 4) for r in everyone()]), "DTensor on a DeviceMesh")
+    expect(served("all_gather") > before, "a mesh of all ranks uses the default group")
+    return None
+
+
+@check
+def inner_collectives() -> None:
+    """Nothing that worked stops working."""
+    total = torch.full((3,), float(rank()), device=device())
+    dist.all_reduce(total)
+    same(total, torch.full((3,), float(sum(everyone())), device=device()), "all_reduce")
+    work = dist.all_reduce(total, dist.ReduceOp.MAX, async_op=True)
+    work.wait()
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    expect(work.is_completed(), "complete")
+    tensor = data(rank(), 4)
+    dist.broadcast(tensor, 1)
+    same(tensor, data(1, 4), "broadcast")
+    objects: list[object] = [None] * world()
+    dist.all_gather_object(objects, {"rank": rank()})
+    expect(objects == [{"rank": r} for r in everyone()], f"{objects}")
+    pieces = [torch.empty(4, device=device()) for _ in everyone()] if rank() == 0 else None
+    dist.gather(data(rank(), 4), pieces)
+    if pieces is not None:
+        same(pieces[-1], data(world() - 1, 4), "gather")
+    dist.reduce(total, 0)
+    back = torch.empty(4, device=device())
+    dist.scatter(back, [data(r, 4) for r in everyone()] if rank() == 0 else None)
+    same(back, data(rank(), 4), "scatter")
+    swapped = torch.empty(world(), device=device())
+    dist.all_to_all_single(swapped, data(rank(), world()))
+    same(swapped, torch.stack([data(r, world())[rank()] for r in everyone()]), "all_to_all_single")
+    options = dist.BarrierOptions()  # dist.barrier(timeout=...) of newer PyTorch
+    options.timeout = timedelta(seconds=20)
+    dist.group.WORLD.barrier(options).wait()
+    expect("a timeout of its own" in by_inner("barrier"), explain())
+    expect(dist.get_backend() == "tdcoll", dist.get_backend())
+
+
+@check
+def options_and_words() -> None:
+    before = len(LINES)
+    group = dist.new_group(pg_options=Options(serves="none"))
+    out = torch.empty(world() * 2, device=device())
+    for _ in range(3):
+        single(out, data(rank(), 2), group=group)
+        tensor = sparse(rank())
+        dist.all_reduce(tensor, group=group)
+    same(out, torch.cat([data(r, 2) for r in everyone()]), "inner all_gather")
+    same(tensor.to_dense(), dense_sum(), "inner sparse all_reduce")
+    mean = sparse(rank())
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
+    expect(torch.allclose(mean.to_dense() * world(), dense_sum()), "inner sparse average")
+    dist.barrier(group)
+    expect(not any(served(kind, group) for kind in ("all_gather", "sparse_all_reduce", "barrier")), explain(group))
+    text = explain(group)
+    for kind in ("all_gather", "sparse_all_reduce", "barrier"):
+        expect(f"  {kind}: inner group; told to serve nothing" in text, text)
+    if rank() == 0:
+        lines = [line for line in LINES[before:] if f"of group {group.group_name} " in line]
+        kinds = 3 if device().type == "cpu" else 1  # what NCCL has itself does not pass tdcoll
+        by = [line for line in lines if "is served by gloo" in line or "is served by nccl" in line]
+        expect(by == lines and len(lines) == kinds, f"one line per kind that passes tdcoll: {lines}")
+    some = dist.new_group(pg_options=Options(serves="barrier"))
+    single(out, data(rank(), 2), group=some)
+    dist.barrier(some)
+    expect((served("all_gather", some), served("barrier", some)) == (0, 1), explain(some))
+    expect("  all_gather: inner group; told to serve barrier" in explain(some), explain(some))
+    dist.destroy_process_group(some)
+    expect("  all_gather: tdcoll" in explain() and "  everything else: inner group" in explain(), explain())
+    plain = dist.new_group(backend="gloo")
+    expect("tdcoll serves none" in explain(plain), explain(plain))
+    expect_raises(
+        tdcoll.RankMismatchError,
+        lambda: dist.new_group(pg_options=Options(serves="all" if rank() else "none")),
+        "they differ in serves (rank 0: (), rank 1: (",
+    )
+    expect_raises(
+        tdcoll.RankMismatchError,
+        lambda: dist.new_group(pg_options=Options(heap_bytes=(8 + rank()) << 20)),
+        "heap_bytes",
+    )
+    expect_raises(TypeError, lambda: dist.new_group(pg_options={"serves": "all"}), "pg_options")
+
+
+# ---------------------------------------------------------------------- contexts
+
+
+@check
+def growth() -> None:
+    """Contexts become as large as is asked for; beyond the limit the inner group serves."""
+    group = dist.new_group(pg_options=Options(max_bytes_per_rank=3000))
+    for count in (100, 700):
+        out = torch.empty(world() * count, device=device())
+        single(out, data(rank(), count), group=group)
+        same(out, torch.cat([data(r, count) for r in everyone()]), f"{count}")
+    out = torch.empty(world() * 800, device=device())
+    single(out, data(rank(), 800), group=group)
+    same(out, torch.cat([data(r, 800) for r in everyone()]), "800, by the inner group")
+    expect((served("all_gather", group), by_inner("all_gather", group)) == (2, {"more than 3000 bytes per rank": 1}),
+           explain(group))  # fmt: skip
+    for rows, dim in ((10, 1), (600, 1), (600, 5)):
+        indices = (torch.arange(rows, device=device()) + rank() * rows)[None]
+        tensor = torch.sparse_coo_tensor(indices, data(rank(), rows * dim).view(rows, dim), (5000, dim))
+        wanted = torch.zeros(5000, dim, device=device())
+        for r in everyone():
+            wanted[r * rows : (r + 1) * rows] = data(r, rows * dim).view(rows, dim)
+        dist.all_reduce(tensor, group=group)
+        same(tensor.to_dense(), wanted, f"{rows} rows of {dim}")
+    expect(served("sparse_all_reduce", group) == 3, explain(group))
+    dist.destroy_process_group(group)
+
+
+@check
+def programs_of_all_contexts_fit() -> None:
+    """A group for whose contexts nothing is left is served by the inner group; what is closed is free again."""
+    job, groups = runtime.current(), []
+    before = job.programs_taken
+    while not groups or served("all_gather", groups[-1]):
+        groups.append(dist.new_group())
+        out = torch.empty(world(), device=device())
+        single(out, data(rank(), 1), group=groups[-1])
+        same(out, torch.cat([data(r, 1) for r in everyone()]), f"group {len(groups)}")
+        expect(len(groups) < 100, "there is no end of programs")
+    expect(len(groups) > 1, "no group found any")
+    expect(any("other contexts have left" in why for why in by_inner("all_gather", groups[-1])), explain(groups[-1]))
+    for group in groups:
+        dist.destroy_process_group(group)
+    expect(job.programs_taken == before, f"{job.programs_taken} are taken, {before} were")
+
+
+# ---------------------------------------------------------------------- GPUs
+
+
+def sums(owners: range, count: int, call: int) -> torch.Tensor:
+    return sum(data(r, count, call=call) for r in owners)
+
+
+@check(gpu_only=True)
+def streams() -> None:
+    """A call waits for the current stream, and wait() makes the current stream wait for it."""
+    side = torch.cuda.Stream()
+    n = 1 << 16
+    before = [served(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+    for stream in (torch.cuda.current_stream(), side):
+        with torch.cuda.stream(stream):
+            for asynchronous in (False, True, True):  # the second asynchronous one goes the short way
+                tensor = torch.zeros(n, device=device())
+                out, part = torch.empty(world() * n, device=device()), torch.empty(n, device=device())
+                whole = torch.zeros(world() * n, device=device())
+                torch.cuda._sleep(20_000_000)
+                tensor.fill_(rank() + 1)
+                whole.fill_(rank() + 1)
+                works = [
+                    single(out, tensor, async_op=asynchronous),
+                    SINGLE_SCATTER(part, whole, async_op=asynchronous),
+                    dist.all_reduce(whole, async_op=asynchronous) if not asynchronous else None,
+                ]
+                if asynchronous:
+                    works[1].wait()
+                    works[2] = dist.all_reduce(whole, async_op=True)
+                    works[0].wait(), works[2].wait()
+                total = sum(r + 1 for r in everyone())
+                expect(int(out.double().sum()) == total * n, f"all_gather, {asynchronous}")
+                expect(bool((part == total).all()), f"reduce_scatter, {asynchronous}")
+                expect(bool((whole == total).all()), f"all_reduce, {asynchronous}")
+    torch.cuda.synchronize()
+    now = [served(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+    expect([b - a for a, b in zip(before, now, strict=True)] == [6, 6, 6], explain())
+
+
+@check(gpu_only=True)
+def kinds_at_once() -> None:
+    """All-gathers on one stream and reduce-scatters on another, which ranks begin in different orders, beside
+    matmuls that fill the GPU: they end, and are right."""
+    n, calls = 1 << 18, 40
+    gathering, scattering = torch.cuda.Stream(), torch.cuda.Stream()
+    own = [data(rank(), n, call=call) for call in range(2)]
+    whole = [data(rank(), world() * n, call=call) for call in range(2)]
+    outs = [torch.empty(world() * n, device=device()) for _ in range(2)]
+    parts = [torch.empty(n, device=device()) for _ in range(2)]
+    matrix = torch.randn(2048, 2048, device=device())
+    single(outs[0], own[0])  # first calls make contexts, in one order
+    SINGLE_SCATTER(parts[0], whole[0])
+    matrix = (matrix @ matrix).clamp(-1, 1)  # CUDA may load a kernel only when the GPU is idle: not among the calls
+    torch.cuda.synchronize()
+    for call in range(calls):
+
+        def gather(call: int = call) -> None:
+            with torch.cuda.stream(gathering):
+                single(outs[call % 2], own[call % 2])
+
+        def scatter(call: int = call) -> None:
+            with torch.cuda.stream(scattering):
+                SINGLE_SCATTER(parts[call % 2], whole[call % 2])
+
+        for make in (gather, scatter) if (rank() + call) % 2 else (scatter, gather):
+            make()
+            matrix = (matrix @ matrix).clamp(-1, 1)
+    torch.cuda.synchronize()
+    for call in range(2):
+        same(outs[call], torch.cat([data(r, n, call=call) for r in everyone()]), f"gathered {call}")
+        same(parts[call], sums(everyone(), world() * n, call).view(world(), n)[rank()], f"scattered {call}")
+
+
+@check(gpu_only=True)
+def works_that_nobody_waits_for() -> None:
+    """Their tensors are not used anew before the call has read them."""
+    wanted = sum(r + 1 for r in everyone())
+    results = []
+    for _ in range(20):
+        tensor = torch.full((1 << 20,), float(rank() + 1), device=device())
+        work = dist.all_reduce(tensor, async_op=True)
+        results.append((work.get_future(), tensor))
+        gone = torch.full((1 << 20,), float(rank() + 1), device=device())
+        dist.all_reduce(gone, async_op=True)
+        del work, gone
+        torch.full((1 << 20,), -5.0, device=device())  # would take its memory
+    for future, tensor in results:
+        future.wait()
+        expect(bool((tensor == wanted).all()), f"{tensor[:4]}")
+
+
+@check(gpu_only=True)
+def graphs() -> None:
+    tensor, out = torch.empty(256, device=device()), torch.empty(world() * 256, device=device())
+    whole, part = torch.empty(world() * 256, device=device()), torch.empty(256, device=device())
+    reduced_ = torch.empty(256, device=device())
+
+    def calls() -> None:
+        single(out, tensor)
+        SINGLE_SCATTER(part, whole)
+        reduced_.copy_(tensor)
+        dist.all_reduce(reduced_)
+
+    tensor.zero_(), whole.zero_()
+    calls()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            calls()
+    for call in range(5):
+        tensor.copy_(data(rank(), 256, call=call))
+        whole.copy_(data(rank(), world() * 256, call=call))
+        graph.replay()
+        same(out, torch.cat([data(r, 256, call=call) for r in everyone()]), f"replay {call}")
+        same(part, sums(everyone(), world() * 256, call).view(world(), 256)[rank()], f"scattered, replay {call}")
+        same(reduced_, sums(everyone(), 256, call), f"reduced, replay {call}")
+
+
+def again() -> None:
+    """Everything can be left, and joined once more."""
+    dist.destroy_process_group()
+    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60), pg_options=Options(heap_bytes=32 << 20))
+    out = torch.empty(world(), device=device())
+    single(out, data(rank(), 1))
+    same(out, torch.cat([data(r, 1) for r in everyone()]), "after joining again")
+    expect(tdcoll.heap_info().total == 32 << 20, "heap_bytes")
+    dist.destroy_process_group()
+    expect(not tdcoll.is_initialized(), "destroy_process_group leaves the job")
+
+
+if __name__ == "__main__":
+    logging.getLogger("tdcoll").addHandler(Remember())
+    logging.getLogger("tdcoll").setLevel(logging.INFO)
+    join()
+    run()
+    again()

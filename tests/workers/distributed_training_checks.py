@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse gradients in training, with DDP on backend "tdcoll", the hook and the reducer, on every rank of a job."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from backend_job import join, same, served, single
+from harness import check, device, everyone, expect, expect_raises, rank, run, shared, world
+from torch import nn
+
+from tdcoll import runtime
+from tdcoll.distributed import SparseGradientReducer, clip_grad_norm_, explain, sparse_hook
+
+DDP = nn.parallel.DistributedDataParallel
+
+
+class Model(nn.Module):
+    """Tables and a dense layer, of small integers: sums are exact in any order."""
+
+    def __init__(self, sparse_tables: bool, tables: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tables = nn.ModuleList(nn.Embedding(16, 4, sparse=sparse_tables) for _ in range(tables))
+        self.dense = nn.Linear(4, 2)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-3, 4, parameter.shape))
+        self.to(device())
+
+    def forward(self, lookups: dict[int, torch.Tensor]) -> torch.Tensor:
+        rows = [self.tables[table](ids).sum(0) for table, ids in lookups.items()]
+        return self.dense(sum(rows, torch.zeros(4, device=device())))
+
+
+def lookups(step: int, tables: int = 1) -> dict[int, torch.Tensor]:
+    ids = (torch.arange(5, device=device()) * (rank() + 1) + step) % 16
+    return {table: (ids + table) % 16 for table in range(tables)}
+
+
+def train(model: nn.Module, batches: list[dict[int, torch.Tensor]], finish=lambda: None) -> list[torch.Tensor]:
+    """The weights afterwards; exact in fp32 for a few steps, since world and learning rate are such."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches:
+        optimizer.zero_grad()
+        (model(batch).sum() * world()).backward()
+        finish()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def dense_run(batches: list[dict[int, torch.Tensor]], tables: int = 1) -> list[torch.Tensor]:
+    return train(DDP(Model(False, tables), find_unused_parameters=True), batches)
+
+
+def equal(got: list[torch.Tensor], wanted: list[torch.Tensor], what: str) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        same(one, other, what)
+
+
+@check
+def ddp_with_the_backend() -> None:
+    batches = [lookups(step, 2) for step in range(3)]
+    before = served("sparse_all_reduce")
+    equal(train(DDP(Model(True, 2)), batches), dense_run(batches, 2), "DDP")
+    expect(served("sparse_all_reduce") - before == 6, explain())
+
+    accumulated = []
+    for sparse_tables in (True, False):
+        model = DDP(Model(sparse_tables))
+        with model.no_sync():
+            model(lookups(0)).sum().backward()
+        model(lookups(1)).sum().backward()
+        accumulated.append([parameter.grad.to_dense() for parameter in model.parameters()])
+    equal(*accumulated, "no_sync")
+
+
+@check
+def clipped_gradients() -> None:
+    """The norm of a model with sparse tables is that of the dense one, with the same bits on all ranks."""
+    norms = []
+    for sparse_tables in (True, False):
+        model = DDP(Model(sparse_tables, 2))
+        (model(lookups(0, 2)).sum() * world()).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 0.5))
+        if sparse_tables:
+            grads = [parameter.grad for parameter in model.parameters()]
+            expect(sum(grad.is_sparse for grad in grads) == 2, "two tables have sparse gradients")
+    torch.testing.assert_close(*norms)
+    for grad, parameter in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(grad.to_dense(), parameter.grad)
+    everywhere = torch.empty(world(), device=device())
+    single(everywhere, norms[0].view(1))
+    same(everywhere, norms[0].expand(world()).contiguous(), "on all ranks")
+
+
+@check
+def ddp_hook_with_another_backend() -> None:
+    group = dist.new_group(backend="gloo" if device().type == "cpu" or shared() else "cpu:gloo,cuda:nccl")
+    batches = [lookups(step, 2) for step in range(3)]
+    model = DDP(Model(True, 2), process_group=group)
+    model.register_comm_hook(group, sparse_hook)
+    equal(train(model, batches), dense_run(batches, 2), "sparse_hook")
+    context = runtime.current().contexts["tdcoll.distributed", tuple(everyone())].context
+    expect(context.calls == 6, f"{context.calls} calls were tdcoll's")
+
+
+@check
+def reducer() -> None:
+    """Tables that a rank does not use, that nobody uses, and ranks without rows."""
+    batches = [lookups(step, 3) for step in range(4)]
+    for table in (0, 1):
+        if rank() == table:
+            del batches[1][table]
+    del batches[2][1]
+    batches[3] = {0: batches[3][0]} if rank() == world() - 1 else {}
+    model = Model(True, 3)
+    if rank() != 0:
+        with torch.no_grad():
+            model.tables[0].weight.zero_()  # it is rank 0's weights that count
+    sums = SparseGradientReducer(model, rows_per_rank=2)
+    got = train(DDP(model, find_unused_parameters=True), batches, sums.finish)
+    equal(got, dense_run(batches, 3), "reducer")
+    grads = [table.weight.grad is None for table in model.tables]
+    expect(grads == [False, True, True], f"a table that nobody used has no gradient: {grads}")
+    sums.close()
+
+
+@check
+def reducer_accumulates_and_scales() -> None:
+    wanted = None
+    for sparse_tables in (False, True):
+        model = Model(sparse_tables, 2)
+        model.tables[1].weight = model.tables[0].weight  # shared
+        sums = SparseGradientReducer(model) if sparse_tables else None
+        ddp = DDP(model)
+        scaler = torch.amp.GradScaler(device().type, init_scale=8.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(2):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                if sums is None:
+                    scaler.scale(ddp(lookups(step, 2)).sum() * world()).backward()
+                else:
+                    with sums.no_sync():
+                        scaler.scale(ddp(lookups(step, 2)).sum() * world()).backward()
+            scaler.scale(ddp(lookups(step + 5, 2)).sum() * world()).backward()
+            if sums is not None:
+                sums.finish()
+            scaler.step(optimizer)
+            scaler.update()
+        got = [parameter.detach().clone() for parameter in model.parameters()]
+        if wanted is None:
+            wanted = got
+        else:
+            equal(got, wanted, "accumulated, shared and scaled")
+            expect(len(got) == 3, "one shared table")
+            found_inf = model.tables[0].weight.grad
+            found_inf._values()[0, 0] = float("inf") if rank() == 1 else 1.0
+            sums.finish()
+            expect(not torch.isfinite(model.tables[0].weight.grad._values()).all(), "infinity reaches all ranks")
+
+
+@check
+def reducer_with_frozen_tables() -> None:
+    """Frozen when the reducer is made, later, on one rank only, and no longer."""
+    tables = nn.ModuleList(nn.Embedding(16, 4, sparse=True) for _ in range(3)).to(device())
+    frozen = [[everyone(), [], [0]], [[], everyone(), []], [[0], [1], everyone()], [[], [], []]]
+
+    def freeze(step: int) -> None:
+        for table, where in zip(tables, frozen[step], strict=True):
+            table.weight.requires_grad_(rank() not in where)
+
+    freeze(0)
+    sums = SparseGradientReducer(tables)
+    for step in range(len(frozen)):
+        freeze(step)
+        for table in tables:
+            table.weight.grad = None
+        ids = {r: (torch.arange(5, device=device()) * (r + 1) + step) % 16 for r in everyone()}
+        (sum(table(ids[rank()]).sum() for table in tables) * world()).backward()
+        sums.finish()
+        for table, where in zip(tables, frozen[step], strict=True):
+            counts = torch.zeros(16, device=device())
+            for r in everyone():
+                if r not in where:
+                    counts += torch.bincount(ids[r], minlength=16)
+            grad = table.weight.grad
+            if rank() in where:
+                expect(grad is None, f"step {step}: a frozen table has a gradient")
+            else:
+                same(grad.to_dense(), counts.unsqueeze(1).expand(16, 4).contiguous(), f"step {step}")
+    sums.close()
+
+
+@check
+def reducer_says_what_is_wrong() -> None:
+    model = Model(True)
+    model.tables[0].weight.requires_grad_(False)
+    sums = SparseGradientReducer(model)
+    model.tables[0].weight.requires_grad_(True)
+    expect_raises(ValueError, lambda: SparseGradientReducer(model), "tables.0.weight has a reducer already", "close()")
+    model(lookups(0)).sum().backward()
+    expect_raises(RuntimeError, lambda: model(lookups(0)).sum().backward(), "second backward", "tables.0.weight")
+    sums.finish()
+    with sums.no_sync():
+        expect_raises(RuntimeError, sums.finish, "no_sync")
+    sums.close()
+    expect_raises(ValueError, lambda: SparseGradientReducer(Model(False)), "sparse=True")
+    tied = Model(True)
+    sums = SparseGradientReducer(tied)
+    loss = tied(lookups(0)).sum() + tied.tables[0].weight.sum()
+    expect_raises(TypeError, loss.backward, "tables.0.weight", "dense gradient")
+    sums.close()
+    wrapped = DDP(Model(True, 2))
+    for late in (wrapped, wrapped.module, nn.Sequential(wrapped)):
+        expect_raises(
+            ValueError,
+            lambda late=late: SparseGradientReducer(late),
+            "DistributedDataParallel has", "tables.0.weight", "tables.1.weight", "reducer of the model first",
+        )  # fmt: skip
+    model = wrapped.module
+    del wrapped, late
+    sums = SparseGradientReducer(model)
+    kept = DDP(model)
+    sums.close()
+    again = SparseGradientReducer(model)  # the wrapper leaves them alone already
+    again.close()
+    del kept
+
+
+if __name__ == "__main__":
+    join()
+    run()
+    dist.destroy_process_group()

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts of the sparse all-reduce, on every rank of a job: their memory, and what they say when a call is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import all_agree, check, device, everyone, expect, expect_raises, patience_s, rank, run, simulated, world
+from sparse_parts import Part, call, compare, compare_rows, part, parts, reduced
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
+
+# ---------------------------------------------------------------------- memory
+
+
+@check
+def sparse_memory() -> None:
+    """Little symmetric memory beyond the rows, and all of it is given back, after growing as well."""
+    before = tdcoll.heap_info()
+    rows, row_bytes = 500, 1024
+    with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=row_bytes) as ctx:
+        used = tdcoll.heap_info().used - before.used
+        expect(used <= symmetric_bytes(world(), rows, row_bytes), f"{used} bytes of symmetric memory")
+        expect(used <= 1.05 * (rows + ctx.max_union_rows) * row_bytes, f"{used} bytes of symmetric memory")
+    with tdcoll.SparseContext(max_rows_per_rank=2, max_row_bytes=4, max_union_rows=2, grow=True) as ctx:
+        kept = []
+        for number, (count, shape) in enumerate(((1, (1,)), (9, (1,)), (3, (6,)), (30, (6,)), (2, (2,)))):
+            every = [part(r, number, count if r == 0 else 1, 99, shape) for r in everyone()]
+            kept.append((tdcoll.sparse_all_reduce(every[rank()].sparse(99), ctx), every))
+        for got, every in kept:
+            compare(got, every, what="grown")
+        used = tdcoll.heap_info().used - before.used
+        facts = (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
+        expect(used <= symmetric_bytes(world(), *facts), "what was outgrown is given back")
+    expect(tdcoll.heap_info() == before, "close() gives everything back")
+
+
+@check
+def sparse_without_context() -> None:
+    contexts = runtime.current().contexts
+    for number, (count, shape) in enumerate(((5, (2,)), (3, ()), (400, (2,)), (2, (40,)))):
+        every = [part(r, number, count if r == world() - 1 else 2, 900, shape) for r in everyone()]
+        call(None, every, 900)
+        mine = every[rank()]
+        found, rows = tdcoll.sparse_all_reduce_rows(mine.ids, mine.values, 900)
+        compare_rows(found, rows, *reduced(every), "rows without a context")
+    expect(sum("sparse" in key for key in contexts) == 1, f"{list(contexts)}")
+
+
+@check
+def sparse_views() -> None:
+    """copy=False is symmetric memory until the next call; debug mode says so."""
+    heap = runtime.current().heap
+    for debug in (False, True):
+        with tdcoll.SparseContext(max_rows_per_rank=16, max_row_bytes=64, debug=debug) as ctx:
+            every, later = (parts(number, 16, 30) for number in (1, 2))
+            weight = torch.nn.Parameter(torch.ones(30, 4, device=device()))
+            step = torch.optim.SGD([weight], lr=0.5)
+            weight.grad = view = tdcoll.sparse_all_reduce(every[rank()].sparse(30), ctx, algorithm="owner", copy=False)
+            inside = heap.base <= view._values().data_ptr() < heap.base + heap.nbytes
+            expect(inside, "a view of symmetric memory")
+            compare(view, every, what="view")
+            step.step()
+            ids, values = reduced(every)
+            wanted = torch.ones(30, 4, device=device()).index_add_(0, ids, -0.5 * values.float())
+            expect(torch.equal(weight.detach(), wanted), "an optimizer's step by a view")
+            kept = view.values()[1:]
+            call(ctx, later, 30, algorithm="owner")
+            if debug:
+                for use in (view.values, view.to_dense, kept.sum, step.step):
+                    expect_raises(tdcoll.ContextError, use, "copy=False was used after the next call")
+                expect(torch.equal(weight.detach(), wanted), "a refused step changes nothing")
+            else:
+                view.to_dense()
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def _goes_on(ctx: tdcoll.SparseContext) -> None:
+    for algorithm in ("owner", "auto"):
+        call(ctx, parts(9, 6, 40), 40, algorithm=algorithm)
+
+
+@check
+def sparse_errors_of_one_rank() -> None:
+    """What is wrong with the lists of the last rank is an error on all of them, and the context goes on."""
+    last = rank() == world() - 1
+    with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16 << 10) as ctx:
+        for algorithm in ("owner", "gather"):
+            many = Part(
+                torch.arange(9 if last else 3, device=device()), torch.ones(9 if last else 3, 4, device=device())
+            )
+            reduce_many = partial(tdcoll.sparse_all_reduce, many.sparse(40), ctx, algorithm=algorithm)
+            expect_raises(tdcoll.ContextError, reduce_many, "9 different rows", "capacity of 8", "max_rows_per_rank=9")
+            _goes_on(ctx)
+            for ids, coalesced, text in (
+                ([3, 40], False, "must be in 0..39"),
+                ([-1, 3], False, "must be in 0..39"),
+                ([9, 3], True, "not ascending"),
+                ([3, 3], True, "not different"),
+            ):
+                given = (torch.tensor(ids if last else [1, 2], device=device()), torch.ones(2, 4, device=device()), 40)
+                options = {"coalesced": coalesced, "algorithm": algorithm}
+                reduce_bad = partial(tdcoll.sparse_all_reduce_rows, *given, ctx, **options)
+                expect_raises(ValueError, reduce_bad, f"indices of rank {world() - 1} ", text)
+                _goes_on(ctx)
+    with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, max_union_rows=5) as ctx:
+        some = torch.arange(6, device=device())[:: 1 if last else 2]
+        large = partial(tdcoll.sparse_all_reduce_rows, some, torch.ones(len(some), 4, device=device()), 40, ctx)
+        expect_raises(tdcoll.ContextError, large, "6 different rows together", "max_union_rows=6")
+        call(ctx, [part(r, 1, 5, 5) for r in everyone()], 5)
+
+
+@check
+def sparse_ranks_that_disagree() -> str:
+    """Numbers of rows, dtypes, operations, shapes; without debug mode, too."""
+    if world() == 1:
+        return "one rank agrees with itself"
+    odd = rank() == world() - 1
+    ids, values = torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device())
+    for debug in (False, True):
+        with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16 << 10, debug=debug) as ctx:
+            for wrong in (
+                {"num_rows": 10},  # of which the union may be most: a rank that waits for the counts, and others do not
+                {"num_rows": 1 << 40},
+                {"values": values.int()},
+                {"values": values[:, :3]},
+                {"op": "max"},
+            ):
+                given: dict[str, Any] = {"indices": ids, "values": values, "num_rows": 40_000, "op": "sum"}
+                for algorithm in ("auto", "owner", "gather", "dense"):
+                    if algorithm == "dense" and "num_rows" in wrong:
+                        continue  # a table of 2**40 rows
+                    mine = given | (wrong if odd else {})
+                    reduce = partial(tdcoll.sparse_all_reduce_rows, ctx=ctx, algorithm=algorithm, **mine)
+                    expect_raises(tdcoll.RankMismatchError, reduce, "sparse_all_reduce_rows")
+                _goes_on(ctx)
+    return "5 kinds"
+
+
+@check
+def sparse_arguments() -> None:
+    part = Part(torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device()))
+    ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16)
+    reduce: Callable[..., Any] = tdcoll.sparse_all_reduce
+    rows: Callable[..., Any] = tdcoll.sparse_all_reduce_rows
+    expect_raises(ValueError, lambda: reduce(part.values, ctx), "tensor", "torch.sparse_coo", "strided")
+    expect_raises(TypeError, lambda: reduce(part.sparse(9).bool(), ctx), "tensor", "torch.bool")
+    expect_raises(ValueError, lambda: reduce(part.sparse(9).int(), ctx, "mean"), "mean", "torch.int32")
+    expect_raises(ValueError, lambda: reduce(part.sparse(9), ctx, "avg"), "op", "avg")
+    expect_raises(ValueError, lambda: reduce(part.sparse(9), ctx, algorithm="ring"), "algorithm", "ring")
+    expect_raises(TypeError, lambda: reduce(part.sparse(9), dist.group.WORLD), "ctx", "ProcessGroup")
+    expect_raises(ValueError, lambda: rows(part.ids.int(), part.values, 9, ctx), "indices", "int64", "int32")
+    expect_raises(ValueError, lambda: rows(part.ids, part.values[:1], 9, ctx), "values", "2", "[1, 4]")
+    expect_raises(TypeError, lambda: rows(part.ids, part.values, 9.0, ctx), "num_rows", "9.0")
+    expect_raises(tdcoll.ContextError, lambda: rows(part.ids, part.values.double(), 9, ctx), "32 bytes", "16")
+    if not simulated():
+        expect_raises(ValueError, lambda: reduce(part.sparse(9).cpu(), ctx), "tensor", "cuda", "cpu")
+        expect_raises(ValueError, lambda: rows(part.ids.cpu(), part.values, 9, ctx), "indices", "cuda", "cpu")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx), "stream")
+    call(ctx, [part] * world(), 9)
+    ctx.close()
+    expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx), "closed")
+
+
+@check(gpu_only=True)
+def sparse_capture_errors() -> None:
+    mine = Part(torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device()))
+    ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64, grow=True)
+    padded: Callable[..., Any] = tdcoll.sparse_all_reduce_padded
+    counted = torch.zeros((), device=device())
+    for eager in (False, True):
+        if eager:
+            call(ctx, [mine] * world(), 9)
+            padded(mine.ids, mine.values, 9, ctx)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            expect_raises(
+                tdcoll.ContextError, lambda: tdcoll.sparse_all_reduce(mine.sparse(9), ctx), "CUDA graph", "padded"
+            )
+            if not eager:
+                expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 9, ctx), "before")
+            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values.double(), 9, ctx), "before")
+            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 1 << 24, ctx), "before")
+            counted.add_(1)
+        graph.replay()
+    expect(int(counted) == 2, "a refused call must not spoil the capture")
+    call(ctx, [mine] * world(), 9)
+    many = Part(torch.arange(9, device=device()), torch.ones(9, 4, device=device()))
+    grow = partial(tdcoll.sparse_all_reduce, many.sparse(9), ctx, algorithm="owner")
+    expect_raises(tdcoll.ContextError, grow, "captured in a CUDA graph")
+    ctx.close()
+
+
+# ---------------------------------------------------------------------- a peer that is gone
+
+
+@check
+def sparse_timeout_names_the_peer() -> str:
+    """One rank does not make the second call; the others must say who. The contexts are never given back."""
+    if world() == 1:
+        return "one rank waits for nobody"
+    absent = world() - 1
+    for algorithm in ("owner", "gather"):
+        every = parts(1, 6, 20)
+        ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, timeout_s=patience_s())
+        call(ctx, every, 20, algorithm=algorithm)
+        if rank() != absent:
+            again = partial(call, ctx, every, 20, algorithm=algorithm)
+            error = expect_raises(tdcoll.CollectiveTimeout, again)
+            expect(error.peer == absent and error.rank == rank(), str(error))  # type: ignore[attr-defined]
+            expect_raises(tdcoll.CollectiveTimeout, again)
+            ctx.close()
+        all_agree(True)
+        runtime.current().failed = False  # what failed is over, and all ranks are here
+    return f"peer {absent} named"
+
+
+if __name__ == "__main__":
+    run()
