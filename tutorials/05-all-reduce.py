@@ -18,6 +18,7 @@ Run it with
 Puts, signals, slots and epochs are those of the second tutorial.
 """
 
+import os
 import statistics
 
 import torch
@@ -192,6 +193,7 @@ def torchs_one_shot(count, device):
     """Return PyTorch's all-reduce for `count` numbers, in place: they are copied to where the other ranks read them."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # some hosts say they have it, and fail
     group, shared = dist.group.WORLD.group_name, symmetric_memory.empty(count, device=device)
     symmetric_memory.rendezvous(shared, group)
     reduce = torch.ops.symm_mem.one_shot_all_reduce_copy_out
@@ -355,7 +357,7 @@ def main():
             "torch.distributed": Decoder(blocks, embedding, unfused(dist.all_reduce)),
             "tdcoll, fused": Decoder(blocks, embedding, fused(ctx)),
         }
-        if device.type == "cuda":
+        if device.type == "cuda" and topology.n_nodes == 1 and world <= torch.cuda.device_count():
             one_shot = unfused(torchs_one_shot(width, device))
             decoders["PyTorch's one-shot"] = Decoder(blocks, embedding, one_shot)
         tokens = {name: decoder.decode(1, length) for name, decoder in decoders.items()}

@@ -72,7 +72,7 @@ OPERATIONS_OF: Mapping[torch.dtype, tuple[str, ...]] = {
     dtype: _EIGHT_BITS.get(dtype) or tuple(op for op in OPERATIONS if op != "mean" or dtype.is_floating_point)
     for dtype in ACCUMULATORS
 }
-"""The names of the operations that every dtype has."""
+"""The names of the operations of each dtype."""
 
 _TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 

@@ -110,11 +110,11 @@ class Arena:
     """Free list over ``[0, nbytes)``; first fit, neighbours merged on free. Pure bookkeeping.
 
     Attributes:
-        changes: how often memory was taken or released.
+        releases: how often memory was released.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.changes = nbytes, 0
+        self.nbytes, self.releases = nbytes, 0
         self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (begin, end), sorted
         self._used: dict[int, tuple[int, tuple[int, ...]]] = {}  # offset -> (padded size, owners)
 
@@ -143,14 +143,13 @@ class Arena:
                     piece for piece in ((begin, offset), (offset + size, end)) if piece[1] > piece[0]
                 ]
                 self._used[offset] = (size, tuple(owners))
-                self.changes += 1
                 return
         raise ValueError(f"offset {offset} with {size} bytes is not free")
 
     def release(self, offset: int) -> None:
         """Free the allocation at ``offset``; raises ``KeyError`` if there is none."""
         size, _ = self._used.pop(offset)
-        self.changes += 1
+        self.releases += 1
         merged: list[tuple[int, int]] = []
         for begin, end in sorted([*self._free, (offset, offset + size)]):
             if merged and merged[-1][1] == begin:

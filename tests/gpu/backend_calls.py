@@ -6,7 +6,7 @@
 
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
 all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once served and
-once handed over. tdcoll's own are made on a context for each. Device times are of a graph of ten synchronous calls, by
+once handed over. Each of tdcoll's own has its own context. Device times are of a graph of ten synchronous calls, by
 the number of programs: they say up to which sizes tdcoll should serve (`SERVED_BYTES` in
 tdcoll/distributed/options.py). Bytes are what each rank brings to an all-gather and an all-reduce, and what it gets
 from a reduce-scatter. What is compared takes turns, five rounds; the table has the median round of the slowest rank,
@@ -41,7 +41,7 @@ Call = Callable[..., Any]
 
 
 def call_of(kind: str, nbytes: int, group: Any) -> Call:
-    """Make a call of ``nbytes``, which takes ``async_op``."""
+    """Return a function that makes a call of ``nbytes``; it takes ``async_op``."""
     world, n = dist.get_world_size(), max(1, nbytes // 2)
     device = torch.device("cuda", torch.cuda.current_device())
     if kind == "all_reduce":
@@ -150,7 +150,7 @@ def own_row() -> dict[str, Any]:
     world, n = dist.get_world_size(), 1024
     part, whole = torch.ones(n, device="cuda"), torch.ones(world * n, device="cuda")
     buffer, shared = tdcoll.zeros(world * n), tdcoll.zeros(n)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:  # maxima, since a sum in place would grow from call to call
 
         def on_a_context(call: Callable[..., torch.Tensor], tensor: torch.Tensor, **more: Any) -> Callable[[], float]:
             ctx = stack.enter_context(tdcoll.CollectiveContext(max_bytes_per_rank=4 * n))

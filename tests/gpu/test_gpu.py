@@ -182,6 +182,12 @@ def test_operators_checks(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("operators_checks.py")
 
 
+@ranks_of(4, nodes=2)
+def test_operators_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "operators_checks.py", "--emulate-nodes", "2")
+    assert set(verdicts(done)) == checks_of("operators_checks.py")
+
+
 @pytest.mark.parametrize("name", DISTRIBUTED)
 @ranks_of(2, 4, 8)
 def test_distributed_checks(launch: Launch, ranks: int, name: str) -> None:

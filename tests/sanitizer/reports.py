@@ -5,7 +5,8 @@ A report is a paragraph of lines that begin with ``=========``. It has a first l
 device (``at NAME+0x... in FILE:LINE``) and frames of the host (``Host Frame: NAME ... in MODULE``), the innermost
 first. Whose it is, the first frame of the host says that is in neither the driver nor CUDA's runtime: that module made
 the call or launched the kernel. What is in NVSHMEM's or NCCL's libraries is theirs. All else is taken for tdcoll's, and
-so is a report without frames.
+so is a report without frames. One exception: initcheck does not follow writes to the symmetric heap, neither of peers
+nor of this rank. So it is no finding if it takes a copy from there for uninitialized.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _NOT_REPORTS = re.compile(
 _BELOW = re.compile(r"^(?:libcuda|libcudart|libcuda_driver|libsanitizer|libTreeLauncher|libInterceptor)")
 """Modules that are called by whoever is meant."""
 
-_COPY = re.compile(r"^ ?Host API memory access error at host access to (?P<address>0x[0-9a-f]+) ")
+_COPY = re.compile(
+    r"^ ?Host API memory access error at host access to (?P<address>0x[0-9a-f]+) .*\n +Uninitialized access"
+)
 
 HEAP = "the symmetric heap"
 """The owner of what initcheck says of copies from the heap."""
@@ -77,7 +80,7 @@ def _owner(modules: list[str]) -> str:
 
 def _report(lines: list[str], heap: range) -> Report:
     modules, kernel, host = [], "", False
-    copy = _COPY.match(lines[0])
+    copy = _COPY.match("\n".join(lines))
     for line in lines:
         if _HOST.search(line):
             host = True

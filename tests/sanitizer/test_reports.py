@@ -112,18 +112,25 @@ def test_whose_a_report_is(text: str, found: list[tuple[str, str, str]], watched
         assert report.what.startswith(what)
 
 
-def test_copies_from_the_symmetric_heap_are_no_finding(tmp_path: Path) -> None:
-    (tmp_path / "0.log").write_text(COPY)
-    for heap, ok, summary in (
-        (None, False, "initcheck: 1 of tdcoll's"),
-        (f"{0x9027000000} {16 << 20}", True, "initcheck: nothing of tdcoll's; 1 of the symmetric heap's"),
-        (f"{0x9028000000} {16 << 20}", False, "initcheck: 1 of tdcoll's"),
-    ):
-        if heap is not None:
-            (tmp_path / "0.heap").write_text(heap)
-        verdict = sanitize.judge("initcheck", tmp_path, ranks=1, status=0)
-        assert verdict.ok == ok
-        assert verdict.line.startswith(summary)
+@pytest.mark.parametrize(
+    ("text", "heap", "ok", "summary"),
+    [
+        (COPY, None, False, "initcheck: 1 of tdcoll's"),
+        (COPY, 0x9027000000, True, "initcheck: nothing of tdcoll's; 1 of the symmetric heap's"),
+        (COPY, 0x9028000000, False, "initcheck: 1 of tdcoll's"),
+        (COPY.replace("Uninitialized", "Invalid"), 0x9027000000, False, "initcheck: 1 of tdcoll's"),
+    ],
+    ids=["a heap that is not known", "in the heap", "elsewhere", "another error"],
+)
+def test_copies_from_the_symmetric_heap_are_no_finding(
+    tmp_path: Path, text: str, heap: int | None, ok: bool, summary: str
+) -> None:
+    (tmp_path / "0.log").write_text(text)
+    if heap is not None:
+        (tmp_path / "0.heap").write_text(f"{heap} {16 << 20}")
+    verdict = sanitize.judge("initcheck", tmp_path, ranks=1, status=0)
+    assert verdict.ok == ok
+    assert verdict.line.startswith(summary)
 
 
 def test_reports_in_one_file_are_told_apart() -> None:

@@ -164,7 +164,7 @@ def larger_calls_are_several_epochs() -> None:
 
 @check(gpu_only=True)
 def large_calls_by_words_are_several_epochs() -> str:
-    """They are so without a wish, out of place and in place, in one graph with calls of one epoch."""
+    """Such calls are several epochs by default, out of place and in place, in one graph with calls of one epoch."""
     numel, room = (17 << 20) + 5, (32 << 20) // world()  # of bfloat16, three epochs of at most 16 MB
     tensors = given(5, numel, torch.bfloat16)
     mine, expected = tensors[rank()], wanted(tensors)

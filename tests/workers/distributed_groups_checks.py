@@ -303,7 +303,7 @@ def kinds_at_once() -> None:
     matrix = torch.randn(2048, 2048, device=device())
     single(outs[0], own[0])  # first calls make contexts, in one order
     SINGLE_SCATTER(parts[0], whole[0])
-    matrix = (matrix @ matrix).clamp(-1, 1)  # CUDA may load a kernel only when the GPU is idle: not among the calls
+    matrix = (matrix @ matrix).clamp(-1, 1)  # a first launch may wait until the GPU is idle: not among the calls
     torch.cuda.synchronize()
     for call in range(calls):
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import check, device, expect, expect_raises, rank, run, world
-from tensors import given, same
+from tensors import given, same_bits
 from torch import nn
 
 import tdcoll
@@ -34,12 +34,12 @@ def operators() -> None:
     for name, order in groups:
         ours = [every[r] for r in order]
         total = reduce_parts(ours, tdcoll.topology(order).nodes)
-        expect(same(tdc.all_gather(x, name), torch.cat(ours)), f"all_gather, {name!r}")
-        expect(same(tdc.all_reduce(x, "sum", name), total), f"all_reduce, {name!r}")
+        expect(same_bits(tdc.all_gather(x, name), torch.cat(ours)), f"all_gather, {name!r}")
+        expect(same_bits(tdc.all_reduce(x, "sum", name), total), f"all_reduce, {name!r}")
         mine = total[4 * order.index(rank()) :][:4]
-        expect(same(tdc.reduce_scatter(x, "sum", name), mine), f"reduce_scatter, {name!r}")
+        expect(same_bits(tdc.reduce_scatter(x, "sum", name), mine), f"reduce_scatter, {name!r}")
         normalized, new = tdc.all_reduce_rms_norm(x, residual, weight, EPS, name)
-        expect(same(new, total + residual), f"new residual, {name!r}")
+        expect(same_bits(new, total + residual), f"new residual, {name!r}")
         torch.testing.assert_close(normalized, nn.functional.rms_norm(new, (64,), weight, EPS))
     expect_raises(ValueError, lambda: tdc.all_reduce(x, "sum", "nobody"), "group must be what tdcoll.ops.group_name")
 

@@ -125,7 +125,7 @@ def counters_of_tiles() -> None:
 
 @check
 def numbers_of_8_bits() -> None:
-    """They are rounded as PyTorch rounds on CPUs. In the simulator tests of their own show it."""
+    """Numbers are rounded as PyTorch rounds on CPUs. In the simulator tests of their own show it."""
     codes = torch.arange(256).to(torch.uint8)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         got, expected = cases.decoded(codes.to(device()), dtype).cpu(), codes.view(dtype).float()

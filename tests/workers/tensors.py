@@ -14,7 +14,7 @@ def given(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.
     return values.to(dtype).to(device())
 
 
-def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Return whether two tensors have the same shape and bits."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
     return got.shape == wanted.shape and torch.equal(got.cpu().view(kind), wanted.cpu().view(kind))

@@ -3,8 +3,9 @@
 
 A call goes the long way the first time: everything is checked, a plan is made and its kernel prepared. The next call
 that differs in its addresses alone goes the short way (:meth:`Collective.at_once`), since its time is the host's: what
-the shapes decide is found in one look-up, and only what may have changed is checked again, by the same rules. The short
-way has no errors of its own. Whatever is not as it should be goes the long way, which finds out what it is.
+the shapes decide is found in one look-up, and only what may have changed is checked again, by the same rules. A tensor
+that peers reach also has to lie where one has lain before. The short way has no errors of its own. Whatever is not as
+it should be goes the long way, which finds out what it is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tdcoll.collectives._host.checks import (
     usable,
 )
 from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan, Policy
-from tdcoll.collectives._host.reach import deltas_to, place_of
+from tdcoll.collectives._host.reach import Standing, deltas_to, place_of
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError
 from tdcoll.tuning import HANDED_OVER, Section
@@ -70,6 +71,7 @@ class _Known(NamedTuple):
         shape: of the result, where the call makes it.
         part, whole: bytes of the smaller and of the larger of the two tensors.
         own: where the smaller may lie in the larger, in bytes: as this rank's segment.
+        standing: the tensors that peers may reach; None where they reach none.
     """
 
     run: Callable[[int, int, int], None]
@@ -77,6 +79,7 @@ class _Known(NamedTuple):
     part: int
     whole: int
     own: int
+    standing: Standing | None
 
 
 UNCHECKED = object()
@@ -117,7 +120,9 @@ class Collective:
 
     # ------------------------------------------------------------------ the short way
 
-    def at_once(self, tensor: Any, ctx: CollectiveContext, out: Any, wish: Hashable) -> torch.Tensor | None:
+    def at_once(
+        self, tensor: Any, ctx: CollectiveContext, out: Any, wish: Hashable, symmetric: Any = False
+    ) -> torch.Tensor | None:
         """Make a call like one that was made before, with as little on the host as will do.
 
         Everything that the long way checks is checked here or follows from the shapes and dtypes, which were found
@@ -125,6 +130,7 @@ class Collective:
 
         Args:
             wish: what was remembered for such calls besides shapes and dtypes: the algorithm, and the collective's own.
+            symmetric: as for a call, not checked yet.
 
         Returns:
             The result; None if anything is not as it should be, or not known yet, which the long way finds out and
@@ -132,18 +138,24 @@ class Collective:
         """
         if not isinstance(tensor, torch.Tensor) or not (out is None or isinstance(out, torch.Tensor)):
             return None
+        if symmetric is not False and symmetric is not True:
+            return None
         try:
             if out is None:
-                known = ctx.known((self._short, tensor.shape, tensor.dtype, wish))
+                known = ctx.known((self._short, tensor.shape, tensor.dtype, wish, symmetric))
             else:
-                known = ctx.known((self._short, tensor.shape, out.shape, tensor.dtype, out.dtype, wish))
+                known = ctx.known((self._short, tensor.shape, out.shape, tensor.dtype, out.dtype, wish, symmetric))
         except (RuntimeError, TypeError):  # a shape or a wish that cannot be a key
             return None
         device = ctx.device
         if known is None or not usable(tensor, device):
             return None
-        run, shape, part, whole, own = known
+        run, shape, part, whole, own, standing = known
         source = tensor.data_ptr()
+        if standing is not None:
+            shared = tensor if self._layout == "scatter" else out
+            if shared is None or not standing.holds(shared):
+                return None
         if out is None:
             if (stream := ctx.enter()) is None:
                 return None
@@ -164,7 +176,13 @@ class Collective:
         return out
 
     def _remember(
-        self, tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor | None, wish: Hashable, launch: Any
+        self,
+        tensor: torch.Tensor,
+        ctx: CollectiveContext,
+        out: torch.Tensor | None,
+        wish: Hashable,
+        launch: Any,
+        symmetric: bool = False,
     ) -> None:
         """Let the next call with such tensors, which have been found right, be made by :meth:`at_once`."""
         dtype = tensor.dtype
@@ -174,13 +192,17 @@ class Collective:
         part = self._segment(tensor, ctx.world_size)
         segments, place = (1, 0) if self._layout == "same" else (ctx.world_size, ctx.rank)
         shape = out.shape if out is not None else self._shapes(tensor.shape, ctx.world_size)[0]
-        known = _Known(launch.run, shape, part, segments * part, place * part)
+        standing = Standing(ctx) if symmetric else None
+        made = _Known(launch.run, shape, part, segments * part, place * part, standing)
         key = (
-            (self._short, tensor.shape, dtype, wish)
+            (self._short, tensor.shape, dtype, wish, symmetric)
             if out is None
-            else (self._short, tensor.shape, out.shape, dtype, out.dtype, wish)
+            else (self._short, tensor.shape, out.shape, dtype, out.dtype, wish, symmetric)
         )
-        ctx.once(key, lambda: known)
+        known: _Known = ctx.once(key, lambda: made)
+        shared = tensor if self._layout == "scatter" else out
+        if known.standing is not None and shared is not None:
+            known.standing.add(shared)
 
     # ------------------------------------------------------------------ the long way
 
@@ -202,13 +224,13 @@ class Collective:
 
         Args:
             tensor, out, algorithm: the caller's, not checked yet; ``out`` is None where the call makes it.
-            wish: as for :meth:`at_once`; None if the next call must not go the short way.
+            wish: as for :meth:`at_once`.
             options: checks the collective's own arguments; what the kernel depends on besides bytes.
             agree: those arguments, by name, for debug mode.
             in_place: which sections of a tuning table the call goes by; the same on all ranks.
             names: the caller's names of ``tensor`` and ``out``, for errors.
             symmetric: peers may read the caller's tensor of a ``"scatter"``, and write the result of others: it lies at
-                the same place in the symmetric heap of all ranks. Its :func:`~.reach.standing` is in ``wish``.
+                the same place in the symmetric heap of all ranks.
 
         Raises:
             ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as its public function says.
@@ -244,8 +266,7 @@ class Collective:
             shape = self._shapes(tensor.shape, ctx.world_size)[0]
             out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         launch(tensor, out)
-        if wish is not None:
-            self._remember(tensor, ctx, given, wish, launch)
+        self._remember(tensor, ctx, given, wish, launch, symmetric)
         return out
 
     def unchecked(

@@ -8,7 +8,6 @@ of deltas, and each allocation of PyTorch's (``torch.distributed._symmetric_memo
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import NotSymmetricError
 
-__all__ = ["deltas_to", "lies_in_heap", "place_of", "standing"]
+__all__ = ["Standing", "deltas_to", "lies_in_heap", "place_of"]
 
 
 def lies_in_heap(tensor: Any, ctx: CollectiveContext) -> bool:
@@ -31,22 +30,32 @@ def place_of(tensor: Any, ctx: CollectiveContext) -> int | str:
     return tensor.data_ptr() - ctx.job.heap.base if lies_in_heap(tensor, ctx) else "in other memory"
 
 
-def standing(tensor: Any, ctx: CollectiveContext, symmetric: Any = True) -> Hashable:
-    """Return by what a later call knows that memory which peers reach is what :func:`deltas_to` has found it to be.
+class Standing:
+    """The tensors for which a call need not make the checks of :func:`deltas_to` again; of one kind of call on a context.
 
-    It changes when a tensor lies elsewhere, and when memory of the heap is taken or given back.
-
-    Args:
-        symmetric: the caller's argument; False where peers do not reach the tensor, which then may be any.
-
-    Returns:
-        None where each call has to ask :func:`deltas_to`: for memory of PyTorch's, and for wrong arguments.
+    These are tensors in the heap, at the addresses where the checks passed, until memory is released. PyTorch does not
+    say when it releases memory, so each call checks what lies there.
     """
-    if symmetric is False:
-        return ()
-    if symmetric is not True or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        return None
-    return (tensor.data_ptr(), ctx.job.arena.changes) if lies_in_heap(tensor, ctx) else None
+
+    __slots__ = ("_addresses", "_context", "_releases")
+
+    def __init__(self, ctx: CollectiveContext) -> None:
+        self._context, self._releases = ctx, ctx.job.arena.releases
+        self._addresses: set[int] = set()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Take note that the checks have passed."""
+        if not lies_in_heap(tensor, self._context):
+            return
+        releases = self._context.job.arena.releases
+        if self._releases != releases:
+            self._releases = releases
+            self._addresses.clear()
+        self._addresses.add(tensor.data_ptr())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the checks would pass again."""
+        return tensor.data_ptr() in self._addresses and self._releases == self._context.job.arena.releases
 
 
 def deltas_to(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> torch.Tensor:

@@ -22,7 +22,7 @@ from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives._host.drop_in import pooled, work_of
 from tdcoll.collectives._host.gradient import attach, refuse
 from tdcoll.collectives._host.plan import LL_WORD_BYTES, Plan
-from tdcoll.collectives._host.reach import deltas_to, place_of, standing
+from tdcoll.collectives._host.reach import Standing, deltas_to, place_of
 from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
 from tdcoll.collectives.all_gather.policy import POLICY, put_chunks
 from tdcoll.context import CollectiveContext
@@ -221,13 +221,14 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     """
     check_context(ctx)
     world = ctx.world_size
-    place = standing(buffer, ctx) if type(algorithm) is str else None
-    key = None if place is None else ("all_gather_in_place", place, buffer.shape, buffer.dtype, algorithm)
-    # The short way: as Collective.at_once, but of one tensor.
-    if key is not None and (known := ctx.known(key)) is not None and usable(buffer, ctx.device):
+    # The short way, as Collective.at_once has it, of one tensor; of plans only by name.
+    key = ("all_gather_in_place", getattr(buffer, "shape", None), getattr(buffer, "dtype", None), algorithm)
+    known = ctx.known(key) if type(algorithm) is str else None
+    if known is not None and usable(buffer, ctx.device) and known[2].holds(buffer):
         if (stream := ctx.enter()) is not None:
-            run, base, own = known
-            run(stream, own, base)
+            run, own, _ = known
+            base = buffer.data_ptr()
+            run(stream, base + own, base)
             return buffer
 
     def prepare() -> Any:
@@ -251,10 +252,10 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
         launch(buffer.chunk(world)[ctx.rank], buffer)
         return buffer
     base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
-    own = base + ctx.rank * (buffer.nbytes // world)
-    launch.at(own, base)
-    if key is not None and not ctx.capturing:
-        ctx.once(key, lambda: (launch.run, base, own))
+    own = ctx.rank * (buffer.nbytes // world)
+    launch.at(base + own, base)
+    if type(algorithm) is str and not ctx.capturing:
+        ctx.once(key, lambda: (launch.run, own, Standing(ctx)))[2].add(buffer)
     return buffer
 
 

@@ -13,7 +13,6 @@ from tdcoll.collectives._host.checks import check_context
 from tdcoll.collectives._host.drop_in import inbox, pooled_for, work_of
 from tdcoll.collectives._host.gradient import attach, linear, refuse
 from tdcoll.collectives._host.plan import Plan
-from tdcoll.collectives._host.reach import standing
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
@@ -89,9 +88,8 @@ def all_reduce(
     if ctx is None:
         ctx = pooled_context(tensor, None)
     check_context(ctx)
-    place = standing(out, ctx, symmetric)
-    wish = None if place is None or refused else (algorithm, operation_name(op), place)
-    if wish is not None and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish)) is not None:
+    wish = (algorithm, operation_name(op))
+    if not refused and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish, symmetric)) is not None:
         return made
     return _call(tensor, ctx, out, op, algorithm, wish, False, symmetric, refused)
 
@@ -163,9 +161,8 @@ def _in_place(
     refused: bool = False,
 ) -> torch.Tensor:
     """Make the call of :func:`all_reduce_`; ``refused`` as for :func:`_call`."""
-    place = standing(tensor, ctx, symmetric)
-    wish = None if place is None or refused else (algorithm, operation_name(op), "in place", place)
-    if wish is not None and (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish)) is not None:
+    wish = (algorithm, operation_name(op), "in place")
+    if not refused and (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish, symmetric)) is not None:
         return made
     return _call(tensor, ctx, tensor, op, algorithm, wish, True, symmetric, refused)
 

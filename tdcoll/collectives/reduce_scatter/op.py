@@ -12,7 +12,6 @@ from tdcoll.collectives._host.checks import check_context
 from tdcoll.collectives._host.drop_in import inbox, pooled, pooled_for, work_of
 from tdcoll.collectives._host.gradient import attach, linear, refuse
 from tdcoll.collectives._host.plan import Plan
-from tdcoll.collectives._host.reach import standing
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
@@ -122,9 +121,8 @@ def _reduce_scatter(
         refused: raise, since the call cannot have a gradient; in debug mode on all ranks.
     """
     name = operation_name(op)
-    place = standing(tensor, ctx, symmetric)
-    wish = None if place is None or refused else (algorithm, name, place)
-    if wish is not None and (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish)) is not None:
+    wish = (algorithm, name)
+    if not refused and (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish, symmetric)) is not None:
         return made
 
     def options() -> tuple[torch.dtype, str]:
@@ -178,7 +176,7 @@ def reduce_scatter_tensor(
         BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
         Others: as :func:`reduce_scatter`.
     """
-    arguments.tensor("output", output)
     ctx = pooled_context("input", input, group)
+    arguments.tensor("output", output)
     _reduce_scatter(input, ctx, output, op, names=("input", "output"))
     return work_of(ctx, output) if async_op else None

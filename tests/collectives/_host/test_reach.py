@@ -230,20 +230,71 @@ def test_the_second_call_in_the_heap_goes_the_short_way_until_memory_changes(nam
         assert all(torch.equal(first, one) for one in more)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_buffers_in_turn_are_told_apart(name: str) -> None:
+    """Of one shape, on one context; also where memory is released in between."""
+    call = CALLS[name]
+
+    def host(pe: int) -> None:
+        buffers = [tdcoll.zeros((2, 64)) for _ in range(2)]
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
+            for turn in range(6):
+                for number, x in enumerate(buffers):
+                    x.fill_(10 * turn + 4 * number + pe + 1)
+                    other = buffers[1 - number].clone()
+                    got = call(x, ctx)
+                    both = {10 * turn + 4 * number + q + 1 for q in range(2)}
+                    if name == "all_gather_in_place":
+                        assert [set(row.tolist()) for row in got] == [{value} for value in sorted(both)]
+                    else:
+                        assert set(got.flatten().tolist()) == {2.0 if name == "all_reduce" else float(sum(both))}
+                    assert torch.equal(buffers[1 - number], other)
+                    tdcoll.barrier()
+                if turn == 2:
+                    tdcoll.free(tdcoll.empty((8,)))
+            ctx.check()
+
+    World(2).run(host)
+
+
+def test_pytorchs_memory_goes_the_long_way_each_time(memory: _Memory) -> None:
+    def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
+        buffer = piece[:512].view(2, 256)
+        for turn in range(3):
+            before = memory.calls
+            buffer[pe].fill_(16 * pe + turn)
+            tdcoll.all_gather_in_place(buffer, ctx)
+            assert memory.calls > before
+            assert buffer[:, 0].tolist() == [turn, 16 + turn]
+            tdcoll.barrier()
+
+    _in_a_context(memory, 2, call)
+
+
 def test_wrong_arguments_do_not_go_the_short_way() -> None:
     def host(pe: int) -> None:
-        x = tdcoll.zeros((2, 64))
+        x = tdcoll.zeros((8, 8))
+        z = torch.view_as_complex(x.view(8, 4, 2))
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
             tdcoll.all_reduce_(x, ctx, symmetric=True)
             with pytest.raises(TypeError, match="symmetric must be a bool, got 1"):
                 tdcoll.all_reduce_(x, ctx, symmetric=1)  # type: ignore[arg-type]
-            tdcoll.all_gather_in_place(x, ctx)
+            for buffer in (x, z):
+                tdcoll.all_gather_in_place(buffer, ctx)
             with pytest.raises(ValueError, match="algorithm must be"):
                 tdcoll.all_gather_in_place(x, ctx, "fast")
             with pytest.raises(TypeError, match="algorithm must be"):
                 tdcoll.all_gather_in_place(x, ctx, ["ll"])  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="buffer must be contiguous"):
                 tdcoll.all_gather_in_place(x.T, ctx)
+            with pytest.raises(ValueError, match="buffer must hold its values as they are"):
+                tdcoll.all_gather_in_place(z.conj(), ctx)
+            with pytest.raises(ValueError, match="buffer's first extent must be divisible"):
+                tdcoll.all_gather_in_place(x[:7], ctx)
+            for half in (x[:4], x.view(torch.int32)[:4]):  # at the same address
+                half.fill_(pe + 1)
+                assert tdcoll.all_gather_in_place(half, ctx)[:, 0].tolist() == [1, 1, 2, 2]
+                tdcoll.barrier()
             ctx.check()
 
     World(2).run(host)
