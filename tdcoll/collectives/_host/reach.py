@@ -31,7 +31,7 @@ def place_of(tensor: Any, ctx: CollectiveContext) -> int | str:
 
 
 class Standing:
-    """The tensors for which a call need not make the checks of :func:`deltas_to` again; of one kind of call on a context.
+    """The tensors for which calls of one kind need not make the checks of :func:`deltas_to` again.
 
     These are tensors in the heap, at the addresses where the checks passed, until memory is released. PyTorch does not
     say when it releases memory, so each call checks what lies there.

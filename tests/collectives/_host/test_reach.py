@@ -291,9 +291,11 @@ def test_wrong_arguments_do_not_go_the_short_way() -> None:
                 tdcoll.all_gather_in_place(z.conj(), ctx)
             with pytest.raises(ValueError, match="buffer's first extent must be divisible"):
                 tdcoll.all_gather_in_place(x[:7], ctx)
-            for half in (x[:4], x.view(torch.int32)[:4]):  # at the same address
-                half.fill_(pe + 1)
-                assert tdcoll.all_gather_in_place(half, ctx)[:, 0].tolist() == [1, 1, 2, 2]
+            raw = x.view(-1).view(torch.uint8)
+            for other in (raw[:64].view(torch.float32), raw[:128].view(torch.float64), raw[:16]):  # at the same address
+                other.view(2, -1)[pe].fill_(pe + 1)
+                tdcoll.all_gather_in_place(other, ctx)
+                assert other.view(2, -1).double().mean(1).tolist() == [1, 2]
                 tdcoll.barrier()
             ctx.check()
 
