@@ -205,7 +205,7 @@ def test_the_second_call_in_the_heap_goes_the_short_way_until_memory_changes(nam
         def long_way(*_: Any) -> None:
             raise AssertionError("the long way")
 
-        x = tdcoll.zeros((2, 64))
+        x, other = tdcoll.zeros((2, 64)), tdcoll.zeros((2, 64))
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
             for _ in range(3):
                 x.fill_(pe + 1)
@@ -216,6 +216,7 @@ def test_the_second_call_in_the_heap_goes_the_short_way_until_memory_changes(nam
             with pytest.raises(AssertionError, match="the long way"):
                 call(x, ctx)
             del ctx.begin
+            call(other, ctx)  # which is found right again, and only that
             with pytest.raises(tdcoll.NotSymmetricError, match="it is not allocated"):
                 call(x, ctx)
             alone = tdcoll.empty((2, 64), group=[pe])
