@@ -148,7 +148,7 @@ class Collective:
         except (RuntimeError, TypeError):  # a shape or a wish that cannot be a key
             return None
         device = ctx.device
-        if known is None or not usable(tensor, device):
+        if known is None or not usable(tensor, device) or not (out is None or usable(out, device)):
             return None
         run, shape, part, whole, own, standing = known
         source = tensor.data_ptr()
@@ -162,8 +162,6 @@ class Collective:
             out = torch.empty(*shape, dtype=tensor.dtype, device=device)  # of numbers: a tuple takes twice as long
             run(stream, source, out.data_ptr())
             return out
-        if not usable(out, device):
-            return None
         result = out.data_ptr()
         if self._layout == "gather":
             if lies_elsewhere_in(source, part, result, whole, own):

@@ -278,6 +278,9 @@ def test_wrong_arguments_do_not_go_the_short_way() -> None:
         z = torch.view_as_complex(x.view(8, 4, 2))
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
             tdcoll.all_reduce_(x, ctx, symmetric=True)
+            tdcoll.all_reduce(x.clone(), ctx, x, symmetric=True)
+            with pytest.raises(ValueError, match="out must be contiguous"):
+                tdcoll.all_reduce(x, ctx, x.to_sparse(), symmetric=True)
             with pytest.raises(TypeError, match="symmetric must be a bool, got 1"):
                 tdcoll.all_reduce_(x, ctx, symmetric=1)  # type: ignore[arg-type]
             for buffer in (x, z):
