@@ -33,7 +33,7 @@ from tdcoll.distributed.options import Options
 from tdcoll.distributed.service import Call
 from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.sparse import refuse_wrong
-from tdcoll.primitives.reduce import operation_name
+from tdcoll.primitives.reduce import TORCH_OPERATIONS
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
 from tdcoll.work import CompletedWork, backend_errors
@@ -46,7 +46,8 @@ _UNSET = AllgatherOptions().timeout
 
 def _operation(opts: Any) -> str:
     """Return tdcoll's name of the operation in a call's options; torch's name of one that tdcoll does not have."""
-    return str(operation_name(opts.reduceOp.op))
+    kind = opts.reduceOp.op
+    return TORCH_OPERATIONS.get(kind) or str(kind)
 
 
 def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:

@@ -179,8 +179,10 @@ class Dense(Service):
         return [tensor.nbytes for tensor in call.inputs]
 
     def refuse(self, call: Call) -> str | None:
-        if any(tensor.layout != torch.strided for tensor in (*call.inputs, *call.outs, *call.pieces)):
-            return "not strided"
+        for tensors in (call.inputs, call.outs, call.pieces):
+            for tensor in tensors:
+                if tensor.layout != torch.strided:
+                    return "not strided"
         if max(self.sizes(call)) > self.limit:
             return f"more than {self.limit} bytes per rank"
         return None
@@ -314,9 +316,9 @@ class _Reduction(Dense):
     """Checks that reductions share."""
 
     def refuse(self, call: Call) -> str | None:
-        for dtype in dict.fromkeys(tensor.dtype for tensor in call.inputs):
-            if call.op not in OPERATIONS_OF.get(dtype, ()):
-                return f"{call.op} of {dtype} is not among tdcoll's reductions"
+        for tensor in call.inputs:
+            if call.op not in OPERATIONS_OF.get(tensor.dtype, ()):
+                return f"{call.op} of {tensor.dtype} is not among tdcoll's reductions"
         return super().refuse(call)
 
 
