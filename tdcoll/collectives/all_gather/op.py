@@ -171,7 +171,7 @@ def all_gather(
     Raises:
         ContextError: the context is closed, bound to another stream, or too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
-        RankMismatchError: (``debug``) ranks pass different sizes, dtypes or algorithms.
+        RankMismatchError: (``debug``) ranks differ in size, dtype, algorithm or ``requires_grad``.
         TypeError, ValueError: an argument is not as described.
 
     Algorithms: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
@@ -184,18 +184,29 @@ def all_gather(
             return ALL_GATHER(tensor, ctx, out, algorithm, wish=algorithm, options=refuse)
         import tdcoll
 
-        made = _all_gather(tensor.detach(), ctx, None, algorithm)
+        made = _all_gather(tensor.detach(), ctx, None, algorithm, gradient=True)
         return attach(tensor, made, lambda grad: tdcoll.reduce_scatter(grad, ctx))
     return _all_gather(tensor, ctx, out, algorithm)
 
 
 def _all_gather(
-    tensor: Any, ctx: CollectiveContext, out: Any, algorithm: Any = "auto", names: Any = ("tensor", "out")
+    tensor: Any,
+    ctx: CollectiveContext,
+    out: Any,
+    algorithm: Any = "auto",
+    names: tuple[str, str] = ("tensor", "out"),
+    gradient: bool = False,
 ) -> torch.Tensor:
-    """Make the call of :func:`all_gather` without a gradient; ``names``: the caller's of ``tensor`` and ``out``."""
+    """Make the call of :func:`all_gather` without a gradient.
+
+    Args:
+        names: the caller's names of ``tensor`` and ``out``, for errors.
+        gradient: the result will have one, so there will be a backward pass; compared in debug mode.
+    """
     if (made := ALL_GATHER.at_once(tensor, ctx, out, algorithm)) is not None:
         return made
-    return ALL_GATHER(tensor, ctx, out, algorithm, wish=algorithm, names=names)
+    agree = {"requires_grad": gradient}
+    return ALL_GATHER(tensor, ctx, out, algorithm, wish=algorithm, agree=agree, names=names)
 
 
 def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm: str | Plan = "auto") -> torch.Tensor:

@@ -70,7 +70,7 @@ def all_reduce(
         ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
         NotSymmetricError: (``symmetric``) ``out`` is not symmetric memory of the context's group.
-        RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
+        RankMismatchError: (``debug``) ranks differ in size, dtype, operation, algorithm or ``requires_grad``.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
         TypeError, ValueError: an argument is not as described; in a backward pass, ``op`` is neither sum nor mean.
@@ -80,18 +80,33 @@ def all_reduce(
     kernels of TensorRT-LLM) or carries a flag (NCCL's LL). Others go by stores (``"direct"``) or puts (``"1d"``) with a
     signal per chunk; between nodes of as many ranks each the sums of nodes go by rails (``"2d"``).
     """
-    refused = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
-    if refused and out is None:
-        result = all_reduce(tensor.detach(), ctx, None, op, algorithm, symmetric)
+    if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
+        if out is not None:
+            return _all_reduce(tensor, ctx, out, op, algorithm, symmetric, refused=True)
+        made = _all_reduce(tensor.detach(), ctx, None, op, algorithm, symmetric, gradient=True)
         name = operation_name(op)
-        return attach(tensor, result, lambda grad: all_reduce(grad, ctx, None, linear("all_reduce", name)))
+        return attach(tensor, made, lambda grad: all_reduce(grad, ctx, None, linear("all_reduce", name)))
+    return _all_reduce(tensor, ctx, out, op, algorithm, symmetric)
+
+
+def _all_reduce(
+    tensor: Any,
+    ctx: CollectiveContext | None,
+    out: Any,
+    op: Any,
+    algorithm: Any,
+    symmetric: Any,
+    refused: bool = False,
+    gradient: bool = False,
+) -> torch.Tensor:
+    """Make the call of :func:`all_reduce` without a gradient; ``refused`` and ``gradient`` as for :func:`_call`."""
     if ctx is None:
         ctx = pooled_context(tensor, None)
     check_context(ctx)
     wish = (algorithm, operation_name(op))
     if not refused and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish, symmetric)) is not None:
         return made
-    return _call(tensor, ctx, out, op, algorithm, wish, False, symmetric, refused)
+    return _call(tensor, ctx, out, op, algorithm, wish, False, symmetric, refused, gradient)
 
 
 def _call(
@@ -104,8 +119,14 @@ def _call(
     in_place: bool,
     symmetric: bool,
     refused: bool,
+    gradient: bool = False,
 ) -> torch.Tensor:
-    """Make a call the long way. ``refused``: raise, since it cannot have a gradient; in debug mode on all ranks."""
+    """Make a call the long way.
+
+    Args:
+        refused: raise, since the call cannot have a gradient; in debug mode on all ranks.
+        gradient: the result will have one, so there will be a backward pass; compared in debug mode.
+    """
 
     def options() -> tuple[torch.dtype, str]:
         if refused:
@@ -117,7 +138,7 @@ def _call(
         *(tensor, ctx, out, algorithm),
         wish=wish,
         options=options,
-        agree={"op": operation_name(op), "in_place": in_place, "symmetric": symmetric},
+        agree={"op": operation_name(op), "in_place": in_place, "symmetric": symmetric, "requires_grad": gradient},
         in_place=in_place,
         symmetric=symmetric,
     )

@@ -66,7 +66,7 @@ def reduce_scatter(
         ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
         NotSymmetricError: (``symmetric``) ``tensor`` is not symmetric memory of the context's group.
-        RankMismatchError: (``debug``) ranks pass different sizes, dtypes, operations or algorithms.
+        RankMismatchError: (``debug``) ranks differ in size, dtype, operation, algorithm or ``requires_grad``.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
         TypeError, ValueError: an argument is not as described; in a backward pass, ``op`` is neither sum nor mean.
@@ -84,7 +84,7 @@ def reduce_scatter(
     if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
         if out is not None:
             return _reduce_scatter(tensor, ctx, out, op, algorithm, symmetric=symmetric, refused=True)
-        made = _reduce_scatter(tensor.detach(), ctx, None, op, algorithm, symmetric=symmetric)
+        made = _reduce_scatter(tensor.detach(), ctx, None, op, algorithm, symmetric=symmetric, gradient=True)
         return attach(tensor, made, lambda grad: _derivative(grad, given, op))
     return _reduce_scatter(tensor, ctx, out, op, algorithm, symmetric=symmetric)
 
@@ -113,12 +113,14 @@ def _reduce_scatter(
     names: tuple[str, str] = ("tensor", "out"),
     symmetric: bool = False,
     refused: bool = False,
+    gradient: bool = False,
 ) -> torch.Tensor:
     """Make the call of :func:`reduce_scatter` without a gradient.
 
     Args:
         names: the caller's names of ``tensor`` and ``out``, for errors.
         refused: raise, since the call cannot have a gradient; in debug mode on all ranks.
+        gradient: the result will have one, so there will be a backward pass; compared in debug mode.
     """
     name = operation_name(op)
     wish = (algorithm, name)
@@ -131,7 +133,7 @@ def _reduce_scatter(
         check_dtype(names[0], tensor)
         return tensor.dtype, check_operation(op, tensor.dtype)
 
-    agree = {"op": name, "symmetric": symmetric}
+    agree = {"op": name, "symmetric": symmetric, "requires_grad": gradient}
     return REDUCE_SCATTER(
         tensor, ctx, out, algorithm, wish=wish, options=options, agree=agree, names=names, symmetric=symmetric
     )

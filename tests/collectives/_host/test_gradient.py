@@ -159,6 +159,18 @@ def test_in_debug_mode_it_is_refused_on_all_ranks() -> None:
     run(host)
 
 
+@pytest.mark.parametrize("call", [tdcoll.all_gather, tdcoll.all_reduce, tdcoll.reduce_scatter])
+def test_debug_mode_finds_ranks_without_a_backward_pass(call: Any) -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
+            with pytest.raises(tdcoll.RankMismatchError, match="differ in requires_grad"):
+                call(of(pe, 6).requires_grad_(pe == 1), ctx)
+            call(of(pe, 6).requires_grad_(), ctx).sum().backward()
+            ctx.check()
+
+    run(host)
+
+
 def test_drop_ins_write_as_torchs_do() -> None:
     def host(pe: int) -> None:
         x = of(pe, 6).requires_grad_()
