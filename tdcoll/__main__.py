@@ -20,6 +20,8 @@ _COMMANDS = {
     "report": ("tdcoll.bench.report", "tables and pictures of what bench wrote"),
 }
 
+_NEEDED = ("torch", "triton", "numpy")
+
 _USAGE = f"usage: python -m tdcoll {{{','.join(_COMMANDS)}}} [options]"
 
 _HELP = f"""\
@@ -44,7 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. None: the arguments of this process."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ("",)
     if name in _COMMANDS:
-        return int(importlib.import_module(_COMMANDS[name][0]).main(rest))
+        try:
+            return int(importlib.import_module(_COMMANDS[name][0]).main(rest))
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in _NEEDED:
+                raise
+            text = f"tdcoll {name}: needs {error.name}, which {sys.executable} lacks; `source setenv.sh` finds a Python"
+            print(f"{text} that has it, and `python -m tdcoll doctor` says more", file=sys.stderr)
+            return 2
     if name in ("-h", "--help", "--version"):
         print(f"tdcoll {__version__}" if name == "--version" else _HELP)
         return 0

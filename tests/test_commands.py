@@ -37,6 +37,14 @@ def test_help_has_an_example_and_needs_nothing(command: list[str]) -> None:
     assert "-m tdcoll " in done.stdout.split("example:\n")[1]
 
 
+@pytest.mark.parametrize("command", [["bench", "all_reduce"], ["tune"]], ids=" ".join)
+def test_what_is_missing_is_said_in_a_line(command: list[str]) -> None:
+    done = run(*command)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tdcoll {command[0]}: needs torch, which {sys.executable} lacks; `source setenv.sh`")
+
+
 @pytest.mark.parametrize("name", [*BENCHMARKS, "tune"])
 def test_each_benchmark_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

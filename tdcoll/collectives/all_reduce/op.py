@@ -206,11 +206,11 @@ def all_reduce_in_group(
 ) -> torch.distributed.Work | None:
     """Drop-in for ``torch.distributed.all_reduce``, in place, in the order of the current stream.
 
-    The context is tdcoll's own, see :func:`all_reduce`; ``tdcoll.finalize()`` frees it. Make the first and the largest
-    call before capturing a CUDA graph. Public as ``tdcoll.distributed.all_reduce``.
+    The context is tdcoll's own, see :func:`tdcoll.all_reduce`; ``tdcoll.finalize()`` frees it. Make the first and the
+    largest call before capturing a CUDA graph. Public as ``tdcoll.distributed.all_reduce``.
 
     Args:
-        tensor: contiguous, as for :func:`all_reduce`.
+        tensor: contiguous, as for :func:`tdcoll.all_reduce`.
         op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``; or its name, ``"sum"`` for instance.
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
         async_op: return a ``torch.distributed.Work``. The call is queued on the current stream in any case; ``wait()``
@@ -223,7 +223,7 @@ def all_reduce_in_group(
         NotInitializedError: before ``tdcoll.initialize()``.
         ValueError: ``op`` is another one, or not of this dtype.
         BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
-        Others: as :func:`all_reduce`.
+        Others: as :func:`tdcoll.all_reduce`.
     """
     ctx = pooled_context(tensor, group)
     _in_place(tensor, ctx, op)
