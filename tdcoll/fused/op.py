@@ -212,7 +212,7 @@ def _long_way(ctx: CollectiveContext, asked: _Asked) -> _Run:
     agree = {
         "bytes": strided_bytes(x),
         "dtype": getattr(x, "dtype", None),
-        "shape": str(tuple(getattr(x, "shape", ()))),
+        "shape": "nested" if getattr(x, "is_nested", False) else str(tuple(getattr(x, "shape", ()))),
         "eps": eps,
         "out_dtype": str(out_dtype),
         "scale": scale is not None,

@@ -92,6 +92,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "x must be of float16, bfloat16 or float32; got torch.int32",
     ),
     ({"x": torch.zeros(64, 2).t()}, ValueError, "x must be contiguous"),
+    ({"x": torch.nested.nested_tensor([torch.ones(2)])}, ValueError, "x must be an ordinary tensor; got a nested one"),
     (
         {"x": torch.zeros(())},
         ValueError,

@@ -45,6 +45,8 @@ def _problem(tensor: torch.Tensor, device: torch.device) -> str:
 def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
     """Raise unless ``tensor`` is one that kernels on ``device`` can take."""
     arguments.tensor(name, tensor)
+    if tensor.is_nested:  # and has no shape
+        raise ValueError(f"{name} must be an ordinary tensor; got a nested one")
     if not usable(tensor, device):
         raise ValueError(f"{name} {_problem(tensor, device)}")
 

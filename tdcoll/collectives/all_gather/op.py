@@ -232,9 +232,10 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     """
     check_context(ctx)
     world = ctx.world_size
-    # The short way, as Collective.at_once has it, of one tensor; of plans only by name.
-    key = ("all_gather_in_place", getattr(buffer, "shape", None), getattr(buffer, "dtype", None), algorithm)
-    known = ctx.known(key) if type(algorithm) is str else None
+    key = None  # of the short way, as Collective.at_once has it, for one tensor; of plans only by name
+    if type(algorithm) is str and isinstance(buffer, torch.Tensor) and not buffer.is_nested:
+        key = ("all_gather_in_place", buffer.shape, buffer.dtype, algorithm)
+    known = None if key is None else ctx.known(key)
     if known is not None and usable(buffer, ctx.device) and known[2].holds(buffer):
         if (stream := ctx.enter()) is not None:
             run, own, _ = known
@@ -265,7 +266,7 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
     own = ctx.rank * (buffer.nbytes // world)
     launch.at(base + own, base)
-    if type(algorithm) is str and not ctx.capturing:
+    if key is not None and not ctx.capturing:
         ctx.once(key, lambda: (launch.run, own, Standing(ctx)))[2].add(buffer)
     return buffer
 

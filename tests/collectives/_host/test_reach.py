@@ -276,6 +276,7 @@ def test_wrong_arguments_do_not_go_the_short_way() -> None:
     def host(pe: int) -> None:
         x = tdcoll.zeros((8, 8))
         z = torch.view_as_complex(x.view(8, 4, 2))
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
             tdcoll.all_reduce_(x, ctx, symmetric=True)
             tdcoll.all_reduce(x.clone(), ctx, x, symmetric=True)
@@ -293,6 +294,8 @@ def test_wrong_arguments_do_not_go_the_short_way() -> None:
                 tdcoll.all_gather_in_place(x.T, ctx)
             with pytest.raises(ValueError, match="buffer must hold its values as they are"):
                 tdcoll.all_gather_in_place(z.conj(), ctx)
+            with pytest.raises(ValueError, match="must be an ordinary tensor; got a nested one"):
+                tdcoll.all_gather_in_place(nested, ctx)
             with pytest.raises(ValueError, match="buffer's first extent must be divisible"):
                 tdcoll.all_gather_in_place(x[:7], ctx)
             raw = x.view(-1).view(torch.uint8)
