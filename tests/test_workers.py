@@ -43,7 +43,6 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
         second("reduce_scatter_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="reduce-scatter, 2 + 1"),
         second("all_reduce_checks.py", ("--nproc", "2"), id="all-reduce, 2 ranks"),
         pytest.param("early_checks.py", ("--nproc", "2"), id="early launches, 2 ranks"),
-        pytest.param("fused_checks.py", ("--nproc", "2"), id="fused, 2 ranks"),
         second("fused_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="fused, 2 + 1"),
         pytest.param("operators_checks.py", ("--nproc", "2"), id="operators, 2 ranks"),
         second("operators_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="operators, 2 + 1"),

@@ -26,7 +26,7 @@ GPUS = torch.cuda.device_count()
 TIMEOUT_S = 280.0
 SHARED_TIMEOUT_S = 580.0
 SPARSE = "sparse", "sparse_contexts"
-DISTRIBUTED = "distributed", "distributed_groups", "distributed_training"
+DISTRIBUTED = "distributed_checks.py", "distributed_groups_checks.py", "distributed_training_checks.py"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a GPU"),
@@ -132,7 +132,7 @@ def test_reduce_scatter_checks_on_emulated_nodes(launch: Launch, ranks: int) -> 
 
 @needs(2)
 @pytest.mark.parametrize(
-    "name", ["all_gather", "all_reduce", "reduce_scatter", *SPARSE, "fused", "early", "primitives", *DISTRIBUTED]
+    "name", ["all_gather", "all_reduce", "reduce_scatter", *SPARSE, "fused", "early", "primitives"]
 )
 def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
     """No NVSHMEM: neither started nor linked."""
@@ -188,11 +188,17 @@ def test_operators_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of("operators_checks.py")
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
 @ranks_of(2, 4, 8)
-def test_distributed_checks(launch: Launch, ranks: int, name: str) -> None:
-    script = WORKERS / f"{name}_checks.py"
-    assert set(verdicts(run_checks(launch, ranks, script))) == checks_of(script.name)
+def test_distributed_checks(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "distributed_job.py")
+    assert set(verdicts(done)) == checks_of(*DISTRIBUTED)
+
+
+@needs(2)
+def test_distributed_checks_on_pytorchs_heap(launch: Launch) -> None:
+    ranks, script = str(min(GPUS, 4)), str(WORKERS / "distributed_job.py")
+    done = launch("--nproc", ranks, script, timeout=TIMEOUT_S, env={"TDCOLL_HEAP": "torch"})
+    assert set(verdicts(done)) == checks_of(*DISTRIBUTED)
 
 
 def devices() -> list[str]:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, join, same, served, single, sparse
-from harness import check, device, everyone, expect, expect_raises, rank, run, shared, world
+from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, same, served, single, sparse
+from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
 from tdcoll.distributed import Options, explain
@@ -434,9 +434,3 @@ def tensors_of_other_kinds() -> None:
     empty = torch.sparse_coo_tensor([[rank(), 0]], torch.empty(2, 0, device=device()), (world(), 0)).to(device())
     dist.all_reduce(empty)
     expect(empty.indices().tolist() == [list(everyone())], f"rows without elements: {empty.indices()}")
-
-
-if __name__ == "__main__":
-    join()
-    run()
-    dist.destroy_process_group()

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, join, same, served, single, sparse
-from harness import check, device, everyone, expect, expect_raises, rank, run, shared, world
+from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, same, served, single, sparse
+from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 
 import tdcoll
 from tdcoll import runtime
@@ -379,11 +379,3 @@ def again() -> None:
     expect(tdcoll.heap_info().total == 32 << 20, "heap_bytes")
     dist.destroy_process_group()
     expect(not tdcoll.is_initialized(), "destroy_process_group leaves the job")
-
-
-if __name__ == "__main__":
-    logging.getLogger("tdcoll").addHandler(Remember())
-    logging.getLogger("tdcoll").setLevel(logging.INFO)
-    join()
-    run()
-    again()

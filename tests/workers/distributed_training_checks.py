@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from backend_job import join, same, served, single
-from harness import check, device, everyone, expect, expect_raises, rank, run, shared, world
+from backend_job import same, served, single
+from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
 
 from tdcoll import runtime
@@ -227,9 +227,3 @@ def reducer_says_what_is_wrong() -> None:
     again = SparseGradientReducer(model)  # the wrapper leaves them alone already
     again.close()
     del kept
-
-
-if __name__ == "__main__":
-    join()
-    run()
-    dist.destroy_process_group()
