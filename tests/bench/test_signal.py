@@ -88,6 +88,7 @@ def test_a_signal_that_is_not_what_it_should_be_is_found(monkeypatch: pytest.Mon
     assert row.note == "rank 1: expected signals of 3, got {0: 4}, counted 3"
 
 
+@pytest.mark.slow
 def test_the_measuring_path(clock: Any, on_gpus: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     real = signal.Signalling.launch
 

@@ -386,6 +386,7 @@ def test_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- as a command
 
 
+@pytest.mark.slow
 def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
     """Also the only test of the peers: over gloo, with as many rows on every rank and with different numbers."""
     file = tmp_path / "result.json"

@@ -261,7 +261,7 @@ def test_measuring_writes_a_table(
         '"nodes": 1, "launch": "eager", "in_place": false, "entries": [{"up_to": 64, "algorithm": "1d"}]}]}'
     )
     file.write_text(kept.text())
-    arguments = "-b 1K -e 4K --channels 1,4 --warps 4 --algorithms ll,1d --in-place --graph --iterations 2 --warmup 1"
+    arguments = "-b 1K -e 4K --channels 4 --warps 4 --algorithms ll,1d --in-place --graph --iterations 2 --warmup 1"
     arguments += f" -o {file}"
     options = Tune.parse(arguments.split())
     shown: list[Row] = []

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import second
 from torch._C._distributed_c10d import BroadcastOptions
 
 import tdcoll
@@ -38,8 +39,9 @@ GPU_ONLY = {"streams", "kinds_at_once", "works_that_nobody_waits_for", "graphs"}
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def test_checks(launch: Launch) -> None:
-    done = launch("--simulate", "--nproc", "3", str(WORKERS / "distributed_job.py"), timeout=240)
+@pytest.mark.parametrize("ranks", [2, second(3)])
+def test_checks(launch: Launch, ranks: int) -> None:
+    done = launch("--simulate", "--nproc", str(ranks), str(WORKERS / "distributed_job.py"), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {verdict["check"]: verdict for verdict in map(json.loads, done.stdout.splitlines())}
     scripts = ("distributed_checks.py", "distributed_groups_checks.py", "distributed_training_checks.py")

@@ -48,6 +48,7 @@ def text(tutorial):
 # ---------------------------------------------------------------------- as a reader runs it
 
 
+@pytest.mark.slow
 def test_runs(launch, tmp_path):
     written = tmp_path / "found.json"
     done = launch("--simulate", "--nproc", "2", str(DDP), *SMALL, "--json", str(written))

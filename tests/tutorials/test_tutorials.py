@@ -49,7 +49,8 @@ def test_all_gather_runs_on_two_emulated_nodes(launch):
         assert f"\n{name}: " in done.stdout
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_all_reduce_runs(launch, nodes):
     """On three ranks, whose number divides nothing."""
     done = launch("--simulate", "--nproc", "3", "--emulate-nodes", str(nodes), str(ALL_REDUCE))
