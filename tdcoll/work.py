@@ -17,7 +17,7 @@ from tdcoll.capture import capturing
 from tdcoll.errors import CollectiveTimeout
 
 __all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Work", "as_backend_error", "backend_errors", "error_of"]
-__all__ += ["expired", "record_stream", "seconds_of"]
+__all__ += ["current_stream", "expired", "record_stream", "seconds_of"]
 
 
 class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
@@ -124,6 +124,7 @@ class StreamWork(Work):
         check: raises what is known to have gone wrong.
         keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, so that
             their memory is not used anew.
+        events: where the work finds an event, if there is one, and leaves its own: making one takes microseconds.
     """
 
     def __init__(
@@ -134,11 +135,17 @@ class StreamWork(Work):
         blocks: bool,
         check: Callable[[], None],
         keep: Sequence[torch.Tensor] = (),
+        events: list[Any] | None = None,
     ) -> None:
         super().__init__(result)
         self._stream, self._blocks, self._check = stream, blocks, check
         self._keep: Sequence[torch.Tensor] = keep
-        self._event = stream.record_event()
+        self._events = events
+        try:
+            self._event: Any = events.pop() if events else torch.cuda.Event()
+        except IndexError:  # another thread has taken the last
+            self._event = torch.cuda.Event()
+        self._event.record(stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if (seconds := seconds_of(timeout)) is not None:
@@ -148,7 +155,7 @@ class StreamWork(Work):
                     self._raise_wrong()
                     raise expired(seconds)
                 time.sleep(0.0002)
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        self._event.wait(current_stream(self._stream.device_index))
         if self._blocks:
             self._event.synchronize()
         if self._blocks or seconds is not None:
@@ -161,6 +168,8 @@ class StreamWork(Work):
         if self._keep and not sys.is_finalizing() and not capturing(self._stream.device):
             for tensor in self._keep:
                 record_stream(tensor, self._stream)
+        if self._events is not None:
+            self._events.append(self._event)
 
     def _raise_wrong(self) -> None:
         with backend_errors:
@@ -177,6 +186,19 @@ class StreamWork(Work):
         with torch.cuda.stream(self._stream):  # its event is recorded there
             future.set_result(self._result)
         return future
+
+
+_current: Any = None
+"""The stream that was last the current one."""
+
+
+def current_stream(index: int) -> Any:
+    """Return what ``torch.cuda.current_stream(index)`` does, in a fifth of its time if it is the same as the last."""
+    global _current
+    stream, (name, device, kind) = _current, torch._C._cuda_getCurrentStream(index)
+    if stream is None or stream.stream_id != name or stream.device_index != device:
+        _current = stream = torch.cuda.Stream(stream_id=name, device_index=device, device_type=kind)
+    return stream
 
 
 def record_stream(tensor: torch.Tensor, stream: Any) -> None:

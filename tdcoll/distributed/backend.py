@@ -44,10 +44,14 @@ _UNSET = AllgatherOptions().timeout
 """What a call's options hold when it has no timeout of its own."""
 
 
+_BY_HASH = {hash(dist.ReduceOp(kind)): name for kind, name in TORCH_OPERATIONS.items()}
+"""tdcoll's names by the hash of an operation, which is its number. Comparing operations takes three times as long."""
+
+
 def _operation(opts: Any) -> str:
     """Return tdcoll's name of the operation in a call's options; torch's name of one that tdcoll does not have."""
-    kind = opts.reduceOp.op
-    return TORCH_OPERATIONS.get(kind) or str(kind)
+    reduce_op = opts.reduceOp
+    return _BY_HASH.get(hash(reduce_op)) or str(reduce_op.op)
 
 
 def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
@@ -231,11 +235,9 @@ class TdcollProcessGroup(ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
         output, input, asynchronous = plain(output), plain(input), opts is None or opts.asyncOp
-        work = self._sides.at_once("all_gather", output, input, None, asynchronous)
-        if work is not None:
-            return work
-        call = Call([output], [input])
-        return self._sides.call("all_gather", call, asynchronous, lambda: gather_into(self._plain, output, input, opts))
+        return self._sides.call_one(
+            "all_gather", output, input, None, asynchronous, lambda: gather_into(self._plain, output, input, opts)
+        )
 
     _allgather_base = all_gather_single
 
@@ -287,11 +289,9 @@ class TdcollProcessGroup(ProcessGroup):
         tensor, op = tensors[0], _operation(opts)
         if tensor.layout == torch.sparse_coo:
             return self._sparse(tensor, op, opts)
-        work = self._sides.at_once("all_reduce", tensor, tensor, op, opts.asyncOp)
-        if work is not None:
-            return work
-        call = Call(tensors, tensors, op)
-        return self._sides.call("all_reduce", call, opts.asyncOp, lambda: self._plain.allreduce(tensors, opts))
+        return self._sides.call_one(
+            "all_reduce", tensor, tensor, op, opts.asyncOp, lambda: self._plain.allreduce(tensors, opts)
+        )
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""
@@ -334,14 +334,11 @@ class TdcollProcessGroup(ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         output, input, opts = plain(output), plain(input), ReduceScatterOptions() if opts is None else opts
-        op = _operation(opts)
-        work = self._sides.at_once("reduce_scatter", output, input, op, opts.asyncOp)
-        if work is not None:
-            return work
-        call = Call([output], [input], op)
-        return self._sides.call(
-            "reduce_scatter", call, opts.asyncOp, lambda: scatter_from(self._plain, output, input, opts)
-        )
+        inner = self._plain
+        return self._sides.call_one(
+            "reduce_scatter", output, input, _operation(opts), opts.asyncOp,
+            lambda: scatter_from(inner, output, input, opts),
+        )  # fmt: skip
 
     _reduce_scatter_base: Any = reduce_scatter_single
 

@@ -98,6 +98,8 @@ class Service(ABC):
         waits: whether a call waits on the host, so that an asynchronous one is made by the worker.
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
         stream: CUDA stream of asynchronous calls that do not wait; made with the first.
+        before: the event of what the stream last waited for.
+        events: of works that are no more, for others.
     """
 
     kind: ClassVar[str]
@@ -108,6 +110,8 @@ class Service(ABC):
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.stream: Any = None
+        self.before: Any = None
+        self.events: list[Any] = []
 
     @abstractmethod
     def refuse(self, call: Call) -> str | None:
@@ -210,8 +214,10 @@ class Dense(Service):
 
         The tensors may be of any kind: the other way finds and says what is wrong with them.
         """
-        context = self.pool.context
-        return context is not None and self.collective.at_once(tensor, context, out, WISHES[op]) is not None
+        context, wish = self.pool.context, WISHES.get(op)
+        if context is None or wish is None:
+            return False
+        return self.collective.at_once(tensor, context, out, wish) is not None
 
     def run(self, call: Call) -> list[torch.Tensor]:
         if self.packed(call):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,19 @@ from tdcoll.capture import capturing
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.inner import NamedWork, RollCall, may_be_a_peers
 from tdcoll.distributed.options import SERVES, Options
-from tdcoll.distributed.service import WISHES, Call, Dense, Service, Setting
+from tdcoll.distributed.service import Call, Dense, Service, Setting
 from tdcoll.distributed.services import KINDS, make_services
 from tdcoll.distributed.work import Task, TaskWork, worker
 from tdcoll.errors import TdcollError
 from tdcoll.runtime import Runtime
-from tdcoll.work import CompletedWork, StreamWork, backend_errors, error_of, record_stream
+from tdcoll.work import CompletedWork, StreamWork, backend_errors, current_stream, error_of, record_stream
 
 __all__ = ["Sides"]
 
 _log = logging.getLogger("tdcoll")
+
+_MOST_KNOWN = 4096
+"""Calls of different sizes that a group remembers at a time."""
 
 
 class Sides:
@@ -74,6 +77,7 @@ class Sides:
         self._closed = False
         self.coalescing = False
         self.counts: dict[tuple[str, str, str], int] = {}
+        self._known: dict[Hashable, tuple[str, str, str]] = {}  # what calls like earlier ones are counted as
         self.device: torch.device | None = None
         self.services: dict[str, Service] = {}
         self._on_cpu = False
@@ -96,6 +100,10 @@ class Sides:
 
     def refusal(self, kind: str, call: Call) -> str | None:
         """Prepare tdcoll for a call; return why it does not serve it, or None if it does. The same on all ranks."""
+        return self._never(kind, call) or self._obstacle(kind, call)
+
+    def _never(self, kind: str, call: Call) -> str | None:
+        """Return why tdcoll does not serve such calls, whenever they come; None if it may."""
         if kind not in self._agreed.kinds:
             return self._agreed.reason or "told not to serve it"
         job, own, device = self._job, self.device, call.device
@@ -108,17 +116,21 @@ class Sides:
                 f"{kind}: the tensor is on {device}, and tdcoll has this rank's memory on {own}; call "
                 'torch.cuda.set_device(LOCAL_RANK) before init_process_group("tdcoll")'
             )
+        service = self.services[kind]
+        if len(self._members) == 1 and not service.alone:
+            return "one rank"
+        return service.refuse(call)
+
+    def _obstacle(self, kind: str, call: Call) -> str | None:
+        """Prepare tdcoll for a call that it is to serve; return what is in the way now, or None. As on all ranks."""
+        job = self._job
+        assert job is not None
         if job.closed or self._closed:
             return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
         if self.coalescing:
             return "inside of a coalescing block of the inner group"
-        service = self.services[kind]
-        if len(self._members) == 1 and not service.alone:
-            return "one rank"
-        if (why := service.refuse(call)) is not None:
-            return why
         with self._waiting():
-            return service.prepare(call)
+            return self.services[kind].prepare(call)
 
     def say(self, kind: str, side: str, why: str) -> None:
         """Count a call; log the first of its kind."""
@@ -155,59 +167,96 @@ class Sides:
 
     # ------------------------------------------------------------------ tdcoll
 
-    def call(self, kind: str, call: Call, asynchronous: bool, inner: Callable[[], Any]) -> Any:
-        """Have a call made by the side that serves it, tdcoll or ``inner``; return its work."""
-        why = self.refusal(kind, call)
-        if why is None:
-            return self.serve(kind, call, asynchronous=asynchronous)
-        self.to_inner(kind, call.device, why)
-        return self.call_inner(kind, call.device, inner)
+    def call(
+        self, kind: str, call: Call, asynchronous: bool, inner: Callable[[], Any], like: Hashable | None = None
+    ) -> Any:
+        """Have a call made by the side that serves it, tdcoll or ``inner``; return its work.
 
-    def at_once(self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool) -> Any:
-        """Make a call of a :class:`Dense` kind the short way, if it is like one that was made before.
-
-        Returns:
-            Its work; None if the short way was not taken.
+        Args:
+            like: what the next call like it is known by, to :meth:`call_one`; None if it is not to be known.
         """
-        key = (kind, "tdcoll", "")
-        served, job = self.counts.get(key), self._job
-        if not served or op not in WISHES or job is None or job.closed or self._closed or self.coalescing:
-            return None
-        service: Any = self.services[kind]
-        work: Any = None
-        if self._on_cpu:
-            if asynchronous:
-                return None
-            worker.drain()
-            with backend_errors:
-                if service.at_once(out, tensor, op):
-                    service.check()
-                    work = CompletedWork([out])
-        elif asynchronous:
-            work = self._at_once_beside(service, out, tensor, op)
+        never = self._never(kind, call)
+        why = never or self._obstacle(kind, call)
+        if why is None:
+            work = self.serve(kind, call, asynchronous=asynchronous)
         else:
-            with backend_errors:
-                if service.at_once(out, tensor, op):
-                    work = CompletedWork([out])
-        if work is not None:
-            self.counts[key] = served + 1
+            self.to_inner(kind, call.device, why)
+            work = self.call_inner(kind, call.device, inner)
+        if like is not None and why == never:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[like] = (kind, "tdcoll" if why is None else self.inner_name(call.device), why or "")
         return work
 
-    def _at_once_beside(self, service: Dense, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> Any:
-        """Take the short way on the service's own stream."""
-        stream, device = service.stream, self.device
-        if stream is None or device is None or torch.cuda.current_device() != device.index or capturing(device):
+    def call_one(
+        self,
+        kind: str,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        op: str | None,
+        asynchronous: bool,
+        inner: Callable[[], Any],
+    ) -> Any:
+        """Have a call of one tensor made, the short way if one like it was made before; return its work.
+
+        Whether a call can ever be served depends on what it is known by alone, if its tensors are strided. Of one that
+        tdcoll serves the rest is checked again: :meth:`~tdcoll.collectives._host.collective.Collective.at_once`.
+        """
+        try:
+            like: Hashable = (kind, op, tensor.dtype, tensor.shape, tensor.device, out.dtype, out.shape)
+            known = self._known.get(like)
+        except RuntimeError:  # a nested tensor has no shape
+            like = known = None
+        if known is not None:
+            if known[1] != "tdcoll":
+                self.counts[known] += 1
+                return self.call_inner(kind, tensor.device, inner)
+            work = self._at_once(kind, out, tensor, op, asynchronous)
+            if work is not None:
+                self.counts[known] += 1
+                return work
+        strided = tensor.layout == out.layout == torch.strided
+        return self.call(kind, Call([out], [tensor], op), asynchronous, inner, like if strided else None)
+
+    def _at_once(self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool) -> Any:
+        """Serve a call of a :class:`Dense` kind that is like an earlier one; return its work, None if it cannot be."""
+        job = self._job
+        if job is None or job.closed or self._closed or self.coalescing:
             return None
-        current = torch.cuda.current_stream(device)
-        stream.wait_stream(current)
+        service: Any = self.services[kind]
+        if asynchronous:
+            return None if self._on_cpu else self._at_once_beside(service, out, tensor, op)
+        if not self._on_cpu:
+            return CompletedWork([out]) if service.at_once(out, tensor, op) else None
+        worker.drain()
+        with backend_errors:
+            if not service.at_once(out, tensor, op):
+                return None
+            service.check()
+        return CompletedWork([out])
+
+    def _at_once_beside(self, service: Dense, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> Any:
+        """Serve it on the service's own stream, behind what is on the current one."""
+        stream, device = service.stream, self.device
+        if stream is None or device is None or torch._C._cuda_getDevice() != device.index:
+            return None
+        current = current_stream(device.index)
+        if current.stream_id and capturing(device):  # the default stream, 0, cannot be
+            return None
+        if service.before is None:
+            service.before = torch.cuda.Event()
+        service.before.record(current)
+        service.before.wait(stream)
         # What torch.cuda.stream() does, at a third of its price, on the device that is current.
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
         try:
-            with backend_errors:
-                made = service.at_once(out, tensor, op)
+            made = service.at_once(out, tensor, op)
         finally:
             torch._C._cuda_setStream(current.stream_id, current.device_index, current.device_type)
-        return StreamWork([out], stream, blocks=False, check=self._check, keep=[out, tensor]) if made else None
+        if not made:
+            return None
+        keep = (out, tensor)
+        return StreamWork([out], stream, blocks=False, check=self._check, keep=keep, events=service.events)
 
     def serve(self, kind: str, call: Call, *, asynchronous: bool) -> Any:
         """Make a call with tdcoll, now or by the worker, and count it; return its work."""
