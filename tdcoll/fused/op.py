@@ -27,6 +27,7 @@ from tdcoll.primitives.reduce import triton_dtype
 __all__ = ["DTYPES", "all_reduce_rms_norm", "pooled_context"]
 
 _NAME = "all_reduce_rms_norm"
+_SHORT = f"{_NAME}, the short way"
 _FP8 = torch.float8_e4m3fn
 _REGISTERS = 128  # of a thread: what one of the largest programs, of 16 warps, can have
 
@@ -127,18 +128,16 @@ def all_reduce_rms_norm(
         ctx = pooled_context(x, None)
     check_context(ctx)
     try:
-        kind = _Kind(x.shape, x.dtype, weight.dtype, eps, out_dtype is _FP8, scale is not None, algorithm)
-        known = ctx.known(_key(kind, residual, weight, in_place, out_dtype))
+        known = ctx.known(_key(x, residual, weight, eps, in_place, out_dtype, scale is not None, algorithm))
     except (AttributeError, TypeError, RuntimeError):  # what is none of this, or cannot be a key
         known = None
     device = ctx.device
     run: _Run | None = None
     stream: int | None = None
-    given = (x, residual, weight) if scale is None else (x, residual, weight, scale)
     if known is not None and (x.requires_grad or residual.requires_grad or weight.requires_grad):
         known = None if torch.is_grad_enabled() else known
-    if known is not None and _scalar(scale) and all(usable(tensor, device) for tensor in given):
-        if not in_place or not _overlap(x, residual):
+    if known is not None and usable(x, device) and usable(residual, device) and usable(weight, device):
+        if (scale is None or (_scalar(scale) and usable(scale, device))) and not (in_place and _overlap(x, residual)):
             stream, run = ctx.enter(), known
     if stream is None or run is None:
         run = _long_way(ctx, _Asked(x, residual, weight, eps, in_place, out_dtype, scale, algorithm))
@@ -153,9 +152,19 @@ def all_reduce_rms_norm(
     return (out, new) if out_dtype is not _FP8 else (out, new, scales)  # type: ignore[return-value]
 
 
-def _key(kind: _Kind, residual: torch.Tensor, weight: torch.Tensor, in_place: bool, out_dtype: Any) -> Hashable:
-    """Return the key under which a context knows a call whose checks have passed once."""
-    return (_NAME, kind, in_place, residual.shape, residual.dtype, weight.shape, out_dtype)
+def _key(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: Any,
+    in_place: Any,
+    out_dtype: Any,
+    given: bool,
+    algorithm: Any,
+) -> Hashable:
+    """Return the key under which a context knows a call whose checks have passed once; ``given``: a scale."""
+    shapes = x.shape, residual.shape, weight.shape
+    return (_SHORT, *shapes, x.dtype, residual.dtype, weight.dtype, eps, in_place, out_dtype, given, algorithm)
 
 
 def _launch(run: _Run, stream: int, tensors: _Tensors) -> None:
@@ -183,8 +192,6 @@ def _requiring(*tensors: Any) -> list[str]:
 
 
 def _scalar(scale: Any) -> bool:
-    if scale is None:
-        return True
     return isinstance(scale, torch.Tensor) and scale.numel() == 1 and scale.dtype is torch.float32
 
 
@@ -206,7 +213,8 @@ def _long_way(ctx: CollectiveContext, asked: _Asked) -> _Run:
         kind = _Kind(x.shape, x.dtype, weight.dtype, eps, out_dtype is _FP8, scale is not None, algorithm)
         made: _Run = ctx.once((_NAME, kind), lambda: _launches(ctx, kind))
         if not ctx.capturing:
-            ctx.once(_key(kind, residual, weight, in_place, out_dtype), lambda: made)
+            key = _key(x, residual, weight, eps, in_place, out_dtype, scale is not None, algorithm)
+            ctx.once(key, lambda: made)
         return made
 
     agree = {
@@ -304,20 +312,20 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
     )
     variant = (_NAME, plan.algorithm, *(given[name] for name in given if name.isupper()), plan.num_warps)
 
-    def prepared() -> Launch:
-        if not launch.prepared:
-            if variant not in ctx.tables:
-                outside_of_graphs(ctx, _NAME)
-            launch.prepare()
-            ctx.tables[variant] = True
-        return launch
+    def prepare() -> None:
+        if variant not in ctx.tables:
+            outside_of_graphs(ctx, _NAME)
+        launch.prepare()
+        ctx.tables[variant] = True
 
     def run(stream: int, tensors: _Tensors) -> None:
         x, residual, weight, new, out, scale = tensors
         if plan.algorithm == COMPOSED:
             x = all_reduce(x.detach(), ctx)
-        addresses = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), new.data_ptr(), out.data_ptr())
-        prepared()(stream, *addresses, 0 if scale is None else scale.data_ptr())
+        if not launch.prepared:
+            prepare()
+        scales = 0 if scale is None else scale.data_ptr()
+        launch(stream, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), new.data_ptr(), out.data_ptr(), scales)
 
     return run
 
