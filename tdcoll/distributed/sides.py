@@ -122,7 +122,7 @@ class Sides:
         return service.refuse(call)
 
     def _obstacle(self, kind: str, call: Call) -> str | None:
-        """Prepare tdcoll for a call that it is to serve; return what is in the way now, or None. As on all ranks."""
+        """Prepare tdcoll for a call; return why it cannot be served now, or None if it can. The same on all ranks."""
         job = self._job
         assert job is not None
         if job.closed or self._closed:
@@ -182,7 +182,7 @@ class Sides:
         else:
             self.to_inner(kind, call.device, why)
             work = self.call_inner(kind, call.device, inner)
-        if like is not None and why == never:
+        if like is not None and why is never:  # an obstacle may go away
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[like] = (kind, "tdcoll" if why is None else self.inner_name(call.device), why or "")
@@ -199,13 +199,14 @@ class Sides:
     ) -> Any:
         """Have a call of one tensor made, the short way if one like it was made before; return its work.
 
-        Whether a call can ever be served depends on what it is known by alone, if its tensors are strided. Of one that
-        tdcoll serves the rest is checked again: :meth:`~tdcoll.collectives._host.collective.Collective.at_once`.
+        What a call is known by decides whether tdcoll may ever serve it. Where it may, the rest is checked again:
+        :meth:`~tdcoll.collectives._host.collective.Collective.at_once`.
         """
+        what = kind, op, tensor.device, tensor.dtype, tensor.layout, out.dtype, out.layout
         try:
-            like: Hashable = (kind, op, tensor.dtype, tensor.shape, tensor.device, out.dtype, out.shape)
+            like: Hashable = (*what, tensor.shape, out.shape)
             known = self._known.get(like)
-        except RuntimeError:  # a nested tensor has no shape
+        except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
             like = known = None
         if known is not None:
             if known[1] != "tdcoll":
@@ -215,8 +216,7 @@ class Sides:
             if work is not None:
                 self.counts[known] += 1
                 return work
-        strided = tensor.layout == out.layout == torch.strided
-        return self.call(kind, Call([out], [tensor], op), asynchronous, inner, like if strided else None)
+        return self.call(kind, Call([out], [tensor], op), asynchronous, inner, like)
 
     def _at_once(self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool) -> Any:
         """Serve a call of a :class:`Dense` kind that is like an earlier one; return its work, None if it cannot be."""
@@ -241,7 +241,7 @@ class Sides:
         if stream is None or device is None or torch._C._cuda_getDevice() != device.index:
             return None
         current = current_stream(device.index)
-        if current.stream_id and capturing(device):  # the default stream, 0, cannot be
+        if current.stream_id and capturing(device):  # the default stream, 0, cannot be captured
             return None
         if service.before is None:
             service.before = torch.cuda.Event()

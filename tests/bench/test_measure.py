@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of tests/gpu/measure.sh, which are given to machines with GPUs, are ones that there are."""
+"""tests/gpu/measure.py: its commands, which are given to machines with GPUs, are ones that there are; jobs end."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,25 @@ import pytest
 from tdcoll.__main__ import main
 from tdcoll.bench import case, sparse_all_reduce, tune
 
-SCRIPT = Path(__file__).parents[1] / "gpu" / "measure.sh"
-STAGES = re.findall(r"^    (\S+)\)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("measure", ROOT / "tests" / "gpu" / "measure.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+measure: Any = importlib.util.module_from_spec(SPEC)
+sys.modules["measure"] = measure
+SPEC.loader.exec_module(measure)
 
 
-def lines(folder: Path, stage: str, nproc: int) -> list[list[str]]:
-    command = ["bash", str(SCRIPT), "--nproc", str(nproc), "--dry-run", str(folder), stage]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return [shlex.split(line.replace("not shared", "'not shared'")) for line in done.stdout.splitlines()]
+@functools.cache
+def options_of(script: str) -> set[str]:
+    """Return the options that a script's --help names."""
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"--[\w-]+", done.stdout))
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if not stage.startswith(("-", "*"))])
-def test_a_stage_has_commands_that_can_be_given(stage: str, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("nproc", [1, 2, 3, 8])
+def test_benchmarks_can_be_given(nproc: int, tmp_path: Path, monkeypatch: Any) -> None:
     parsed: list[argparse.Namespace] = []
 
     def run(kind: Any, arguments: list[str], given: Any = None) -> int:
@@ -36,24 +46,81 @@ def test_a_stage_has_commands_that_can_be_given(stage: str, tmp_path: Path, monk
     monkeypatch.setattr(case, "run", run)
     for module in (tune, sparse_all_reduce):
         monkeypatch.setattr(module, "INTERPRETED", False)
-    commands = lines(tmp_path, stage, 8)
-    assert commands
-    for command in commands:
-        scripts = [word for word in command if word.endswith((".py", ".sh"))]
-        assert all((SCRIPT.parents[2] / script).is_file() for script in scripts), command
-        if "tdcoll" in command:
-            assert main(command[command.index("tdcoll") + 1 :]) == 0
-    assert len(parsed) == sum("tdcoll" in command for command in commands)
-    files = [getattr(given, "json", None) or given.output for given in parsed]
-    assert len(set(files)) == len(files)
+    files = set()
+    for jobs in measure.stages(nproc).values():
+        for job in jobs:
+            command = job.command(tmp_path / f"{job.name}.json")
+            if "tdcoll" in command:
+                assert main(command[command.index("tdcoll") + 1 :]) == 0
+                files.add(getattr(parsed[-1], "json", None) or parsed[-1].output)
+    assert len(parsed) == len(files) == 21
     assert all(Path(file).parent == tmp_path for file in files)
 
 
+def test_scripts_have_the_options_that_they_are_given() -> None:
+    seen = set()
+    for jobs in measure.stages(2).values():
+        for job in jobs:
+            script = next(word for word in job.words if word.endswith(".py") or word == "-m" or word == "tests")
+            if script.startswith("tests/"):
+                given = {word for word in job.words[job.words.index(script) :] if word.startswith("--")}
+                assert given <= options_of(script), script
+                seen.add(script)
+            elif script == "-m":
+                assert job.words[-2:-1] in (["--json"], ["-o"])
+            else:
+                assert script == "tests" or (ROOT / script).is_file()
+    assert seen == {"tests/gpu/backend_calls.py", "tests/gpu/training.py", "tests/sanitizer/sanitize.py"}
+
+
+def test_heaps_differ_in_the_heap_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.main(["--nproc", "2", "--dry-run", str(tmp_path), "heaps", "tests"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines.pop()[4:6] == ["-k", "not shared"]
+    assert [line[0] for line in lines] == ["TDCOLL_HEAP=nvshmem", "TDCOLL_HEAP=torch"] * 6
+    assert all(one[1:-1] == other[1:-1] for one, other in zip(lines[::2], lines[1::2], strict=True))
+
+
 @pytest.mark.parametrize(
-    "wrong", [["--nprocs", "2"], ["--dry-run", "FOLDER"], ["--dry-run", "--nproc", "2", "FOLDER", "gather"]]
+    ("wrong", "said"),
+    [
+        (["FOLDER", "gather"], "invalid choice: 'gather'"),
+        (["--nproc", "2", "FOLDER", "tune"], "--nproc: expected at least 1 and at most the 0 GPUs of this host; got 2"),
+        (["FOLDER", "tune"], "the 0 GPUs of this host; got 0"),
+        (["--dry-run", "--nproc", "0", "FOLDER", "tune"], "got 0"),
+        (["--limit", "soon", "FOLDER", "tune"], "--limit"),
+    ],
 )
-def test_a_wrong_command_line_says_what_is_right(wrong: list[str], tmp_path: Path) -> None:
-    command = ["bash", str(SCRIPT), *(word.replace("FOLDER", str(tmp_path)) for word in wrong)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "[--nproc N] [--limit SECONDS] [--dry-run] FOLDER STAGE..." in done.stderr
+def test_a_wrong_command_line(
+    wrong: list[str], said: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "_gpus", lambda: iter(()))
+    with pytest.raises(SystemExit) as ended:
+        measure.main([word.replace("FOLDER", str(tmp_path / "made")) for word in wrong])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_job_that_takes_too_long_ends_with_all_that_it_has_started(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may write what it has; the next job runs, and the exit status tells."""
+    writes = "import sys, time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(sys.argv[1], 'w').write('rows')"
+    starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    jobs = {
+        "tests": [measure.Job("long", [sys.executable, "-c", starts, writes, "FILE"])],
+        "calls": [measure.Job("calls", ["sh", "-c", "echo $TDCOLL_HEAP; exit 3"], {"TDCOLL_HEAP": "torch"})],
+        "tune": [measure.Job("tune", ["true"])],
+    }
+    monkeypatch.setattr(measure, "stages", lambda nproc: jobs)
+    monkeypatch.setattr(measure, "_gpus", lambda: iter(["NVIDIA H200"]))
+    monkeypatch.setattr(measure.signal, "signal", lambda *of: None)
+    assert measure.main(["--limit", "3", str(tmp_path), "tests"]) == 1
+    assert (tmp_path / "long-1xH200.json").read_text() == "rows"
+    assert measure.main([str(tmp_path), "tune", "calls", "tune"]) == 1
+    assert measure.main([str(tmp_path), "tune"]) == 0
+    assert (tmp_path / "calls-1xH200.log").read_text() == "torch\n"
+    said = capsys.readouterr().out
+    assert re.sub(r"\d+ s$", "s", said, flags=re.MULTILINE).split("\n")[0] == "long-1xH200: status 124, s"
+    assert "calls-1xH200: status 3" in said

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,9 +25,7 @@ from tdcoll import distributed, runtime
 from tdcoll.distributed import BackendTimeout, Options, agreement, backend, explain
 from tdcoll.distributed.inner import NamedWork, RollCall, add_backends
 from tdcoll.distributed.options import SERVED_BYTES, SERVES
-from tdcoll.distributed.service import Call
 from tdcoll.distributed.services import KINDS
-from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.work import Task, TaskWork, worker
 from tdcoll.runtime import lifecycle
 from tdcoll.work import as_backend_error
@@ -393,98 +389,6 @@ def test_the_backend_is_registered() -> None:
 
 def timeout() -> tdcoll.CollectiveTimeout:
     return tdcoll.CollectiveTimeout(rank=0, peer=3, signal=1, epoch=2, expected=2, seen=0, timeout_s=1)
-
-
-def test_the_short_way_leaves_the_current_device_alone(monkeypatch) -> None:
-    """It sets a stream, which sets the device: from another device calls go the long way, which restores it."""
-    ours = Sides.__new__(Sides)
-    ours.device = torch.device("cuda", 1)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr("tdcoll.distributed.sides.current_stream", lambda index: pytest.fail("it went on"))
-    service: Any = SimpleNamespace(stream="one of device 1")
-    assert ours._at_once_beside(service, torch.empty(1), torch.empty(1), None) is None
-
-
-def test_the_short_way_of_asynchronous_calls(monkeypatch) -> None:
-    """Behind the caller's stream, on its own, with the caller's stream the current one again; events are used anew."""
-    told: list[str] = []
-
-    class Event:
-        made = 0
-
-        def __init__(self) -> None:
-            Event.made += 1
-            self.name = f"event {Event.made}"
-
-        def record(self, stream: Any) -> None:
-            told.append(f"{self.name} on {stream.stream_id}")
-
-        def wait(self, stream: Any) -> None:
-            told.append(f"{stream.stream_id} waits for {self.name}")
-
-    def stream(stream_id: int, device_index: int = 0, device_type: int = 1) -> Any:
-        device = torch.device("cuda", device_index)
-        return SimpleNamespace(
-            stream_id=stream_id, device_index=device_index, device_type=device_type, device=device,
-        )  # fmt: skip
-
-    def at_once(*tensors: Any) -> bool:
-        told.append("launch")
-        return True
-
-    current = 7
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (current, 0, 1), raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda i, *of: told.append(f"{i} is current"), raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("tdcoll.work._current", None)
-    ours = Sides.__new__(Sides)
-    ours.device = torch.device("cuda", 0)
-    service: Any = SimpleNamespace(stream=stream(5), before=None, events=[], at_once=at_once)
-    call = ["event 1 on {0}", "5 waits for event 1", "5 is current", "launch", "{0} is current", "event 2 on 5"]
-    for current in (7, 8, 8):
-        work = ours._at_once_beside(service, torch.empty(1), torch.empty(1), None)
-        assert told == [line.format(current) for line in call]
-        current = 9
-        work.wait()
-        assert told[len(call) :] == ["9 waits for event 2"]
-        del work
-        told.clear()
-    works = [ours._at_once_beside(service, torch.empty(1), torch.empty(1), None) for _ in range(2)]
-    assert [line for line in told if line.endswith("on 5")] == ["event 2 on 5", "event 3 on 5"]
-    for work in works:
-        work.wait()
-
-
-def test_a_call_like_one_that_was_handed_over_is_handed_over_at_once(monkeypatch) -> None:
-    """What is remembered is what decides: a call that was wrong on one rank says nothing of the right one."""
-    agreed: Any = SimpleNamespace(kinds=("all_gather",), reason="")
-    about: dict[str, Any] = {"name": "0", "rank": 0, "members": (0, 1), "inner": {"cpu": "gloo"}, "roll_call": None}
-    sides = Sides(None, agreed, Options(), timeout_s=1, **about)
-    asked: list[tuple[int, int]] = []
-
-    def never(kind: str, call: Call) -> str | None:
-        asked.append((call.outs[0].numel(), call.inputs[0].numel()))
-        return "too large" if call.outs[0].numel() > 8 else None
-
-    monkeypatch.setattr(sides, "_never", never)
-    monkeypatch.setattr(sides, "_obstacle", lambda kind, call: None)
-    monkeypatch.setattr(sides, "serve", lambda kind, call, asynchronous: "served")
-    monkeypatch.setattr(sides, "call_inner", lambda kind, device, call: call())
-
-    def gather(out: int, n: int, dtype: torch.dtype = torch.float32) -> Any:
-        tensors = torch.empty(out, dtype=dtype), torch.empty(n, dtype=dtype)
-        return sides.call_one("all_gather", *tensors, None, False, lambda: "handed over")
-
-    assert [gather(16, 8), gather(16, 8), gather(16, 8)] == ["handed over"] * 3
-    assert asked == [(16, 8)]
-    assert sides.counts == {("all_gather", "gloo", "too large"): 3}
-    assert gather(16, 4) == "handed over"  # a wrong output
-    assert gather(8, 4) == "served"
-    assert gather(16, 8, torch.int32) == "handed over"
-    assert asked == [(16, 8), (16, 4), (8, 4), (16, 8)]
 
 
 def test_errors_of_the_worker_reach_whoever_waits() -> None:

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which side serves a call, and the short way of calls like earlier ones; with stand-ins for sides and for a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from tdcoll.distributed import Options
+from tdcoll.distributed.service import Call, Dense
+from tdcoll.distributed.sides import Sides
+from tdcoll.distributed.work import worker
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Any:
+    """In the place of a GPU: what is queued is told. Stream 7 is the current one, and 5 that of the service."""
+    told: list[str] = []
+    gpu = SimpleNamespace(told=told, current=7, device=0, capturing=False, made=0)
+
+    class Event:
+        def __init__(self) -> None:
+            gpu.made += 1
+            self.name = f"event {gpu.made}"
+
+        def record(self, stream: Any) -> None:
+            told.append(f"{self.name} on {stream.stream_id}")
+
+        def wait(self, stream: Any) -> None:
+            told.append(f"{stream.stream_id} waits for {self.name}")
+
+    def stream(stream_id: int, device_index: int = 0, device_type: int = 1) -> Any:
+        device = torch.device("cuda", device_index)
+        return SimpleNamespace(stream_id=stream_id, device_index=device_index, device_type=device_type, device=device)
+
+    def at_once(*tensors: Any) -> bool:
+        told.append("launch")
+        return True
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: gpu.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (gpu.current, index, 1), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda i, *of: told.append(f"{i} is current"), raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+    monkeypatch.setattr("tdcoll.work._current", None)
+    gpu.sides = Sides.__new__(Sides)
+    gpu.sides.device = torch.device("cuda", 0)
+    gpu.service = SimpleNamespace(stream=stream(5), before=None, events=[], at_once=at_once)
+    gpu.call = lambda: gpu.sides._at_once_beside(gpu.service, torch.empty(1), torch.empty(1), None)
+    return gpu
+
+
+BESIDE = ["event 1 on {0}", "5 waits for event 1", "5 is current", "launch", "{0} is current"]
+"""What a call on a stream of its own queues; then an event is recorded there."""
+
+
+def test_the_short_way_of_asynchronous_calls(cuda) -> None:
+    """Behind the caller's stream, on its own, with the caller's stream the current one again; events are used anew."""
+    for current in (7, 8, 8, 0):
+        cuda.current = current
+        work = cuda.call()
+        assert cuda.told == [line.format(current) for line in (*BESIDE, "event 2 on 5")]
+        cuda.told.clear()
+        cuda.current = 9
+        work.wait()
+        assert cuda.told == ["9 waits for event 2"]
+        cuda.told.clear()
+        del work
+    works = [cuda.call() for _ in range(2)]
+    assert [line for line in cuda.told if line.endswith("on 5")] == ["event 2 on 5", "event 3 on 5"]
+    for work in works:
+        work.wait()
+
+
+def test_the_short_way_keeps_tensors_until_somebody_waits(cuda) -> None:
+    out, tensor = torch.empty(1), torch.empty(1)
+    there = weakref.ref(tensor)
+    work = cuda.sides._at_once_beside(cuda.service, out, tensor, None)
+    del tensor
+    assert there() is not None
+    work.wait()
+    assert there() is None
+    assert work.result() == [out]
+
+
+def test_the_short_way_is_not_taken(cuda) -> None:
+    """From another device, since setting a stream sets the device, and where a graph is captured."""
+    for cuda.device, cuda.capturing in ((1, False), (0, True)):
+        assert cuda.call() is None
+        assert cuda.told == []
+    cuda.current = 0  # the default stream cannot be captured: nobody asks
+    cuda.call().wait()
+    assert "launch" in cuda.told
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("of the driver")])
+def test_the_short_way_leaves_the_current_stream(error: Exception | None, cuda) -> None:
+    def at_once(*tensors: Any) -> bool:
+        cuda.told.append("launch")
+        if error is not None:
+            raise error
+        return False
+
+    cuda.service.at_once = at_once
+    with contextlib.nullcontext() if error is None else pytest.raises(RuntimeError, match="of the driver"):
+        assert cuda.call() is None
+    assert cuda.told == [line.format(7) for line in BESIDE]
+
+
+@pytest.mark.parametrize("what", ["job", "job closed", "closed", "coalescing"])
+def test_no_short_way_when_something_is_in_the_way(what: str) -> None:
+    sides = Sides.__new__(Sides)
+    job: Any = None if what == "job" else SimpleNamespace(closed=what == "job closed")
+    sides._job, sides._closed, sides.coalescing = job, what == "closed", what == "coalescing"
+    for asynchronous in (False, True):
+        assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, asynchronous) is None
+
+
+def test_the_short_way_on_cpus_comes_after_the_workers_calls(monkeypatch) -> None:
+    told: list[str] = []
+    service = SimpleNamespace(at_once=lambda *of: not told.append("launch"), check=lambda: told.append("check"))
+    sides = Sides.__new__(Sides)
+    sides._job, sides._closed, sides.coalescing, sides._on_cpu = SimpleNamespace(closed=False), False, False, True  # type: ignore[assignment]
+    sides.services = {"all_gather": service}  # type: ignore[dict-item]
+    monkeypatch.setattr(worker, "drain", lambda: told.append("drain"))
+    assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, False).is_completed()
+    assert told == ["drain", "launch", "check"]
+    assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, True) is None
+
+
+def test_an_operation_that_tdcoll_lacks_has_no_short_way() -> None:
+    collective = SimpleNamespace(at_once=lambda *of: pytest.fail("it was asked"))
+    service: Any = SimpleNamespace(pool=SimpleNamespace(context="a context"), collective=collective)
+    assert Dense.at_once(service, torch.empty(1), torch.empty(1), "RedOpType.BAND") is False
+
+
+def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Sides:
+    """A group whose tdcoll never serves what is large, a product or of fp64, and says ``now`` when it is prepared."""
+    agreed: Any = SimpleNamespace(kinds=("all_gather", "all_reduce"), reason="")
+    about: dict[str, Any] = {"name": "0", "rank": 0, "members": (0, 1), "inner": {"cpu": "gloo"}, "roll_call": None}
+    sides = Sides(None, agreed, Options(), timeout_s=1, **about)
+
+    def never(kind: str, call: Call) -> str | None:
+        tensor, out = call.inputs[0], call.outs[0]
+        asked.append((tuple(tensor.shape), tuple(out.shape), call.op))
+        if any(part.layout != torch.strided for part in (tensor, out)):
+            return "not strided"
+        if call.op == "prod" or torch.float64 in (tensor.dtype, out.dtype) or "meta" in (tensor.device.type,):
+            return "never"
+        return "too large" if max(tensor.shape[0], out.shape[0]) > 8 else None
+
+    monkeypatch.setattr(sides, "_never", never)
+    monkeypatch.setattr(sides, "_obstacle", lambda kind, call: now.pop(0))
+    monkeypatch.setattr(sides, "serve", lambda kind, call, asynchronous: "served")
+    monkeypatch.setattr(sides, "call_inner", lambda kind, device, call: call())
+    return sides
+
+
+def call_one(sides: Sides, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
+    return sides.call_one("all_gather", out, tensor, op, False, lambda: "handed over")
+
+
+def test_a_call_like_one_that_was_handed_over_is_handed_over_at_once(monkeypatch) -> None:
+    asked: list[Any] = []
+    sides = sides_that_are_asked(monkeypatch, asked, [])
+    assert [call_one(sides, torch.empty(8), torch.empty(16)) for _ in range(3)] == ["handed over"] * 3
+    assert asked == [((8,), (16,), None)]
+    assert sides.counts == {("all_gather", "gloo", "too large"): 3}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "op"),
+    [
+        (lambda: (torch.empty(4), torch.empty(16)), None),
+        (lambda: (torch.empty(16), torch.empty(8)), None),
+        (lambda: (torch.empty(4, dtype=torch.float64), torch.empty(8)), None),
+        (lambda: (torch.empty(4), torch.empty(8, dtype=torch.float64)), None),
+        (lambda: (torch.empty(4, device="meta"), torch.empty(8)), None),
+        (lambda: (torch.empty(4).to_sparse(), torch.empty(8)), None),
+        (lambda: (torch.empty(4), torch.empty(8).to_sparse()), None),
+        (lambda: (torch.empty(4), torch.empty(8)), "prod"),
+    ],
+)
+def test_a_call_that_is_never_served_says_nothing_of_another(wrong: Any, op: str | None, monkeypatch) -> None:
+    """On one rank it may have been a mistake, which the other ranks have not made."""
+    sides = sides_that_are_asked(monkeypatch, [], [None])
+    assert call_one(sides, *wrong(), op) == "handed over"
+    assert call_one(sides, torch.empty(4), torch.empty(8)) == "served"
+
+
+def test_what_is_in_the_way_for_now_is_not_remembered(monkeypatch) -> None:
+    now: list[str | None] = ["inside of a coalescing block", None]
+    sides = sides_that_are_asked(monkeypatch, [], now)
+    assert [call_one(sides, torch.empty(4), torch.empty(8)) for _ in range(2)] == ["handed over", "served"]
+    assert now == []
+
+
+def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
+    """A nested tensor has none, and a symbolic one is no key of a dictionary."""
+    sides = sides_that_are_asked(monkeypatch, [], [])
+    monkeypatch.setattr(sides, "_never", lambda kind, call: "never")
+    symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5, 7), static_shapes=False)
+    for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), symbolic):
+        assert [call_one(sides, tensor, tensor) for _ in range(2)] == ["handed over"] * 2
+    assert sides.counts == {("all_gather", "gloo", "never"): 4}
+
+
+def test_few_calls_are_remembered(monkeypatch) -> None:
+    asked: list[Any] = []
+    sides = sides_that_are_asked(monkeypatch, asked, [])
+    monkeypatch.setattr("tdcoll.distributed.sides._MOST_KNOWN", 2)
+    for n in (9, 10, 9, 10, 11, 9):  # 11 makes it forget the others
+        call_one(sides, torch.empty(n), torch.empty(n))
+    assert [shape for (shape,), *_ in asked] == [9, 10, 11, 9]
