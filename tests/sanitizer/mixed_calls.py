@@ -27,6 +27,7 @@ from tdcoll.collectives._host.collective import Collective
 from tdcoll.collectives.all_gather.op import ALL_GATHER
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
+from tdcoll.runtime import lifecycle
 
 COUNTS = (33, 1001, 5000)
 """Numbers of elements: with a tail of a few bytes, with a tail of a block, and without one."""
@@ -142,7 +143,7 @@ def control() -> None:
 def join() -> None:
     """Have as little as possible started under a tool: no NCCL, a small heap."""
     if not simulated():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(lifecycle.device_index(int(os.environ["LOCAL_RANK"]), lifecycle.may_share_gpus()))
     dist.init_process_group("gloo")
     tdcoll.initialize(heap_bytes=HEAP_BYTES)
 
