@@ -124,7 +124,8 @@ class StreamWork(Work):
         check: raises what is known to have gone wrong.
         keep: tensors that the call reads and writes, if the stream is not the caller's: kept until ``wait()``, so that
             their memory is not used anew.
-        events: where the work finds an event, if there is one, and leaves its own: making one takes microseconds.
+        events: free events. The work takes one of them, if there is one, and gives it back when it ends: making an
+            event takes microseconds.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ from tdcoll.distributed.options import Options
 from tdcoll.distributed.service import Call
 from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.sparse import refuse_wrong
-from tdcoll.primitives.reduce import TORCH_OPERATIONS
+from tdcoll.primitives.reduce import operation_name
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
 from tdcoll.work import CompletedWork, backend_errors
@@ -44,14 +44,9 @@ _UNSET = AllgatherOptions().timeout
 """What a call's options hold when it has no timeout of its own."""
 
 
-_BY_HASH = {hash(dist.ReduceOp(kind)): name for kind, name in TORCH_OPERATIONS.items()}
-"""tdcoll's names by the hash of an operation, which is its number. Comparing operations takes three times as long."""
-
-
 def _operation(opts: Any) -> str:
     """Return tdcoll's name of the operation in a call's options; torch's name of one that tdcoll does not have."""
-    reduce_op = opts.reduceOp
-    return _BY_HASH.get(hash(reduce_op)) or str(reduce_op.op)
+    return str(operation_name(opts.reduceOp))
 
 
 def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
@@ -334,11 +329,8 @@ class TdcollProcessGroup(ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         output, input, opts = plain(output), plain(input), ReduceScatterOptions() if opts is None else opts
-        inner = self._plain
-        return self._sides.call_one(
-            "reduce_scatter", output, input, _operation(opts), opts.asyncOp,
-            lambda: scatter_from(inner, output, input, opts),
-        )  # fmt: skip
+        op, inner = _operation(opts), lambda: scatter_from(self._plain, output, input, opts)
+        return self._sides.call_one("reduce_scatter", output, input, op, opts.asyncOp, inner)
 
     _reduce_scatter_base: Any = reduce_scatter_single
 

@@ -98,8 +98,8 @@ class Service(ABC):
         waits: whether a call waits on the host, so that an asynchronous one is made by the worker.
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
         stream: CUDA stream of asynchronous calls that do not wait; made with the first.
-        before: the event for which the stream waits before a call, recorded anew for each.
-        events: those of works that nobody has any more, for new works.
+        before: event that the stream waits for before each call.
+        events: free events, which works take and give back.
     """
 
     kind: ClassVar[str]

@@ -59,7 +59,7 @@ def cuda(monkeypatch) -> Any:
 
 
 BESIDE = ["event 1 on {0}", "5 waits for event 1", "5 is current", "launch", "{0} is current"]
-"""What a call on a stream of its own queues; then an event is recorded there."""
+"""A call on a stream of its own queues this before it records an event there."""
 
 
 def test_the_short_way_of_asynchronous_calls(cuda) -> None:
