@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import Any
+from types import FunctionType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,24 @@ from tdcoll.capture import capturing
 from tdcoll.errors import CollectiveTimeout
 
 __all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Work", "as_backend_error", "backend_errors", "error_of"]
-__all__ += ["current_stream", "expired", "record_stream", "seconds_of"]
+__all__ += ["current_stream", "expired", "never_compiled", "record_stream", "seconds_of"]
+
+Class = TypeVar("Class", bound=type)
+
+
+def never_compiled(kind: Class) -> Class:
+    """Return a class whose methods, and all that they call, ``torch.compile`` leaves alone.
+
+    PyTorch calls them from C++, also where a compiled model runs a part of itself as it is, as DDP does when it
+    broadcasts buffers. Dynamo would take each for a part of the model, and it refuses process groups. This is what
+    ``torch.compiler.disable`` does, without its import of a second and its half microsecond per call.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # itself, and what it calls
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            frames.set_code_exec_strategy(method.__code__, skip)
+    return kind
 
 
 class BackendTimeout(CollectiveTimeout, dist.DistBackendError):
@@ -70,6 +87,7 @@ def error_of(check: Callable[[], None]) -> BaseException | None:
     return None
 
 
+@never_compiled
 class Work(dist.Work):
     """The methods that ``torch.distributed.Work`` documents, for calls that have results on one device."""
 
@@ -98,6 +116,7 @@ class Work(dist.Work):
         self.wait()
 
 
+@never_compiled
 class CompletedWork(Work):
     """The work of a synchronous call: nothing is left to wait for but the current stream."""
 
@@ -114,6 +133,7 @@ class CompletedWork(Work):
         return future
 
 
+@never_compiled
 class StreamWork(Work):
     """The work of a call that is queued on a CUDA stream: ``wait()`` makes the current stream wait for it.
 

@@ -36,7 +36,7 @@ from tdcoll.distributed.sparse import refuse_wrong
 from tdcoll.primitives.reduce import operation_name
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
-from tdcoll.work import CompletedWork, backend_errors
+from tdcoll.work import CompletedWork, backend_errors, never_compiled
 
 __all__ = ["TdcollProcessGroup", "create", "explain"]
 
@@ -436,6 +436,7 @@ def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
 
 for _name, _method in _passed_on(("all_to_all_single", "alltoall_base", "reduce_scatter", "send", "recv")).items():
     setattr(TdcollProcessGroup, _name, _method)
+never_compiled(TdcollProcessGroup)  # with these methods, and those of _passing_on, which have the same code
 
 
 def _deadline(timeout: timedelta) -> float | None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup
 
+from tdcoll.work import never_compiled
+
 __all__ = ["NamedWork", "RollCall", "add_backends", "gather_into", "may_be_a_peers", "plain", "scatter_from"]
 __all__ += ["sparse_sum_by_gather"]
 
@@ -192,6 +194,7 @@ class RollCall:
         return []
 
 
+@never_compiled
 class NamedWork(dist.Work):
     """A work of the inner group whose failure names the ranks that are gone."""
 

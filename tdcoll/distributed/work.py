@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tdcoll.work import Work, as_backend_error, expired, record_stream, seconds_of
+from tdcoll.work import Work, as_backend_error, expired, never_compiled, record_stream, seconds_of
 
 _LAST_S = 3.0
 """How long the calls that are outstanding may take when the process ends."""
@@ -133,6 +133,7 @@ worker = _Worker()
 """One for the process: calls of different groups that share ranks must keep their order too."""
 
 
+@never_compiled
 class TaskWork(Work):
     """The work of a call that the worker makes."""
 

@@ -71,6 +71,11 @@ def trained(model: nn.Module, call: Callable[..., torch.Tensor], batch: torch.Te
     return step
 
 
+def faster(model: nn.Module, small: bool) -> Any:
+    """Compile a model; a small one without Inductor, which needs a C++ compiler on a CPU."""
+    return torch.compile(model, backend="aot_eager" if small else "inductor")
+
+
 def fsdp(width: int, compiled: bool, small: bool) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -80,13 +85,13 @@ def fsdp(width: int, compiled: bool, small: bool) -> Step:
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return trained(model, torch.compile(model) if compiled else model, sequences(width, small))
+    return trained(model, faster(model, small) if compiled else model, sequences(width, small))
 
 
 def ddp(width: int, compiled: bool, small: bool) -> Step:
     where = [device().index] if device().type == "cuda" else None
     model = nn.parallel.DistributedDataParallel(blocks(width, 2 if small else 8), device_ids=where)
-    return trained(model, torch.compile(model) if compiled else model, sequences(width, small))
+    return trained(model, faster(model, small) if compiled else model, sequences(width, small))
 
 
 class Mlp(nn.Module):
@@ -109,7 +114,7 @@ def tensor_parallel(width: int, compiled: bool, small: bool) -> Step:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     torch.manual_seed(2)  # all ranks have the same rows
     batch = torch.randn(4 if small else 64, width, device=device())
-    return trained(model, torch.compile(model) if compiled else model, batch)
+    return trained(model, faster(model, small) if compiled else model, batch)
 
 
 class Dlrm(nn.Module):

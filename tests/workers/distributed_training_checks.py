@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from backend_job import same, served, single
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
+from torch._dynamo import convert_frame
 
+import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed import SparseGradientReducer, clip_grad_norm_, explain, sparse_hook
 
@@ -73,6 +77,29 @@ def ddp_with_the_backend() -> None:
         model(lookups(1)).sum().backward()
         accumulated.append([parameter.grad.to_dense() for parameter in model.parameters()])
     equal(*accumulated, "no_sync")
+
+
+@check
+def compiled_models() -> None:
+    """DDP broadcasts the buffer within the compiled call, and sums gradients of both kinds outside of it."""
+
+    class Shifted(Model):
+        def __init__(self, sparse_tables: bool) -> None:
+            super().__init__(sparse_tables)
+            self.register_buffer("shift", torch.full((2,), 2.0 + rank(), device=device()))
+
+        def forward(self, lookups: dict[int, torch.Tensor]) -> torch.Tensor:
+            return (super().forward(lookups) + self.shift).relu()
+
+    batches = [lookups(step) for step in range(3)]
+    for sparse_tables in (True, False):
+        compiled = torch.compile(DDP(Shifted(sparse_tables)), backend="aot_eager")
+        equal(train(compiled, batches), train(DDP(Shifted(sparse_tables)), batches), f"sparse tables: {sparse_tables}")
+    tried = [code().co_filename for code in convert_frame.input_codes.seen if code() is not None]
+    expect(__file__ in tried, "the model has not been compiled")
+    of_tdcoll = [name for name in tried if name.startswith(os.path.dirname(tdcoll.__file__))]
+    expect(not of_tdcoll, f"Dynamo has tried to compile functions in {of_tdcoll}")
+    torch._dynamo.reset()
 
 
 @check
