@@ -28,7 +28,15 @@ from torch._C._distributed_c10d import (
 
 from tdcoll import arguments, capture, runtime
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.inner import RollCall, add_backends, gather_into, plain, scatter_from, sparse_sum_by_gather
+from tdcoll.distributed.inner import (
+    RollCall,
+    add_backends,
+    batch_messages_of,
+    gather_into,
+    plain,
+    scatter_from,
+    sparse_sum_by_gather,
+)
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.service import Call
 from tdcoll.distributed.sides import Sides
@@ -73,6 +81,7 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
         BackendTimeout: a rank of the group did not come.
         TypeError, ValueError: options that do not exist.
     """
+    batch_messages_of(TdcollProcessGroup)
     ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
     store = _meeting_place(given.store, ranks)
     with backend_errors:
@@ -361,6 +370,20 @@ class TdcollProcessGroup(ProcessGroup):
         opts = BroadcastOptions() if opts is None else opts
         return self._sides.call_inner("broadcast", _device_of(tensors), lambda: self._plain.broadcast(tensors, opts))
 
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
+        return self._plain.send(self._messages("send", tensors), dst, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
+        return self._plain.recv(self._messages("recv", tensors), src, tag)
+
+    def _messages(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if tensors[0].is_cuda and self._sides.inner_name(tensors[0].device) == "gloo":  # which reads their addresses
+            raise NotImplementedError(
+                f"{name} needs CPU tensors where ranks share GPUs: gloo has no messages of CUDA tensors; "
+                f"got one on {tensors[0].device}"
+            )
+        return tensors
+
     # ------------------------------------------------------------------ barrier
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:  # type: ignore[override]
@@ -434,7 +457,7 @@ def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
     return {name: make(name) for name in names if hasattr(ProcessGroup, name)}
 
 
-for _name, _method in _passed_on(("all_to_all_single", "alltoall_base", "reduce_scatter", "send", "recv")).items():
+for _name, _method in _passed_on(("all_to_all_single", "alltoall_base", "reduce_scatter")).items():
     setattr(TdcollProcessGroup, _name, _method)
 never_compiled(TdcollProcessGroup)  # with these methods, and those of _passing_on, which have the same code
 

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup
+from torch.distributed import distributed_c10d as c10d
 
 from tdcoll.work import never_compiled
 
-__all__ = ["NamedWork", "RollCall", "add_backends", "gather_into", "may_be_a_peers", "plain", "scatter_from"]
-__all__ += ["sparse_sum_by_gather"]
+__all__ = ["NamedWork", "RollCall", "add_backends", "batch_messages_of", "gather_into", "may_be_a_peers", "plain"]
+__all__ += ["scatter_from", "sparse_sum_by_gather"]
 
 _ROLL_CALL_S = 5.0
 
@@ -86,16 +89,46 @@ def _nccl(
     return backend
 
 
+_GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+_SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+
+
 def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
     """``group``'s all-gather into one tensor, under the name that this PyTorch has for it. Its work."""
-    gather = getattr(group, "all_gather_single", None) or group._allgather_base
-    return gather(out, tensor, AllgatherOptions() if opts is None else opts)
+    return getattr(group, _GATHER)(out, tensor, AllgatherOptions() if opts is None else opts)
 
 
 def scatter_from(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
     """Start ``group``'s reduce-scatter of one tensor, under the name that this PyTorch has for it. Return its work."""
-    scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    return scatter(out, tensor, opts)
+    return getattr(group, _SCATTER)(out, tensor, opts)
+
+
+@functools.cache
+def batch_messages_of(kind: type) -> None:
+    """Have ``torch.distributed.batch_isend_irecv`` make a batch for groups of a class, where their backend can.
+
+    PyTorch makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would have each message for
+    itself: two ranks that both send first, and ranks in a ring, would wait for each other for good.
+    """
+    one_by_one = c10d.batch_isend_irecv
+
+    @functools.wraps(one_by_one)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+        c10d._check_p2p_op_list(p2p_op_list)
+        group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, kind) or not group._get_backend(device).supports_coalescing:
+            return one_by_one(p2p_op_list)
+        with c10d._coalescing_manager(group, device, async_ops=True) as batch:
+            for op in p2p_op_list:
+                peer = "group_dst" if op.op is dist.isend else "group_src"
+                op.op(op.tensor, group=group, tag=op.tag, **{peer: op.group_peer})
+        return batch.works
+
+    for module in list(sys.modules.values()):  # also those that have imported the name
+        names = getattr(module, "__dict__", {})
+        if names.get("batch_isend_irecv") is one_by_one:
+            names["batch_isend_irecv"] = batch_isend_irecv
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,9 +104,9 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 def operation_name(op: Any) -> Any:
     """Return the name of a ``torch.distributed.ReduceOp`` in :data:`TORCH_OPERATIONS`; other values as they are."""
-    if isinstance(op, str) or not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
-        return op
-    return _BY_HASH.get(hash(op)) or getattr(op, "op", op)
+    if type(op) is ReduceOp or type(op) is ReduceOp.RedOpType:
+        return _BY_HASH.get(hash(op)) or getattr(op, "op", op)
+    return op
 
 
 def check_operation(op: Any, dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, same, served, single, sparse
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
+from torch.distributed import batch_isend_irecv  # before there is a group of tdcoll's
 
 import tdcoll
 from tdcoll import runtime
@@ -156,6 +157,35 @@ def inner_collectives() -> None:
     dist.group.WORLD.barrier(options).wait()
     expect("a timeout of its own" in by_inner("barrier"), explain())
     expect(dist.get_backend() == "tdcoll", dist.get_backend())
+
+
+@check
+def batched_messages() -> None:
+    """To both neighbors in a ring at once, of a size that NCCL does not buffer."""
+    if shared():  # by gloo
+        for call in (dist.send, dist.recv):
+            message = torch.ones(1, device=device())
+            expect_raises(
+                NotImplementedError, lambda call=call, t=message: call(t, (rank() + 1) % world()), "needs CPU tensors"
+            )
+        return
+    n = 4 << 20 if device().type == "cuda" else 1 << 10
+    left, right = (rank() - 1) % world(), (rank() + 1) % world()
+    for call in range(2 if world() > 1 or device().type == "cuda" else 0):  # gloo sends nothing to itself
+        sent = [torch.full((n,), 10.0 * rank() + side + 100 * call, device=device()) for side in (0, 1)]
+        got = [torch.empty(n, device=device()) for _ in sent]
+        operations = [
+            dist.P2POp(dist.isend, sent[0], left),
+            dist.P2POp(dist.isend, sent[1], right),
+            dist.P2POp(dist.irecv, got[0], right),
+            dist.P2POp(dist.irecv, got[1], left),
+        ]
+        works = batch_isend_irecv(operations)
+        for work in works:
+            work.wait()
+        expect(len(works) == (1 if device().type == "cuda" else 4), f"{len(works)} works")
+        for side, peer in enumerate((right, left)):
+            same(got[side], torch.full_like(got[side], 10.0 * peer + side + 100 * call), f"from rank {peer}")
 
 
 @check
