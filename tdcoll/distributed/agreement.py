@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,15 +57,20 @@ class Agreement:
         kinds: served by tdcoll's kernels.
         reason: why that is not all that was asked for; or None.
         owns_job: whether this group has joined the job, and leaves it.
+        name: of the group. Each process counts its groups, and the counts may differ: this is the first rank's.
     """
 
-    def __init__(self, control: StoreControlPlane, size: int, kinds: tuple[str, ...], agreed: dict[str, Any]) -> None:
+    def __init__(
+        self, control: StoreControlPlane, size: int, kinds: tuple[str, ...], agreed: dict[str, Any], name: str
+    ) -> None:
         self._control, self._everyone = control, range(size)
         self.kinds, self.owns_job = kinds, False
         self.reason: str | None = None
-        answers = control.all_gather(self._everyone, "backend tdcoll", (agreed, self._local_obstacle(size)))
-        require_equal([given for given, _ in answers], self._everyone, "the options of backend tdcoll")
-        self._give_up([obstacle for _, obstacle in answers])
+        mine = agreed, self._local_obstacle(size), name
+        given, obstacles, names = zip(*control.all_gather(self._everyone, "backend tdcoll", mine), strict=True)
+        require_equal(given, self._everyone, "the options of backend tdcoll")
+        self.name = f"group {names[0]}"
+        self._give_up(obstacles)
 
     def _local_obstacle(self, size: int) -> str | None:
         if not self.kinds:
@@ -76,7 +82,7 @@ class Agreement:
             return "tdcoll was not initialised when this group of some of the ranks was made (tdcoll.initialize())"
         return _obstacle()
 
-    def _give_up(self, obstacles: list[str | None]) -> None:
+    def _give_up(self, obstacles: Sequence[str | None]) -> None:
         """If there is any obstacle, serve nothing and say so; the same on all ranks."""
         found = {rank: obstacle for rank, obstacle in enumerate(obstacles) if obstacle is not None}
         if found:

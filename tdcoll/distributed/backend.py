@@ -155,7 +155,7 @@ class TdcollProcessGroup(ProcessGroup):
         own_store = dist.PrefixStore("tdcoll/", store)
         roll_call = RollCall(dist.PrefixStore("roll-call/", own_store), rank, size, timeout)
         control = StoreControlPlane(own_store, rank, timeout.total_seconds())
-        agreed = Agreement(control, size, options.kinds, settings)
+        agreed = Agreement(control, size, options.kinds, settings, name)
         if not ranks:
             agreed.join(store, rank, size, options.heap_bytes, timeout_s)
         self._sides = Sides(

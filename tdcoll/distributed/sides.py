@@ -129,7 +129,7 @@ class Sides:
             return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
         if self.coalescing:
             return "inside of a coalescing block of the inner group"
-        with self._waiting():
+        with job.making, self._waiting():
             return self.services[kind].prepare(call)
 
     def say(self, kind: str, side: str, why: str) -> None:
@@ -318,7 +318,7 @@ class Sides:
     def _waiting(self) -> Iterator[None]:
         """Apply this group's deadline to exchanges on the host; turn errors of deadlines into torch.distributed's."""
         assert self._job is not None
-        with backend_errors, self._job.within(self._wait_s):
+        with backend_errors, self._job.within(self._wait_s, self._agreed.name):
             yield
 
     # ------------------------------------------------------------------ the end

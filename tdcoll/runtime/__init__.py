@@ -62,7 +62,9 @@ class Runtime:
     """A wait has expired: peers may be gone, and nothing collective is tried any more."""
     closed: bool = field(init=False, default=False)
     """``finalize`` has been called."""
-    _patience: threading.local = field(init=False, repr=False, default_factory=threading.local)
+    making: threading.RLock = field(init=False, repr=False, default_factory=threading.RLock)
+    """Held by a thread that makes what is made collectively, of several exchanges and allocations."""
+    _given: threading.local = field(init=False, repr=False, default_factory=threading.local)
 
     def __post_init__(self) -> None:
         self.arena = Arena(self.heap.nbytes)
@@ -122,8 +124,9 @@ class Runtime:
                 f"{tag}: a wait has expired in this process, so other ranks may be gone and nothing collective is "
                 "tried any more; end the job"
             )
+        timeout_s, who = getattr(self._given, "here", (None, ""))
         try:
-            return self.control.all_gather(ranks, tag, value, getattr(self._patience, "timeout_s", None))
+            return self.control.all_gather(ranks, f"{tag}{who and f' ({who})'}", value, timeout_s)
         except RankMismatchError:
             raise
         except TdcollError:  # whoever comes late finds an exchange that is over: the numbering is lost
@@ -131,14 +134,17 @@ class Runtime:
             raise
 
     @contextlib.contextmanager
-    def within(self, timeout_s: float | None) -> Iterator[None]:
-        """Exchanges that this thread makes inside wait for ``timeout_s`` seconds; None: for the job's deadline."""
-        before = getattr(self._patience, "timeout_s", None)
-        self._patience.timeout_s = timeout_s
+    def within(self, timeout_s: float | None, who: str = "") -> Iterator[None]:
+        """Exchanges that this thread makes inside wait for ``timeout_s`` seconds; None: for the job's deadline.
+
+        ``who`` makes them, the same on all ranks: two that make theirs in different orders are told apart.
+        """
+        before = getattr(self._given, "here", (None, ""))
+        self._given.here = timeout_s, who
         try:
             yield
         finally:
-            self._patience.timeout_s = before
+            self._given.here = before
 
     def agree(self, ranks: Sequence[int], what: str, value: Any) -> None:
         """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the same value."""

@@ -107,7 +107,8 @@ def test_a_job_that_takes_too_long_ends_with_all_that_it_has_started(
 ) -> None:
     """It may write what it has; the next job runs, and the exit status tells."""
     writes = "import sys, time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(sys.argv[1], 'w').write('rows')"
-    starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    starts = "import subprocess, sys\njob = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])\n"
+    starts += "try: job.wait()\nexcept KeyboardInterrupt: job.wait()"  # subprocess.run would kill it after 0.25 s
     jobs = {
         "tests": [measure.Job("long", [sys.executable, "-c", starts, writes, "FILE"])],
         "calls": [measure.Job("calls", ["sh", "-c", "echo $TDCOLL_HEAP; exit 3"], {"TDCOLL_HEAP": "torch"})],
@@ -116,7 +117,7 @@ def test_a_job_that_takes_too_long_ends_with_all_that_it_has_started(
     monkeypatch.setattr(measure, "stages", lambda nproc: jobs)
     monkeypatch.setattr(measure, "_gpus", lambda: iter(["NVIDIA H200"]))
     monkeypatch.setattr(measure.signal, "signal", lambda *of: None)
-    assert measure.main(["--limit", "3", str(tmp_path), "tests"]) == 1
+    assert measure.main(["--limit", "5", str(tmp_path), "tests"]) == 1
     assert (tmp_path / "long-1xH200.json").read_text() == "rows"
     assert measure.main([str(tmp_path), "tune", "calls", "tune"]) == 1
     assert measure.main([str(tmp_path), "tune"]) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed import batch_isend_irecv  # before there is a group of td
 import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed import BackendTimeout, Options, TdcollProcessGroup, explain
+from tdcoll.errors import RankMismatchError
 from tdcoll.work import as_backend_error
 
 LINES: list[str] = []
@@ -157,6 +159,45 @@ def inner_collectives() -> None:
     dist.group.WORLD.barrier(options).wait()
     expect("a timeout of its own" in by_inner("barrier"), explain())
     expect(dist.get_backend() == "tdcoll", dist.get_backend())
+
+
+@check
+def first_calls_in_different_orders() -> None:
+    """Each makes a context, on all ranks: of one group here and of another there, it is refused everywhere."""
+    groups = [dist.new_group(everyone()) for _ in range(2)]
+    tensor = torch.ones(8, device=device())
+    mine = groups[rank() == 0]
+    if world() > 1:
+        refused = expect_raises(RankMismatchError, lambda: dist.all_reduce(tensor, group=mine), "elsewhere")
+        expect(all(f"group {group.group_name})" in str(refused) for group in groups), str(refused))
+    for number, group in enumerate(groups, 1):
+        dist.all_reduce(tensor, group=group)
+        same(tensor, torch.full_like(tensor, world() ** number), "the same order")
+        dist.destroy_process_group(group)
+
+
+@check
+def calls_of_several_threads() -> None:
+    """Each has a group; their launches are in flight beside each other."""
+    groups = [dist.new_group(everyone()) for _ in range(3)]
+    tensors = [torch.full((1000,), 10.0 * i + rank(), device=device()) for i in range(3)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1000, device=device()), group=group)
+
+    def calls(number: int) -> None:
+        stream = torch.cuda.Stream() if device().type == "cuda" else None
+        with torch.cuda.stream(stream):
+            for call in range(10):
+                time.sleep(0.002 * ((call + number + rank()) % 3))
+                dist.all_reduce(tensors[number], dist.ReduceOp.MAX, group=groups[number])
+        if stream is not None:
+            stream.synchronize()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(calls, range(3)))
+    for number, tensor in enumerate(tensors):
+        same(tensor, torch.full_like(tensor, 10.0 * number + world() - 1), f"thread {number}")
+        dist.destroy_process_group(groups[number])
 
 
 @check

@@ -24,7 +24,7 @@ _LONGEST_SLEEP_S = 1e-3
 
 
 class PollingScheduler:
-    """Runs the programs of one launch after another, in turns.
+    """Runs the programs of launches in turns. Launches of several threads of the host run beside each other.
 
     Args:
         timeout_s: after so long, waits without a deadline of their own, and spin loops, are given up with an
@@ -33,10 +33,9 @@ class PollingScheduler:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_ns = int(timeout_s * 1e9)
-        self._tasks: list[Task] = []
         self._spinning_since: dict[Task, int] = {}
-        self._switch: Switch | None = None
-        self._one_launch = threading.RLock()
+        self._switch: Switch | None = None  # of the launch whose turn it is
+        self._turn = threading.Lock()
         self.current: Task | None = None
         self.progress = 0
         self.steps = 0
@@ -50,48 +49,56 @@ class PollingScheduler:
             CollectiveTimeout: a program waits for longer than the timeout; it is named, and so is what it waits
             for. Exception: whatever a program raised, with a note that names it.
         """
-        with self._one_launch:  # as a stream would; threads of the host may launch, too
-            self._switch = switch = make_switch(None)
-            for task in tasks:
-                switch.start(task)
-            self._tasks = list(tasks)
-            try:
-                self._rounds(switch)
-            finally:
-                self.current = None
-                for task in self._tasks:
+        switch, left = make_switch(None), list(tasks)
+        for task in tasks:
+            switch.start(task)
+        idle = 0
+        try:
+            while left:
+                with self._turn:
+                    self._switch = switch
+                    busy = self._round(switch, left)
+                idle = 0 if busy else idle + 1
+                if idle > _YIELDS:
+                    time.sleep(min(2e-5 * (idle - _YIELDS), _LONGEST_SLEEP_S))
+                elif idle:
+                    os.sched_yield()
+        finally:
+            with self._turn:
+                self._switch = switch
+                for task in left:
                     task.killed = True
                     switch.unwind(task)
-                self._tasks, self._switch = [], None
-                self._spinning_since.clear()
+                for task in tasks:
+                    self._spinning_since.pop(task, None)
+                self._switch = None
 
-    def _rounds(self, switch: Switch) -> None:
-        idle = 0
-        while self._tasks:
-            busy = False
-            for task in list(self._tasks):
-                wait = task.wait
-                if wait is not None:
-                    if not wait.ready() and not _over(wait):
-                        continue
-                    task.wait = None
-                self.steps += 1
-                self.current = task
+    def in_a_kernel(self) -> bool:
+        """Return whether a program asks this, and no thread of the host."""
+        task = self.current
+        return task is not None and task.thread == threading.get_ident()
+
+    def _round(self, switch: Switch, left: list[Task]) -> bool:
+        """Resume every task that is left and does not wait; return whether one of them got on."""
+        busy = False
+        for task in list(left):
+            wait = task.wait
+            if wait is not None:
+                if not wait.ready() and not _over(wait):
+                    continue
+                task.wait = None
+            self.steps += 1
+            self.current = task
+            try:
                 switch.resume(task)
+            finally:
                 self.current = None
-                if task.done:
-                    self._tasks.remove(task)
-                if task.error is not None:
-                    raise with_note(task.error, f"raised by {task.name}")
-                busy = busy or task.polls < SUSPECT_POLLS
-            if busy:
-                idle = 0
-                continue
-            idle += 1
-            if idle <= _YIELDS:
-                os.sched_yield()
-            else:
-                time.sleep(min(2e-5 * (idle - _YIELDS), _LONGEST_SLEEP_S))
+            if task.done:
+                left.remove(task)
+            if task.error is not None:
+                raise with_note(task.error, f"raised by {task.name}")
+            busy = busy or task.polls < SUSPECT_POLLS
+        return busy
 
     # ------------------------------------------------------------------ called by the running task
 

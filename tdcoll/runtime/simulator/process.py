@@ -134,7 +134,7 @@ class ProcessHeap(MemoryView):
 
     def _launch(self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int) -> None:
         machine, pe, trace = self._machine, self.pe, self._machine.trace
-        if self._scheduler.current is not None:
+        if self._scheduler.in_a_kernel():
             raise TdcollError(f"{kernel} was launched by a kernel")
         job = runtime.current_or_none()
         if job is not None:  # emulated nodes are known once the job is

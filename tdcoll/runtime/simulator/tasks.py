@@ -61,6 +61,7 @@ class Task:
         "quiet_loads",
         "slow",
         "spins_on",
+        "thread",
         "threads",
         "track",
         "wait",
@@ -72,6 +73,7 @@ class Task:
         self.error: BaseException | None = None
         self.wait: Wait | None = None
         self.handle: Any = None  # the backend's own
+        self.thread: int | None = None  # of the host, that runs it
         # a kernel's program
         self.grid_idx: tuple[int, int, int] | None = None
         self.grid_dim: tuple[int, int, int] | None = None
@@ -93,6 +95,7 @@ class Task:
 
     def run(self) -> None:
         """Run the body; the scheduler looks at ``error`` afterwards."""
+        self.thread = threading.get_ident()
         try:
             self.body()
         except TaskKilled:
