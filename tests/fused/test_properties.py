@@ -15,14 +15,15 @@ from tdcoll.testing import World
 
 from .cases import different, plan, values
 
-HIDDEN = (24, 64, 200, 576)
+HIDDEN = {24: 2, 64: 2, 200: 8, 576: 16}
+"""Widths, and the fewest words of a piece: rows of more pieces take the simulator a minute."""
 
 
 @settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 1 << 16),
     n_pes=st.integers(2, 3),
-    hidden=st.sampled_from(HIDDEN),
+    hidden=st.sampled_from(list(HIDDEN)),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     cuts=st.lists(st.tuples(st.sampled_from(["one_shot", "two_stage", "composed"]), st.sampled_from([2, 8, 32, 256])),
                   min_size=2, max_size=3),
@@ -39,7 +40,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_by_every_algorithm(seed, n_p
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12, lamport_bytes=1 << 16) as ctx:
 
             def call(chosen: torch.Tensor, algorithm: str, block: int) -> tuple[torch.Tensor, ...]:
-                cut = plan(algorithm, hidden, dtype, block)
+                cut = plan(algorithm, hidden, dtype, max(block, HIDDEN[hidden]))
                 return tdcoll.fused.all_reduce_rms_norm(
                     x[chosen], residual[chosen], weight, ctx, out_dtype=torch.float8_e4m3fn, algorithm=cut
                 )
