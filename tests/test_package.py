@@ -42,6 +42,8 @@ def test_names_are_listed_and_imported() -> None:
     exec("from tdcoll import *", scope)
     assert {name for name in scope if name != "__builtins__"} == set(tdcoll.__all__)
     assert vars(tdcoll)["all_gather"] is tdcoll.all_gather  # the next use is an ordinary look-up
+    fused = tdcoll.fused.all_reduce_rms_norm
+    assert vars(tdcoll.fused)["all_reduce_rms_norm"] is fused
 
 
 def test_other_names_are_attribute_errors() -> None:

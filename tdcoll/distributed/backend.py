@@ -285,17 +285,15 @@ class TdcollProcessGroup(ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
-        tensors = [plain(tensor) for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
+        tensors = [plain(tensors)] if isinstance(tensors, torch.Tensor) else [plain(tensor) for tensor in tensors]
         opts = _with(AllreduceOptions, opts, timeout)
+        op, inner = _operation(opts), lambda: self._plain.allreduce(tensors, opts)
         if len(tensors) != 1:
-            return self._several("all_reduce", Call(tensors, tensors, _operation(opts)), opts,
-                                 lambda: self._plain.allreduce(tensors, opts))  # fmt: skip
-        tensor, op = tensors[0], _operation(opts)
+            return self._several("all_reduce", Call(tensors, tensors, op), opts, inner)
+        tensor = tensors[0]
         if tensor.layout == torch.sparse_coo:
             return self._sparse(tensor, op, opts)
-        return self._sides.call_one(
-            "all_reduce", tensor, tensor, op, opts.asyncOp, lambda: self._plain.allreduce(tensors, opts)
-        )
+        return self._sides.call_one("all_reduce", tensor, tensor, op, opts.asyncOp, inner)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""

@@ -202,16 +202,17 @@ class Sides:
         What a call is known by decides whether tdcoll may ever serve it. Where it may, the rest is checked again:
         :meth:`~tdcoll.collectives._host.collective.Collective.at_once`.
         """
-        what = kind, op, tensor.device, tensor.dtype, tensor.layout, out.dtype, out.layout
         try:
-            like: Hashable = (*what, tensor.shape, out.shape)
+            like: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.shape
+            if out is not tensor:
+                like = like, out.dtype, out.layout, out.shape
             known = self._known.get(like)
         except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
             like = known = None
         if known is not None:
             if known[1] != "tdcoll":
                 self.counts[known] += 1
-                return self.call_inner(kind, tensor.device, inner)
+                return inner() if tensor.is_cuda else self.call_inner(kind, tensor.device, inner)
             work = self._at_once(kind, out, tensor, op, asynchronous)
             if work is not None:
                 self.counts[known] += 1

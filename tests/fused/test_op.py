@@ -106,6 +106,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"residual must be torch.float32 of shape \[2, 64\]; got .* of \[3, 64\]",
     ),
     ({"residual": None}, TypeError, "residual must be a torch.Tensor"),
+    ({"residual": torch.zeros(64, 2).t()}, ValueError, "residual must be contiguous"),
+    ({"weight": torch.ones(128)[::2]}, ValueError, "weight must be contiguous"),
     ({"weight": torch.zeros(64, dtype=torch.bfloat16)}, ValueError, r"weight must be torch.float32 of shape \[64\]"),
     ({"weight": torch.zeros(32)}, ValueError, "weight must be"),
     ({"eps": "small"}, TypeError, "eps must be a number, got 'small'"),
@@ -135,13 +137,33 @@ def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], message:
     run(host)
 
 
-def test_a_wrong_scale_after_a_right_one() -> None:
+@pytest.mark.parametrize(
+    ("scale", "kind", "message"),
+    [
+        (0.5, TypeError, r"scale must be a torch\.Tensor"),
+        (torch.ones(1, device="meta"), ValueError, "scale must be on cpu"),
+        (torch._neg_view(torch.ones(1)), ValueError, "scale must hold its values as they are"),
+        (torch.ones(1, dtype=torch.float64), ValueError, "scale must be one torch.float32"),
+    ],
+)
+def test_a_wrong_scale_after_a_right_one(scale: Any, kind: type[Exception], message: str) -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12) as ctx:
             given = (X, torch.zeros(2, 64), torch.ones(64), ctx)
             tdcoll.fused.all_reduce_rms_norm(*given, out_dtype=FP8, scale=torch.ones(1))
-            with pytest.raises(TypeError, match=r"scale must be a torch\.Tensor"):
-                tdcoll.fused.all_reduce_rms_norm(*given, out_dtype=FP8, scale=0.5)  # type: ignore[arg-type]
+            with pytest.raises(kind, match=message):
+                tdcoll.fused.all_reduce_rms_norm(*given, out_dtype=FP8, scale=scale)
+
+    run(host)
+
+
+def test_an_overlap_in_place_after_a_right_call() -> None:
+    def host(pe: int) -> None:
+        x = torch.zeros(2, 64)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12) as ctx:
+            tdcoll.fused.all_reduce_rms_norm(x, x.clone(), torch.ones(64), ctx, in_place=True)
+            with pytest.raises(ValueError, match="residual must not overlap x"):
+                tdcoll.fused.all_reduce_rms_norm(x, x, torch.ones(64), ctx, in_place=True)
 
     run(host)
 
