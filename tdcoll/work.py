@@ -19,22 +19,22 @@ from tdcoll.errors import CollectiveTimeout
 __all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Work", "as_backend_error", "backend_errors", "error_of"]
 __all__ += ["current_stream", "expired", "never_compiled", "record_stream", "seconds_of"]
 
-Class = TypeVar("Class", bound=type)
+Code = TypeVar("Code", bound="type | Callable[..., Any]")
 
 
-def never_compiled(kind: Class) -> Class:
-    """Return a class whose methods, and all that they call, ``torch.compile`` leaves alone.
+def never_compiled(code: Code) -> Code:
+    """Return a function, or a class for its methods, which ``torch.compile`` leaves alone with all that it calls.
 
-    PyTorch calls them from C++, also where a compiled model runs a part of itself as it is, as DDP does when it
+    PyTorch calls the backend's from C++, also in those parts of a compiled model that run eagerly, as DDP does when it
     broadcasts buffers. Dynamo would take each for a part of the model, and it refuses process groups. This is what
     ``torch.compiler.disable`` does, without its import of a second and its half microsecond per call.
     """
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # itself, and what it calls
-    for method in vars(kind).values():
-        if isinstance(method, FunctionType):
-            frames.set_code_exec_strategy(method.__code__, skip)
-    return kind
+    for each in vars(code).values() if isinstance(code, type) else [code]:
+        if isinstance(each, FunctionType):
+            frames.set_code_exec_strategy(each.__code__, skip)
+    return code
 
 
 class BackendTimeout(CollectiveTimeout, dist.DistBackendError):

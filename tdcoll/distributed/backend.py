@@ -156,7 +156,7 @@ class TdcollProcessGroup(ProcessGroup):
         roll_call = RollCall(dist.PrefixStore("roll-call/", own_store), rank, size, timeout)
         control = StoreControlPlane(own_store, rank, timeout.total_seconds())
         agreed = Agreement(control, size, options.kinds, settings, name)
-        if not ranks:
+        if not ranks or size == dist.get_world_size():
             agreed.join(store, rank, size, options.heap_bytes, timeout_s)
         self._sides = Sides(
             runtime.current_or_none() if agreed.kinds else None,
@@ -479,7 +479,9 @@ def explain(group: Any = None) -> str:
         ValueError: there is no default group, or this process is not in ``group``.
     """
     group = dist.group.WORLD if group is None else group
-    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group is None:
+        raise ValueError("explain needs a process group: call torch.distributed.init_process_group first")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("explain needs a process group that this process is in")
     arguments.instance("group", group, ProcessGroup, "a process group or None")
     if isinstance(group, TdcollProcessGroup):

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
+import inspect
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -109,26 +110,29 @@ def batch_messages_of(kind: type) -> None:
 
     PyTorch makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would have each message for
     itself: two ranks that both send first, and ranks in a ring, would wait for each other for good.
-    """
-    one_by_one = c10d.batch_isend_irecv
 
-    @functools.wraps(one_by_one)
-    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+    The function stays the same object, which others have imported and ``torch.compile`` knows; it gets another body.
+    """
+    function: Any = inspect.unwrap(c10d.batch_isend_irecv)
+    one_by_one: Any = FunctionType(function.__code__, function.__globals__)
+
+    def batch(p2p_op_list: list[dist.P2POp]) -> list[Any]:
         c10d._check_p2p_op_list(p2p_op_list)
         group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
-        group = dist.group.WORLD if group is None else group
         if not isinstance(group, kind) or not group._get_backend(device).supports_coalescing:
             return one_by_one(p2p_op_list)
-        with c10d._coalescing_manager(group, device, async_ops=True) as batch:
+        with c10d._coalescing_manager(group, device, async_ops=True) as made:
             for op in p2p_op_list:
                 peer = "group_dst" if op.op is dist.isend else "group_src"
                 op.op(op.tensor, group=group, tag=op.tag, **{peer: op.group_peer})
-        return batch.works
+        return made.works
 
-    for module in list(sys.modules.values()):  # also those that have imported the name
-        names = getattr(module, "__dict__", {})
-        if names.get("batch_isend_irecv") is one_by_one:
-            names["batch_isend_irecv"] = batch_isend_irecv
+    def body(p2p_op_list):  # type: ignore[no-untyped-def]
+        return _tdcoll_batch(p2p_op_list)  # type: ignore[name-defined]  # noqa: F821
+
+    never_compiled(batch)
+    function.__globals__["_tdcoll_batch"] = batch
+    function.__code__ = body.__code__.replace(co_filename=function.__code__.co_filename)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,8 @@ class Options:
             bytes, reduce-scatters of which it gets more. None: up to the sizes of :data:`SERVED_BYTES`.
         programs: the most programs of one launch, which is what a kind of call takes of the GPU while it waits for
             other ranks; the rest stays free for compute. At least ``2 * ranks + 2`` are taken.
-        heap_bytes: symmetric heap of each rank, bytes or a text as ``"2G"``; of the default group only. None: as for
-            :func:`tdcoll.initialize`.
+        heap_bytes: symmetric heap of each rank, bytes or a text as ``"2G"``, for the group that joins the job. A group
+            that finds tdcoll initialised uses the heap that is there. None: as for :func:`tdcoll.initialize`.
         nccl: ``ProcessGroupNCCL.Options`` of the inner group for CUDA tensors.
 
     Raises:
@@ -71,6 +71,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.serves is not None:
+            arguments.instance("serves", self.serves, str, "a str or None")
             _kinds(self.serves, "serves")
         if self.max_bytes_per_rank is not None:
             arguments.whole("max_bytes_per_rank", self.max_bytes_per_rank, 0)

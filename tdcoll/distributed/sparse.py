@@ -105,7 +105,7 @@ class SparseSums:
             return
         worker.drain()
         owner, ranks = self._owner, self._ranks
-        self._programs = programs = take_programs(owner, ranks, self._wanted)
+        self._programs = programs = take_programs(owner, ranks, self._wanted, "sparse_all_reduce")
         try:
             self.context = growing_context(
                 owner, ranks, rows_per_rank, row_bytes, max_programs=programs, timeout_s=self._timeout_s

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import batch_isend_irecv
 from torch.distributed import distributed_c10d as c10d
 
 from tdcoll.distributed import inner
+
+pytestmark = pytest.mark.usefixtures("_batches")
 
 
 class Other:
@@ -47,17 +50,12 @@ class Group(Other):
 
 
 @pytest.fixture
-def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """What a module has that imported the function before it was replaced."""
-    before = c10d.batch_isend_irecv
-    module: Any = ModuleType("with_the_name")
-    module.batch_isend_irecv = before
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    for where in (c10d, dist):
-        monkeypatch.setattr(where, "batch_isend_irecv", before)
+def _batches() -> Iterator[None]:
+    function: Any = inspect.unwrap(dist.batch_isend_irecv)
+    before = function.__code__
     inner.batch_messages_of.__wrapped__(Group)
-    yield module
-    assert dist.batch_isend_irecv is c10d.batch_isend_irecv is module.batch_isend_irecv is not before
+    yield
+    function.__code__ = before
 
 
 def operations(group: Any, monkeypatch: pytest.MonkeyPatch) -> list[dist.P2POp]:
@@ -71,19 +69,19 @@ def operations(group: Any, monkeypatch: pytest.MonkeyPatch) -> list[dist.P2POp]:
 MESSAGES = [("send", 1.0, 3, 7), ("recv", 2.0, 4, 8)]
 
 
-def test_messages_are_one_batch(imported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(batches=True)
-    assert imported.batch_isend_irecv(operations(group, monkeypatch)) == ["work of all"]
+    assert batch_isend_irecv(operations(group, monkeypatch)) == ["work of all"]
     assert group.asked == ["begin on cpu", *MESSAGES, "end on cpu"]
 
 
 @pytest.mark.parametrize("group", [Group(batches=False), Other()], ids=["cannot", "other"])
-def test_without_a_batch(group: Any, imported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    works = imported.batch_isend_irecv(operations(group, monkeypatch))
+def test_without_a_batch(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    works = batch_isend_irecv(operations(group, monkeypatch))
     assert works == ["work of a send", "work of a receive"]
     assert group.asked == MESSAGES
 
 
-def test_a_wrong_list_is_pytorchs_to_refuse(imported: Any) -> None:
+def test_a_wrong_list_is_pytorchs_to_refuse() -> None:
     with pytest.raises(ValueError, match="P2POp"):
-        imported.batch_isend_irecv(["a message"])
+        batch_isend_irecv(["a message"])

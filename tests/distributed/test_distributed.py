@@ -69,6 +69,12 @@ def test_a_rank_killed_in_training_is_named(launch: Launch, when: str, words: st
         assert f"rank {survivor} then: BackendTimeout: rank {survivor} waited 3 s for peer 1" in done.stderr
 
 
+def test_beside_another_backend(launch: Launch) -> None:
+    done = launch("--simulate", "--nproc", "3", str(WORKERS / "backend_beside.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done") == 3
+
+
 ALONE = """
 import sys, torch, torch.distributed as dist
 import tdcoll.distributed
@@ -274,6 +280,11 @@ def test_kinds(text: str, kinds: tuple[str, ...], monkeypatch) -> None:
     monkeypatch.setenv(SERVES, text)
     assert Options().kinds == kinds
     assert Options(serves="none").kinds == ()
+
+
+def test_serves_is_text() -> None:
+    with pytest.raises(TypeError, match="serves must be a str or None, got list"):
+        Options(serves=["all_gather"])  # type: ignore[arg-type]
 
 
 def test_options_out_of_range() -> None:

@@ -194,6 +194,12 @@ def test_distributed_checks(launch: Launch, ranks: int) -> None:
     assert set(verdicts(done)) == checks_of(*DISTRIBUTED)
 
 
+def test_beside_another_backend(launch: Launch) -> None:
+    done = launch("--nproc", str(min(GPUS, 4)), str(WORKERS / "backend_beside.py"), timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done") == min(GPUS, 4)
+
+
 @needs(2)
 def test_distributed_checks_on_pytorchs_heap(launch: Launch) -> None:
     ranks, script = str(min(GPUS, 4)), str(WORKERS / "distributed_job.py")

@@ -305,6 +305,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "CollectiveContext": lambda: tdcoll.CollectiveContext(max_bytes_per_rank=1),
     "SparseContext": lambda: tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=4),
     "WaitMonitor": tdcoll.WaitMonitor,
+    "all_gather": lambda: tdcoll.all_gather(torch.zeros(1)),
     "all_gather_into_tensor": lambda: tdcoll.all_gather_into_tensor(torch.zeros(1), torch.zeros(1)),
     "all_reduce": lambda: tdcoll.all_reduce(torch.zeros(1)),
     "all_reduce_": lambda: tdcoll.all_reduce_(torch.zeros(1)),

@@ -135,7 +135,7 @@ def test_a_context_for_which_no_programs_are_left(monkeypatch: pytest.MonkeyPatc
         assert kind.problem == "a context of 2 ranks needs 6 programs, and other contexts have left 4"
         assert owner.programs_taken == 12 * pe
         with pytest.raises(ContextError, match="other contexts have left 4"):
-            pool.take_programs(owner, range(N_PES), 1)
+            pool.take_programs(owner, range(N_PES), 1, "all_reduce")
 
     World(N_PES).run(host)
 

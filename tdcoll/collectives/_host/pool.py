@@ -37,7 +37,7 @@ def _room(device: torch.device) -> int:
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int) -> int:
+def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int, operation: str) -> int:
     """Take programs for the launches of a context that may be in flight beside those of other contexts. Collective.
 
     Two launches wait for each other without end if each fills one GPU and waits for its part on the other. So the
@@ -48,6 +48,7 @@ def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int) -> int:
         ranks: global ranks of the context.
         wanted: how many to take. The call takes no more than a third of what is left, so that later contexts find some;
             but at least what one chunk needs.
+        operation: what the context is for, as errors name it.
 
     Returns:
         The number of programs taken, the same on all ranks.
@@ -57,7 +58,7 @@ def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int) -> int:
     """
     least = 2 * len(ranks) + 2
     free = _room(owner.device) - owner.programs_taken
-    left = min(owner.exchange(ranks, "programs left", free))
+    left = min(owner.exchange(ranks, f"programs of a context for {operation}", free))
     if left < least:
         raise ContextError(
             f"a context of {len(ranks)} ranks needs {least} programs, and other contexts have left {left}"
@@ -141,7 +142,7 @@ class Pool:
         self._before()
         if self._wanted is not None and not self._programs:
             try:
-                self._programs = take_programs(self._owner, self._ranks, self._wanted)
+                self._programs = take_programs(self._owner, self._ranks, self._wanted, self._operation)
             except ContextError as error:  # on all ranks
                 self.problem = self._without_room = str(error)
                 return False

@@ -144,7 +144,7 @@ def _make_counted(ctx: CollectiveContext, nbytes: int) -> Any:
 
 def all_gather(
     tensor: torch.Tensor,
-    ctx: CollectiveContext,
+    ctx: CollectiveContext | None = None,
     out: torch.Tensor | None = None,
     algorithm: str | Plan = "auto",
 ) -> torch.Tensor:
@@ -158,6 +158,8 @@ def all_gather(
 
     Args:
         tensor: this rank's contribution, contiguous, on the context's device; at most ``ctx.max_bytes_per_rank`` bytes.
+        ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
+            Making one is collective and synchronises.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
             May hold ``tensor`` as its own segment, and must not overlap it otherwise.
             It has no gradient: ``tensor`` must not require grad then, unless under ``torch.no_grad()``.
@@ -172,12 +174,18 @@ def all_gather(
         ContextError: the context is closed, bound to another stream, or too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
         RankMismatchError: (``debug``) ranks differ in size, dtype, algorithm or ``requires_grad``.
+        NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
+        HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
         TypeError, ValueError: an argument is not as described.
 
     Algorithms: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
     Operations*), or by stores and a released flag inside a node; the 2D form is the usual hierarchical exchange by
     rails; LL puts a flag beside every 96 bits (after NCCL's protocol of that name); the ring passes on by stores.
     """
+    given = ctx
+    if ctx is None:
+        arguments.tensor("tensor", tensor)
+        ctx = pooled("all_gather", None, strided_bytes(tensor))
     check_context(ctx)
     if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
         if out is not None:
@@ -185,7 +193,7 @@ def all_gather(
         import tdcoll
 
         made = _all_gather(tensor.detach(), ctx, None, algorithm, gradient=True)
-        return attach(tensor, made, lambda grad: tdcoll.reduce_scatter(grad, ctx))
+        return attach(tensor, made, lambda grad: tdcoll.reduce_scatter(grad, given))
     return _all_gather(tensor, ctx, out, algorithm)
 
 
@@ -300,6 +308,6 @@ def all_gather_into_tensor(
     """
     arguments.tensor("output_tensor", output_tensor)
     arguments.tensor("input_tensor", input_tensor)
-    ctx = pooled("all_gather_into_tensor", group, strided_bytes(input_tensor))
+    ctx = pooled("all_gather", group, strided_bytes(input_tensor))
     _all_gather(input_tensor, ctx, output_tensor, names=("input_tensor", "output_tensor"))
     return work_of(ctx, output_tensor) if async_op else None

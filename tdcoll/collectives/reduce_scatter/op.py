@@ -95,7 +95,7 @@ def _derivative(grad: torch.Tensor, ctx: CollectiveContext | None, op: Any) -> t
 
     mean = linear("reduce_scatter", operation_name(op)) == "mean"
     if ctx is None:
-        ctx = pooled("all_gather_into_tensor", None, grad.nbytes)
+        ctx = pooled("all_gather", None, grad.nbytes)
     if mean:
         grad = grad / ctx.world_size
     if grad.nbytes <= ctx.max_bytes_per_rank:

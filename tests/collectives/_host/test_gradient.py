@@ -42,7 +42,7 @@ CALLS: dict[str, tuple[Call, int, Callable[[int, list[torch.Tensor]], torch.Tens
     ("name", "room"),
     [
         *((name, 64) for name in CALLS),
-        *((name, None) for name in CALLS if name != "all_gather"),  # on contexts of tdcoll's own
+        *((name, None) for name in CALLS),  # on contexts of tdcoll's own
         ("reduce_scatter", 8),  # whose derivative is three all-gathers
         ("reduce_scatter, mean", 16),
     ],

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of backend "tdcoll" where the default group is another backend's: `bash launch.sh tests/workers/...`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import batch_isend_irecv  # before there is a group of tdcoll's
+
+import tdcoll
+from tdcoll.distributed import Options, explain
+
+
+def sums(group: dist.ProcessGroup, where: str) -> None:
+    """Make calls of a group of all ranks, which tdcoll has to serve."""
+    tensor = torch.full((8,), 1.0 + dist.get_rank(), device=where)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == 8 * [sum(range(1, dist.get_world_size() + 1))], tensor
+    dist.barrier(group=group)
+    dist.broadcast(tensor, 0, group=group)
+    said = explain(group)
+    assert "1 all_reduce by " + ("tdcoll" if dist.get_world_size() > 1 else "") in said, said
+
+
+def ring(group: dist.ProcessGroup, where: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    got = torch.zeros(8, device=where)
+    sent = torch.full((8,), float(rank), device=where)
+    operations = [
+        dist.P2POp(dist.isend, sent, (rank + 1) % world, group),
+        dist.P2POp(dist.irecv, got, (rank - 1) % world, group),
+    ]
+    for work in batch_isend_irecv(operations):
+        work.wait()
+    assert got.tolist() == 8 * [float((rank - 1) % world)], got
+
+
+def main() -> None:
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    if where == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if where == "cuda" else "gloo")
+    assert not tdcoll.is_initialized()
+    for _ in range(2):
+        group = dist.new_group(backend="tdcoll", pg_options=Options(heap_bytes="32M"))
+        assert tdcoll.is_initialized()
+        sums(group, where)
+        if where == "cuda" or dist.get_world_size() > 1:  # gloo sends nothing to itself
+            for each in (group, None):
+                ring(each, where)
+        dist.destroy_process_group(group)
+        assert not tdcoll.is_initialized()
+    dist.destroy_process_group()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
