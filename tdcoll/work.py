@@ -23,10 +23,10 @@ Code = TypeVar("Code", bound="type | Callable[..., Any]")
 
 
 def never_compiled(code: Code) -> Code:
-    """Return a function, or a class for its methods, which ``torch.compile`` leaves alone with all that it calls.
+    """Keep ``torch.compile`` away from a function, or from a class's methods, and from all they call. Return it.
 
-    PyTorch calls the backend's from C++, also in those parts of a compiled model that run eagerly, as DDP does when it
-    broadcasts buffers. Dynamo would take each for a part of the model, and it refuses process groups. This is what
+    C++ calls the backend's methods even while Dynamo is active, for example when DDP broadcasts buffers in a compiled
+    model. Dynamo would take each for a part of the model, and it refuses process groups. This is what
     ``torch.compiler.disable`` does, without its import of a second and its half microsecond per call.
     """
     frames: Any = torch._C._dynamo.eval_frame

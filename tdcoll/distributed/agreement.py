@@ -56,15 +56,14 @@ class Agreement:
     Attributes:
         kinds: served by tdcoll's kernels.
         reason: why that is not all that was asked for; or None.
-        owns_job: whether this group has joined the job, and leaves it.
-        name: of the group. Each process counts its groups, and the counts may differ: this is the first rank's.
+        name: of the group, as its first rank has it: other ranks may have counted otherwise.
     """
 
     def __init__(
         self, control: StoreControlPlane, size: int, kinds: tuple[str, ...], agreed: dict[str, Any], name: str
     ) -> None:
         self._control, self._everyone = control, range(size)
-        self.kinds, self.owns_job = kinds, False
+        self.kinds = kinds
         self.reason: str | None = None
         mine = agreed, self._local_obstacle(size), name
         given, obstacles, names = zip(*control.all_gather(self._everyone, "backend tdcoll", mine), strict=True)
@@ -92,7 +91,7 @@ class Agreement:
             self.reason = obstacle if everywhere else f"rank {rank}: {obstacle}"
 
     def join(self, store: Any, rank: int, size: int, heap_bytes: int | str | None, timeout_s: float | None) -> None:
-        """Initialise tdcoll for the ranks of the default group, if nobody has. Collective."""
+        """Initialise tdcoll for a group of all ranks, if nobody has. Collective."""
         if not self.kinds or runtime.current_or_none() is not None:
             return
         obstacle = None
@@ -102,10 +101,10 @@ class Agreement:
             else:
                 with torch.cuda.device(_device_of_this_rank()):
                     lifecycle.join(store, rank, size, heap_bytes=heap_bytes, timeout_s=timeout_s)
-            self.owns_job = True
+            runtime.current().of_backend = True
         except TdcollError as error:
             obstacle = str(error)
         self._give_up(self._control.all_gather(self._everyone, "joined", obstacle))
-        if self.owns_job and not self.kinds:  # some have joined and others could not
-            self.owns_job, runtime.current().failed = False, True
+        if obstacle is None and not self.kinds:  # some have joined and others could not
+            runtime.current().failed = True
             tdcoll.finalize()  # forgets the job, and waits for nobody

@@ -368,14 +368,17 @@ class TdcollProcessGroup(ProcessGroup):
         opts = BroadcastOptions() if opts is None else opts
         return self._sides.call_inner("broadcast", _device_of(tensors), lambda: self._plain.broadcast(tensors, opts))
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
-        return self._plain.send(self._messages("send", tensors), dst, tag)
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:
+        return self._plain.send(self._messages("send", tensors), dstRank, tag)
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
-        return self._plain.recv(self._messages("recv", tensors), src, tag)
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Any:
+        return self._plain.recv(self._messages("recv", tensors), srcRank, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
+        return self._plain.recv_anysource(self._messages("recv", tensors), tag)
 
     def _messages(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if tensors[0].is_cuda and self._sides.inner_name(tensors[0].device) == "gloo":  # which reads their addresses
+        if tensors[0].is_cuda and self._sides.inner_name(tensors[0].device) == "gloo":  # gloo would read GPU addresses
             raise NotImplementedError(
                 f"{name} needs CPU tensors where ranks share GPUs: gloo has no messages of CUDA tensors; "
                 f"got one on {tensors[0].device}"

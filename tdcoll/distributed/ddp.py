@@ -17,7 +17,7 @@ from tdcoll.distributed.inner import sparse_sum_by_gather
 from tdcoll.distributed.sparse import SparseSums
 from tdcoll.distributed.work import Task, TaskWork, worker
 from tdcoll.errors import NotInitializedError
-from tdcoll.work import record_stream
+from tdcoll.work import never_compiled, record_stream
 
 __all__ = ["SparseGradientReducer", "sparse_hook"]
 
@@ -62,6 +62,7 @@ def _submit(sums: _Sums, tensor: torch.Tensor, after: Any = None) -> Task:
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
+@never_compiled
 def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communication hook for ``DistributedDataParallel``: sparse gradients by tdcoll, dense ones as without a hook.
 

@@ -111,10 +111,11 @@ def batch_messages_of(kind: type) -> None:
     PyTorch makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would have each message for
     itself: two ranks that both send first, and ranks in a ring, would wait for each other for good.
 
-    The function stays the same object, which others have imported and ``torch.compile`` knows; it gets another body.
+    Only its code is replaced: others have imported the function, and ``torch.compile`` knows it.
     """
     function: Any = inspect.unwrap(c10d.batch_isend_irecv)
-    one_by_one: Any = FunctionType(function.__code__, function.__globals__)
+    code, names = function.__code__, function.__globals__
+    one_by_one: Any = names.setdefault("_tdcoll_one_by_one", FunctionType(code, names))
 
     def batch(p2p_op_list: list[dist.P2POp]) -> list[Any]:
         c10d._check_p2p_op_list(p2p_op_list)
@@ -131,8 +132,10 @@ def batch_messages_of(kind: type) -> None:
         return _tdcoll_batch(p2p_op_list)  # type: ignore[name-defined]  # noqa: F821
 
     never_compiled(batch)
-    function.__globals__["_tdcoll_batch"] = batch
-    function.__code__ = body.__code__.replace(co_filename=function.__code__.co_filename)
+    names["_tdcoll_batch"] = batch
+    function.__code__ = body.__code__.replace(
+        co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
+    )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,10 +80,12 @@ class Sides:
         self._known: dict[Hashable, tuple[str, str, str]] = {}  # what calls like earlier ones are counted as
         self.device: torch.device | None = None
         self.services: dict[str, Service] = {}
-        self._on_cpu = False
+        self._on_cpu = self._whole = False
         if job is not None:
             self.device = job.device
             self._on_cpu = job.device.type == "cpu"
+            self._whole = len(members) == job.world_size
+            job.groups += self._whole
             self._wait_s = job.timeout_s if timeout_s is None else timeout_s
             setting = Setting(
                 job,
@@ -129,7 +131,7 @@ class Sides:
             return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
         if self.coalescing:
             return "inside of a coalescing block of the inner group"
-        with job.making, self._waiting():
+        with self._waiting():
             return self.services[kind].prepare(call)
 
     def say(self, kind: str, side: str, why: str) -> None:
@@ -212,7 +214,7 @@ class Sides:
         if known is not None:
             if known[1] != "tdcoll":
                 self.counts[known] += 1
-                return inner() if tensor.is_cuda else self.call_inner(kind, tensor.device, inner)
+                return inner() if tensor.is_cuda else self.call_inner(kind, tensor.device, inner)  # one call less
             work = self._at_once(kind, out, tensor, op, asynchronous)
             if work is not None:
                 self.counts[known] += 1
@@ -339,12 +341,18 @@ class Sides:
         return expired
 
     def abort(self) -> None:
-        """Wait for nobody any more, and forget the job if this group has joined it."""
+        """Wait for nobody any more, and forget the job if it was the backend's and this the last group of all ranks."""
         self._closed = True
         job = self._job
-        if job is not None and not job.closed and self._agreed.owns_job:
+        if job is not None and not job.closed and self._was_last(job):
             job.failed = True
             tdcoll.finalize()
+
+    def _was_last(self, job: Runtime) -> bool:
+        """Count this group out; return whether it was the last of all ranks in a job that the backend has joined."""
+        counted, self._whole = self._whole, False
+        job.groups -= counted
+        return counted and job.of_backend and not job.groups
 
     def _expired(self) -> BaseException | None:
         """Wait for the GPU; return the error of an expired wait of which nobody has heard, or None."""
@@ -361,7 +369,7 @@ class Sides:
         if job is None or job.closed:
             return
         try:
-            if self._agreed.owns_job:
+            if self._was_last(job):
                 tdcoll.finalize()  # closes no contexts of ours, and frees all memory; of a failed job it does neither
             elif not job.failed:
                 for service in self.services.values():

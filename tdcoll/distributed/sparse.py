@@ -105,14 +105,15 @@ class SparseSums:
             return
         worker.drain()
         owner, ranks = self._owner, self._ranks
-        self._programs = programs = take_programs(owner, ranks, self._wanted, "sparse_all_reduce")
-        try:
-            self.context = growing_context(
-                owner, ranks, rows_per_rank, row_bytes, max_programs=programs, timeout_s=self._timeout_s
-            )
-        except HeapExhaustedError:
-            self._give_back()
-            raise
+        with owner.making:
+            self._programs = programs = take_programs(owner, ranks, self._wanted, "sparse_all_reduce")
+            try:
+                self.context = growing_context(
+                    owner, ranks, rows_per_rank, row_bytes, max_programs=programs, timeout_s=self._timeout_s
+                )
+            except HeapExhaustedError:
+                self._give_back()
+                raise
 
     def __call__(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """Return the sum or mean over the ranks of a COO tensor, coalesced. Call it after :meth:`prepare`.

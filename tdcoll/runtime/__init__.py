@@ -62,8 +62,12 @@ class Runtime:
     """A wait has expired: peers may be gone, and nothing collective is tried any more."""
     closed: bool = field(init=False, default=False)
     """``finalize`` has been called."""
+    of_backend: bool = field(init=False, default=False)
+    """The torch.distributed backend has joined the job, and leaves it with the last of :attr:`groups`."""
+    groups: int = field(init=False, default=0)
+    """The backend's process groups of all ranks."""
     making: threading.RLock = field(init=False, repr=False, default_factory=threading.RLock)
-    """Held by a thread that makes what is made collectively, of several exchanges and allocations."""
+    """Held while a thread makes a context of tdcoll's own, which takes several exchanges."""
     _given: threading.local = field(init=False, repr=False, default_factory=threading.local)
 
     def __post_init__(self) -> None:
@@ -137,7 +141,8 @@ class Runtime:
     def within(self, timeout_s: float | None, who: str = "") -> Iterator[None]:
         """Exchanges that this thread makes inside wait for ``timeout_s`` seconds; None: for the job's deadline.
 
-        ``who`` makes them, the same on all ranks: two that make theirs in different orders are told apart.
+        ``who`` is part of each exchange's tag. It must be the same on all ranks: ranks whose tags differ raise
+        :class:`RankMismatchError`.
         """
         before = getattr(self._given, "here", (None, ""))
         self._given.here = timeout_s, who

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import time
 import uuid
 from collections import defaultdict
@@ -102,11 +103,13 @@ class StoreControlPlane:
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._count: dict[tuple[int, ...], int] = defaultdict(int)
+        self._counting = threading.Lock()
 
     def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
         group = tuple(ranks)
-        number = self._count[group]
-        self._count[group] = number + 1
+        with self._counting:
+            number = self._count[group]
+            self._count[group] = number + 1
         prefix = "tdcoll/" + "-".join(map(str, group))
         self._store.set(f"{prefix}/{number}/{self._rank}", pickle.dumps((tag, value)))
         if number >= 2:

@@ -24,7 +24,7 @@ def sums(group: dist.ProcessGroup, where: str) -> None:
     assert "1 all_reduce by " + ("tdcoll" if dist.get_world_size() > 1 else "") in said, said
 
 
-def ring(group: dist.ProcessGroup, where: str) -> None:
+def ring(group: dist.ProcessGroup | None, where: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     got = torch.zeros(8, device=where)
     sent = torch.full((8,), float(rank), device=where)
@@ -44,14 +44,15 @@ def main() -> None:
     dist.init_process_group("nccl" if where == "cuda" else "gloo")
     assert not tdcoll.is_initialized()
     for _ in range(2):
-        group = dist.new_group(backend="tdcoll", pg_options=Options(heap_bytes="32M"))
+        first, second = (dist.new_group(backend="tdcoll", pg_options=Options(heap_bytes="32M")) for _ in range(2))
         assert tdcoll.is_initialized()
-        sums(group, where)
-        if where == "cuda" or dist.get_world_size() > 1:  # gloo sends nothing to itself
-            for each in (group, None):
-                ring(each, where)
-        dist.destroy_process_group(group)
-        assert not tdcoll.is_initialized()
+        for group in (first, second):
+            sums(group, where)
+            if where == "cuda" or dist.get_world_size() > 1:  # gloo sends nothing to itself
+                ring(group, where)
+                ring(None, where)
+            dist.destroy_process_group(group)
+            assert tdcoll.is_initialized() == (group is first)  # the last one leaves the job
     dist.destroy_process_group()
     print("done")
 

@@ -177,6 +177,34 @@ def first_calls_in_different_orders() -> None:
 
 
 @check
+def a_first_call_that_waits_holds_up_no_other_thread() -> None:
+    """Rank 0 waits in a group's first call until the others have made calls of another group, with rank 0's thread."""
+    one, other = (dist.new_group(everyone(), timeout=timedelta(seconds=20)) for _ in range(2))
+    tensor, larger = (torch.ones(n, device=device()) for n in (8, 9))
+    dist.all_reduce(tensor, group=other)
+    dist.barrier(group=other)  # which has made a context, too
+
+    def first_call() -> None:
+        dist.all_reduce(torch.ones(8, device=device()), group=one)
+
+    def calls_of_the_other() -> None:
+        dist.all_reduce(larger, group=other)
+        dist.barrier(group=other)
+
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(first_call) if rank() == 0 else None
+        time.sleep(0.3)
+        calls_of_the_other()
+        if waits is None:
+            first_call()
+        else:
+            waits.result()
+    same(larger, torch.full_like(larger, world()), "a larger call of the other group")
+    for group in (one, other):
+        dist.destroy_process_group(group)
+
+
+@check
 def calls_of_several_threads() -> None:
     """Each has a group; their launches are in flight beside each other."""
     groups = [dist.new_group(everyone()) for _ in range(3)]
@@ -227,6 +255,17 @@ def batched_messages() -> None:
         expect(len(works) == (1 if device().type == "cuda" else 4), f"{len(works)} works")
         for side, peer in enumerate((right, left)):
             same(got[side], torch.full_like(got[side], 10.0 * peer + side + 100 * call), f"from rank {peer}")
+
+    @torch.compile(backend="eager")
+    def passed_on(tensor: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_like(tensor)
+        around = [dist.P2POp(dist.isend, tensor, right), dist.P2POp(dist.irecv, found, left)]
+        for work in batch_isend_irecv(around):
+            work.wait()
+        return found + 1
+
+    if world() > 1:
+        same(passed_on(data(rank(), 8)), data(left, 8) + 1, "in a compiled function")
 
 
 @check

@@ -95,6 +95,15 @@ def compiled_models() -> None:
     for sparse_tables in (True, False):
         compiled = torch.compile(DDP(Shifted(sparse_tables)), backend="aot_eager")
         equal(train(compiled, batches), train(DDP(Shifted(sparse_tables)), batches), f"sparse tables: {sparse_tables}")
+
+    @torch.compile(backend="eager")
+    def makes_a_group(tensor: torch.Tensor) -> torch.Tensor:
+        group = dist.new_group(everyone())
+        dist.all_reduce(tensor, group=group)
+        dist.destroy_process_group(group)
+        return tensor
+
+    same(makes_a_group(torch.ones(4, device=device())), torch.full((4,), float(world())), "a group of its own")
     tried = [code().co_filename for code in convert_frame.input_codes.seen if code() is not None]
     expect(__file__ in tried, "the model has not been compiled")
     of_tdcoll = [name for name in tried if name.startswith(os.path.dirname(tdcoll.__file__))]

@@ -140,6 +140,11 @@ class Pool:
             "one call of this size before",
         )
         self._before()
+        with self._owner.making:
+            return self._make(nbytes)
+
+    def _make(self, nbytes: int) -> bool:
+        """Make a context for ``nbytes`` per rank; return whether there was room for it."""
         if self._wanted is not None and not self._programs:
             try:
                 self._programs = take_programs(self._owner, self._ranks, self._wanted, self._operation)
@@ -147,7 +152,7 @@ class Pool:
                 self.problem = self._without_room = str(error)
                 return False
         try:
-            self.context = self._larger(old, nbytes)
+            self.context = self._larger(self.context, nbytes)
         except HeapExhaustedError:
             if self.limit is None:
                 raise

@@ -74,7 +74,7 @@ class PollingScheduler:
                 self._switch = None
 
     def in_a_kernel(self) -> bool:
-        """Return whether a program asks this, and no thread of the host."""
+        """Return whether the caller is a kernel's program, not host code."""
         task = self.current
         return task is not None and task.thread == threading.get_ident()
 

@@ -36,7 +36,7 @@ class Trace:
 
     @contextmanager
     def slice(self, pe: int, track: int, name: str, **details: Any) -> Iterator[None]:
-        """A span of time on a row; spans on one row nest."""
+        """A span of time on a row; spans on one row nest, unless several threads of the host launch."""
         self._name(pe, track)
         begin = self._clock()
         try:
