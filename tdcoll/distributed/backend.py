@@ -168,6 +168,7 @@ class TdcollProcessGroup(ProcessGroup):
             inner=names,
             roll_call=roll_call,
             timeout_s=timeout_s,
+            default=not ranks,
         )
 
     # ------------------------------------------------------------------ what torch.distributed asks

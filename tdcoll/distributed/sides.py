@@ -50,6 +50,7 @@ class Sides:
         inner: name of the inner group's backend for each type of device.
         roll_call: who is still there when a call of the inner group has failed.
         timeout_s: deadline of waits in kernels; None: that of the job.
+        default: whether it is the default group.
 
     Attributes:
         services: what tdcoll serves the calls with, by kind; empty without a job.
@@ -70,7 +71,9 @@ class Sides:
         inner: dict[str, str],
         roll_call: RollCall,
         timeout_s: float | None,
+        default: bool = False,
     ) -> None:
+        self._default = default
         self._job, self._agreed, self._options, self._name = job, agreed, options, name
         self._rank, self._members, self._inner, self._roll_call = rank, members, inner, roll_call
         self._worker_stream: Any = None
@@ -341,18 +344,21 @@ class Sides:
         return expired
 
     def abort(self) -> None:
-        """Wait for nobody any more, and forget the job if it was the backend's and this the last group of all ranks."""
+        """Wait for nobody any more, and forget the job if it ends with this group."""
         self._closed = True
         job = self._job
-        if job is not None and not job.closed and self._was_last(job):
+        if job is not None and not job.closed and self._ends(job):
             job.failed = True
             tdcoll.finalize()
 
-    def _was_last(self, job: Runtime) -> bool:
-        """Count this group out; return whether it was the last of all ranks in a job that the backend has joined."""
+    def _ends(self, job: Runtime) -> bool:
+        """Count this group out; return whether a job that the backend has joined ends with it.
+
+        It does with the default group, and with the last group of all ranks.
+        """
         counted, self._whole = self._whole, False
         job.groups -= counted
-        return counted and job.of_backend and not job.groups
+        return counted and job.of_backend and (self._default or not job.groups)
 
     def _expired(self) -> BaseException | None:
         """Wait for the GPU; return the error of an expired wait of which nobody has heard, or None."""
@@ -369,7 +375,7 @@ class Sides:
         if job is None or job.closed:
             return
         try:
-            if self._was_last(job):
+            if self._ends(job):
                 tdcoll.finalize()  # closes no contexts of ours, and frees all memory; of a failed job it does neither
             elif not job.failed:
                 for service in self.services.values():

@@ -63,7 +63,7 @@ class Runtime:
     closed: bool = field(init=False, default=False)
     """``finalize`` has been called."""
     of_backend: bool = field(init=False, default=False)
-    """The torch.distributed backend has joined the job, and leaves it with the last of :attr:`groups`."""
+    """The torch.distributed backend has joined the job, and leaves it with its default group or the last of all."""
     groups: int = field(init=False, default=0)
     """The backend's process groups of all ranks."""
     making: threading.RLock = field(init=False, repr=False, default_factory=threading.RLock)
