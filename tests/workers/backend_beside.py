@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of backend "tdcoll" where the default group is another backend's: `bash launch.sh tests/workers/...`."""
+"""Groups of backend "tdcoll" beside another backend's default group, and who leaves the job.
+
+`bash launch.sh tests/workers/backend_beside.py`
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,11 @@ def main() -> None:
             dist.destroy_process_group(group)
             assert tdcoll.is_initialized() == (group is first)  # the last one leaves the job
     dist.destroy_process_group()
+    dist.init_process_group("tdcoll")
+    kept = dist.group.WORLD.split_group(list(range(dist.get_world_size())), group_name="that nobody destroys")
+    dist.destroy_process_group()
+    assert kept is not None
+    assert not tdcoll.is_initialized()
     print("done")
 
 
