@@ -8,8 +8,10 @@ import functools
 import importlib.util
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,17 @@ def test_a_wrong_command_line(
     assert not (tmp_path / "made").exists()
 
 
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    """Signal handlers as they were, but at first as in a shell's background job."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_handlers")
 def test_a_job_that_takes_too_long_ends_with_all_that_it_has_started(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +129,6 @@ def test_a_job_that_takes_too_long_ends_with_all_that_it_has_started(
     }
     monkeypatch.setattr(measure, "stages", lambda nproc: jobs)
     monkeypatch.setattr(measure, "_gpus", lambda: iter(["NVIDIA H200"]))
-    monkeypatch.setattr(measure.signal, "signal", lambda *of: None)
     assert measure.main(["--limit", "5", str(tmp_path), "tests"]) == 1
     assert (tmp_path / "long-1xH200.json").read_text() == "rows"
     assert measure.main([str(tmp_path), "tune", "calls", "tune"]) == 1

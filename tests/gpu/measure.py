@@ -166,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if nproc < 1 or (nproc > len(gpus) and not given.dry_run):
         parser.error(f"--nproc: expected at least 1 and at most the {len(gpus)} GPUs of this host; got {nproc}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job is ended, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
     where = f"{nproc}x{gpus[0].removeprefix('NVIDIA ').split()[0] if gpus else 'GPU'}"
     folder, failed = given.folder.resolve(), False
     folder.mkdir(parents=True, exist_ok=True)

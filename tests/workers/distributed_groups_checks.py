@@ -180,7 +180,7 @@ def first_calls_in_different_orders() -> None:
 def a_first_call_that_waits_holds_up_no_other_thread() -> None:
     """Rank 0 waits in a group's first call until the others have made calls of another group, with rank 0's thread."""
     one, other = (dist.new_group(everyone(), timeout=timedelta(seconds=20)) for _ in range(2))
-    tensor, larger = (torch.ones(n, device=device()) for n in (8, 9))
+    smaller, tensor = (torch.ones(n, device=device()) for n in (8, 9))
     dist.all_reduce(tensor, group=other)
     dist.barrier(group=other)  # which has made a context, too
 
@@ -188,7 +188,7 @@ def a_first_call_that_waits_holds_up_no_other_thread() -> None:
         dist.all_reduce(torch.ones(8, device=device()), group=one)
 
     def calls_of_the_other() -> None:
-        dist.all_reduce(larger, group=other)
+        dist.all_reduce(smaller, group=other)  # of a new shape, for which the context has room
         dist.barrier(group=other)
 
     with ThreadPoolExecutor() as pool:
@@ -199,7 +199,7 @@ def a_first_call_that_waits_holds_up_no_other_thread() -> None:
             first_call()
         else:
             waits.result()
-    same(larger, torch.full_like(larger, world()), "a larger call of the other group")
+    same(smaller, torch.full_like(smaller, world()), "a call of the other group")
     for group in (one, other):
         dist.destroy_process_group(group)
 
