@@ -380,9 +380,9 @@ class TdcollProcessGroup(ProcessGroup):
 
     def _messages(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if tensors[0].is_cuda and self._sides.inner_name(tensors[0].device) == "gloo":  # gloo would read GPU addresses
-            raise NotImplementedError(
-                f"{name} needs CPU tensors where ranks share GPUs: gloo has no messages of CUDA tensors; "
-                f"got one on {tensors[0].device}"
+            raise ValueError(
+                f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
+                f"on {tensors[0].device}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
             )
         return tensors
 

@@ -48,7 +48,7 @@ TORCH_OPERATIONS = {
 """tdcoll's names of torch.distributed's operations."""
 
 _BY_HASH = {hash(ReduceOp(kind)): name for kind, name in TORCH_OPERATIONS.items()}
-"""The same by the hash of an operation, which is its number. Comparing operations takes three times as long."""
+"""Maps an operation's hash, which is its number, to tdcoll's name. Comparing operations takes three times as long."""
 
 ACCUMULATORS = {
     torch.float16: torch.float32,

@@ -46,7 +46,7 @@ class Other:
 
 
 class Group(Other):
-    """Of the class for which the function is replaced."""
+    """Belongs to the class for which the function is replaced."""
 
 
 @pytest.fixture
