@@ -179,7 +179,7 @@ def train(model, optimizer, batches):
 #
 # The comparison needs both. A process has one *default* process group, made by `init_process_group`, and as many
 # others as it likes, each with a backend of its own. So tdcoll is the default, and the other run gets a group that is
-# NCCL's (gloo's on CPUs) and nothing else: PyTorch's own, not the inner group that tdcoll hands its dense calls to.
+# NCCL's (gloo's on CPUs) and nothing else: PyTorch's own, not the inner group that tdcoll hands calls over to.
 # The two train one after the other, so that neither disturbs the other.
 #
 # `gradient_as_bucket_view` spares DDP a copy of the dense gradients, 4 GB for the large table. The dense run shall be
@@ -197,11 +197,12 @@ def distribute(model, group):
 # `tdcoll.distributed.explain(group)` says it in words, without an argument of the default group. Below it is printed
 # after the first run, and means:
 #
-# * `all_gather`, `sparse_all_reduce`, `barrier`: tdcoll's kernels, with the memory that they have reserved; or, where
-#   they cannot run, the inner group and why. (That is the thing to look at where a job is slower than expected: a
-#   missing NVSHMEM does not end it.)
-# * everything else goes to the inner group, NCCL for tensors on GPUs and gloo for those on CPUs. The dense layers do:
-#   DDP puts their gradients into buckets and all-reduces those, which tdcoll hands on unchanged.
+# * `all_gather`, `all_reduce`, `reduce_scatter`, `sparse_all_reduce`, `barrier`: tdcoll's kernels, with the memory that
+#   they have reserved; or, where they cannot run, the inner group and why. (That is the thing to look at where a job is
+#   slower than expected: a missing NVSHMEM does not end it.)
+# * everything else goes to the inner group, NCCL for tensors on GPUs and gloo for those on CPUs. So do calls that are
+#   larger than a kind's limit. DDP puts the gradients of the dense layers into buckets and all-reduces those: tdcoll
+#   serves a bucket up to the limit of `all_reduce`, and hands a larger one over.
 # * how often each was called so far: one sparse all-reduce per step, which is checked.
 #
 # The logger "tdcoll" has a line at level INFO for the first call of each kind.
@@ -304,8 +305,7 @@ def check_same_everywhere(name, memory):
 # takes. DDP cannot name the algorithm of the sparse all-reduce, so tdcoll chooses, and says so in its log. Up to
 # 64 KiB per rank it is "gather": everybody sends its rows to everybody. For all that is larger it is "owner".
 #
-# The dense layers' gradients are moved in both runs, in DDP's buckets, by the same all-reduce of the same library:
-# tdcoll has none of its own for them and hands the call on to its inner group.
+# The dense layers' gradients are as many bytes in both runs, in DDP's buckets.
 
 
 def table_bytes_moved(algorithm, shares, row_bytes):
