@@ -7,14 +7,15 @@ most of what a call costs the host. :meth:`Gate.begin` asks there, too, and rais
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError, TdcollError
+from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import require_equal
@@ -121,6 +122,42 @@ class Gate:
             prepared = prepare()
         return prepared
 
+    @contextlib.contextmanager
+    def calling(
+        self,
+        operation: str,
+        nbytes: int,
+        agree: Mapping[str, Any] = MappingProxyType({}),
+        prepare: Callable[[], Any] = lambda: None,
+        alike: tuple[type[BaseException], ...] = (),
+    ) -> Iterator[Any]:
+        """:meth:`begin`, and whatever the call launches as the body: if it fails, the context does (:meth:`fail`).
+
+        Args:
+            operation, nbytes, agree, prepare: as for :meth:`begin`.
+            alike: errors of the body that all ranks raise, after the same launches.
+        """
+        prepared = self.begin(operation, nbytes, agree, prepare)
+        try:
+            yield prepared
+        except alike:
+            raise
+        except BaseException as error:
+            self.fail(operation, error)
+            raise
+
+    def fail(self, operation: str, error: BaseException) -> None:
+        """Refuse every later call: ``operation`` ended with ``error`` when it might have launched some of its kernels.
+
+        This rank may be epochs behind the others, and its next call would be taken for one that they have made already.
+        They get a timeout in place of wrong results.
+        """
+        if self._refusal is None:
+            self._refusal = (
+                f"an earlier {operation} ended with {type(error).__name__} after it had begun, so this rank may be out "
+                "of step with the others; close() the context, on all ranks, and make a new one"
+            )
+
     def current_stream(self) -> int:
         """Handle of the device's current stream; 0 on CPUs."""
         return torch._C._cuda_getCurrentRawStream(self._index) if self._cuda else 0
@@ -192,7 +229,7 @@ class Gate:
         try:
             self._allow(operation, nbytes, obstacle)
             prepared = prepare()
-        except (TdcollError, TypeError, ValueError) as error:
+        except Exception as error:  # memory that is not there, for instance
             problem = error
         facts = {
             "bytes per rank": nbytes,

@@ -87,22 +87,21 @@ Times = dict[int, dict[Candidate, float]]
 """Microseconds of each candidate at each size."""
 
 
-def times_of(rows: Sequence[Row]) -> dict[tuple[str, bool], Times]:
-    """The times of the rows that were right, by kind of call: launch, and whether it is in place."""
-    found: dict[tuple[str, bool], Times] = {}
-    for launch in ("graph", "eager"):
-        for in_place in (False, True):
-            times: Times = {}
-            for row in rows:
-                candidate = Candidate.named(row.algorithm)
-                # NCCL does the same in place and out of place, and was measured once.
-                fits = candidate.in_place == in_place or candidate.algorithm == HANDED_OVER
-                if row.launch == launch and fits and row.check == "ok" and row.median_us:
-                    candidate = dataclasses.replace(candidate, in_place=in_place)
-                    times.setdefault(row.bytes_per_rank, {})[candidate] = row.median_us
-            compared = {n: found for n, found in times.items() if any(c.algorithm != HANDED_OVER for c in found)}
-            if compared:
-                found[launch, in_place] = dict(sorted(compared.items()))
+def times_of(rows: Sequence[Row]) -> dict[bool, Times]:
+    """Return the times of the rows that were right, by whether the call is in place."""
+    found: dict[bool, Times] = {}
+    for in_place in (False, True):
+        times: Times = {}
+        for row in rows:
+            candidate = Candidate.named(row.algorithm)
+            # NCCL does the same in place and out of place, and was measured once.
+            fits = candidate.in_place == in_place or candidate.algorithm == HANDED_OVER
+            if fits and row.check == "ok" and row.median_us:
+                candidate = dataclasses.replace(candidate, in_place=in_place)
+                times.setdefault(row.bytes_per_rank, {})[candidate] = row.median_us
+        compared = {n: found for n, found in times.items() if any(c.algorithm != HANDED_OVER for c in found)}
+        if compared:
+            found[in_place] = dict(sorted(compared.items()))
     return found
 
 
@@ -157,7 +156,7 @@ class Choice:
         """
         facts = self._facts(nbytes, ll_bytes, lamport_bytes, candidate.in_place)
         topology, in_place = self.topology, candidate.in_place
-        kind = ("", self.policy.operation, topology.ranks_per_node or 0, topology.n_nodes, "eager", in_place)
+        kind = ("", self.policy.operation, topology.ranks_per_node or 0, topology.n_nodes, in_place)
         return self.policy.choose(facts, candidate.algorithm, [Section(*kind, (candidate.entry(None),))])
 
     def wish(self, candidate: Candidate, nbytes: int, ll_bytes: int, lamport_bytes: int = 0) -> str | Plan:
@@ -251,7 +250,7 @@ class Choice:
                 then.
         """
         made = []
-        for (launch, in_place), times in times_of(rows).items():
+        for in_place, times in times_of(rows).items():
             picks = self.picked(times, in_place)
             entries: list[Entry] = []
             for place, (nbytes, candidate) in enumerate(picks):
@@ -261,7 +260,7 @@ class Choice:
                 entries.append(candidate.entry(None if last else nbytes))
             per_node = self.topology.ranks_per_node
             assert per_node is not None
-            kind = (architecture, self.policy.operation, per_node, self.topology.n_nodes, launch, in_place)
+            kind = (architecture, self.policy.operation, per_node, self.topology.n_nodes, in_place)
             section = Section(*kind, tuple(entries), source)
             for old in before.sections if before is not None else ():
                 if old.kind == section.kind:
@@ -278,7 +277,7 @@ class Choice:
             rows: of this size, and of those before it, on which the choice depends.
         """
         said = []
-        for (launch, in_place), times in times_of(rows).items():
+        for in_place, times in times_of(rows).items():
             if nbytes not in times:
                 continue
             taken = self.picked({n: found for n, found in times.items() if n <= nbytes}, in_place)[-1][1]
@@ -288,7 +287,7 @@ class Choice:
                 if candidate.algorithm != taken.algorithm:
                     best.setdefault(candidate.algorithm, us)
             others = ", ".join(f"{name} {100 * (us / mine - 1):+.0f}%" for name, us in best.items())
-            said.append(f"{launch}: {taken.name} {number(mine, 2)} µs" + (f" ({others})" if others else ""))
+            said.append(f"{taken.name} {number(mine, 2)} µs" + (f" ({others})" if others else ""))
         if wrong := [row.algorithm for row in rows if row.bytes_per_rank == nbytes and row.check == "WRONG"]:
             said.append(f"WRONG: {', '.join(distinct(wrong))}")
         return "; ".join(said) or "nothing was right"

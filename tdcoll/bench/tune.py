@@ -52,8 +52,11 @@ __all__ = ["OPERATIONS", "Operation", "Tune", "listing", "main", "part_of"]
 OPERATIONS: dict[str, type[Dense]] = {kind.benchmark: kind for kind in (AllGather, AllReduce, ReduceScatter)}
 """What can be tuned, by name."""
 
-_SETTINGS = ("algorithms", "channels", "warps", "peers", "launches", "in_place", "iterations", "warmup")
+_SETTINGS = ("algorithms", "channels", "warps", "peers", "in_place", "iterations", "warmup")
 """Options that must be the same for all rows of one table."""
+
+_LAUNCHES = ("graph",)
+"""Kernels are timed in CUDA graphs. Eager calls take the same plans, and times of small ones are the host's."""
 
 
 def part_of(output: Path) -> Path:
@@ -85,8 +88,15 @@ class Operation:
     @staticmethod
     def asked(kind: type[Dense], options: argparse.Namespace) -> argparse.Namespace:
         """Return what the benchmark of ``kind`` is asked for."""
-        algorithms = [IN_PLACE] if options.in_place and kind.in_place else []
-        more = {"algorithms": algorithms, "dtype": kind.tuned_dtype, "straggler": False, "op": "sum", "buffers": None}
+        algorithms = [IN_PLACE] if options.in_place and kind.in_heap else []
+        more = {
+            "launches": _LAUNCHES,
+            "algorithms": algorithms,
+            "dtype": kind.tuned_dtype,
+            "straggler": False,
+            "op": "sum",
+            "buffers": None,
+        }
         return argparse.Namespace(**{**vars(options), **more})
 
     def candidates(self, nbytes: int, ll_bytes: int | None = None, lamport_bytes: int = 0) -> list[Candidate]:
@@ -95,7 +105,7 @@ class Operation:
         if ll_bytes is None:
             ll_bytes = min(nbytes, limits.flagged_bytes(topology.world_size, topology.n_nodes))
             lamport_bytes = limits.lamport_bytes(topology.world_size, topology.n_nodes)
-        kinds = (False, True) if options.in_place and self.kind.in_place else (False,)
+        kinds = (False, True) if options.in_place and self.kind.in_heap else (False,)
         how = options.algorithms, options.channels, options.warps
         made = [one for kind in kinds for one in self.choice.candidates(nbytes, ll_bytes, kind, *how, lamport_bytes)]
         return [*made, *map(Candidate, options.peers)]
@@ -109,7 +119,7 @@ class Operation:
     def wanted(self, bench: Dense, nbytes: int) -> Iterator[tuple[list[case.Wanted], Callable[[], object]]]:
         """Every candidate; calls out of place share their buffers, and so do those in place."""
         plain = bench.sharing(nbytes)
-        inside = bench.inside(nbytes, plain) if self.options.in_place and self.kind.in_place else None
+        inside = bench.inside(nbytes, plain) if self.options.in_place and self.kind.in_heap else None
 
         def make(candidate: Candidate, context: CollectiveContext) -> Any:
             if candidate.algorithm == HANDED_OVER:
@@ -119,10 +129,9 @@ class Operation:
             return bench.subject(wish, context, buffers, candidate.in_place)
 
         with CollectiveContext(max_bytes_per_rank=bench.context_bytes(nbytes)) as context:
-            launches = self.options.launches
             yield (
                 [
-                    case.Wanted(one.name, one.algorithm == HANDED_OVER, partial(make, one, context), launches)
+                    case.Wanted(one.name, one.algorithm == HANDED_OVER, partial(make, one, context), _LAUNCHES)
                     for one in self.candidates(nbytes, context.ll_bytes, context.lamport_bytes)
                 ],
                 context.check,
@@ -142,16 +151,16 @@ def _operations(options: argparse.Namespace, topology: Topology) -> list[Operati
 
 
 def _total(options: argparse.Namespace, operations: Sequence[Operation], ll: bool = True) -> int:
-    """Return how many candidates there are to measure, in all ways of launching them."""
+    """Return how many candidates there are to measure."""
     found = (len(each.candidates(nbytes, None if ll else -1)) for each in operations for nbytes in each.sizes)
-    return sum(found) * len(options.launches)
+    return sum(found)
 
 
 def listing(options: argparse.Namespace, topology: Topology, ll: bool) -> str:
     """Return what would be measured, as text; ``ll`` as for :meth:`Operation.listing`, where nodes are of one size."""
     operations = _operations(options, topology)
     total = f"{_total(options, operations, ll)} measurements of {options.iterations} iterations"
-    head = f"tune, {topology.describe()}: {total}, {' and '.join(options.launches)}"
+    head = f"tune, {topology.describe()}: {total}"
     return "\n".join([head, *(line for each in operations for line in each.listing(ll))])
 
 
@@ -242,8 +251,8 @@ class Tune(case.Benchmark):
         parser.option("--channels", options.positive, ",".join(map(str, CHANNEL_COUNTS)), "N,N", "chunks of a segment")
         parser.option("--warps", options.positive, ",".join(map(str, WARP_COUNTS)), "N,N", "warps of a program")
         parser.some("--peers", (HANDED_OVER,))
-        options.add_launches(parser, "both", straggler=False)
-        parser.add_argument("--in-place", action="store_true", help="measure calls in place as well, where there are")
+        what = "measure calls in place as well, where tables have sections for them"
+        parser.add_argument("--in-place", action="store_true", help=what)
         what = "what is slower than the fastest by no more may be kept"
         parser.option("--margin", options.percent, "3", "PERCENT", what)
         options.add_common(parser, 40)
@@ -252,7 +261,7 @@ class Tune(case.Benchmark):
             type=Path,
             metavar="FILE",
             help="the table, written after every size; if there is one already, sections of other machines, operations "
-            "and launches in it are kept. What was measured when a run was cut off is in FILE.part, and is not "
+            "and kinds of call in it are kept. What was measured when a run was cut off is in FILE.part, and is not "
             "measured again",
         )
         parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and measure nothing")

@@ -240,7 +240,7 @@ class Dense(Service):
         source = tensor.resolve_conj().resolve_neg().contiguous()
         if collective.overlap(source, target, context):
             source = source.clone()
-        collective.unchecked(source, context, target, op, in_place=collective is ALL_REDUCE)
+        collective.unchecked(source, context, target, op)
         if target is not out:
             out.copy_(target)
 

@@ -17,7 +17,7 @@ from tdcoll.collectives._host.drop_in import pooled_for
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
-from tdcoll.collectives.all_reduce.op import all_reduce, inbox_bytes
+from tdcoll.collectives.all_reduce.op import inbox_bytes
 from tdcoll.context import CollectiveContext
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
@@ -127,49 +127,58 @@ def all_reduce_rms_norm(
     if ctx is None:
         ctx = pooled_context(x, None)
     check_context(ctx)
+    asked = _Asked(x, residual, weight, eps, in_place, out_dtype, scale, algorithm)
     try:
-        known = ctx.known(_key(x, residual, weight, eps, in_place, out_dtype, scale is not None, algorithm))
+        known = ctx.known(_key(asked))
     except (AttributeError, TypeError, RuntimeError):  # what is none of this, or cannot be a key
         known = None
     device = ctx.device
-    run: _Run | None = None
+    made: _Tensors | None = None
     stream: int | None = None
     if known is not None and (x.requires_grad or residual.requires_grad or weight.requires_grad):
         known = None if torch.is_grad_enabled() else known
     if known is not None and usable(x, device) and usable(residual, device) and usable(weight, device):
         if (scale is None or (_scalar(scale) and usable(scale, device))) and not (in_place and _overlap(x, residual)):
-            stream, run = ctx.enter(), known
-    if stream is None or run is None:
-        run = _long_way(ctx, _Asked(x, residual, weight, eps, in_place, out_dtype, scale, algorithm))
-        stream = ctx.current_stream()
-    new = residual if in_place else torch.empty_like(x)
-    out = torch.empty(x.shape, dtype=out_dtype, device=device) if out_dtype is not None else torch.empty_like(x)
-    scales = scale
-    if out_dtype is _FP8 and scale is None:
-        scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=device)
-    if x.numel():
-        _launch(run, stream, (x, residual, weight, new, out, scales))
+            made = _results(asked)
+            stream = ctx.enter()
+    if made is not None and stream is not None:
+        try:
+            _launch(known, stream, made)
+        except BaseException as error:
+            ctx.fail(_NAME, error)
+            raise
+    else:
+        made = _long_way(ctx, asked)
+    _, _, _, new, out, scales = made
     return (out, new) if out_dtype is not _FP8 else (out, new, scales)  # type: ignore[return-value]
 
 
-def _key(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: Any,
-    in_place: Any,
-    out_dtype: Any,
-    given: bool,
-    algorithm: Any,
-) -> Hashable:
-    """Return the key under which a context knows a call whose checks have passed once; ``given``: a scale."""
+def _key(asked: _Asked) -> Hashable:
+    """Return the key under which a context knows a call whose checks have passed once.
+
+    ``True == 1`` and ``1 == 1.0``, so the types of numbers are part of it.
+    """
+    x, residual, weight, eps, in_place, out_dtype, scale, algorithm = asked
     shapes = x.shape, residual.shape, weight.shape
-    return (_SHORT, *shapes, x.dtype, residual.dtype, weight.dtype, eps, in_place, out_dtype, given, algorithm)
+    flags = type(eps), eps, type(in_place), in_place, scale is not None
+    return (_SHORT, *shapes, x.dtype, residual.dtype, weight.dtype, *flags, out_dtype, algorithm)
+
+
+def _results(asked: _Asked) -> _Tensors:
+    """Return the tensors of a call, with those that it makes."""
+    x, out_dtype, scale = asked.x, asked.out_dtype, asked.scale
+    new = asked.residual if asked.in_place else torch.empty_like(x)
+    out = torch.empty_like(x) if out_dtype is None else torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    if out_dtype is _FP8 and scale is None:
+        scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    return x, asked.residual, asked.weight, new, out, scale
 
 
 def _launch(run: _Run, stream: int, tensors: _Tensors) -> None:
     """Launch, with copies of the tensors that are not aligned to 16 bytes."""
     x, residual, weight, new, out, scale = tensors
+    if not x.numel():
+        return
     if (x.data_ptr() | residual.data_ptr() | weight.data_ptr()) % 16 == 0:
         run(stream, tensors)
         return
@@ -204,18 +213,17 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 # ---------------------------------------------------------------------- the long way
 
 
-def _long_way(ctx: CollectiveContext, asked: _Asked) -> _Run:
-    """Check everything, and return what launches such calls, which is made once."""
-    x, residual, weight, eps, in_place, out_dtype, scale, algorithm = asked
+def _long_way(ctx: CollectiveContext, asked: _Asked) -> _Tensors:
+    """Check everything, and make the call; return its tensors. Later calls like it find what launches them."""
+    x, _, weight, eps, _, out_dtype, scale, algorithm = asked
 
-    def prepare() -> _Run:
+    def prepare() -> tuple[_Run, _Tensors]:
         _check(ctx, asked)
         kind = _Kind(x.shape, x.dtype, weight.dtype, eps, out_dtype is _FP8, scale is not None, algorithm)
         made: _Run = ctx.once((_NAME, kind), lambda: _launches(ctx, kind))
         if not ctx.capturing:
-            key = _key(x, residual, weight, eps, in_place, out_dtype, scale is not None, algorithm)
-            ctx.once(key, lambda: made)
-        return made
+            ctx.once(_key(asked), lambda: made)
+        return made, _results(asked)
 
     agree = {
         "bytes": strided_bytes(x),
@@ -226,8 +234,9 @@ def _long_way(ctx: CollectiveContext, asked: _Asked) -> _Run:
         "scale": scale is not None,
         "algorithm": algorithm,
     }
-    run: _Run = ctx.begin(_NAME, 0, agree, prepare)
-    return run
+    with ctx.calling(_NAME, 0, agree, prepare) as (run, tensors):
+        _launch(run, ctx.current_stream(), tensors)
+    return tensors
 
 
 def _check(ctx: CollectiveContext, asked: _Asked) -> None:
@@ -276,7 +285,7 @@ def _check(ctx: CollectiveContext, asked: _Asked) -> None:
 
 
 def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
-    """Return what launches calls of a kind."""
+    """Return what launches calls of a kind, compiled and loaded."""
     hidden = kind.shape[-1]
     rows = Rows(kind.shape.numel() // hidden, hidden, kind.dtype.itemsize)
     plan = choose(rows, ALL_REDUCE.facts(ctx, 0, kind.dtype), kind.algorithm)
@@ -295,8 +304,11 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
         "ROOM": triton.next_power_of_2(plan.channels),
         "BLOCK": block,
     }
+    reduce: Any = None
     if plan.algorithm == COMPOSED:
-        kernel = kernels.norm_rows
+        kernel, options = kernels.norm_rows, (kind.dtype, "sum")
+        nbytes = kind.shape.numel() * kind.dtype.itemsize
+        reduce = ALL_REDUCE.launches(ctx, nbytes, "auto", options=options, dtype=kind.dtype)
     else:
         kernel = kernels.norm_rows_one_shot if plan.algorithm == ONE_SHOT else kernels.norm_rows_two_stage
         given |= {"rows": rows.rows, "inbox": ctx.device_lamport, "g": ctx.device_group}
@@ -312,7 +324,7 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
     )
     variant = (_NAME, plan.algorithm, *(given[name] for name in given if name.isupper()), plan.num_warps)
 
-    def prepare() -> None:
+    if not launch.prepared:
         if variant not in ctx.tables:
             outside_of_graphs(ctx, _NAME)
         launch.prepare()
@@ -321,9 +333,9 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
     def run(stream: int, tensors: _Tensors) -> None:
         x, residual, weight, new, out, scale = tensors
         if plan.algorithm == COMPOSED:
-            x = all_reduce(x.detach(), ctx)
-        if not launch.prepared:
-            prepare()
+            summed = torch.empty_like(x)
+            reduce(x, summed)
+            x = summed
         scales = 0 if scale is None else scale.data_ptr()
         launch(stream, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), new.data_ptr(), out.data_ptr(), scales)
 

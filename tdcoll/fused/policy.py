@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES as WORD
-from tdcoll.collectives._host.plan import WARPS, Facts, Plan, needs_stores
+from tdcoll.collectives._host.plan import Facts, Plan, check_warps, most_warps, needs_stores
 
 __all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "programs", "takes"]
 
@@ -20,8 +20,11 @@ ALGORITHMS = ("auto", ONE_SHOT, TWO_STAGE, COMPOSED)
 MOST_HIDDEN = 16384
 """Elements of a row, at most."""
 
-_MOST_WORDS = 1024
-"""Words of a piece, at most: more do not fit into the registers of a program."""
+_MOST_WORDS = 64
+"""Words of a piece for each warp of a program, at most: more do not fit into its registers."""
+
+_MOST_WARPS = 16
+"""Of a program. Fewer on contexts that share the GPU: their launches wait for peers while others are in flight."""
 
 _FEWEST_WORDS = 128
 """Words of a piece, at least, unless a row has fewer: one for each thread of four warps."""
@@ -93,7 +96,7 @@ def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
     """Return why a call cannot have a plan, as a sentence that begins with ``needs``; None if it can."""
     world = facts.topology.world_size
     if plan.algorithm == COMPOSED:
-        return None
+        return None  # its all-reduce has a plan of its own
     if (problem := needs_stores(facts)) is not None:
         return problem
     if plan.algorithm == TWO_STAGE and not 1 < world <= rows.rows:
@@ -116,11 +119,9 @@ def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
         block = whole
     while block < whole and stage * -(-rows.words // block) * (1 + (algorithm == ONE_SHOT)) > _BUSY:
         block *= 2
-    return _plan(rows, algorithm, min(block, _MOST_WORDS))
-
-
-def _plan(rows: Rows, algorithm: str, block: int) -> Plan:
-    return Plan(algorithm, -(-rows.words // block), WORD * block, max(1, min(16, block // 32)))
+    warps = min(_MOST_WARPS, most_warps(facts))
+    block = min(block, _MOST_WORDS * warps)
+    return Plan(algorithm, -(-rows.words // block), WORD * block, max(1, min(warps, block // 32)))
 
 
 def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
@@ -135,7 +136,7 @@ def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
     """
     where = facts.topology.describe()
     if isinstance(algorithm, Plan):
-        _check(rows, algorithm)
+        _check(rows, algorithm, facts)
         if (problem := _problem(rows, algorithm, facts)) is not None:
             raise ValueError(f"algorithm={algorithm} {problem}{where}")
         return algorithm
@@ -155,19 +156,19 @@ def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
     return next(plan for plan in plans if _problem(rows, plan, facts) is None)
 
 
-def _check(rows: Rows, plan: Plan) -> None:
+def _check(rows: Rows, plan: Plan, facts: Facts) -> None:
     """Raise unless the plan, which somebody has made by hand, fits the rows."""
     if plan.algorithm not in ALGORITHMS[1:]:
         raise ValueError(f"a Plan's algorithm must be one of {', '.join(ALGORITHMS[1:])}; got {plan.algorithm!r}")
     for name in ("channels", "chunk", "num_warps"):
         if type(value := getattr(plan, name)) is not int:
             raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
-    if plan.num_warps not in WARPS:
-        raise ValueError(f"a Plan's num_warps must be one of {', '.join(map(str, WARPS))}; got {plan.num_warps}")
+    check_warps(plan, facts)
     block, rest = divmod(plan.chunk, WORD)
-    if rest or block < 1 or block != _power(block) or block > _MOST_WORDS:
+    most = _MOST_WORDS * min(_MOST_WARPS, most_warps(facts))
+    if rest or block < 1 or block != _power(block) or block > most:
         raise ValueError(
-            f"a Plan's chunk must be {WORD} times a power of two, up to {WORD * _MOST_WORDS} bytes; got {plan.chunk}"
+            f"a Plan's chunk must be {WORD} times a power of two, up to {WORD * most} bytes; got {plan.chunk}"
         )
     if plan.channels != (pieces := -(-rows.words // block)):
         raise ValueError(

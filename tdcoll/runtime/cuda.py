@@ -12,7 +12,7 @@ import torch
 
 from tdcoll.errors import TdcollError
 
-__all__ = ["CudaHeap"]
+__all__ = ["CudaHeap", "multiprocessors"]
 
 _WAIT_GEQ, _WAIT_EQ = 0, 1
 """``CUstreamWaitValue_flags``."""
@@ -35,6 +35,42 @@ def _driver_call(function: str, stream: int, address: int, value: int, bits: int
     word = (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64)(value)
     call = getattr(_driver(), function)
     _checked(function, call(ctypes.c_void_p(stream), ctypes.c_uint64(address), word, ctypes.c_uint(flags)))
+
+
+_RESOURCE_OF_SMS = 1
+"""``CU_DEV_RESOURCE_TYPE_SM``."""
+
+
+class _Resource(ctypes.Structure):
+    """The beginning of ``CUdevResource``, with as much behind it as any version of CUDA has."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("padding", ctypes.c_ubyte * 92),
+        ("sm_count", ctypes.c_uint),
+        ("rest", ctypes.c_ubyte * 412),
+    ]
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors the current CUDA context can use, ``device`` being the current one.
+
+    A green context has a part of the GPU, and so has a process under MPS with ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``
+    (CUDA Driver API, *Green Contexts*; ``cuCtxGetDevResource``, from CUDA 12.4 on). Older drivers know of the whole
+    GPU alone.
+    """
+    whole = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    torch.cuda.current_stream(device).query()  # CUDA's runtime makes the context at a thread's first call
+    context, resource = ctypes.c_void_p(), _Resource()
+    try:
+        driver = _driver()
+        if driver.cuCtxGetCurrent(ctypes.byref(context)) or not context:
+            return whole
+        if driver.cuCtxGetDevResource(context, ctypes.byref(resource), _RESOURCE_OF_SMS):
+            return whole
+    except AttributeError:  # of an older driver
+        return whole
+    return min(whole, int(resource.sm_count)) or whole
 
 
 class CudaHeap(ABC):

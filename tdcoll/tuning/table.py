@@ -6,15 +6,14 @@ decides::
 
     {
      "tuning": "tdcoll",
-     "version": 3,
+     "version": 4,
      "tables": [
       {
        "architecture": "NVIDIA H200",      the GPU's name, or its compute capability, such as "sm_90"
        "operation": "all_gather",
        "ranks_per_node": 8,
        "nodes": 1,
-       "launch": "graph",                  or "eager"
-       "in_place": false,
+       "in_place": false,                  true: all_gather_in_place
        "source": "where it comes from",    optional
        "entries": [                        ascending; the first that is large enough holds
         {"up_to": "16 KB", "algorithm": "ll", "chunk": "6 KB", "num_warps": 8},
@@ -29,8 +28,9 @@ decides::
 that a segment is cut into) or ``chunk`` (bytes of one), and ``num_warps``, are the policy's where they are missing.
 ``"nccl"`` leaves the call to torch.distributed.
 
-Version 2 is read as well. Its tables are of the all-gather: ``"tuning"`` is ``"all_gather"``, and no section has an
-operation.
+A section says nothing of CUDA graphs: one rank may replay a graph while another calls eagerly, and both need the same
+plan. For the same reason only all-gathers have sections for calls in place. There, that is a function of its own; of
+the others, one rank may pass its input as the result and another not.
 
 ``tdcoll tune`` measures and writes one. A context takes the one it is given, else that of the file
 that ``TDCOLL_TUNING`` names, else tdcoll's own, which has what was measured for ``docs/results``.
@@ -52,8 +52,8 @@ from tdcoll.limits import CHANNELS
 
 __all__ = ["HANDED_OVER", "OPERATIONS", "SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
 
-VERSION = 3
-"""2 was of the all-gather alone; 1 of LL with words of 64 bits, whose times and chunks say nothing of those of 128."""
+VERSION = 4
+"""Older versions told eager calls from those in CUDA graphs, by which ranks could choose differently."""
 
 HANDED_OVER = "nccl"
 """In a table and a plan: leave this call to torch.distributed."""
@@ -68,7 +68,10 @@ OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
 """That tables may have sections of. What an algorithm and its chunks may be is known to the operation's policy, which
 checks the sections of a context when they are first used."""
 
-_KIND = ("architecture", "operation", "ranks_per_node", "nodes", "launch", "in_place")
+_IN_PLACE = ("all_gather",)
+"""Operations with sections of their own for calls in place."""
+
+_KIND = ("architecture", "operation", "ranks_per_node", "nodes", "in_place")
 
 
 def _written(nbytes: int | None) -> str | int | None:
@@ -105,8 +108,7 @@ class Section:
         architecture: name or compute capability.
         operation: such as ``"all_gather"``.
         ranks_per_node, nodes: the group that it was measured on.
-        launch: ``"graph"``, captured in a CUDA graph, or ``"eager"``.
-        in_place: whether the calls are.
+        in_place: whether the calls are :func:`tdcoll.all_gather_in_place`'s.
         entries: ascending.
         source: where it comes from.
     """
@@ -115,7 +117,6 @@ class Section:
     operation: str
     ranks_per_node: int
     nodes: int
-    launch: str
     in_place: bool
     entries: tuple[Entry, ...]
     source: str = ""
@@ -202,17 +203,15 @@ def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
     return Entry(up_to, algorithm, **how)
 
 
-def _read_section(at: _Reader, operation: str | None) -> Section:
-    kinds = _KIND if operation is None else tuple(name for name in _KIND if name != "operation")
-    given = at.fields((*kinds, "entries"), ("source",))
-    operation = operation or given["operation"].one_of(OPERATIONS)
+def _read_section(at: _Reader) -> Section:
+    given = at.fields((*_KIND, "entries"), ("source",))
+    operation = given["operation"].one_of(OPERATIONS)
     kind = {
         "architecture": given["architecture"].text(),
         "operation": operation,
         "ranks_per_node": given["ranks_per_node"].whole(1),
         "nodes": given["nodes"].whole(1),
-        "launch": given["launch"].one_of(("graph", "eager")),
-        "in_place": given["in_place"].one_of((False, True)),
+        "in_place": given["in_place"].one_of((False, True) if operation in _IN_PLACE else (False,)),
     }
     entries: list[Entry] = []
     readers = _Reader(f"{at.where}.entries", given["entries"].value).items()
@@ -241,14 +240,14 @@ class Table:
             raise ValueError(f"{name}: expected a tuning table in JSON: {error}") from None
         given = _Reader(name, document).fields(("tuning", "version", "tables"), ("about",))
         version = given["version"]
-        if type(version.value) is not int or version.value not in (2, VERSION):
-            older = " (version 1 is of an older tdcoll: measure again, into a new file)"
-            raise version.fail(f"{VERSION} or 2, which this tdcoll reads{older if version.value == 1 else ''}")
-        operation = None if version.value == VERSION else "all_gather"
-        given["tuning"].one_of((operation or "tdcoll",))
+        if type(version.value) is not int or version.value != VERSION:
+            raise version.fail(
+                f"{VERSION} (another version of tdcoll wrote this table: measure again, into a new file)"
+            )
+        given["tuning"].one_of(("tdcoll",))
         sections: dict[tuple[Any, ...], Section] = {}
         for at in _Reader(f"{name}: tables", given["tables"].value).items():
-            section = _read_section(at, operation)
+            section = _read_section(at)
             if section.kind in sections:
                 raise ValueError(f"{at.where}: expected another {', '.join(_KIND)} than an earlier table has")
             sections[section.kind] = section

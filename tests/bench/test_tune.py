@@ -107,7 +107,7 @@ def test_nccl_is_taken_only_where_calls_can_be_left_to_it() -> None:
     rows = [row(n, c, us) for n, found in times.items() for c, us in found.items()]
     (section,) = choice.sections(rows, "NVIDIA Test", "a test")
     assert (section.operation, [(e.up_to, e.algorithm) for e in section.entries]) == ("reduce_scatter", [(4096, "1d")])
-    assert choice.verdict(4096, rows) == "graph: 1d 5.00 µs (nccl -40%)"
+    assert choice.verdict(4096, rows) == "1d 5.00 µs (nccl -40%)"
 
 
 # ---------------------------------------------------------------------- what is taken
@@ -146,8 +146,8 @@ def test_nccl_must_be_faster_by_more_than_the_margin_to_get_a_size_and_keeps_it_
     assert [c for _, c in pick(times, lambda nbytes: "2d", 0.03)] == [WIDE, NCCL, NCCL, WIDE]
 
 
-def row(nbytes: int, candidate: Candidate, us: float | None, launch: str = "graph", check: str = "ok") -> Row:
-    kind: dict[str, Any] = {"algorithm": candidate.name, "peer": candidate == NCCL, "launch": launch, "check": check}
+def row(nbytes: int, candidate: Candidate, us: float | None, check: str = "ok") -> Row:
+    kind: dict[str, Any] = {"algorithm": candidate.name, "peer": candidate == NCCL, "launch": "graph", "check": check}
     made = Row(ranks=4, nodes=1, bytes_per_rank=nbytes, **kind)
     return made if us is None else made.timed(Summary(us, us, us))
 
@@ -159,22 +159,17 @@ def test_sections_of_a_table() -> None:
         *(row(4096, LL, 3.5), row(4096, PUTS, 5.0), row(4096, NCCL, 9.0)),
         *(row(16384, WIDE, 2.0, check="WRONG"), row(16384, PUTS, 6.0), row(16384, NCCL, None, check="not run")),
         *(row(65536, WIDE, 7.0), row(65536, PUTS, 9.0), row(65536, NCCL, 6.0)),
-        *(row(1024, LL, 12.0, "eager"), row(1024, NCCL, 20.0, "eager")),
         row(65536, inside, 5.0),
     ]
     made = OF_FOUR.sections(rows, "NVIDIA Test", "a test")
-    said = {
-        (s.launch, s.in_place): [(e.up_to, e.algorithm, e.channels, e.chunk, e.num_warps) for e in s.entries]
-        for s in made
-    }
+    said = {s.in_place: [(e.up_to, e.algorithm, e.channels, e.chunk, e.num_warps) for e in s.entries] for s in made}
     assert said == {
-        ("graph", False): [
+        False: [
             (4096, "ll", None, None, None),
             (16384, "1d", None, None, None),
             (None, "nccl", None, None, None),
         ],
-        ("graph", True): [(65536, "1d", 8, None, 4)],
-        ("eager", False): [(1024, "ll", None, None, None)],
+        True: [(65536, "1d", 8, None, 4)],
     }
     assert Table.parse(Table(tuple(made)).text()).sections == tuple(made)
     assert {(s.architecture, s.ranks_per_node, s.nodes, s.source) for s in made} == {("NVIDIA Test", 4, 1, "a test")}
@@ -230,7 +225,7 @@ def test_the_listing() -> None:
     arguments = "--dry-run -b 1K -e 512K -f 512 --channels 1,4 --warps 4 --algorithms ll,1d --in-place"
     arguments += " --operation all_gather"
     assert tune.listing(Tune.parse(arguments.split()), FOUR, True).splitlines() == [
-        "tune, 4 rank(s) on 1 node(s) (4): 28 measurements of 40 iterations, graph and eager",
+        "tune, 4 rank(s) on 1 node(s) (4): 14 measurements of 40 iterations",
         "all_gather, 1 KB per rank: ll, 1d, 1d 1 chunks 4 warps, in-place ll, in-place 1d, in-place 1d 1 chunks 4 "
         "warps, nccl",
         "all_gather, 512 KB per rank: 1d, 1d 1 chunks 4 warps, 1d 4 chunks 4 warps, in-place 1d, in-place 1d 1 chunks "
@@ -257,11 +252,11 @@ def test_measuring_writes_a_table(
         monkeypatch.setattr(module, name, timed(getattr(module, name)))
     file = tmp_path / "t.json"
     kept = Table.parse(
-        '{"tuning": "all_gather", "version": 2, "tables": [{"architecture": "NVIDIA Test", "ranks_per_node": 2, '
-        '"nodes": 1, "launch": "eager", "in_place": false, "entries": [{"up_to": 64, "algorithm": "1d"}]}]}'
+        '{"tuning": "tdcoll", "version": 4, "tables": [{"architecture": "NVIDIA Test", "operation": "all_gather", '
+        '"ranks_per_node": 2, "nodes": 1, "in_place": false, "entries": [{"up_to": 64, "algorithm": "1d"}]}]}'
     )
     file.write_text(kept.text())
-    arguments = "-b 1K -e 4K --channels 4 --warps 4 --algorithms ll,1d --in-place --graph --iterations 2 --warmup 1"
+    arguments = "-b 1K -e 4K --channels 4 --warps 4 --algorithms ll,1d --in-place --iterations 2 --warmup 1"
     arguments += f" -o {file}"
     options = Tune.parse(arguments.split())
     shown: list[Row] = []
@@ -281,16 +276,15 @@ def test_measuring_writes_a_table(
     table = Table.load(file)
     assert table.sections[0] == kept.sections[0]
     said = {
-        (s.operation, s.launch, s.in_place): [(e.up_to, e.algorithm, e.channels, e.num_warps) for e in s.entries]
+        (s.operation, s.in_place): [(e.up_to, e.algorithm, e.channels, e.num_warps) for e in s.entries]
         for s in table.sections[1:]
     }
     found = [(1024, "ll", None, None), (4096, "1d", 4, 4)]
     assert said == {
-        ("all_gather", "graph", False): found,
-        ("all_gather", "graph", True): found,
-        ("all_reduce", "graph", False): [(4096, "1d", None, None)],
-        ("all_reduce", "graph", True): [(4096, "1d", None, None)],
-        ("reduce_scatter", "graph", False): found,
+        ("all_gather", False): found,
+        ("all_gather", True): found,
+        ("all_reduce", False): [(4096, "1d", None, None)],
+        ("reduce_scatter", False): found,
     }
     assert {s.architecture for s in table.sections[1:]} == {SIMULATOR}
     assert "tune -b 1K -e 4K" in table.sections[1].source
@@ -299,7 +293,7 @@ def test_measuring_writes_a_table(
 
 # ---------------------------------------------------------------------- cut off, and on again
 
-SIZES = "-b 1K -e 64K -f 4 --channels 1,4 --warps 4 --algorithms ll,direct,1d --graph --operation all_gather"
+SIZES = "-b 1K -e 64K -f 4 --channels 1,4 --warps 4 --algorithms ll,direct,1d --operation all_gather"
 TUNED = [(4096, "ll"), (65536, "direct")]
 
 
@@ -336,9 +330,9 @@ def test_a_killed_run_goes_on_where_it_was(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     first, second = [line for line in killed.stdout.splitlines() if " per rank: " in line]
     assert first.startswith(
-        "tune: all_gather, 1 KB per rank: graph: ll 3.00 µs (direct +67%, 1d +133%, nccl +200%) [1 of 4 sizes, "
+        "tune: all_gather, 1 KB per rank: ll 3.00 µs (direct +67%, 1d +133%, nccl +200%) [1 of 4 sizes, "
     )
-    assert second.startswith("tune: all_gather, 4 KB per rank: graph: ll 3.00 µs (")
+    assert second.startswith("tune: all_gather, 4 KB per rank: ll 3.00 µs (")
     assert re.search(r"\[2 of 4 sizes, 0 s, about \d+ s left\]$", second)
     assert said_of(file) == [(4096, "ll")]
     part = tune.part_of(file)
@@ -350,7 +344,7 @@ def test_a_killed_run_goes_on_where_it_was(
     assert {row.bytes_per_rank for row in rows} == {1024, 4096, 16384, 65536}
     said = capsys.readouterr().out
     assert f"tune: goes on after all_gather 1 KB, all_gather 4 KB per rank, which are in {part}" in said
-    last = "64 KB per rank: graph: direct 5.00 µs (1d +40%, ll +80%, nccl +80%) [4 of 4 sizes, 0 s]"
+    last = "64 KB per rank: direct 5.00 µs (1d +40%, ll +80%, nccl +80%) [4 of 4 sizes, 0 s]"
     assert f"tune: all_gather, {last}" in said
     killed_tune.run([*SIZES.split(), "-o", str(whole)])
     assert Table.load(file).digest == Table.load(whole).digest
@@ -461,11 +455,9 @@ def test_what_is_said_of_a_size() -> None:
     rows = [
         *(row(1024, kept, 4.0), row(1024, LL, 6.0)),
         *(row(4096, kept, 5.1), row(4096, LL, 5.0), row(4096, NCCL, 10.2)),
-        *(row(4096, LL, 12.0, "eager"), row(4096, WIDE, 2.0, check="WRONG")),
+        row(4096, WIDE, 2.0, check="WRONG"),
     ]
-    assert OF_FOUR.verdict(4096, rows) == (
-        "graph: 1d 4 chunks 5.10 µs (ll -2%, nccl +100%); eager: ll 12.00 µs; WRONG: 1d 32 chunks 8 warps"
-    )
+    assert OF_FOUR.verdict(4096, rows) == ("1d 4 chunks 5.10 µs (ll -2%, nccl +100%); WRONG: 1d 32 chunks 8 warps")
     assert OF_FOUR.verdict(16384, rows) == "nothing was right"
 
 

@@ -199,7 +199,6 @@ class Launches:
                 early=call.early,
             )
         self._launches = list(launches.values())
-        self._ready = all(launch.prepared for launch in self._launches)
         options = frozenset((call.plan.num_warps, call.early) for call in calls)
         self._variant = (operation, kernel.__name__, frozenset(constants), options, in_buffer)
         first, offsets = launches[calls[0]], [(launches[call], i) for i, call in enumerate(calls)]
@@ -220,15 +219,18 @@ class Launches:
 
     def at(self, source: int, out: int) -> None:
         """Make the call, given addresses: of what this rank brings, and of the result or the buffer of both."""
-        if not self._ready:
-            if self._variant not in self._context.tables:
-                outside_of_graphs(self._context, self._operation)
-            self.prepare()
         self.run(self._context.current_stream(), source, out)
 
     def prepare(self) -> None:
-        """Compile and load what a CUDA graph may capture before any call of this kind is made."""
+        """Compile and load the kernel, before the call begins: what fails here leaves the context as it was.
+
+        Raises:
+            ContextError: a CUDA graph is being captured, and the context has made no call of this kind yet.
+        """
+        if all(launch.prepared for launch in self._launches):
+            return
+        if self._variant not in self._context.tables:
+            outside_of_graphs(self._context, self._operation)
         for launch in self._launches:
             launch.prepare()
-        self._ready = all(launch.prepared for launch in self._launches)
         self._context.tables[self._variant] = True

@@ -11,6 +11,7 @@ it should be goes the long way, which finds out what it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -42,21 +43,15 @@ class _HandOver:
     def __init__(self, collective: Collective, ctx: CollectiveContext, facts: Facts) -> None:
         assert collective.hand_over is not None
         self.plan = Plan(HANDED_OVER, 0, 0, 0)
-        self.group, self._context, self._by_torch = ctx.tuning.group, ctx, collective.hand_over
+        self.group, self._by_torch = ctx.tuning.group, collective.hand_over
         key = (collective.name, "handed over")
         if key not in ctx.tables:
             ctx.tables[key] = True
             if ctx.rank == 0:
                 _log.info(
-                    "%s: the tuning table leaves %d bytes per rank%s on %s to torch.distributed (%s)",
-                    collective.name, facts.nbytes, " in CUDA graphs" if facts.graph else "", ctx.topology.describe(),
-                    self.group.name(),
+                    "%s: the tuning table leaves %d bytes per rank on %s to torch.distributed (%s)",
+                    collective.name, facts.nbytes, ctx.topology.describe(), self.group.name(),
                 )  # fmt: skip
-
-    def prepare(self) -> None:
-        """A first call, which makes the communicator: that cannot be captured."""
-        mine = torch.zeros(1, dtype=torch.uint8, device=self._context.device)
-        self(mine, mine.new_empty(self._context.world_size))
 
     def __call__(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """Make the call."""
@@ -68,14 +63,14 @@ class _Known(NamedTuple):
 
     Attributes:
         run: launches such a call, outside of CUDA graphs.
-        shape: of the result, where the call makes it.
+        make: makes the result, where the caller gives none.
         part, whole: bytes of the smaller and of the larger of the two tensors.
         own: where the smaller may lie in the larger, in bytes: as this rank's segment.
         standing: the tensors that peers may reach; None where they reach none.
     """
 
     run: Callable[[int, int, int], None]
-    shape: torch.Size
+    make: Callable[[], torch.Tensor]
     part: int
     whole: int
     own: int
@@ -150,27 +145,29 @@ class Collective:
         device = ctx.device
         if known is None or not usable(tensor, device) or not (out is None or usable(out, device)):
             return None
-        run, shape, part, whole, own, standing = known
+        run, make, part, whole, own, standing = known
         source = tensor.data_ptr()
         if standing is not None:
             shared = tensor if self._layout == "scatter" else out
             if shared is None or not standing.holds(shared):
                 return None
         if out is None:
-            if (stream := ctx.enter()) is None:
+            out = make()
+            result = out.data_ptr()
+        else:
+            result = out.data_ptr()
+            if self._layout == "gather":
+                if lies_elsewhere_in(source, part, result, whole, own):
+                    return None
+            elif lies_elsewhere_in(result, part, source, whole, own):
                 return None
-            out = torch.empty(*shape, dtype=tensor.dtype, device=device)  # of numbers: a tuple takes twice as long
-            run(stream, source, out.data_ptr())
-            return out
-        result = out.data_ptr()
-        if self._layout == "gather":
-            if lies_elsewhere_in(source, part, result, whole, own):
-                return None
-        elif lies_elsewhere_in(result, part, source, whole, own):
-            return None
         if (stream := ctx.enter()) is None:
             return None
-        run(stream, source, result)
+        try:
+            run(stream, source, result)
+        except BaseException as error:
+            ctx.fail(self.name, error)
+            raise
         return out
 
     def _remember(
@@ -189,9 +186,11 @@ class Collective:
             return
         part = self._segment(tensor, ctx.world_size)
         segments, place = (1, 0) if self._layout == "same" else (ctx.world_size, ctx.rank)
-        shape = out.shape if out is not None else self._shapes(tensor.shape, ctx.world_size)[0]
+        shape = self._shapes(tensor.shape, ctx.world_size)[0]
+        # Extents one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
+        make = functools.partial(torch.empty, *(shape or [()]), dtype=dtype, device=ctx.device)
         standing = Standing(ctx) if symmetric else None
-        made = _Known(launch.run, shape, part, segments * part, place * part, standing)
+        made = _Known(launch.run, make, part, segments * part, place * part, standing)
         key = (
             (self._short, tensor.shape, dtype, wish, symmetric)
             if out is None
@@ -214,7 +213,6 @@ class Collective:
         wish: Hashable,
         options: Callable[[], Hashable] = lambda: None,
         agree: Mapping[str, Any] = {},
-        in_place: bool = False,
         names: tuple[str, str] = ("tensor", "out"),
         symmetric: bool = False,
     ) -> torch.Tensor:
@@ -225,7 +223,6 @@ class Collective:
             wish: as for :meth:`at_once`.
             options: checks the collective's own arguments; what the kernel depends on besides bytes.
             agree: those arguments, by name, for debug mode.
-            in_place: which sections of a tuning table the call goes by; the same on all ranks.
             names: the caller's names of ``tensor`` and ``out``, for errors.
             symmetric: peers may read the caller's tensor of a ``"scatter"``, and write the result of others: it lies at
                 the same place in the symmetric heap of all ranks.
@@ -237,19 +234,23 @@ class Collective:
         given = out
         shared = tensor if self._layout == "scatter" else out
 
-        def prepare() -> Launches | _HandOver:
+        def prepare() -> tuple[Launches | _HandOver, torch.Tensor]:
             check_tensor(names[0], tensor, ctx.device)
             wanted = options()
             self._check_out(tensor, given, ctx, names)
             arguments.instance("symmetric", symmetric, bool, "a bool")
-            more: dict[str, Any] = {"in_place": in_place, "symmetric": symmetric}
+            more: dict[str, Any] = {"symmetric": symmetric}
             if symmetric:
                 if shared is None:
                     raise ValueError(f"{names[1]} must be given with symmetric=True: one that tdcoll.empty() has made")
                 more["deltas"] = deltas_to(names[self._layout != "scatter"], shared, ctx)
             segment = self._segment(tensor, ctx.world_size)
             dtype = None if wanted is None else tensor.dtype  # bytes are moved as they are
-            return self.launches(ctx, segment, algorithm, options=wanted, dtype=dtype, **more)
+            launch = self.launches(ctx, segment, algorithm, options=wanted, dtype=dtype, **more)
+            if given is not None:
+                return launch, given
+            shape = self._shapes(tensor.shape, ctx.world_size)[0]
+            return launch, torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
         facts = {
             "dtype": getattr(tensor, "dtype", None),
@@ -259,13 +260,10 @@ class Collective:
         }
         if self._room is not None:
             facts["bytes"] = nbytes
-        launch = ctx.begin(self.name, 0 if self._room is not None else nbytes, facts, prepare)
-        if out is None:
-            shape = self._shapes(tensor.shape, ctx.world_size)[0]
-            out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        launch(tensor, out)
+        with ctx.calling(self.name, 0 if self._room is not None else nbytes, facts, prepare) as (launch, made):
+            launch(tensor, made)
         self._remember(tensor, ctx, given, wish, launch, symmetric)
-        return out
+        return made
 
     def unchecked(
         self,
@@ -273,8 +271,6 @@ class Collective:
         ctx: CollectiveContext,
         out: torch.Tensor,
         op: str | None = None,
-        *,
-        in_place: bool = False,
     ) -> None:
         """Make a call for callers that have checked both tensors themselves, which may be of any shapes.
 
@@ -282,18 +278,17 @@ class Collective:
 
         Args:
             op: the name of a reduction's operation.
-            in_place: which sections of a tuning table the call goes by; the same on all ranks.
         """
         nbytes, dtype = self._segment(tensor, ctx.world_size), tensor.dtype
         agree = {"dtype": dtype, "algorithm": "auto", **({} if op is None else {"op": op, "bytes": nbytes})}
         options, kind = (None, None) if op is None else ((dtype, op), dtype)
-        launch = ctx.begin(
+        with ctx.calling(
             self.name,
             nbytes if self._room is None else 0,
             agree,
-            lambda: self.launches(ctx, nbytes, "auto", options=options, dtype=kind, in_place=in_place),
-        )
-        launch(tensor, out)
+            lambda: self.launches(ctx, nbytes, "auto", options=options, dtype=kind),
+        ) as launch:
+            launch(tensor, out)
         self._remember(tensor, ctx, out, UNCHECKED if op is None else (UNCHECKED, op), launch)
 
     def overlap(self, tensor: torch.Tensor, out: torch.Tensor, ctx: CollectiveContext) -> bool:
@@ -364,37 +359,24 @@ class Collective:
     ) -> Any:
         """Return what launches such calls. It is made once.
 
-        ``deltas``: from addresses in the caller's memory to the same places on each rank, by :func:`~.reach.deltas_to`.
-
-        Where a table may say something else of the same calls in a CUDA graph, what launches those is made with it: no
-        more can be made there.
+        Args:
+            in_place: peers write to the caller's buffer.
+            deltas: from addresses in the caller's memory to the same places on each rank, by :func:`~.reach.deltas_to`.
         """
         if not isinstance(algorithm, (str, Plan)):
             arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
-        graph = ctx.capturing and bool(self._sections(ctx))
         shape: tuple[Hashable, ...] = (self.name, nbytes, algorithm, options, in_place, symmetric)
         elsewhere = deltas is not None and deltas is not ctx.device_group.deltas
         if elsewhere:
             shape += (id(deltas),)  # the context keeps it
-        if (found := ctx.known((*shape, graph))) is not None:
-            return found
-        tabled = bool(self._sections(ctx))
 
-        def make(graph: bool) -> Any:
-            facts = self.facts(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric, graph=graph)
+        def make() -> Any:
+            facts = self.facts(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
             if elsewhere:
                 facts = dataclasses.replace(facts, puts=False)
             return self.launches_of(ctx, facts, self._plan(facts, algorithm, ctx), options, deltas)
 
-        made = ctx.once((*shape, graph), lambda: make(graph))
-        if tabled and not graph:
-            captured = make(True)
-            if captured.plan == made.plan:
-                captured = made
-            else:
-                captured.prepare()
-            ctx.once((*shape, True), lambda: captured)
-        return made
+        return ctx.once(shape, make)
 
     def _sections(self, ctx: CollectiveContext) -> tuple[Section, ...]:
         """Return the sections of the context's tuning table for this operation."""
@@ -446,9 +428,9 @@ class Collective:
             part = dataclasses.replace(facts, nbytes=nbytes)
             if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
                 plan = self.policy.choose(part, plan.algorithm, self._sections(ctx))
-            if self._layout == "same":  # peers never write to it, since all of it is still to be sent
-                part = dataclasses.replace(part, in_place=False)
             rule = self.policy.rules[plan.algorithm]
             width = rule.extent(part).width if rule.words else 0
             calls.append(Planned(ctx, part, plan, options, facts.nbytes, width, deltas))
-        return Launches(self.name, self._algorithms[plan.algorithm], calls)
+        made = Launches(self.name, self._algorithms[plan.algorithm], calls)
+        made.prepare()
+        return made

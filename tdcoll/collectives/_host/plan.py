@@ -3,7 +3,8 @@
 
 Two ranks that choose differently wait for signals that nobody sends. So a choice may look at :class:`Facts`, at the
 caller's wish and at the sections of a tuning table, which the ranks have compared (:mod:`tdcoll.tuning`), and at
-nothing else: not at the rank, the clock, the device or an environment variable.
+nothing else: not at the rank, the clock, the device or an environment variable, and not at whether this rank captures a
+CUDA graph, because another may replay one while this rank calls eagerly.
 
 Three things are kept apart. A :class:`Rule` *admits* a call or says why it cannot have the algorithm. A table says what
 was *measured* to be the fastest. A policy's *seed* says what to take where nothing was measured.
@@ -30,12 +31,14 @@ __all__ = [
         "Plan",
         "Policy",
         "Rule",
+        "check_warps",
         "cut_chunks",
         "cut_reduced_words",
         "cut_words",
         "is_word_chunk",
         "epoch_of_words",
         "most_channels",
+        "most_warps",
         "needs_reduced_words",
         "needs_puts",
         "needs_stores",
@@ -118,8 +121,8 @@ class Facts:
         channels: the most chunks that the context has signals for.
         max_programs: the most programs of a launch on the context.
         itemsize: bytes of an element; 1 where bytes are moved as they are.
-        graph: whether the call is captured in a CUDA graph.
-        in_place: whether it is in place.
+        in_place: whether peers write to the caller's buffer, as in :func:`tdcoll.all_gather_in_place`. A result that is
+            laid over the input says nothing here: one rank may do that and another not.
         symmetric: of a reduction: whether peers may read or write the caller's tensor.
         hand_over: whether torch.distributed could take it.
         simulated: whether the kernels run in the simulator, where each block operation of a program costs the same,
@@ -135,7 +138,6 @@ class Facts:
     channels: int = CHANNELS
     max_programs: int = MAX_PROGRAMS
     itemsize: int = 1
-    graph: bool = False
     in_place: bool = False
     symmetric: bool = False
     hand_over: bool = False
@@ -219,9 +221,19 @@ def warps(nbytes: int, chunk: int) -> int:
     return 16 if nbytes >= LARGE or chunk >= MANY_WARPS_FROM else 8
 
 
-def _shared(warps: int, facts: Facts) -> int:
-    """Return ``warps``, or fewer where launches of other contexts need room on the GPU."""
-    return warps if facts.max_programs == MAX_PROGRAMS else min(warps, SHARED_WARPS)
+def most_warps(facts: Facts) -> int:
+    """Return how many warps a program may have: fewer where launches of other contexts need room on the GPU."""
+    return max(WARPS) if facts.max_programs == MAX_PROGRAMS else SHARED_WARPS
+
+
+def check_warps(plan: Plan, facts: Facts) -> None:
+    """Raise unless programs may have as many warps as a plan says that somebody has made by hand."""
+    allowed = [warps for warps in WARPS if warps <= most_warps(facts)]
+    if plan.num_warps not in allowed:
+        shared = " on a context with max_programs" if facts.max_programs != MAX_PROGRAMS else ""
+        raise ValueError(
+            f"a Plan's num_warps must be one of {', '.join(map(str, allowed))}{shared}; got {plan.num_warps}"
+        )
 
 
 def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) -> Plan:
@@ -239,7 +251,8 @@ def cut_chunks(facts: Facts, entry: Entry, algorithm: str, large: bool = False) 
     chunk = -(-facts.nbytes // channels)
     chunk = max(1, -(-chunk // CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
     channels = max(1, -(-facts.nbytes // chunk))
-    return Plan(algorithm, channels, chunk, _shared(entry.num_warps or warps(facts.nbytes, chunk), facts))
+    num_warps = min(entry.num_warps or warps(facts.nbytes, chunk), most_warps(facts))
+    return Plan(algorithm, channels, chunk, num_warps)
 
 
 def is_word_chunk(nbytes: int, width: int = LL_WORD_BYTES) -> bool:
@@ -288,7 +301,7 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent | None 
         block = LL_MOST_WORDS if facts.simulated else usual
     block = max(block, fewest)
     # Threads beyond a program's words would send them again. Those with several would wait for one after the other.
-    warps = max(1, min(_shared(entry.num_warps or (8 if extent.programs else 16), facts), block // 32))
+    warps = max(1, min(entry.num_warps or (8 if extent.programs else 16), most_warps(facts), block // 32))
     return Plan(algorithm, -(-words // block), extent.width * block, warps)
 
 
@@ -424,8 +437,7 @@ class Policy:
     def _entry(self, facts: Facts, sections: Sequence[Section]) -> Entry | None:
         """The first entry that holds for such a call."""
         topology = facts.topology
-        launch = "graph" if facts.graph else "eager"
-        kind = (self.operation, topology.ranks_per_node, topology.n_nodes, launch, facts.in_place)
+        kind = (self.operation, topology.ranks_per_node, topology.n_nodes, facts.in_place)
         for section in sections:
             if section.kind[1:] == kind:
                 for entry in section.entries:
@@ -442,8 +454,7 @@ class Policy:
         for name in ("channels", "chunk", "num_warps"):
             if type(value := getattr(plan, name)) is not int:
                 raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
-        if plan.num_warps not in WARPS:
-            raise ValueError(f"a Plan's num_warps must be one of {', '.join(map(str, WARPS))}; got {plan.num_warps}")
+        check_warps(plan, facts)
         aligned = is_word_chunk(plan.chunk, extent.width) if words else plan.chunk % 16 == 0
         if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < extent.nbytes:
             expected = _word_chunks(extent.width) if words else "a multiple of 16"

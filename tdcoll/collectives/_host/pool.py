@@ -16,6 +16,7 @@ from tdcoll.capture import refuse
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.runtime import Runtime
+from tdcoll.runtime.cuda import multiprocessors
 
 __all__ = ["Pool", "give_back_programs", "on", "take_programs"]
 
@@ -31,10 +32,8 @@ def on(device: torch.device) -> Any:
 
 
 def _room(device: torch.device) -> int:
-    """Return how many programs of at most :data:`~tdcoll.limits.SHARED_WARPS` warps a GPU has room for."""
-    if device.type != "cuda":
-        return 2 * _SIMULATED_MULTIPROCESSORS
-    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+    """Return how many programs of at most :data:`~tdcoll.limits.SHARED_WARPS` warps this process has room for."""
+    return 2 * (multiprocessors(device) if device.type == "cuda" else _SIMULATED_MULTIPROCESSORS)
 
 
 def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int, operation: str) -> int:

@@ -248,7 +248,11 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
         if (stream := ctx.enter()) is not None:
             run, own, _ = known
             base = buffer.data_ptr()
-            run(stream, base + own, base)
+            try:
+                run(stream, base + own, base)
+            except BaseException as error:
+                ctx.fail("all_gather_in_place", error)
+                raise
             return buffer
 
     def prepare() -> Any:
@@ -267,13 +271,13 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
         "algorithm": algorithm,
         "offset in the symmetric heap": place_of(buffer, ctx),
     }
-    launch = ctx.begin("all_gather_in_place", 0, agree, prepare)
-    if launch.group is not None:
-        launch(buffer.chunk(world)[ctx.rank], buffer)
-        return buffer
-    base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
-    own = ctx.rank * (buffer.nbytes // world)
-    launch.at(base + own, base)
+    with ctx.calling("all_gather_in_place", 0, agree, prepare) as launch:
+        if launch.group is not None:
+            launch(buffer.chunk(world)[ctx.rank], buffer)
+            return buffer
+        base = buffer.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
+        own = ctx.rank * (buffer.nbytes // world)
+        launch.at(base + own, base)
     if key is not None and not ctx.capturing:
         ctx.once(key, lambda: (launch.run, own, Standing(ctx)))[2].add(buffer)
     return buffer

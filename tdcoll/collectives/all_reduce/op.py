@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -94,39 +93,24 @@ def _all_reduce(
     ctx: CollectiveContext | None,
     out: Any,
     op: Any,
-    algorithm: Any,
-    symmetric: Any,
+    algorithm: Any = "auto",
+    symmetric: Any = False,
     refused: bool = False,
     gradient: bool = False,
 ) -> torch.Tensor:
-    """Make the call of :func:`all_reduce` without a gradient; ``refused`` and ``gradient`` as for :func:`_call`."""
-    if ctx is None:
-        ctx = pooled_context(tensor, None)
-    check_context(ctx)
-    wish = (algorithm, operation_name(op))
-    if not refused and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish, symmetric)) is not None:
-        return made
-    return _call(tensor, ctx, out, op, algorithm, wish, False, symmetric, refused, gradient)
-
-
-def _call(
-    tensor: Any,
-    ctx: CollectiveContext,
-    out: Any,
-    op: Any,
-    algorithm: Any,
-    wish: Hashable,
-    in_place: bool,
-    symmetric: bool,
-    refused: bool,
-    gradient: bool = False,
-) -> torch.Tensor:
-    """Make a call the long way.
+    """Make the call of :func:`all_reduce` without a gradient.
 
     Args:
         refused: raise, since the call cannot have a gradient; in debug mode on all ranks.
         gradient: the result will have one, so there will be a backward pass; compared in debug mode.
     """
+    if ctx is None:
+        ctx = pooled_context(tensor, None)
+    check_context(ctx)
+    name = operation_name(op)
+    wish = (algorithm, name)
+    if not refused and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish, symmetric)) is not None:
+        return made
 
     def options() -> tuple[torch.dtype, str]:
         if refused:
@@ -134,14 +118,8 @@ def _call(
         check_dtype("tensor", tensor)
         return tensor.dtype, check_operation(op, tensor.dtype)
 
-    return ALL_REDUCE(
-        *(tensor, ctx, out, algorithm),
-        wish=wish,
-        options=options,
-        agree={"op": operation_name(op), "in_place": in_place, "symmetric": symmetric, "requires_grad": gradient},
-        in_place=in_place,
-        symmetric=symmetric,
-    )
+    agree = {"op": name, "symmetric": symmetric, "requires_grad": gradient}
+    return ALL_REDUCE(tensor, ctx, out, algorithm, wish=wish, options=options, agree=agree, symmetric=symmetric)
 
 
 def all_reduce_(
@@ -152,8 +130,6 @@ def all_reduce_(
     symmetric: bool = False,
 ) -> torch.Tensor:
     """``tensor`` becomes the reduction of all ranks': :func:`all_reduce` with ``out=tensor``, and the same bits.
-
-    A tuning table has sections of their own for these calls. So all ranks make this call, or all make the other.
 
     Args:
         tensor, ctx, op, algorithm: as for :func:`all_reduce`; ``tensor`` must not require grad, unless under
@@ -166,26 +142,8 @@ def all_reduce_(
     Raises:
         Errors as :func:`all_reduce`.
     """
-    if ctx is None:
-        ctx = pooled_context(tensor, None)
-    check_context(ctx)
     refused = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
-    return _in_place(tensor, ctx, op, algorithm, symmetric, refused)
-
-
-def _in_place(
-    tensor: Any,
-    ctx: CollectiveContext,
-    op: Any,
-    algorithm: Any = "auto",
-    symmetric: bool = False,
-    refused: bool = False,
-) -> torch.Tensor:
-    """Make the call of :func:`all_reduce_`; ``refused`` as for :func:`_call`."""
-    wish = (algorithm, operation_name(op), "in place")
-    if not refused and (made := ALL_REDUCE.at_once(tensor, ctx, tensor, wish, symmetric)) is not None:
-        return made
-    return _call(tensor, ctx, tensor, op, algorithm, wish, True, symmetric, refused)
+    return _all_reduce(tensor, ctx, tensor, op, algorithm, symmetric, refused)
 
 
 def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
@@ -226,5 +184,5 @@ def all_reduce_in_group(
         Others: as :func:`tdcoll.all_reduce`.
     """
     ctx = pooled_context(tensor, group)
-    _in_place(tensor, ctx, op)
+    _all_reduce(tensor, ctx, tensor, op)
     return work_of(ctx, tensor) if async_op else None

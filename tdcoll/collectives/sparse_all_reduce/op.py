@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from tdcoll.collectives.sparse_all_reduce.call import Call, Status
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import Rows, rows_of_pair, rows_of_tensor
-from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.errors import ContextError, HeapExhaustedError, TdcollError
 from tdcoll.primitives.reduce import check_operation, operation_name
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
@@ -71,10 +72,12 @@ def _refuse_capture(ctx: SparseContext | None, operation: str) -> None:
     )
 
 
-def _begin(
+@contextlib.contextmanager
+def _calling(
     ctx: SparseContext, operation: str, prepare: Callable[[], Rows], op: Any, algorithm: str, facts: dict[str, Any]
-) -> Rows:
-    """The checks of every call."""
+) -> Iterator[Rows]:
+    """The checks of every call, and the call as the body. After an error that ranks do not raise alike, the context
+    refuses calls."""
 
     def checked() -> Rows:
         rows = prepare()
@@ -87,11 +90,11 @@ def _begin(
                 )
         return rows
 
-    rows: Rows = ctx.collective.begin(
-        operation, 0, {"op": operation_name(op), "algorithm": algorithm, **facts}, checked
-    )
-    ctx.calls += 1
-    return rows
+    agree = {"op": operation_name(op), "algorithm": algorithm, **facts}
+    alike = (TdcollError, ValueError)  # what the lists of all ranks show
+    with ctx.collective.calling(operation, 0, agree, checked, alike) as rows:
+        ctx.calls += 1
+        yield rows
 
 
 def _facts(tensor: Any, **more: Any) -> dict[str, Any]:
@@ -247,8 +250,8 @@ def sparse_all_reduce(
         ctx = _default_context(*((tensor.detach()._values(), tensor.shape[0]) if is_sparse else (None, None)))
     facts = _facts(tensor, shape=getattr(tensor, "shape", ()))
     held = ctx
-    rows = _begin(ctx, "sparse_all_reduce", lambda: rows_of_tensor(tensor, held.device), op, algorithm, facts)
-    indices, values = _run("sparse_all_reduce", ctx, rows, op, algorithm, copy)
+    with _calling(ctx, "sparse_all_reduce", lambda: rows_of_tensor(tensor, held.device), op, algorithm, facts) as rows:
+        indices, values = _run("sparse_all_reduce", ctx, rows, op, algorithm, copy)
     made = torch.sparse_coo_tensor(
         indices.unsqueeze(0), values, (rows.num_rows, *rows.shape), is_coalesced=True, check_invariants=False
     )
@@ -288,10 +291,12 @@ def sparse_all_reduce_rows(
         ctx = _default_context(values, num_rows)
     facts = _facts(values, row_shape=getattr(values, "shape", ())[1:], num_rows=num_rows)
     held = ctx
-    rows = _begin(
-        ctx, name, lambda: rows_of_pair(indices, values, num_rows, coalesced, held.device), op, algorithm, facts
-    )
-    found, reduced = _run(name, ctx, rows, op, algorithm, copy)
+
+    def prepare() -> Rows:
+        return rows_of_pair(indices, values, num_rows, coalesced, held.device)
+
+    with _calling(ctx, name, prepare, op, algorithm, facts) as rows:
+        found, reduced = _run(name, ctx, rows, op, algorithm, copy)
     return found, _lend(ctx, name, reduced)
 
 
@@ -330,23 +335,26 @@ def sparse_all_reduce_padded(
     name = "sparse_all_reduce_padded"
     arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext")
     facts = _facts(values, row_shape=getattr(values, "shape", ())[1:], num_rows=num_rows)
-    rows = _begin(
-        ctx, name, lambda: rows_of_pair(indices, values, num_rows, coalesced, ctx.device), op, algorithm, facts
-    )
-    if algorithm == "dense":
-        raise ValueError("algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'")
-    if rows.row_bytes > ctx.max_row_bytes:
-        _raise_too_wide(name, ctx, rows)
-    call = Call(ctx, rows, op, algorithm)
-    pieces = not coalesced and rows.indices.shape[0] > kernels_values.PIECE.value
-    ctx.allow_capture((name, call.variant, call.op, call.algorithm, call.directory.search, coalesced, pieces), name)
-    call.match()
-    padded = call.move(call.algorithm)
-    union = torch.empty(ctx.max_union_rows, dtype=torch.int64, device=ctx.device)
-    count = torch.empty(1, dtype=torch.int64, device=ctx.device)
-    programs = call.workers(-(-ctx.max_union_rows // call.tiles.rows))
-    call.launch(kernels_merge.pad, programs, indices=union, values=padded, count=count, remembered=ctx.remembered)
-    ctx.explain = lambda: _explain(ctx, name)
+
+    def prepare() -> Rows:
+        rows = rows_of_pair(indices, values, num_rows, coalesced, ctx.device)
+        if algorithm == "dense":
+            raise ValueError("algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'")
+        if rows.row_bytes > ctx.max_row_bytes:
+            _raise_too_wide(name, ctx, rows)
+        return rows
+
+    with _calling(ctx, name, prepare, op, algorithm, facts) as rows:
+        call = Call(ctx, rows, op, algorithm)
+        pieces = not coalesced and rows.indices.shape[0] > kernels_values.PIECE.value
+        ctx.allow_capture((name, call.variant, call.op, call.algorithm, call.directory.search, coalesced, pieces), name)
+        union = torch.empty(ctx.max_union_rows, dtype=torch.int64, device=ctx.device)
+        count = torch.empty(1, dtype=torch.int64, device=ctx.device)
+        call.match()
+        padded = call.move(call.algorithm)
+        programs = call.workers(-(-ctx.max_union_rows // call.tiles.rows))
+        call.launch(kernels_merge.pad, programs, indices=union, values=padded, count=count, remembered=ctx.remembered)
+        ctx.explain = lambda: _explain(ctx, name)
     return PaddedRows(union, _lend(ctx, name, padded), count)
 
 

@@ -82,11 +82,11 @@ class Gathers:
 
 
 def section(
-    *entries: Entry, architecture: str = SIMULATOR, launch: str = "eager", in_place: bool = False, source: str = "",
-    ranks_per_node: int = 4, nodes: int = 1,
+    *entries: Entry, architecture: str = SIMULATOR, in_place: bool = False, source: str = "", ranks_per_node: int = 4,
+    nodes: int = 1,
 ) -> Section:  # fmt: skip
-    """A section of a table: for eager calls out of place on one node of four ranks, unless it says otherwise."""
-    return Section(architecture, "all_gather", ranks_per_node, nodes, launch, in_place, entries, source)
+    """A section of a table: for calls out of place on one node of four ranks, unless it says otherwise."""
+    return Section(architecture, "all_gather", ranks_per_node, nodes, in_place, entries, source)
 
 
 def choose(nbytes: int, topology: Topology, algorithm: Any = "auto", sections: Any = (), **facts: Any) -> Plan:
@@ -109,7 +109,7 @@ EXAMPLE = Table(
         section(
             Entry(16 << 10, "ll", chunk=3072, num_warps=8), Entry((4 << 20) + 1, "1d", channels=16), Entry(None, "nccl")
         ),
-        section(Entry(1 << 20, "1d", num_warps=4), launch="graph", source="somewhere"),
+        section(Entry(1 << 20, "1d", num_warps=4), in_place=True, source="somewhere"),
         section(Entry(None, "1d", chunk=1 << 20), in_place=True, architecture="sm_90"),
     )
 )

@@ -32,7 +32,7 @@ M, G = 1 << 20, 1 << 30
 
 def section(topology: Topology, in_place: bool, entry: Entry) -> Section:
     """For eager calls on such a group."""
-    return Section("", "all_gather", topology.ranks_per_node or 0, topology.n_nodes, "eager", in_place, (entry,))
+    return Section("", "all_gather", topology.ranks_per_node or 0, topology.n_nodes, in_place, (entry,))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_calls_in_the_simulator_are_planned_as_such() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             tdcoll.all_gather(torch.zeros(64, dtype=torch.uint8), ctx)
-            launch = ctx.known(("all_gather", 64, "auto", None, False, False, False))
+            launch = ctx.known(("all_gather", 64, "auto", None, False, False))
             assert launch.kernel is kernels_direct.all_gather_direct
 
     World(2, heap_bytes=1 << 18).run(host)
@@ -313,7 +313,7 @@ def test_all_ranks_choose_the_same(
     pes = data.draw(st.permutations(range(100, 100 + len(node_ids))))
     answers = set()
     facts: dict[str, Any] = {
-        "stores": data.draw(st.booleans()), "in_place": data.draw(st.booleans()), "graph": data.draw(st.booleans()),
+        "stores": data.draw(st.booleans()), "in_place": data.draw(st.booleans()),
         "channels": data.draw(st.integers(1, CHANNELS)), "simulated": data.draw(st.booleans()),
     }  # fmt: skip
     for rank in range(len(node_ids)):

@@ -105,27 +105,6 @@ def test_gpus_of_several_kinds_go_by_the_rules(monkeypatch: pytest.MonkeyPatch) 
     assert gathered(table) == [12] * 4
 
 
-def test_graphs_are_prepared_by_the_eager_call() -> None:
-    """What a graph would capture differs from what an eager call does, and is there after one."""
-    table = Table((section(Entry(None, "1d", channels=2)), section(Entry(None, "1d", channels=4), launch="graph")))
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table) as ctx:
-            tdcoll.all_gather(torch.zeros(256), ctx)
-            eager, graph = (
-                ctx.known(("all_gather", 1024, "auto", None, False, False, captured)) for captured in (False, True)
-            )
-            assert (eager._launches[0]._grid[0], graph._launches[0]._grid[0]) == (2 * 7, 4 * 7)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table_of(Entry(64, "1d"))) as ctx:
-            tdcoll.all_gather(torch.zeros(256), ctx)
-            eager, graph = (
-                ctx.known(("all_gather", 1024, "auto", None, False, False, captured)) for captured in (False, True)
-            )
-            assert eager is graph
-
-    World(4).run(host)
-
-
 # ---------------------------------------------------------------------- handing over
 
 

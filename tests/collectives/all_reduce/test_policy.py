@@ -218,7 +218,7 @@ def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamp
 
 def test_entries_of_a_table() -> None:
     def plan(entry: Entry, nbytes: int = 100 * K, **facts: Any) -> Plan:
-        table = Table((Section(SIMULATOR, "all_reduce", 4, 1, "eager", False, (entry,)),))
+        table = Table((Section(SIMULATOR, "all_reduce", 4, 1, False, (entry,)),))
         sections = POLICY.sections(Table.parse(table.text()).sections, "t.json")
         return choose(nbytes, (4,), sections=sections, **{**USUAL, **facts})
 

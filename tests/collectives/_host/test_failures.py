@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that fail on one rank: before they begin nothing has happened, and after that the context is of no more use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll.collectives._host.launch import Launch, Launcher
+from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
+from tdcoll.testing import World
+
+WORLD = 2
+NBYTES = 256
+
+
+def tensor(pe: int, call: int, n: int = 16) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.float32) + 100 * pe + 1000 * call
+
+
+def gather(ctx: Any, pe: int, call: int) -> torch.Tensor:
+    return tdcoll.all_gather(tensor(pe, call), ctx)
+
+
+def scatter(ctx: Any, pe: int, call: int) -> torch.Tensor:
+    return tdcoll.reduce_scatter(tensor(pe, call), ctx)
+
+
+def reduce(ctx: Any, pe: int, call: int) -> torch.Tensor:
+    return tdcoll.all_reduce(tensor(pe, call), ctx)
+
+
+def norm(ctx: Any, pe: int, call: int, algorithm: str = "one_shot") -> torch.Tensor:
+    x = tensor(pe, call).view(2, 8)
+    return tdcoll.fused.all_reduce_rms_norm(x, torch.ones(2, 8), torch.ones(8), ctx, algorithm=algorithm)[1]
+
+
+def composed(ctx: Any, pe: int, call: int) -> torch.Tensor:
+    return norm(ctx, pe, call, "composed")
+
+
+def expected(kind: Callable[..., Any], pe: int, call: int) -> list[float]:
+    parts = [tensor(rank, call) for rank in range(WORLD)]
+    if kind is gather:
+        return torch.cat(parts).tolist()
+    total = parts[0] + parts[1]
+    if kind is scatter:
+        return total.chunk(WORLD)[pe].tolist()
+    return total.tolist() if kind is reduce else (total.view(2, 8) + 1).tolist()
+
+
+KINDS = [gather, scatter, reduce, norm, composed]
+
+
+class OutOfMemory:
+    """``torch.empty`` and ``torch.empty_like`` that fail on one rank while :attr:`now` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
+        self.now = False
+        for name in ("empty", "empty_like"):
+            monkeypatch.setattr(torch, name, self._failing(getattr(torch, name), victim))
+
+    def _failing(self, real: Callable[..., Any], victim: int) -> Callable[..., Any]:
+        def make(*arguments: Any, **named: Any) -> Any:
+            if self.now and tdcoll.runtime.current().rank == victim:
+                self.now = False
+                raise torch.OutOfMemoryError("CUDA out of memory, says a test")
+            return real(*arguments, **named)
+
+        return make
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "repeated call"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_without_memory_for_its_result_may_be_made_again(
+    kind: Callable[..., torch.Tensor], first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks are in step after the second try, and have the right results."""
+    out_of_memory = OutOfMemory(monkeypatch, victim=1)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+            for call in range(6):
+                if pe == 1 and call == (0 if first else 2):
+                    out_of_memory.now = True
+                    with pytest.raises(torch.OutOfMemoryError):
+                        kind(ctx, pe, call)
+                    assert not out_of_memory.now
+                assert kind(ctx, pe, call).tolist() == expected(kind, pe, call)
+            ctx.check()
+
+    World(WORLD).run(host)
+
+
+def test_in_debug_mode_all_ranks_hear_that_one_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    out_of_memory = OutOfMemory(monkeypatch, victim=1)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES, debug=True) as ctx:
+            out_of_memory.now = True
+            expected_error = torch.OutOfMemoryError if pe else tdcoll.RankMismatchError
+            with pytest.raises(expected_error, match="CUDA out of memory, says a test"):
+                reduce(ctx, pe, 0)
+            assert reduce(ctx, pe, 1).tolist() == expected(reduce, pe, 1)
+
+    World(WORLD).run(host)
+
+
+ENDED = "KeyboardInterrupt, ContextError because of an interrupt, ContextError because of an interrupt"
+TIMED_OUT = "CollectiveTimeout, CollectiveTimeout, CollectiveTimeout"
+
+
+class Interrupted:
+    """Launches, one of which is interrupted on one rank: the one of this number, while :attr:`now` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, victim: int, number: int, kind: type = Launch) -> None:
+        self.now = False
+        real = kind.__call__
+        made = [0]
+
+        def launch(this: Any, *arguments: Any, **named: Any) -> None:
+            if self.now and tdcoll.runtime.current().rank == victim:
+                made[0] += 1
+                if made[0] == number:
+                    raise KeyboardInterrupt
+            real(this, *arguments, **named)
+
+        monkeypatch.setattr(kind, "__call__", launch)
+
+
+def after_an_interrupt(
+    call_of: Callable[[Any, int, int], bool],
+    interrupted: Interrupted,
+    make: Callable[[], Any] = lambda: tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES),
+) -> list[str]:
+    """Say how each rank's calls end when one is interrupted on rank 1: the call itself, and those that follow."""
+
+    def host(pe: int) -> str:
+        ctx = make()
+        for call in range(3):
+            assert call_of(ctx, pe, call)
+        interrupted.now = True
+        ended = []
+        for call in range(3, 6):
+            try:
+                right = call_of(ctx, pe, call)
+                ctx.check()
+                ended.append("right" if right else "WRONG")
+            except (KeyboardInterrupt, tdcoll.TdcollError) as error:
+                why = " because of an interrupt" if "ended with KeyboardInterrupt after it" in str(error) else ""
+                ended.append(type(error).__name__ + why)
+        return ", ".join(ended)
+
+    return World(WORLD, on_timeout="expire").run(host)
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 3])
+def test_an_interrupt_between_epochs_ends_the_context(epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank takes the next call of rank 1, which is epochs behind, for another."""
+
+    def call_of(ctx: Any, pe: int, call: int) -> bool:
+        got = tdcoll.all_reduce(tensor(pe, call, 200), ctx, algorithm="direct")
+        return got.equal(tensor(0, call, 200) + tensor(1, call, 200))
+
+    interrupted = Interrupted(monkeypatch, victim=1, number=epoch)
+    peer, victim = after_an_interrupt(call_of, interrupted)
+    assert victim == ENDED
+    assert peer == TIMED_OUT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_launch_ends_the_context(kind: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def call_of(ctx: Any, pe: int, call: int) -> bool:
+        return kind(ctx, pe, call).tolist() == expected(kind, pe, call)
+
+    interrupted = Interrupted(monkeypatch, victim=1, number=1)
+    peer, victim = after_an_interrupt(call_of, interrupted)
+    assert victim == ENDED
+    assert peer == TIMED_OUT
+
+
+def test_an_interrupted_all_gather_in_place_ends_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: dict[int, torch.Tensor] = {}
+
+    def call_of(ctx: Any, pe: int, call: int) -> bool:
+        if pe not in buffers:
+            buffers[pe] = tdcoll.empty(32, torch.float32)
+        buffers[pe].chunk(2)[pe].copy_(tensor(pe, call))
+        return tdcoll.all_gather_in_place(buffers[pe], ctx).tolist() == expected(gather, pe, call)
+
+    peer, victim = after_an_interrupt(call_of, Interrupted(monkeypatch, victim=1, number=1))
+    assert victim == ENDED
+    assert peer == TIMED_OUT
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_an_interrupted_sparse_call_ends_the_context(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call_of(ctx: Any, pe: int, call: int) -> bool:
+        ids, rows = torch.tensor([pe, 2, 2]), tensor(pe, call, 12).view(3, 4)
+        found, values = tdcoll.sparse_all_reduce_rows(ids, rows, 8, ctx)
+        total = sum(tensor(rank, call, 12).view(3, 4)[1:].sum(0) for rank in range(WORLD))
+        return found.tolist() == [0, 1, 2] and values[2].equal(total)
+
+    peer, victim = after_an_interrupt(
+        call_of,
+        Interrupted(monkeypatch, victim=1, number=number, kind=Launcher),
+        lambda: tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64),
+    )
+    assert victim == ENDED
+    assert peer in (
+        TIMED_OUT,
+        TIMED_OUT.replace("CollectiveTimeout", "right", 1),
+    )  # it needs nothing of the last launch
+
+
+def test_sparse_calls_that_all_ranks_refuse_leave_the_context_open() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64) as ctx:
+            with pytest.raises(ValueError, match=r"indices of rank [01] must be in 0\.\.7"):
+                tdcoll.sparse_all_reduce_rows(torch.tensor([9]), torch.ones(1, 4), 8, ctx)
+            found, _ = tdcoll.sparse_all_reduce_rows(torch.tensor([pe]), torch.ones(1, 4), 8, ctx)
+            assert found.tolist() == [0, 1]
+
+    World(WORLD).run(host)
+
+
+def test_what_is_wrong_with_an_argument_leaves_the_context_open() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+            for _ in range(2):
+                with pytest.raises(ValueError, match="op must be one of"):
+                    tdcoll.all_reduce(torch.ones(4), ctx, op="median")
+                assert tdcoll.all_reduce(torch.ones(4), ctx).tolist() == [2.0] * 4
+
+    World(WORLD).run(host)
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_the_context_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, kernels are compiled before a call begins."""
+    fails = [True]
+
+    def prepare(launch: Launch) -> None:
+        if fails[0] and tdcoll.runtime.current().rank == 1:
+            raise RuntimeError("ptxas says no")
+
+    monkeypatch.setattr(Launch, "prepared", property(lambda launch: not fails[0]))
+    monkeypatch.setattr(Launch, "prepare", prepare)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+            if pe == 1:
+                with pytest.raises(RuntimeError, match="ptxas says no"):
+                    reduce(ctx, pe, 0)
+                fails[0] = False
+            assert reduce(ctx, pe, 0).tolist() == expected(reduce, pe, 0)
+
+    World(WORLD).run(host)
+
+
+# ---------------------------------------------------------------------- calls that are made again
+
+
+@pytest.mark.parametrize("call", [tdcoll.all_reduce, tdcoll.all_gather, tdcoll.all_reduce_])
+def test_scalars_may_be_passed_again(call: Callable[..., torch.Tensor]) -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+            for again in range(3):
+                got = call(torch.tensor(1.0 + again), ctx)
+                assert got.tolist() == ([1.0 + again] * 2 if call is tdcoll.all_gather else 2.0 + 2 * again)
+
+    World(WORLD).run(host)
+
+
+def test_scalars_that_require_grad_may_be_passed_again() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+            for _ in range(3):
+                loss = torch.tensor(3.0, requires_grad=True)
+                tdcoll.all_reduce(loss, ctx).backward()
+                assert loss.grad == 2.0
+
+    World(WORLD, backend="thread").run(host)  # greenlets share grad mode
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"eps": 1}, {"eps": True}, "eps must be a number"),
+        ({"in_place": True}, {"in_place": 1}, "in_place must be a bool"),
+        ({"in_place": False}, {"in_place": 0}, "in_place must be a bool"),
+    ],
+)
+def test_a_repeated_fused_call_refuses_what_the_first_would(
+    first: dict[str, Any], second: dict[str, Any], message: str
+) -> None:
+    def host(pe: int) -> None:
+        x, residual, weight = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
+            tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, **first)
+            with pytest.raises(TypeError, match=message):
+                tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, **second)
+
+    World(WORLD).run(host)
+
+
+def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a choice looks at is the same on a rank that captures, and so is what is chosen: one rank may replay a
+    graph while another calls eagerly."""
+    from tdcoll.collectives.all_gather.op import ALL_GATHER
+    from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
+    from tdcoll.fused import op as fused
+    from tdcoll.gate import Gate
+    from tdcoll.tuning import SIMULATOR, Entry, Section, Table
+
+    names = {"all_gather": "direct", "all_reduce": "one_shot", "reduce_scatter": "direct"}
+    table = Table(tuple(Section(SIMULATOR, name, WORLD, 1, False, (Entry(None, how),)) for name, how in names.items()))
+    chosen: dict[int, list[Any]] = {0: [], 1: []}
+
+    def note(facts: Any, plan: Any) -> None:
+        shown = {name: value for name, value in vars(facts).items() if name != "topology"}
+        chosen[facts.topology.rank].append((shown, plan))
+
+    for collective in (ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER):
+
+        def noted(ctx: Any, facts: Any, plan: Any, *more: Any, real: Any = collective.launches_of) -> Any:
+            note(facts, plan)
+            return real(ctx, facts, plan, *more)
+
+        monkeypatch.setattr(collective, "launches_of", noted)
+    choose = fused.choose
+
+    def choosing(rows: Any, facts: Any, algorithm: Any) -> Any:
+        plan = choose(rows, facts, algorithm)
+        note(facts, plan)
+        return plan
+
+    monkeypatch.setattr(fused, "choose", choosing)
+    capturing = property(lambda gate: gate.topology.rank == 1, lambda gate, value: None)
+    monkeypatch.setattr(Gate, "capturing", capturing, raising=False)
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES, tuning=table) as ctx:
+            for kind in KINDS:
+                assert kind(ctx, pe, 0).tolist() == expected(kind, pe, 0)
+
+    World(WORLD).run(host)
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) >= len(KINDS)
