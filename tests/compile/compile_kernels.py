@@ -210,7 +210,7 @@ FUSED = [  # rows, hidden, ranks, architectures, other facts and constants; bf16
     (1 << 14, 8192, 4, (90, 100), {}),
     (1024, 8192, 8, (90,), {}),  # the most words of a thread and the most ranks, by two stages and by one
     (256, 8192, 8, (90,), {"max_programs": SHARED}),
-    *((64, 8192, world, (90,), {"max_programs": SHARED}) for world in (2, 4)),
+    (64, 8192, 2, (90,), {"max_programs": SHARED}),
 ]
 
 

@@ -69,7 +69,6 @@ CHANGED = {  # kernel, change
         Change("group.begin_epoch", "tdl.block_and(aborted == 0)", "(aborted == 0).to(tl.int32)"),
     ),
     "read, and released without a barrier": (PULL, Change("stores.release_to_all", "tdl.syncthreads()", "pass")),
-    "read, and released to this GPU only": (PULL, Change("stores.release_to_all", "'sys'", "'gpu'")),
     "put without a barrier": (PUTS, Change("puts.put_staged", "tdl.syncthreads()", "pass")),
 }
 

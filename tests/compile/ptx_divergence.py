@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block barriers that only some threads of a block reach, looked for in PTX.
 
-A value is *divergent* if the threads of a block may have different ones: what is made of a thread's number, loaded from
-an address that is divergent, or loaded while others may store there, such as the result of a polling loop. A barrier
-that makes the threads agree (``barrier.red``) returns a value that is not. A barrier must not depend on a branch that is
-divergent: it has to stand where all paths from that branch meet again, or later.
+A value is *divergent* if the threads of a block may have different ones. It was made of a thread's number, loaded from
+a divergent address, or loaded while others may store there, as in a polling loop. A barrier that makes the threads
+agree (``barrier.red``) returns a value that isn't divergent. No barrier may stand between a divergent branch and the
+place where all paths from that branch meet again.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def problems(ptx: str) -> list[str]:
     while pending:
         label = pending.pop()
         divergent = _after(flows[label], begin[label])
-        reached = {following: divergent for following in blocks[label].following}
+        reached = dict.fromkeys(blocks[label].following, divergent)
         branch = BRANCH.search(blocks[label].texts[-1]) if blocks[label].texts else None
         if branch and (branch[1] or branch[2]) in divergent:
             between = _depends(blocks, through, label)

@@ -253,7 +253,8 @@ def early(ptx: str) -> bool | None:
 def count(ptx: str) -> dict[str, int]:
     """How often each kind of event stands in the kernel."""
     events = [kinds for block in blocks_of(ptx).values() for kinds in block.events]
-    return {kind: sum(kind in kinds for kinds in events) for kind in (*KINDS, "wait", "flagged", "poll", "put", "narrow")}
+    names = (*KINDS, "wait", "flagged", "poll", "put", "narrow")
+    return {kind: sum(kind in kinds for kinds in events) for kind in names}
 
 
 def of_this_gpu(ptx: str) -> list[str]:
