@@ -55,9 +55,8 @@ def _after(flows: list[tuple[list[str], list[str], bool]], divergent: set[str]) 
     return divergent
 
 
-def _met_again(blocks: dict[str, Block]) -> dict[str, int]:
-    """By label, the blocks that every path from there goes through, as bits of their places; the block is one."""
-    places = {label: 1 << place for place, label in enumerate(blocks)}
+def _met_again(blocks: dict[str, Block], places: dict[str, int]) -> dict[str, int]:
+    """By label, the blocks that every path from there goes through, as the sum of their places; the block is one."""
     through = dict.fromkeys(blocks, (1 << len(blocks)) - 1)
     changed = True
     while changed:
@@ -71,10 +70,9 @@ def _met_again(blocks: dict[str, Block]) -> dict[str, int]:
     return through
 
 
-def _depends(blocks: dict[str, Block], through: dict[str, int], label: str) -> set[str]:
+def _decided(blocks: dict[str, Block], places: dict[str, int], through: int, label: str) -> set[str]:
     """The blocks that a branch at the end of ``label`` decides about: between it and where its paths meet again."""
-    places = {name: 1 << place for place, name in enumerate(blocks)}
-    met = through[label] & ~places[label]
+    met = through & ~places[label]
     pending, found = list(blocks[label].following), set()
     while pending:
         here = pending.pop()
@@ -88,7 +86,8 @@ def problems(ptx: str) -> list[str]:
     """Return what is not in order; empty: nothing."""
     blocks = blocks_of(ptx)
     flows = {label: [_flows(text) for text in block.texts if "%" in text] for label, block in blocks.items()}
-    through = _met_again(blocks)
+    places = {label: 1 << place for place, label in enumerate(blocks)}
+    through = _met_again(blocks, places)
     begin: dict[str, set[str]] = {label: set() for label in blocks}
     decided: set[str] = set()
     pending = list(reversed(blocks))
@@ -98,7 +97,7 @@ def problems(ptx: str) -> list[str]:
         reached = dict.fromkeys(blocks[label].following, divergent)
         branch = BRANCH.search(blocks[label].texts[-1]) if blocks[label].texts else None
         if branch and (branch[1] or branch[2]) in divergent:
-            between = _depends(blocks, through, label)
+            between = _decided(blocks, places, through[label], label)
             decided |= between
             # Where paths meet again, what they have written differs by the path that a thread took.
             differ = {name for here in between for written, _, _ in flows[here] for name in written}

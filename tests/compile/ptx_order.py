@@ -130,8 +130,13 @@ def _sites_of(file: str) -> tuple[dict[int, str], dict[int, str]]:
     return _sites(".".join(parts[-2:]), source.read_text())
 
 
-def _instructions(ptx: str) -> Iterator[Instruction]:
+@lru_cache(1)  # looked at several times
+def _instructions(ptx: str) -> tuple[Instruction, ...]:
     """Instructions and labels of the kernel's body; an inline asm is one."""
+    return tuple(_parsed(ptx))
+
+
+def _parsed(ptx: str) -> Iterator[Instruction]:
     files = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, flags=re.MULTILINE)
     sites = {number: _sites_of(file) for number, file in files}
     body = ptx[ptx.index(".entry") :]
@@ -186,7 +191,7 @@ def _kinds(instruction: Instruction) -> frozenset[str]:
     return frozenset(kinds)
 
 
-@lru_cache(1)  # looked at several times
+@lru_cache(1)
 def blocks_of(ptx: str) -> dict[str, Block]:
     """The kernel's basic blocks by label."""
     blocks: dict[str, Block] = {}
