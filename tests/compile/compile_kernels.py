@@ -32,6 +32,7 @@ from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
 from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
 from tdcoll.fused import kernels as fused
 from tdcoll.fused.kernels_rows import NONE, PER_ROW
+from tdcoll.fused.op import _REGISTERS as REGISTERS
 from tdcoll.fused.policy import Rows, choose
 from tdcoll.language.jit import needs_nvshmem
 from tdcoll.primitives.lamport import Lamport
@@ -198,25 +199,32 @@ _NORMS = {
     "composed": fused.norm_rows,
 }
 _EIGHT = {"SCALE": PER_ROW, "WEIGHT": tl.float32}
-FUSED = [  # rows, hidden, ranks, architectures, other constants; bf16, cut as the policy says
+SHARED = 264
+"""Thread blocks of a context that shares a GPU: two on each multiprocessor of an H200."""
+FUSED = [  # rows, hidden, ranks, architectures, other facts and constants; bf16, cut as the policy says
     *((rows, hidden, world, (90, 100), {}) for rows in (1, 64, 512) for hidden in (4096, 8192) for world in (2, 4)),
     (1, 8192, 8, (90,), {}),
     (64, 16384, 4, (90,), {}),
     (8, 8192, 4, (90, 100), _EIGHT),
     (512, 8192, 4, (90,), _EIGHT),
     (1 << 14, 8192, 4, (90, 100), {}),
+    (1024, 8192, 8, (90,), {}),  # the most words of a thread and the most ranks, by two stages and by one
+    (256, 8192, 8, (90,), {"max_programs": SHARED}),
+    (64, 8192, 2, (90,), {"max_programs": SHARED}),
 ]
 
 
 def compile_fused(rows: int, hidden: int, world: int, arch: int, more: dict[str, Any]) -> dict[str, object]:
     topology = Topology.of(0, range(world), [0] * world)
-    plan = choose(Rows(rows, hidden, 2), Facts(0, topology, stores=True, lamport_bytes=1 << 24))
+    given = {"max_programs": more["max_programs"]} if "max_programs" in more else {}
+    facts = Facts(0, topology, stores=True, lamport_bytes=1 << 26, **given)
+    plan = choose(Rows(rows, hidden, 2), facts)
     kernel, pieces = _NORMS[plan.algorithm], plan.channels
     constants = {"HIDDEN": hidden, "DTYPE": tl.bfloat16, "WEIGHT": tl.bfloat16, "SCALE": NONE, "PIECES": pieces}
     constants |= {"ROOM": triton.next_power_of_2(pieces), "BLOCK": plan.chunk // 16, **more}
-    constants = {name: getattr(value, "value", value) for name, value in constants.items()}
+    constants = {name: getattr(value, "value", value) for name, value in constants.items() if name not in given}
     types = {"g": tuples()["g"]._replace(world=world), "inbox": Lamport("i64", "i64", "*i64", "*i64")}
-    compiled = compile_for(kernel, arch, constants, types, num_warps=plan.num_warps, maxnreg=128)
+    compiled = compile_for(kernel, arch, constants, types, num_warps=plan.num_warps, maxnreg=REGISTERS)
     ptx = compiled.asm["ptx"]
     return {
         "kernel": kernel.__name__,
@@ -225,6 +233,8 @@ def compile_fused(rows: int, hidden: int, world: int, arch: int, more: dict[str,
         "hidden": hidden,
         "world": world,
         "pieces": pieces,
+        "warps": plan.num_warps,
+        "shared": bool(given),
         "words": plan.chunk // 16 // min(plan.chunk // 16, 32 * plan.num_warps),  # of a thread
         "needs": needs_nvshmem(kernel),
         "waits": ptx.count("%globaltimer"),

@@ -46,11 +46,11 @@ KERNELS: dict[str, dict[str, int]] = {
 def compiled(name: str, constants: dict[str, int]) -> dict[str, Any]:
     kernel = getattr(kernels, name)
     ptx = compile_for(kernel, 90, constants, TYPES).asm["ptx"]
-    problems = ORDER.pop()["problems"]
+    order = ORDER.pop()
     return {
         "kernel": name,
         "needs": needs_nvshmem(kernel),
-        "problems": problems,
+        **{name: order[name] for name in ("problems", "of_this_gpu", "release")},
         "word_stores": ptx.count("st.relaxed.sys.global.v4.b32"),
         "word_loads": ptx.count("ld.relaxed.sys.global.v4.b32"),
         **resources(ptx, 90),

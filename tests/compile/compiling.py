@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import ptx_divergence
 import ptx_order
 import torch
 import triton
@@ -112,7 +113,8 @@ def compile_for(
         options={"extern_libs": libraries, "num_warps": 8, "launch_pdl": early, **options},
     )
     ptx = compiled.asm["ptx"]
-    seen = {"problems": ptx_order.problems(ptx), **ptx_order.count(ptx)}
+    problems = [*ptx_order.problems(ptx), *ptx_divergence.problems(ptx)]
+    seen = {"problems": problems, "of_this_gpu": ptx_order.of_this_gpu(ptx), **ptx_order.count(ptx)}
     early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}
     ORDER.append({"module": kernel.__module__, "kernel": kernel.__name__, "arch": arch, **early, **seen})
     return compiled

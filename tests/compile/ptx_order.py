@@ -1,83 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a protocol assumes of the order of instructions, looked for in PTX along every path of a kernel.
 
-The simulator runs a program as one thread and its loads in order, so it cannot see a barrier of the block that is
-missing, nor a wait that does not acquire. Each inline asm is one event: what the device language and Triton emit for an
-access is one.
+The simulator runs a program as one thread, at one scope and with its loads in order, so it cannot see a missing block
+barrier, a wait that does not acquire, or a release that stops at this GPU. Each inline asm is one event, because the
+device language and Triton emit one for an access. The line in the source that an instruction comes from (its *site*)
+tells NVSHMEM's own instructions from the kernel's, and memory of this GPU from a peer's.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from collections.abc import Iterator
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
-KINDS = {  # the first that occurs in an instruction, or in an inline asm, is its kind
-    "poll": r"\bbra POLL\b",
+from tdcoll.spec.functions import FUNCTIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+OF_THIS_GPU = {
+    *("primitives.group.begin_epoch", "primitives.group.now"),
+    *("primitives.tiles.arrive", "primitives.tiles.publish"),
+    "workers.language_checks.put_by_another",
+    "workers.stores_and_waits_checks.sum_of_late_parts",
+    *(f"index_match.kernels.{name}" for name in ("_read_header", "_read_ids", "mark", "number_leaders")),
+    *("sparse_all_reduce.kernels_lists._append", "sparse_all_reduce.kernels_values.combine"),
+}
+"""Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is enough."""
+
+TABLES = {
+    *("primitives.stores.release_to", "primitives.stores.release_to_all"),
+    *("bench.kernels.ping_pong", "bench.kernels.signal_all"),
+}
+"""Functions that load addresses between their barrier and their release. Those never change while a kernel runs."""
+
+KINDS = {
     "barrier": r"\bbar\.sync|\bbarrier\.cta",
-    "release": r"\bst\.release\.",
+    "release": r"\bst\.release\.|\b(atom|red)\.\S*\b(release|acq_rel)\b",
     "add": r"\b(atom|red)\.\S*\badd\.[us]64",
     "control": r"\bld\.relaxed\.gpu\.global\.b64",
-    "store": r"\bst\.global\.",
-    "load": r"\bld\.global\.",
+    "store": r"\bst\.(global|relaxed)\.",
+    "load": r"\bld\.global\.(?!nc\b)",
+    "asynchronous": r"\bcp\.(async|reduce)|\bst\.async",
 }
+"""Kinds of an instruction or inline asm that is no polling loop; it may have several."""
+POLL = r"\bbra POLL\b"
 MEMORY = r"\b(?:(?:ld|st|atom|red)\.(?!param|shared)|cp\.|mbarrier\.|call\b)"  # of any kind, and calls that may
 EARLY = r"\bgriddepcontrol\.wait; griddepcontrol\.launch_dependents;"
 WAIT = r"\bld\.acquire\.sys\.global\.(b64 word|b32 half)"  # of a signal, or of a word
 # Of a word that holds its data, and orders nothing else.
 FLAGGED = r"\bld\.(volatile\.global\.b128 wide|relaxed\.sys\.global\.v4\.b32)"
-RULES = (  # from, to, and what it means if there is a path without a barrier
-    ("store", "release", "stores are released without a barrier, by a thread that need not have made them"),
-    ("control", "add", "the epoch goes up before all threads have read it"),
-    ("wait", "load", "loads follow a wait without a barrier, in threads that need not have waited"),
-)
+MONITOR = r"\b(ld\.relaxed\.gpu\.global\.b64 (aborted|limit)|atom\.relaxed\.gpu\.global\.cas\.b64 aborted),"
+ORDERED = r"(?<![.\w])((?:ld|st|atom|red|fence|membar)\.[\w.:]+)"
+ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|bar|barrier|membar|fence)\.|\bcall\b")  # all that has a kind
+NVSHMEM = frozenset(name for name, function in FUNCTIONS.items() if function.symbol)
+BLOCK_BARRIERS = {"barrier_all_block", "sync_all_block"}
+SENDS = r"(putmem|signal_op|atomic_|int_p$|p$)"
+TOUCHES = r"\bbar\.sync|\bmembar|\bcall\b|\bld\.[bsu]\d|\bst\.(?!param|shared|local)"  # what NVSHMEM begins a put with
 
-Block = tuple[list[str], list[str]]
-"""Kinds of events in order, and the labels of the blocks that may follow."""
+RULES = {  # from, to: what it means if there is a path without a barrier
+    ("store", "release"): "stores are released without a barrier, by a thread that need not have made them",
+    ("load", "release"): "a release follows loads without a barrier, by a thread that need not have made them",
+    ("flagged", "release"): "a release follows words without a barrier, by a thread that need not have seen them",
+    ("wait", "release"): "a release follows a wait without a barrier, by a thread that need not have waited",
+    ("store", "put"): "a put follows stores without a barrier, and may send what is not stored yet",
+    ("flagged", "put"): "a put follows words without a barrier, by a thread that need not have seen them",
+    ("wait", "put"): "a put follows a wait without a barrier, by threads that need not have waited",
+    ("wait", "load"): "loads follow a wait without a barrier, in threads that need not have waited",
+    ("control", "add"): "the epoch goes up before all threads have read it",
+}
+RELAXED = "a wait does not acquire at system scope"
+NARROW = "an access has a scope narrower than the system, where a peer may be at the other end"
+ASYNCHRONOUS = "an asynchronous copy is in a kernel that releases, and its completion is not looked at here"
 
 
-def _instructions(ptx: str) -> Iterator[str]:
+class Block(NamedTuple):
+    """A basic block: its instructions, its events in order, each a set of kinds, and the labels of the blocks that may
+    follow."""
+
+    texts: list[str]
+    events: list[frozenset[str]]
+    following: list[str]
+
+
+class Instruction(NamedTuple):
+    """An instruction, a label or an inline asm of the kernel's body; the function that its line is in; and the function
+    of NVSHMEM that is called there, if one is."""
+
+    text: str
+    site: str
+    called: str
+
+
+def _source(file: str) -> Path | None:
+    """Return where the source is that PTX names: in this checkout, although another with the same text may have filled
+    Triton's cache. None for Triton's own."""
+    path = Path(file)
+    if "." in path.stem:  # a changed copy of a module, which has the module's name
+        return Path(str(sys.modules[path.stem].__file__))
+    for top in ("tdcoll", "tests"):
+        if top in path.parts:
+            here = ROOT.joinpath(*path.parts[len(path.parts) - 1 - path.parts[::-1].index(top) :])
+            if here.is_file():
+                return here
+    return None
+
+
+@cache
+def _sites(module: str, text: str) -> tuple[dict[int, str], dict[int, str]]:
+    """By line of a module's text, the function that it is in, and the function of NVSHMEM that is called there."""
+    functions: dict[int, str] = {}
+    calls: dict[int, str] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            functions |= dict.fromkeys(range(node.lineno, (node.end_lineno or 0) + 1), f"{module}.{node.name}")
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in NVSHMEM and getattr(getattr(node.func, "value", None), "id", "") != "tl":
+                calls |= dict.fromkeys(range(node.lineno, (node.end_lineno or 0) + 1), name)
+    return functions, calls
+
+
+def _sites_of(file: str) -> tuple[dict[int, str], dict[int, str]]:
+    if (source := _source(file)) is None:
+        return {}, {}
+    parts = source.stem.split(".") if "." in source.stem else (source.parent.name, source.stem)
+    return _sites(".".join(parts[-2:]), source.read_text())
+
+
+@lru_cache(1)  # looked at several times
+def _instructions(ptx: str) -> tuple[Instruction, ...]:
     """Instructions and labels of the kernel's body; an inline asm is one."""
+    return tuple(_parsed(ptx))
+
+
+def _parsed(ptx: str) -> Iterator[Instruction]:
+    files = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, flags=re.MULTILINE)
+    sites = {number: _sites_of(file) for number, file in files}
     body = ptx[ptx.index(".entry") :]
     body = body[: body.index("// -- End function")]  # what follows are functions that it calls
     asm: list[str] | None = None
+    site = called = ""
     for line in body.splitlines():
         if "// begin inline asm" in line:
             asm = []
         elif "// end inline asm" in line:
-            yield "asm " + "\n".join(asm or [])
+            yield Instruction("asm " + "\n".join(asm or []), site, called)
             asm = None
         elif asm is not None:
             asm.append(line)
+        elif place := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line):
+            functions, calls = sites.get(place[1], ({}, {}))
+            site, called = functions.get(int(place[2]), ""), calls.get(int(place[2]), "")
         elif text := line.split("//")[0].strip():
-            yield text
+            yield Instruction(text, site, called)
 
 
-def _blocks(ptx: str) -> dict[str, Block]:
+def _narrow(instruction: Instruction) -> str | None:
+    """The scope of an access that orders or is atomic, if that is narrower than the system; None if it is not."""
+    for access in re.findall(ORDERED, re.sub(MONITOR, "", instruction.text)):
+        words = set(re.split(r"[.:]+", access))
+        strong = words & {"acquire", "release", "acq_rel", "relaxed", "sc", "atom", "red", "fence", "membar"}
+        if strong and not words & {"sys", "shared", "proxy"}:
+            return "block" if words & {"cta", "cluster"} else "gpu"
+    return None
+
+
+def _kinds(instruction: Instruction) -> frozenset[str]:
+    """What an instruction does, as far as the rules look at it."""
+    text = instruction.text
+    if not ACCESS.search(text):
+        return frozenset()
+    if re.search(POLL, text):
+        kinds = {"wait" if re.search(WAIT, text) else "flagged" if re.search(FLAGGED, text) else "poll"}
+    else:
+        kinds = {kind for kind, pattern in KINDS.items() if re.search(pattern, text)}
+        if "release" in kinds:
+            kinds.discard("store")
+        if instruction.called and instruction.called not in BLOCK_BARRIERS and re.search(TOUCHES, text):
+            kinds -= {"barrier", "store", "add"}  # NVSHMEM's own
+            if re.match(SENDS, instruction.called):
+                kinds.add("put")
+        if "load" in kinds and instruction.site in TABLES:
+            kinds.discard("load")
+    scope = _narrow(instruction)
+    if scope == "block" or (scope == "gpu" and instruction.site not in OF_THIS_GPU):
+        kinds.add("narrow")
+    return frozenset(kinds)
+
+
+@lru_cache(1)
+def blocks_of(ptx: str) -> dict[str, Block]:
     """The kernel's basic blocks by label."""
     blocks: dict[str, Block] = {}
-    events, following, label, count = [], [], "begin", 0
-    for text in _instructions(ptx):
+    tables = {  # of jumps
+        name: re.findall(r"\$L__BB\w+", labels)
+        for name, labels in re.findall(r"(\$L_\w+):\s*\.branchtargets([^;]*);", ptx)
+    }
+    block, label, count = Block([], [], []), "begin", 0
+    for instruction in _instructions(ptx):
+        text = instruction.text
+        block.texts.append(text)
         begins, branch = re.match(r"(\$L__BB\w+):", text), re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", text)
+        jump = re.match(r"brx\.idx\S*\s+[^,]+,\s*(\S+);", text)
         if begins or branch:
             count += 1
             after = begins[1] if begins else f"after {count}"
             if branch:
-                following.append(branch[1])
+                block.following.append(branch[1])
             if begins or text.startswith("@"):
-                following.append(after)
-            blocks[label] = (events, following)
-            events, following, label = [], [], after
-        elif re.match(r"(ret|exit);", text):
-            blocks[label] = (events, [])
+                block.following.append(after)
+            blocks[label] = block
+            block, label = Block([], [], []), after
+        elif jump or re.match(r"(ret|exit);", text):
+            block.following.extend(tables[jump[1]] if jump else [])
+            blocks[label] = block
             count += 1
-            events, following, label = [], [], f"after {count}"
-        else:
-            kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, text)), None)
-            if kind == "poll":
-                kind = "wait" if re.search(WAIT, text) else "flagged" if re.search(FLAGGED, text) else "poll"
-            if kind is not None:
-                events.append(kind)
-    blocks[label] = (events, following)
+            block, label = Block([], [], []), f"after {count}"
+        elif kinds := _kinds(instruction):
+            block.events.append(kinds)
+    blocks[label] = block
     return blocks
 
 
@@ -86,13 +230,13 @@ def _reaches(blocks: dict[str, Block], label: str, place: int, wanted: str) -> b
     pending, seen = [(label, place + 1)], set()
     while pending:
         here, first = pending.pop()
-        events, following = blocks[here]
-        for kind in events[first:]:
-            if kind == wanted:
+        for kinds in blocks[here].events[first:]:
+            if wanted in kinds:
                 return True
-            if kind == "barrier":
+            if "barrier" in kinds:
                 break
         else:
+            following = blocks[here].following
             pending += [(after, 0) for after in following if after not in seen]
             seen.update(following)
     return False
@@ -103,7 +247,7 @@ def early(ptx: str) -> bool | None:
     begin; None if it does not wait."""
     if "griddepcontrol" not in ptx:
         return None
-    for text in _instructions(ptx):
+    for text, _, _ in _instructions(ptx):
         if re.search(EARLY, text):
             return True
         if re.search(MEMORY, text) or re.search(r"\bbra\b|^\$L__BB", text):  # nor on a path of its own
@@ -113,19 +257,28 @@ def early(ptx: str) -> bool | None:
 
 def count(ptx: str) -> dict[str, int]:
     """How often each kind of event stands in the kernel."""
-    events = [kind for kinds, _ in _blocks(ptx).values() for kind in kinds]
-    return {kind: events.count(kind) for kind in (*KINDS, "wait", "flagged")}
+    events = [kinds for block in blocks_of(ptx).values() for kinds in block.events]
+    names = (*KINDS, "wait", "flagged", "poll", "put", "narrow")
+    return {kind: sum(kind in kinds for kinds in events) for kind in names}
+
+
+def of_this_gpu(ptx: str) -> list[str]:
+    """The functions that use a scope narrower than the system."""
+    accesses = (instruction for instruction in _instructions(ptx) if ACCESS.search(instruction.text))
+    return sorted({instruction.site for instruction in accesses if _narrow(instruction)})
 
 
 def problems(ptx: str) -> list[str]:
-    """What is not in order; empty: nothing."""
-    blocks = _blocks(ptx)
-    found = ["a wait does not acquire"] if count(ptx)["poll"] else []
-    for origin, wanted, meaning in RULES:
+    """Return what is not in order; empty: nothing."""
+    blocks, seen = blocks_of(ptx), count(ptx)
+    found = [RELAXED] if seen["poll"] else []
+    found += [NARROW] if seen["narrow"] else []
+    found += [ASYNCHRONOUS] if seen["asynchronous"] and seen["release"] + seen["put"] else []
+    for (origin, wanted), meaning in RULES.items():
         if any(
-            kind == origin and _reaches(blocks, label, place, wanted)
-            for label, (events, _) in blocks.items()
-            for place, kind in enumerate(events)
+            origin in kinds and _reaches(blocks, label, place, wanted)
+            for label, block in blocks.items()
+            for place, kinds in enumerate(block.events)
         ):
             found.append(meaning)
     return found

@@ -42,3 +42,13 @@ def test_words_move_in_one_access(compiled: dict[str, Any]) -> None:
     kernel = next(k for k in compiled["kernels"] if k["kernel"] == "all_reduce_of_words")
     assert kernel["word_stores"] == (WORLD - 1) + PHASES * WORLD
     assert kernel["word_loads"] == WORLD
+
+
+def test_only_counters_of_tiles_are_released_to_this_gpu(compiled: dict[str, Any]) -> None:
+    """All of them with GPU scope, which is as wide as their waiters are. The epoch is of this GPU as well."""
+    tiles = {"primitives.tiles.arrive", "primitives.tiles.publish"}
+    for kernel in compiled["kernels"]:
+        narrow = set(kernel["of_this_gpu"]) - {"primitives.group.begin_epoch", "primitives.group.now"}
+        assert narrow == (tiles if kernel["kernel"] == "sum_by_tiles" else set()), kernel
+        if narrow:
+            assert kernel["release"] == 3, kernel  # the third tells a peer, at system scope
