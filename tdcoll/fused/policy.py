@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES as WORD
-from tdcoll.collectives._host.plan import Facts, Plan, check_warps, most_warps, needs_stores
+from tdcoll.collectives._host.plan import WARPS, Facts, Plan, check_warps, most_warps, needs_stores
 
 __all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "programs", "takes"]
 
@@ -24,7 +24,7 @@ _MOST_WORDS = 64
 """Words of a piece for each warp of a program, at most: more do not fit into its registers."""
 
 _MOST_WARPS = 16
-"""Of a program. Fewer on contexts that share the GPU: their launches wait for peers while others are in flight."""
+"""Warps of a program, at most. Programs that wait for peers have fewer on contexts that share the GPU."""
 
 _FEWEST_WORDS = 128
 """Words of a piece, at least, unless a row has fewer: one for each thread of four warps."""
@@ -109,6 +109,11 @@ def _problem(rows: Rows, plan: Plan, facts: Facts) -> str | None:
     return None
 
 
+def _warps(algorithm: str, facts: Facts) -> int:
+    """Return how many warps a program may have. The kernel behind a composed call's all-reduce waits for no peer."""
+    return _MOST_WARPS if algorithm == COMPOSED else min(_MOST_WARPS, most_warps(facts))
+
+
 def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
     """Cut rows into the smallest pieces with which a stage has no more programs than are worth having."""
     world = facts.topology.world_size
@@ -119,7 +124,7 @@ def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
         block = whole
     while block < whole and stage * -(-rows.words // block) * (1 + (algorithm == ONE_SHOT)) > _BUSY:
         block *= 2
-    warps = min(_MOST_WARPS, most_warps(facts))
+    warps = _warps(algorithm, facts)
     block = min(block, _MOST_WORDS * warps)
     return Plan(algorithm, -(-rows.words // block), WORD * block, max(1, min(warps, block // 32)))
 
@@ -163,9 +168,10 @@ def _check(rows: Rows, plan: Plan, facts: Facts) -> None:
     for name in ("channels", "chunk", "num_warps"):
         if type(value := getattr(plan, name)) is not int:
             raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
-    check_warps(plan, facts)
+    if plan.algorithm != COMPOSED or plan.num_warps not in WARPS:
+        check_warps(plan, facts)
     block, rest = divmod(plan.chunk, WORD)
-    most = _MOST_WORDS * min(_MOST_WARPS, most_warps(facts))
+    most = _MOST_WORDS * _warps(plan.algorithm, facts)
     if rest or block < 1 or block != _power(block) or block > most:
         raise ValueError(
             f"a Plan's chunk must be {WORD} times a power of two, up to {WORD * most} bytes; got {plan.chunk}"
