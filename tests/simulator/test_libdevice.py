@@ -52,7 +52,7 @@ def test_functions_of_one_number():
             for dtype in (torch.float32, torch.float64):
                 x = torch.tensor(X, dtype=dtype)
                 wanted = torch.round(x) if name == "nearbyint" else getattr(torch, name)(x)
-                for module in (libdevice, cudas):
+                for module in (libdevice, cudas) if name in ("exp", "isnan") else (libdevice,):
                     out = torch.full_like(x, 99)
                     one[(1,)](out, x, FUNCTION=getattr(module, name))
                     torch.testing.assert_close(out, wanted.to(dtype), equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
