@@ -23,7 +23,8 @@ def _completed(collective: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
         work = collective(*args, **kwargs)
-        work.wait()
+        if work is not None:
+            work.wait()
         return work
 
     return call

@@ -2,9 +2,9 @@
 """CUDA's ``libdevice`` in simulated kernels: the functions that numpy and PyTorch compute as well.
 
 ``triton.language.extra.libdevice`` holds empty functions, which the compiler replaces by those of
-``triton.language.extra.cuda.libdevice``. The interpreter doesn't, and so it would take ``None`` for their
-results. Here they are replaced too. The functions choose a symbol of the library by the types of their arguments, as
-they do when they are compiled, and :func:`computed` looks it up in a table. A symbol that isn't there is an error.
+``triton.language.extra.cuda.libdevice``. The interpreter doesn't, and takes ``None`` for their results. Here they are
+replaced too. The functions choose a symbol of the library by the types of their arguments, as they do when they are
+compiled, and :func:`computed` looks it up in a table. A symbol that isn't there is an error.
 
 fp32 is computed in fp64 and rounded, so a result is exact to the last bit or two, where the GPU's may be a few off.
 ``fast_*`` are computed like the functions that they approximate.
@@ -48,8 +48,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _NUMPYS.split()},
     **{f"a{name}": getattr(np, f"arc{name}") for name in ("cos", "cosh", "sin", "sinh", "tan", "tan2", "tanh")},
     **{name: _torchs(getattr(torch, name)) for name in ("erf", "erfc", "erfinv", "lgamma")},
-    **{f"{of}{name}_rn": getattr(np, long) for name, long in (("add", "add"), ("div", "divide")) for of in "df"},
-    **{f"{of}{name}_rn": getattr(np, long) for name, long in (("mul", "multiply"), ("sub", "subtract")) for of in "df"},
+    "add_rn": np.add,
+    "div_rn": np.divide,
+    "mul_rn": np.multiply,
+    "sub_rn": np.subtract,
+    "sqrt_rn": np.sqrt,
     **dict.fromkeys(("finite", "isfinite"), np.isfinite),
     **dict.fromkeys(("pow", "powi"), np.power),
     "cbrt": np.cbrt,
@@ -60,7 +63,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "round": _half_away_from_zero,
     "rsqrt": lambda x: 1 / np.sqrt(x),
 }
-"""By the name that a function has for fp64. (Others end with the type: ``expf``, ``isnand``.)"""
+"""By name, as a rule without the type, which symbols end or begin with: ``expf``, ``isnand``, ``fadd_rn``."""
 
 
 def computed(symbol: str, operands: list[Any], kind: Any) -> Any:
@@ -70,7 +73,8 @@ def computed(symbol: str, operands: list[Any], kind: Any) -> Any:
         TdcollError: it is not in the table.
     """
     name = symbol.removeprefix("__nv_").removeprefix("fast_")
-    function = _FUNCTIONS.get(name) or (_FUNCTIONS.get(name[:-1]) if name[-1] in "df" else None)
+    untyped = name[1:] if name.endswith("_rn") else name[:-1] if name[-1] in "df" else name
+    function = _FUNCTIONS.get(name) or _FUNCTIONS.get(untyped)
     if function is None:
         raise TdcollError(
             f"the simulator doesn't have the library function {symbol}. Write it with functions of triton.language, or "
