@@ -9,8 +9,8 @@ device libraries, or at those that are given. A function *resolves* if every suc
 those that resolve are compiled for sm_90. Their types are guessed from the names of their parameters, in several ways,
 so a function that fails may still compile with the right ones. Prints a line for each function, and the sums.
 
-``--tutorials`` runs :data:`TUTORIALS` on the simulator, without a change, which takes five minutes. Prints a line for
-each, and exits with status 1 if one fails. Nothing of that repository is kept.
+``--tutorials`` runs :data:`TUTORIALS` on the simulator, without a change. That takes ten minutes of two cores. Prints a
+line for each, and exits with status 1 if one fails. Nothing of that repository is kept.
 """
 
 from __future__ import annotations
