@@ -26,10 +26,10 @@ peer sends it from inside the same call; so when epoch e is complete here, every
 order on that peer says that its call e-1, and whatever read the result of e-1 there, is over. Call e+1 writes slot
 (e+1) mod 2 = (e-1) mod 2. With one slot, a fast rank would write e+1 over data of e that a slow one still copies out.
 
-**Phases.** In a call of one phase a rank sends what it had before the call. Where it sends again what it has made of
-what came, as an all-reduce in two stages does, the second phase has an inbox, signals and flagged words of its own: a
-peer that is ahead sends in its second phase while this rank still waits and reads in its first. The argument for slots
-holds for each phase, since it is about calls.
+**Phases.** In a call of one phase a rank sends what it had before the call. A kernel that sends again what it has made
+of what came can have a second phase, with an inbox, signals and flagged words of its own: a peer that is ahead sends in
+its second phase while this rank still waits and reads in its first. The argument for slots holds for each phase, since
+it is about calls. (tdcoll's collectives have one phase; the second stage of an all-reduce has other words or channels.)
 
 **Why waits compare with >=.** A peer can be one epoch ahead of us, not two: for e+2 it needs our signal of e+1. Slots
 alternate, so a signal word goes from e to e+2 only when we are done with e. "At least" costs the same as "equal" and

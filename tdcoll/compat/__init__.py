@@ -83,8 +83,9 @@ def activate() -> None:
     """Let ``import triton_dist`` and its submodules resolve to tdcoll in this process, and ``nvshmem.core`` as well.
 
     Idempotent. On the simulator it also puts stand-ins for ``torch.cuda`` in place, and lets the device ``"cuda"`` be
-    the CPU (:mod:`tdcoll.compat.cuda`). Where ``TDCOLL_EMULATE_NODES`` is set, ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK``
-    become those of the emulated node.
+    the CPU (:mod:`tdcoll.compat.cuda`). There, and where ranks share GPUs, collectives of process groups are complete
+    when they return (:mod:`tdcoll.compat.groups`). Where ``TDCOLL_EMULATE_NODES`` is set, ``LOCAL_WORLD_SIZE`` and
+    ``LOCAL_RANK`` become those of the emulated node.
 
     Raises:
         ImportError: a real Triton-distributed is imported already, or installed; says where it is.
@@ -97,11 +98,14 @@ def activate() -> None:
 
     _finder = _Finder(INTERPRETED or importlib.util.find_spec("nvshmem") is None)
     sys.meta_path.insert(0, _finder)
-    from tdcoll.compat import cuda, nodes
+    from tdcoll.compat import cuda, groups, nodes
+    from tdcoll.runtime import lifecycle
 
     nodes.emulate()
     if INTERPRETED:
         cuda.install()
+    if INTERPRETED or lifecycle.may_share_gpus():
+        groups.install()
 
 
 def _refuse_the_real_one() -> None:

@@ -7,6 +7,7 @@ Run by ``launch.sh --compat``, on GPUs or on the simulator, with any number of r
 from __future__ import annotations
 
 import os
+import time
 
 import nvshmem.core
 import torch
@@ -126,12 +127,12 @@ def main() -> None:
         check(f"pass on, turn {turn}", out[:64], torch.arange(64) * turn + before)
         nvshmem_barrier_all_on_stream(stream)
 
-    gathered, arrived = nvshmem_create_tensor((world, 32), torch.int32), nvshmem_create_tensor((world,), torch.int64)
-    arrived.fill_(0)
-    for turn in (1, 2):
+    gathered = nvshmem_create_tensor((world, 32), torch.int32)
+    arrived = [nvshmem_create_tensor((1,), NVSHMEM_SIGNAL_DTYPE) for _ in range(2)]  # one for each rank, as allocated
+    for turn in (11, 12):
         gathered[rank] = torch.arange(32, device="cuda", dtype=torch.int32) + 100 * rank + turn
         nvshmem_barrier_all_on_stream()
-        gather[(world,)](gathered, arrived, gathered[0].nbytes, turn, world)
+        gather[(world,)](gathered, arrived[turn % 2], gathered[0].nbytes, turn, world)
         nvshmem_barrier_all_on_stream()
         check("gather", gathered, torch.arange(32, dtype=torch.int32) + 100 * torch.arange(world)[:, None].int() + turn)
 
@@ -144,6 +145,13 @@ def main() -> None:
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
     rounds[(4,)](cells, counter, sums, 4)
     check("grid", sums.view(3, 4), torch.tensor([[6], [10], [14]], dtype=torch.int32).expand(3, 4))
+
+    column = torch.full((4096,), rank, dtype=torch.int32, device="cuda")
+    if rank == 0:
+        time.sleep(0.3)
+    group.broadcast(column, 0)  # not waited for
+    torch.cuda.synchronize()
+    check("a broadcast", column, torch.zeros(4096, dtype=torch.int32))
 
     peers = nvshmem_create_tensors((8,), torch.float32, rank, local_world)
     flags = nvshmem_create_tensors((local_world,), torch.int64, rank, local_world)
@@ -189,7 +197,7 @@ def main() -> None:
     assert milliseconds >= 0
     assert word.item() == 11
     barrier.finalize()
-    for tensor in (inbox, signal, gathered, arrived, peers[local], flags[local], meeting):
+    for tensor in (inbox, signal, gathered, *arrived, peers[local], flags[local], meeting):
         nvshmem_free_tensor_sync(tensor)
     assert nvshmem.core.my_pe() == rank
     dist_print("all right", need_sync=True)

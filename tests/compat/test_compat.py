@@ -18,9 +18,12 @@ import torch
 from tiers import second
 
 import tdcoll
+import tdcoll.language as tdl
 from tdcoll.compat import NotProvidedError, _Finder
 from tdcoll.compat.missing import ATTRIBUTES, MODULES
 from tdcoll.compat.triton_dist import nvshmem_core
+from tdcoll.language.jit import jit
+from tdcoll.testing import World
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -39,7 +42,7 @@ def test_a_program_in_its_style(launch: Any, options: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()
     assert said[-1] == "all right"
-    assert len([line for line in said if line.endswith(": right")]) == 14
+    assert len([line for line in said if line.endswith(": right")]) == 15
 
 
 @pytest.mark.gpu
@@ -153,6 +156,37 @@ def test_a_barrier_is_on_the_stream_that_it_is_given(monkeypatch: pytest.MonkeyP
     assert seen == [None, "stream 42", "stream 42"]
     with pytest.raises(TypeError, match=r"stream must be torch\.cuda\.Stream, .* or None; got int"):
         nvshmem_core.barrier(nvshmem_core.Teams.TEAM_WORLD, 42)
+
+
+@jit
+def signals_behind(signals, at):
+    tdl.signal_op(signals + at, 7, tdl.SIGNAL_SET, 1 - tdl.my_pe())
+    tdl.barrier_all_block()
+
+
+def test_tensors_take_whole_cells_of_the_heap() -> None:
+    """NVSHMEM pads its allocations, so programs get away with signals behind the end of one."""
+
+    def cells(pe: int) -> None:
+        signals, other = nvshmem_core.tensor((1,), torch.int64), nvshmem_core.tensor((5, 3), torch.float16)
+        assert (signals.shape, other.shape, other.is_contiguous()) == ((1,), (5, 3), True)
+        signals_behind[(1,)](signals, 63)
+        assert nvshmem_core.get_peer_tensor(signals, pe).shape == (1,)
+        assert signals.as_strided((64,), (1,)).tolist() == [0] * 63 + [7]
+        for tensor in (signals, other):
+            nvshmem_core.free_tensor(tensor)
+        assert tdcoll.heap_info().used == 0
+
+    World(2).run(cells)
+    beyond = "sig_addr must stay within one tensor; got bytes 512..520 of pe[01].tensor, which has 512 bytes"
+    with pytest.raises(ValueError, match=beyond):
+        World(2).run(lambda pe: signals_behind[(1,)](nvshmem_core.tensor((1,), torch.int64), 64))
+
+
+@pytest.mark.parametrize("shape", [(-1,), "3", (2.0,)])
+def test_shapes_of_tensors_are_checked(shape: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="shape must"):
+        World(1).run(lambda pe: nvshmem_core.tensor(shape, torch.int64))
 
 
 @pytest.fixture(scope="module")

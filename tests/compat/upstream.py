@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of Triton-distributed's kernels tdcoll.compat serves: run by hand on a fetched copy of its repository.
+"""How much of Triton-distributed tdcoll.compat handles: run by hand on a fetched copy of its repository.
 
     python tests/compat/upstream.py PATH [--compile] [FUNCTION...]
+    python tests/compat/upstream.py PATH --tutorials
 
-Looks at every ``jit`` function in ``python/triton_dist/kernels/nvidia`` that names something of the device libraries.
-It *resolves* if every such name is provided. With ``--compile`` those that resolve are compiled for sm_90, each with
-types that are guessed from the names of its parameters, several ways; so a failure may be the guess's. Prints a line
-for each function, and the sums. Nothing of that repository is kept.
+The first form looks at every ``jit`` function in ``python/triton_dist/kernels/nvidia`` that names something of the
+device libraries, or at those that are given. A function *resolves* if every such name is provided. With ``--compile``
+those that resolve are compiled for sm_90. Their types are guessed from the names of their parameters, in several ways,
+so a function that fails may still compile with the right ones. Prints a line for each function, and the sums.
+
+``--tutorials`` runs :data:`TUTORIALS` on the simulator, without a change. That takes ten minutes of two cores. Prints a
+line for each, and exits with status 1 if one fails. Nothing of that repository is kept.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ import collections
 import importlib
 import os
 import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +33,21 @@ from typing import Any
 import tdcoll.compat
 from tdcoll.compat import NotProvidedError
 
+TUTORIALS = (
+    ("02-intra-node-allgather.py", ("--nproc", "2"), ()),
+    ("02-intra-node-allgather.py", ("--nproc", "4"), ()),
+    ("03-inter-node-allgather.py", ("--nproc", "2"), ()),
+    ("03-inter-node-allgather.py", ("--nproc", "4"), ()),
+    ("03-inter-node-allgather.py", ("--nproc", "4", "--emulate-nodes", "2"), ()),
+    ("04-deepseek-infer-all2all.py", ("--nproc", "2"), ("-M", "4", "-N", "512", "-G", "8", "--topk", "2")),
+    ("05-intra-node-reduce-scatter.py", ("--nproc", "2"), ()),
+    ("05-intra-node-reduce-scatter.py", ("--nproc", "4"), ()),
+    ("06-inter-node-reduce-scatter.py", ("--nproc", "2"), ()),
+    ("06-inter-node-reduce-scatter.py", ("--nproc", "4"), ()),
+)
+"""Tutorials that run as they are: file, ``launch.sh``'s options, and the tutorial's own."""
+
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = "libshmem_device", "libnvshmem_device", "language_extra", "tma_language"
 
 
@@ -303,15 +323,41 @@ def compile_result(found: Function, folder: Path) -> str:
     return collections.Counter(said).most_common(1)[0][0]
 
 
-def main() -> None:
+# ---------------------------------------------------------------------- tutorials
+
+
+def run_tutorials(folder: Path) -> int:
+    """Run :data:`TUTORIALS`, which lie in ``folder``; return how many failed."""
+    failed = 0
+    for name, options, own in TUTORIALS:
+        command = ["bash", str(ROOT / "launch.sh"), "--simulate", *options, "--timeout", "300", "--compat"]
+        done = subprocess.run([*command, str(folder / name), *own], capture_output=True, text=True, check=False)
+        lines = (done.stdout + done.stderr).strip().splitlines() or [f"status {done.returncode}"]
+        failed += done.returncode != 0
+        print(f"{name}: {' '.join(options)}: {lines[-1] if done.returncode else 'right'}", flush=True)
+    return failed
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what a command line says; options may stand before, between and behind the names."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("functions", nargs="*")
-    given = parser.parse_args()
+    parser.add_argument("path", type=Path, help="the copy of the repository")
+    does = parser.add_mutually_exclusive_group()
+    does.add_argument("--compile", action="store_true", help="compile the functions that resolve")
+    does.add_argument("--tutorials", action="store_true", help="run the tutorials that run unchanged, instead")
+    parser.add_argument("functions", nargs="*", metavar="FUNCTION", help="names; default: all functions")
+    return parser.parse_intermixed_args(given)
+
+
+def main() -> None:
+    given = arguments()
+    if given.tutorials:
+        sys.exit(run_tutorials(given.path / "tutorials") > 0)
     tdcoll.compat.activate()
     files = sorted((given.path / "python/triton_dist/kernels/nvidia").glob("*.py"))
     everything = [found for file in files for found in functions_of(file)]
+    if unknown := sorted(set(given.functions) - {found.name for found in everything}):
+        sys.exit(f"FUNCTION: expected names of functions that use the device libraries, got {', '.join(unknown)}")
     wanted = [found for found in everything if not given.functions or found.name in given.functions]
     resolved = [found for found in wanted if not found.missing]
     reasons = collections.Counter(why for found in wanted for why in set(found.missing.values()))

@@ -105,8 +105,37 @@ def not_of_int32(out, x):
 @pytest.mark.parametrize(("kernel", "sign"), [(and_of_int32, "and"), (not_of_int32, "not")])
 def test_integers_are_no_truth_values(kernel, sign):
     """The compiler refuses these."""
-    with pytest.raises(TypeError, match=f"`{sign}` of int32: Triton has it for booleans only; compare first"):
+    with pytest.raises(TypeError, match=f"`{sign}` of int32: Triton has it for booleans and pointers only"):
         launch(kernel, torch.zeros(1, dtype=torch.int32), 3)
+
+
+@jit
+def pointers(out, p, n):
+    if p and n != 3:
+        tl.store(out, 1)
+    if n == 3 or p:
+        tl.store(out + 1, 1)
+    if not p:
+        tl.store(out + 2, 1)
+    i = tl.arange(0, 4)
+    some = tl.where(i < 2, p, p - p.to(tl.int64) // 4)  # the others are null
+    tl.store(out + 4 + i, 1, mask=some and i > 0)
+
+
+@pytest.mark.parametrize(
+    ("there", "n", "expected"),
+    [
+        (True, 2, [1, 1, 0, 0, 0, 1, 0, 0]),
+        (True, 3, [0, 1, 0, 0, 0, 1, 0, 0]),
+        (False, 2, [0, 0, 1, 0, 0, 0, 0, 0]),
+        (False, 3, [0, 1, 1, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_pointer_is_true_if_it_is_not_null(there, n, expected):
+    """`truth_of_pointers` of stores_and_waits_checks.py shows the same on GPUs, and `tests/compile` compiles it."""
+    out = torch.zeros(8, dtype=torch.int32)
+    launch(pointers, out, torch.zeros(4 * there, dtype=torch.int32), n)
+    assert out.tolist() == expected
 
 
 @jit

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores to peers' memory and waits for what arrives, by the device language, on every rank of a job.
 
-Through pointers, as words that say by themselves that they are there, by copies; and waits that loads stay behind, and
-that end.
+Through pointers, as words that say by themselves that they are there, by copies; waits that loads stay behind, and that
+end; and the truth of pointers.
 """
 
 from __future__ import annotations
@@ -128,6 +128,16 @@ def copies(dst, src, nbytes):
 
 
 @tdcoll.jit
+def truth_of_pointers(src, out, value):
+    if src and value != 3:
+        tl.store(out, 1)
+    if value == 3 or src:
+        tl.store(out + 1, 1)
+    if not src:
+        tl.store(out + 2, 1)
+
+
+@tdcoll.jit
 def never(signals, monitor, ok, n, BLOCK: tl.constexpr):
     tl.store(ok, tdl.wait_signals(signals, n, -1, tdl.CMP_GE, 9, monitor, BLOCK))
     tl.store(ok + 1, tdl.wait_signal(signals, tdl.CMP_GE, 9, monitor, 0, 0))
@@ -250,6 +260,15 @@ def block_copies() -> None:
             wanted = torch.full_like(room, 255)
             wanted[shift_to : shift_to + nbytes] = source[shift_from : shift_from + nbytes]
             expect(torch.equal(room, wanted), f"{nbytes} bytes, shifts {shift_to}, {shift_from}")
+
+
+@check
+def pointers_are_true_unless_null() -> None:
+    """A tensor without elements has a null pointer."""
+    for elements, value, wanted in ((4, 2, [1, 1, 0]), (4, 3, [0, 1, 0]), (0, 2, [0, 0, 1]), (0, 3, [0, 1, 1])):
+        out = torch.zeros(3, dtype=torch.int32, device=device())
+        truth_of_pointers[(1,)](torch.zeros(elements, dtype=torch.uint8, device=device()), out, value)
+        expect(out.tolist() == wanted, f"{elements} elements, {value}: {out.tolist()}")
 
 
 @check

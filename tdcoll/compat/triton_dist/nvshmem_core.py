@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import Any
 
 import torch
 
 import tdcoll
+from tdcoll import arguments
 from tdcoll.compat.triton_dist.nvshmem_bindings import my_pe, n_pes
+from tdcoll.runtime.heap import ALIGNMENT
 
 __all__ = ["Teams", "barrier", "finalize", "free_tensor", "get_peer_tensor", "my_pe", "n_pes", "tensor"]
 
@@ -28,8 +31,15 @@ def finalize() -> None:
 
 
 def tensor(shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """``-> [*shape]`` symmetric tensor, as :func:`tdcoll.empty` makes it. Collective."""
-    return tdcoll.empty(shape, dtype)
+    """``-> [*shape]`` symmetric tensor, as :func:`tdcoll.empty` makes it. Collective.
+
+    It is a view of whole cells of the heap. NVSHMEM pads its allocations as well, and some programs put signals behind
+    the end of a tensor of one element. (Triton-distributed's tutorial 03 does.)
+    """
+    extents = arguments.extents("shape", shape)
+    arguments.instance("dtype", dtype, torch.dtype, "a torch.dtype")
+    elements, in_a_cell = math.prod(extents), ALIGNMENT // dtype.itemsize
+    return tdcoll.empty(-(-elements // in_a_cell) * in_a_cell, dtype)[:elements].view(extents)
 
 
 def free_tensor(tensor: torch.Tensor) -> None:

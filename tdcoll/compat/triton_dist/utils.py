@@ -19,6 +19,7 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll.compat import nodes
 from tdcoll.compat.missing import attributes_of
+from tdcoll.compat.triton_dist import nvshmem_core
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import lifecycle
 
@@ -168,9 +169,9 @@ def get_triton_dist_local_world_size() -> int:
 
 
 def nvshmem_create_tensor(shape: Sequence[int] | int, dtype: torch.dtype) -> torch.Tensor:
-    """``-> [*shape]`` symmetric tensor, uninitialised. Collective."""
+    """``-> [*shape]`` symmetric tensor, uninitialised. Collective: :func:`.nvshmem_core.tensor`, behind all streams."""
     torch.cuda.synchronize()
-    return tdcoll.empty(shape, dtype)
+    return nvshmem_core.tensor(shape, dtype)
 
 
 def nvshmem_create_tensors(

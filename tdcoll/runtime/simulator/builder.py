@@ -16,6 +16,7 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
+from tdcoll.runtime.simulator import libdevice
 from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import MIXED, joined
 from tdcoll.runtime.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
@@ -167,6 +168,11 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
             for h in (a, b)
         ]
         return super().create_dot(*wide, d, *options)
+
+    def create_extern_elementwise(
+        self, library: str, path: str, symbol: str, operands: list[Any], ret_ty: Any, is_pure: bool
+    ) -> Any:
+        return libdevice.computed(symbol, operands, ret_ty.scalar)
 
     def get_block_ty(self, dtype: Any, shape: Any) -> Any:
         return block_type(dtype, shape)

@@ -5,7 +5,8 @@ While a machine is installed:
 
 - launches go to the machine, which runs the programs as tasks (:mod:`.launcher`);
 - operations of kernels are shown to the machine (:mod:`.builder`);
-- Triton's language is patched once, not at every launch and at every call of a nested function;
+- Triton's language is patched once, not at every launch and at every call of a nested function, and with it
+  ``libdevice`` (:mod:`.libdevice`);
 - kernels are rewritten (:mod:`.rewrite`): tensors in ``and``, ``or``, ``not``, and branches on ``tid``.
 
 Everything is put back by :meth:`Installed.remove`, also after errors.
@@ -25,7 +26,7 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.errors import TdcollError
-from tdcoll.runtime.simulator import current
+from tdcoll.runtime.simulator import current, libdevice
 from tdcoll.runtime.simulator.builder import MachineBuilder, StockBuilder, is_narrow_handle, moved_from, numpy_dtype
 from tdcoll.runtime.simulator.extents import Extents
 from tdcoll.runtime.simulator.lanes import kernel_globals
@@ -86,6 +87,8 @@ class Installed:
         # triton 3.6 with numpy >= 2.4: int() of a one-element array fails, and with it range(runtime value)
         self._language.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
         for owner, name, function in shortcuts(check_overflow=wanted.check_overflow):
+            self._language.set_attr(owner, name, function)
+        for owner, name, function in libdevice.replacements():
             self._language.set_attr(owner, name, function)
         self._saved: list[tuple[Any, str, Any]] = []
         self._replace(module, "GridExecutor", MachineLauncher)

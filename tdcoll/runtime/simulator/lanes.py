@@ -271,7 +271,7 @@ def _logical(values: tuple[Callable[[], Any], ...], sign: str, method: str, ends
     while len(tensors) > 1:
         other, one = tensors.pop(), tensors.pop()
         for operand in (one, other):
-            _require_boolean(operand, sign)
+            _require_truth(operand, sign)
         tensors.append(getattr(one, method)(other))
     return tensors[0]
 
@@ -287,14 +287,16 @@ def _or(*values: Callable[[], Any]) -> Any:
 def _not(value: Any) -> Any:
     if not isinstance(value, tl.tensor):
         return not value
-    _require_boolean(value, "not")
+    _require_truth(value, "not")
     return value.__not__()
 
 
-def _require_boolean(operand: Any, sign: str) -> None:
-    if not operand.type.scalar.is_int1():
+def _require_truth(operand: Any, sign: str) -> None:
+    """Raise ``TypeError`` unless ``operand`` is boolean, or a pointer, which is true if it isn't null."""
+    kind = operand.type.scalar
+    if not (kind.is_int1() or kind.is_ptr()):
         raise TypeError(
-            f"`{sign}` of {operand.type.scalar}: Triton has it for booleans only; compare first, such as `x != 0`"
+            f"`{sign}` of {kind}: Triton has it for booleans and pointers only; compare first, such as `x != 0`"
         )
 
 

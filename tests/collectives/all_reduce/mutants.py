@@ -122,8 +122,10 @@ OWN_FIRST = to(RECEIVED, CAME, "tl.where(r == 0, mine[part], tl.where(r == g.ran
 
 MUTANTS = [
     # ------------------------------------------------------------------ words
-    # Two-shot could do with two, and with flags, of equal sizes, with one: a rank that has all sums knows that all
-    # others have cleared their memory, and read what it sent first.
+    # Two-shot needs its third slot as well, although it clears before it sends sums. A rank that has all sums knows
+    # that the others have issued the stores that clear their memory, but nothing orders those before the sums: with two
+    # slots they may land on words of the next call. With flags nothing is cleared, and calls of equal sizes could do
+    # with one slot: a rank that has all sums knows that all others have read what it sent first.
     Mutant(
         "one-shot: two slots",
         to("lamport.slot", "call % 3", "call % 2"),
