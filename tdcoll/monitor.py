@@ -107,13 +107,15 @@ class WaitMonitor:
         """
         if self.expired:
             self._runtime.failed = self._reported = True
-            host = self._host
+            words = [int(word) for word in self._host]
+            wait: dict[str, int] = {
+                "signal": words[c.RECORD_SIGNAL.value],
+                "epoch": words[c.RECORD_EPOCH.value],
+                "expected": words[c.RECORD_EXPECTED.value],
+                "seen": words[c.RECORD_SEEN.value],
+            }
+            if wait["expected"] == c.GAVE_UP.value:  # stores.none_gave_up
+                wait = {"epoch": wait["seen"] - c.GAVE_UP.value}
             raise CollectiveTimeout(
-                rank=int(host[c.RECORD_RANK.value]),
-                peer=int(host[c.RECORD_PEER.value]),
-                signal=int(host[c.RECORD_SIGNAL.value]),
-                epoch=int(host[c.RECORD_EPOCH.value]),
-                expected=int(host[c.RECORD_EXPECTED.value]),
-                seen=int(host[c.RECORD_SEEN.value]),
-                timeout_s=self.timeout_s,
+                rank=words[c.RECORD_RANK.value], peer=words[c.RECORD_PEER.value], timeout_s=self.timeout_s, **wait
             )

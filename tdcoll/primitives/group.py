@@ -10,7 +10,9 @@ overwrite what its peers still read of the first, nor have a signal that the fir
 
 Signals are named by their role. ``arrived[slot, phase, channel, r]`` is set to the epoch by whoever delivers chunk
 ``channel`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call in
-which peers write to memory of the caller's, and polled here before that memory of rank r is written.
+which peers write to memory of the caller's or read it, and polled here before that memory of rank r is touched.
+``gave_up[r]`` is set by rank r, once and for all, if it ends a call before its peers have read its memory, and looked at
+here after that memory has been read; see :mod:`tdcoll.primitives.stores`.
 """
 
 from collections.abc import Iterable
@@ -43,6 +45,7 @@ class Group(NamedTuple):
     Attributes:
         arrived: int64 ``[2, phases, channels, world]``, symmetric.
         entered: int64 ``[world]``, symmetric.
+        gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank gave up.
         control: int64 ``[1]``: the epoch.
         monitor: int64 ``[4]``: deadline of waits.
         deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each rank that can
@@ -53,6 +56,7 @@ class Group(NamedTuple):
 
     arrived: Any
     entered: Any
+    gave_up: Any
     control: Any
     monitor: Any
     deltas: Any
