@@ -83,8 +83,8 @@ class CollectiveTimeout(TdcollError):
         self.expected, self.seen, self.timeout_s = expected, seen, timeout_s
         if signal is None:
             why = (
-                f"for peer {peer}, which had itself given up in epoch {epoch}: it may have filled its memory anew before "
-                "this rank had read it. The peer's own error says whom it waited for. "
+                f"for peer {peer}, which had itself given up in epoch {epoch}: it may have filled its memory anew "
+                "before this rank had read it. The peer's own error says whom it waited for. "
             )
         else:
             why = (

@@ -108,14 +108,15 @@ class WaitMonitor:
         if self.expired:
             self._runtime.failed = self._reported = True
             words = [int(word) for word in self._host]
-            wait: dict[str, int] = {
-                "signal": words[c.RECORD_SIGNAL.value],
-                "epoch": words[c.RECORD_EPOCH.value],
-                "expected": words[c.RECORD_EXPECTED.value],
-                "seen": words[c.RECORD_SEEN.value],
-            }
-            if wait["expected"] == c.GAVE_UP.value:  # stores.none_gave_up
-                wait = {"epoch": wait["seen"] - c.GAVE_UP.value}
+            rank, peer, seen = (words[place.value] for place in (c.RECORD_RANK, c.RECORD_PEER, c.RECORD_SEEN))
+            if words[c.RECORD_EXPECTED.value] == c.GAVE_UP.value:  # stores.none_gave_up
+                raise CollectiveTimeout(rank=rank, peer=peer, epoch=seen - c.GAVE_UP.value, timeout_s=self.timeout_s)
             raise CollectiveTimeout(
-                rank=words[c.RECORD_RANK.value], peer=words[c.RECORD_PEER.value], timeout_s=self.timeout_s, **wait
+                rank=rank,
+                peer=peer,
+                signal=words[c.RECORD_SIGNAL.value],
+                epoch=words[c.RECORD_EPOCH.value],
+                expected=words[c.RECORD_EXPECTED.value],
+                seen=seen,
+                timeout_s=self.timeout_s,
             )

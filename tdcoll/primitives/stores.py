@@ -11,18 +11,19 @@ stream may fill the memory anew while a peer that is late still reads it. Waitin
 reader, and the two sides do this:
 
 - The owner calls :func:`tell_gave_up` before its launch ends, unless it has heard from all readers. One program does,
-  and it must also do so if it begins with ``alive`` 0: another program of the same launch may have invited the peers
-  to read before a wait of a third one expired. A rank that has given up enters no later call, so telling once is enough.
+  and it must also do so if it begins with ``alive`` 0: another program of the same launch may have invited the peers to
+  read before a wait of a third one expired. A rank that has given up enters no later call, so telling once is enough.
 - A reader calls :func:`none_gave_up` after its loads. If a peer has given up, the reader counts as expired as well: its
   numbers may be wrong, and the next call or check on its host raises, naming that peer.
 
 Why a reader that sees nothing has read the right bytes: the owner's word reaches the peers before the owner's launch
 ends, because a release at system scope follows it, and its memory changes only after the launch. A reader whose load
-took a new byte took it after that, and looks at the word later still. On the reader's side the order is: a thread stores
-what it has made of its loads, hence has their values; then comes a barrier of the block and a release at system scope,
-that of the signal "I have read"; then a barrier, and the acquire loads of the words. One step is an assumption about
-the machine rather than a promise of PTX, whose model says nothing of a weak load that races with a store: a load whose
-value is known is not performed later, and the acquire load after the barrier doesn't take an older view of memory.
+took a new byte took it after that, and looks at the word later still. On the reader's side the order is: a thread
+stores what it has made of its loads, hence has their values; then comes a barrier of the block and a release at system
+scope, that of the signal "I have read"; then a barrier, and the acquire loads of the words. One step is an assumption
+about the machine rather than a promise of PTX, whose model says nothing of a weak load that races with a store: a load
+whose value is known is not performed later, and the acquire load after the barrier doesn't take an older view of
+memory.
 
 An owner that gives up after the reader has looked does no harm, because the loads were done by then.
 """

@@ -14,19 +14,20 @@ Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by every program that sums.
 ``arrived[slot, channel, s]`` on rank r is set by rank s when it has read that chunk of its part here, and polled by the
 last program, which so hears from every rank.
-``gave_up[s]`` on rank r is set by the last program of rank s if it has not heard from everybody in time, and looked at by
-every program that has summed.
+``gave_up[s]`` on rank r is set by the last program of rank s if it has not heard from everybody in time, and looked at
+by every program that has summed.
 
 Ordering: what has filled ``source`` is earlier on the stream, hence before the release of ``entered``; who sums
 acquires it. A release comes after the loads of its block, which its barrier has waited for. So the loads come before
 whatever the rank that acquires the signal does after the call, such as filling ``source`` anew.
 
-A rank that gives up fills ``source`` anew all the same, and a late peer would sum the new numbers. It therefore tells its
-peers before its launch ends, and they look when they have summed, see :mod:`tdcoll.primitives.stores`. The last program
-tells, because no peer reads any more once it has heard from all of them; it does so as well if it begins after another
-program has given up, since the first program may have said that ``source`` is there. In a launch whose programs all begin
-after that, nobody has been told to read. The look comes after the release, where it costs a wave of programs nothing but
-the time in which the signal is on its way: a barrier and ``world - 1`` loads at once from this GPU's memory.
+A rank that gives up fills ``source`` anew all the same, and a late peer would sum the new numbers. It therefore tells
+its peers before its launch ends, and they look when they have summed, see :mod:`tdcoll.primitives.stores`. The last
+program tells, because no peer reads any more once it has heard from all of them; it does so as well if it begins after
+another program has given up, since the first program may have said that ``source`` is there. In a launch whose programs
+all begin after that, nobody has been told to read. The look comes after the release, where it costs a wave of programs
+nothing but the time in which the signal is on its way: a barrier and ``world - 1`` loads at once from this GPU's
+memory.
 
 Order of programs: the first says that the rank has entered before it waits. Those that sum wait for that alone. The
 last waits for programs that sum on other ranks, which come before it there; so any number of resident blocks makes
