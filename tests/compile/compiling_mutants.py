@@ -20,6 +20,8 @@ from tdcoll.language import jit, waits
 from tdcoll.language.jit import jit as tdl_jit
 from tdcoll.primitives.group import in_stream_order
 
+ABORTED = 'tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed")'
+
 
 @triton.jit
 def wait_signal_without_its_barrier(signal, compare: tl.constexpr, value, monitor, peer, index):
@@ -68,7 +70,7 @@ def compile_mutants() -> dict[str, list[str]]:
             ("released without a barrier", Change("stores.release", "tdl.syncthreads()", "pass")),
             (
                 "epoch read without a barrier",
-                Change("group.begin_epoch", "tdl.block_and(aborted == 0)", "(aborted == 0).to(tl.int32)"),
+                Change("group.still_alive", f"tdl.block_and({ABORTED} == 0)", f"({ABORTED} == 0).to(tl.int32)"),
             ),
         ):
             with installed([change], Path(folder)):
