@@ -14,7 +14,7 @@ Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by every program that sums.
 ``arrived[slot, channel, s]`` on rank r is set by rank s when it has read that chunk of its part here, and polled by the
 last program, which so hears from every rank.
-``gave_up[s]`` on rank r is set by the last program of rank s if it has not heard from everybody in time, and looked at
+``gave_up[s]`` on rank r is set by the last program of rank s if it has not heard from every peer in time, and looked at
 by every program that has summed.
 
 Ordering: what has filled ``source`` is earlier on the stream, hence before the release of ``entered``; who sums
@@ -25,7 +25,7 @@ A rank that gives up fills ``source`` anew all the same, and a late peer would s
 its peers before its launch ends, and they look when they have summed, see :mod:`tdcoll.primitives.stores`. The last
 program tells, because no peer reads any more once it has heard from all of them; it does so as well if it begins after
 another program has given up, since the first program may have said that ``source`` is there. In a launch whose programs
-all begin after that, nobody has been told to read. The look comes after the release, where it costs a wave of programs
+all begin after that, no peer has been told to read. The look comes after the release, where it costs a wave of programs
 nothing but the time in which the signal is on its way: a barrier and ``world - 1`` loads at once from this GPU's
 memory.
 
