@@ -9,7 +9,9 @@ A context owns, in symmetric memory,
 - ``flagged`` ``[2, phases, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small
   messages inside nodes;
 - ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
-  the caller's as its result (see "in place" below);
+  the caller's that its peers write or read (see "in place" below);
+- ``gave_up`` ``[world]`` int64: ``gave_up[r]`` is 0 until rank r ends a call whose memory its peers have yet to read
+  (:mod:`tdcoll.primitives.stores`);
 
 and, in ordinary device memory, one 64-bit ``control`` word: the epoch. (Slots and phases are one dimension of the
 tensors: row ``slot * phases + phase``.) If asked, it also has an inbox for words that announce themselves
@@ -231,10 +233,12 @@ class CollectiveContext(Gate):
         self.staging = self._allocate((rows, world, self.capacity), torch.uint8, "staging")
         self.signals = self._allocate((rows, self.channels, world), torch.int64, "signals")
         self.ready = self._allocate((world,), torch.int64, "ready")
+        self.gave_up = self._allocate((world,), torch.int64, "gave_up")
         self.flagged = self._allocate((rows, world, words, 2), torch.int64, "flagged")
         self.flagged.zero_()
         self.signals.zero_()
         self.ready.zero_()
+        self.gave_up.zero_()
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.device_group = self._device_group()
         self.lamport_bytes = self.lamport_bytes if self.stores else 0
@@ -284,6 +288,7 @@ class CollectiveContext(Gate):
         return Group(
             arrived=self.signals,
             entered=self.ready,
+            gave_up=self.gave_up,
             control=self.control,
             monitor=self.monitor.words,
             deltas=torch.tensor(deltas, dtype=torch.int64, device=self.device),

@@ -52,14 +52,15 @@ class CollectiveTimeout(TdcollError):
     """A deadline has passed: a rank did not do in time what this one waited for.
 
     Every deadline of tdcoll ends in this class or in one derived from it. A wait in a kernel, for a peer's signal, sets
-    all attributes. A wait on the host (joining, making a context, ``Work.wait``) sets ``timeout_s`` and, where it is
-    known, ``rank``; the others are None, and the message names what was waited for.
+    all attributes. If the peer has itself timed out, and this rank may have read its memory too late, ``signal``,
+    ``expected`` and ``seen`` are None. A wait on the host (joining, making a context, ``Work.wait``) sets ``timeout_s``
+    and, where it is known, ``rank``; the others are None, and the message names what was waited for.
 
     Attributes:
         rank: rank that waited: of the group for a wait in a kernel, of the job for one on the host.
         peer: group rank that it waited for.
         signal: index of the signal in the context's row of signals.
-        epoch: the call, counted from 1, in which the wait expired.
+        epoch: the call, counted from 1, in which the wait expired; or in which the peer's did.
         expected: value that the signal had to reach.
         seen: value that it had.
         timeout_s: the deadline, in seconds.
@@ -80,12 +81,19 @@ class CollectiveTimeout(TdcollError):
         """``host_wait``: in what the host waited and for whom, as the words behind "waited 30 s"; a kernel's: None."""
         self.rank, self.peer, self.signal, self.epoch = rank, peer, signal, epoch
         self.expected, self.seen, self.timeout_s = expected, seen, timeout_s
-        waited = host_wait or (
-            f"for peer {peer}: signal {signal} had to reach {expected} in epoch {epoch} and is {seen}. "
-            "The peer has died, hangs, did not make this call or made it with "
-            "other arguments (TDCOLL_DEBUG=1 compares them). "
-            "What was being exchanged is incomplete, and the context cannot be used any more: start the job again"
-        )
+        if signal is None:
+            why = (
+                f"for peer {peer}, which had itself given up in epoch {epoch}: it may have filled its memory anew "
+                "before this rank had read it. The peer's own error says whom it waited for. "
+            )
+        else:
+            why = (
+                f"for peer {peer}: signal {signal} had to reach {expected} in epoch {epoch} and is {seen}. "
+                "The peer has died, hangs, did not make this call or made it with "
+                "other arguments (TDCOLL_DEBUG=1 compares them). "
+            )
+        end = "What was being exchanged is incomplete, and the context cannot be used any more: start the job again"
+        waited = host_wait or why + end
         # PyTorch's tests, and whoever greps logs, look for the word with a space on both sides.
         super().__init__(
             f"{'' if rank is None else f'rank {rank} '}waited {timeout_s:g} s {waited}. If a rank is only slow, set a "

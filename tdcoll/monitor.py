@@ -107,13 +107,16 @@ class WaitMonitor:
         """
         if self.expired:
             self._runtime.failed = self._reported = True
-            host = self._host
+            words = [int(word) for word in self._host]
+            rank, peer, seen = (words[place.value] for place in (c.RECORD_RANK, c.RECORD_PEER, c.RECORD_SEEN))
+            if words[c.RECORD_EXPECTED.value] == c.GAVE_UP.value:  # stores.none_gave_up
+                raise CollectiveTimeout(rank=rank, peer=peer, epoch=seen - c.GAVE_UP.value, timeout_s=self.timeout_s)
             raise CollectiveTimeout(
-                rank=int(host[c.RECORD_RANK.value]),
-                peer=int(host[c.RECORD_PEER.value]),
-                signal=int(host[c.RECORD_SIGNAL.value]),
-                epoch=int(host[c.RECORD_EPOCH.value]),
-                expected=int(host[c.RECORD_EXPECTED.value]),
-                seen=int(host[c.RECORD_SEEN.value]),
+                rank=rank,
+                peer=peer,
+                signal=words[c.RECORD_SIGNAL.value],
+                epoch=words[c.RECORD_EPOCH.value],
+                expected=words[c.RECORD_EXPECTED.value],
+                seen=seen,
                 timeout_s=self.timeout_s,
             )

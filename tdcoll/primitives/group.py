@@ -10,7 +10,9 @@ overwrite what its peers still read of the first, nor have a signal that the fir
 
 Signals are named by their role. ``arrived[slot, phase, channel, r]`` is set to the epoch by whoever delivers chunk
 ``channel`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call in
-which peers write to memory of the caller's, and polled here before that memory of rank r is written.
+which peers write to memory of the caller's or read it, and polled here before that memory of rank r is touched.
+``gave_up[r]`` is set by rank r, once and for all, if it ends a call before its peers have read its memory, and looked
+at here after that memory has been read; see :mod:`tdcoll.primitives.stores`.
 """
 
 from collections.abc import Iterable
@@ -29,7 +31,7 @@ from tdcoll.runtime.topology import Topology
 __all__ = [
     *("EPOCH_SHIFT", "Group", "Nodes", "Window"),
     *("begin_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "now", "row", "segment", "slot", "start"),
-    "this_program",
+    *("still_alive", "this_program"),
 ]
 
 EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
@@ -43,6 +45,7 @@ class Group(NamedTuple):
     Attributes:
         arrived: int64 ``[2, phases, channels, world]``, symmetric.
         entered: int64 ``[world]``, symmetric.
+        gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank gave up.
         control: int64 ``[1]``: the epoch.
         monitor: int64 ``[4]``: deadline of waits.
         deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each rank that can
@@ -53,6 +56,7 @@ class Group(NamedTuple):
 
     arrived: Any
     entered: Any
+    gave_up: Any
     control: Any
     monitor: Any
     deltas: Any
@@ -147,6 +151,15 @@ def this_program():
 
 
 @jit
+def still_alive(monitor):
+    """1 until a wait of the context has expired; then 0, and the program must do nothing that peers may notice.
+
+    A barrier of the block, whose threads all get the same answer.
+    """
+    return tdl.block_and(tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed") == 0)
+
+
+@jit
 def begin_epoch(control, monitor):
     """``(epoch, alive)``: this call, counted from 1. Every program of the launch calls it exactly once.
 
@@ -154,13 +167,12 @@ def begin_epoch(control, monitor):
     last one has read it; the next launch on the stream starts after this one ends. The barrier makes that true of every
     thread: all read the word, and one adds. Nobody waits for the addition.
 
-    ``alive`` is 0 once a wait of the context has expired: the program must then do nothing. A rank that gave up on a
-    peer and went on sending would write the next calls' data over what a peer that is only late has yet to read.
+    ``alive`` is that of :func:`still_alive`. A rank that gave up on a peer and went on sending would write the next
+    calls' data over what a peer that is only late has yet to read.
     """
     program, programs = this_program()
     word = tdl.ld(control, "gpu", "relaxed")
-    aborted = tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed")
-    alive = tdl.block_and(aborted == 0)
+    alive = still_alive(monitor)
     share = _EPOCH // programs
     if program == programs - 1:
         share = _EPOCH - share * (programs - 1)
@@ -182,9 +194,7 @@ def now(g):
     the epoch until the next call's :func:`start`, whatever the grids of the launches between.
     """
     word = tdl.ld(g.control, "gpu", "relaxed")
-    aborted = tdl.ld(g.monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed")
-    alive = tdl.block_and(aborted == 0)
-    return word >> EPOCH_SHIFT, alive
+    return word >> EPOCH_SHIFT, still_alive(g.monitor)
 
 
 @jit

@@ -4,6 +4,28 @@
 A peer's copy of a symmetric address is that address plus the peer's *delta*. The order of data and signal is PTX's: the
 stores of a block come before its barrier, and that comes before the release at system scope by one of its threads; who
 acquires the signal sees the data. Nothing of NVSHMEM's device code is needed.
+
+**Loads from a peer's memory, and a peer that gives up.** A rank whose memory peers load from waits at the end of its
+launch until they say that they have. If that wait expires, the launch ends all the same, and the next kernel on the
+stream may fill the memory anew while a peer that is late still reads it. Waiting alone therefore can't protect the
+reader, and the two sides do this:
+
+- The owner calls :func:`tell_gave_up` before its launch ends, unless it has heard from all readers. One program does,
+  and it must also do so if it begins with ``alive`` 0: another program of the same launch may have invited the peers to
+  read before a wait of a third one expired. A rank that has given up enters no later call, so telling once is enough.
+- A reader calls :func:`none_gave_up` after its loads. If a peer has given up, the reader counts as expired as well: its
+  numbers may be wrong, and the next call or check on its host raises, naming that peer.
+
+Why a reader that sees nothing has read the right bytes: the owner's word reaches the peers before the owner's launch
+ends, because a release at system scope follows it, and its memory changes only after the launch. A reader whose load
+took a new byte took it after that, and looks at the word later still. On the reader's side the order is: a thread
+stores what it has made of its loads, hence has their values; then comes a barrier of the block and a release at system
+scope, that of the signal "I have read"; then a barrier, and the acquire loads of the words. One step is an assumption
+about the machine rather than a promise of PTX, whose model says nothing of a weak load that races with a store: a load
+whose value is known is not performed later, and the acquire load after the barrier doesn't take an older view of
+memory.
+
+An owner that gives up after the reader has looked does no harm, because the loads were done by then.
 """
 
 import triton.language as tl
@@ -11,7 +33,8 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 
-__all__ = ["may_write", "push", "release", "release_to", "release_to_all", "say_entered"]
+__all__ = ["may_write", "none_gave_up", "push", "release", "release_to", "release_to_all", "say_entered"]
+__all__ += ["tell_gave_up"]
 
 
 @jit
@@ -68,3 +91,31 @@ def may_write(g, window, peer, epoch):
     if window.slots == 1:
         allowed = tdl.wait_signal(g.entered + peer, tdl.CMP_GE, epoch, g.monitor, peer, peer)
     return allowed
+
+
+@jit
+def tell_gave_up(g, epoch):
+    """Tell all peers that this rank gives up in call ``epoch``: what they load of its memory from now on may be newer.
+
+    For one program of a launch, before it ends. It acts on the first call on a context, and does nothing later: by then
+    peers may have left.
+    """
+    mine = g.gave_up + g.rank
+    if tdl.block_and(tdl.ld(mine, "gpu", "relaxed") == 0) != 0:
+        release_to_all(g, mine, epoch + tdl.GAVE_UP)
+        if tdl.tid(0) == 0:
+            tdl.st_release(mine, epoch + tdl.GAVE_UP, "sys")  # when the peers have it
+
+
+@jit
+def none_gave_up(g, WAITED: tl.constexpr):
+    """1 if no peer had given up when the block's earlier loads were done; otherwise 0, and the monitor has the peer.
+
+    To be called after the release that says that the loads are done. A peer that has given up won't take that back, so
+    the wait runs until the deadline.
+
+    Args:
+        WAITED: a power of two of at least ``world``.
+    """
+    tdl.syncthreads()
+    return tdl.wait_signals(g.gave_up, g.world, g.rank, tdl.CMP_LT, tdl.GAVE_UP, g.monitor, WAITED)

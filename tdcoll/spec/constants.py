@@ -14,6 +14,7 @@ __all__ = [
     "CMP_LE",
     "CMP_LT",
     "CMP_NE",
+    "GAVE_UP",
     "MONITOR_ABORTED",
     "MONITOR_RANK",
     "MONITOR_RECORD",
@@ -48,6 +49,9 @@ CMP_GE = NVSHMEM_CMP_GE = tl.constexpr(5)
 
 SIGNAL_SET = NVSHMEM_SIGNAL_SET = tl.constexpr(9)
 SIGNAL_ADD = NVSHMEM_SIGNAL_ADD = tl.constexpr(10)
+
+# What a rank that gives up tells its peers: this, plus the epoch. More than any epoch. See tdcoll.primitives.stores.
+GAVE_UP = tl.constexpr(1 << 62)
 
 # A *monitor* is what bounded waits share with the host: int64 words in device memory. See tdcoll.monitor.
 MONITOR_ABORTED = tl.constexpr(0)  # 1 once a wait has expired: later waits return at once

@@ -128,6 +128,7 @@ def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> d
     return {
         "kernel": kernel.__name__,
         "arch": arch,
+        "world": WORLD,
         "dtype": str(constants["DTYPE"]),
         "announced": announced,
         "needs": needs_nvshmem(kernel),

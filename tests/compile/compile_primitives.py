@@ -29,7 +29,7 @@ from tdcoll.primitives.tiles import Tiles
 
 WORLD = 4
 TYPES: dict[str, Any] = {
-    "g": Group("*i64", "*i64", "*i64", "*i64", "*i64", "i32", channels=16, world=WORLD, phases=2),
+    "g": Group(*["*i64"] * 6, "i32", channels=16, world=WORLD, phases=2),
     "window": Window("i64", "i64", "*i64", 2),
     "lamport": Lamport("i64", "i64", "*i64", "*i64"),
     "tiles": Tiles("*i32", "*i64"),
@@ -78,7 +78,7 @@ def of_rank(name: str, constants: dict[str, int], rank: int) -> str:
     words, counts = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     sizes = {"channels": tl.constexpr(16), "world": tl.constexpr(WORLD), "phases": tl.constexpr(2)}
     known = {
-        "g": Group(words, words, words, words, words, rank, **sizes),
+        "g": Group(*[words] * 6, rank, **sizes),
         "window": Window(4096 * rank, 16 * rank + 1, words, tl.constexpr(2)),
         "lamport": Lamport(4096 * rank, 16 * rank + 1, words, words),
         "tiles": Tiles(counts, words),

@@ -21,6 +21,8 @@ from tdcoll.language import jit, waits
 from tdcoll.language.jit import jit as tdl_jit
 from tdcoll.primitives.group import in_stream_order
 
+ABORTED = 'tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed")'
+
 
 @triton.jit
 def wait_signal_without_its_barrier(signal, compare: tl.constexpr, value, monitor, peer, index):
@@ -66,7 +68,7 @@ CHANGED = {  # kernel, change
     "released to this GPU only": (GATHER, Change("stores.release", "'sys'", "'gpu'")),
     "epoch read without a barrier": (
         GATHER,
-        Change("group.begin_epoch", "tdl.block_and(aborted == 0)", "(aborted == 0).to(tl.int32)"),
+        Change("group.still_alive", f"tdl.block_and({ABORTED} == 0)", f"({ABORTED} == 0).to(tl.int32)"),
     ),
     "read, and released without a barrier": (PULL, Change("stores.release_to_all", "tdl.syncthreads()", "pass")),
     "put without a barrier": (PUTS, Change("puts.put_staged", "tdl.syncthreads()", "pass")),

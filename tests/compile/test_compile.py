@@ -191,6 +191,14 @@ def test_reduce_scatter_moves_16_bytes_at_a_time_and_fuses_nothing(compiled) -> 
     assert [k for k in compiled["reduce_scatter"] if k["fused"] and k["dtype"] != "fp8e4nv"] == []
 
 
+def test_who_loads_from_peers_looks_whether_one_has_given_up(compiled) -> None:
+    """Three waits: that peers have entered, that they have read, and that none has given up. Releases: three to every
+    peer (entered, read, given up), the last of them also to this rank, and one for the record of each wait."""
+    for kernel in (k for k in compiled["reduce_scatter"] if k["kernel"] == "reduce_scatter_pull"):
+        assert kernel["globaltimer"] == 3, kernel
+        assert kernel["release_sys"] == 3 * (kernel["world"] - 1) + 1 + 3, kernel
+
+
 def test_a_maximum_propagates_nan(compiled) -> None:
     """Which the simulator's does in any case."""
     maxima = [maximum for k in compiled["reduce_scatter"] for maximum in k["maxima"]]

@@ -186,3 +186,6 @@ def test_text_of_the_error() -> None:
     assert str(error).startswith("rank 2 waited 30 s for peer 1: signal 17 had to reach 8 in epoch 8 and is 6.")
     assert " timeout " in str(error)
     assert isinstance(error, tdcoll.TdcollError)
+    error = tdcoll.CollectiveTimeout(rank=2, peer=1, epoch=8, timeout_s=30.0)
+    assert str(error).startswith("rank 2 waited 30 s for peer 1, which had itself given up in epoch 8")
+    assert " timeout " in str(error)

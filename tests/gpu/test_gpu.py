@@ -158,6 +158,18 @@ def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
     assert all("wrong numbers without the protection" in str(verdict["note"]) for verdict in found.values())
 
 
+@needs(2)
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_rank_that_reads_too_late_says_so_only_if_it_looks(launch: Launch, checked: bool) -> None:
+    last, options = min(GPUS, 4) - 1, [] if checked else ["unchecked"]
+    done = launch("--nproc", str(last + 1), str(WORKERS / "late_reader.py"), *options, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {verdict["rank"]: verdict for verdict in map(json.loads, done.stdout.splitlines())}
+    assert found[0]["timeout names"] == last
+    assert found[last]["timeout names"] == (0 if checked else None)
+    assert found[last]["wrong"] > 0
+
+
 @ranks_of(1, 2, 4, 8)
 def test_early_checks(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, WORKERS / "early_checks.py")

@@ -228,7 +228,8 @@ def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm:
     Args:
         buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks, or, in one node,
             PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its ProcessGroup; contiguous; its
-            first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``.
+            first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``. After a
+            timeout, peers that are only late may still write to it.
         algorithm: as for :func:`all_gather`.
 
     Returns:

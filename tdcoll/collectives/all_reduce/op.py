@@ -60,7 +60,8 @@ def all_reduce(
         symmetric: ``out`` is symmetric memory, which peers may write to during the call: made by :func:`tdcoll.empty`
             over the context's group, or PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its
             ProcessGroup; at the same offset on all ranks. All ranks pass the same. ``"direct"`` then stores sums
-            straight into it, and copies nothing; other algorithms are as without it.
+            straight into it, and copies nothing; other algorithms are as without it. After a timeout, peers that are
+            only late may still write to ``out``: don't use it for anything else in this job.
 
     Returns:
         ``out``, or a new ordinary tensor.

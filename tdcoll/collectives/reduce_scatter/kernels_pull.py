@@ -14,10 +14,20 @@ Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for
 Signal map: ``entered[s]`` on rank r is set to the epoch by rank s, and polled by every program that sums.
 ``arrived[slot, channel, s]`` on rank r is set by rank s when it has read that chunk of its part here, and polled by the
 last program, which so hears from every rank.
+``gave_up[s]`` on rank r is set by the last program of rank s if it has not heard from every peer in time, and looked at
+by every program that has summed.
 
 Ordering: what has filled ``source`` is earlier on the stream, hence before the release of ``entered``; who sums
 acquires it. A release comes after the loads of its block, which its barrier has waited for. So the loads come before
 whatever the rank that acquires the signal does after the call, such as filling ``source`` anew.
+
+A rank that gives up fills ``source`` anew all the same, and a late peer would sum the new numbers. It therefore tells
+its peers before its launch ends, and they look when they have summed, see :mod:`tdcoll.primitives.stores`. The last
+program tells, because no peer reads any more once it has heard from all of them; it does so as well if it begins after
+another program has given up, since the first program may have said that ``source`` is there. In a launch whose programs
+all begin after that, no peer has been told to read. The look comes after the release, where it costs a wave of programs
+nothing but the time in which the signal is on its way: a barrier and ``world - 1`` loads at once from this GPU's
+memory.
 
 Order of programs: the first says that the rank has entered before it waits. Those that sum wait for that alone. The
 last waits for programs that sum on other ranks, which come before it there; so any number of resident blocks makes
@@ -54,20 +64,25 @@ def reduce_scatter_pull(
     in_stream_order()
     channel = tl.program_id(0)
     epoch, alive = start(g)
+    if channel == channels:
+        heard = alive
+        if alive != 0:
+            for i in tl.range(0, channels):
+                heard &= tdl.wait_signals(row(g, epoch, i), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+        if heard == 0:
+            stores.tell_gave_up(g, epoch)
+        return
     if alive == 0:
         return
     if channel == 0:
         stores.release_to_all(g, g.entered + g.rank, epoch)
-    if channel < channels:
-        if tdl.wait_signals(g.entered, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
-            own = source + tl.cast(g.rank, tl.int64) * source_stride
-            offset = tl.cast(channel, tl.int64) * chunk
-            size = chunk_bytes(nbytes, chunk, channel)
-            if (source | source_stride | out | nbytes) % 16 == 0:
-                reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
-            else:
-                reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
-            stores.release_to_all(g, row(g, epoch, channel) + g.rank, epoch)
-    else:
-        for i in tl.range(0, channels):
-            tdl.wait_signals(row(g, epoch, i), g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
+    if tdl.wait_signals(g.entered, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
+        own = source + tl.cast(g.rank, tl.int64) * source_stride
+        offset = tl.cast(channel, tl.int64) * chunk
+        size = chunk_bytes(nbytes, chunk, channel)
+        if (source | source_stride | out | nbytes) % 16 == 0:
+            reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
+        else:
+            reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
+        stores.release_to_all(g, row(g, epoch, channel) + g.rank, epoch)
+        stores.none_gave_up(g, WAITED)

@@ -27,7 +27,8 @@ all-gather in place: by stores in one node (:mod:`tdcoll.collectives.all_gather.
 Why the memory may be used again: when *exchange* of the next call is complete here, every rank has begun that call, so
 it is done with the results of this one (the caller's work on its stream included) and with everybody's ``stage``. The
 exchange itself lets nobody write into ``lists`` of a rank that has not begun. So one ``lists``, one ``stage`` and one
-``out`` are enough.
+``out`` are enough. If a wait expires, no call follows that could complete, and *combine* leaves ``stage`` alone for
+peers that still read it.
 
 Accumulation is in fp32 for fp16 and bf16, rounded when a partial result is stored: once where a rank has a row several
 times, once per node, once at the end. Every rank gets the bits of the one that reduced the row. No result is -0.0, also

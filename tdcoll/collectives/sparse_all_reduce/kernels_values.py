@@ -7,7 +7,8 @@
     rows of which there are more than PIECE --sum_pieces--> partial --sum_partial--> the same places
 
 The launches have no epoch. Each reads what the launches before it have written; who reads ``stage`` on other ranks
-waits for a signal that this rank sends in a later launch.
+waits for a signal that this rank sends in a later launch. Once a wait of the context has expired, ``stage`` stays as it
+is: replays of a graph may follow, while a peer that is only late still reads the rows of the call before.
 
 Accumulation is in fp32 for fp16 and bf16. A sum is rounded when it is stored, where a rank has a row several times.
 """
@@ -17,7 +18,7 @@ import triton.language as tl
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LONG, STAGED
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import in_stream_order
+from tdcoll.primitives.group import in_stream_order, still_alive
 
 __all__ = ["PIECE", "combine", "end_of_ids", "rows_of", "sum_partial", "sum_pieces"]
 
@@ -64,6 +65,8 @@ def combine(
         begins: int64: where in ``order`` each id begins. With ``REPEATED`` only.
     """
     in_stream_order()
+    if still_alive(g.monitor) == 0:
+        return
     count = tl.load(memory.counters + STAGED).to(tl.int64)
     place = tl.cast(target, tl.int64)
     if ALL:
@@ -157,6 +160,8 @@ def sum_partial(
 ):  # fmt: skip
     """Sum what :func:`sum_pieces` has left, in order ``->`` where :func:`combine` puts rows. Any programs."""
     in_stream_order()
+    if still_alive(g.monitor) == 0:
+        return
     place = target
     if place == 0:
         place = end_of_ids(index, g.rank)
