@@ -117,6 +117,7 @@ def installed(changes: Sequence[Change], folder: Path, more: Sequence[str] = ())
         named[meant[0]].append(change)
     first = min(place for place, name in enumerate(names) if named[name])
     undo = []
+    copies: dict[ModuleType, ModuleType] = {}
 
     def put(owner: object, name: str, value: object) -> None:
         undo.append((owner, name, getattr(owner, name)))
@@ -129,6 +130,7 @@ def installed(changes: Sequence[Change], folder: Path, more: Sequence[str] = ())
             path.write_text(_changed(module, named[name]))
             copy = ModuleType(name)
             copy.__file__ = str(path)
+            copies[copy] = module
             undo.append((sys.modules, name, module))
             sys.modules[name] = copy
             exec(compile(path.read_text(), str(path), "exec"), vars(copy))
@@ -143,3 +145,7 @@ def installed(changes: Sequence[Change], folder: Path, more: Sequence[str] = ())
                 owner[name] = value
             else:
                 setattr(owner, name, value)
+        for owner in [loaded for key, loaded in sys.modules.items() if key.startswith("tdcoll")]:
+            for name, value in list(vars(owner).items()):  # of modules first imported meanwhile
+                if isinstance(value, ModuleType) and value in copies:
+                    setattr(owner, name, copies[value])
