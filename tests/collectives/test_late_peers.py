@@ -30,7 +30,7 @@ from .reduce_scatter.mutants import MODULES as SCATTERS
 MODULES = (*SCATTERS, *REDUCTIONS, "tdcoll.fused.kernels_rows", "tdcoll.fused.kernels")
 HEAP = 1 << 18
 QUEUED = 5
-"""Calls that are launched before the host looks for expired waits, as on a stream or in a CUDA graph: more than slots."""
+"""Calls that are launched before the host looks for expired waits, as in a CUDA graph: more than there are slots."""
 ROWS, HIDDEN = 5, 24
 WEIGHT = torch.linspace(0.5, 2, HIDDEN)
 
