@@ -265,7 +265,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 CALLS = {(kernel.operation, str(kernel.algorithm), kernel.nodes, kernel.lamport_bytes): kernel for kernel in KERNELS}
 
 
-@seeds(3, 30)
+@seeds(2, 30)
 @pytest.mark.parametrize("kernel", CALLS.values(), ids=str)
 def test_every_rank_gives_up_or_has_the_right_result(kernel: Kernel, seeds: range) -> None:
     case = Queued(kernel)
