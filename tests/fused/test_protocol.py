@@ -52,6 +52,24 @@ def test_scales_of_ranks_that_own_a_row_less(block: int) -> None:
     explore(Norms(TWO, "8i8", (4, 5), (block,)), n_pes=3, seeds=1, heap_bytes=HEAP)
 
 
+@seeds(1, 30)
+@pytest.mark.parametrize("block", [0, 1])
+def test_rows_that_only_some_ranks_own_in_turn(block: int, seeds: range) -> None:
+    """Of 4 rows rank 0 owns two, of 6 all three ranks do. A word that nobody waits for may come after the memory of its
+    call is cleared, and be taken for one of a later call."""
+    case = Norms(TWO, "oooooo", (4, 6), (block,), 8, torch.float32)
+    explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP, stragglers=2)
+
+
+def test_only_words_that_somebody_waits_for_are_sent() -> None:
+    """Each row goes to its owner, and back to all others with a word of measures."""
+    world = World(3, seed=0, weak=True, heap_bytes=HEAP)
+    Norms(TWO, "o", (4,), hidden=4, dtype=torch.float32)(world)
+    rows, owned = 4, (2, 1, 1)
+    wanted = [(rows - own) * 16 + 2 * own * (16 + 16) for own in owned]
+    assert [counts.store_bytes for counts in world.counts] == wanted
+
+
 def test_rows_of_fp32_in_more_pieces_than_one() -> None:
     case = Norms(f"{BOTH} composed", "o8o", (2,), (0, 0, 256), 4160, torch.float32, lamport_bytes=1 << 17)
     explore(case, n_pes=2, seeds=1, heap_bytes=1 << 22)

@@ -6,12 +6,13 @@ the choices are fair and dull: tasks take turns and messages arrive last, in the
 sent. With a seed they are random, and two habits of real machines are mixed in, because uniform choice alone
 seldom drives one part far enough behind the others:
 
-- *late data*: bytes that no signal accompanies arrive after everything else. Whoever signals without ordering
-  the data first is caught in nearly every run.
-- *stragglers*: one PE, or some programs, hardly ever get their turn. Whoever relies on everybody being about
-  equally fast is caught.
+- *late data*: bytes that no signal accompanies arrive only when no task can run but stragglers. A kernel that signals
+  without ordering the data first is caught in nearly every run.
+- *stragglers*: one PE, or some programs, hardly ever get their turn while another task can run or a message can
+  arrive. A kernel that relies on ranks being about equally fast is caught.
 
-By default the seed decides, too, whether a run has late data (half of them) and stragglers (half of them).
+By default the seed decides, too, whether a run has late data and stragglers: seeds 0 to 3 have late data, stragglers,
+both and neither, and so on with each four seeds that follow. Two seeds therefore suffice for both habits to occur.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Policy:
         return False
 
     def holds_back(self, *, has_signal: bool, is_flag: bool) -> bool:
-        """Return whether a new message is held back until nothing else can happen.
+        """Return whether a new message is held back until no task can run but stragglers.
 
         ``has_signal``: it carries a signal. ``is_flag``: it is one word, such as a flag written by a store.
         """
@@ -52,7 +53,7 @@ class Policy:
         return False
 
     def slow_now(self) -> bool:
-        """Return whether a straggler goes before the others this time."""
+        """Return whether a straggler goes before other tasks, and before messages, this time."""
         return False
 
     def gives_up_now(self) -> bool:
@@ -90,12 +91,13 @@ class RandomPolicy(Policy):
         self.gives_up_rate = self._patience.choice((0.001, 0.005, 0.02)) if impatient else 0.0
         draw = self._random.random
         # always draw the same numbers, so that fixing one habit leaves the others as they were
-        late, straggling, which, kind, rate = draw() < 0.5, draw() < 0.5, int(draw() * n_pes), draw(), draw()
-        self.late_data = late if late_data is None else late_data
+        which, rate = int(draw() * n_pes), draw()
+        self.late_data = seed % 4 in (0, 2) if late_data is None else late_data
         if stragglers is None or isinstance(stragglers, bool):
-            straggling = straggling if stragglers is None else stragglers
-            self.slow_pe = which if straggling and kind < 0.5 else None
-            self.slow_share = 0.3 if straggling and kind >= 0.5 else 0.0
+            straggling = seed % 4 in (1, 2) if stragglers is None else stragglers
+            one_pe = (seed + seed // 4) % 2 == 1  # in turn, with late data and without
+            self.slow_pe = which if straggling and one_pe else None
+            self.slow_share = 0.3 if straggling and not one_pe else 0.0
         else:
             self.slow_pe, self.slow_share = stragglers, 0.0
         self.rate = (0.1, 0.3, 0.6)[int(rate * 3)]

@@ -134,6 +134,14 @@ MUTANTS = [
         case=(("calls", "oooooo"), ("counts", (12, 60))),
         stragglers=True,
     ),
+    Mutant(
+        "one-shot: the memory of the next call is cleared, and not that of the last",
+        to("lamport.clear", "call - 1", "call + 1"),
+        f"{WRONG}|{missing('lamport')}",
+        "one_shot",
+        case=(("calls", "oooooo"), ("counts", (12, 60))),
+        stragglers=True,
+    ),
     *(
         Mutant(
             f"{name}, flags: one slot",
@@ -143,6 +151,14 @@ MUTANTS = [
             case=(*FLAGGED, ("counts", (12, 60))),
         )
         for name in ("one_shot", "two_shot")
+    ),
+    Mutant(
+        "two-shot: a call of no bytes sends nothing",
+        to(TWO, "tl.maximum(tl.cdiv(tl.cdiv(size, width), g.world), 1)", "tl.cdiv(tl.cdiv(size, width), g.world)"),
+        f"{WRONG}|{missing('lamport')}",
+        "two_shot",
+        case=(("calls", "oooooo"), ("counts", (20, 0, 0))),
+        stragglers=True,
     ),
     Mutant("one-shot: nothing is cleared", to(ONE, CLEAR_ONE, "pass"), WRONG, "one_shot", case=(("calls", "ooooo"),)),
     Mutant("two-shot: nothing is cleared", to(TWO, CLEAR_TWO, "pass"), WRONG, "two_shot", case=(("calls", "ooooo"),)),

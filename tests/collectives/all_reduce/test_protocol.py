@@ -14,6 +14,7 @@ from tiers import second
 
 import tdcoll
 from tdcoll.primitives.reduce import OPERATIONS_OF
+from tdcoll.primitives.words import AT_ONCE
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import World, explore
 
@@ -182,6 +183,18 @@ def test_one_resident_block_is_enough(algorithm: str, nodes: list[int] | None, m
 def test_many_calls_with_stragglers(algorithm: str, nodes: list[int] | None) -> None:
     case = Reductions(algorithm, "ooizoio" * 2, (12,))
     explore(case, n_pes=3, seeds=2, ranks_per_node=nodes, heap_bytes=HEAP, stragglers=True)
+
+
+@pytest.mark.parametrize("more", [{}, FLAGGED], ids=["lamport", "flags"])
+def test_parts_that_are_empty_in_some_calls(more: dict[str, Any]) -> None:
+    """By turns three ranks of four have none, all have one, and nobody has one in two calls that follow each other."""
+    case = Reductions("two_shot", "o" * 8, (1, 17, 0, 60, 0, 0, 5), **more)
+    explore(case, n_pes=4, seeds=2, heap_bytes=HEAP, stragglers=0)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_more_ranks_than_one_wait_takes(algorithm: str) -> None:
+    explore(Reductions(algorithm, "o", (13,)), n_pes=AT_ONCE.value + 1, seeds=1, heap_bytes=HEAP)
 
 
 SIZES_IN_TURN = (40, 1, 23, 8, 40, 3)

@@ -14,6 +14,7 @@ from kernel_mutants import installed
 from tiers import second, seeds
 
 from tdcoll.primitives.reduce import OPERATIONS_OF
+from tdcoll.primitives.words import AT_ONCE
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import explore, first_failure
 
@@ -86,6 +87,11 @@ def test_every_world_size(n_pes: int) -> None:
     for algorithm in ("direct", "ll", "pull", "puts"):
         nodes = [n_pes - n_pes // 3, n_pes // 3] if algorithm == "puts" and n_pes > 2 else None
         explore(Reductions(algorithm, "oi", 35), n_pes=n_pes, seeds=1, ranks_per_node=nodes, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("algorithm", ["ll", "lamport"])
+def test_more_ranks_than_one_wait_takes(algorithm: str) -> None:
+    explore(Reductions(algorithm, "o", 5), n_pes=AT_ONCE.value + 1, seeds=1, heap_bytes=HEAP)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 7, 8, 33, 70])
