@@ -65,3 +65,27 @@ def gather(how: str, compare: int = tdl.CMP_GE.value, **options: int) -> Callabl
         protocols.gather[(n,)](buffer, signals, nbytes, call, monitor, n, how, compare)
 
     return gathering(launch, **options)
+
+
+def broadcast(ack: bool, calls: int = 5, nbytes: int = 16) -> Callable[[World], None]:
+    """Return a case: ``calls`` broadcasts through two slots in turn, of which every rank reads every byte."""
+
+    def case(world: World) -> None:
+        n = world.n_pes
+
+        def host(pe: int) -> None:
+            job, monitor = runtime.current(), WaitMonitor()
+            buffers = job.allocate((2, nbytes), torch.uint8, name="buffer")
+            arrived = job.allocate((2,), torch.int64, name="arrived")
+            taken = job.allocate((n,), torch.int64, name="taken")
+            for call in range(1, calls + 1):
+                slot, wanted = call % 2, segment(0, call, nbytes)
+                if pe == 0:
+                    buffers[slot] = wanted
+                protocols.broadcast[(1,)](buffers[slot], arrived[slot:], taken, nbytes, call, monitor.words, n, ack)
+                monitor.check()
+                assert torch.equal(buffers[slot], wanted), f"call {call}: wrong bytes of rank 0"
+
+        world.run(host)
+
+    return case

@@ -116,6 +116,25 @@ def gather(buffer, signals, nbytes, epoch, monitor, WORLD: tl.constexpr, HOW: tl
 
 
 @jit
+def broadcast(buffer, arrived, taken, nbytes, call, monitor, WORLD: tl.constexpr, ACK: tl.constexpr):
+    """Rank 0 puts its bytes into a slot of each rank; with ``ACK``, only after all have read that slot's last bytes.
+
+    ``taken`` has one word per rank, on rank 0: how many calls that rank has begun, having read all but the last.
+    """
+    rank = tdl.my_pe()
+    if rank == 0:
+        if ACK:
+            tdl.wait_signals(taken, WORLD, 0, tdl.CMP_GE, call - 1, monitor, WORLD)
+        for peer in range(1, WORLD):
+            tdl.putmem_signal_block(buffer, buffer, nbytes, arrived, call, tdl.SIGNAL_SET, peer)
+        tdl.quiet()
+    else:
+        if ACK and tdl.tid(0) == 0:
+            tdl.signal_op(taken + rank, 1, tdl.SIGNAL_ADD, 0)  # a SET could be overtaken by the one of the next call
+        tdl.wait_signal(arrived, tdl.CMP_GE, call, monitor, 0, 0)
+
+
+@jit
 def gather_spinning(buffer, signals, nbytes, epoch, WORLD: tl.constexpr, FORGET: tl.constexpr):
     """Do as ``gather``, with a hand-written polling loop in place of the wait."""
     rank = tdl.my_pe()

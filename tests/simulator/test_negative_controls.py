@@ -8,7 +8,7 @@ import protocols
 import pytest
 import torch
 import triton.language as tl
-from cases import gather, gathering
+from cases import broadcast, gather, gathering
 from tiers import seeds
 
 import tdcoll
@@ -174,6 +174,20 @@ def test_a_flagged_word_in_two_pieces_is_caught(whole):
     failure = first_failure(case, n_pes=2, seeds=30)
     assert (failure is None) == whole
     assert whole or "words came torn" in failure.report
+
+
+def test_a_broadcast_without_acknowledgement_is_caught_because_stragglers_lag():
+    """Its root waits for its own puts in each call, which must not give the other ranks time to read them."""
+    case = broadcast(ack=False)
+    assert first_failure(case, n_pes=4, seeds=10) is not None
+    caught = sum(first_failure(case, n_pes=4, seeds=[seed], stragglers=True) is not None for seed in range(20))
+    assert caught > 10
+
+
+@seeds(10, 30)
+@pytest.mark.parametrize("stragglers", [None, True])
+def test_a_broadcast_with_acknowledgement_is_clean(stragglers, seeds):
+    explore(broadcast(ack=True), n_pes=4, seeds=seeds, stragglers=stragglers)
 
 
 def _pulled(how, get, calls=3):

@@ -191,7 +191,7 @@ def test_unknown_backend():
         Scheduler(Policy(), backend="fiber")
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("seed", [None, 0, 1, 4])
 @pytest.mark.parametrize("weak", [False, True])
 def test_same_schedule_for_a_seed_on_both_backends_and_again(seed, weak):
     fingerprints = []

@@ -14,7 +14,7 @@ there as operations:
 - a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave, so that
   overwriting the source before ``quiet`` shows;
 - gets travel in channels of their own, which fences do not order; ``quiet`` waits for them;
-- an operation may be *held back* until nothing else can happen (see :mod:`tdcoll.runtime.simulator.policy`).
+- an operation may be *held back* until no task can run but stragglers (see :mod:`tdcoll.runtime.simulator.policy`).
 
 Operations outlive the program that issued them, except stores: those are complete when the launch ends.
 """
@@ -96,7 +96,7 @@ class Network:
         self._channels: dict[tuple[int, object], _Channel] = {}
         self._in_flight: dict[Any, int] = {}  # issuer -> operations
         self._eager: list[Operation] = []  # may arrive now
-        self._late: list[Operation] = []  # may arrive when nothing else can happen
+        self._late: list[Operation] = []  # may arrive when no task can run but stragglers
         self._released: dict[Operation, None] = {}  # stores, to the other programs of their PE
 
     # ------------------------------------------------------------------ issuing

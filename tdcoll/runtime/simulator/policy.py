@@ -6,10 +6,10 @@ the choices are fair and dull: tasks take turns and messages arrive last, in the
 sent. With a seed they are random, and two habits of real machines are mixed in, because uniform choice alone
 seldom drives one part far enough behind the others:
 
-- *late data*: bytes that no signal accompanies arrive after everything else. Whoever signals without ordering
-  the data first is caught in nearly every run.
-- *stragglers*: one PE, or some programs, hardly ever get their turn. Whoever relies on everybody being about
-  equally fast is caught.
+- *late data*: bytes that no signal accompanies arrive only when no task can run but stragglers. A kernel that signals
+  without ordering the data first is caught in nearly every run.
+- *stragglers*: one PE, or some programs, hardly ever get their turn while another task can run or a message can
+  arrive. A kernel that relies on ranks being about equally fast is caught.
 
 By default the seed decides, too, whether a run has late data (half of them) and stragglers (half of them).
 """
@@ -37,7 +37,7 @@ class Policy:
         return False
 
     def holds_back(self, *, has_signal: bool, is_flag: bool) -> bool:
-        """Return whether a new message is held back until nothing else can happen.
+        """Return whether a new message is held back until no task can run but stragglers.
 
         ``has_signal``: it carries a signal. ``is_flag``: it is one word, such as a flag written by a store.
         """
@@ -52,7 +52,7 @@ class Policy:
         return False
 
     def slow_now(self) -> bool:
-        """Return whether a straggler goes before the others this time."""
+        """Return whether a straggler goes before other tasks, and before messages, this time."""
         return False
 
     def gives_up_now(self) -> bool:

@@ -5,10 +5,11 @@ A *task* is the host program of one PE or one program of a kernel launch. Exactl
 gives up control only at *schedule points* (:meth:`Scheduler.turn`, :meth:`Scheduler.wait`,
 :meth:`Scheduler.poll`), so everything between two points is atomic and a run is a function of its seed.
 
-One *step* is one resumed task or one delivered message. Steps take no time: the virtual clock stands still
-while anything can happen at all, and jumps to the earliest deadline when nothing can. A wait therefore
-expires only when it could never have ended otherwise; unless the policy is *impatient*, which lets waits of
-kernels expire while what they wait for is on its way.
+One *step* is one resumed task or one delivered message. A straggler's turn comes when no other task can run and no
+message is in flight, and now and then before. Steps take no time: the virtual clock stands still while anything can
+happen at all, and jumps to the earliest deadline when nothing can. A wait therefore expires only when it could never
+have ended otherwise; unless the policy is *impatient*, which lets waits of kernels expire while what they wait for is
+on its way.
 
 Tasks are greenlets or threads (:mod:`.tasks`); both give the same schedule for the same seed.
 """
@@ -236,7 +237,10 @@ class Scheduler:
             if self.mailbox is not None and self.mailbox.eager and self.policy.deliver_now():
                 self._deliver()
                 return True
-            task = self._pick()
+            straggler = bool(self._slow) and self.policy.slow_now()
+            if not self._ready and not straggler and self._deliver():
+                return True  # else a fast task that waits for a message would give stragglers its turn
+            task = self.policy.take(self._slow if straggler or not self._ready else self._ready)
             if task.polls >= SUSPECT_POLLS and self._only_spinners(task, SUSPECT_POLLS):
                 if self._deliver() or (self._only_spinners(task, self.spin_limit) and self._expire_one()):
                     self._enqueue(task)
@@ -253,12 +257,6 @@ class Scheduler:
         if self._expire_one():
             return True
         raise self._deadlock()
-
-    def _pick(self) -> Task:
-        ready = self._ready
-        if self._slow and (not ready or self.policy.slow_now()):
-            ready = self._slow
-        return self.policy.take(ready)
 
     def _resume(self, task: Task) -> None:
         if self.before_turn is not None:
