@@ -184,6 +184,7 @@ class Waits:
             what=lambda address, half: f"{memory.describe(address)} flagged {flag}, is {half >> 32}",
             name=f"wait {words.size} word(s) flagged {flag}",
             expected=flag,
+            nbytes=16,
             read=lambda addresses: memory.words(addresses + np.uint64(8)),
             shift=32,
             take=take,

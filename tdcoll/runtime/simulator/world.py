@@ -114,7 +114,8 @@ class World:
         room: at most so many programs of all launches of a PE are in flight, those of the launch that came first
             before those of later ones; None: all. See :meth:`streams`.
         puts: whether NVSHMEM's functions work in kernels. False: as on a heap of PyTorch's symmetric memory.
-        late_data: with ``weak``, bytes that no signal accompanies arrive last; None: the seed decides.
+        late_data: with ``weak``, bytes that no signal accompanies arrive when no task can run but stragglers; None: the
+            seed decides.
         stragglers: True (the seed picks a PE, or some programs), a PE, or False; None: the seed decides.
         on_timeout: when nothing can run any more but waits with a deadline are left: ``"raise"`` a
             :class:`~tdcoll.testing.Deadlock`, or let them ``"expire"``. After a :meth:`kill` they expire. ``"early"``,
