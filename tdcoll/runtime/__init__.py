@@ -12,7 +12,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -162,14 +162,14 @@ class Runtime:
         shape = tuple(shape)
         ranks = self.ranks_of(group)
         nbytes = math.prod(shape) * dtype.itemsize
-        proposal = (nbytes, self.arena.propose(nbytes), self.arena.info)
+        proposal = (nbytes, self.arena.propose(nbytes), astuple(self.arena.info))
         answers = self.exchange(ranks, f"allocate {name}", proposal)
         if any(answer[0] != nbytes for answer in answers):
             sizes = ", ".join(f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True))
             raise RankMismatchError(f"all ranks must ask for the same number of bytes of {name}; got {sizes}")
         if nbytes == 0:  # PyTorch gives such a tensor no address, so it takes no place in the heap
             return torch.empty(shape, dtype=dtype, device=self.device)
-        offset = agree([a[1] for a in answers], nbytes, [a[2] for a in answers])
+        offset = agree([a[1] for a in answers], nbytes, [HeapInfo(*a[2]) for a in answers])
         self.arena.take(offset, nbytes, ranks)
         self.heap.label(offset, nbytes, name, dtype.itemsize, ranks)
         return self.heap.view(offset, nbytes).view(dtype).view(shape)
