@@ -20,9 +20,10 @@ import torch
 from tdcoll.errors import NotInitializedError, NotSymmetricError, RankMismatchError, TdcollError
 from tdcoll.runtime.control import ControlPlane, require_equal
 from tdcoll.runtime.heap import Arena, HeapInfo, SymmetricHeap, agree
+from tdcoll.runtime.store import StoreLost
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Group", "Runtime", "current", "current_or_none", "install", "install_resolver"]
+__all__ = ["Group", "Runtime", "current", "current_or_none", "failing_with_the_store", "install", "install_resolver"]
 
 Group = Any
 """A ``torch.distributed.ProcessGroup``, a sequence of global ranks, or None for all ranks of the job."""
@@ -245,6 +246,17 @@ def current() -> Runtime:
             "call tdcoll.initialize() first, on every rank; after tdcoll.finalize() call it again"
         )
     return runtime
+
+
+@contextlib.contextmanager
+def failing_with_the_store() -> Iterator[None]:
+    """If the store is lost inside, the job of this PE has failed: leaving it must not ask the store again."""
+    try:
+        yield
+    except StoreLost:
+        if (job := current_or_none()) is not None:
+            job.failed = True
+        raise
 
 
 def install(runtime: Runtime | None) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tdcoll.errors import CollectiveTimeout, TdcollError
 
-__all__ = ["ask", "decode", "encode", "foreign"]
+__all__ = ["StoreLost", "StoreSilent", "ask", "decode", "encode", "foreign"]
 
 Answer = TypeVar("Answer")
 
@@ -32,6 +32,14 @@ _LONGEST_SHOWN = 60
 
 
 # ---------------------------------------------------------------------- deadlines
+
+
+class StoreLost(TdcollError):
+    """The store's server has ended, or cannot be reached."""
+
+
+class StoreSilent(CollectiveTimeout, StoreLost):
+    """The store's server has not answered in time. The connection stays with the question, and is lost."""
 
 
 _idle: list[_Helper] = []
@@ -93,8 +101,8 @@ def ask(
         whom: the question waits for, in the error's words.
 
     Raises:
-        CollectiveTimeout: the question has not ended.
-        TdcollError: the connection to the store is lost.
+        StoreSilent: the question has not ended.
+        StoreLost: the connection is closed.
         Others: as the question.
     """
     limit = min(timeout_s + _SLACK_S, threading.TIMEOUT_MAX)
@@ -104,9 +112,9 @@ def ask(
     except FutureTimeout:
         if answer.done():  # at the last moment, or the error is the question's own
             return answer.result()
-        raise CollectiveTimeout(f"in '{tag}' for {whom}", rank=rank, timeout_s=limit) from None
+        raise StoreSilent(f"in '{tag}' for {whom}", rank=rank, timeout_s=limit) from None
     except dist.DistNetworkError as error:
-        raise TdcollError(
+        raise StoreLost(
             f"rank {rank} in '{tag}': the store is gone; the process that serves it, usually rank 0's or torchrun's, "
             f"has ended or cannot be reached ({error})"
         ) from error
