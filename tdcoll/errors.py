@@ -19,7 +19,6 @@ __all__ = [
     "NotSymmetricError",
     "RankMismatchError",
     "TdcollError",
-    "restored",
 ]
 
 Error = TypeVar("Error", bound="TdcollError")
