@@ -8,6 +8,8 @@ library itself found wrong and nothing else. Bad argument *values* are plain ``V
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 __all__ = [
     "AlreadyInitializedError",
     "CollectiveTimeout",
@@ -19,9 +21,23 @@ __all__ = [
     "TdcollError",
 ]
 
+Error = TypeVar("Error", bound="TdcollError")
+
 
 class TdcollError(RuntimeError):
-    """Base class of tdcoll's own errors."""
+    """Base class of tdcoll's own errors. Message and attributes survive pickle and copy."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException would call the class with the message alone; a CollectiveTimeout, for example, takes more.
+        return restored, (type(self), self.args, self.__dict__)
+
+
+def restored(kind: type[Error], args: tuple[Any, ...], attributes: dict[str, Any]) -> Error:
+    """Return an error of class ``kind`` with the message and attributes of another one."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class NotInitializedError(TdcollError):

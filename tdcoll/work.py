@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tdcoll.capture import capturing
-from tdcoll.errors import CollectiveTimeout
+from tdcoll.errors import CollectiveTimeout, restored
 
 __all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Work", "as_backend_error", "backend_errors", "error_of"]
 __all__ += ["current_stream", "expired", "never_compiled", "record_stream", "seconds_of"]
@@ -45,8 +45,7 @@ def as_backend_error(error: BaseException) -> BaseException:
     """Return a :class:`~tdcoll.CollectiveTimeout` as :class:`BackendTimeout`; any other error as it is."""
     if not isinstance(error, CollectiveTimeout) or isinstance(error, BackendTimeout):
         return error
-    raised = BackendTimeout.__new__(BackendTimeout)
-    raised.args, raised.__dict__ = error.args, dict(error.__dict__)
+    raised = restored(BackendTimeout, error.args, error.__dict__)
     raised.__cause__ = error
     return raised
 

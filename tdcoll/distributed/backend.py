@@ -78,13 +78,14 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
 
     Raises:
         RankMismatchError: ranks of the group have been given different options.
-        BackendTimeout: a rank of the group did not come.
+        BackendTimeout: a rank of the group did not come, or the store does not answer.
+        TdcollError: the store is gone.
         TypeError, ValueError: options that do not exist.
     """
     batch_messages_of(TdcollProcessGroup)
     ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
     store = _meeting_place(given.store, ranks)
-    with backend_errors:
+    with backend_errors, runtime.failing_with_the_store():
         return _class_for(options)(
             store, given.group_rank, given.group_size, ranks, given.timeout, given.group_id, options
         )

@@ -3,21 +3,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
+import itertools
+import re
 from datetime import timedelta
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.runtime.control import wait_for
+from tdcoll.runtime.store import ask
 from tdcoll.work import never_compiled
 
-__all__ = ["NamedWork", "RollCall", "add_backends", "batch_messages_of", "gather_into", "may_be_a_peers", "plain"]
+__all__ = ["NamedWork", "RollCall", "add_backends", "batch_messages_of", "gather_into", "plain"]
 __all__ += ["scatter_from", "sparse_sum_by_gather"]
 
 _ROLL_CALL_S = 5.0
@@ -54,7 +60,12 @@ def add_backends(
     if not dist.is_gloo_available():
         raise RuntimeError('backend "tdcoll" needs gloo for CPU tensors, which this PyTorch was built without')
     kinds = ProcessGroup.BackendType
-    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+
+    def connect() -> Any:
+        return dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+
+    whom = "the group's other ranks, or the store, to connect gloo"
+    gloo = ask(connect, rank, "backend tdcoll", timeout.total_seconds(), whom)
     gloo.options.global_ranks_in_group = ranks
     gloo.options.group_name = name
     gloo._set_sequence_number_for_group()
@@ -184,28 +195,37 @@ def _is_deadline(error: BaseException) -> bool:
     return "imed out" in str(error)
 
 
-def may_be_a_peers(error: BaseException) -> bool:
-    """Return whether gloo's error may come from another rank, gone or late, and not from the call's arguments."""
-    return "onnection" in str(error) or _is_deadline(error)
+_OF_A_PEER = re.compile("onnection|imed out|pair closure")
+"""In gloo's errors of a peer that is gone or late, now or in an earlier call. The others are the call's own."""
 
 
 class RollCall:
     """Who is still there, when a call of the inner group has failed.
 
-    gloo says which connection was closed, not which rank it was. Every rank to which that happens answers here, over
-    the store; who does not is named.
+    gloo says which connection was closed, not which rank it was. Every rank whose call fails answers here, over the
+    store; who does not is named. Ranks meet under the number of the call, which is the same on all of them: an answer
+    to an earlier call that has failed says nothing of this one.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._seconds = min(_ROLL_CALL_S, timeout.total_seconds())
+        self._numbers = itertools.count()
 
-    def name(self, operation: str, error: BaseException) -> dist.DistBackendError:
-        """``error`` as an error that names the ranks which do not answer."""
+    def next_call(self) -> int:
+        """Return the number of a call that is about to be made."""
+        return next(self._numbers)
+
+    def name(self, operation: str, call: int, error: BaseException) -> BaseException:
+        """``error`` of a call as one that names the ranks which do not answer; itself if no other rank caused it."""
+        if not _OF_A_PEER.search(str(error)):
+            with contextlib.suppress(TdcollError):  # the peers that now wait in vain find this rank's answer
+                ask(lambda: self._answer(call), self._rank, operation, self._seconds)
+            return error
         try:
-            missing = self._missing()
-        except RuntimeError:
-            who = "the store does not answer either: the rank that holds it, usually rank 0, may have died"
+            missing = ask(lambda: self._missing(call), self._rank, operation, self._seconds)
+        except TdcollError:
+            who = "the store does not answer either: the process that serves it, usually rank 0's, may have died"
         else:
             who = (
                 f"peer(s) {', '.join(map(str, missing))} did not answer within {self._seconds:g} s and may have died"
@@ -224,38 +244,53 @@ class RollCall:
             f"over. The inner group said: {error}"
         )
 
-    def _missing(self) -> list[int]:
-        self._store.set(str(self._rank), "here")
-        keys = [str(rank) for rank in range(self._size)]
+    def _answer(self, call: int) -> None:
+        self._store.set(f"{call}/{self._rank}", "here")
+
+    def _missing(self, call: int) -> list[int]:
+        keys = {rank: f"{call}/{rank}" for rank in range(self._size)}
+        self._answer(call)
         try:
-            self._store.wait(keys, timedelta(seconds=self._seconds))
-        except RuntimeError:
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            wait_for(self._store, self._rank, "roll call", keys, self._seconds)
+        except CollectiveTimeout:
+            return [rank for rank, key in keys.items() if not self._store.check([key])]
         return []
 
 
 @never_compiled
 class NamedWork(dist.Work):
-    """A work of the inner group whose failure names the ranks that are gone."""
+    """A work of the inner group whose failure names the ranks that are gone.
 
-    def __init__(self, work: Any, operation: str, roll_call: RollCall) -> None:
+    Args:
+        work: the inner group's.
+        operation: for errors.
+        call: its number, of ``roll_call``.
+    """
+
+    def __init__(self, work: Any, operation: str, call: int, roll_call: RollCall) -> None:
         super().__init__()
-        self._work, self._operation, self._roll_call = work, operation, roll_call
+        self._work, self._operation, self._call, self._roll_call = work, operation, call, roll_call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
             return bool(self._work.wait(timeout) if timeout else self._work.wait())
         except RuntimeError as error:
-            if timeout and "onnection" not in str(error):
+            if timeout and _is_deadline(error):
                 raise self._roll_call.impatient(self._operation, timeout, error) from error
-            raise self._roll_call.name(self._operation, error) from error
+            self._raise(error)
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        named = self._roll_call.name(self._operation, self._call, error)
+        if named is error:
+            raise error
+        raise named from error
 
     def get_future(self) -> Any:
         def value(done: Any) -> Any:
             try:
                 return done.value()
             except RuntimeError as error:
-                raise self._roll_call.name(self._operation, error) from error
+                self._raise(error)
 
         return self._work.get_future().then(value)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll.capture import capturing
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.inner import NamedWork, RollCall, may_be_a_peers
+from tdcoll.distributed.inner import NamedWork, RollCall
 from tdcoll.distributed.options import SERVES, Options
 from tdcoll.distributed.service import Call, Dense, Service, Setting
 from tdcoll.distributed.services import KINDS, make_services
@@ -163,12 +163,13 @@ class Sides:
         """Return the inner group's work; on CPUs one whose failure names who is gone."""
         if device.type != "cpu":
             return call()
+        number = self._roll_call.next_call()
         try:
-            return NamedWork(call(), operation, self._roll_call)
+            return NamedWork(call(), operation, number, self._roll_call)
         except RuntimeError as error:
-            if isinstance(error, (ValueError, TdcollError)) or not may_be_a_peers(error):
+            if (named := self._roll_call.name(operation, number, error)) is error:
                 raise
-            raise self._roll_call.name(operation, error) from error
+            raise named from error
 
     # ------------------------------------------------------------------ tdcoll
 

@@ -12,7 +12,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ import torch
 from tdcoll.errors import NotInitializedError, NotSymmetricError, RankMismatchError, TdcollError
 from tdcoll.runtime.control import ControlPlane, require_equal
 from tdcoll.runtime.heap import Arena, HeapInfo, SymmetricHeap, agree
+from tdcoll.runtime.store import StoreLost
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Group", "Runtime", "current", "current_or_none", "install", "install_resolver"]
+__all__ = ["Group", "Runtime", "current", "current_or_none", "failing_with_the_store", "install", "install_resolver"]
 
 Group = Any
 """A ``torch.distributed.ProcessGroup``, a sequence of global ranks, or None for all ranks of the job."""
@@ -162,14 +163,14 @@ class Runtime:
         shape = tuple(shape)
         ranks = self.ranks_of(group)
         nbytes = math.prod(shape) * dtype.itemsize
-        proposal = (nbytes, self.arena.propose(nbytes), self.arena.info)
+        proposal = (nbytes, self.arena.propose(nbytes), astuple(self.arena.info))
         answers = self.exchange(ranks, f"allocate {name}", proposal)
         if any(answer[0] != nbytes for answer in answers):
             sizes = ", ".join(f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True))
             raise RankMismatchError(f"all ranks must ask for the same number of bytes of {name}; got {sizes}")
         if nbytes == 0:  # PyTorch gives such a tensor no address, so it takes no place in the heap
             return torch.empty(shape, dtype=dtype, device=self.device)
-        offset = agree([a[1] for a in answers], nbytes, [a[2] for a in answers])
+        offset = agree([a[1] for a in answers], nbytes, [HeapInfo(*a[2]) for a in answers])
         self.arena.take(offset, nbytes, ranks)
         self.heap.label(offset, nbytes, name, dtype.itemsize, ranks)
         return self.heap.view(offset, nbytes).view(dtype).view(shape)
@@ -245,6 +246,17 @@ def current() -> Runtime:
             "call tdcoll.initialize() first, on every rank; after tdcoll.finalize() call it again"
         )
     return runtime
+
+
+@contextlib.contextmanager
+def failing_with_the_store() -> Iterator[None]:
+    """If the store is lost inside, the job of this PE has failed: leaving it must not ask the store again."""
+    try:
+        yield
+    except StoreLost:
+        if (job := current_or_none()) is not None:
+            job.failed = True
+        raise
 
 
 def install(runtime: Runtime | None) -> None:

@@ -9,7 +9,7 @@ simulator's scheduler. No collective of the user's process group is ever called.
 from __future__ import annotations
 
 import contextlib
-import pickle
+import re
 import threading
 import time
 import uuid
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
+from tdcoll.runtime.store import ask, decode, encode, foreign
 
 __all__ = ["ControlPlane", "StoreControlPlane", "all_equal", "generation", "keep", "missing_ranks", "require_equal"]
 
@@ -29,6 +30,9 @@ _FAREWELL_S = 5.0
 
 _GAVE_UP = "-"
 """What a rank writes in the place of its token when it gives up; the time by its clock follows, seconds."""
+
+_TOKEN = re.compile(rb"[0-9a-f]{32}|-[0-9]{1,12}(\.[0-9]{1,9})?")
+"""What a rank writes when it joins."""
 
 
 class ControlPlane(Protocol):
@@ -72,24 +76,18 @@ def missing_ranks(rank: int, tag: str, missing: Sequence[int], timeout_s: float)
     return CollectiveTimeout(what, rank=rank, timeout_s=timeout_s)
 
 
-def _wait(store: Any, rank: int, tag: str, keys: Mapping[int, str], timeout_s: float) -> None:
-    """Wait until the key of every rank is in the store.
+def wait_for(store: Any, rank: int, tag: str, keys: Mapping[int, str], timeout_s: float) -> None:
+    """Wait until the key of every rank is in the store; part of a question to :func:`~tdcoll.runtime.store.ask`.
 
     Raises:
         CollectiveTimeout: naming the ranks whose keys are not.
-        TdcollError: the store is gone.
     """
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    except Exception as error:
-        try:
-            missing = [other for other, key in keys.items() if not store.check([key])]
-        except Exception:
-            raise TdcollError(
-                f"rank {rank} in '{tag}': the store does not answer; the process that holds it, usually rank 0, may "
-                "have died"
-            ) from error
-        if missing:
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError as error:
+        if missing := [other for other, key in keys.items() if not store.check([key])]:
             raise missing_ranks(rank, tag, missing, timeout_s) from error
 
 
@@ -106,17 +104,25 @@ class StoreControlPlane:
         self._counting = threading.Lock()
 
     def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
-        group = tuple(ranks)
+        """See :class:`ControlPlane`. Raises TdcollError if the store is gone, or another process writes to it."""
+        group, store, mine = tuple(ranks), self._store, encode(tag, value)
         with self._counting:
             number = self._count[group]
             self._count[group] = number + 1
         prefix = "tdcoll/" + "-".join(map(str, group))
-        self._store.set(f"{prefix}/{number}/{self._rank}", pickle.dumps((tag, value)))
-        if number >= 2:
-            self._store.delete_key(f"{prefix}/{number - 2}/{self._rank}")
         keys = {rank: f"{prefix}/{number}/{rank}" for rank in group}
-        _wait(self._store, self._rank, tag, keys, self._timeout_s if timeout_s is None else timeout_s)
-        answers = [pickle.loads(self._store.get(key)) for key in keys.values()]
+        limit = self._timeout_s if timeout_s is None else timeout_s
+
+        def exchange() -> list[bytes]:
+            store.set(keys[self._rank], mine)
+            if number >= 2:
+                store.delete_key(f"{prefix}/{number - 2}/{self._rank}")
+            wait_for(store, self._rank, tag, keys, limit)
+            return [store.get(key) for key in keys.values()]
+
+        answers = []
+        for key, data in zip(keys.values(), ask(exchange, self._rank, tag, limit), strict=True):
+            answers.append(decode(data, f"rank {self._rank} in '{tag}': the store's key {key}"))
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
         if others:
             raise RankMismatchError(f"rank {self._rank} is in '{tag}', but {others} are elsewhere")
@@ -125,10 +131,15 @@ class StoreControlPlane:
     def leave(self, ranks: Sequence[int]) -> None:
         """The last call: the first rank, whose process holds the store as a rule, returns when no other needs it."""
         keys = {rank: f"tdcoll/left/{rank}" for rank in ranks}
-        self._store.set(keys[self._rank], b"")
-        if self._rank == ranks[0]:
-            with contextlib.suppress(CollectiveTimeout):  # one that dies now has nothing to lose
-                _wait(self._store, self._rank, "leave", keys, min(self._timeout_s, _FAREWELL_S))
+        limit = min(self._timeout_s, _FAREWELL_S)
+
+        def farewell() -> None:
+            self._store.set(keys[self._rank], b"")
+            if self._rank == ranks[0]:
+                wait_for(self._store, self._rank, "leave", keys, limit)
+
+        with contextlib.suppress(TdcollError):  # a rank or a store that is gone now has nothing to lose
+            ask(farewell, self._rank, "leave", limit)
 
 
 # ---------------------------------------------------------------------- one generation after another
@@ -142,9 +153,9 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
     nobody listens any more or a key of an earlier exchange, must not be found by those who join again. Counting the
     joins in each process would not do: after a join that failed on one rank only, the counts differ.
 
-    So the ranks agree through the store. Each asks under a new token. The first of ``ranks`` waits until all of them
-    ask, and answers each token with its own, which names the generation. A token that has its answer is spent, and a
-    rank that gives up withdraws its token; so ranks that try again, however often, meet once all of them are here.
+    The ranks therefore agree through the store. Each asks under a new token. The first of ``ranks`` waits until all of
+    them ask, and answers each token with its own, which names the generation. A token that has its answer is spent, and
+    a rank that gives up withdraws its token, so that ranks which try again meet once all of them are here.
 
     Args:
         store: of ``torch.distributed``, the same for all ranks; holds no answer of other ranks under the same prefix.
@@ -158,7 +169,8 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
 
     Raises:
         CollectiveTimeout: naming the ranks that do not ask.
-        TdcollError: the store is gone.
+            Or the store does not answer.
+        TdcollError: the store is gone, or another process writes to it.
     """
     prefix, token = "tdcoll/join/" + "-".join(map(str, ranks)), uuid.uuid4().hex
     began, deadline = time.time(), time.monotonic() + timeout_s
@@ -167,9 +179,16 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
     def answer(to: str) -> str:
         return f"{prefix}/answer/{to}"
 
+    def read(key: str) -> str:
+        """Return what a rank has written there: a token, or when it gave up."""
+        data = bytes(store.get(key))
+        if not _TOKEN.fullmatch(data):
+            raise foreign(f"rank {rank} in '{tag}': the store's key {key}", data)
+        return data.decode()
+
     def asked() -> dict[int, str]:
-        """Return what each rank that has ever asked has written last: a token, or when it gave up."""
-        return {other: store.get(key).decode() for other, key in asks.items() if store.check([key])}
+        """Return what each rank that has ever asked has written last."""
+        return {other: read(key) for other, key in asks.items() if store.check([key])}
 
     def asking() -> dict[int, str]:
         """Tokens of those who ask now."""
@@ -185,26 +204,29 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
         here |= {other for other, its in asked().items() if its.startswith(_GAVE_UP) and float(its[1:]) >= began}
         return missing_ranks(rank, tag, [other for other in ranks if other not in here] or ranks[:1], timeout_s)
 
-    store.set(asks[rank], token)
-    try:
-        if rank == ranks[0]:
-            _wait(store, rank, tag, asks, timeout_s)
-            pause_s = 1e-4
-            while len(tokens := asking()) < len(asks):  # some have asked for an earlier generation, and not yet again
-                if time.monotonic() > deadline:
-                    raise too_late()
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.02)
-            for its in tokens.values():
-                store.set(answer(its), token)
-        _wait(store, rank, tag, {rank: answer(token)}, timeout_s)
-    except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # of a store that is gone
-            store.set(asks[rank], f"{_GAVE_UP}{time.time()}")
-        if isinstance(error, CollectiveTimeout):
-            raise too_late() from error
-        raise
-    return dist.PrefixStore(f"tdcoll/{store.get(answer(token)).decode()}", store)
+    def agree() -> str:
+        store.set(asks[rank], token)
+        try:
+            if rank == ranks[0]:
+                wait_for(store, rank, tag, asks, timeout_s)
+                pause_s = 1e-4
+                while len(tokens := asking()) < len(asks):  # some have asked for an earlier one, and not yet again
+                    if time.monotonic() > deadline:
+                        raise too_late()
+                    time.sleep(pause_s)
+                    pause_s = min(2 * pause_s, 0.02)
+                for its in tokens.values():
+                    store.set(answer(its), token)
+            wait_for(store, rank, tag, {rank: answer(token)}, timeout_s)
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # of a store that is gone
+                store.set(asks[rank], f"{_GAVE_UP}{time.time()}")
+            if isinstance(error, CollectiveTimeout):
+                raise too_late() from error
+            raise
+        return read(answer(token))
+
+    return dist.PrefixStore(f"tdcoll/{ask(agree, rank, tag, timeout_s)}", store)
 
 
 _kept: Any = None

@@ -7,19 +7,22 @@ import importlib.util
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tdcoll import arguments, environment, runtime
-from tdcoll.errors import AlreadyInitializedError, RankMismatchError, TdcollError
+from tdcoll.errors import AlreadyInitializedError, CollectiveTimeout, RankMismatchError, TdcollError
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import last_words
 from tdcoll.runtime.control import StoreControlPlane, generation, keep, require_equal
 from tdcoll.runtime.heap import SymmetricHeap
+from tdcoll.runtime.store import ask
 from tdcoll.runtime.topology import emulated_node
 
 __all__ = ["device_index", "finalize", "heap_of", "initialize", "is_initialized", "join", "may_share_gpus"]
@@ -159,8 +162,9 @@ def initialize(
             ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB (64 MiB in the simulator). The heap is taken from the GPU at
             once, and does not grow; its size is logged (logger ``tdcoll``, level INFO, on rank 0), and is the
             ``total`` of :func:`tdcoll.heap_info`.
-        timeout_s: deadline of every wait, in kernels and on the host, in seconds. (A process group that is made here
-            waits for all ranks to come as PyTorch does, for up to 30 minutes.) Default: ``TDCOLL_TIMEOUT_S``, else 30.
+        timeout_s: deadline of every wait, in kernels and on the host, in seconds; also for the other ranks to come. (A
+            process group that is made here has PyTorch's own timeout for its own collectives.) Default:
+            ``TDCOLL_TIMEOUT_S``, else 30.
         emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
         share_gpus: ranks may use the same GPU, for tests of correctness: a GPU runs one process at a time, so that a
             call takes milliseconds. A process group that is made here then has gloo for CUDA tensors, because NCCL
@@ -175,9 +179,10 @@ def initialize(
     Raises:
         AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
         RankMismatchError: ranks pass different settings, or two ranks use one GPU without ``share_gpus``.
-        CollectiveTimeout: a rank did not come.
-        TdcollError: there is no GPU, and kernels are not interpreted; NVSHMEM's bindings are missing; or PyTorch's
-            symmetric memory is asked for, and the job has several nodes or PyTorch cannot provide it.
+        CollectiveTimeout: a rank did not come, or the store where ranks meet does not answer.
+        TdcollError: the store is gone; there is no GPU, and kernels are not interpreted; NVSHMEM's bindings are
+            missing; or PyTorch's symmetric memory is asked for, and the job has several nodes or PyTorch cannot provide
+            it.
         TypeError, ValueError: an argument or environment variable is not as described.
     """
     if (existing := runtime.current_or_none()) is not None:
@@ -193,14 +198,14 @@ def initialize(
     last_words.watch()
     settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
     _refuse_no_gpu()
-    made_process_group = _ensure_process_group(settings.share_gpus)
+    made_process_group = _ensure_process_group(settings)
     global _own_group
     if made_process_group:
         _own_group = dist.group.WORLD
     try:
         # The default group's store: present with every backend, and used by no collective of the user's.
-        store = _connection(dist.distributed_c10d._get_default_store())
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = _connection(dist.distributed_c10d._get_default_store(), rank, settings.timeout_s)
         store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
         _install(settings, store, rank, world_size)
     except BaseException:
@@ -228,7 +233,7 @@ def join(
     last_words.watch()
     settings = _Settings.read(heap_bytes, timeout_s)
     _refuse_no_gpu()
-    _install(settings, _connection(store), rank, world_size)
+    _install(settings, _connection(store, rank, settings.timeout_s), rank, world_size)
 
 
 def _refuse_no_gpu() -> None:
@@ -239,9 +244,9 @@ def _refuse_no_gpu() -> None:
         )
 
 
-def _connection(store: Any) -> Any:
+def _connection(store: Any, rank: int, timeout_s: float) -> Any:
     """``store`` by a connection of our own: a wait of ours must not hold up what PyTorch asks of it meanwhile."""
-    return store.clone() if hasattr(store, "clone") else store
+    return ask(store.clone, rank, "initialize", timeout_s) if hasattr(store, "clone") else store
 
 
 def _install(settings: _Settings, store: Any, rank: int, world_size: int) -> None:
@@ -279,28 +284,54 @@ def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
             )
 
 
-def _ensure_process_group(share_gpus: bool) -> bool:
+def _ensure_process_group(settings: _Settings) -> bool:
     """Make the default process group if there is none; True if this call made it."""
     if dist.is_initialized():
         return False
     # With share_gpus always gloo, also where ranks do not really share: whether another host's do is not known here.
     # Ranks that disagree still meet, because NCCL connects at its first use only, and are told so by _join.
-    on_gpus = "cpu:gloo,cuda:gloo" if share_gpus else "cpu:gloo,cuda:nccl"
+    on_gpus = "cpu:gloo,cuda:gloo" if settings.share_gpus else "cpu:gloo,cuda:nccl"
     backend = "gloo" if INTERPRETED else on_gpus
     if not INTERPRETED and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(device_index(int(os.environ["LOCAL_RANK"]), share_gpus))
+        torch.cuda.set_device(device_index(int(os.environ["LOCAL_RANK"]), settings.share_gpus))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        timeout = dist.distributed_c10d.default_pg_timeout
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world_size = _rendezvous(settings.timeout_s)
         keep(store)
-        store = generation(store, rank, range(world_size), "initialize", timeout.total_seconds())
+        store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
         # PyTorch names groups by a number that each process counts, and gloo's ranks meet under that name. A call of
         # init_process_group that fails, on some ranks perhaps, has counted; a default group is the first of all.
         dist.distributed_c10d._world.group_count = 0
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+        def make() -> None:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+        # Ranks find each other's addresses in the store, and then connect.
+        ask(make, rank, "initialize", settings.timeout_s, "the other ranks, or the store, to make the process group")
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return True
+
+
+def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
+    """Return what the launcher's variables say: the store where ranks meet, this rank, and how many there are.
+
+    Raises:
+        CollectiveTimeout: the store does not answer, or not all ranks have come to it.
+    """
+    rank, where = int(os.environ["RANK"]), f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    whom = f"the store at {where}, where the ranks meet: the process that serves it, or a rank, did not come"
+
+    def meet() -> tuple[Any, int, int]:
+        return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+
+    began = time.monotonic()
+    try:
+        return ask(meet, rank, "initialize", timeout_s, whom)
+    except (TdcollError, dist.DistStoreError) as error:
+        if isinstance(error, CollectiveTimeout):
+            raise
+        waited = round(time.monotonic() - began, 2)
+        raise CollectiveTimeout(f"in 'initialize' for {whom} ({error})", rank=rank, timeout_s=waited) from error
 
 
 def _node_name() -> str:
@@ -351,8 +382,8 @@ def _join(
     settings: _Settings, control: StoreControlPlane, heap_store: Any, rank: int, world_size: int
 ) -> runtime.Runtime:
     everyone = range(world_size)
-    answers = control.all_gather(everyone, "initialize", (settings, _node_name(), _gpu_name()))
-    require_equal([asdict(answer[0]) for answer in answers], everyone, "the settings of tdcoll.initialize()")
+    answers = control.all_gather(everyone, "initialize", (asdict(settings), _node_name(), _gpu_name()))
+    require_equal([answer[0] for answer in answers], everyone, "the settings of tdcoll.initialize()")
     gpus: dict[Any, int] = {}
     for other, (_, _, gpu) in enumerate(answers):
         if gpu is not None and gpus.setdefault(gpu, other) != other and not settings.share_gpus:

@@ -10,7 +10,9 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -196,10 +198,48 @@ class FailedWork:
 )
 def test_a_callers_own_patience_accuses_nobody(timeout: int | None, message: str, said: str) -> None:
     roll_call = RollCall(dist.HashStore(), 0, 2, timedelta(seconds=0.01))
-    work = NamedWork(FailedWork(message), "all_reduce", roll_call)
+    work = NamedWork(FailedWork(message), "all_reduce", roll_call.next_call(), roll_call)
     with pytest.raises(dist.DistBackendError, match=f"^rank 0: all_reduce {said}") as raised:
         work.wait(None if timeout is None else timedelta(milliseconds=timeout))
     assert ("peer(s) 1 did not answer" in str(raised.value)) == ("failed" in said)
+
+
+def roll_calls(seconds: float, ranks: int = 3) -> list[RollCall]:
+    store = dist.HashStore()
+    return [RollCall(store, rank, ranks, timedelta(seconds=seconds)) for rank in range(ranks)]
+
+
+def fail(roll_call: RollCall, message: str) -> str:
+    """Have a call fail; return what is raised."""
+    work = NamedWork(FailedWork(message), "all_reduce", roll_call.next_call(), roll_call)
+    with pytest.raises(RuntimeError) as raised:
+        work.wait()
+    return str(raised.value)
+
+
+def test_a_death_after_an_error_that_was_caught() -> None:
+    """What the rank answered of the earlier call does not count, also if another rank has had no error then."""
+    roll = roll_calls(0.2)
+    with ThreadPoolExecutor(3) as pool:
+        for said in pool.map(lambda each: fail(each, "Connection closed by peer"), roll):
+            assert "all ranks are still there and have had an error too" in said
+    roll[2].next_call()  # and complete there
+    for dead, patience in ((2, "Timed out"), (2, "Application timeout caused pair closure")):
+        with ThreadPoolExecutor(2) as pool:
+            for said in pool.map(lambda each, text=patience: fail(each, text), roll[:dead]):
+                assert "peer(s) 2 did not answer within 0.2 s and may have died" in said
+
+
+def test_an_error_of_the_call_itself_accuses_nobody() -> None:
+    """On the rank with the wrong argument at once; on its peers, whose timeout is over later, neither."""
+    wrong, *others = roll_calls(5, 2)
+    began = time.monotonic()
+    assert fail(wrong, "Cannot use ReduceOp.BAND with non-integral dtype") == (
+        "Cannot use ReduceOp.BAND with non-integral dtype"
+    )
+    for other in others:
+        assert "all ranks are still there and have had an error too" in fail(other, "Timed out waiting")
+    assert time.monotonic() - began < 2
 
 
 def test_a_wait_for_a_work_that_expires() -> None:

@@ -206,7 +206,7 @@ def another_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], A
 
 def test_ranks_with_other_settings(another_rank: Callable[..., None]) -> None:
     other = lifecycle._Settings(heap_bytes=1 << 20, timeout_s=30.0, emulate_nodes=1)
-    another_rank(lambda mine: (other, *mine[1:]))
+    another_rank(lambda mine: (dataclasses.asdict(other), *mine[1:]))
     with pytest.raises(tdcoll.RankMismatchError) as raised:
         tdcoll.initialize(heap_bytes=1 << 21)
     assert str(raised.value) == (
@@ -257,7 +257,7 @@ def test_ranks_that_may_share_a_gpu(
 
 
 def test_ranks_that_disagree_on_sharing_gpus(another_rank: Callable[..., None]) -> None:
-    another_rank(lambda mine: (dataclasses.replace(mine[0], share_gpus=False), *mine[1:]))
+    another_rank(lambda mine: ({**mine[0], "share_gpus": False}, *mine[1:]))
     with pytest.raises(tdcoll.RankMismatchError, match=r"share_gpus \(rank 0: True, rank 1: False\)$"):
         tdcoll.initialize(share_gpus=True)
 
@@ -279,7 +279,7 @@ def test_device_and_process_group_on_gpus(
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setenv("LOCAL_RANK", "5")
-    assert lifecycle._ensure_process_group(share_gpus)
+    assert lifecycle._ensure_process_group(lifecycle._Settings(1, 1.0, 1, share_gpus))
     assert (devices, backends) == ([device], [backend])
 
 

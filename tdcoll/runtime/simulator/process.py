@@ -37,6 +37,7 @@ from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace
 
 __all__ = ["ProcessHeap"]
 
+_PREFIX = "tdcoll-heap-"
 _LINE_WORDS = 8
 _BARRIERS = ("barrier_all", "sync_all")
 
@@ -51,7 +52,7 @@ def _create(nbytes: int) -> str:
         if room.f_bavail * room.f_frsize < nbytes:
             refused.append(f"{folder} ({room.f_bavail * room.f_frsize} bytes free)")
             continue
-        descriptor, path = tempfile.mkstemp(prefix="tdcoll-heap-", dir=folder)
+        descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
         try:
             os.ftruncate(descriptor, nbytes)
         finally:
@@ -64,8 +65,11 @@ def _create(nbytes: int) -> str:
 
 
 def _map(path: str, nbytes: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR)
+    """Map what :func:`_create` has made. The path comes from another process, which must be this user's."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
+        if not os.path.basename(path).startswith(_PREFIX) or os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{path} is not a heap of this user's")
         return mmap.mmap(descriptor, nbytes)
     finally:
         os.close(descriptor)
@@ -114,8 +118,10 @@ class ProcessHeap(MemoryView):
         """Remove the hooks. Collective. The memory goes with the last tensor that views it. Idempotent."""
         if self._hooks is None:
             return
-        self._control.all_gather(self._everyone, "close the symmetric heap", None)
-        self.abandon()
+        try:
+            self._control.all_gather(self._everyone, "close the symmetric heap", None)
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Remove the hooks. Idempotent."""
@@ -187,9 +193,10 @@ def _share(pe: int, everyone: Sequence[int], nbytes: int, control: ControlPlane)
         except (OSError, HeapExhaustedError) as error:
             problem = error
     try:
-        path_of_0, problem = control.all_gather(everyone, "create the symmetric heap", (path, problem))[0]
-        if problem is not None:
-            raise problem
+        made = path, problem and str(problem), isinstance(problem, HeapExhaustedError)
+        path_of_0, why, exhausted = control.all_gather(everyone, "create the symmetric heap", made)[0]
+        if why is not None:
+            raise (HeapExhaustedError if exhausted else TdcollError)(why)
         buffer = None
         try:
             buffer = _map(path_of_0, nbytes)

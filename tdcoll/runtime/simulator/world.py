@@ -9,7 +9,6 @@ suspends its host task until all programs of the grid are done.
 from __future__ import annotations
 
 import mmap
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
 from tdcoll.runtime.simulator.scheduler import Scheduler
 from tdcoll.runtime.simulator.tasks import Task
 from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace
+from tdcoll.runtime.store import decode, encode
 
 __all__ = ["World"]
 
@@ -53,7 +53,7 @@ class _Control:
         number = self._count[group] = self._count.get(group, -1) + 1
         key = ("control", group, number)
         exchange = world._exchanges.setdefault(key, _Exchange())
-        exchange.answers[self._pe] = pickle.dumps((tag, value))
+        exchange.answers[self._pe] = encode(tag, value)
         world.scheduler.notify(key)
 
         def missing() -> list[int]:
@@ -72,7 +72,7 @@ class _Control:
         exchange.readers += 1
         if exchange.readers == len(group):
             del world._exchanges[key]
-        answers = [pickle.loads(exchange.answers[rank]) for rank in group]
+        answers = [decode(exchange.answers[rank], f"PE {rank}") for rank in group]
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
         if others:
             raise RankMismatchError(f"rank {self._pe} is in '{tag}', but {others} are elsewhere")

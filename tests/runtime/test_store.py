@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to a store end, whatever its server does; and no value in it is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tcp_proxy import Proxy
+
+import tdcoll
+from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.runtime.control import StoreControlPlane, generation
+from tdcoll.runtime.store import StoreLost, StoreSilent, ask, decode, encode
+
+SHORT_S = 0.3
+MOST_S = 3.0
+"""Far more than a deadline and its slack; without a limit such a wait has no end."""
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    made = Proxy()
+    yield made
+    made.end()
+
+
+def limited(action: Callable[[], Any], most_s: float = MOST_S) -> BaseException:
+    """Return what ``action`` raises, within ``most_s`` seconds."""
+    raised: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(most_s)
+    assert not thread.is_alive(), f"no end after {most_s:g} s"
+    assert raised, "nothing was raised"
+    return raised[0]
+
+
+# ---------------------------------------------------------------------- a store that stops answering, or dies
+
+
+QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    "exchange": lambda store: StoreControlPlane(store, 0, SHORT_S).all_gather([0], "call", None),
+    "join": lambda store: generation(store, 0, [0], "call", SHORT_S),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+def test_a_store_that_stops_answering(proxy: Proxy, question: Callable[[Any], Any]) -> None:
+    store = proxy.client()
+    question(store)
+    proxy.stop()
+    error = limited(lambda: question(store))
+    assert isinstance(error, StoreSilent)
+    assert str(error).startswith("rank 0 waited 1.3 s in 'call' for the store, which does not answer")
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+def test_a_store_that_dies(proxy: Proxy, question: Callable[[Any], Any]) -> None:
+    store = proxy.client()
+    question(store)
+    proxy.end()
+    error = limited(lambda: question(store))
+    assert type(error) is StoreLost
+    assert str(error).startswith("rank 0 in 'call': the store is gone; the process that serves it, usually rank 0's")
+    assert isinstance(error.__cause__, dist.DistError)
+
+
+def test_the_first_of_several_questions_is_not_held_up_by_one_that_never_ends() -> None:
+    held = threading.Event()
+    assert isinstance(limited(lambda: ask(held.wait, 0, "held", 0.01)), CollectiveTimeout)
+    assert [ask(partial(int, text), 0, "next", 1) for text in "012"] == [0, 1, 2]
+    held.set()
+
+
+def test_errors_of_a_question_are_its_own() -> None:
+    for kind in (ValueError, TimeoutError, KeyboardInterrupt):
+
+        def refuse(kind: type[BaseException] = kind) -> None:
+            raise kind("no")
+
+        with pytest.raises(kind, match="no"):
+            ask(refuse, 0, "call", 1)
+
+
+def test_a_child_that_was_forked_asks_as_well() -> None:
+    assert ask(lambda: 1, 0, "parent", 1) == 1
+    child = os.fork()
+    if not child:
+        os._exit(0 if ask(lambda: 7, 0, "child", 1) == 7 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.fixture
+def default_group(proxy: Proxy) -> Iterator[Callable[[str], None]]:
+    def make(backend: str) -> None:
+        dist.init_process_group(backend, store=proxy.client(), rank=0, world_size=1, timeout=timedelta(seconds=SHORT_S))
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    tdcoll.finalize()
+    assert not tdcoll.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [("stop", CollectiveTimeout, "the store, which does not answer"), ("end", TdcollError, "the store is gone")],
+)
+def test_a_job_whose_store_fails(
+    proxy: Proxy, default_group: Callable[[str], None], fault: str, kind: type[Exception], text: str
+) -> None:
+    """The call says what happened, and leaving says nothing more."""
+    default_group("gloo")
+    tdcoll.initialize(heap_bytes=1 << 20, timeout_s=SHORT_S)
+    tdcoll.barrier()
+    getattr(proxy, fault)()
+    error = limited(tdcoll.barrier)
+    assert isinstance(error, kind)
+    assert text in str(error)
+    with pytest.raises(TdcollError, match="nothing collective is tried any more"):
+        tdcoll.barrier()
+    began = time.monotonic()
+    tdcoll.finalize()
+    assert time.monotonic() - began < 0.5
+    assert not tdcoll.is_initialized()
+
+
+@pytest.mark.parametrize("text", ["stop", "end"])
+def test_initialize_when_the_store_has_failed(proxy: Proxy, default_group: Callable[[str], None], text: str) -> None:
+    default_group("gloo")
+    getattr(proxy, text)()
+    error = limited(lambda: tdcoll.initialize(timeout_s=SHORT_S))
+    assert isinstance(error, TdcollError)
+    assert "rank 0" in str(error)
+    assert "the store" in str(error)
+    assert not tdcoll.is_initialized()
+
+
+@pytest.mark.parametrize("served", [True, False], ids=["silent", "absent"])
+def test_initialize_bounds_its_rendezvous(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
+    """Nothing listens at the port, or what listens there is silent."""
+    (proxy.stop if served else proxy.end)()
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(proxy.port)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    error = limited(lambda: tdcoll.initialize(timeout_s=SHORT_S))
+    assert isinstance(error, CollectiveTimeout)
+    assert f"in 'initialize' for the store at 127.0.0.1:{proxy.port}" in str(error)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("fault", "text"), [("stop", "which does not answer"), ("end", "the store is gone")])
+def test_new_group_is_bounded(proxy: Proxy, default_group: Callable[[str], None], fault: str, text: str) -> None:
+    default_group("tdcoll")
+    getattr(proxy, fault)()
+    error = limited(lambda: dist.new_group([0], timeout=timedelta(seconds=SHORT_S)))
+    assert isinstance(error, TdcollError)
+    assert text in str(error)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - began < 0.5, "leaving asked the store again"
+
+
+# ---------------------------------------------------------------------- values
+
+
+VALUES: list[Any] = [
+    None, True, 0, -(1 << 80), 0.1, float("inf"), "", "text \udc80 é", b"", bytes(range(256)), (), [], {},
+    [1, (2, [3, ()])], {"a": 1, (1, "b"): None, 2: {"tuple": [1]}}, {"tuple": [1, 2]}, {"bytes": "AAAA"}, {"dict": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_values_come_back(value: Any) -> None:
+    back = decode(encode("tag", value), "here")
+    assert back == ("tag", value)
+    assert repr(back[1]) == repr(value)
+
+
+@pytest.mark.parametrize("value", [object(), {1}, ValueError("x"), torch.float32, torch.zeros(1), [1, {2: object()}]])
+def test_other_values_are_refused_by_who_sends_them(value: Any) -> None:
+    with pytest.raises(TypeError, match="ranks exchange numbers"):
+        encode("tag", value)
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+FOREIGN: dict[str, bytes] = {
+    "nothing": b"",
+    "garbage": b"\xff\x00\x01",
+    "text": b"hello",
+    "no pair": b'{"tuple":["call"]}',
+    "a list": b'["call",1]',
+    "no tag": b'{"tuple":[1,2]}',
+    "another type": b'{"tuple":["call",{"set":[1]}]}',
+    "two types": b'{"tuple":["call",1],"dict":[]}',
+    "no base64": b'{"tuple":["call",{"bytes":"*"}]}',
+    "bytes of a number": b'{"tuple":["call",{"bytes":1}]}',
+    "a key that no dict has": b'{"tuple":["call",{"dict":[[[],1]]}]}',
+    "deep": b"[" * 100_000,
+    "a long number": b'{"tuple":["call",' + b"1" * 10_000 + b"]}",
+}
+
+
+@pytest.mark.parametrize("data", FOREIGN.values(), ids=FOREIGN)
+def test_what_no_rank_writes(data: bytes) -> None:
+    with pytest.raises(
+        TdcollError, match=r"^key 5 holds \d+ bytes that no rank of this job writes, beginning with b['\"]"
+    ):
+        decode(data, "key 5")
+
+
+def test_a_foreign_pickle_is_not_run(tmp_path: Path) -> None:
+    """Another process has written to the key of the next exchange."""
+    store = dist.HashStore()
+    for plane in (StoreControlPlane(store, rank, 5) for rank in (0, 1)):
+        plane.all_gather([plane._rank], "alone", None)
+    file = tmp_path / "run"
+    payload = pickle.dumps(("call", Payload(file)))
+    store.set("tdcoll/0-1/0/1", payload)
+    with pytest.raises(TdcollError) as raised:
+        StoreControlPlane(store, 0, 5).all_gather([0, 1], "call", None)
+    assert str(raised.value).startswith(
+        f"rank 0 in 'call': the store's key tdcoll/0-1/0/1 holds {len(payload)} bytes that no rank of this job writes"
+    )
+    assert not file.exists()
+    pickle.loads(payload)
+    assert file.exists(), "the payload does nothing"
+
+
+def test_a_foreign_token_is_refused() -> None:
+    for data in (b"\xff", b"-", b"x" * 32, b"-1e400", b"../" + b"a" * 29):
+        store = dist.HashStore()
+        store.set("tdcoll/join/0-1/asks/1", data)
+        with pytest.raises(TdcollError, match=r"key tdcoll/join/0-1/asks/1 holds \d+ bytes that no rank"):
+            generation(store, 0, [0, 1], "join", 5)
