@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import REPOSITORY, Shell
+from .test_setenv import NO_NUMBERS
 
 LAUNCH = REPOSITORY / "launch.sh"
 
@@ -313,6 +314,23 @@ def test_slurm_without_hosts(shell: Shell, script: Path) -> None:
     message = refusal(shell, script, SLURM_STEP_ID="0", SLURM_NNODES="2", SLURM_NODEID="0")
     assert "--rdzv:" in message
     assert "SLURM_JOB_NODELIST" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_JOB_ID", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NODEID", "MASTER_PORT"]
+)
+def test_a_variable_that_is_no_number_is_named(shell: Shell, script: Path, name: str) -> None:
+    for value in NO_NUMBERS:
+        done = shell.run(LAUNCH, script, **{**SLURM, name: value})
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"launch.sh: {name}: expected a whole number of at least ")
+    assert not (shell.directory / "evaluated").exists()
+
+
+def test_slurms_numbers_are_decimal(shell: Shell, script: Path) -> None:
+    numbers = {"SLURM_JOB_ID": "0100000000089", "SLURM_NNODES": "010", "SLURM_NODEID": "08"}
+    p = plan(shell, script, **{**SLURM, **numbers})
+    assert [p.option(f"--{name}") for name in ("nnodes", "node-rank", "master-port")] == ["10", "8", "20089"]
 
 
 def test_a_batch_script_of_several_hosts_outside_a_step(shell: Shell, script: Path) -> None:
