@@ -184,6 +184,22 @@ def test_the_simulator_that_setenv_chose_hides_no_missing_driver():
         assert (line.status, line.text[: len(text)]) == (status, text)
 
 
+@pytest.mark.parametrize("hidden", [False, True], ids=["none", "hidden"])
+@pytest.mark.parametrize("chosen_by_setenv", [False, True], ids=["plain shell", "setenv.sh"])
+def test_where_kernels_run_is_said_for_each_launcher(hidden, chosen_by_setenv):
+    """launch.sh chooses the simulator by itself; torchrun only has what the environment says."""
+    variables = {"TRITON_INTERPRET": "1", "TDCOLL_SETENV": "TRITON_INTERPRET=1"} if chosen_by_setenv else {}
+    if hidden:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    lines = diagnose(replace(SIMULATOR, environment=variables, host_gpus=2 if hidden else 0))
+    (line,) = [line for line in lines if line.name == "GPUs"]
+    assert line.status == "note"
+    if chosen_by_setenv:
+        assert line.text.endswith(": kernels run in the simulator")
+    else:
+        assert line.text.endswith(": launch.sh runs kernels in the simulator, torchrun only with TRITON_INTERPRET=1")
+
+
 @pytest.mark.parametrize(
     ("visible", "host_gpus", "simulated"),
     [(None, 2, False), (None, 0, True), ("", 2, True), ("1", 2, False), ("2", 2, True), ("-1", 2, True), ("GPU-1", 2, False)],
