@@ -70,8 +70,8 @@ fail() { # MESSAGE: a wrong command line
 
 nproc='' nnodes='' node_rank='' rdzv='' emulate_nodes='' timeout_s='' monitor_interval='' simulate='' share_gpus='' compat='' dry_run=''
 
-whole_number() { # NAME VALUE LEAST
-    if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then
+whole_number() { # NAME VALUE LEAST [DIGITS]: use the value only as 10#VALUE afterwards, since 08 would be octal
+    if ! [[ $2 =~ ^[0-9]{1,${4:-9}}$ ]] || ((10#$2 < $3)); then
         fail "$1: expected a whole number of at least $3, got '$2'"
     fi
 }
@@ -154,11 +154,12 @@ if [[ $program != tests ]]; then
     # (SLURM numbers the batch script itself, and interactive shells, from 2^32 - 1 downwards.)
     if [[ ${SLURM_STEP_ID-} =~ ^[0-9]{1,9}$ || -n ${SLURM_STEP_NUM_NODES-} ]]; then
         slurm_nnodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES-}}
+        slurm_name=${SLURM_STEP_NUM_NODES:+SLURM_STEP_NUM_NODES}
     elif [[ -z $nnodes && ${SLURM_NNODES-} =~ ^[0-9]{1,9}$ ]] && ((10#$SLURM_NNODES > 1)); then
         fail "--nnodes: expected one launch.sh on each of the $SLURM_NNODES hosts of this SLURM allocation, got one outside of a step (start it with srun --ntasks-per-node 1, or give --nnodes 1 for this host alone)"
     fi
     if [[ -z $nnodes && -n $slurm_nnodes ]]; then
-        whole_number SLURM_NNODES "$slurm_nnodes" 1
+        whole_number "${slurm_name:-SLURM_NNODES}" "$slurm_nnodes" 1
         nnodes=$((10#$slurm_nnodes))
     fi
     nnodes=${nnodes:-1}
@@ -175,7 +176,13 @@ if [[ $program != tests ]]; then
             [[ -n $host ]] || fail "--rdzv: expected HOST:PORT or SLURM_JOB_NODELIST to take the host from, got neither"
             # Every host has to come to the same port, and jobs that share a host to different ones. Below the range
             # from which Linux gives ports to clients.
-            port=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 10000))}
+            if [[ -n ${MASTER_PORT-} ]]; then
+                whole_number MASTER_PORT "$MASTER_PORT" 1
+                port=$MASTER_PORT
+            else
+                whole_number SLURM_JOB_ID "${SLURM_JOB_ID:-0}" 0 18 # of a federation of clusters: more than 2^31
+                port=$((20000 + 10#${SLURM_JOB_ID:-0} % 10000))
+            fi
             rdzv=$host:$port
         fi
     fi

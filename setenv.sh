@@ -245,6 +245,12 @@ _tdcoll_setenv() {
     root=$(CDPATH='' builtin cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P) || return 1
     venv=$root/.venv
 
+    # Before anything is made. Bash would evaluate any other text as an expression, command substitutions included.
+    if ! [[ ${TDCOLL_NNODES:-1} =~ ^[0-9]{1,9}$ ]] || ((10#${TDCOLL_NNODES:-1} < 1)); then
+        _tdcoll_say "TDCOLL_NNODES: expected a whole number of at least 1, got '$TDCOLL_NNODES'"
+        return 1
+    fi
+
     # GPU or simulator.
     read -r host_gpus TDCOLL_GPUS < <(_tdcoll_count_gpus)
     _tdcoll_withdraw TRITON_INTERPRET
@@ -340,7 +346,7 @@ _tdcoll_setenv() {
     fi
 
     # One host or several. Agents that meet on a loopback address are on one host, whatever their number.
-    if ((${TDCOLL_NNODES:-1} > 1)); then
+    if ((10#${TDCOLL_NNODES:-1} > 1)); then
         case ${TDCOLL_RDZV-} in
         127.* | localhost:* | '[::1]'*) ;;
         *) one_host= ;;

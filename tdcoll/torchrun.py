@@ -10,24 +10,28 @@ stderr, which say which of them ended by themselves. It goes by
 - which processes were still running when torchrun ended them;
 - what each rank wrote down about its last error (:mod:`tdcoll.runtime.last_words`). An expired wait for another rank,
   and a connection that another rank has closed, are no cause.
+
+If this process is killed before it can end its ranks, the kernel kills them. It leaves no files of its own either,
+because the file for the last words has no name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 __all__ = ["main", "summary"]
 
 _LONGEST = 240
+_PR_SET_PDEATHSIG = 1
 
 
 def summary(
@@ -104,13 +108,33 @@ def _note_whom_torchrun_ends() -> set[int]:
     return ended
 
 
-def _read(folder: str) -> dict[int, dict[str, Any]]:
-    """Return what the processes wrote down; not what a process that was killed had only begun to write."""
+def _end_ranks_with_this_process() -> None:
+    """From now on, the kernel kills the ranks if this process dies without ending them, as by SIGKILL.
+
+    ``ImportError`` or ``AttributeError``: PyTorch, or the system, is built otherwise.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
+
+    def in_the_rank() -> None:
+        # Kept across execve. The kernel looks at the thread that has started the rank, which is torchrun's main thread.
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it has died before that call
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    popen = subprocess_handler.Popen
+    subprocess_handler.Popen = functools.partial(popen, preexec_fn=in_the_rank)  # type: ignore[misc, assignment]
+
+
+def _read(file: IO[bytes]) -> dict[int, dict[str, Any]]:
+    """Return the last words of each process; without those that a process was killed in the middle of."""
     found = {}
-    for file in Path(folder).glob("*.json"):
+    for line in file.read().splitlines():
         try:
-            found[int(file.stem)] = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
+            said = json.loads(line)
+            found[said["pid"]] = said
+        except (KeyError, TypeError, ValueError):
             continue
     return found
 
@@ -121,11 +145,13 @@ def main() -> Any:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
+        _end_ranks_with_this_process()
         ended = _note_whom_torchrun_ends()
-    except ImportError:  # of a PyTorch to come: the job counts for more than what is said of it
+    except (AttributeError, ImportError):  # of a PyTorch to come: the job counts for more than what is said of it
         return run.main()
-    with tempfile.TemporaryDirectory(prefix="tdcoll-") as folder:
-        os.environ["TDCOLL_LAST_WORDS"] = folder
+    # A file without a name, which goes with this process however it ends; the ranks open it by its descriptor.
+    with open(os.memfd_create("tdcoll-last-words"), "rb") as file:
+        os.environ["TDCOLL_LAST_WORDS"] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             sys.__excepthook__(kind, error, trace)
@@ -139,7 +165,7 @@ def main() -> Any:
         try:
             run.main()
         finally:
-            words.update(_read(folder))
+            words.update(_read(file))
 
 
 if __name__ == "__main__":

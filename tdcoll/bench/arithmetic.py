@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tdcoll.arguments import parse_bytes
+from tdcoll.arguments import parse_bytes, parse_whole
 
 __all__ = [
     "Floor",
@@ -115,15 +115,14 @@ def message_sizes(begin: str, end: str, factor: str, itemsize: int) -> list[int]
         ValueError: something is no size, the range is empty, or ``begin`` is no multiple of ``itemsize``.
     """
     first, last = parse_bytes(begin, "-b"), parse_bytes(end, "-e")
-    if not factor.isdecimal() or int(factor) < 2:
-        raise ValueError(f"-f must be a whole number of at least 2, got {factor!r}")
+    step = parse_whole(factor, "-f", 2)
     if first > last:
         raise ValueError(f"-b must be at most -e, got {begin} and {end}")
     if first % itemsize:
         raise ValueError(f"-b must be a multiple of the dtype's {itemsize} bytes, got {begin}")
     sizes = [first]
-    while sizes[-1] * int(factor) <= last:
-        sizes.append(sizes[-1] * int(factor))
+    while sizes[-1] * step <= last:
+        sizes.append(sizes[-1] * step)
     return sizes
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 
+from tdcoll import arguments
+
 __all__ = ["device_index", "emulate"]
 
 _device: int | None = None
@@ -14,12 +16,13 @@ def emulate() -> None:
     """Let ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` be those of the emulated node, where nodes are emulated.
 
     Raises:
-        ValueError: the processes of this host do not divide evenly; such programs take all nodes to be of one size.
+        ValueError: a variable is no number, or the processes of this host do not divide evenly; such programs take all
+            nodes to be of one size.
     """
     global _device
-    _device = int(os.environ.get("LOCAL_RANK", 0))
-    nodes = int(os.environ.get("TDCOLL_EMULATE_NODES") or 1)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    _device = _number("LOCAL_RANK", 0)
+    nodes = _number("TDCOLL_EMULATE_NODES", 1)
+    processes = _number("LOCAL_WORLD_SIZE", 1)
     if nodes == 1:
         return
     if processes % nodes:
@@ -34,4 +37,9 @@ def emulate() -> None:
 
 def device_index() -> int:
     """Return the number of the GPU of the host that this process takes."""
-    return int(os.environ.get("LOCAL_RANK", 0)) if _device is None else _device
+    return _number("LOCAL_RANK", 0) if _device is None else _device
+
+
+def _number(variable: str, least: int) -> int:
+    """Return the number in a variable of the environment, which is ``least`` where the variable is not set."""
+    return arguments.parse_whole(os.environ.get(variable) or str(least), variable, least)

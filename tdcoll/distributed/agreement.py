@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import tdcoll
-from tdcoll import runtime
+from tdcoll import arguments, runtime
 from tdcoll.errors import TdcollError
 from tdcoll.language import INTERPRETED
 from tdcoll.language.jit import bitcode_path
@@ -27,9 +27,9 @@ __all__ = ["Agreement"]
 
 def _device_of_this_rank() -> torch.device:
     """The GPU for the symmetric heap: the current one where the script has chosen, else the launcher's number."""
-    current, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
-    if current == 0 and local.isdigit():
-        index = lifecycle.device_index(int(local), lifecycle.may_share_gpus())
+    current, local = torch.cuda.current_device(), arguments.decimal(os.environ.get("LOCAL_RANK", ""))
+    if current == 0 and local is not None:
+        index = lifecycle.device_index(local, lifecycle.may_share_gpus())
         current = index if index < torch.cuda.device_count() else current
     return torch.device("cuda", current)
 

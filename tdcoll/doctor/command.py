@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tdcoll.arguments import decimal
 from tdcoll.doctor import functional
 from tdcoll.doctor.collect import collect
 from tdcoll.doctor.devices import DEVICE_CHECKS
@@ -75,7 +76,7 @@ def _options(arguments: Sequence[str], environment: Mapping[str, str]) -> argpar
         "--nnodes",
         type=number,
         metavar="N",
-        default=int(hosts) if hosts.isdigit() and int(hosts) else 1,
+        default=decimal(hosts) or 1,
         help="hosts of the job: looks at network cards too; the test stays on this host. Default: TDCOLL_NNODES, or 1",
     )
     parser.add_argument("--no-run", action="store_true", help="start no job")

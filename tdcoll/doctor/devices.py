@@ -19,12 +19,18 @@ def gpus(facts: Facts) -> list[Line]:
             return [
                 ok(name, f"not used: TRITON_INTERPRET={facts.environment['TRITON_INTERPRET']} asks for the simulator")
             ]
+        # setenv.sh, and with it launch.sh, sets the variable; torchrun from a shell that has not sourced it doesn't.
+        where = (
+            "kernels run in the simulator"
+            if by_itself
+            else "launch.sh runs kernels in the simulator, torchrun only with TRITON_INTERPRET=1"
+        )
         if facts.host_gpus:
-            return [note(name, "CUDA_VISIBLE_DEVICES hides them all: kernels run in the simulator", "unset it")]
+            return [note(name, f"CUDA_VISIBLE_DEVICES hides them all: {where}", "unset it")]
         if facts.pci_gpus:
             advice = "install NVIDIA's driver; in a container, start it with the GPUs (docker run --gpus all)"
             return [note(name, f"{facts.pci_gpus} on the PCI bus, and none that a driver offers", advice)]
-        return [note(name, "none: kernels run in the simulator")]
+        return [note(name, f"none: {where}")]
     if not facts.gpus:
         if "error" in (found := facts.of("gpus")):
             text = f"PyTorch cannot ask for them: {found['error']}"

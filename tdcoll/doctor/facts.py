@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tdcoll import arguments
+
 __all__ = [
     "Facts",
     "Gpu",
@@ -170,7 +172,8 @@ class Facts:
             return not self.host_gpus
         # CUDA ignores everything from the first entry that does not exist.
         first = visible.split(",")[0].strip()
-        return not (int(first) < self.host_gpus if first.isdigit() else first.startswith(("GPU-", "MIG-")))
+        index = arguments.decimal(first)
+        return not (first.startswith(("GPU-", "MIG-")) if index is None else index < self.host_gpus)
 
     def of(self, step: str) -> Mapping[str, Any]:
         """Return what the child found in ``step``; if it never came there, that is its error."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from tdcoll import environment
+from tdcoll import arguments, environment
 from tdcoll.doctor.facts import Facts, Interface, Line, note, ok, problem, size
 
 __all__ = ["SURROUNDINGS_CHECKS", "matching_interfaces"]
@@ -171,7 +171,7 @@ def _refused(variable: str, value: str, facts: Facts) -> str:
     """Return what ``variable`` has to be, if ``value`` is not that."""
     if variable == "TDCOLL_TIMEOUT_S" and not (re.fullmatch(r"\s*[0-9.]+(e[0-9]+)?\s*", value) and _number(value) > 0):
         return "set a positive number of seconds"
-    if variable == "TDCOLL_EMULATE_NODES" and not (value.isdigit() and 1 <= int(value) <= facts.nproc):
+    if variable == "TDCOLL_EMULATE_NODES" and not 1 <= (arguments.decimal(value) or 0) <= facts.nproc:
         return f"set a whole number from 1 to the number of ranks per host, here {facts.nproc}"
     if variable == "TDCOLL_HEAP" and value not in ("auto", "nvshmem", "torch"):
         return "set auto, nvshmem or torch, or unset it"

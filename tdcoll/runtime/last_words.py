@@ -12,7 +12,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
@@ -32,22 +31,24 @@ _LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|gloo/transport
 @functools.cache
 def watch() -> None:
     """From now on, write down an error that ends this process. Nothing where no launcher reads it."""
-    folder = os.environ.get("TDCOLL_LAST_WORDS")
-    if not folder:
+    file = os.environ.get("TDCOLL_LAST_WORDS")
+    if not file:
         return
     before = sys.excepthook
+    said: set[int] = set()  # by process: a child that was forked says its own
 
-    def own_file() -> Path:
-        return Path(folder, f"{os.getpid()}.json")  # a child that was forked has its own
+    def say(error: str, noticed: bool) -> None:
+        said.add(os.getpid())
+        _write(file, error, noticed)
 
     def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            _write(own_file(), f"{kind.__name__}: {error}", noticed(error) or _has_given_up())
+            say(f"{kind.__name__}: {error}", noticed(error) or _has_given_up())
         before(kind, error, trace)
 
     def at_exit() -> None:
-        if _has_given_up() and not own_file().exists():  # it has caught the error, and called sys.exit
-            _write(own_file(), "a wait for another rank had expired", True)
+        if _has_given_up() and os.getpid() not in said:  # it has caught the error, and called sys.exit
+            say("a wait for another rank had expired", True)
 
     sys.excepthook = on_error
     atexit.register(at_exit)
@@ -75,6 +76,12 @@ def _has_given_up() -> bool:
     return gave_up if job is None else job.failed
 
 
-def _write(file: Path, error: str, noticed: bool) -> None:
+def _write(file: str, error: str, noticed: bool) -> None:
+    """Append a line, in one write: all ranks of the host share the file. It exists; only the launcher makes it."""
+    line = json.dumps({"pid": os.getpid(), "error": error, "noticed": noticed, "time": time.time()})
     with contextlib.suppress(OSError):
-        file.write_text(json.dumps({"error": error, "noticed": noticed, "time": time.time()}), encoding="utf-8")
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(descriptor, f"\n{line}".encode())
+        finally:
+            os.close(descriptor)

@@ -96,9 +96,7 @@ class _Settings:
             arguments.seconds("TDCOLL_TIMEOUT_S", timeout_s)
         if emulate_nodes is None:
             text = env.get("TDCOLL_EMULATE_NODES", "") or "1"
-            if not text.isdigit():
-                raise ValueError(f"TDCOLL_EMULATE_NODES must be a whole number, got {text!r}")
-            emulate_nodes = int(text)
+            emulate_nodes = arguments.parse_whole(text, "TDCOLL_EMULATE_NODES", 1)
         if share_gpus is None:
             share_gpus = _asks_to_share_gpus()
         return cls(
@@ -293,7 +291,9 @@ def _ensure_process_group(settings: _Settings) -> bool:
     on_gpus = "cpu:gloo,cuda:gloo" if settings.share_gpus else "cpu:gloo,cuda:nccl"
     backend = "gloo" if INTERPRETED else on_gpus
     if not INTERPRETED and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(device_index(int(os.environ["LOCAL_RANK"]), settings.share_gpus))
+        torch.cuda.set_device(
+            device_index(arguments.parse_whole(os.environ["LOCAL_RANK"], "LOCAL_RANK", 0), settings.share_gpus)
+        )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, world_size = _rendezvous(settings.timeout_s)
         keep(store)

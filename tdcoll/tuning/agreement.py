@@ -88,14 +88,14 @@ def agree(
 
     Raises:
         TypeError: ``given`` is none of these.
-        ValueError: the file is no table.
-        RankMismatchError: another rank has another table, or none that can be read.
+        ValueError: the file is no table, here or on another rank.
+        RankMismatchError: another rank has another table.
     """
-    problem: TypeError | ValueError | None = None
+    problem: Exception | None = None
     table: Table | None = None
     try:
         table = _table(given)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of whatever kind: the other ranks wait to be told
         problem = error
     names = architectures(owner.device)
     process_group = _process_group(group, tuple(ranks) == tuple(range(owner.world_size)), owner.device)
@@ -105,7 +105,7 @@ def agree(
         raise problem
     for rank, (other, _, _, _) in enumerate(answers):
         if other is not None:
-            raise RankMismatchError(f"CollectiveContext: rank {rank} cannot read its tuning table: {other}")
+            raise ValueError(f"CollectiveContext: rank {rank} cannot read its tuning table: {other}")
     assert table is not None
     if len({answer[1][0] for answer in answers}) > 1:
         listing = ", ".join(f"rank {rank}: {name} ({digest})" for rank, (_, (digest, name), _, _) in enumerate(answers))

@@ -42,6 +42,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +236,13 @@ class Table:
             ValueError: naming ``name``, the entry, and what was expected there.
         """
         try:
+            return cls._parse(text, name)
+        except RecursionError:  # of the JSON reader, or of the writer that a message quotes a value with
+            raise ValueError(f"{name}: expected a tuning table, got JSON that is nested too deeply") from None
+
+    @classmethod
+    def _parse(cls, text: str, name: str) -> Table:
+        try:
             document = json.loads(text)
         except ValueError as error:
             raise ValueError(f"{name}: expected a tuning table in JSON: {error}") from None
@@ -261,9 +269,13 @@ class Table:
             ValueError: it cannot be read, or is no table.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            # Opening a FIFO the usual way waits until another process writes to it, perhaps forever.
+            with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                text = file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{os.fspath(path)}: expected the file of a tuning table: {error}") from None
+        if text is None:
+            raise ValueError(f"{os.fspath(path)}: expected the file of a tuning table, got no regular file")
         return cls.parse(text, os.fspath(path))
 
     def text(self) -> str:

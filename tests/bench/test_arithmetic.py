@@ -63,6 +63,7 @@ def test_sizes_go_from_begin_to_end() -> None:
         ("2K", "1K", "2", "-b must be at most -e"),
         ("1K", "1M", "1", "-f must be a whole number of at least 2"),
         ("1K", "1M", "1.5", "-f must be a whole number of at least 2"),
+        ("1K", "1M", "9" * 5000, "-f must be a whole number of at least 2"),
         ("1", "1M", "2", "multiple of the dtype's 4 bytes"),
     ],
 )

@@ -88,6 +88,9 @@ PROBLEMS = [
     ("no number", GPUS, environment(GPUS, TDCOLL_TIMEOUT_S="soon"), "variables", "TDCOLL_TIMEOUT_S=soon", "positive number"),
     ("no time", GPUS, environment(GPUS, TDCOLL_TIMEOUT_S="0"), "variables", "TDCOLL_TIMEOUT_S=0", "positive number"),
     ("too many nodes", GPUS, environment(GPUS, TDCOLL_EMULATE_NODES="4"), "variables", "TDCOLL_EMULATE_NODES=4", "from 1 to the number of ranks per host, here 3"),
+    ("no digit", GPUS, environment(GPUS, TDCOLL_EMULATE_NODES="²"), "variables", "TDCOLL_EMULATE_NODES=²", "from 1 to the number of ranks per host, here 3"),
+    ("too many digits", GPUS, environment(GPUS, TDCOLL_EMULATE_NODES="9" * 5000), "variables", "TDCOLL_EMULATE_NODES=99", "from 1 to the number of ranks per host, here 3"),
+    ("heap of too many digits", GPUS, environment(GPUS, NVSHMEM_SYMMETRIC_SIZE="9" * 5000), "symmetric heap", "NVSHMEM_SYMMETRIC_SIZE=99", "write 67108864, 64M or 2G"),
     ("no such heap", GPUS, environment(GPUS, TDCOLL_HEAP="cuda"), "variables", "TDCOLL_HEAP=cuda", "auto, nvshmem or torch"),
     ("PyTorch's heap on hosts", HOSTS, environment(HOSTS, TDCOLL_HEAP="torch"), "variables", "TDCOLL_HEAP=torch", "for one host"),
     ("no NVSHMEM on hosts", HOSTS, found(HOSTS, nvshmem=MISSING), "NVSHMEM host library", "does not load", ".[cu13]"),
@@ -179,6 +182,22 @@ def test_the_simulator_that_setenv_chose_hides_no_missing_driver():
         lines = diagnose(replace(SIMULATOR, **changes, pci_gpus=8))
         (line,) = [line for line in lines if line.name == "GPUs"]
         assert (line.status, line.text[: len(text)]) == (status, text)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["none", "hidden"])
+@pytest.mark.parametrize("chosen_by_setenv", [False, True], ids=["plain shell", "setenv.sh"])
+def test_where_kernels_run_is_said_for_each_launcher(hidden, chosen_by_setenv):
+    """launch.sh chooses the simulator by itself; torchrun only has what the environment says."""
+    variables = {"TRITON_INTERPRET": "1", "TDCOLL_SETENV": "TRITON_INTERPRET=1"} if chosen_by_setenv else {}
+    if hidden:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    lines = diagnose(replace(SIMULATOR, environment=variables, host_gpus=2 if hidden else 0))
+    (line,) = [line for line in lines if line.name == "GPUs"]
+    assert line.status == "note"
+    if chosen_by_setenv:
+        assert line.text.endswith(": kernels run in the simulator")
+    else:
+        assert line.text.endswith(": launch.sh runs kernels in the simulator, torchrun only with TRITON_INTERPRET=1")
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,16 @@ def test_not_under_torchrun():
     assert refused.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("hosts", "expected"), [("2", 2), ("08", 8), ("", 1), ("0", 1), ("²", 1), ("abc", 1), ("9" * 5000, 1)]
+)
+def test_the_default_number_of_hosts(monkeypatch, hosts, expected):
+    asked = []
+    monkeypatch.setattr(command, "collect", lambda environment, nproc, nnodes: asked.append(nnodes) or SIMULATOR)
+    command.main(["--no-run"], {"TDCOLL_NNODES": hosts})
+    assert asked == [expected]
+
+
 def run_with(monkeypatch, facts, outcome, *arguments: str) -> int:
     monkeypatch.setattr(command, "collect", lambda environment, nproc, nnodes: facts)
     monkeypatch.setattr(functional, "start", lambda facts, timeout_s: outcome)

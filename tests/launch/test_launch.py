@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import REPOSITORY, Shell
+from .test_setenv import NO_NUMBERS
 
 LAUNCH = REPOSITORY / "launch.sh"
 
@@ -315,6 +317,23 @@ def test_slurm_without_hosts(shell: Shell, script: Path) -> None:
     assert "SLURM_JOB_NODELIST" in message
 
 
+@pytest.mark.parametrize(
+    "name", ["SLURM_JOB_ID", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NODEID", "MASTER_PORT"]
+)
+def test_a_variable_that_is_no_number_is_named(shell: Shell, script: Path, name: str) -> None:
+    for value in NO_NUMBERS:
+        done = shell.run(LAUNCH, script, **{**SLURM, name: value})
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"launch.sh: {name}: expected a whole number of at least ")
+    assert not (shell.directory / "evaluated").exists()
+
+
+def test_slurms_numbers_are_decimal(shell: Shell, script: Path) -> None:
+    numbers = {"SLURM_JOB_ID": "0100000000089", "SLURM_NNODES": "010", "SLURM_NODEID": "08"}
+    p = plan(shell, script, **{**SLURM, **numbers})
+    assert [p.option(f"--{name}") for name in ("nnodes", "node-rank", "master-port")] == ["10", "8", "20089"]
+
+
 def test_a_batch_script_of_several_hosts_outside_a_step(shell: Shell, script: Path) -> None:
     """It would wait for ever for the other hosts, on which nothing was started."""
     message = refusal(shell, script, **outside_a_step())
@@ -402,6 +421,45 @@ def test_a_signal_ends_the_job(shell: Shell, number: signal.Signals) -> None:
     assert "tdcoll: died" not in err
     stat = Path("/proc", pid.read_text(), "stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_launcher_that_is_killed_takes_its_ranks_along_and_leaves_nothing(shell: Shell) -> None:
+    """Also ranks that ignore SIGTERM, and before they have called anything of tdcoll's."""
+    (shell.directory / "sleeps.py").write_text(
+        "import os, pathlib, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "assert os.environ['TDCOLL_LAST_WORDS']\n"
+        "pathlib.Path(f'pid{os.environ[\"RANK\"]}').write_text(f'{os.getpid()}.')\ntime.sleep(60)\n"
+    )
+    temporary = shell.directory / "temporary"
+    temporary.mkdir()
+    child = shell.start(LAUNCH, "--nproc", "2", "sleeps.py", TMPDIR=str(temporary))
+    files = [shell.directory / f"pid{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 30
+    while not all(file.exists() and file.read_text().endswith(".") for file in files):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = [int(file.read_text().rstrip(".")) for file in files]
+    assert all(map(runs, ranks))
+    child.send_signal(signal.SIGKILL)
+    child.wait(timeout=30)
+    deadline = time.monotonic() + 5
+    try:
+        while any(map(runs, ranks)):
+            assert time.monotonic() < deadline, "the ranks outlived their launcher"
+            time.sleep(0.05)
+    finally:
+        for rank in filter(runs, ranks):
+            os.kill(rank, signal.SIGKILL)
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchelastic_")]  # PyTorch's own
+    assert left == []
 
 
 def test_another_shell_is_told_to_use_bash() -> None:

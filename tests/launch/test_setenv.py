@@ -28,6 +28,9 @@ def said(text: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines if ": " in line)
 
 
+NO_NUMBERS = ("a[$(touch evaluated)]", "1e3", "abc", "0x2", "-1", " 2", "²", "٣", "9" * 5000, "2\n3", "1+1", "PATH")
+"""Values that are no decimal numbers. Bash takes most of them as arithmetic, and runs the command in the first."""
+
 # --- what it chooses and exports ------------------------------------------------------------------
 
 
@@ -430,3 +433,24 @@ def test_a_dry_run_installs_nothing(shell: Shell, clone: Path) -> None:
     assert not (clone / ".venv").exists()
     assert "which would be made" in said(done.stderr)["python"]
     assert ".venv/bin/python" in done.stdout
+
+
+# --- what it refuses ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, "0"], ids=lambda value: repr(value)[:24])
+def test_a_number_of_hosts_that_is_none(shell: Shell, value: str) -> None:
+    done = shell.run("-c", f'source "{SETENV}"', TDCOLL_NNODES=value)
+    assert done.returncode == 1
+    assert done.stderr.startswith("tdcoll: TDCOLL_NNODES: expected a whole number of at least 1, got '")
+    assert not (shell.directory / "evaluated").exists()
+
+
+@pytest.mark.parametrize(("value", "interface"), [("08", None), ("010", None), ("01", "lo"), ("", "lo")])
+def test_a_number_of_hosts_is_decimal(shell: Shell, value: str, interface: str | None) -> None:
+    shell.set_gpus(1)
+    environment, _ = shell.source(TDCOLL_NNODES=value)
+    if interface is None:
+        assert "NVSHMEM_REMOTE_TRANSPORT" not in environment
+    else:
+        assert environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == interface

@@ -5,6 +5,7 @@ tests/test_workers.py and tests/gpu."""
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import os
 import signal
@@ -121,10 +122,16 @@ def test_who_died_and_who_noticed(case: str) -> None:
     assert summary(exits, said, {100 + rank for rank in running}) == lines
 
 
-def test_a_file_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "7.json").write_text('{"error": "x", "notic')
-    (tmp_path / "8.json").write_text(json.dumps(gave_up()))
-    assert _read(str(tmp_path)) == {8: gave_up()}
+def test_a_line_that_was_cut_off_is_left_out() -> None:
+    """Each process writes a line break before its words, so that what was cut off spoils no other words."""
+    lines = [
+        json.dumps({"pid": 6, **gave_up("of before")}),
+        '{"pid": 7, "error": "\xff',
+        json.dumps({"pid": 6, **gave_up()}),
+    ]
+    written = b"".join(b"\n" + line.encode("latin-1") for line in lines)
+    assert _read(io.BytesIO(written)) == {6: {"pid": 6, **gave_up()}}
+    assert _read(io.BytesIO(b"")) == {}
 
 
 # ---------------------------------------------------------------------- what a rank writes down
@@ -169,7 +176,9 @@ def test_what_only_says_that_another_rank_did_not_answer(error: BaseException, n
 def watching(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], dict[str, Any] | None]:
     """A process that watches: what it has written down so far. ``sys.excepthook`` and the exit are the test's."""
     hooked: list[BaseException] = []
-    monkeypatch.setenv("TDCOLL_LAST_WORDS", str(tmp_path))
+    file = tmp_path / "words"
+    file.touch()
+    monkeypatch.setenv("TDCOLL_LAST_WORDS", str(file))
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: hooked.append(error))
     monkeypatch.setattr(
         atexit, "register", lambda function: monkeypatch.setattr(sys, "at_exit", function, raising=False)
@@ -177,7 +186,8 @@ def watching(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], di
     last_words.watch.__wrapped__()
 
     def written() -> dict[str, Any] | None:
-        return _read(str(tmp_path)).get(os.getpid())
+        with file.open("rb") as words:
+            return _read(words).get(os.getpid())
 
     yield written
     runtime.install(None)

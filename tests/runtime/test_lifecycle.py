@@ -97,7 +97,9 @@ def test_bytes(text: str, nbytes: int) -> None:
     assert parse_bytes(text, "X") == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "M", "1.5.2G", "1e9", "64 MM", "0.1", "many", "1G 2M", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "M", "1.5.2G", "1e9", "64 MM", "0.1", "many", "1G 2M", "0x10", "²", "٣"]
+)
 def test_bytes_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="NVSHMEM_SYMMETRIC_SIZE must be a positive number of bytes such as") as raised:
         parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE")
@@ -114,9 +116,21 @@ def test_bytes_that_are_none(text: str) -> None:
         ("TDCOLL_TIMEOUT_S", "-3", r"TDCOLL_TIMEOUT_S must be greater than 0 .*, got -3\.0"),
         ("TDCOLL_TIMEOUT_S", "nan", "TDCOLL_TIMEOUT_S must be greater than 0 .*, got nan"),
         ("TDCOLL_TIMEOUT_S", "inf", "TDCOLL_TIMEOUT_S must be .* at most 1000000000 seconds, got inf"),
-        ("TDCOLL_EMULATE_NODES", "two", "TDCOLL_EMULATE_NODES must be a whole number, got 'two'"),
-        ("TDCOLL_EMULATE_NODES", "-1", "TDCOLL_EMULATE_NODES must be a whole number, got '-1'"),
+        ("NVSHMEM_SYMMETRIC_SIZE", "²", "NVSHMEM_SYMMETRIC_SIZE must be .*'²'"),
+        ("NVSHMEM_SYMMETRIC_SIZE", "9" * 5000, "NVSHMEM_SYMMETRIC_SIZE must be .*'9{60}'[.]{3}$"),
+        ("NVSHMEM_SYMMETRIC_SIZE", "1." + "9" * 5000, "NVSHMEM_SYMMETRIC_SIZE must be "),
+        ("TDCOLL_TIMEOUT_S", "²", "TDCOLL_TIMEOUT_S must be a number of seconds, got '²'"),
+        ("TDCOLL_TIMEOUT_S", "9" * 5000, "TDCOLL_TIMEOUT_S must be .*, got inf"),
+        *(
+            (
+                "TDCOLL_EMULATE_NODES",
+                value,
+                f"TDCOLL_EMULATE_NODES must be a whole number of at least 1, got '{value[:60]}'",
+            )
+            for value in ("two", "-1", "0", "²", "٣", " 2", "9" * 5000)
+        ),
     ],
+    ids=lambda value: ascii(value)[:40],
 )
 def test_wrong_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str) -> None:
     monkeypatch.setenv(variable, value)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process per rank: the simulator under ``launch.sh`` and torchrun.
 
-The symmetric blocks of all ranks are one sparse file in shared memory, mapped by every process and removed
-from the file system as soon as all have it, so that nothing is left behind however a job ends. Host code runs
+The symmetric blocks of all ranks are one sparse file in shared memory that never has a name: rank 0 makes it, and the
+others open it through rank 0's descriptor (``/proc/PID/fd``). The kernel therefore frees it with the last process that
+maps it, however and whenever a job ends. Host code runs
 as ordinary code in each process; a launch runs its programs as tasks (:mod:`.polling`) until all are done.
 
 Messages arrive at once and in order here: delivery is not weakened, schedules are the operating system's, and
@@ -21,6 +22,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import IO, Any
 
 import numpy as np
 import triton.runtime.interpreter as triton_interpreter
@@ -37,39 +39,43 @@ from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace
 
 __all__ = ["ProcessHeap"]
 
-_PREFIX = "tdcoll-heap-"
+_SHARED_MEMORY = "/dev/shm"
 _LINE_WORDS = 8
 _BARRIERS = ("barrier_all", "sync_all")
 
 
-def _create(nbytes: int) -> str:
-    """Make the sparse file; its path. Prefers shared memory, which costs no disk."""
+def _create(nbytes: int) -> IO[bytes]:
+    """Make the sparse file, which has no name. Prefers shared memory, which costs no disk."""
     refused = []
-    for folder in ("/dev/shm", tempfile.gettempdir()):
-        if not os.path.isdir(folder):
-            continue
-        room = os.statvfs(folder)
-        if room.f_bavail * room.f_frsize < nbytes:
-            refused.append(f"{folder} ({room.f_bavail * room.f_frsize} bytes free)")
-            continue
-        descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
+    for folder in (_SHARED_MEMORY, tempfile.gettempdir()):
         try:
-            os.ftruncate(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
-        return path
+            room = os.statvfs(folder)
+            if room.f_bavail * room.f_frsize < nbytes:
+                refused.append(f"{folder} ({room.f_bavail * room.f_frsize} bytes free)")
+                continue
+            with contextlib.ExitStack() as unless_it_works:
+                file = unless_it_works.enter_context(tempfile.TemporaryFile(prefix="tdcoll-heap-", dir=folder))
+                os.ftruncate(file.fileno(), nbytes)
+                unless_it_works.pop_all()
+                return file
+        except OSError as error:
+            refused.append(f"{folder} ({error.strerror})")
     raise HeapExhaustedError(
         f"the simulated symmetric heap needs {nbytes} bytes of shared memory; there is no room in "
         f"{' or '.join(refused)}. Lower NVSHMEM_SYMMETRIC_SIZE (such as 16M) or initialize(heap_bytes=...)."
     )
 
 
-def _map(path: str, nbytes: int) -> mmap.mmap:
-    """Map what :func:`_create` has made. The path comes from another process, which must be this user's."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+def _map(place: Sequence[Any], nbytes: int) -> mmap.mmap:
+    """Map the file at ``place``: its path, and the device and inode that it has in rank 0's process."""
+    path, *identity = place
+    descriptor = os.open(path, os.O_RDWR)
     try:
-        if not os.path.basename(path).startswith(_PREFIX) or os.fstat(descriptor).st_uid != os.geteuid():
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
             raise PermissionError(f"{path} is not a heap of this user's")
+        if [found.st_dev, found.st_ino] != identity:
+            raise OSError(f"{path} is another file here; do the ranks have PID namespaces of their own?")
         return mmap.mmap(descriptor, nbytes)
     finally:
         os.close(descriptor)
@@ -185,34 +191,29 @@ class ProcessHeap(MemoryView):
 
 def _share(pe: int, everyone: Sequence[int], nbytes: int, control: ControlPlane) -> mmap.mmap:
     """The same ``nbytes`` zeros in every process."""
-    path: str | None = None
-    problem: Exception | None = None
-    if pe == 0:
-        try:
-            path = _create(nbytes)
-        except (OSError, HeapExhaustedError) as error:
-            problem = error
-    try:
-        made = path, problem and str(problem), isinstance(problem, HeapExhaustedError)
-        path_of_0, why, exhausted = control.all_gather(everyone, "create the symmetric heap", made)[0]
-        if why is not None:
-            raise (HeapExhaustedError if exhausted else TdcollError)(why)
+    place: tuple[str, int, int] | None = None
+    problem: str | None = None
+    with contextlib.ExitStack() as stack:
+        if pe == 0:
+            try:
+                file = stack.enter_context(_create(nbytes))
+                found = os.fstat(file.fileno())
+                place = (f"/proc/{os.getpid()}/fd/{file.fileno()}", found.st_dev, found.st_ino)
+            except HeapExhaustedError as error:
+                problem = str(error)
+        place_of_0, problem = control.all_gather(everyone, "create the symmetric heap", (place, problem))[0]
+        if problem is not None:
+            raise HeapExhaustedError(problem)
         buffer = None
         try:
-            buffer = _map(path_of_0, nbytes)
+            buffer = _map(place_of_0, nbytes)
         except OSError as error:
-            problem = error
+            problem = str(error)
         failures = [
             f"PE {other}: {what}"
-            for other, what in enumerate(
-                control.all_gather(everyone, "map the symmetric heap", None if problem is None else str(problem))
-            )
+            for other, what in enumerate(control.all_gather(everyone, "map the symmetric heap", problem))
             if what is not None
         ]
-    finally:
-        if path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
     if failures or buffer is None:
         raise TdcollError(
             "the simulated symmetric heap is shared memory of one host, and some ranks could not map it: "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.errors import RankMismatchError
 from tdcoll.testing import World
 from tdcoll.tuning import SIMULATOR, Entry, Table, agreement
 
@@ -66,7 +66,7 @@ def refused(make: Any) -> list[str]:
     def host(pe: int) -> str:
         try:
             make(pe)
-        except (ValueError, RankMismatchError) as error:
+        except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "made it"
 
@@ -84,16 +84,37 @@ def test_ranks_with_different_tables_find_out() -> None:
 
 
 def test_a_rank_whose_table_cannot_be_read_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load() -> Table:
-        if runtime.current().rank == 1:
-            raise ValueError("t.json: no")
-        return Table(())
+    for kind in (ValueError, MemoryError):
 
-    monkeypatch.setattr(agreement, "shipped", load)
-    assert refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8)) == [
-        "RankMismatchError: CollectiveContext: rank 1 cannot read its tuning table: t.json: no",
-        "ValueError: t.json: no",
-    ]
+        def load(kind: type[Exception] = kind) -> Table:
+            if runtime.current().rank == 1:
+                raise kind("t.json: no")
+            return Table(())
+
+        monkeypatch.setattr(agreement, "shipped", load)
+        assert refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8)) == [
+            "ValueError: CollectiveContext: rank 1 cannot read its tuning table: t.json: no",
+            f"{kind.__name__}: t.json: no",
+        ]
+
+
+@pytest.mark.parametrize("kind", ["nested", "fifo", "folder"])
+def test_a_file_that_is_no_table_is_a_value_error_on_all_ranks(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "t.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text("[" * 100_000)
+
+    def make(pe: int) -> None:
+        tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=path if pe == 1 else None)
+
+    told, found = refused(make)
+    problem = f"tuning: {path}: expected "
+    assert told.startswith(f"ValueError: CollectiveContext: rank 1 cannot read its tuning table: {problem}")
+    assert found.startswith(f"ValueError: {problem}")
 
 
 def test_gpus_of_several_kinds_go_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
