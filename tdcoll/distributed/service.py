@@ -39,6 +39,16 @@ WISHES: dict[str | None, Any] = {None: UNCHECKED, **{op: (UNCHECKED, op) for op 
 """The key by which the short way knows a call, for each operation; None: bytes are moved as they are."""
 
 
+def write(out: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` into ``out`` as a collective writes its result: autograd neither records nor counts it.
+
+    A kernel stores through addresses, which autograd does not see; gloo and NCCL do the same. A copy that stands for
+    such a store must not be seen either: it would give ``out`` a history, and be refused for a parameter.
+    """
+    with torch.inference_mode():  # in which a tensor that was made in that mode may be written to as well
+        out.data.copy_(values)
+
+
 class Setting:
     """The job, the ranks and the limits that the services of a group share.
 
@@ -127,7 +137,7 @@ class Service(ABC):
 
     @abstractmethod
     def run(self, call: Call) -> list[torch.Tensor]:
-        """Make the call on the current stream, after :meth:`prepare`; return its result."""
+        """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``; return its result."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -242,7 +252,7 @@ class Dense(Service):
             source = source.clone()
         collective.unchecked(source, context, target, op, in_place=collective is ALL_REDUCE)
         if target is not out:
-            out.copy_(target)
+            write(out, target)
 
     def describe(self) -> str:
         context = self.pool.context
@@ -306,7 +316,7 @@ class AllGather(Dense):
         out = tensor.new_empty((world, most))
         self.launch(out, own, None)
         for piece, row in zip(pieces, out, strict=True):
-            piece.copy_(row[: piece.numel()].view(piece.shape))
+            write(piece, row[: piece.numel()].view(piece.shape))
         return list(pieces)
 
     def run_packed(self, call: Call) -> None:
@@ -315,7 +325,7 @@ class AllGather(Dense):
         out = own.new_empty((len(self.setting.ranks), own.numel()))
         self.launch(out, own, None)
         for target, columns in zip(call.outs, out.split(sizes, 1), strict=True):
-            target.copy_(columns.reshape(target.shape))
+            write(target, columns.reshape(target.shape))
 
 
 class _Reduction(Dense):
@@ -345,7 +355,7 @@ class AllReduce(_Reduction):
         flat = torch.cat([tensor.reshape(-1) for tensor in call.inputs])
         self.launch(flat, flat, call.op)
         for out, part in zip(call.outs, flat.split([tensor.numel() for tensor in call.inputs]), strict=True):
-            out.copy_(part.view(out.shape))
+            write(out, part.view(out.shape))
 
 
 class ReduceScatter(_Reduction):
@@ -372,7 +382,7 @@ class ReduceScatter(_Reduction):
         out = parts.new_empty(parts.shape[1])
         self.launch(out, parts, call.op)
         for target, part in zip(call.outs, out.split([out.numel() for out in call.outs]), strict=True):
-            target.copy_(part.view(target.shape))
+            write(target, part.view(target.shape))
 
 
 class Barrier(Service):

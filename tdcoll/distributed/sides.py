@@ -271,7 +271,7 @@ class Sides:
         assert device is not None
 
         def make() -> list[torch.Tensor]:
-            with self._waiting():
+            with self._waiting(), torch.no_grad():
                 result = service.run(call)
                 if self._on_cpu:
                     self._check()  # of all kinds: a barrier has no context of its own

@@ -41,7 +41,8 @@ def test_checks(launch: Launch, ranks: int) -> None:
     done = launch("--simulate", "--nproc", str(ranks), str(WORKERS / "distributed_job.py"), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {verdict["check"]: verdict for verdict in map(json.loads, done.stdout.splitlines())}
-    scripts = ("distributed_checks.py", "distributed_groups_checks.py", "distributed_training_checks.py")
+    scripts = ("distributed_checks.py", "distributed_tensors_checks.py", "distributed_groups_checks.py")
+    scripts += ("distributed_training_checks.py",)
     text = "\n".join((WORKERS / script).read_text(encoding="utf-8") for script in scripts)
     assert list(found) == re.findall(r"^@check(?:\(.*\))?\ndef (\w+)", text, re.MULTILINE)
     assert {name for name, verdict in found.items() if verdict.get("ok") is not True} == GPU_ONLY & set(found)

@@ -9,7 +9,7 @@ import logging
 from backend_job import join
 from harness import run
 
-for module in ("distributed_checks", "distributed_groups_checks", "distributed_training_checks"):
+for module in ("distributed_checks", "distributed_tensors_checks", "distributed_groups_checks", "distributed_training_checks"):
     importlib.import_module(module)
 
 if __name__ == "__main__":

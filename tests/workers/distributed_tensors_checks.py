@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that autograd knows, and tensors with strides, on backend "tdcoll": as torch.distributed's users expect."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from backend_job import SINGLE_SCATTER, data, same, served, single
+from harness import check, device, everyone, expect, rank, world
+from torch import nn
+
+from tdcoll.distributed import Options, explain
+
+
+def sums(count: int) -> torch.Tensor:
+    return sum(data(r, count) for r in everyone())
+
+
+@check
+def autograd_sees_no_collective() -> None:
+    """A result keeps its history and its version, contiguous or not; a parameter may be reduced in place."""
+    inner = dist.new_group(pg_options=Options(serves="none"))
+    warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
+    for group in (inner, dist.group.WORLD):
+        for asynchronous in (False, True):
+            for make in (lambda x: x.view(2, 3), lambda x: x.view(2, 3).t()):
+                leaf = torch.ones(6, device=device(), requires_grad=True)
+                x = make(leaf * 2)
+                before = x._version, x.grad_fn
+                work = dist.all_reduce(x, group=group, async_op=asynchronous)
+                if asynchronous:
+                    work.wait()
+                same(x.detach().contiguous(), torch.full_like(x, 2.0 * world()).contiguous(), "the sum")
+                expect((x._version, x.grad_fn) == before, f"version and history {x._version} {x.grad_fn}")
+                x.sum().backward()
+                expect(leaf.grad.tolist() == 6 * [2.0], f"{group}: {leaf.grad}")
+            last = torch.ones(2, 3, 2, 2, device=device()).to(memory_format=torch.channels_last)
+            parameter = nn.Parameter(last)
+            work = dist.all_reduce(parameter, group=group, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            expect(bool((parameter == world()).all()) and parameter.is_leaf, f"{parameter}")
+            with torch.inference_mode():
+                made = torch.ones(2, 3, device=device()).t()
+            work = dist.all_reduce(made, group=group, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            expect(bool((made == world()).all()), f"made in inference mode: {made}")
+    expect(served("all_reduce", inner) == 0, explain(inner))
+    dist.destroy_process_group(inner)
+
+
+@check
+def parameters_as_results() -> None:
+    """Every kind that copies its result: gathers and scatters with strides, lists, and several at once."""
+    n = world()
+    before = [served(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    gathered = nn.Parameter(torch.empty(3, 2 * n, device=device()).t())
+    single(gathered, data(rank(), 6).view(2, 3))
+    wanted = torch.cat([data(r, 6).view(2, 3) for r in everyone()])
+    same(gathered.detach().contiguous(), wanted, "gathered")
+    scattered = nn.Parameter(torch.empty(3, 2, device=device()).t())
+    SINGLE_SCATTER(scattered, data(rank(), 6 * n).view(2 * n, 3))
+    same(scattered.detach().contiguous(), sums(6 * n).view(n, 2, 3)[rank()], "scattered")
+    pieces = [nn.Parameter(torch.empty(3, 2, device=device()).t()) for _ in everyone()]
+    dist.all_gather(pieces, data(rank(), 6).view(2, 3))
+    same(torch.cat([piece.detach() for piece in pieces]), wanted, "into a list")
+    several = [nn.Parameter(data(rank(), count)) for count in (3, 5)]
+    with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
+        for parameter in several:
+            dist.all_reduce(parameter)
+    for parameter in several:
+        same(parameter.detach(), sums(parameter.numel()), "several")
+    now = [served(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    expect([b - a for a, b in zip(before, now, strict=True)] == [2, 1, 1], explain())
