@@ -14,8 +14,9 @@ from torch import nn
 
 from tdcoll import arguments, runtime
 from tdcoll.distributed.inner import sparse_sum_by_gather
+from tdcoll.distributed.service import Lane
 from tdcoll.distributed.sparse import SparseSums
-from tdcoll.distributed.work import Task, TaskWork, worker
+from tdcoll.distributed.work import Task, TaskWork
 from tdcoll.errors import NotInitializedError
 from tdcoll.work import never_compiled, record_stream
 
@@ -45,20 +46,21 @@ def _sums(group: Any) -> _Sums:
     key = ("tdcoll.distributed", owner.ranks_of(group))
     found = owner.contexts.get(key)
     if found is None:
-        found = owner.contexts[key] = _Sums(owner, key[1], timeout_s=None)
+        lane = Lane(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
+        found = owner.contexts[key] = _Sums(owner, key[1], lane, timeout_s=None)
         if owner.device.type == "cuda":
             found.stream = torch.cuda.Stream(owner.device)
     return found
 
 
 def _submit(sums: _Sums, tensor: torch.Tensor, after: Any = None) -> Task:
-    """The mean over the ranks, made by the worker on the sums' own stream; the task's result is ``[mean]``.
+    """The mean over the ranks, made by a queue on the sums' own stream; the task's result is ``[mean]``.
 
     ``after``: the event behind which the tensor is there; None: what the current stream has now.
     """
     if sums.stream is not None:
         record_stream(tensor, sums.stream)
-    return worker.submit(Task(lambda: [sums(tensor, "mean")], sums.stream, after, give_up=sums.give_up))
+    return sums.lane.queue.submit(Task(lambda: [sums(tensor, "mean")], sums.stream, after, give_up=sums.give_up))
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
@@ -294,7 +296,7 @@ class SparseGradientReducer:
         try:
             for table in self._tables:
                 assert table.task is not None
-                TaskWork(table.task).wait()
+                TaskWork(table.task, self._sums.lane.queue).wait()
                 (mean,) = table.task.result
                 if not table.frozen:
                     table.parameter.grad = mean if mean._nnz() else None

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from tdcoll.work import never_compiled
 
-__all__ = ["NamedWork", "RollCall", "add_backends", "batch_messages_of", "gather_into", "may_be_a_peers", "plain"]
-__all__ += ["scatter_from", "sparse_sum_by_gather"]
+__all__ = ["NamedWork", "RollCall", "add_backends", "batch_messages_of", "beside", "gather_into"]
+__all__ += ["may_be_a_peers", "plain", "scatter_from", "sparse_sum_by_gather"]
 
 _ROLL_CALL_S = 5.0
 
@@ -54,10 +54,7 @@ def add_backends(
     if not dist.is_gloo_available():
         raise RuntimeError('backend "tdcoll" needs gloo for CPU tensors, which this PyTorch was built without')
     kinds = ProcessGroup.BackendType
-    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
-    gloo.options.global_ranks_in_group = ranks
-    gloo.options.group_name = name
-    gloo._set_sequence_number_for_group()
+    gloo = _gloo(dist.PrefixStore("gloo/", store), rank, size, timeout, name, ranks)
     made = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available():
         made["cuda"] = made["cpu"]
@@ -69,6 +66,23 @@ def add_backends(
         for device, (kind, backend) in made.items():
             group._register_backend(torch.device(device), kind, backend)
     return {device: "nccl" if kind == kinds.NCCL else "gloo" for device, (kind, _) in made.items()}
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int]) -> Any:
+    gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo.options.global_ranks_in_group = ranks
+    gloo.options.group_name = name
+    gloo._set_sequence_number_for_group()
+    return gloo
+
+
+def beside(kind: str, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int]) -> Any:
+    """Make another inner group, of gloo alone, for the calls of one kind. Collective."""
+    group: Any = ProcessGroup(store, rank, size)
+    gloo = _gloo(dist.PrefixStore(f"gloo for {kind}/", store), rank, size, timeout, name, ranks)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    return group
 
 
 def _nccl(

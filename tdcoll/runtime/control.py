@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -38,6 +38,13 @@ class ControlPlane(Protocol):
         """``value`` of every rank, in the order of ``ranks``.
 
         Raises CollectiveTimeout if a rank does not come within ``timeout_s``, or the control plane's own deadline.
+        """
+        ...
+
+    def part(self, name: str) -> ControlPlane:
+        """Return a control plane whose exchanges have an order of their own, and wait beside those of other parts.
+
+        ``name`` is the same on all ranks, and used once.
         """
         ...
 
@@ -93,6 +100,25 @@ def _wait(store: Any, rank: int, tag: str, keys: Mapping[int, str], timeout_s: f
             raise missing_ranks(rank, tag, missing, timeout_s) from error
 
 
+class _Connections:
+    """Connections to one store: a wait keeps everybody else from using the same one, so threads need several."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._free = store, [store]
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Any]:
+        """Give out a connection that is free, or a new one."""
+        try:
+            store = self._free.pop()
+        except IndexError:
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        try:
+            yield store
+        finally:
+            self._free.append(store)
+
+
 class StoreControlPlane:
     """Control plane over a ``torch.distributed.Store``.
 
@@ -102,25 +128,38 @@ class StoreControlPlane:
 
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
+        self._connections, self._name = _Connections(store), ""
         self._count: dict[tuple[int, ...], int] = defaultdict(int)
         self._counting = threading.Lock()
 
     def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
-        group = tuple(ranks)
+        with self._connections.one() as store:
+            found = dist.PrefixStore(self._name, store) if self._name else store
+            return self._all_gather(found, tuple(ranks), tag, value, timeout_s)
+
+    def _all_gather(
+        self, store: Any, group: tuple[int, ...], tag: str, value: Any, timeout_s: float | None
+    ) -> list[Any]:
         with self._counting:
             number = self._count[group]
             self._count[group] = number + 1
         prefix = "tdcoll/" + "-".join(map(str, group))
-        self._store.set(f"{prefix}/{number}/{self._rank}", pickle.dumps((tag, value)))
+        store.set(f"{prefix}/{number}/{self._rank}", pickle.dumps((tag, value)))
         if number >= 2:
-            self._store.delete_key(f"{prefix}/{number - 2}/{self._rank}")
+            store.delete_key(f"{prefix}/{number - 2}/{self._rank}")
         keys = {rank: f"{prefix}/{number}/{rank}" for rank in group}
-        _wait(self._store, self._rank, tag, keys, self._timeout_s if timeout_s is None else timeout_s)
-        answers = [pickle.loads(self._store.get(key)) for key in keys.values()]
+        _wait(store, self._rank, tag, keys, self._timeout_s if timeout_s is None else timeout_s)
+        answers = [pickle.loads(store.get(key)) for key in keys.values()]
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
         if others:
             raise RankMismatchError(f"rank {self._rank} is in '{tag}', but {others} are elsewhere")
         return [answer for _, answer in answers]
+
+    def part(self, name: str) -> StoreControlPlane:
+        """See :meth:`ControlPlane.part`."""
+        part = StoreControlPlane(self._store, self._rank, self._timeout_s)
+        part._connections, part._name = self._connections, f"{self._name}{name}/"
+        return part
 
     def leave(self, ranks: Sequence[int]) -> None:
         """The last call: the first rank, whose process holds the store as a rule, returns when no other needs it."""

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, data, same, served, single
+from backend_job import SINGLE_SCATTER, by_inner, data, same, served, single
 from harness import check, device, everyone, expect, rank, world
 from torch import nn
 
@@ -75,3 +76,53 @@ def parameters_as_results() -> None:
         same(parameter.detach(), sums(parameter.numel()), "several")
     now = [served(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
     expect([b - a for a, b in zip(before, now, strict=True)] == [2, 1, 1], explain())
+
+
+STRIDED: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "columns": lambda rows, columns: torch.zeros(rows, 2 * columns, device=device())[:, ::2],
+    "transposed": lambda rows, columns: torch.zeros(columns, rows, device=device()).t(),
+    "negative": lambda rows, columns: torch._neg_view(torch.zeros(rows, columns, device=device())),
+}
+"""Tensors ``[rows, columns]``, none of which is contiguous memory that holds its values."""
+
+
+@check
+def strided_tensors_of_any_size() -> None:
+    """Above and below what tdcoll serves: the elements are reduced that the tensor has, and no others."""
+    group, n = dist.new_group(pg_options=Options(max_bytes_per_rank=256)), world()
+    for rows, side in ((4, "tdcoll"), (40, "inner")):  # times 3 columns of 4 bytes
+        for name, make in STRIDED.items():
+            for asynchronous in (False, True, False):
+
+                def finish(work: object, futures: bool, asynchronous: bool = asynchronous) -> None:
+                    if asynchronous and futures:
+                        work.get_future().wait()
+                    elif asynchronous:
+                        work.wait()
+
+                what = f"{name}, {rows} rows, {side}, {asynchronous}"
+                for futures in (False, True):
+                    x = make(rows, 3)
+                    x.copy_(data(rank(), 3 * rows).view(rows, 3))
+                    finish(dist.all_reduce(x, group=group, async_op=asynchronous), futures)
+                    same(x.clone().resolve_neg().contiguous(), sums(3 * rows).view(rows, 3), f"all_reduce {what}")
+                    if name == "columns":
+                        expect(not x._base.view(rows, 6)[:, 1::2].any(), f"what lies between is not touched: {what}")
+                    parameter = nn.Parameter(make(rows, 3).copy_(data(rank(), 3 * rows).view(rows, 3)))
+                    finish(dist.all_reduce(parameter, group=group, async_op=asynchronous), futures)
+                    expect(parameter.is_leaf and parameter._version <= 1, what)
+                    x, out = make(rows, 3), make(n * rows, 3)
+                    x.copy_(data(rank(), 3 * rows).view(rows, 3))
+                    finish(single(out, x, group=group, async_op=asynchronous), futures)
+                    wanted = torch.cat([data(r, 3 * rows).view(rows, 3) for r in everyone()])
+                    same(out.clone().resolve_neg().contiguous(), wanted, f"all_gather {what}")
+                    x, out = make(n * rows, 3), make(rows, 3)
+                    x.copy_(data(rank(), 3 * n * rows).view(n * rows, 3))
+                    none = side == "inner" and device().type == "cpu"  # gloo has no futures of reduce-scatters
+                    finish(SINGLE_SCATTER(out, x, group=group, async_op=asynchronous), futures and not none)
+                    wanted = sums(3 * n * rows).view(n, rows, 3)[rank()]
+                    same(out.clone().resolve_neg().contiguous(), wanted, f"reduce_scatter {what}")
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        expect(served(kind, group) > 0, explain(group))
+        expect(any("more than 256 bytes" in why for why in by_inner(kind, group)), explain(group))
+    dist.destroy_process_group(group)
