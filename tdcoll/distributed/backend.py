@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import (
 
 from tdcoll import arguments, capture, runtime
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.call import Call
+from tdcoll.distributed.call import Call, check_pieces
 from tdcoll.distributed.fallback import Fallback, Make
 from tdcoll.distributed.inner import (
     RollCall,
@@ -283,10 +283,9 @@ class TdcollProcessGroup(ProcessGroup):
         if len(inputs) != 1 or len(outputs) != 1:
             device = _device_of(inputs)
             return sides.fallback.start("all_gather", device, lambda: self._plain.allgather(outputs, inputs, opts))
-        pieces = outputs[0]
-        if len(pieces) != self._size:
-            raise ValueError(f"all_gather: the list must have {self._size} tensors, one per rank; got {len(pieces)}")
-        call = Call([], inputs, pieces=pieces)
+        call = Call([], inputs, pieces=outputs[0])
+        if not sides.compares("all_gather", call):
+            check_pieces(call, self._size)
         return sides.call(
             "all_gather", call, opts.asyncOp, lambda group, call: group.allgather([call.pieces], call.inputs, opts)
         )

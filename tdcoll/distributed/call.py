@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Call", "is_plain", "plain_memory", "write"]
+__all__ = ["Call", "check_pieces", "is_plain", "plain_memory", "write"]
 
 
 class Call:
@@ -49,6 +49,12 @@ class Call:
         for made, asked in zip(self.results, other.results, strict=True):
             if made is not asked:
                 write(asked, made)
+
+
+def check_pieces(call: Call, world: int) -> None:
+    """Raise unless an all-gather into a list has a tensor for each rank."""
+    if len(call.pieces) != world:
+        raise ValueError(f"all_gather: the list must have {world} tensors, one per rank; got {len(call.pieces)}")
 
 
 def write(out: torch.Tensor, values: torch.Tensor) -> None:

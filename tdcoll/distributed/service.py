@@ -26,7 +26,7 @@ from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.all_reduce.op import inbox_bytes as all_reduce_inbox
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 from tdcoll.collectives.reduce_scatter.op import inbox_bytes as reduce_scatter_inbox
-from tdcoll.distributed.call import Call, write
+from tdcoll.distributed.call import Call, check_pieces, write
 from tdcoll.distributed.work import Queue
 from tdcoll.gate import compare, debugging
 from tdcoll.primitives.reduce import OPERATIONS, OPERATIONS_OF
@@ -313,13 +313,14 @@ class AllGather(Dense):
 
     def check_call(self, call: Call) -> None:
         device, world = call.device, len(self.setting.ranks)
-        for out, tensor in zip(call.outs, call.inputs, strict=not call.pieces):
-            _same_kind("all_gather: output", out, tensor, device, world * tensor.numel())
-        if call.pieces:
+        if not call.outs and call.inputs:  # into a list
             self._check_list(call)
+        for out, tensor in zip(call.outs, call.inputs, strict=bool(call.outs)):
+            _same_kind("all_gather: output", out, tensor, device, world * tensor.numel())
 
     def _check_list(self, call: Call) -> None:
         (tensor,), pieces = call.inputs, call.pieces
+        check_pieces(call, len(self.setting.ranks))
         own = pieces[self.setting.ranks.index(self.setting.job.rank)]
         if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
             raise ValueError(

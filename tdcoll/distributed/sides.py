@@ -120,8 +120,8 @@ class Sides:
             return "one rank"
         return service.refuse(call)
 
-    def _compares(self, kind: str, call: Call) -> bool:
-        """Whether the ranks compare a call like this one: in debug mode, of a kind that tdcoll may serve."""
+    def compares(self, kind: str, call: Call) -> bool:
+        """Return whether the ranks compare a call like this one: in debug mode, of a kind that tdcoll may serve."""
         service, own = self.services.get(kind), self.device
         if service is None or kind not in self._agreed.kinds or not service.setting.debug or own is None:
             return False
@@ -140,7 +140,7 @@ class Sides:
         """Prepare tdcoll for a call; return why it cannot be served now, or None if it can. The same on all ranks."""
         service = self.services[kind]
         with self._waiting(kind):
-            if self._compares(kind, call):
+            if self.compares(kind, call):
                 service.compare(call)
                 if (never := self._never(kind, call)) is not None:
                     return never
@@ -180,7 +180,7 @@ class Sides:
         """
         standing = self._standing()
         # In debug mode the ranks compare a call before they ask who serves it, since a wrong one may decide that.
-        never = refused if refused or (self._compares(kind, call) and not standing) else self._never(kind, call)
+        never = refused if refused or (self.compares(kind, call) and not standing) else self._never(kind, call)
         why = never or standing
         if why is None:
             service = self.services[kind]

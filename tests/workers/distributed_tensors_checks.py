@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from backend_job import SINGLE_SCATTER, by_inner, data, same, served, single
-from harness import check, device, everyone, expect, rank, world
+from harness import check, device, everyone, expect, expect_raises, rank, world
 from torch import nn
 
+import tdcoll
 from tdcoll.distributed import Options, explain
 
 
@@ -126,3 +128,59 @@ def strided_tensors_of_any_size() -> None:
         expect(served(kind, group) > 0, explain(group))
         expect(any("more than 256 bytes" in why for why in by_inner(kind, group)), explain(group))
     dist.destroy_process_group(group)
+
+
+@check
+def debug_mode_compares_before_it_decides() -> None:
+    """What is wrong on one rank is an error on all of them, before a context is made or another backend is asked."""
+    os.environ["TDCOLL_DEBUG"] = "1"
+    try:
+        group = dist.new_group(pg_options=Options(max_bytes_per_rank=400))
+        n, last = world(), rank() == world() - 1
+
+        def wrong(make: Callable[[bool], object], mine: str, theirs: str) -> None:
+            """A call that is wrong on the last rank, in both ways, and then a right one."""
+            for asynchronous in (False, True):
+
+                def call(asynchronous: bool = asynchronous) -> None:
+                    work = make(last, group=group, async_op=asynchronous)
+                    if asynchronous:
+                        work.wait()
+
+                kind = ValueError if last and mine != theirs else tdcoll.RankMismatchError
+                expect_raises(kind, call, mine if last else theirs)
+            right = torch.ones(3, device=device())
+            dist.all_reduce(right, group=group)
+            expect(right.tolist() == 3 * [float(n)], f"{right}")
+
+        def gather(odd: bool, **more: object) -> object:
+            return single(torch.empty(4 * n + odd, device=device()), data(rank(), 4), **more)
+
+        def scatter(odd: bool, **more: object) -> object:
+            return SINGLE_SCATTER(torch.empty(4, device=device()), data(rank(), 4 * n + odd), **more)
+
+        def into_a_list(odd: bool, **more: object) -> object:
+            return dist.all_gather([torch.empty(4, device=device()) for _ in everyone()], data(rank(), 4 + odd), **more)
+
+        def into_a_short_list(odd: bool, **more: object) -> object:
+            pieces = [torch.empty(4, device=device()) for _ in range(n - odd)]
+            return dist.all_gather(pieces, data(rank(), 4), **more)
+
+        def reduce_more(odd: bool, **more: object) -> object:  # than tdcoll serves
+            return dist.all_reduce(data(rank(), 200 if odd else 50), **more)
+
+        def reduce_other(odd: bool, **more: object) -> object:
+            return dist.all_reduce(data(rank(), 5), dist.ReduceOp.BOR if odd else dist.ReduceOp.SUM, **more)
+
+        def another_kind(odd: bool, **more: object) -> object:
+            return gather(False, **more) if odd else dist.all_reduce(data(rank(), 4), **more)
+
+        wrong(gather, "elements", f"rank {n - 1} cannot make this call: all_gather: output must be")
+        wrong(scatter, "elements", f"rank {n - 1} cannot make this call: reduce_scatter: input must be")
+        wrong(into_a_list, "as large as", f"rank {n - 1} cannot make this call: all_gather: all tensors")
+        wrong(into_a_short_list, "one per rank", f"rank {n - 1} cannot make this call: all_gather: the list must")
+        for call, words in ((reduce_more, "bytes"), (reduce_other, "op"), (another_kind, "elsewhere")):
+            wrong(call, words, words)
+        dist.destroy_process_group(group)
+    finally:
+        del os.environ["TDCOLL_DEBUG"]
