@@ -33,7 +33,6 @@ from tdcoll.distributed.fallback import Fallback, Make
 from tdcoll.distributed.inner import (
     RollCall,
     add_backends,
-    batch_messages_of,
     beside,
     gather_into,
     plain,
@@ -46,7 +45,8 @@ from tdcoll.distributed.sparse import refuse_wrong
 from tdcoll.primitives.reduce import operation_name
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
-from tdcoll.work import CompletedWork, backend_errors, never_compiled
+from tdcoll.torch_internals import batch_messages_of, never_compiled
+from tdcoll.work import CompletedWork, backend_errors
 
 __all__ = ["TdcollProcessGroup", "create"]
 
@@ -83,7 +83,8 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
         BackendTimeout: a rank of the group did not come.
         TypeError, ValueError: options that do not exist.
     """
-    batch_messages_of(TdcollProcessGroup)
+    if torch.cuda.is_available() and dist.is_nccl_available():  # gloo has no batches
+        batch_messages_of(TdcollProcessGroup)
     ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
     store = _meeting_place(given.store, ranks)
     with backend_errors:

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from tdcoll.distributed.service import Lane
 from tdcoll.distributed.sparse import SparseSums
 from tdcoll.distributed.work import Task, TaskWork
 from tdcoll.errors import NotInitializedError
-from tdcoll.work import never_compiled, record_stream
+from tdcoll.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
+from tdcoll.work import record_stream
 
 __all__ = ["SparseGradientReducer", "sparse_hook"]
 
@@ -168,7 +169,8 @@ class SparseGradientReducer:
 
     Raises:
         TypeError: ``module`` is no module.
-        ValueError: there are no such tables, or DistributedDataParallel or another reducer has one of them already.
+        ValueError: there are no such tables, or another reducer has one of them already, or a DistributedDataParallel
+            that is part of the module or was made after ``tdcoll.initialize()``.
         NotInitializedError: before ``tdcoll.initialize()``.
         HeapExhaustedError: no room in the symmetric heap.
     """
@@ -189,7 +191,7 @@ class SparseGradientReducer:
             for name, parameter in module.named_parameters(remove_duplicate=False)
             if any(parameter is table for table in tables)
         ]
-        _refuse_those_of_ddp(tables)
+        _refuse_those_of_ddp(module, tables)
         self._take_over(tables)
         self._sums = _sums(self._group)
         row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
@@ -205,7 +207,7 @@ class SparseGradientReducer:
         first = dist.get_global_rank(self._group, 0)
         for parameter in tables:
             dist.broadcast(parameter.detach(), first, group=self._group)
-        _leave_to_us(module, self._names)
+        tell_ddp_to_ignore(module, self._names)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -335,12 +337,12 @@ def _say_what_is_left(left: list[str]) -> None:
         )
 
 
-def _refuse_those_of_ddp(tables: dict[nn.Parameter, str]) -> None:
+def _refuse_those_of_ddp(module: nn.Module, tables: dict[nn.Parameter, str]) -> None:
     """Raise if a DistributedDataParallel that is alive reduces one of these tables as well."""
-    found = _reduced_by_ddp(tables)
+    found = _reduced_by_ddp(module, tables)
     if found:
-        gc.collect()  # one that nobody refers to any more may wait for that
-        found = _reduced_by_ddp(tables)
+        gc.collect()  # a wrapper that is part of a cycle may wait for that
+        found = _reduced_by_ddp(module, tables)
     if found:
         raise ValueError(
             f"SparseGradientReducer: a DistributedDataParallel has {', '.join(found)} among its parameters. Make the "
@@ -349,17 +351,12 @@ def _refuse_those_of_ddp(tables: dict[nn.Parameter, str]) -> None:
         )
 
 
-def _reduced_by_ddp(tables: dict[nn.Parameter, str]) -> list[str]:
+def _reduced_by_ddp(module: nn.Module, tables: dict[nn.Parameter, str]) -> list[str]:
     """Names of the tables that some DistributedDataParallel has not been told to ignore."""
-    wrappers: Iterable[Any] = [
-        held for held in gc.get_objects() if issubclass(type(held), nn.parallel.DistributedDataParallel)
-    ]
-    # One that could not be made, and is held by its exception, has no such parameters.
-    known = (parameter for wrapper in wrappers for parameter in getattr(wrapper, "_module_parameters", ()))
+    known = (
+        parameter
+        for wrapper in living_ddp(module)
+        for name, parameter in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    )
     return sorted({tables[parameter] for parameter in known if parameter in tables})
-
-
-def _leave_to_us(module: nn.Module, names: list[str]) -> None:
-    """Tell DDP not to touch these parameters of ``module``, besides those that it was told of before."""
-    known = list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*known, *names])

@@ -13,7 +13,8 @@ import torch
 from tdcoll.distributed.call import Call, plain_memory
 from tdcoll.distributed.inner import NamedWork, RollCall, may_be_a_peers
 from tdcoll.errors import TdcollError
-from tdcoll.work import CompletedWork, Work, never_compiled
+from tdcoll.torch_internals import never_compiled
+from tdcoll.work import CompletedWork, Work
 
 __all__ = ["Fallback", "Make"]
 

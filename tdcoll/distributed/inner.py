@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from datetime import timedelta
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
-from tdcoll.work import never_compiled
+from tdcoll.torch_internals import never_compiled
 
-__all__ = ["NamedWork", "RollCall", "add_backends", "batch_messages_of", "beside", "gather_into"]
+__all__ = ["NamedWork", "RollCall", "add_backends", "beside", "gather_into"]
 __all__ += ["may_be_a_peers", "plain", "scatter_from", "sparse_sum_by_gather"]
 
 _ROLL_CALL_S = 5.0
@@ -116,40 +112,6 @@ def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any =
 def scatter_from(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
     """Start ``group``'s reduce-scatter of one tensor, under the name that this PyTorch has for it. Return its work."""
     return getattr(group, _SCATTER)(out, tensor, opts)
-
-
-@functools.cache
-def batch_messages_of(kind: type) -> None:
-    """Have ``torch.distributed.batch_isend_irecv`` make a batch for groups of a class, where their backend can.
-
-    PyTorch makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would have each message for
-    itself: two ranks that both send first, and ranks in a ring, would wait for each other for good.
-
-    Only its code is replaced: others have imported the function, and ``torch.compile`` knows it.
-    """
-    function: Any = inspect.unwrap(c10d.batch_isend_irecv)
-    code, names = function.__code__, function.__globals__
-    one_by_one: Any = names.setdefault("_tdcoll_one_by_one", FunctionType(code, names))
-
-    def batch(p2p_op_list: list[dist.P2POp]) -> list[Any]:
-        c10d._check_p2p_op_list(p2p_op_list)
-        group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
-        if not isinstance(group, kind) or not group._get_backend(device).supports_coalescing:
-            return one_by_one(p2p_op_list)
-        with c10d._coalescing_manager(group, device, async_ops=True) as made:
-            for op in p2p_op_list:
-                peer = "group_dst" if op.op is dist.isend else "group_src"
-                op.op(op.tensor, group=group, tag=op.tag, **{peer: op.group_peer})
-        return made.works
-
-    def body(p2p_op_list):  # type: ignore[no-untyped-def]
-        return _tdcoll_batch(p2p_op_list)  # type: ignore[name-defined]  # noqa: F821
-
-    never_compiled(batch)
-    names["_tdcoll_batch"] = batch
-    function.__code__ = body.__code__.replace(
-        co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
-    )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

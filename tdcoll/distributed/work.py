@@ -33,7 +33,8 @@ from typing import Any
 import torch
 
 from tdcoll.errors import TdcollError
-from tdcoll.work import Work, as_backend_error, expired, never_compiled, record_stream, seconds_of
+from tdcoll.torch_internals import never_compiled
+from tdcoll.work import Work, as_backend_error, expired, record_stream, seconds_of
 
 _LAST_S = 3.0
 """How long the calls that are outstanding may take when the process ends."""
