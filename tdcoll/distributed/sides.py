@@ -391,20 +391,22 @@ class Sides:
         if self._closed:
             return None
         self._closed = True
-        self._drain()
+        for service in self.services.values():
+            service.lane.queue.drain()
+        self._close_queues()
         expired = self._expired()
         self._leave()
         return expired
 
-    def _drain(self) -> None:
-        """Wait for the calls that are outstanding, and let the threads that make them end."""
+    def _close_queues(self) -> None:
+        """Let the threads of asynchronous calls end when they have made them."""
         for service in self.services.values():
-            service.lane.queue.drain()
             service.lane.queue.close()
 
     def abort(self) -> None:
         """Wait for nobody any more, and forget the job if it ends with this group."""
         self._closed = True
+        self._close_queues()
         job = self._job
         if job is not None and not job.closed and self._ends(job):
             job.failed = True
