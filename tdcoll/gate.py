@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,12 +21,41 @@ from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "compare", "debugging"]
 
 _REFUSED, _JOB_ENDED, _EXPIRED = "refused", "job ended", "expired"
 _ELSEWHERE, _CAPTURING, _OTHER_STREAM, _DEBUG = "elsewhere", "capturing", "other stream", "debug"
 _FOR_GOOD = (_REFUSED, _JOB_ENDED, _EXPIRED)
 """Obstacles of which a rank does not tell the others in debug mode: they may be past this call, or gone."""
+
+
+def debugging() -> bool:
+    """Return whether ``TDCOLL_DEBUG`` asks for debug mode."""
+    return os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0")
+
+
+def compare(
+    job: Runtime, ranks: Sequence[int], operation: str, facts: Mapping[str, Any], problem: Exception | None
+) -> None:
+    """Raise on all of ``ranks`` what is wrong on one of them, or differs between them. Collective.
+
+    Args:
+        operation: its name, for messages.
+        facts: what must be the same on all ranks, by name.
+        problem: what is wrong here.
+
+    Raises:
+        RankMismatchError: ``facts`` differ, or another rank has a problem.
+        TypeError, ValueError, TdcollError: ``problem``.
+    """
+    what = f"{operation} arguments"
+    answers = job.exchange(ranks, what, (str(problem) if problem else None, facts))
+    if problem is not None:
+        raise problem
+    for rank, (other, _) in enumerate(answers):
+        if other is not None:
+            raise RankMismatchError(f"{operation}: rank {rank} cannot make this call: {other}")
+    require_equal([theirs for _, theirs in answers], range(len(ranks)), what)
 
 
 class Gate:
@@ -51,7 +80,7 @@ class Gate:
     ) -> None:
         self.job, self.topology, self.device, self.monitor = job, topology, job.device, monitor
         self.max_bytes_per_rank = max_bytes_per_rank
-        self.debug = os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0") if debug is None else bool(debug)
+        self.debug = debugging() if debug is None else bool(debug)
         self.staging: torch.Tensor
         """Of the context; where it lies in the symmetric heap says which context it is."""
         self.follows_stream = False
@@ -238,14 +267,7 @@ class Gate:
             "context, by its offset in the symmetric heap": self.job.offset_of(self.staging, "staging"),
             "earlier calls on the context": self._calls,
         }
-        what = f"{operation} arguments"
-        answers = self.job.exchange(self.topology.pes, what, (str(problem) if problem else None, facts))
-        if problem is not None:
-            raise problem
-        for rank, (other, _) in enumerate(answers):
-            if other is not None:
-                raise RankMismatchError(f"{operation}: rank {rank} cannot make this call: {other}")
-        require_equal([theirs for _, theirs in answers], range(self.topology.world_size), what)
+        compare(self.job, self.topology.pes, operation, facts, problem)
         self._calls += 1
         return prepared
 

@@ -7,34 +7,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FunctionType, TracebackType
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tdcoll.capture import capturing
 from tdcoll.errors import CollectiveTimeout, restored
+from tdcoll.torch_internals import never_compiled
 
 __all__ = ["BackendTimeout", "CompletedWork", "StreamWork", "Work", "as_backend_error", "backend_errors", "error_of"]
-__all__ += ["current_stream", "expired", "never_compiled", "record_stream", "seconds_of"]
-
-Code = TypeVar("Code", bound="type | Callable[..., Any]")
-
-
-def never_compiled(code: Code) -> Code:
-    """Keep ``torch.compile`` away from a function, or from a class's methods, and from all they call. Return it.
-
-    C++ calls the backend's methods even while Dynamo is active, for example when DDP broadcasts buffers in a compiled
-    model. Dynamo would take each for a part of the model, and it refuses process groups. This is what
-    ``torch.compiler.disable`` does, without its import of a second and its half microsecond per call.
-    """
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # itself, and what it calls
-    for each in vars(code).values() if isinstance(code, type) else [code]:
-        if isinstance(each, FunctionType):
-            frames.set_code_exec_strategy(each.__code__, skip)
-    return code
+__all__ += ["current_stream", "expired", "record_stream", "seconds_of"]
 
 
 class BackendTimeout(CollectiveTimeout, dist.DistBackendError):

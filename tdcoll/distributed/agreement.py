@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class Agreement:
         kinds: served by tdcoll's kernels.
         reason: why that is not all that was asked for; or None.
         name: of the group, as its first rank has it: other ranks may have counted otherwise.
+        token: of the group, and of no other.
     """
 
     def __init__(
@@ -65,10 +67,10 @@ class Agreement:
         self._control, self._everyone = control, range(size)
         self.kinds = kinds
         self.reason: str | None = None
-        mine = agreed, self._local_obstacle(size), name
-        given, obstacles, names = zip(*control.all_gather(self._everyone, "backend tdcoll", mine), strict=True)
+        mine = agreed, self._local_obstacle(size), name, uuid.uuid4().hex
+        given, obstacles, names, tokens = zip(*control.all_gather(self._everyone, "backend tdcoll", mine), strict=True)
         require_equal(given, self._everyone, "the options of backend tdcoll")
-        self.name = f"group {names[0]}"
+        self.name, self.token = f"group {names[0]}", tokens[0]
         self._give_up(obstacles)
 
     def _local_obstacle(self, size: int) -> str | None:

@@ -28,25 +28,27 @@ from torch._C._distributed_c10d import (
 
 from tdcoll import arguments, capture, runtime
 from tdcoll.distributed.agreement import Agreement
+from tdcoll.distributed.call import Call, check_pieces
+from tdcoll.distributed.fallback import Fallback, Make
 from tdcoll.distributed.inner import (
     RollCall,
     add_backends,
-    batch_messages_of,
+    beside,
     gather_into,
     plain,
     scatter_from,
     sparse_sum_by_gather,
 )
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.service import Call
 from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.sparse import refuse_wrong
 from tdcoll.primitives.reduce import operation_name
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
-from tdcoll.work import CompletedWork, backend_errors, never_compiled
+from tdcoll.torch_internals import batch_messages_of, never_compiled
+from tdcoll.work import CompletedWork, backend_errors
 
-__all__ = ["TdcollProcessGroup", "create", "explain"]
+__all__ = ["TdcollProcessGroup", "create"]
 
 _UNSET = AllgatherOptions().timeout
 """What a call's options hold when it has no timeout of its own."""
@@ -82,7 +84,8 @@ def create(given: Any, pg_options: Any) -> TdcollProcessGroup:
         TdcollError: the store is gone.
         TypeError, ValueError: options that do not exist.
     """
-    batch_messages_of(TdcollProcessGroup)
+    if torch.cuda.is_available() and dist.is_nccl_available():  # gloo has no batches
+        batch_messages_of(TdcollProcessGroup)
     ranks, options = list(given.global_ranks_in_group), Options.of(pg_options)
     store = _meeting_place(given.store, ranks)
     with backend_errors, runtime.failing_with_the_store():
@@ -107,7 +110,7 @@ def _meeting_place(store: Any, ranks: list[int]) -> Any:
 class TdcollProcessGroup(ProcessGroup):
     """A process group that serves some calls with tdcoll's kernels and hands the rest to gloo and NCCL.
 
-    Made by ``init_process_group("tdcoll")`` and ``new_group``; see :func:`explain` for what it does.
+    Made by ``init_process_group("tdcoll")`` and ``new_group``; see :func:`tdcoll.distributed.explain` for what it does.
 
     Args:
         store: where its ranks meet; the group takes a part of it.
@@ -143,7 +146,8 @@ class TdcollProcessGroup(ProcessGroup):
         inner = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without what is overridden here."""
         share_gpus = lifecycle.may_share_gpus()
-        names = add_backends((self, inner), store, rank, size, timeout, name, ranks, options.nccl, split, share_gpus)
+        of_group = store, rank, size, timeout, name, ranks
+        names = add_backends((self, inner), *of_group, options.nccl, split, share_gpus)
         timeout_s = _deadline(timeout)
         settings = {
             "serves": options.kinds,
@@ -155,6 +159,7 @@ class TdcollProcessGroup(ProcessGroup):
         }
         own_store = dist.PrefixStore("tdcoll/", store)
         roll_call = RollCall(dist.PrefixStore("roll-call/", own_store), rank, size, timeout)
+        fallback = Fallback(inner, names, roll_call, lambda kind: beside(kind, *of_group))
         control = StoreControlPlane(own_store, rank, timeout.total_seconds())
         agreed = Agreement(control, size, options.kinds, settings, name)
         if not ranks or size == dist.get_world_size():
@@ -166,8 +171,7 @@ class TdcollProcessGroup(ProcessGroup):
             name=name,
             rank=rank,
             members=members,
-            inner=names,
-            roll_call=roll_call,
+            fallback=fallback,
             timeout_s=timeout_s,
             default=not ranks,
         )
@@ -242,8 +246,9 @@ class TdcollProcessGroup(ProcessGroup):
         """``[n, ...] -> [world * n, ...]``."""
         output, input, asynchronous = plain(output), plain(input), opts is None or opts.asyncOp
         return self._sides.call_one(
-            "all_gather", output, input, None, asynchronous, lambda: gather_into(self._plain, output, input, opts)
-        )
+            "all_gather", output, input, None, asynchronous,
+            lambda group, call: gather_into(group, call.outs[0], call.inputs[0], opts),
+        )  # fmt: skip
 
     _allgather_base = all_gather_single
 
@@ -255,16 +260,19 @@ class TdcollProcessGroup(ProcessGroup):
             return self.all_gather_single(outputs[0], inputs[0], opts)
         outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
         opts = AllgatherOptions() if opts is None else opts
-        inner = self._plain
-        call = getattr(inner, "all_gather_single_coalesced", None) or inner.allgather_into_tensor_coalesced
-        return self._several("all_gather", Call(outputs, inputs), opts, lambda: call(outputs, inputs, opts))
+
+        def inner(group: Any, call: Call) -> Any:
+            make = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+            return make(call.outs, call.inputs, opts)
+
+        return self._several("all_gather", Call(outputs, inputs), opts, inner)
 
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
-    def _several(self, kind: str, call: Call, opts: Any, inner: Callable[[], Any]) -> Any:
+    def _several(self, kind: str, call: Call, opts: Any, inner: Make) -> Any:
         """Make a call of several tensors, or of none."""
         if not call.inputs:
-            return self._sides.call_inner(kind, call.device, inner)
+            return self._sides.fallback.make(kind, call, opts.asyncOp, inner)
         return self._sides.call(kind, call, opts.asyncOp, inner)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -276,12 +284,13 @@ class TdcollProcessGroup(ProcessGroup):
         sides = self._sides
         if len(inputs) != 1 or len(outputs) != 1:
             device = _device_of(inputs)
-            return sides.call_inner("all_gather", device, lambda: self._plain.allgather(outputs, inputs, opts))
-        pieces = outputs[0]
-        if len(pieces) != self._size:
-            raise ValueError(f"all_gather: the list must have {self._size} tensors, one per rank; got {len(pieces)}")
-        call = Call([], inputs, pieces=pieces)
-        return sides.call("all_gather", call, opts.asyncOp, lambda: self._plain.allgather(outputs, inputs, opts))
+            return sides.fallback.start("all_gather", device, lambda: self._plain.allgather(outputs, inputs, opts))
+        call = Call([], inputs, pieces=outputs[0])
+        if not sides.compares("all_gather", call):
+            check_pieces(call, self._size)
+        return sides.call(
+            "all_gather", call, opts.asyncOp, lambda group, call: group.allgather([call.pieces], call.inputs, opts)
+        )
 
     # ------------------------------------------------------------------ reductions
 
@@ -289,7 +298,7 @@ class TdcollProcessGroup(ProcessGroup):
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
         tensors = [plain(tensors)] if isinstance(tensors, torch.Tensor) else [plain(tensor) for tensor in tensors]
         opts = _with(AllreduceOptions, opts, timeout)
-        op, inner = _operation(opts), lambda: self._plain.allreduce(tensors, opts)
+        op, inner = _operation(opts), lambda group, call: group.allreduce(call.outs, opts)
         if len(tensors) != 1:
             return self._several("all_reduce", Call(tensors, tensors, op), opts, inner)
         tensor = tensors[0]
@@ -304,42 +313,45 @@ class TdcollProcessGroup(ProcessGroup):
             return self.allreduce(tensors, opts)
         tensors = [plain(tensor) for tensor in tensors]
         call = Call(tensors, tensors, _operation(opts))
-        return self._several("all_reduce", call, opts, lambda: self._plain.allreduce_coalesced(tensors, opts))
+        return self._several("all_reduce", call, opts, lambda group, call: group.allreduce_coalesced(call.outs, opts))
 
     def _sparse(self, tensor: torch.Tensor, op: str, opts: Any) -> Any:
-        sides = self._sides
         refuse_wrong(tensor, op)
-        call = Call([tensor], [tensor], op)
-        why = sides.refusal("sparse_all_reduce", call)
-        if why is not None:
-            return self._sparse_inner(tensor, op, opts, why)
         capture.refuse(
             tensor.device, "sparse all_reduce",
             "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
             "tdcoll.sparse_all_reduce_padded",
         )  # fmt: skip
-        sides.check()
-        return sides.serve("sparse_all_reduce", call, asynchronous=opts.asyncOp)
+        backend = self._sides.fallback.name(tensor.device)
+        gathers = backend == "nccl" and op in ("sum", "mean")
 
-    def _sparse_inner(self, tensor: torch.Tensor, op: str, opts: Any, why: str) -> Any:
-        """Hand a sparse call over. gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
-        sides, device = self._sides, tensor.device
-        backend = sides.inner_name(device)
-        if backend == "nccl" and op in ("sum", "mean"):
-            sides.say("sparse_all_reduce", "nccl", f"all-gathers of rows and indices; {why}")
-            tensor.data = sparse_sum_by_gather(self._plain, tensor, op)
-            return CompletedWork([tensor])
-        sides.to_inner("sparse_all_reduce", device, why)
-        if backend == "gloo" and op == "mean":  # gloo has sums alone
-            opts.reduceOp = dist.ReduceOp.SUM
-            tensor.data = tensor.detach() / self._size
-        return sides.call_inner("all_reduce", device, lambda: self._plain.allreduce([tensor], opts))
+        def inner(group: Any, call: Call) -> Any:
+            """gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
+            if gathers:
+                tensor.data = sparse_sum_by_gather(group, tensor, op)
+                return CompletedWork([tensor])
+            if backend == "gloo" and op == "mean":  # gloo has sums alone
+                opts.reduceOp = dist.ReduceOp.SUM
+                tensor.data = tensor.detach() / self._size
+            return group.allreduce([tensor], opts)
+
+        return self._sides.call(
+            "sparse_all_reduce",
+            Call([tensor], [tensor], op),
+            opts.asyncOp,
+            inner,
+            operation="all_reduce",
+            how="all-gathers of rows and indices; " if gathers else "",
+        )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         output, input, opts = plain(output), plain(input), ReduceScatterOptions() if opts is None else opts
-        op, inner = _operation(opts), lambda: scatter_from(self._plain, output, input, opts)
-        return self._sides.call_one("reduce_scatter", output, input, op, opts.asyncOp, inner)
+        op = _operation(opts)
+        return self._sides.call_one(
+            "reduce_scatter", output, input, op, opts.asyncOp,
+            lambda group, call: scatter_from(group, call.outs[0], call.inputs[0], opts),
+        )  # fmt: skip
 
     _reduce_scatter_base: Any = reduce_scatter_single
 
@@ -351,11 +363,12 @@ class TdcollProcessGroup(ProcessGroup):
         if len(outputs) == len(inputs) == 1:
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
-        inner = self._plain
-        call = getattr(inner, "reduce_scatter_single_coalesced", None) or inner.reduce_scatter_tensor_coalesced
-        return self._several(
-            "reduce_scatter", Call(outputs, inputs, _operation(opts)), opts, lambda: call(outputs, inputs, opts)
-        )
+
+        def inner(group: Any, call: Call) -> Any:
+            make = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+            return make(call.outs, call.inputs, opts)
+
+        return self._several("reduce_scatter", Call(outputs, inputs, _operation(opts)), opts, inner)
 
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
@@ -368,7 +381,9 @@ class TdcollProcessGroup(ProcessGroup):
             if timeout is not None:
                 opts.timeout = timeout
         opts = BroadcastOptions() if opts is None else opts
-        return self._sides.call_inner("broadcast", _device_of(tensors), lambda: self._plain.broadcast(tensors, opts))
+        return self._sides.fallback.start(
+            "broadcast", _device_of(tensors), lambda: self._plain.broadcast(tensors, opts)
+        )
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:
         return self._plain.send(self._messages("send", tensors), dstRank, tag)
@@ -380,7 +395,9 @@ class TdcollProcessGroup(ProcessGroup):
         return self._plain.recv_anysource(self._messages("recv", tensors), tag)
 
     def _messages(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if tensors[0].is_cuda and self._sides.inner_name(tensors[0].device) == "gloo":  # gloo would read GPU addresses
+        if (
+            tensors[0].is_cuda and self._sides.fallback.name(tensors[0].device) == "gloo"
+        ):  # gloo would read GPU addresses
             raise ValueError(
                 f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
                 f"on {tensors[0].device}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
@@ -396,19 +413,15 @@ class TdcollProcessGroup(ProcessGroup):
             opts = BarrierOptions()
         if timeout is not None:
             opts.timeout = timeout
-        sides = self._sides
         where = getattr(opts, "device", None) or torch.device("cpu")
-        call = Call([], [], device=sides.device)
-        why = sides.refusal("barrier", call) if opts.timeout == _UNSET else "a timeout of its own"
-        if why is None:
-            return sides.serve("barrier", call, asynchronous=opts.asyncOp)
-        sides.to_inner("barrier", where, why)
-        return sides.call_inner("barrier", where, lambda: self._plain.barrier(opts))
+        refused = None if opts.timeout == _UNSET else "a timeout of its own"
+        call = Call([], [], device=where)
+        return self._sides.call("barrier", call, opts.asyncOp, lambda group, _: group.barrier(opts), refused=refused)
 
     # ------------------------------------------------------------------ words
 
     def describe(self) -> str:
-        """See :func:`explain`."""
+        """See :func:`tdcoll.distributed.explain`."""
         heading = f"process group {self.group_name}: backend tdcoll, rank {self._rank} of {self._size}"
         return "\n".join([heading, *self._sides.describe()])
 
@@ -471,24 +484,3 @@ def _deadline(timeout: timedelta) -> float | None:
     if timeout == default and os.environ.get("TDCOLL_TIMEOUT_S"):
         return None
     return min(timeout.total_seconds(), arguments.MOST_SECONDS)
-
-
-def explain(group: Any = None) -> str:
-    """Return what serves which calls of a process group, and why; with the number of calls so far. Text, for people.
-
-    Args:
-        group: a process group; None for the default one.
-
-    Raises:
-        TypeError: ``group`` is no process group.
-        ValueError: there is no default group, or this process is not in ``group``.
-    """
-    group = dist.group.WORLD if group is None else group
-    if group is None:
-        raise ValueError("explain needs a process group: call torch.distributed.init_process_group first")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("explain needs a process group that this process is in")
-    arguments.instance("group", group, ProcessGroup, "a process group or None")
-    if isinstance(group, TdcollProcessGroup):
-        return group.describe()
-    return f"process group {group.group_name}: backend {dist.get_backend(group)}; tdcoll serves none of its calls"

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch import nn
 
 from tdcoll import arguments, runtime
 from tdcoll.distributed.inner import sparse_sum_by_gather
+from tdcoll.distributed.service import Lane
 from tdcoll.distributed.sparse import SparseSums
-from tdcoll.distributed.work import Task, TaskWork, worker
+from tdcoll.distributed.work import Task, TaskWork
 from tdcoll.errors import NotInitializedError
-from tdcoll.work import never_compiled, record_stream
+from tdcoll.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
+from tdcoll.work import record_stream
 
 __all__ = ["SparseGradientReducer", "sparse_hook"]
 
@@ -45,20 +47,21 @@ def _sums(group: Any) -> _Sums:
     key = ("tdcoll.distributed", owner.ranks_of(group))
     found = owner.contexts.get(key)
     if found is None:
-        found = owner.contexts[key] = _Sums(owner, key[1], timeout_s=None)
+        lane = Lane(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
+        found = owner.contexts[key] = _Sums(owner, key[1], lane, timeout_s=None)
         if owner.device.type == "cuda":
             found.stream = torch.cuda.Stream(owner.device)
     return found
 
 
 def _submit(sums: _Sums, tensor: torch.Tensor, after: Any = None) -> Task:
-    """The mean over the ranks, made by the worker on the sums' own stream; the task's result is ``[mean]``.
+    """The mean over the ranks, made by a queue on the sums' own stream; the task's result is ``[mean]``.
 
     ``after``: the event behind which the tensor is there; None: what the current stream has now.
     """
     if sums.stream is not None:
         record_stream(tensor, sums.stream)
-    return worker.submit(Task(lambda: [sums(tensor, "mean")], sums.stream, after, give_up=sums.give_up))
+    return sums.lane.queue.submit(Task(lambda: [sums(tensor, "mean")], sums.stream, after, give_up=sums.give_up))
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
@@ -166,7 +169,8 @@ class SparseGradientReducer:
 
     Raises:
         TypeError: ``module`` is no module.
-        ValueError: there are no such tables, or DistributedDataParallel or another reducer has one of them already.
+        ValueError: there are no such tables, or another reducer has one of them already, or a DistributedDataParallel
+            that is part of the module or was made after ``tdcoll.initialize()``.
         NotInitializedError: before ``tdcoll.initialize()``.
         HeapExhaustedError: no room in the symmetric heap.
     """
@@ -187,7 +191,7 @@ class SparseGradientReducer:
             for name, parameter in module.named_parameters(remove_duplicate=False)
             if any(parameter is table for table in tables)
         ]
-        _refuse_those_of_ddp(tables)
+        _refuse_those_of_ddp(module, tables)
         self._take_over(tables)
         self._sums = _sums(self._group)
         row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
@@ -203,7 +207,7 @@ class SparseGradientReducer:
         first = dist.get_global_rank(self._group, 0)
         for parameter in tables:
             dist.broadcast(parameter.detach(), first, group=self._group)
-        _leave_to_us(module, self._names)
+        tell_ddp_to_ignore(module, self._names)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -294,7 +298,7 @@ class SparseGradientReducer:
         try:
             for table in self._tables:
                 assert table.task is not None
-                TaskWork(table.task).wait()
+                TaskWork(table.task, self._sums.lane.queue).wait()
                 (mean,) = table.task.result
                 if not table.frozen:
                     table.parameter.grad = mean if mean._nnz() else None
@@ -333,12 +337,12 @@ def _say_what_is_left(left: list[str]) -> None:
         )
 
 
-def _refuse_those_of_ddp(tables: dict[nn.Parameter, str]) -> None:
+def _refuse_those_of_ddp(module: nn.Module, tables: dict[nn.Parameter, str]) -> None:
     """Raise if a DistributedDataParallel that is alive reduces one of these tables as well."""
-    found = _reduced_by_ddp(tables)
+    found = _reduced_by_ddp(module, tables)
     if found:
-        gc.collect()  # one that nobody refers to any more may wait for that
-        found = _reduced_by_ddp(tables)
+        gc.collect()  # a wrapper that is part of a cycle may wait for that
+        found = _reduced_by_ddp(module, tables)
     if found:
         raise ValueError(
             f"SparseGradientReducer: a DistributedDataParallel has {', '.join(found)} among its parameters. Make the "
@@ -347,17 +351,12 @@ def _refuse_those_of_ddp(tables: dict[nn.Parameter, str]) -> None:
         )
 
 
-def _reduced_by_ddp(tables: dict[nn.Parameter, str]) -> list[str]:
+def _reduced_by_ddp(module: nn.Module, tables: dict[nn.Parameter, str]) -> list[str]:
     """Names of the tables that some DistributedDataParallel has not been told to ignore."""
-    wrappers: Iterable[Any] = [
-        held for held in gc.get_objects() if issubclass(type(held), nn.parallel.DistributedDataParallel)
-    ]
-    # One that could not be made, and is held by its exception, has no such parameters.
-    known = (parameter for wrapper in wrappers for parameter in getattr(wrapper, "_module_parameters", ()))
+    known = (
+        parameter
+        for wrapper in living_ddp(module)
+        for name, parameter in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    )
     return sorted({tables[parameter] for parameter in known if parameter in tables})
-
-
-def _leave_to_us(module: nn.Module, names: list[str]) -> None:
-    """Tell DDP not to touch these parameters of ``module``, besides those that it was told of before."""
-    known = list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*known, *names])

@@ -5,26 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
 import itertools
 import re
+from collections import defaultdict
 from datetime import timedelta
-from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 from tdcoll.errors import CollectiveTimeout, TdcollError
 from tdcoll.runtime.control import wait_for
 from tdcoll.runtime.store import ask
-from tdcoll.work import never_compiled
+from tdcoll.torch_internals import never_compiled
 
-__all__ = ["NamedWork", "RollCall", "add_backends", "batch_messages_of", "gather_into", "plain"]
-__all__ += ["scatter_from", "sparse_sum_by_gather"]
+__all__ = ["NamedWork", "RollCall", "add_backends", "beside", "gather_into", "plain", "scatter_from"]
+__all__ += ["sparse_sum_by_gather"]
 
 _ROLL_CALL_S = 5.0
 
@@ -60,15 +57,7 @@ def add_backends(
     if not dist.is_gloo_available():
         raise RuntimeError('backend "tdcoll" needs gloo for CPU tensors, which this PyTorch was built without')
     kinds = ProcessGroup.BackendType
-
-    def connect() -> Any:
-        return dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
-
-    whom = "the group's other ranks, or the store, to connect gloo"
-    gloo = ask(connect, rank, "backend tdcoll", timeout.total_seconds(), whom)
-    gloo.options.global_ranks_in_group = ranks
-    gloo.options.group_name = name
-    gloo._set_sequence_number_for_group()
+    gloo = _gloo(dist.PrefixStore("gloo/", store), rank, size, timeout, name, ranks)
     made = {"cpu": (kinds.GLOO, gloo)}
     if torch.cuda.is_available():
         made["cuda"] = made["cpu"]
@@ -80,6 +69,27 @@ def add_backends(
         for device, (kind, backend) in made.items():
             group._register_backend(torch.device(device), kind, backend)
     return {device: "nccl" if kind == kinds.NCCL else "gloo" for device, (kind, _) in made.items()}
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int]) -> Any:
+    def connect() -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    whom = "the group's other ranks, or the store, to connect gloo"
+    gloo = ask(connect, rank, "backend tdcoll", timeout.total_seconds(), whom)
+    gloo.options.global_ranks_in_group = ranks
+    gloo.options.group_name = name
+    gloo._set_sequence_number_for_group()
+    return gloo
+
+
+def beside(kind: str, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int]) -> Any:
+    """Make another inner group, of gloo alone, for the calls of one kind. Collective."""
+    group: Any = ProcessGroup(store, rank, size)
+    gloo = _gloo(dist.PrefixStore(f"gloo for {kind}/", store), rank, size, timeout, name, ranks)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    return group
 
 
 def _nccl(
@@ -113,40 +123,6 @@ def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any =
 def scatter_from(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
     """Start ``group``'s reduce-scatter of one tensor, under the name that this PyTorch has for it. Return its work."""
     return getattr(group, _SCATTER)(out, tensor, opts)
-
-
-@functools.cache
-def batch_messages_of(kind: type) -> None:
-    """Have ``torch.distributed.batch_isend_irecv`` make a batch for groups of a class, where their backend can.
-
-    PyTorch makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would have each message for
-    itself: two ranks that both send first, and ranks in a ring, would wait for each other for good.
-
-    Only its code is replaced: others have imported the function, and ``torch.compile`` knows it.
-    """
-    function: Any = inspect.unwrap(c10d.batch_isend_irecv)
-    code, names = function.__code__, function.__globals__
-    one_by_one: Any = names.setdefault("_tdcoll_one_by_one", FunctionType(code, names))
-
-    def batch(p2p_op_list: list[dist.P2POp]) -> list[Any]:
-        c10d._check_p2p_op_list(p2p_op_list)
-        group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
-        if not isinstance(group, kind) or not group._get_backend(device).supports_coalescing:
-            return one_by_one(p2p_op_list)
-        with c10d._coalescing_manager(group, device, async_ops=True) as made:
-            for op in p2p_op_list:
-                peer = "group_dst" if op.op is dist.isend else "group_src"
-                op.op(op.tensor, group=group, tag=op.tag, **{peer: op.group_peer})
-        return made.works
-
-    def body(p2p_op_list):  # type: ignore[no-untyped-def]
-        return _tdcoll_batch(p2p_op_list)  # type: ignore[name-defined]  # noqa: F821
-
-    never_compiled(batch)
-    names["_tdcoll_batch"] = batch
-    function.__code__ = body.__code__.replace(
-        co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
-    )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,20 +179,20 @@ class RollCall:
     """Who is still there, when a call of the inner group has failed.
 
     gloo says which connection was closed, not which rank it was. Every rank whose call fails answers here, over the
-    store; who does not is named. Ranks meet under the number of the call, which is the same on all of them: an answer
+    store; who does not is named. Ranks meet under the name of the call, which is the same on all of them: an answer
     to an earlier call that has failed says nothing of this one.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._seconds = min(_ROLL_CALL_S, timeout.total_seconds())
-        self._numbers = itertools.count()
+        self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
-    def next_call(self) -> int:
-        """Return the number of a call that is about to be made."""
-        return next(self._numbers)
+    def next_call(self, operation: str) -> str:
+        """Return what names a call of an operation that is about to be made. Each operation has an order of its own."""
+        return f"{operation}/{next(self._numbers[operation])}"
 
-    def name(self, operation: str, call: int, error: BaseException) -> BaseException:
+    def name(self, operation: str, call: str, error: BaseException) -> BaseException:
         """``error`` of a call as one that names the ranks which do not answer; itself if no other rank caused it."""
         if not _OF_A_PEER.search(str(error)):
             with contextlib.suppress(TdcollError):  # the peers that now wait in vain find this rank's answer
@@ -244,10 +220,10 @@ class RollCall:
             f"over. The inner group said: {error}"
         )
 
-    def _answer(self, call: int) -> None:
+    def _answer(self, call: str) -> None:
         self._store.set(f"{call}/{self._rank}", "here")
 
-    def _missing(self, call: int) -> list[int]:
+    def _missing(self, call: str) -> list[int]:
         keys = {rank: f"{call}/{rank}" for rank in range(self._size)}
         self._answer(call)
         try:
@@ -264,10 +240,10 @@ class NamedWork(dist.Work):
     Args:
         work: the inner group's.
         operation: for errors.
-        call: its number, of ``roll_call``.
+        call: its name, of ``roll_call``.
     """
 
-    def __init__(self, work: Any, operation: str, call: int, roll_call: RollCall) -> None:
+    def __init__(self, work: Any, operation: str, call: str, roll_call: RollCall) -> None:
         super().__init__()
         self._work, self._operation, self._call, self._roll_call = work, operation, call, roll_call
 

@@ -26,17 +26,37 @@ from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
 from tdcoll.collectives.all_reduce.op import inbox_bytes as all_reduce_inbox
 from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
 from tdcoll.collectives.reduce_scatter.op import inbox_bytes as reduce_scatter_inbox
-from tdcoll.distributed.work import worker
+from tdcoll.distributed.call import Call, check_pieces, write
+from tdcoll.distributed.work import Queue
+from tdcoll.gate import compare, debugging
 from tdcoll.primitives.reduce import OPERATIONS, OPERATIONS_OF
 from tdcoll.runtime import Runtime
+from tdcoll.runtime.control import ControlPlane
 
-__all__ = ["WISHES", "AllGather", "AllReduce", "Barrier", "Call", "Dense", "ReduceScatter", "Service", "Setting"]
+__all__ = ["WISHES", "AllGather", "AllReduce", "Barrier", "Dense", "Lane", "ReduceScatter", "Service", "Setting"]
 
 PACKED_BYTES = 256 << 10
 """Several tensors of one call are packed for one launch up to so many bytes in all: a copy costs less than a launch."""
 
 WISHES: dict[str | None, Any] = {None: UNCHECKED, **{op: (UNCHECKED, op) for op in OPERATIONS}}
 """The key by which the short way knows a call, for each operation; None: bytes are moved as they are."""
+
+
+class Lane:
+    """What the calls that use one context pass, in the order in which they are issued.
+
+    The calls of other lanes do not wait for them: ranks may issue calls of two lanes in different orders.
+
+    Args:
+        control: numbers the exchanges of this lane for themselves.
+
+    Attributes:
+        queue: makes asynchronous calls that wait on the host.
+        control: as given.
+    """
+
+    def __init__(self, control: ControlPlane) -> None:
+        self.queue, self.control = Queue(), control
 
 
 class Setting:
@@ -48,45 +68,33 @@ class Setting:
         timeout_s: deadline of waits in kernels, seconds.
         programs: the most programs of a launch.
         limits: the most bytes of a call, by kind; see ``Options.max_bytes_per_rank``.
+        token: names the group, the same on all of its ranks and different from that of every other group.
+        debug: whether the ranks compare each call, as ``TDCOLL_DEBUG`` asks for.
         services: the services of the group, by kind.
     """
 
     def __init__(
-        self, job: Runtime, ranks: Sequence[int], *, timeout_s: float, programs: int, limits: dict[str, int]
+        self,
+        job: Runtime,
+        ranks: Sequence[int],
+        *,
+        timeout_s: float,
+        programs: int,
+        limits: dict[str, int],
+        token: str = "",
     ) -> None:
         self.job, self.ranks, self.timeout_s = job, tuple(ranks), timeout_s
-        self.programs, self.limits = programs, limits
+        self.programs, self.limits, self._token = programs, limits, token
+        self.debug = debugging()
         self.services: dict[str, Service] = {}
+        self._lanes: dict[str, Lane] = {}
 
-
-class Call:
-    """A call of ``torch.distributed``.
-
-    Attributes:
-        outs, inputs: one tensor for each part of the call; to the user each part is a call of its own.
-        op: tdcoll's name of the operation, or another name; None where nothing is reduced.
-        pieces: the list of an all-gather into a list, a tensor for each rank. Then there is one input, and no ``outs``.
-        device: of the tensors.
-    """
-
-    __slots__ = ("device", "inputs", "op", "outs", "pieces")
-
-    def __init__(
-        self,
-        outs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        op: str | None = None,
-        *,
-        pieces: Sequence[torch.Tensor] = (),
-        device: torch.device | None = None,
-    ) -> None:
-        self.outs, self.inputs, self.op, self.pieces = outs, inputs, op, pieces
-        self.device = device if device is not None else inputs[0].device if inputs else torch.device("cpu")
-
-    @property
-    def touched(self) -> list[torch.Tensor]:
-        """Return all tensors that the call reads or writes."""
-        return [*self.outs, *self.inputs, *self.pieces]
+    def lane(self, kind: str) -> Lane:
+        """Return the lane of a kind of call. In debug mode, which compares the order of calls, it is one for all."""
+        kind = "" if self.debug else kind
+        if kind not in self._lanes:
+            self._lanes[kind] = Lane(self.job.control.part(f"{self._token}/{kind}"))
+        return self._lanes[kind]
 
 
 class Service(ABC):
@@ -95,9 +103,10 @@ class Service(ABC):
     Attributes:
         kind: its name, in options and words.
         alone: whether a group of one rank is served, too.
-        waits: whether a call waits on the host, so that an asynchronous one is made by the worker.
+        waits: whether a call waits on the host, so that an asynchronous one is made by a queue.
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
-        stream: CUDA stream of asynchronous calls that do not wait; made with the first.
+        lane: what its calls pass, in the order in which they are issued.
+        stream: CUDA stream of asynchronous calls; made with the first.
         before: event that the stream waits for before each call.
         events: free events, which works take and give back.
     """
@@ -109,9 +118,13 @@ class Service(ABC):
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self.lane = self._lane()
         self.stream: Any = None
         self.before: Any = None
         self.events: list[Any] = []
+
+    def _lane(self) -> Lane:
+        return self.setting.lane(self.kind)
 
     @abstractmethod
     def refuse(self, call: Call) -> str | None:
@@ -119,15 +132,37 @@ class Service(ABC):
 
     @abstractmethod
     def prepare(self, call: Call) -> str | None:
-        """Make what the call needs, which is collective; return why it cannot be had, the same on all ranks, or None.
+        """Make what the call needs, which is collective; return why it cannot be had, the same everywhere; or None."""
+
+    @abstractmethod
+    def check_call(self, call: Call) -> None:
+        """Raise unless the call's tensors fit each other.
 
         Raises:
-            TypeError, ValueError: the tensors do not fit each other, on this rank.
+            TypeError, ValueError: they do not, on this rank.
         """
+
+    def facts(self, call: Call) -> dict[str, Any]:
+        """Return what of a call must be the same on all ranks, for debug mode. Some of it decides who serves it."""
+        return {"op": call.op, "dtypes": [str(tensor.dtype) for tensor in call.inputs]}
+
+    def compare(self, call: Call) -> None:
+        """Raise on all ranks what is wrong with the call on one of them, or differs. Collective; for debug mode.
+
+        Raises:
+            RankMismatchError: something differs, or another rank's tensors do not fit each other.
+            TypeError, ValueError: those of this rank do not.
+        """
+        problem: Exception | None = None
+        try:
+            self.check_call(call)
+        except (TypeError, ValueError) as error:
+            problem = error
+        compare(self.setting.job, self.setting.ranks, self.kind, self.facts(call), problem)
 
     @abstractmethod
     def run(self, call: Call) -> list[torch.Tensor]:
-        """Make the call on the current stream, after :meth:`prepare`; return its result."""
+        """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``; return its result."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -171,7 +206,6 @@ class Dense(Service):
             timeout_s=setting.timeout_s,
             lamport_bytes=0 if self.collective is ALL_GATHER else None,
             programs=setting.programs,
-            before=worker.drain,
         )
 
     @abstractmethod
@@ -181,6 +215,10 @@ class Dense(Service):
     def sizes(self, call: Call) -> list[int]:
         """Return the bytes of each part of the call, as they are limited."""
         return [tensor.nbytes for tensor in call.inputs]
+
+    def facts(self, call: Call) -> dict[str, Any]:
+        strided = all(tensor.layout == torch.strided and not tensor.is_nested for tensor in call.touched)
+        return {**super().facts(call), "bytes": self.sizes(call) if strided else "not strided"}
 
     def refuse(self, call: Call) -> str | None:
         for tensors in (call.inputs, call.outs, call.pieces):
@@ -195,12 +233,7 @@ class Dense(Service):
         sizes = self.sizes(call)
         if not self.pool.prepare(self.inbox(self.packed(call) or max(sizes))):
             return self.pool.problem
-        self.check_sizes(call)
         return None
-
-    @abstractmethod
-    def check_sizes(self, call: Call) -> None:
-        """Raise unless outputs and inputs fit each other."""
 
     def packed(self, call: Call) -> int:
         """Return the bytes per rank of all tensors of the call if one launch has them all, else 0."""
@@ -242,7 +275,7 @@ class Dense(Service):
             source = source.clone()
         collective.unchecked(source, context, target, op)
         if target is not out:
-            out.copy_(target)
+            write(out, target)
 
     def describe(self) -> str:
         context = self.pool.context
@@ -278,15 +311,16 @@ class AllGather(Dense):
             return [max(piece.nbytes for piece in call.pieces)]
         return super().sizes(call)
 
-    def check_sizes(self, call: Call) -> None:
+    def check_call(self, call: Call) -> None:
         device, world = call.device, len(self.setting.ranks)
-        for out, tensor in zip(call.outs, call.inputs, strict=not call.pieces):
-            _same_kind("all_gather: output", out, tensor, device, world * tensor.numel())
-        if call.pieces:
+        if not call.outs and call.inputs:  # into a list
             self._check_list(call)
+        for out, tensor in zip(call.outs, call.inputs, strict=bool(call.outs)):
+            _same_kind("all_gather: output", out, tensor, device, world * tensor.numel())
 
     def _check_list(self, call: Call) -> None:
         (tensor,), pieces = call.inputs, call.pieces
+        check_pieces(call, len(self.setting.ranks))
         own = pieces[self.setting.ranks.index(self.setting.job.rank)]
         if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
             raise ValueError(
@@ -306,7 +340,7 @@ class AllGather(Dense):
         out = tensor.new_empty((world, most))
         self.launch(out, own, None)
         for piece, row in zip(pieces, out, strict=True):
-            piece.copy_(row[: piece.numel()].view(piece.shape))
+            write(piece, row[: piece.numel()].view(piece.shape))
         return list(pieces)
 
     def run_packed(self, call: Call) -> None:
@@ -315,7 +349,7 @@ class AllGather(Dense):
         out = own.new_empty((len(self.setting.ranks), own.numel()))
         self.launch(out, own, None)
         for target, columns in zip(call.outs, out.split(sizes, 1), strict=True):
-            target.copy_(columns.reshape(target.shape))
+            write(target, columns.reshape(target.shape))
 
 
 class _Reduction(Dense):
@@ -337,7 +371,7 @@ class AllReduce(_Reduction):
     def inbox(self, nbytes: int) -> int:
         return all_reduce_inbox(nbytes, len(self.setting.ranks), self.setting.job.heap.nbytes)
 
-    def check_sizes(self, call: Call) -> None:
+    def check_call(self, call: Call) -> None:
         for tensor in call.inputs:
             _same_kind("all_reduce: tensor", tensor, call.inputs[0], call.device, tensor.numel())
 
@@ -345,7 +379,7 @@ class AllReduce(_Reduction):
         flat = torch.cat([tensor.reshape(-1) for tensor in call.inputs])
         self.launch(flat, flat, call.op)
         for out, part in zip(call.outs, flat.split([tensor.numel() for tensor in call.inputs]), strict=True):
-            out.copy_(part.view(out.shape))
+            write(out, part.view(out.shape))
 
 
 class ReduceScatter(_Reduction):
@@ -361,7 +395,7 @@ class ReduceScatter(_Reduction):
     def sizes(self, call: Call) -> list[int]:
         return [tensor.nbytes for tensor in call.outs]
 
-    def check_sizes(self, call: Call) -> None:
+    def check_call(self, call: Call) -> None:
         world = len(self.setting.ranks)
         for out, tensor in zip(call.outs, call.inputs, strict=True):
             _same_kind("reduce_scatter: input", tensor, out, call.device, world * out.numel())
@@ -372,7 +406,7 @@ class ReduceScatter(_Reduction):
         out = parts.new_empty(parts.shape[1])
         self.launch(out, parts, call.op)
         for target, part in zip(call.outs, out.split([out.numel() for out in call.outs]), strict=True):
-            target.copy_(part.view(target.shape))
+            write(target, part.view(target.shape))
 
 
 class Barrier(Service):
@@ -381,11 +415,18 @@ class Barrier(Service):
     kind = "barrier"
     blocks = True
 
+    def _lane(self) -> Lane:
+        return self._gathers.lane
+
     @property
-    def _pool(self) -> Pool:
+    def _gathers(self) -> AllGather:
         gathers = self.setting.services[AllGather.kind]
         assert isinstance(gathers, AllGather)
-        return gathers.pool
+        return gathers
+
+    @property
+    def _pool(self) -> Pool:
+        return self._gathers.pool
 
     def refuse(self, call: Call) -> str | None:
         return None
@@ -406,6 +447,9 @@ class Barrier(Service):
         """Do nothing: a barrier has nothing of its own."""
 
     give_up = close = check
+
+    def check_call(self, call: Call) -> None:
+        """Do nothing: there is no tensor."""
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:

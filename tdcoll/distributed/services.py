@@ -16,5 +16,6 @@ KINDS = tuple(service.kind for service in _SERVICES)
 
 def make_services(setting: Setting) -> dict[str, Service]:
     """Make a service of each kind for one group."""
-    setting.services.update({service.kind: service(setting) for service in _SERVICES})
+    for service in _SERVICES:
+        setting.services[service.kind] = service(setting)
     return setting.services

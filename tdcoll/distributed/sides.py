@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll.capture import capturing
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.inner import NamedWork, RollCall
+from tdcoll.distributed.call import Call, is_plain
+from tdcoll.distributed.fallback import Fallback, Make
 from tdcoll.distributed.options import SERVES, Options
-from tdcoll.distributed.service import Call, Dense, Service, Setting
+from tdcoll.distributed.service import Dense, Service, Setting
 from tdcoll.distributed.services import KINDS, make_services
-from tdcoll.distributed.work import Task, TaskWork, worker
+from tdcoll.distributed.work import Task, TaskWork
 from tdcoll.errors import TdcollError
 from tdcoll.runtime import Runtime
 from tdcoll.work import CompletedWork, StreamWork, backend_errors, current_stream, error_of, record_stream
@@ -47,8 +48,7 @@ class Sides:
         name: of the group.
         rank: in the group.
         members: its global ranks.
-        inner: name of the inner group's backend for each type of device.
-        roll_call: who is still there when a call of the inner group has failed.
+        fallback: makes the calls that tdcoll does not.
         timeout_s: deadline of waits in kernels; None: that of the job.
         default: whether it is the default group.
 
@@ -68,15 +68,13 @@ class Sides:
         name: str,
         rank: int,
         members: Sequence[int],
-        inner: dict[str, str],
-        roll_call: RollCall,
+        fallback: Fallback,
         timeout_s: float | None,
         default: bool = False,
     ) -> None:
         self._default = default
         self._job, self._agreed, self._options, self._name = job, agreed, options, name
-        self._rank, self._members, self._inner, self._roll_call = rank, members, inner, roll_call
-        self._worker_stream: Any = None
+        self._rank, self._members, self.fallback = rank, members, fallback
         self._closed = False
         self.coalescing = False
         self.counts: dict[tuple[str, str, str], int] = {}
@@ -96,27 +94,23 @@ class Sides:
                 timeout_s=self._wait_s,
                 programs=options.programs,
                 limits=options.limits(len(members), job.heap.nbytes),
+                token=agreed.token,
             )
             self.services = make_services(setting)
         elif options.kinds and rank == 0:
-            _log.warning("backend tdcoll: group %s is served by %s alone: %s", name, self._inner_names(), agreed.reason)
+            _log.warning("backend tdcoll: group %s is served by %s alone: %s", name, fallback, agreed.reason)
 
     # ------------------------------------------------------------------ which side
-
-    def refusal(self, kind: str, call: Call) -> str | None:
-        """Prepare tdcoll for a call; return why it does not serve it, or None if it does. The same on all ranks."""
-        return self._never(kind, call) or self._obstacle(kind, call)
 
     def _never(self, kind: str, call: Call) -> str | None:
         """Return why tdcoll does not serve such calls, whenever they come; None if it may."""
         if kind not in self._agreed.kinds:
             return self._agreed.reason or "told not to serve it"
-        job, own, device = self._job, self.device, call.device
-        assert job is not None
+        own, device = self.device, call.device
         assert own is not None
-        if device.type != own.type:
+        if call.inputs and device.type != own.type:
             return f"a {device.type.upper()} tensor, and tdcoll's memory is on {own.type.upper()}"
-        if device.type == "cuda" and device != own:
+        if device.type == "cuda" and device != own and call.inputs:
             raise ValueError(
                 f"{kind}: the tensor is on {device}, and tdcoll has this rank's memory on {own}; call "
                 'torch.cuda.set_device(LOCAL_RANK) before init_process_group("tdcoll")'
@@ -126,16 +120,31 @@ class Sides:
             return "one rank"
         return service.refuse(call)
 
-    def _obstacle(self, kind: str, call: Call) -> str | None:
-        """Prepare tdcoll for a call; return why it cannot be served now, or None if it can. The same on all ranks."""
+    def compares(self, kind: str, call: Call) -> bool:
+        """Return whether the ranks compare a call like this one: in debug mode, of a kind that tdcoll may serve."""
+        service, own = self.services.get(kind), self.device
+        if service is None or kind not in self._agreed.kinds or not service.setting.debug or own is None:
+            return False
+        return len(self._members) > 1 and (not call.inputs or call.device.type == own.type)
+
+    def _standing(self) -> str | None:
+        """Return why no call at all can be served now; None if calls can."""
         job = self._job
-        assert job is not None
+        if job is None:
+            return self._agreed.reason
         if job.closed or self._closed:
             return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
-        if self.coalescing:
-            return "inside of a coalescing block of the inner group"
-        with self._waiting():
-            return self.services[kind].prepare(call)
+        return "inside of a coalescing block of the inner group" if self.coalescing else None
+
+    def _prepare(self, kind: str, call: Call) -> str | None:
+        """Prepare tdcoll for a call; return why it cannot be served now, or None if it can. The same on all ranks."""
+        service = self.services[kind]
+        with self._waiting(kind):
+            if self.compares(kind, call):
+                service.compare(call)
+                if (never := self._never(kind, call)) is not None:
+                    return never
+            return service.prepare(call)
 
     def say(self, kind: str, side: str, why: str) -> None:
         """Count a call; log the first of its kind."""
@@ -146,53 +155,91 @@ class Sides:
             _log.info("backend tdcoll: %s of group %s is served by %s%s", kind, self._name, side,
                       f" ({why})" if why else "")  # fmt: skip
 
-    # ------------------------------------------------------------------ the inner group
-
-    def inner_name(self, device: torch.device) -> str:
-        """The backend that has this device's calls in the inner group."""
-        return self._inner.get(device.type, device.type)
-
-    def _inner_names(self) -> str:
-        return " and ".join(f"{name} ({device})" for device, name in self._inner.items())
-
-    def to_inner(self, kind: str, device: torch.device, why: str) -> None:
-        """Count a call that the inner group serves."""
-        self.say(kind, self.inner_name(device), why)
-
-    def call_inner(self, operation: str, device: torch.device, call: Callable[[], Any]) -> Any:
-        """Return the inner group's work; on CPUs one whose failure names who is gone."""
-        if device.type != "cpu":
-            return call()
-        number = self._roll_call.next_call()
-        try:
-            return NamedWork(call(), operation, number, self._roll_call)
-        except RuntimeError as error:
-            if (named := self._roll_call.name(operation, number, error)) is error:
-                raise
-            raise named from error
-
     # ------------------------------------------------------------------ tdcoll
 
     def call(
-        self, kind: str, call: Call, asynchronous: bool, inner: Callable[[], Any], like: Hashable | None = None
+        self,
+        kind: str,
+        call: Call,
+        asynchronous: bool,
+        inner: Make,
+        like: Hashable | None = None,
+        *,
+        refused: str | None = None,
+        operation: str = "",
+        how: str = "",
     ) -> Any:
-        """Have a call made by the side that serves it, tdcoll or ``inner``; return its work.
+        """Have a call made by the side that serves it, tdcoll or the inner group; return its work.
 
         Args:
+            inner: makes the call by the fallback backend.
             like: what the next call like it is known by, to :meth:`call_one`; None if it is not to be known.
+            refused: why tdcoll does not serve it; None if it may.
+            operation: the inner group's name of it, for errors.
+            how: the inner group makes it, in words for people.
         """
-        never = self._never(kind, call)
-        why = never or self._obstacle(kind, call)
+        standing = self._standing()
+        # In debug mode the ranks compare a call before they ask who serves it, since a wrong one may decide that.
+        never = refused if refused or (self.compares(kind, call) and not standing) else self._never(kind, call)
+        why = never or standing
         if why is None:
+            service = self.services[kind]
+            queue = service.lane.queue
+            if self._on_cpu and (asynchronous or queue.calls_back):
+                if not service.setting.debug:
+                    service.check_call(call)
+                before = self._outstanding() if service.blocks else []
+                task = Task(
+                    lambda: self._make_in_turn(kind, call, inner, operation, how, before), give_up=self._give_up
+                )
+                work: Any = TaskWork(queue.submit(task), queue)
+                if not asynchronous:
+                    work.wait()
+                return work
+            if self._on_cpu or service.waits or service.setting.debug:
+                queue.drain()
+            if self._on_cpu and service.blocks:
+                _wait_for(self._outstanding())
+            why = self._prepare(kind, call)
+        if why is None:
+            service.check_call(call)
             work = self.serve(kind, call, asynchronous=asynchronous)
         else:
-            self.to_inner(kind, call.device, why)
-            work = self.call_inner(kind, call.device, inner)
+            self.say(kind, self.fallback.name(call.device), how + why)
+            work = self.fallback.make(operation or kind, call, asynchronous, inner)
         if like is not None and why is never:  # an obstacle may go away
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[like] = (kind, "tdcoll" if why is None else self.inner_name(call.device), why or "")
+            self._known[like] = (kind, "tdcoll" if why is None else self.fallback.name(call.device), why or "")
         return work
+
+    def _outstanding(self) -> list[Task]:
+        """Return the calls of all kinds that are not made yet."""
+        return [task for service in self.services.values() for task in service.lane.queue.outstanding()]
+
+    def _make_in_turn(
+        self,
+        kind: str,
+        call: Call,
+        inner: Make,
+        operation: str,
+        how: str,
+        before: Sequence[Task],
+    ) -> list[torch.Tensor]:
+        """Make a call when its queue comes to it and other tasks are done, by the side that serves it; return its
+        result.
+
+        The inner group has had later calls by then, in an order of its own, which may not be the same on all ranks. If
+        tdcoll cannot serve this one, an inner group of the kind's own makes it.
+        """
+        _wait_for(before)
+        why = self._standing() or self._prepare(kind, call)
+        if why is None:
+            self.say(kind, "tdcoll", "")
+            return self._run(kind, call)
+        self.say(kind, self.fallback.name(call.device), how + why)
+        self.fallback.make(operation or kind, call, False, inner, beside=kind).wait()
+        return call.results
 
     def call_one(
         self,
@@ -201,7 +248,7 @@ class Sides:
         tensor: torch.Tensor,
         op: str | None,
         asynchronous: bool,
-        inner: Callable[[], Any],
+        inner: Make,
     ) -> Any:
         """Have a call of one tensor made, the short way if one like it was made before; return its work.
 
@@ -218,7 +265,10 @@ class Sides:
         if known is not None:
             if known[1] != "tdcoll":
                 self.counts[known] += 1
-                return inner() if tensor.is_cuda else self.call_inner(kind, tensor.device, inner)  # one call less
+                call = Call([out], [tensor], op)
+                if tensor.is_cuda and is_plain(tensor) and is_plain(out):
+                    return inner(self.fallback.group, call)  # what follows does, too, in more time
+                return self.fallback.make(kind, call, asynchronous, inner)
             work = self._at_once(kind, out, tensor, op, asynchronous)
             if work is not None:
                 self.counts[known] += 1
@@ -235,7 +285,9 @@ class Sides:
             return None if self._on_cpu else self._at_once_beside(service, out, tensor, op)
         if not self._on_cpu:
             return CompletedWork([out]) if service.at_once(out, tensor, op) else None
-        worker.drain()
+        if service.lane.queue.calls_back:
+            return None
+        service.lane.queue.drain()
         with backend_errors:
             if not service.at_once(out, tensor, op):
                 return None
@@ -266,45 +318,42 @@ class Sides:
         return StreamWork([out], stream, blocks=False, check=self._check, keep=keep, events=service.events)
 
     def serve(self, kind: str, call: Call, *, asynchronous: bool) -> Any:
-        """Make a call with tdcoll, now or by the worker, and count it; return its work."""
+        """Make a call with tdcoll, now or by its queue, and count it; return its work."""
         self.say(kind, "tdcoll", "")
         device, service = self.device, self.services[kind]
         assert device is not None
 
-        def make() -> list[torch.Tensor]:
-            with self._waiting():
-                result = service.run(call)
-                if self._on_cpu:
-                    self._check()  # of all kinds: a barrier has no context of its own
-                return result
-
         if self._on_cpu:
-            if asynchronous:
-                return TaskWork(worker.submit(Task(make, give_up=self._give_up)))
-            worker.drain()
-            return CompletedWork(make())
+            return CompletedWork(self._run(kind, call))
         with torch.cuda.device(device):
             if not asynchronous:
-                if service.waits:
-                    worker.drain()
-                result = make()
+                result = self._run(kind, call)
                 if service.blocks:
                     torch.cuda.current_stream(device).synchronize()
                     with backend_errors:
                         self._check()
                 return CompletedWork(result)
-            if service.waits:
-                stream = self._worker_stream = self._worker_stream or torch.cuda.Stream(device)
-                for tensor in call.touched:
-                    record_stream(tensor, stream)
-                return TaskWork(worker.submit(Task(make, stream, give_up=self._give_up)))
             if service.stream is None:
                 service.stream = torch.cuda.Stream(device)
             stream = service.stream
+            if service.waits:
+                for tensor in call.touched:
+                    record_stream(tensor, stream)
+                queue = service.lane.queue
+                task = Task(lambda: self._run(kind, call), stream, give_up=self._give_up)
+                return TaskWork(queue.submit(task), queue)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                result = make()
+                result = self._run(kind, call)
             return StreamWork(result, stream, blocks=service.blocks, check=self._check, keep=call.touched)
+
+    def _run(self, kind: str, call: Call) -> list[torch.Tensor]:
+        """Make a call with tdcoll on the current stream; return its result."""
+        with self._waiting(kind), torch.no_grad():
+            result = self.services[kind].run(call)
+            if self._on_cpu:
+                self._check()  # of all kinds: a barrier has no context of its own
+            return result
 
     def _check(self) -> None:
         """Raise the error that finished kernels of this group have left, of any kind of call."""
@@ -322,10 +371,13 @@ class Sides:
             self._check()
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Apply this group's deadline to exchanges on the host; turn errors of deadlines into torch.distributed's."""
-        assert self._job is not None
-        with backend_errors, self._job.within(self._wait_s, self._agreed.name):
+    def _waiting(self, kind: str) -> Iterator[None]:
+        """Have exchanges on the host go by this kind's numbers and the group's deadline; turn errors of deadlines into
+        torch.distributed's."""
+        job = self._job
+        assert job is not None
+        control = self.services[kind].lane.control
+        with backend_errors, job.within(self._wait_s, self._agreed.name), job.through(control):
             yield
 
     # ------------------------------------------------------------------ the end
@@ -339,14 +391,22 @@ class Sides:
         if self._closed:
             return None
         self._closed = True
-        worker.drain()
+        for service in self.services.values():
+            service.lane.queue.drain()
+        self._close_queues()
         expired = self._expired()
         self._leave()
         return expired
 
+    def _close_queues(self) -> None:
+        """Let the threads of asynchronous calls end when they have made them."""
+        for service in self.services.values():
+            service.lane.queue.close()
+
     def abort(self) -> None:
         """Wait for nobody any more, and forget the job if it ends with this group."""
         self._closed = True
+        self._close_queues()
         job = self._job
         if job is not None and not job.closed and self._ends(job):
             job.failed = True
@@ -392,7 +452,7 @@ class Sides:
         if job is not None:
             where = "simulator" if job.simulated else str(self.device)
             yield f"  ranks: {job.topology(self._members).describe()}, symmetric memory: {where}"
-        yield f"  inner group: {self._inner_names()}"
+        yield f"  inner group: {self.fallback}"
         for kind in KINDS:
             if kind in agreed.kinds:
                 yield f"  {kind}: tdcoll; {self.services[kind].describe()}"
@@ -402,3 +462,8 @@ class Sides:
         yield "  everything else: inner group"
         for (kind, side, why), count in self.counts.items():
             yield f"  calls so far: {count} {kind} by {side}" + (f" ({why})" if why else "")
+
+
+def _wait_for(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        task.done.wait()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,8 +12,8 @@ from tdcoll.collectives._host.pool import give_back_programs, take_programs
 from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
-from tdcoll.distributed.service import Call, Service, Setting
-from tdcoll.distributed.work import worker
+from tdcoll.distributed.call import Call
+from tdcoll.distributed.service import Lane, Service, Setting
 from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.runtime import Runtime
 
@@ -53,13 +54,21 @@ class SparseSums:
     Args:
         owner: the job.
         ranks: global ranks, in the order of the group.
+        lane: what the calls pass.
         timeout_s: deadline of waits, seconds.
         programs: the most programs of a launch.
     """
 
     def __init__(
-        self, owner: Runtime, ranks: Sequence[int], *, timeout_s: float | None, programs: int = _BESIDE_OTHERS
+        self,
+        owner: Runtime,
+        ranks: Sequence[int],
+        lane: Lane,
+        *,
+        timeout_s: float | None,
+        programs: int = _BESIDE_OTHERS,
     ) -> None:
+        self.lane = lane
         self._owner, self._ranks, self._timeout_s, self._wanted = owner, tuple(ranks), timeout_s, programs
         self.context: SparseContext | None = None
         self.problem: str | None = None
@@ -103,9 +112,9 @@ class SparseSums:
         """
         if self.context is not None:
             return
-        worker.drain()
+        self.lane.queue.drain()
         owner, ranks = self._owner, self._ranks
-        with owner.making:
+        with owner.through(self.lane.control):
             self._programs = programs = take_programs(owner, ranks, self._wanted, "sparse_all_reduce")
             try:
                 self.context = growing_context(
@@ -129,9 +138,10 @@ class SparseSums:
         coalesced = tensor.is_coalesced()
         num_rows = sparse_shape.numel()
         flat = indices[0] if len(sparse_shape) == 1 else _linear(indices, sparse_shape)
-        found, summed = sparse_all_reduce_rows(
-            flat.contiguous(), values.contiguous(), num_rows, self.context, op, coalesced=coalesced
-        )
+        with self._owner.through(self.lane.control):  # the context may grow
+            found, summed = sparse_all_reduce_rows(
+                flat.contiguous(), values.contiguous(), num_rows, self.context, op, coalesced=coalesced
+            )
         found = found.unsqueeze(0) if len(sparse_shape) == 1 else _separate(found, sparse_shape)
         if tensor.device.type == "cpu":
             self.context.collective.monitor.raise_if_expired()
@@ -155,7 +165,8 @@ class SparseSums:
 
     def close(self) -> None:
         """Free the context. Collective."""
-        worker.drain()
+        self.lane.queue.drain()
+        self.lane.queue.close()
         if self.context is not None:
             self.context.close()
             self.context = None
@@ -181,7 +192,9 @@ class SparseAllReduce(Service):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.sums = SparseSums(setting.job, setting.ranks, timeout_s=setting.timeout_s, programs=setting.programs)
+        self.sums = SparseSums(
+            setting.job, setting.ranks, self.lane, timeout_s=setting.timeout_s, programs=setting.programs
+        )
 
     def refuse(self, call: Call) -> str | None:
         if (why := SparseSums.refusal(call.inputs[0], str(call.op))) is not None:
@@ -190,10 +203,18 @@ class SparseAllReduce(Service):
             return "not one tensor with sparse dimensions"
         return None
 
+    def check_call(self, call: Call) -> None:
+        """Do nothing: there is one tensor, which becomes the result."""
+
+    def facts(self, call: Call) -> dict[str, Any]:
+        return {**super().facts(call), "shapes": [tuple(tensor.shape) for tensor in call.inputs]}
+
     def prepare(self, call: Call) -> str | None:
         return None if self.sums.prepare(call.inputs[0]) else self.sums.problem
 
     def run(self, call: Call) -> list[torch.Tensor]:
+        for service in self.setting.services.values():  # the host waits for the result, so it may hear of the others
+            service.check()
         tensor = call.inputs[0]
         tensor.data = self.sums(tensor, str(call.op))
         return [tensor]

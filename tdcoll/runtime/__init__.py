@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -27,6 +29,9 @@ __all__ = ["Group", "Runtime", "current", "current_or_none", "failing_with_the_s
 
 Group = Any
 """A ``torch.distributed.ProcessGroup``, a sequence of global ranks, or None for all ranks of the job."""
+
+
+_PAUSE_S = 0.005
 
 
 @dataclass
@@ -67,8 +72,8 @@ class Runtime:
     """The torch.distributed backend has joined the job, and leaves it with its default group or the last of all."""
     groups: int = field(init=False, default=0)
     """The backend's process groups of all ranks."""
-    making: threading.RLock = field(init=False, repr=False, default_factory=threading.RLock)
-    """Held while a thread makes a context of tdcoll's own, which takes several exchanges."""
+    accounts: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
+    """Held while a thread changes ``programs_taken``; never while it waits for other ranks."""
     _given: threading.local = field(init=False, repr=False, default_factory=threading.local)
 
     def __post_init__(self) -> None:
@@ -130,8 +135,9 @@ class Runtime:
                 "tried any more; end the job"
             )
         timeout_s, who = getattr(self._given, "here", (None, ""))
+        control = getattr(self._given, "control", self.control)
         try:
-            return self.control.all_gather(ranks, f"{tag}{who and f' ({who})'}", value, timeout_s)
+            return control.all_gather(ranks, f"{tag}{who and f' ({who})'}", value, timeout_s)
         except RankMismatchError:
             raise
         except TdcollError:  # whoever comes late finds an exchange that is over: the numbering is lost
@@ -152,6 +158,20 @@ class Runtime:
         finally:
             self._given.here = before
 
+    @contextlib.contextmanager
+    def through(self, control: ControlPlane) -> Iterator[None]:
+        """Exchanges that this thread makes inside go through ``control``, a part of the job's control plane.
+
+        Exchanges of one part have an order, which must be the same on all ranks. Those of different parts have none:
+        what threads exchange beside each other needs a part for each of them.
+        """
+        before = getattr(self._given, "control", self.control)
+        self._given.control = control
+        try:
+            yield
+        finally:
+            self._given.control = before
+
     def agree(self, ranks: Sequence[int], what: str, value: Any) -> None:
         """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the same value."""
         require_equal(self.exchange(ranks, what, value), ranks, what)
@@ -163,17 +183,39 @@ class Runtime:
         shape = tuple(shape)
         ranks = self.ranks_of(group)
         nbytes = math.prod(shape) * dtype.itemsize
-        proposal = (nbytes, self.arena.propose(nbytes), astuple(self.arena.info))
-        answers = self.exchange(ranks, f"allocate {name}", proposal)
-        if any(answer[0] != nbytes for answer in answers):
-            sizes = ", ".join(f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True))
-            raise RankMismatchError(f"all ranks must ask for the same number of bytes of {name}; got {sizes}")
-        if nbytes == 0:  # PyTorch gives such a tensor no address, so it takes no place in the heap
+        offset = self._place(ranks, nbytes, name)
+        if offset is None:  # PyTorch gives such a tensor no address, so it takes no place in the heap
             return torch.empty(shape, dtype=dtype, device=self.device)
-        offset = agree([a[1] for a in answers], nbytes, [HeapInfo(*a[2]) for a in answers])
-        self.arena.take(offset, nbytes, ranks)
         self.heap.label(offset, nbytes, name, dtype.itemsize, ranks)
         return self.heap.view(offset, nbytes).view(dtype).view(shape)
+
+    def _place(self, ranks: Sequence[int], nbytes: int, name: str) -> int | None:
+        """Take ``nbytes`` at an offset that is free on all of ``ranks``, and return it; None for no bytes. Collective.
+
+        Another thread may take memory for other ranks meanwhile, before this one does here and behind it on another
+        rank. So a rank holds the place that it proposes. All have it when all propose the same; otherwise they move to
+        the lowest place that all have, which one of them may find taken, and propose again.
+        """
+        held = self.arena.hold(nbytes, ranks) if nbytes else None
+        try:
+            while True:
+                intervals, info = self.arena.propose(nbytes, held)
+                answers = self.exchange(ranks, f"allocate {name}", (nbytes, held, intervals, astuple(info)))
+                if any(answer[0] != nbytes for answer in answers):
+                    sizes = ", ".join(f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True))
+                    raise RankMismatchError(f"all ranks must ask for the same number of bytes of {name}; got {sizes}")
+                if nbytes == 0 or (held is not None and all(answer[1] == held for answer in answers)):
+                    return held
+                infos = [HeapInfo(*answer[3]) for answer in answers]
+                wanted = agree([answer[2] for answer in answers], nbytes, infos)
+                moved = self.arena.hold(nbytes, ranks, held, wanted)
+                if moved != wanted:  # two allocations are after each other's places: one of them pauses for longer
+                    time.sleep(random.uniform(0, _PAUSE_S))
+                held = moved
+        except BaseException:
+            if held is not None:
+                self.arena.release(held)
+            raise
 
     def release(self, tensor: torch.Tensor) -> None:
         """Free what :meth:`allocate` gave. Collective over the ranks that allocated it; waits until all are here."""

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -42,6 +42,13 @@ class ControlPlane(Protocol):
         """``value`` of every rank, in the order of ``ranks``.
 
         Raises CollectiveTimeout if a rank does not come within ``timeout_s``, or the control plane's own deadline.
+        """
+        ...
+
+    def part(self, name: str) -> ControlPlane:
+        """Return a control plane whose exchanges have an order of their own, and wait beside those of other parts.
+
+        ``name`` is the same on all ranks, and used once.
         """
         ...
 
@@ -91,6 +98,25 @@ def wait_for(store: Any, rank: int, tag: str, keys: Mapping[int, str], timeout_s
             raise missing_ranks(rank, tag, missing, timeout_s) from error
 
 
+class _Connections:
+    """Connections to one store: a wait keeps everybody else from using the same one, so threads need several."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._free = store, [store]
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Any]:
+        """Give out a connection that is free, or a new one."""
+        try:
+            store = self._free.pop()
+        except IndexError:
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        try:
+            yield store
+        finally:
+            self._free.append(store)
+
+
 class StoreControlPlane:
     """Control plane over a ``torch.distributed.Store``.
 
@@ -100,12 +126,13 @@ class StoreControlPlane:
 
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
+        self._connections, self._name = _Connections(store), ""
         self._count: dict[tuple[int, ...], int] = defaultdict(int)
         self._counting = threading.Lock()
 
     def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
         """See :class:`ControlPlane`. Raises TdcollError if the store is gone, or another process writes to it."""
-        group, store, mine = tuple(ranks), self._store, encode(tag, value)
+        group, mine = tuple(ranks), encode(tag, value)
         with self._counting:
             number = self._count[group]
             self._count[group] = number + 1
@@ -114,11 +141,13 @@ class StoreControlPlane:
         limit = self._timeout_s if timeout_s is None else timeout_s
 
         def exchange() -> list[bytes]:
-            store.set(keys[self._rank], mine)
-            if number >= 2:
-                store.delete_key(f"{prefix}/{number - 2}/{self._rank}")
-            wait_for(store, self._rank, tag, keys, limit)
-            return [store.get(key) for key in keys.values()]
+            with self._connections.one() as connection:
+                store: Any = dist.PrefixStore(self._name, connection) if self._name else connection
+                store.set(keys[self._rank], mine)
+                if number >= 2:
+                    store.delete_key(f"{prefix}/{number - 2}/{self._rank}")
+                wait_for(store, self._rank, tag, keys, limit)
+                return [store.get(key) for key in keys.values()]
 
         answers = []
         for key, data in zip(keys.values(), ask(exchange, self._rank, tag, limit), strict=True):
@@ -127,6 +156,12 @@ class StoreControlPlane:
         if others:
             raise RankMismatchError(f"rank {self._rank} is in '{tag}', but {others} are elsewhere")
         return [answer for _, answer in answers]
+
+    def part(self, name: str) -> StoreControlPlane:
+        """See :meth:`ControlPlane.part`."""
+        part = StoreControlPlane(self._store, self._rank, self._timeout_s)
+        part._connections, part._name = self._connections, f"{self._name}{name}/"
+        return part
 
     def leave(self, ranks: Sequence[int]) -> None:
         """The last call: the first rank, whose process holds the store as a rule, returns when no other needs it."""

@@ -16,6 +16,7 @@ The same offset on every PE is what "symmetric" means: the address of a peer's c
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -107,7 +108,7 @@ class HeapInfo:
 
 
 class Arena:
-    """Free list over ``[0, nbytes)``; first fit, neighbours merged on free. Pure bookkeeping.
+    """Free list over ``[0, nbytes)``; first fit, neighbours merged on free. Pure bookkeeping, for several threads.
 
     Attributes:
         releases: how often memory was released.
@@ -117,6 +118,7 @@ class Arena:
         self.nbytes, self.releases = nbytes, 0
         self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (begin, end), sorted
         self._used: dict[int, tuple[int, tuple[int, ...]]] = {}  # offset -> (padded size, owners)
+        self._lock = threading.Lock()
 
     @staticmethod
     def padded(nbytes: int) -> int:
@@ -125,38 +127,60 @@ class Arena:
 
     @property
     def info(self) -> HeapInfo:
-        free = sum(end - begin for begin, end in self._free)
-        largest = max((end - begin for begin, end in self._free), default=0)
-        return HeapInfo(self.nbytes, self.nbytes - free, free, largest, len(self._used))
+        with self._lock:
+            return self._info(self._free, len(self._used))
 
-    def propose(self, nbytes: int) -> list[tuple[int, int]]:
-        """The free intervals ``(begin, end)`` that could hold ``nbytes``: this PE's part of an agreement."""
-        size = self.padded(nbytes)
-        return [(begin, end) for begin, end in self._free if end - begin >= size]
+    def _info(self, intervals: Sequence[tuple[int, int]], allocations: int) -> HeapInfo:
+        free = sum(end - begin for begin, end in intervals)
+        largest = max((end - begin for begin, end in intervals), default=0)
+        return HeapInfo(self.nbytes, self.nbytes - free, free, largest, allocations)
 
-    def take(self, offset: int, nbytes: int, owners: Sequence[int] = ()) -> None:
-        """Mark ``nbytes`` at ``offset`` as used by the ranks ``owners``. The offset must come from :func:`agree`."""
+    def propose(self, nbytes: int, held: int | None = None) -> tuple[list[tuple[int, int]], HeapInfo]:
+        """Return this PE's part of an agreement: the free intervals ``(begin, end)`` that could hold ``nbytes``, and
+        the use of the heap; as if the allocation at ``held`` were not there."""
         size = self.padded(nbytes)
-        for i, (begin, end) in enumerate(self._free):
-            if begin <= offset and offset + size <= end:
-                self._free[i : i + 1] = [
-                    piece for piece in ((begin, offset), (offset + size, end)) if piece[1] > piece[0]
-                ]
-                self._used[offset] = (size, tuple(owners))
-                return
-        raise ValueError(f"offset {offset} with {size} bytes is not free")
+        with self._lock:
+            free = self._free if held is None else self._without(held)
+            info = self._info(free, len(self._used) - (held is not None))
+        return [(begin, end) for begin, end in free if end - begin >= size], info
+
+    def hold(
+        self, nbytes: int, owners: Sequence[int], held: int | None = None, wanted: int | None = None
+    ) -> int | None:
+        """Take ``nbytes`` for the ranks ``owners``: at the first place that is free, or at ``wanted`` in the place of
+        the allocation at ``held``. Return where the allocation is now: as it was, if ``wanted`` is not free; None, if
+        there is none."""
+        size = self.padded(nbytes)
+        with self._lock:
+            free = self._free if held is None else self._without(held)
+            at = wanted
+            if at is None:
+                at = next((begin for begin, end in free if end - begin >= size), None)
+            if at is None or not any(begin <= at and at + size <= end for begin, end in free):
+                return held
+            if held is not None:
+                del self._used[held]
+            self._free = _cut(free, at, at + size)
+            self._used[at] = size, tuple(owners)
+            return at
 
     def release(self, offset: int) -> None:
         """Free the allocation at ``offset``; raises ``KeyError`` if there is none."""
-        size, _ = self._used.pop(offset)
-        self.releases += 1
+        with self._lock:
+            self._free = self._without(offset)
+            del self._used[offset]
+            self.releases += 1
+
+    def _without(self, offset: int) -> list[tuple[int, int]]:
+        """Return the free intervals as they were without the allocation at ``offset``."""
+        size, _ = self._used[offset]
         merged: list[tuple[int, int]] = []
         for begin, end in sorted([*self._free, (offset, offset + size)]):
             if merged and merged[-1][1] == begin:
                 merged[-1] = (merged[-1][0], end)
             else:
                 merged.append((begin, end))
-        self._free = merged
+        return merged
 
     def owners_of(self, offset: int) -> tuple[int, ...] | None:
         """Ranks that share the allocation that starts at ``offset``, or None if there is none."""
@@ -165,10 +189,20 @@ class Arena:
 
     def owners_around(self, offset: int, nbytes: int) -> tuple[int, ...] | None:
         """Ranks that share the allocation that holds ``[offset, offset + nbytes)``, or None if none holds it."""
-        for begin, (size, owners) in self._used.items():
+        for begin, (size, owners) in tuple(self._used.items()):
             if begin <= offset and offset + nbytes <= begin + size:
                 return owners
         return None
+
+
+def _cut(free: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """Return the intervals without ``[first, last)``, which lies in one of them."""
+    pieces = [
+        piece
+        for begin, end in free
+        for piece in (((begin, first), (last, end)) if begin <= first and last <= end else ((begin, end),))
+    ]
+    return [(begin, end) for begin, end in pieces if end > begin]
 
 
 def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, infos: Sequence[HeapInfo]) -> int:

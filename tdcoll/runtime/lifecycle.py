@@ -24,6 +24,7 @@ from tdcoll.runtime.control import StoreControlPlane, generation, keep, require_
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.store import ask
 from tdcoll.runtime.topology import emulated_node
+from tdcoll.torch_internals import name_groups_anew, watch_ddp
 
 __all__ = ["device_index", "finalize", "heap_of", "initialize", "is_initialized", "join", "may_share_gpus"]
 
@@ -254,6 +255,7 @@ def _install(settings: _Settings, store: Any, rank: int, world_size: int) -> Non
     runtime.install(joined)
     _job = _Job(settings, control)
     last_words.gave_up = False
+    watch_ddp()
     if rank == 0:
         _log.info(
             "symmetric heap: %g MiB on each of %d ranks, by %s; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...) "
@@ -298,9 +300,7 @@ def _ensure_process_group(settings: _Settings) -> bool:
         store, rank, world_size = _rendezvous(settings.timeout_s)
         keep(store)
         store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
-        # PyTorch names groups by a number that each process counts, and gloo's ranks meet under that name. A call of
-        # init_process_group that fails, on some ranks perhaps, has counted; a default group is the first of all.
-        dist.distributed_c10d._world.group_count = 0
+        name_groups_anew()  # a default group is the first of all
 
         def make() -> None:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

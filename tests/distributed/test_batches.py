@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import batch_isend_irecv
 from torch.distributed import distributed_c10d as c10d
 
-from tdcoll.distributed import inner
+from tdcoll import torch_internals
 
 pytestmark = pytest.mark.usefixtures("_batches")
 
@@ -54,7 +54,7 @@ def _batches() -> Iterator[None]:
     function: Any = inspect.unwrap(dist.batch_isend_irecv)
     before, batch = function.__code__, function.__globals__.get("_tdcoll_batch")
     for _ in range(2):  # also where it has been done before
-        inner.batch_messages_of.__wrapped__(Group)
+        torch_internals.batch_messages_of.__wrapped__(Group)
     yield
     function.__code__, function.__globals__["_tdcoll_batch"] = before, batch
 

@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tdcoll.distributed import Options
-from tdcoll.distributed.service import Call, Dense
+from tdcoll.distributed.call import Call
+from tdcoll.distributed.fallback import Fallback
+from tdcoll.distributed.service import Dense
 from tdcoll.distributed.sides import Sides
-from tdcoll.distributed.work import worker
 
 
 @pytest.fixture
@@ -124,16 +125,22 @@ def test_no_short_way_when_something_is_in_the_way(what: str) -> None:
         assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, asynchronous) is None
 
 
-def test_the_short_way_on_cpus_comes_after_the_workers_calls(monkeypatch) -> None:
+def test_the_short_way_on_cpus_comes_after_the_queues_calls() -> None:
     told: list[str] = []
-    service = SimpleNamespace(at_once=lambda *of: not told.append("launch"), check=lambda: told.append("check"))
+    queue = SimpleNamespace(drain=lambda: told.append("drain"), calls_back=False)
+    service = SimpleNamespace(
+        at_once=lambda *of: not told.append("launch"),
+        check=lambda: told.append("check"),
+        lane=SimpleNamespace(queue=queue),
+    )
     sides = Sides.__new__(Sides)
     sides._job, sides._closed, sides.coalescing, sides._on_cpu = SimpleNamespace(closed=False), False, False, True  # type: ignore[assignment]
     sides.services = {"all_gather": service}  # type: ignore[dict-item]
-    monkeypatch.setattr(worker, "drain", lambda: told.append("drain"))
     assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, False).is_completed()
     assert told == ["drain", "launch", "check"]
     assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, True) is None
+    queue.calls_back = True  # a callback's call must not wait for what it holds up
+    assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, False) is None
 
 
 def test_an_operation_that_tdcoll_lacks_has_no_short_way() -> None:
@@ -145,7 +152,12 @@ def test_an_operation_that_tdcoll_lacks_has_no_short_way() -> None:
 def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Sides:
     """A group whose tdcoll never serves what is large, a product or of fp64, and says ``now`` when it is prepared."""
     agreed: Any = SimpleNamespace(kinds=("all_gather", "all_reduce"), reason="")
-    about: dict[str, Any] = {"name": "0", "rank": 0, "members": (0, 1), "inner": {"cpu": "gloo"}, "roll_call": None}
+    about: dict[str, Any] = {
+        "name": "0",
+        "rank": 0,
+        "members": (0, 1),
+        "fallback": Fallback(None, {"cpu": "gloo"}, None),
+    }  # type: ignore[arg-type]
     sides = Sides(None, agreed, Options(), timeout_s=1, **about)
 
     def never(kind: str, call: Call) -> str | None:
@@ -158,14 +170,20 @@ def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | Non
         return "too large" if max(tensor.shape[0], out.shape[0]) > 8 else None
 
     monkeypatch.setattr(sides, "_never", never)
-    monkeypatch.setattr(sides, "_obstacle", lambda kind, call: now.pop(0))
+    lane = SimpleNamespace(queue=SimpleNamespace(calls_back=False))
+    service = SimpleNamespace(
+        lane=lane, waits=False, setting=SimpleNamespace(debug=False), check_call=lambda call: None
+    )
+    sides.services = dict.fromkeys(agreed.kinds, service)  # type: ignore[arg-type]
+    monkeypatch.setattr(sides, "_standing", lambda: None)
+    monkeypatch.setattr(sides, "_prepare", lambda kind, call: now.pop(0))
     monkeypatch.setattr(sides, "serve", lambda kind, call, asynchronous: "served")
-    monkeypatch.setattr(sides, "call_inner", lambda kind, device, call: call())
+    monkeypatch.setattr(sides.fallback, "start", lambda kind, device, call: call())
     return sides
 
 
 def call_one(sides: Sides, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
-    return sides.call_one("all_gather", out, tensor, op, False, lambda: "handed over")
+    return sides.call_one("all_gather", out, tensor, op, False, lambda group, call: "handed over")
 
 
 def test_a_call_like_one_that_was_handed_over_is_handed_over_at_once(monkeypatch) -> None:

@@ -24,9 +24,10 @@ STEPS = st.lists(st.tuples(st.just("allocate"), GROUPS, SIZES) | st.tuples(st.ju
 
 def allocate(arenas: list[Arena], group: list[int], nbytes: int) -> int:
     members = [arenas[pe] for pe in group]
-    offset = agree([arena.propose(nbytes) for arena in members], nbytes, [arena.info for arena in members])
+    intervals, infos = zip(*(arena.propose(nbytes) for arena in members), strict=True)
+    offset = agree(intervals, nbytes, infos)
     for arena in members:
-        arena.take(offset, nbytes)
+        assert arena.hold(nbytes, group, wanted=offset) == offset
     return offset
 
 
@@ -93,16 +94,27 @@ def test_pieces_merge_in_any_order() -> None:
 
 def test_misuse_of_the_arena_raises() -> None:
     arena = Arena(4 * ALIGNMENT)
-    arena.take(ALIGNMENT, 1)
-    with pytest.raises(ValueError, match="offset 512 with 512 bytes is not free"):
-        arena.take(ALIGNMENT, 1)
-    with pytest.raises(ValueError, match="not free"):
-        arena.take(3 * ALIGNMENT, ALIGNMENT + 1)
+    assert arena.hold(1, [0], wanted=ALIGNMENT) == ALIGNMENT
+    assert arena.hold(1, [0], wanted=ALIGNMENT) is None
+    assert arena.hold(ALIGNMENT + 1, [0], wanted=3 * ALIGNMENT) is None
     arena.release(ALIGNMENT)
     with pytest.raises(KeyError):
         arena.release(ALIGNMENT)
     assert Arena(0).info == HeapInfo(0, 0, 0, 0, 0)
-    assert Arena(0).propose(1) == []
+    assert Arena(0).propose(1) == ([], Arena(0).info)
+    assert Arena(0).hold(1, [0]) is None
+
+
+def test_an_allocation_moves_to_a_place_that_is_free_without_it() -> None:
+    arena = Arena(4 * ALIGNMENT)
+    first, second = arena.hold(2 * ALIGNMENT, [0]), arena.hold(ALIGNMENT, [0])
+    assert (first, second) == (0, 2 * ALIGNMENT)
+    assert arena.propose(1, first) == ([(0, 1024), (1536, 2048)], HeapInfo(2048, 512, 1536, 1024, 1))
+    assert arena.hold(ALIGNMENT, [0], second, 3 * ALIGNMENT) == 3 * ALIGNMENT
+    assert arena.hold(2 * ALIGNMENT, [0], first, ALIGNMENT) == ALIGNMENT  # in part where it is
+    assert arena.hold(2 * ALIGNMENT, [0], ALIGNMENT, 2 * ALIGNMENT) == ALIGNMENT  # another one is there
+    assert arena.info == HeapInfo(2048, 1536, 512, 512, 2)
+    assert arena.releases == 0
 
 
 def test_exhaustion_names_what_was_asked_what_is_free_and_the_setting() -> None:
@@ -132,7 +144,7 @@ def test_exhaustion_names_what_was_asked_what_is_free_and_the_setting() -> None:
 )
 def test_exhaustion_names_a_size_that_is_enough(total: int, nbytes: int, enough: str) -> None:
     full = Arena(total)
-    full.take(0, total)
+    assert full.hold(total, [0]) == 0
     with pytest.raises(tdcoll.HeapExhaustedError, match=rf"Raise NVSHMEM_SYMMETRIC_SIZE \(to {enough}, say\)"):
         allocate([full], [0], nbytes)
 

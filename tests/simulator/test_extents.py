@@ -14,6 +14,7 @@ import triton.runtime.interpreter as interpreter
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
+from tdcoll.runtime.simulator import extents
 from tdcoll.testing import World, first_failure
 
 ROWS = "bytes 64..72 of pe0.rows, which has 64 bytes"
@@ -346,3 +347,23 @@ def test_argument_of_several_tensors():
 def test_block_pointers():
     with pytest.raises(ValueError, match=r"bytes 64..72 of pe0\.rows, which has 64 bytes"):
         on_rows(lambda rows, _: call(lambda p: tl.load(tl.make_block_ptr(p, (16,), (ONE,), (0,), (16,), (0,))), rows))
+
+
+def test_storages_that_are_gone_are_forgotten() -> None:
+    """However many there have been, and those that live are known."""
+    storages, memory = extents._Storages(), bytearray(64 * 10_000)
+
+    def at(n: int) -> torch.Tensor:
+        tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=64 * n, count=64)
+        storages.remember(tensor)
+        return tensor
+
+    kept = [at(n) for n in range(0, 10_000, 5)]
+    for n in range(10_000):
+        at(n)
+    living = {tensor.data_ptr() for tensor in kept}
+    assert living <= set(storages._seen)
+    assert len(storages._seen) <= 2 * len(living)
+    assert storages._begins == sorted(storages._seen)
+    begin = kept[7].data_ptr()
+    assert storages.around(begin + 3, begin + 9) == (begin, begin + 64)

@@ -20,7 +20,6 @@ from torch.distributed import batch_isend_irecv  # before there is a group of td
 import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed import BackendTimeout, Options, TdcollProcessGroup, explain
-from tdcoll.errors import RankMismatchError
 from tdcoll.work import as_backend_error
 
 LINES: list[str] = []
@@ -159,21 +158,6 @@ def inner_collectives() -> None:
     dist.group.WORLD.barrier(options).wait()
     expect("a timeout of its own" in by_inner("barrier"), explain())
     expect(dist.get_backend() == "tdcoll", dist.get_backend())
-
-
-@check
-def first_calls_in_different_orders() -> None:
-    """Each makes a context, on all ranks: of one group here and of another there, it is refused everywhere."""
-    groups = [dist.new_group(everyone()) for _ in range(2)]
-    tensor = torch.ones(8, device=device())
-    mine = groups[rank() == 0]
-    if world() > 1:
-        refused = expect_raises(RankMismatchError, lambda: dist.all_reduce(tensor, group=mine), "elsewhere")
-        expect(all(f"group {group.group_name})" in str(refused) for group in groups), str(refused))
-    for number, group in enumerate(groups, 1):
-        dist.all_reduce(tensor, group=group)
-        same(tensor, torch.full_like(tensor, world() ** number), "the same order")
-        dist.destroy_process_group(group)
 
 
 @check

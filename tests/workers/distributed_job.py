@@ -9,8 +9,8 @@ import logging
 from backend_job import join
 from harness import run
 
-for module in ("distributed_checks", "distributed_groups_checks", "distributed_training_checks"):
-    importlib.import_module(module)
+for part in ("order_checks", "checks", "tensors_checks", "groups_checks", "training_checks"):
+    importlib.import_module(f"distributed_{part}")
 
 if __name__ == "__main__":
     from distributed_groups_checks import Remember, again

@@ -7,7 +7,7 @@ What is decided here is decided from sizes that are the same on all ranks, in th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,21 +55,28 @@ def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int, operation: 
     Raises:
         ContextError: on some rank fewer are left than one chunk needs. All ranks raise it.
     """
-    least = 2 * len(ranks) + 2
-    free = _room(owner.device) - owner.programs_taken
-    left = min(owner.exchange(ranks, f"programs of a context for {operation}", free))
-    if left < least:
+    least, taken = 2 * len(ranks) + 2, 0
+    with owner.accounts:  # of another thread, which makes another context, what this one offers is taken
+        free = _room(owner.device) - owner.programs_taken
+        offer = 0 if free < least else max(least, min(wanted, free // 3))
+        owner.programs_taken += offer
+    try:
+        answers = owner.exchange(ranks, f"programs of a context for {operation}", (offer, free))
+        taken = min(theirs for theirs, _ in answers)
+    finally:
+        give_back_programs(owner, offer - taken)
+    if not taken:
+        left = min(theirs for _, theirs in answers)
         raise ContextError(
             f"a context of {len(ranks)} ranks needs {least} programs, and other contexts have left {left}"
         )
-    taken = max(least, min(wanted, left // 3))
-    owner.programs_taken += taken
     return taken
 
 
 def give_back_programs(owner: Runtime, programs: int) -> None:
     """Give back, on this rank, ``programs`` that :func:`take_programs` took."""
-    owner.programs_taken -= programs
+    with owner.accounts:
+        owner.programs_taken -= programs
 
 
 class Pool:
@@ -84,7 +91,6 @@ class Pool:
         lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
         programs: the most programs of a launch, to be taken by :func:`take_programs`. None: there is no limit, and
             launches must not be in flight beside those of other contexts.
-        before: called before the ranks meet on the host.
 
     Attributes:
         context: for the next call; None as long as there was none.
@@ -102,10 +108,9 @@ class Pool:
         timeout_s: float | None = None,
         lamport_bytes: int | None = 0,
         programs: int | None = None,
-        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._owner, self._ranks, self._operation, self._timeout_s = owner, tuple(ranks), operation, timeout_s
-        self._before, self._lamport_bytes = before, lamport_bytes
+        self._lamport_bytes = lamport_bytes
         self._wanted, self._programs = programs, 0
         self._without_room: str | None = None
         self.limit = limit
@@ -124,8 +129,6 @@ class Pool:
         """
         old = self.context
         if old is not None and nbytes <= old.max_bytes_per_rank:
-            if old.debug:
-                self._before()  # debug mode exchanges values on the host at every call
             return True
         self.problem = self._without_room
         if self.problem is None and self.limit is not None and nbytes > self.limit:
@@ -138,9 +141,7 @@ class Pool:
             f"{nbytes} bytes per rank need a larger context, which cannot be made while a CUDA graph is captured; make "
             "one call of this size before",
         )
-        self._before()
-        with self._owner.making:
-            return self._make(nbytes)
+        return self._make(nbytes)
 
     def _make(self, nbytes: int) -> bool:
         """Make a context for ``nbytes`` per rank; return whether there was room for it."""

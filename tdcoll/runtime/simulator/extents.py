@@ -60,6 +60,9 @@ def joined(one: Origin, other: Origin) -> Origin:
     return other if one is None else MIXED
 
 
+_KEPT = 1024
+
+
 class _Storages:
     """Storages of ordinary tensors by address, for addresses that came without their tensor.
 
@@ -70,6 +73,7 @@ class _Storages:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, StorageWeakRef]] = {}  # begin -> end, and whether it lives
         self._begins: list[int] = []  # sorted
+        self._most = _KEPT  # entries before those of dead storages go
         self._lock = threading.RLock()  # threads of the host ask tensors for their addresses
 
     def remember(self, tensor: torch.Tensor) -> None:
@@ -86,6 +90,13 @@ class _Storages:
                     self._seen[begin] = begin + nbytes, StorageWeakRef(storage)
                     if known is None:
                         insort(self._begins, begin)
+                    if len(self._begins) > self._most:
+                        self._forget_the_dead()
+
+    def _forget_the_dead(self) -> None:
+        self._seen = {begin: entry for begin, entry in self._seen.items() if not entry[1].expired()}
+        self._begins = sorted(self._seen)
+        self._most = max(_KEPT, 2 * len(self._begins))
 
     def around(self, begin: int, end: int) -> tuple[int, int] | None:
         """The live storage that holds bytes ``[begin, end)``; or, if none does, one that holds the first of them."""

@@ -44,14 +44,14 @@ class _Exchange:
 class _Control:
     """One PE's control plane: exchanges through the scheduler, so that a missing rank is a deadlock."""
 
-    def __init__(self, world: World, pe: int) -> None:
-        self._world, self._pe = world, pe
+    def __init__(self, world: World, pe: int, name: str = "") -> None:
+        self._world, self._pe, self._name = world, pe, name
         self._count: dict[tuple[int, ...], int] = {}
 
     def all_gather(self, ranks: Sequence[int], tag: str, value: Any, timeout_s: float | None = None) -> list[Any]:
         world, group = self._world, tuple(ranks)
         number = self._count[group] = self._count.get(group, -1) + 1
-        key = ("control", group, number)
+        key = ("control", self._name, group, number)
         exchange = world._exchanges.setdefault(key, _Exchange())
         exchange.answers[self._pe] = encode(tag, value)
         world.scheduler.notify(key)
@@ -77,6 +77,10 @@ class _Control:
         if others:
             raise RankMismatchError(f"rank {self._pe} is in '{tag}', but {others} are elsewhere")
         return [answer for _, answer in answers]
+
+    def part(self, name: str) -> _Control:
+        """See :meth:`~tdcoll.runtime.control.ControlPlane.part`."""
+        return _Control(self._world, self._pe, f"{self._name}{name}/")
 
 
 class _View(MemoryView):

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of ``torch.distributed``: its tensors, and the copies that stand for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["Call", "check_pieces", "is_plain", "plain_memory", "write"]
+
+
+class Call:
+    """A call of ``torch.distributed``.
+
+    Attributes:
+        outs, inputs: one tensor for each part of the call; to the user each part is a call of its own.
+        op: tdcoll's name of the operation, or another name; None where nothing is reduced.
+        pieces: the list of an all-gather into a list, a tensor for each rank. Then there is one input, and no ``outs``.
+        device: of the tensors.
+    """
+
+    __slots__ = ("device", "inputs", "op", "outs", "pieces")
+
+    def __init__(
+        self,
+        outs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        op: str | None = None,
+        *,
+        pieces: Sequence[torch.Tensor] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self.outs, self.inputs, self.op, self.pieces = outs, inputs, op, pieces
+        self.device = device if device is not None else inputs[0].device if inputs else torch.device("cpu")
+
+    @property
+    def touched(self) -> list[torch.Tensor]:
+        """Return all tensors that the call reads or writes."""
+        return [*self.outs, *self.inputs, *self.pieces]
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """Return all tensors that the call writes."""
+        return [*self.outs, *self.pieces]
+
+    def copy_to(self, other: Call) -> None:
+        """Copy the results to another call, for which :func:`plain_memory` has made this one."""
+        for made, asked in zip(self.results, other.results, strict=True):
+            if made is not asked:
+                write(asked, made)
+
+
+def check_pieces(call: Call, world: int) -> None:
+    """Raise unless an all-gather into a list has a tensor for each rank."""
+    if len(call.pieces) != world:
+        raise ValueError(f"all_gather: the list must have {world} tensors, one per rank; got {len(call.pieces)}")
+
+
+def write(out: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` into ``out`` as a collective writes its result: autograd neither records nor counts it.
+
+    A kernel stores through addresses, which autograd does not see; gloo and NCCL do the same. A copy that stands for
+    such a store must not be seen either: it would give ``out`` a history, and be refused for a parameter.
+    """
+    with torch.inference_mode():  # in which a tensor that was made in that mode may be written to as well
+        out.data.copy_(values)
+
+
+def plain_memory(call: Call) -> Call:
+    """Return a call whose tensors are contiguous memory: the call itself, or one of copies, as far as they are needed.
+
+    What is no dense tensor is left as it is.
+    """
+    if all(map(is_plain, call.touched)):
+        return call
+    outs = [_plain(out, out is tensor) for out, tensor in zip(call.outs, call.inputs, strict=False)]
+    pieces = [_plain(piece, False) for piece in call.pieces]
+    inputs = (
+        outs
+        if call.outs is call.inputs or (call.outs and call.outs[0] is call.inputs[0])
+        else [_plain(tensor, True) for tensor in call.inputs]
+    )
+    return Call(outs, inputs, call.op, pieces=pieces, device=call.device)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values are contiguous memory. What is no dense tensor counts as such."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return True
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+@torch.no_grad()
+def _plain(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
+    """Return the tensor if it is contiguous memory, else such a one of its shape; with its values, if wanted."""
+    if is_plain(tensor):
+        return tensor
+    if filled:
+        return tensor.resolve_conj().resolve_neg().contiguous()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's internals that tdcoll depends on because no public interface does the same.
+
+Each is checked once, when this module is imported. If PyTorch has changed one of them, the function here that needs it
+warns at its first use, and :data:`_WITHOUT` says what happens instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.modules.module import register_module_module_registration_hook
+
+__all__ = ["batch_messages_of", "living_ddp", "name_groups_anew", "never_compiled", "tell_ddp_to_ignore", "watch_ddp"]
+
+_log = logging.getLogger("tdcoll")
+
+Code = TypeVar("Code", bound="type | Callable[..., Any]")
+
+DDP = nn.parallel.DistributedDataParallel
+
+
+# ---------------------------------------------------------------------- what there has to be
+
+
+def _batches() -> bool:
+    function: Any = inspect.unwrap(c10d.batch_isend_irecv)
+    code = function.__code__
+    return (
+        code.co_varnames[: code.co_argcount] == ("p2p_op_list",)
+        and not code.co_kwonlyargcount
+        and not code.co_freevars
+        and {"_check_p2p_op_list", "_coalescing_manager", "supports_coalescing"} <= set(code.co_names)
+        and {"group", "device", "async_ops"} <= set(inspect.signature(c10d._coalescing_manager).parameters)
+        and "group_peer" in inspect.signature(dist.P2POp).parameters
+    )
+
+
+def _group_names() -> bool:
+    count: Any = type(c10d._world).group_count
+    return count.fset is not None and isinstance(c10d._world.group_count, int)
+
+
+def _ddp_ignores() -> bool:
+    tell: Any = DDP._set_params_and_buffers_to_ignore_for_model
+    code: Any = DDP.__init__.__code__
+    told = {*code.co_names, *filter(lambda constant: isinstance(constant, str), code.co_consts)}
+    return len(inspect.signature(tell).parameters) == 2 and "parameters_to_ignore" in told
+
+
+def _skipping() -> bool:
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    return skip is not None and callable(frames.set_code_exec_strategy)
+
+
+_WITHOUT: dict[Callable[[], bool], str] = {
+    _batches: "batch_isend_irecv sends the messages of backend tdcoll one by one, so ranks that all send first may "
+    "wait for each other",
+    _group_names: "if init_process_group has failed on some ranks, tdcoll.initialize() may not find the others",
+    _ddp_ignores: "DistributedDataParallel does not leave the tables of SparseGradientReducer alone; do not use both",
+    _skipping: "torch.compiler.disable keeps torch.compile away from tdcoll's methods, which takes a second at import",
+}
+"""What happens without each of the internals."""
+
+
+def _there(probe: Callable[[], bool]) -> bool:
+    try:
+        return probe()
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+_CHANGED = {probe for probe in _WITHOUT if not _there(probe)}
+
+
+@functools.cache
+def _warn(probe: Callable[[], bool]) -> None:
+    _log.warning("PyTorch %s has changed (%s): %s", torch.__version__, probe.__name__, _WITHOUT[probe])
+
+
+def _missing(probe: Callable[[], bool]) -> bool:
+    """Return whether PyTorch has changed what ``probe`` looked at; warn of it the first time."""
+    if probe in _CHANGED:
+        _warn(probe)
+    return probe in _CHANGED
+
+
+# ---------------------------------------------------------------------- what uses them
+
+
+def never_compiled(code: Code) -> Code:
+    """Keep ``torch.compile`` away from a function, or from a class's methods, and from all they call. Return it.
+
+    C++ calls the backend's methods even while Dynamo is active, for example when DDP broadcasts buffers in a compiled
+    model. Dynamo would take each for a part of the model, and it refuses process groups. ``torch.compiler.disable``
+    does the same, but its import takes a second and each call half a microsecond.
+    """
+    methods = [(name, each) for name, each in vars(code).items() if isinstance(each, FunctionType)]
+    if _missing(_skipping):
+        if not isinstance(code, type):
+            disabled: Any = torch.compiler.disable(code)
+            return disabled
+        for name, each in methods:
+            setattr(code, name, torch.compiler.disable(each))
+        return code
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # itself, and what it calls
+    for function in [each for _, each in methods] if isinstance(code, type) else [code]:
+        if isinstance(function, FunctionType):
+            frames.set_code_exec_strategy(function.__code__, skip)
+    return code
+
+
+@functools.cache
+def batch_messages_of(kind: type) -> None:
+    """Have ``torch.distributed.batch_isend_irecv`` make a batch for groups of a class, where their backend can.
+
+    PyTorch makes one only if a group's type is ``ProcessGroup`` itself. Without it NCCL would have each message for
+    itself: two ranks that both send first, and ranks in a ring, would wait for each other for good.
+
+    Only its code is replaced: others have imported the function, and ``torch.compile`` knows it.
+    """
+    if _missing(_batches):
+        return
+    function: Any = inspect.unwrap(c10d.batch_isend_irecv)
+    code, names = function.__code__, function.__globals__
+    one_by_one: Any = names.setdefault("_tdcoll_one_by_one", FunctionType(code, names))
+
+    def batch(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+        c10d._check_p2p_op_list(p2p_op_list)
+        group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
+        if not isinstance(group, kind) or not group._get_backend(device).supports_coalescing:
+            return one_by_one(p2p_op_list)
+        with c10d._coalescing_manager(group, device, async_ops=True) as made:
+            for op in p2p_op_list:
+                peer = "group_dst" if op.op is dist.isend else "group_src"
+                op.op(op.tensor, group=group, tag=op.tag, **{peer: op.group_peer})
+        return made.works
+
+    def body(p2p_op_list):  # type: ignore[no-untyped-def]
+        return _tdcoll_batch(p2p_op_list)  # type: ignore[name-defined]  # noqa: F821
+
+    never_compiled(batch)
+    names["_tdcoll_batch"] = batch
+    function.__code__ = body.__code__.replace(
+        co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
+    )
+
+
+def name_groups_anew() -> None:
+    """Have PyTorch name the next process group as the first one of a process.
+
+    It names groups by a number that each process counts, and gloo's ranks meet under that name. A call of
+    ``init_process_group`` that fails, on some ranks perhaps, has counted.
+    """
+    if not _missing(_group_names):
+        c10d._world.group_count = 0
+
+
+def tell_ddp_to_ignore(module: nn.Module, names: list[str]) -> None:
+    """Tell DistributedDataParallel not to touch these parameters of ``module``, besides those it was told of before."""
+    if _missing(_ddp_ignores):
+        return
+    known = list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    DDP._set_params_and_buffers_to_ignore_for_model(module, [*known, *names])
+
+
+_ddp: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _see(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if isinstance(module, DDP):
+        _ddp.add(module)
+
+
+@functools.cache
+def watch_ddp() -> None:
+    """Remember the DistributedDataParallel wrappers that are made from now on, for :func:`living_ddp`."""
+    register_module_module_registration_hook(_see)
+
+
+def living_ddp(inside: nn.Module) -> list[Any]:
+    """Return the DistributedDataParallel wrappers that are in use: those in ``inside``, and all since
+    :func:`watch_ddp`."""
+    found = {*_ddp, *(module for module in inside.modules() if isinstance(module, DDP))}
+    return [module for module in found if hasattr(module, "reducer")]  # making the others has failed

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queues of asynchronous calls: orders, callbacks, threads that end, and forked children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tdcoll.distributed import work
+from tdcoll.distributed.work import Queue, Task, TaskWork
+from tdcoll.errors import TdcollError
+
+PLENTY_S = 20.0
+
+
+def telling(queue: Queue, told: list[Any], what: Any, until: threading.Event | None = None) -> TaskWork:
+    """A call that says so when it is made."""
+
+    def make() -> list[torch.Tensor]:
+        assert until is None or until.wait(PLENTY_S)
+        told.append(what)
+        return [torch.tensor(float(len(told)))]
+
+    return TaskWork(queue.submit(Task(make)), queue)
+
+
+def ended(future: Any) -> bool:
+    """Whether a C++ future is complete soon."""
+    deadline = time.monotonic() + PLENTY_S
+    while not future.done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return bool(future.done())
+
+
+def test_queues_do_not_wait_for_each_other() -> None:
+    one, other, go, told = Queue(), Queue(), threading.Event(), []
+    first = telling(one, told, "first", go)
+    telling(other, told, "other").wait()
+    assert not first.is_completed()
+    go.set()
+    one.drain()
+    assert told == ["other", "first"]
+
+
+def test_the_thread_ends_and_begins_again() -> None:
+    queue, told = Queue(), []
+    for turn in range(2):
+        telling(queue, told, turn)
+        thread = queue._thread
+        queue.close()
+        assert queue.join(time.monotonic() + PLENTY_S)
+        assert thread is not None
+        assert told[-1] == turn
+        thread.join(PLENTY_S)
+        assert not thread.is_alive()
+    assert told == [0, 1]
+
+
+def test_calls_of_callbacks_are_made_before_later_ones_and_may_be_waited_for() -> None:
+    queue, told, go = Queue(), [], threading.Event()
+
+    def call_back(done: Any, depth: int) -> None:
+        assert queue.calls_back
+        time.sleep(0.02)
+        inner = telling(queue, told, f"of a callback, {depth}")
+        if depth == 2:
+            inner.wait()
+        else:
+            inner.get_future().then(lambda done: call_back(done, depth + 1)).wait()
+        told.append(f"callback {depth} ends")
+
+    first = telling(queue, told, "first", go)
+    future = first.get_future().then(lambda done: call_back(done, 0))
+    telling(queue, told, "second")
+    go.set()
+    assert ended(future)
+    queue.drain()
+    calls, ends = [f"of a callback, {depth}" for depth in range(3)], [f"callback {depth} ends" for depth in (2, 1, 0)]
+    assert told == ["first", *calls, *ends, "second"]
+    assert not queue.calls_back
+
+
+@pytest.mark.parametrize("way", ["work", "future"])
+def test_a_callback_that_waits_for_a_later_call_holds_nothing_up(way: str, monkeypatch) -> None:
+    monkeypatch.setattr(work, "_CALLBACKS_S", PLENTY_S if way == "work" else 0.05)
+    queue, told, go, works = Queue(), [], threading.Event(), []
+    first = telling(queue, told, "first", go)
+    future = first.get_future().then(lambda done: works[0].wait() if way == "work" else works[0].get_future().wait())
+    works.append(telling(queue, told, "second"))
+    began = time.monotonic()
+    go.set()
+    assert ended(future)
+    assert time.monotonic() - began < PLENTY_S / 2
+    assert told == ["first", "second"]
+
+
+def test_callbacks_of_two_queues_that_wait_for_each_others_calls() -> None:
+    queues, told, go, futures = (Queue(), Queue()), [], threading.Event(), []
+    for queue, other in (queues, queues[::-1]):
+        first = telling(queue, told, "first", go)
+        futures.append(first.get_future().then(lambda done, other=other: telling(other, told, "second").wait()))
+    go.set()
+    assert all(ended(future) for future in futures)
+    assert sorted(told) == ["first", "first", "second", "second"]
+
+
+def test_a_future_that_is_asked_for_late() -> None:
+    queue, seen = Queue(), []
+    made = telling(queue, [], "only")
+    made.wait()
+    made.get_future().then(lambda done: seen.append((done.value()[0].item(), threading.current_thread()))).wait()
+    assert seen == [(1.0, threading.current_thread())]
+
+
+def test_a_forked_child_finds_outstanding_calls_failed() -> None:
+    queue, told, go = Queue(), [], threading.Event()
+    running, waiting = telling(queue, told, "running", go), telling(queue, told, "waiting")
+    while queue._current is None:
+        time.sleep(0.001)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)  # ends it if it hangs
+        failed = 0
+        try:
+            queue.drain()
+            for call in (running, waiting):
+                try:
+                    call.wait()
+                except TdcollError as error:
+                    failed += "parent process" in str(error)
+            again: list[str] = []
+            telling(queue, again, "the child's own").wait()
+            failed += again == ["the child's own"]
+        finally:
+            os._exit(failed)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 3
+    go.set()
+    queue.drain()
+    assert told == ["running", "waiting"]
+    assert waiting.wait()

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that autograd knows, and tensors with strides, on backend "tdcoll": as torch.distributed's users expect."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from backend_job import SINGLE_SCATTER, by_inner, data, same, served, single
+from harness import check, device, everyone, expect, expect_raises, rank, world
+from torch import nn
+
+import tdcoll
+from tdcoll.distributed import Options, explain
+
+
+def sums(count: int) -> torch.Tensor:
+    return sum(data(r, count) for r in everyone())
+
+
+@check
+def autograd_sees_no_collective() -> None:
+    """A result keeps its history and its version, contiguous or not; a parameter may be reduced in place."""
+    inner = dist.new_group(pg_options=Options(serves="none"))
+    warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
+    for group in (inner, dist.group.WORLD):
+        for asynchronous in (False, True):
+            for make in (lambda x: x.view(2, 3), lambda x: x.view(2, 3).t()):
+                leaf = torch.ones(6, device=device(), requires_grad=True)
+                x = make(leaf * 2)
+                before = x._version, x.grad_fn
+                work = dist.all_reduce(x, group=group, async_op=asynchronous)
+                if asynchronous:
+                    work.wait()
+                same(x.detach().contiguous(), torch.full_like(x, 2.0 * world()).contiguous(), "the sum")
+                expect((x._version, x.grad_fn) == before, f"version and history {x._version} {x.grad_fn}")
+                x.sum().backward()
+                expect(leaf.grad.tolist() == 6 * [2.0], f"{group}: {leaf.grad}")
+            last = torch.ones(2, 3, 2, 2, device=device()).to(memory_format=torch.channels_last)
+            parameter = nn.Parameter(last)
+            work = dist.all_reduce(parameter, group=group, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            expect(bool((parameter == world()).all()) and parameter.is_leaf, f"{parameter}")
+            with torch.inference_mode():
+                made = torch.ones(2, 3, device=device()).t()
+            work = dist.all_reduce(made, group=group, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            expect(bool((made == world()).all()), f"made in inference mode: {made}")
+    expect(served("all_reduce", inner) == 0, explain(inner))
+    dist.destroy_process_group(inner)
+
+
+@check
+def parameters_as_results() -> None:
+    """Every kind that copies its result: gathers and scatters with strides, lists, and several at once."""
+    n = world()
+    before = [served(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    gathered = nn.Parameter(torch.empty(3, 2 * n, device=device()).t())
+    single(gathered, data(rank(), 6).view(2, 3))
+    wanted = torch.cat([data(r, 6).view(2, 3) for r in everyone()])
+    same(gathered.detach().contiguous(), wanted, "gathered")
+    scattered = nn.Parameter(torch.empty(3, 2, device=device()).t())
+    SINGLE_SCATTER(scattered, data(rank(), 6 * n).view(2 * n, 3))
+    same(scattered.detach().contiguous(), sums(6 * n).view(n, 2, 3)[rank()], "scattered")
+    pieces = [nn.Parameter(torch.empty(3, 2, device=device()).t()) for _ in everyone()]
+    dist.all_gather(pieces, data(rank(), 6).view(2, 3))
+    same(torch.cat([piece.detach() for piece in pieces]), wanted, "into a list")
+    several = [nn.Parameter(data(rank(), count)) for count in (3, 5)]
+    with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
+        for parameter in several:
+            dist.all_reduce(parameter)
+    for parameter in several:
+        same(parameter.detach(), sums(parameter.numel()), "several")
+    now = [served(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    expect([b - a for a, b in zip(before, now, strict=True)] == [2, 1, 1], explain())
+
+
+STRIDED: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "columns": lambda rows, columns: torch.zeros(rows, 2 * columns, device=device())[:, ::2],
+    "transposed": lambda rows, columns: torch.zeros(columns, rows, device=device()).t(),
+    "negative": lambda rows, columns: torch._neg_view(torch.zeros(rows, columns, device=device())),
+}
+"""Tensors ``[rows, columns]``, none of which is contiguous memory that holds its values."""
+
+
+@check
+def strided_tensors_of_any_size() -> None:
+    """Above and below what tdcoll serves: the elements are reduced that the tensor has, and no others."""
+    group, n = dist.new_group(pg_options=Options(max_bytes_per_rank=256)), world()
+    for rows, side in ((4, "tdcoll"), (40, "inner")):  # times 3 columns of 4 bytes
+        for name, make in STRIDED.items():
+            for asynchronous in (False, True, False):
+
+                def finish(work: object, futures: bool, asynchronous: bool = asynchronous) -> None:
+                    if asynchronous and futures:
+                        work.get_future().wait()
+                    elif asynchronous:
+                        work.wait()
+
+                what = f"{name}, {rows} rows, {side}, {asynchronous}"
+                for futures in (False, True):
+                    x = make(rows, 3)
+                    x.copy_(data(rank(), 3 * rows).view(rows, 3))
+                    finish(dist.all_reduce(x, group=group, async_op=asynchronous), futures)
+                    same(x.clone().resolve_neg().contiguous(), sums(3 * rows).view(rows, 3), f"all_reduce {what}")
+                    if name == "columns":
+                        expect(not x._base.view(rows, 6)[:, 1::2].any(), f"what lies between is not touched: {what}")
+                    parameter = nn.Parameter(make(rows, 3).copy_(data(rank(), 3 * rows).view(rows, 3)))
+                    finish(dist.all_reduce(parameter, group=group, async_op=asynchronous), futures)
+                    expect(parameter.is_leaf and parameter._version <= 1, what)
+                    x, out = make(rows, 3), make(n * rows, 3)
+                    x.copy_(data(rank(), 3 * rows).view(rows, 3))
+                    finish(single(out, x, group=group, async_op=asynchronous), futures)
+                    wanted = torch.cat([data(r, 3 * rows).view(rows, 3) for r in everyone()])
+                    same(out.clone().resolve_neg().contiguous(), wanted, f"all_gather {what}")
+                    x, out = make(n * rows, 3), make(rows, 3)
+                    x.copy_(data(rank(), 3 * n * rows).view(n * rows, 3))
+                    none = side == "inner" and device().type == "cpu"  # gloo has no futures of reduce-scatters
+                    finish(SINGLE_SCATTER(out, x, group=group, async_op=asynchronous), futures and not none)
+                    wanted = sums(3 * n * rows).view(n, rows, 3)[rank()]
+                    same(out.clone().resolve_neg().contiguous(), wanted, f"reduce_scatter {what}")
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        expect(served(kind, group) > 0, explain(group))
+        expect(any("more than 256 bytes" in why for why in by_inner(kind, group)), explain(group))
+    dist.destroy_process_group(group)
+
+
+@check
+def debug_mode_compares_before_it_decides() -> None:
+    """What is wrong on one rank is an error on all of them, before a context is made or another backend is asked."""
+    os.environ["TDCOLL_DEBUG"] = "1"
+    try:
+        group = dist.new_group(pg_options=Options(max_bytes_per_rank=400))
+        n, last = world(), rank() == world() - 1
+
+        def wrong(make: Callable[[bool], object], mine: str, theirs: str) -> None:
+            """A call that is wrong on the last rank, in both ways, and then a right one."""
+            for asynchronous in (False, True):
+
+                def call(asynchronous: bool = asynchronous) -> None:
+                    work = make(last, group=group, async_op=asynchronous)
+                    if asynchronous:
+                        work.wait()
+
+                kind = ValueError if last and mine != theirs else tdcoll.RankMismatchError
+                expect_raises(kind, call, mine if last else theirs)
+            right = torch.ones(3, device=device())
+            dist.all_reduce(right, group=group)
+            expect(right.tolist() == 3 * [float(n)], f"{right}")
+
+        def gather(odd: bool, **more: object) -> object:
+            return single(torch.empty(4 * n + odd, device=device()), data(rank(), 4), **more)
+
+        def scatter(odd: bool, **more: object) -> object:
+            return SINGLE_SCATTER(torch.empty(4, device=device()), data(rank(), 4 * n + odd), **more)
+
+        def into_a_list(odd: bool, **more: object) -> object:
+            return dist.all_gather([torch.empty(4, device=device()) for _ in everyone()], data(rank(), 4 + odd), **more)
+
+        def into_a_short_list(odd: bool, **more: object) -> object:
+            pieces = [torch.empty(4, device=device()) for _ in range(n - odd)]
+            return dist.all_gather(pieces, data(rank(), 4), **more)
+
+        def reduce_more(odd: bool, **more: object) -> object:  # than tdcoll serves
+            return dist.all_reduce(data(rank(), 200 if odd else 50), **more)
+
+        def reduce_other(odd: bool, **more: object) -> object:
+            return dist.all_reduce(data(rank(), 5), dist.ReduceOp.BOR if odd else dist.ReduceOp.SUM, **more)
+
+        def another_kind(odd: bool, **more: object) -> object:
+            return gather(False, **more) if odd else dist.all_reduce(data(rank(), 4), **more)
+
+        wrong(gather, "elements", f"rank {n - 1} cannot make this call: all_gather: output must be")
+        wrong(scatter, "elements", f"rank {n - 1} cannot make this call: reduce_scatter: input must be")
+        wrong(into_a_list, "as large as", f"rank {n - 1} cannot make this call: all_gather: all tensors")
+        wrong(into_a_short_list, "one per rank", f"rank {n - 1} cannot make this call: all_gather: the list must")
+        for call, words in ((reduce_more, "bytes"), (reduce_other, "op"), (another_kind, "elsewhere")):
+            wrong(call, words, words)
+        dist.destroy_process_group(group)
+    finally:
+        del os.environ["TDCOLL_DEBUG"]
