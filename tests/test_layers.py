@@ -15,7 +15,7 @@ COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce", "index_match"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "limits"),
-    ("arguments", "capture"),
+    ("arguments", "capture", "output"),
     ("work",),
     ("environment",),
     ("spec",),
