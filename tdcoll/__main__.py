@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from tdcoll import __version__
+from tdcoll.output import unless_the_reader_goes
 
 _COMMANDS = {
     "doctor": ("tdcoll.doctor.command", "what a job needs, and whether it is here: for when one does not start"),
@@ -44,7 +45,11 @@ Each command has a --help of its own.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. None: the arguments of this process."""
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ("",)
+    return unless_the_reader_goes(lambda: _run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    name, *rest = arguments or ("",)
     if name in _COMMANDS:
         try:
             return int(importlib.import_module(_COMMANDS[name][0]).main(rest))

@@ -15,7 +15,11 @@ COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce", "index_match"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "limits"),
+<<<<<<< HEAD
     ("arguments", "capture", "torch_internals"),
+=======
+    ("arguments", "capture", "output"),
+>>>>>>> launch29
     ("work",),
     ("environment",),
     ("spec",),

@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from tdcoll.output import unless_the_reader_goes
+
 BENCHMARKS = {
     "all_gather": "the all-gather against its peers",
     "all_reduce": "the all-reduce, likewise",
@@ -45,4 +47,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(unless_the_reader_goes(lambda: main(sys.argv[1:])))

@@ -260,12 +260,23 @@ def typed_fields(kind: type) -> dict[str, tl.dtype]:
     return {name: of for name, of in getattr(kind, "__annotations__", {}).items() if isinstance(of, tl.dtype)}
 
 
-def _with_plain_fields(bind: Callable[..., Any]) -> Callable[..., Any]:
+def _with_plain_fields(bind: Callable[..., Any], function: JITFunction) -> Callable[..., Any]:
     """Triton's binder of arguments, which here leaves integer fields of tuples as they are annotated. By itself it
-    makes a constant of a 1 and notes what 16 divides, so that each rank would compile a kernel of its own."""
+    makes a constant of a 1 and notes what 16 divides, so that each rank would compile a kernel of its own.
+
+    It is a function that Triton generates, whose name it would report if an argument is missing, and not the kernel's.
+    """
 
     def bound(*args: Any, **kwargs: Any) -> Any:
-        parameters, specialization, options = bind(*args, **kwargs)
+        try:
+            parameters, specialization, options = bind(*args, **kwargs)
+        except TypeError as error:
+            generated, said = f"{bind.__name__}()", str(error)
+            if not said.startswith(generated):
+                raise
+            code = function.fn.__code__
+            where = f"it is defined in {code.co_filename}, line {code.co_firstlineno}"
+            raise TypeError(f"{function.__name__}(){said.removeprefix(generated)}; {where}") from None
         for place, value in enumerate(parameters.values()):
             if fields := typed_fields(type(value)) if isinstance(value, tuple) else None:
                 types, notes = specialization[place]
@@ -354,7 +365,7 @@ class TdcollJITFunction(JITFunction):
         *made, bind = super().create_binder()  # once per device; sets `compile`
         if not _LEFT_TO_TRITON_DISTRIBUTED:
             self.compile = _retyped(self.compile)  # type: ignore[has-type]
-        return (*made, _with_plain_fields(bind))
+        return (*made, _with_plain_fields(bind, self))
 
 
 def _checked_interpreted(function: Any) -> Any:

@@ -206,7 +206,7 @@ class FailedWork:
 )
 def test_a_callers_own_patience_accuses_nobody(timeout: int | None, message: str, said: str) -> None:
     roll_call = RollCall(dist.HashStore(), 0, 2, timedelta(seconds=0.01))
-    work = NamedWork(FailedWork(message), "all_reduce", roll_call.next_call(), roll_call)
+    work = NamedWork(FailedWork(message), "all_reduce", roll_call.next_call("all_reduce"), roll_call)
     with pytest.raises(dist.DistBackendError, match=f"^rank 0: all_reduce {said}") as raised:
         work.wait(None if timeout is None else timedelta(milliseconds=timeout))
     assert ("peer(s) 1 did not answer" in str(raised.value)) == ("failed" in said)
@@ -219,7 +219,7 @@ def roll_calls(seconds: float, ranks: int = 3) -> list[RollCall]:
 
 def fail(roll_call: RollCall, message: str) -> str:
     """Have a call fail; return what is raised."""
-    work = NamedWork(FailedWork(message), "all_reduce", roll_call.next_call(), roll_call)
+    work = NamedWork(FailedWork(message), "all_reduce", roll_call.next_call("all_reduce"), roll_call)
     with pytest.raises(RuntimeError) as raised:
         work.wait()
     return str(raised.value)
@@ -231,7 +231,8 @@ def test_a_death_after_an_error_that_was_caught() -> None:
     with ThreadPoolExecutor(3) as pool:
         for said in pool.map(lambda each: fail(each, "Connection closed by peer"), roll):
             assert "all ranks are still there and have had an error too" in said
-    roll[2].next_call()  # and complete there
+    roll[2].next_call("all_reduce")  # and complete there
+    roll[0].next_call("barrier")  # calls of another operation, which ranks may order otherwise
     for dead, patience in ((2, "Timed out"), (2, "Application timeout caused pair closure")):
         with ThreadPoolExecutor(2) as pool:
             for said in pool.map(lambda each, text=patience: fail(each, text), roll[:dead]):

@@ -7,10 +7,10 @@
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
 all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once served and
 once handed over. Each of tdcoll's own has its own context. Device times are of a graph of ten synchronous calls, by
-the number of programs: they say up to which sizes tdcoll should serve (`SERVED_BYTES` in
-tdcoll/distributed/options.py). Bytes are what each rank brings to an all-gather and an all-reduce, and what it gets
-from a reduce-scatter. What is compared takes turns, five rounds; the table has the median round of the slowest rank,
-and in brackets the fastest and the slowest round.
+the number of programs that the context got, of those requested (`tdcoll 20 (of 64)`): they say up to which sizes
+tdcoll should serve (`SERVED_BYTES` in tdcoll/distributed/options.py). Bytes are what each rank brings to an all-gather
+and an all-reduce, and what it gets from a reduce-scatter. What is compared takes turns, five rounds; the table has the
+median round of the slowest rank, and in brackets the fastest and the slowest round.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -182,23 +183,35 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def column(requested: int, explained: str) -> str:
+    """Name a column after the programs that the context of a group got, of those that its options request.
+
+    All groups are measured in turns, so all of them hold programs at once, and later ones get fewer.
+    """
+    granted = re.search(r"launches of at most (\d+) programs", explained)
+    return f"tdcoll {granted[1] if granted else 'none'} (of {requested})"
+
+
 def device_rows(kinds: list[str], sizes: list[int], programs: list[int]) -> list[dict[str, Any]]:
     rows = []
     for kind in kinds:
         for nbytes in sizes:
-            groups = {"nccl": PLAIN}
+            graphs = {"nccl": captured(call_of(kind, nbytes, PLAIN))}
+            groups = {}
             for number in programs:
                 options = Options(max_bytes_per_rank=max(sizes), programs=number)
-                groups[f"tdcoll {number}"] = dist.new_group(backend="tdcoll", pg_options=options)
-            graphs = {name: captured(call_of(kind, nbytes, group)) for name, group in groups.items()}
+                group = dist.new_group(backend="tdcoll", pg_options=options)
+                call = call_of(kind, nbytes, group)
+                call()  # makes the context
+                name = column(number, explain(group))
+                groups[name], graphs[name] = group, captured(call)
             ways = {name: (lambda graph=graph: device_us(graph)) for name, graph in graphs.items()}
             row = {"kind": kind, "nbytes": nbytes, "us": rounds(ways), "explain": {}}
             ways.clear()
             graphs.clear()  # NCCL's group cannot be destroyed while one lives
             for name, group in groups.items():
-                if name != "nccl":
-                    row["explain"][name] = explain(group)
-                    dist.destroy_process_group(group)
+                row["explain"][name] = explain(group)
+                dist.destroy_process_group(group)
             rows.append(row)
             show(rows[-1:], "device")
     return rows

@@ -204,3 +204,18 @@ def flagged_but_every_third(words, flag, monitor, out):
 @jit
 def call_two(pointer, other):
     CALL(pointer, other)
+
+
+@jit
+def _of_two(first, second):
+    return first + second
+
+
+@jit
+def caller(out):
+    tl.store(out, _of_two(1))
+
+
+@jit
+def calls_a_caller(out):
+    caller(out)

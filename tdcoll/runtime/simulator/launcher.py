@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,28 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
+def _unwrapped(error: BaseException) -> BaseException:
+    """The :func:`root_cause` of an error that a kernel raised, with the frames of all functions that led to it.
+
+    Each wrapper has the frames of one Triton function, and the cause only those of the innermost; none at all if a call
+    of that function does not fit its parameters.
+    """
+    cause, traces = root_cause(error), []
+    while error is not cause:
+        traces.append(error.__traceback__)
+        error = error.__cause__  # type: ignore[assignment]
+    traces[0] = traces[0] and traces[0].tb_next  # the frame that raises the cause again is added once more
+    whole = cause.__traceback__
+    for trace in reversed(traces):
+        entries = []
+        while trace is not None:
+            entries.append(trace)
+            trace = trace.tb_next
+        for entry in reversed(entries):
+            whole = TracebackType(whole, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return cause.with_traceback(whole)
+
+
 _INTEGERS = {"i32": tl.int32, "i64": tl.int64}
 
 
@@ -41,6 +64,7 @@ class _Signature:
 
         specification = inspect.getfullargspec(fn)
         self.name = fn.__name__
+        self.place = f"it is defined in {fn.__code__.co_filename}, line {fn.__code__.co_firstlineno}"
         self.parameters = (*specification.args, *specification.kwonlyargs)
         self.defaults = {
             **dict(zip(reversed(specification.args), reversed(specification.defaults or ()), strict=False)),
@@ -65,7 +89,7 @@ class _Signature:
         bound = {**self.defaults, **given}
         missing = [name for name in self.parameters if name not in bound]
         if missing:
-            raise TypeError(f"{self.name}() misses argument(s) {', '.join(missing)}")
+            raise TypeError(f"{self.name}() misses argument(s) {', '.join(missing)}; {self.place}")
         return {
             name: value if name in self.constexprs else _to_device(name, value, self.types.get(name))
             for name, value in bound.items()
@@ -136,10 +160,8 @@ class MachineLauncher(triton_interpreter.GridExecutor):
             machine().program.linked = linked
             try:
                 fn(**bound)
-            except Exception as error:
-                cause = root_cause(error)
-                if cause is error:
-                    raise
+            except InterpreterError as error:
+                cause = _unwrapped(error)
                 raise cause from cause.__cause__
 
         threads = _THREADS_PER_WARP * int(kwargs.get("num_warps") or 4)
