@@ -15,11 +15,7 @@ COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce", "index_match"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "limits"),
-<<<<<<< HEAD
-    ("arguments", "capture", "torch_internals"),
-=======
-    ("arguments", "capture", "output"),
->>>>>>> launch29
+    ("arguments", "capture", "output", "torch_internals"),
     ("work",),
     ("environment",),
     ("spec",),
