@@ -84,7 +84,11 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks
 
 
 def beside(kind: str, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int]) -> Any:
-    """Make another inner group, of gloo alone, for the calls of one kind. Collective."""
+    """Make another inner group, of gloo alone, for the calls of one kind. Collective.
+
+    The store is reached by another connection, since a wait on one keeps other threads from using it.
+    """
+    store = store.clone() if hasattr(store, "clone") else store
     group: Any = ProcessGroup(store, rank, size)
     gloo = _gloo(dist.PrefixStore(f"gloo for {kind}/", store), rank, size, timeout, name, ranks)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
