@@ -126,7 +126,7 @@ class CollectiveContext(Gate):
 
     Raises:
         TypeError, ValueError: an argument is not as described, this process is not in the group, or the file of the
-            tuning table is not one.
+            tuning table is not one, here or on another rank.
         HeapExhaustedError: the symmetric heap is too small.
         RankMismatchError: ranks pass different arguments. (Deadlines and streams may differ.)
     """

@@ -123,8 +123,8 @@ def test_ranks_that_disagree_on_a_context_take_nothing(name: str, values: tuple[
 
 def test_a_tuning_table_that_one_rank_cannot_read_leaves_nothing(tmp_path: Path) -> None:
     def host(pe: int) -> None:
-        kind, tuning = (ValueError, tmp_path / "none.json") if pe else (tdcoll.RankMismatchError, None)
-        with pytest.raises(kind, match=r"none\.json: expected the file of a tuning table"):
+        tuning = tmp_path / "none.json" if pe else None
+        with pytest.raises(ValueError, match=r"none\.json: expected the file of a tuning table"):
             tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=tuning)
         _nothing_is_taken()
 
