@@ -26,7 +26,7 @@ GPUS = torch.cuda.device_count()
 TIMEOUT_S = 280.0
 SHARED_TIMEOUT_S = 580.0
 SPARSE = "sparse", "sparse_contexts"
-DISTRIBUTED = "distributed_checks.py", "distributed_groups_checks.py", "distributed_training_checks.py"
+DISTRIBUTED = [f"distributed_{part}checks.py" for part in ("order_", "", "tensors_", "groups_", "training_")]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a GPU"),
