@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from backend_job import by_inner, data, same, served, single, sparse
-from harness import check, device, everyone, expect, rank, world
+from harness import check, device, everyone, expect, rank, simulated, world
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -25,11 +25,14 @@ def sums(count: int, times: int = 1) -> torch.Tensor:
 
 
 def ended(*futures: object, within_s: float = 20.0) -> None:
-    """Fail unless these C++ futures are complete soon: their own wait has no limit."""
+    """Fail unless these C++ futures are complete soon, since their own wait has no limit. What callbacks have queued on
+    streams of a GPU, which are not the current one, is then done as well."""
     deadline = time.monotonic() + within_s
     while not all(future.done() for future in futures):
         expect(time.monotonic() < deadline, f"a callback has not ended in {within_s:g} s")
         time.sleep(0.002)
+    if not simulated():
+        torch.cuda.synchronize()
 
 
 # ---------------------------------------------------------------------- callbacks
