@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -306,7 +307,8 @@ class Tune(case.Benchmark):
         if owner.rank == 0 and options.output is not None:
             progress = _Progress(self, operations, head, {**facts, **settings, **more})
             progress.begin()
-        rows: list[Any] = self.gather("tune: what is measured already", progress.resume() if progress else [])[0]
+        measured = [asdict(row) for row in progress.resume()] if progress else []
+        rows: list[Any] = [Row(**fields) for fields in self.gather("tune: what is measured already", measured)[0]]
         for row in rows:
             show(row)
         with LineUp() as line_up:

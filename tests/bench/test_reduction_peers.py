@@ -26,8 +26,8 @@ QUICK = "--iterations 4 --warmup 1 --dtype bfloat16 --algorithms="
 def summed(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over the ranks of a World."""
     owner = runtime.current()
-    found = owner.control.all_gather(range(owner.world_size), "sum", tensor.double())
-    return torch.stack(found).sum(0).to(tensor.dtype)
+    found = owner.control.all_gather(range(owner.world_size), "sum", tensor.double().tolist())
+    return torch.tensor(found, dtype=torch.float64).sum(0).to(tensor.dtype)
 
 
 @pytest.fixture

@@ -139,8 +139,8 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert output.dtype == input.dtype == torch.uint8
         calls.append(input.nbytes)
         owner = runtime.current()
-        parts = owner.control.all_gather(range(owner.world_size), "fake", input.clone())
-        output.copy_(torch.cat(parts))
+        parts = owner.control.all_gather(range(owner.world_size), "fake", input.tolist())
+        output.copy_(torch.tensor(parts, dtype=torch.uint8).flatten())
 
     monkeypatch.setattr(agreement, "_process_group", lambda group_, everybody, device: group)
     monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", all_gather_into_tensor)
