@@ -300,8 +300,8 @@ def test_launches_after_an_expired_wait_must_do_nothing(kernel: Kernel, tmp_path
 
 
 class Deserted:
-    """Rank ``late`` begins its second call when rank ``gives_up`` has given up on it. Each other rank gives up as well, or
-    has the right results."""
+    """Rank ``late`` begins its second call when rank ``gives_up`` has given up on it. Each of the others gives up as well,
+    or has the right results."""
 
     def __init__(self, kernel: Kernel, late: int, gives_up: int) -> None:
         self.kernel, self.late, self.gives_up = kernel, late, gives_up
