@@ -300,8 +300,10 @@ def test_launches_after_an_expired_wait_must_do_nothing(kernel: Kernel, tmp_path
 
 
 class Deserted:
-    """Rank ``late`` begins its second call when rank ``gives_up`` has given up on it. Each of the others gives up as well,
-    or has the right results."""
+    """Rank ``late`` begins its second call when rank ``gives_up`` has given up on it.
+
+    Each of the others gives up, too, or has the right results.
+    """
 
     def __init__(self, kernel: Kernel, late: int, gives_up: int) -> None:
         self.kernel, self.late, self.gives_up = kernel, late, gives_up
@@ -340,7 +342,10 @@ def pairs(kernel: Kernel) -> list[tuple[int, int]]:
 PATIENT: dict[str, Any] = {"on_timeout": "expire", "weak": False, "stragglers": False}
 
 
-@pytest.mark.parametrize("kernel", CALLS.values(), ids=str)
+NODES_OF_THREE = Kernel("all_reduce.kernels_nodes.all_reduce_nodes", REDUCE, "2d", (3, 3))
+
+
+@pytest.mark.parametrize("kernel", [*CALLS.values(), NODES_OF_THREE], ids=str)
 def test_a_rank_that_comes_when_another_has_given_up(kernel: Kernel) -> None:
     for late, gives_up in pairs(kernel):
         explore(Deserted(kernel, late, gives_up), seeds=2, **kernel.job, **PATIENT)
@@ -378,7 +383,7 @@ HEEDLESS: dict[str, tuple[Any, str, str, str | None]] = {
         "norm_rows_two_stage on 2", "", ROWS_ON.format("mask"), ROWS_ON.format("there"),
     ),
     "2d sums when the last rank has come": (
-        Kernel("all_reduce.kernels_nodes.all_reduce_nodes", REDUCE, "2d", (3, 3)), "all_reduce.kernels_nodes._wait_for",
+        NODES_OF_THREE, "all_reduce.kernels_nodes._wait_for",
         f"came & {ONE_SIGNAL}", ONE_SIGNAL,
     ),
 }  # fmt: skip
