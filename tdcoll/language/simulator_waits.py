@@ -122,7 +122,7 @@ def grid_barrier(running, counter, monitor):
     x, y, z = running.program.grid_dim
     share = (1 << 32) - (x * y * z - 1) if running.program.grid_idx == (0, 0, 0) else 1
     running.release(system=False)
-    before = running.pointers.change_word(counter, np.dtype(np.int64), lambda old: old + share)
+    before = running.pointers.change_word(running.program.pe, counter, np.dtype(np.int64), lambda old: old + share)
     thread = read_word(monitor + 8 * c.MONITOR_RANK.value), 0
     wanted = ((int(before) >> 32) + 1) << 32
     return int32(running.waits.word(counter, np.dtype(np.int64), c.CMP_GE.value, wanted, thread, held))

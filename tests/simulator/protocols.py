@@ -328,6 +328,46 @@ def count_up_and_watch(word, out):
 
 
 @jit
+def clear_and_tell(box, told, answered, monitor, HOW: tl.constexpr, REPLY: tl.constexpr):
+    """PE 0 clears two words of its own and tells PE 1, which fills them by REPLY, and answers."""
+    index = tl.arange(0, 2)
+    seven = tl.full([2], 7, tl.int64)
+    if tdl.my_pe() == 0:
+        tl.store(box + index, tl.zeros([2], tl.int64))
+        if HOW == "fence":
+            tdl.fence()
+        elif HOW == "quiet":
+            tdl.quiet()
+        if HOW == "release":
+            tdl.st_release(tdl.remote_ptr(told, 1), 1, "sys")
+        elif HOW == "release on this GPU":
+            tdl.st_release(tdl.remote_ptr(told, 1), 1, "gpu")
+        elif HOW == "signal by the block":
+            tdl.signal_block(told, 1, tdl.SIGNAL_SET, 1)
+        elif HOW == "put with a signal":
+            tdl.putmem_signal_block(box + 2, box + 2, 8, told, 1, tdl.SIGNAL_SET, 1)
+        elif HOW == "signal by a thread":
+            tdl.signal_op(told, 1, tdl.SIGNAL_SET, 1)
+        else:
+            tdl.st(tdl.remote_ptr(told, 1), 1, "sys")
+        tdl.wait_signal(answered, tdl.CMP_EQ, 1, monitor, 1, 1)
+    else:
+        tdl.wait_signal(told, tdl.CMP_EQ, 1, monitor, 0, 0)
+        theirs = tdl.remote_ptr(box, 0)
+        if REPLY == "store":
+            tl.store(theirs + index, seven)
+        elif REPLY == "atomic":
+            tl.atomic_add(theirs + index, seven, sem="relaxed", scope="sys")
+        elif REPLY == "put":
+            tl.store(box + index, seven)
+            tdl.putmem_block(box, box, 16, 0)
+        elif tdl.tid(0) == 0:
+            tdl.signal_op(box, 7, tdl.SIGNAL_ADD, 0)
+            tdl.signal_op(box + 1, 7, tdl.SIGNAL_SET, 0)
+        tdl.signal_block(answered, 1, tdl.SIGNAL_SET, 0)
+
+
+@jit
 def last_one_tells(mine, counter, signal, out, monitor, PUSH: tl.constexpr, COUNT: tl.constexpr, HOW: tl.constexpr):
     """Each of PE 0's programs stores a word, in its own memory or to PE 1, and counts; the last signals to PE 1, which
     reads the words into ``out`` and answers; until then the launch goes on."""

@@ -235,6 +235,38 @@ def test_own_stores_that_nothing_orders_are_caught(how, get):
     assert "should be" in failure.report
 
 
+def _cleared(how, reply):
+    def case(world):
+        def host(pe):
+            box, told, answered = (tdcoll.zeros(4, torch.int64, name=name) for name in ("box", "told", "answered"))
+            monitor = tdcoll.WaitMonitor()
+            box[:2] = 3
+            tdcoll.barrier()
+            protocols.clear_and_tell[(1,)](box, told, answered, monitor.words, how, reply)
+            monitor.check()
+            tdcoll.barrier()
+            assert pe or box[:2].tolist() == [7, 7], f"{box[:2].tolist()} should be 7, 7"
+
+        world.run(host)
+
+    return case
+
+
+@pytest.mark.parametrize("reply", ["store", "put", "atomic", "signal"])
+@pytest.mark.parametrize("how", ["release", "fence", "quiet", "signal by the block"])
+def test_own_stores_that_land_before_a_peer_is_told(how, reply):
+    explore(_cleared(how, reply), n_pes=2, seeds=15)
+
+
+@pytest.mark.parametrize("reply", ["store", "put", "atomic", "signal"])
+@pytest.mark.parametrize("how", ["relaxed", "release on this GPU", "signal by a thread", "put with a signal"])
+def test_own_stores_that_land_after_what_they_caused_are_caught(how, reply):
+    """Nothing orders a store to the own memory before a later message to a peer, nor before what the peer writes."""
+    failure = first_failure(_cleared(how, reply), n_pes=2, seeds=15)
+    assert failure is not None
+    assert "should be 7, 7" in failure.report
+
+
 def _told_by_the_last(push, count, how):
     def case(world):
         def host(pe):

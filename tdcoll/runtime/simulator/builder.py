@@ -10,6 +10,7 @@ Triton's interpreter gets wrong, are done here (:mod:`.floats`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -84,20 +85,20 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
         shape = ptr.data.shape
         addresses, mask = _flat(ptr), np.ones(ptr.data.size, dtype=bool)
-        self._before_atomic(ptr, addresses, mask, sem, scope)
-        old = super().create_atomic_cas(ptr, cmp, val, sem, scope)
+        with self._atomic(ptr, addresses, mask, sem, scope):
+            old = super().create_atomic_cas(ptr, cmp, val, sem, scope)
         swapped = np.broadcast_to(old.data == cmp.data, shape) & np.broadcast_to(cmp.data != val.data, shape)
         machine().pointers.after_atomic(addresses, mask, changed=bool(swapped.any()))
         return old
 
     def create_atomic_rmw(self, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         addresses, wanted = _flat(ptr), _flat_mask(mask, ptr.data.shape)
-        self._before_atomic(ptr, addresses, wanted, sem, scope)
-        if is_narrow_handle(val):
-            old = _add_narrow(ptr, val, wanted)
-        else:
-            old = super().create_atomic_rmw(rmw, ptr, val, mask, sem, scope)
-        new = triton_interpreter._interpreter.load(ptr.data, mask.data, np.zeros_like(old.data), old.data.dtype)
+        with self._atomic(ptr, addresses, wanted, sem, scope):
+            if is_narrow_handle(val):
+                old = _add_narrow(ptr, val, wanted)
+            else:
+                old = super().create_atomic_rmw(rmw, ptr, val, mask, sem, scope)
+            new = triton_interpreter._interpreter.load(ptr.data, mask.data, np.zeros_like(old.data), old.data.dtype)
         machine().pointers.after_atomic(addresses, wanted, changed=not np.array_equal(new, old.data))
         return old
 
@@ -106,12 +107,12 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
             machine().release(system=scope == _SYSTEM)
         super().create_atomic_store(ptr, val, mask, sem, scope)
 
-    def _before_atomic(self, ptr: Any, addresses: Any, wanted: Any, sem: Any, scope: Any) -> None:
+    def _atomic(self, ptr: Any, addresses: Any, wanted: Any, sem: Any, scope: Any) -> AbstractContextManager[None]:
         pointers = machine().pointers
         symmetric = pointers.check(addresses, wanted, _itemsize(ptr), ptr.origin, "store to")
         if sem in _RELEASES:
             machine().release(system=scope == _SYSTEM)
-        pointers.before_atomic(addresses, wanted, symmetric=symmetric)
+        return pointers.atomic(addresses, wanted, symmetric=symmetric)
 
     # ------------------------------------------------------------------ arithmetic, of narrow types and of addresses
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from tdcoll.errors import TdcollError
@@ -230,7 +231,8 @@ class Machine:
         if network is not None:
             payload: int | bytes = source if nbi else ctypes.string_at(source, nbytes)
             pieces = network.cut(remote, payload, nbytes)
-            network.issue(program, pe, "put", pieces, source_pe=program.pe, signal=update, done=done)
+            move = partial(self.pointers.unseen.write_from, program.pe)
+            network.issue(program, pe, "put", pieces, source_pe=program.pe, signal=update, done=done, move=move)
         else:
             if nbytes:
                 ctypes.memmove(remote, source, nbytes)
@@ -247,7 +249,9 @@ class Machine:
         program, remote = self.program, self.on(pe, dest)
         self._count_put(program.pe, pe, len(data))
         if self.network is not None:
-            self.network.issue(program, pe, "put", [(remote, data, len(data))], source_pe=program.pe, is_flag=True)
+            move = partial(self.pointers.unseen.write_from, program.pe)
+            pieces = [(remote, data, len(data))]
+            self.network.issue(program, pe, "put", pieces, source_pe=program.pe, is_flag=True, move=move)
         else:
             ctypes.memmove(remote, data, len(data))
             self.scheduler.notify_words(remote, len(data))
@@ -268,7 +272,7 @@ class Machine:
 
         def update() -> None:
             nonlocal before
-            before = self.pointers.change_word(remote, kind, change)
+            before = self.pointers.change_word(program.pe, remote, kind, change)
 
         if fetches:
             if network is not None:
@@ -335,10 +339,11 @@ class Machine:
         self.counts[program.pe].signals += 1
 
         def update() -> None:
-            if operation == _SIGNAL_ADD:
-                self._atomic_add(remote, value)
-            else:
-                memory.set_word(remote, value)
+            with self.pointers.unseen.as_seen_by(program.pe, remote, remote + 8):
+                if operation == _SIGNAL_ADD:
+                    self._atomic_add(remote, value)
+                else:
+                    memory.set_word(remote, value)
             scheduler.notify(remote)
             if self.trace is not None:
                 sign = "+=" if operation == _SIGNAL_ADD else "="

@@ -3,15 +3,17 @@
 
 Stores through a peer pointer travel through the network as puts do, element by element at the finest; a
 release at system scope makes the program's earlier ones arrive. Stores to the PE's own memory are seen by its
-own programs at once, and by other PEs when they have travelled as well (:mod:`.unseen`). Atomics take effect at
-once wherever they go. A program sees its own stores.
+own programs at once, and land when they have travelled as well (:mod:`.unseen`): until then other PEs do not see
+them, and what those write to the same bytes is lost. Atomics take effect at once wherever they go. A program sees
+its own stores.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -151,20 +153,23 @@ class PointerAccess:
         triton_interpreter._interpreter.store(places, values, here)
         self.stored(places, wanted)
 
-    def change_word(self, address: int, kind: Any, change: Callable[[Any], Any]) -> Any:
-        """Replace the word of numpy type ``kind`` at ``address`` by ``change(word)``, atomically; return the old."""
+    def change_word(self, pe: int, address: int, kind: Any, change: Callable[[Any], Any]) -> Any:
+        """``pe`` replaces the word of numpy type ``kind`` at ``address`` by ``change(word)``, atomically.
+
+        Returns:
+            The old word.
+        """
         atomics = triton_interpreter._interpreter
         at, order = np.array([address], np.uint64), atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
-        if self._machine.network is not None:
-            self._show(address, address + kind.itemsize)
-        while True:
-            old = atomics.load(at, np.ones(1, bool), np.zeros(1, kind), kind)
-            new = np.array([change(old[0])]).astype(kind)
-            if new[0] == old[0]:
-                return old[0]
-            if atomics.atomic_cas(at, old, new, order)[0] == old[0]:
-                self._machine.scheduler.notify(address & ~7)
-                return old[0]
+        with self._changing(pe, at, kind.itemsize):
+            while True:
+                old = atomics.load(at, np.ones(1, bool), np.zeros(1, kind), kind)
+                new = np.array([change(old[0])]).astype(kind)
+                if new[0] == old[0]:
+                    return old[0]
+                if atomics.atomic_cas(at, old, new, order)[0] == old[0]:
+                    self._machine.scheduler.notify(address & ~7)
+                    return old[0]
 
     def _check_words(self, addresses: Array, mask: Array) -> None:
         for address in addresses[mask & (addresses % np.uint64(16) != 0)].tolist():
@@ -210,12 +215,20 @@ class PointerAccess:
             machine.scheduler.notify_words(dest, nbytes)
         machine.scheduler.turn()
 
-    def before_atomic(self, addresses: Array, mask: Array, *, symmetric: bool) -> None:
-        """Called before an atomic read-modify-write, which is a schedule point."""
+    def atomic(self, addresses: Array, mask: Array, *, symmetric: bool) -> AbstractContextManager[None]:
+        """Make an atomic read-modify-write in the context that this returns. A schedule point."""
         self.before_load(addresses, mask, polls=True, symmetric=symmetric)
-        if symmetric:  # what others see of this word is the word from now on
-            touched = addresses[mask]
-            self._show(int(touched.min()), int(touched.max()) + 8)
+        return self._changing(self._machine.program.pe, addresses[mask], 8) if symmetric else nullcontext()
+
+    def _changing(self, pe: int, addresses: Array, nbytes: int) -> AbstractContextManager[None]:
+        """Meanwhile the memory has what ``pe`` sees of these words, which it changes by atomics.
+
+        Its own programs' earlier stores to them land before, since what others see of a word is the word from then on.
+        """
+        own = addresses[self._pes(addresses) == pe]
+        if own.size and self._machine.network is not None:
+            self._show(int(own.min()), int(own.max()) + nbytes)
+        return self.unseen.as_seen_by(pe, int(addresses.min()), int(addresses.max()) + nbytes)
 
     def after_atomic(self, addresses: Array, mask: Array, *, changed: bool) -> None:
         """Called after an atomic; ``changed`` says whether memory did."""
@@ -236,11 +249,12 @@ class PointerAccess:
             network.cut(dest, data, len(data), unit),
             source_pe=program.pe,
             done=machine.span(program, "store", pe, len(data)),
+            move=partial(self.unseen.write_from, program.pe),
             is_flag=len(data) <= max(8, unit),
         )
 
     def _store_here(self, program: Task, runs: list[tuple[int, int]], unit: int) -> None:
-        """The program is about to store to its own PE's memory; other PEs see that when it has arrived.
+        """The program is about to store to its own PE's memory; the store lands when it has arrived.
 
         Args:
             runs: address and length of each stretch of bytes, ascending.

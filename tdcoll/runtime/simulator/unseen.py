@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores to a PE's own symmetric memory that other PEs do not see yet.
+"""Stores of programs to their own PE's symmetric memory that have not landed yet.
 
-The memory itself changes at once, since the PE sees its own stores. What other PEs see in its place until such a store
-arrives, by itself or through a release, is kept here.
+The programs of the PE see such a store at once, and the memory itself changes at once. What other PEs see in its place
+until it lands, by itself or through a release, is kept here. A write of another PE to the same bytes that arrives
+before changes only what is kept here: the store lands on top of it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ _NOTHING_HIDDEN = nullcontext()
 
 
 class HiddenStore:
-    """One store: who made it, the span of addresses that it lies in, and what was there before, by address."""
+    """One store: who made it, the span of addresses that it lies in, and what lies beneath it, by address."""
 
     def __init__(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> None:
         self.issuer = issuer
         self.begin, self.end = runs[0][0], runs[-1][0] + runs[-1][1]
-        self.before = [(at, ctypes.string_at(at, nbytes)) for at, nbytes in runs]
+        self.beneath = [(at, ctypes.string_at(at, nbytes)) for at, nbytes in runs]
+
+    def swap(self) -> None:
+        """Exchange what the memory has and what lies beneath the store."""
+        beneath = self.beneath
+        self.beneath = [(at, ctypes.string_at(at, len(old))) for at, old in beneath]
+        for at, old in beneath:
+            ctypes.memmove(at, old, len(old))
 
 
 class Unseen:
@@ -44,7 +52,7 @@ class Unseen:
         return store
 
     def reveal(self, store: HiddenStore) -> None:
-        """The store has arrived."""
+        """The store has landed, on top of what came before."""
         del self._stores[store]
 
     def issuers(self, begin: int, end: int) -> set[Task]:
@@ -52,19 +60,23 @@ class Unseen:
         return {store.issuer for store in self._stores if store.begin < end and begin < store.end}
 
     def as_seen_by(self, pe: int, begin: int, end: int) -> AbstractContextManager[None]:
-        """Meanwhile the memory has what ``pe`` sees of the bytes ``[begin, end)``."""
+        """Meanwhile the memory has what ``pe`` sees of the bytes ``[begin, end)``, and what is written there comes from
+        ``pe``: it lies beneath the stores that ``pe`` does not see."""
         hidden = [s for s in self._stores if s.begin < end and begin < s.end and s.issuer.pe != pe]
-        return self._put_back(hidden) if hidden else _NOTHING_HIDDEN
+        return self._swapped(hidden) if hidden else _NOTHING_HIDDEN
+
+    def write_from(self, pe: int, dest: int, source: int | bytes, nbytes: int) -> None:
+        """Bytes that ``pe`` has sent arrive at ``dest``."""
+        with self.as_seen_by(pe, dest, dest + nbytes):
+            ctypes.memmove(dest, source, nbytes)
 
     @contextmanager
-    def _put_back(self, stores: list[HiddenStore]) -> Iterator[None]:
+    def _swapped(self, stores: list[HiddenStore]) -> Iterator[None]:
         """Meanwhile these stores have not happened. No two of them are to the same bytes."""
-        now = [(at, ctypes.string_at(at, len(old))) for store in stores for at, old in store.before]
+        for store in stores:
+            store.swap()
         try:
-            for store in stores:
-                for at, old in store.before:
-                    ctypes.memmove(at, old, len(old))
             yield
         finally:
-            for at, new in now:
-                ctypes.memmove(at, new, len(new))
+            for store in stores:
+                store.swap()

@@ -140,6 +140,14 @@ MUTANTS = [
         case=(("calls", "oooooo"), ("counts", (12, 60))),
         stragglers=True,
     ),
+    Mutant(  # a peer that has this call's words may write where this rank's clearing has not landed yet
+        "one-shot: two slots, cleared before sending",
+        to("lamport.slot", "call % 3", "call % 2")
+        + to(ONE, f"{SEND_ALL}\nif LAMPORT:\n    {CLEAR_ONE}", f"{CLEAR_ONE}\n{SEND_ALL}"),
+        f"{WRONG}|{missing('lamport')}",
+        "one_shot",
+        case=(("calls", "oooooo"), ("counts", (12, 60))),
+    ),
     *(
         Mutant(
             f"{name}, flags: one slot",
