@@ -6,6 +6,7 @@ To test another kernel, add a row to ``KERNELS``.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,12 +145,27 @@ class Kernel:
     @property
     def job(self) -> dict[str, Any]:
         """Arguments of ``World``."""
-        return {
-            "n_pes": sum(self.nodes),
-            "ranks_per_node": self.nodes,
-            "heap_bytes": HEAP,
-            "on_timeout": "early",
-        }
+        return {"n_pes": sum(self.nodes), "ranks_per_node": self.nodes, "heap_bytes": HEAP}
+
+    def context(self) -> tuple[Any, tdcoll.WaitMonitor]:
+        """A context of all ranks, and what ends its waits."""
+        if self.operation.sparse:
+            sparse = tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=12)
+            return sparse, sparse.collective.monitor
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, lamport_bytes=self.lamport_bytes)
+        return ctx, ctx.monitor
+
+    def check(self, ctx: Any, call: int, made: Tensors, source: torch.Tensor) -> None:
+        """Raise AssertionError unless ``made`` are the results of a call."""
+        sources = [given(pe, call, source) for pe in range(ctx.world_size)]
+        for got, wanted in zip(made, self.operation.wanted(sources, ctx.topology), strict=True):
+            wrong = int((got != wanted).sum())
+            assert wrong == 0, f"rank {ctx.rank}, call {call}: {wrong} wrong numbers"
+
+
+def given(pe: int, call: int, like: torch.Tensor) -> torch.Tensor:
+    """What a rank brings to a call."""
+    return values(pe, call, like.numel(), like.dtype).reshape(like.shape)
 
 
 def two_pieces(algorithm: str) -> tdcoll.Plan:
@@ -193,6 +209,9 @@ KERNELS = [
 ]
 
 
+EARLY: dict[str, Any] = {"on_timeout": "early"}
+
+
 class Queued:
     """Launches ``QUEUED`` calls on every rank, and checks the results of the ranks that no deadline has ended.
 
@@ -219,17 +238,12 @@ class Queued:
 
     def host(self, pe: int, world: World) -> tuple[str, Tensors]:
         kernel, operation = self.kernel, self.kernel.operation
-        if operation.sparse:
-            ctx: Any = tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=12)
-            monitor = ctx.collective.monitor
-        else:
-            ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, lamport_bytes=kernel.lamport_bytes)
-            monitor = ctx.monitor
+        ctx, monitor = kernel.context()
         memory = source, out = operation.memory(ctx.world_size, pe)
         looked_at, monitor.valid = monitor.valid, memoryview(bytearray(1))
         results = []
         for call in range(QUEUED):
-            source.copy_(self.given(pe, call, source))
+            source.copy_(given(pe, call, source))
             gave_up, sent = looked_at[0], self.sent(world, pe)
             made = operation.call(source, out, ctx, algorithm=kernel.algorithm)
             if gave_up:
@@ -243,16 +257,8 @@ class Queued:
         except tdcoll.CollectiveTimeout:
             return "gave up", memory
         for call, made in enumerate(results):
-            sources = [self.given(p, call, source) for p in range(ctx.world_size)]
-            for got, wanted in zip(made, operation.wanted(sources, ctx.topology), strict=True):
-                wrong = int((got != wanted).sum())
-                assert wrong == 0, f"rank {pe}, call {call}: {wrong} wrong numbers"
+            kernel.check(ctx, call, made, source)
         return "right", memory
-
-    @staticmethod
-    def given(pe: int, call: int, like: torch.Tensor) -> torch.Tensor:
-        """What a rank brings to a call."""
-        return values(pe, call, like.numel(), like.dtype).reshape(like.shape)
 
     @staticmethod
     def sent(world: World, pe: int) -> tuple[int, ...]:
@@ -266,26 +272,132 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "TARGET_CHUNK_BYTES", 32)
 
 
-CALLS = {(kernel.operation, str(kernel.algorithm), kernel.nodes, kernel.lamport_bytes): kernel for kernel in KERNELS}
+CALLS: dict[Any, Kernel] = {}
+for _kernel in KERNELS:
+    CALLS.setdefault((_kernel.operation, str(_kernel.algorithm), _kernel.nodes, _kernel.lamport_bytes), _kernel)
 
 
 @seeds(2, 30)
 @pytest.mark.parametrize("kernel", CALLS.values(), ids=str)
 def test_every_rank_gives_up_or_has_the_right_result(kernel: Kernel, seeds: range) -> None:
     case = Queued(kernel)
-    explore(case, seeds=seeds, **kernel.job)
+    explore(case, seeds=seeds, **kernel.job, **EARLY)
     for seed in range(1000, 1030):  # until both have happened
         if case.early and len(case.ended) == 2:
             break
-        explore(case, seeds=[seed], **kernel.job)
+        explore(case, seeds=[seed], **kernel.job, **EARLY)
     assert case.early > 0
     assert set(case.ended) == {"right", "gave up"}
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", {kernel.where: kernel for kernel in reversed(KERNELS)}.values(), ids=str)
 def test_launches_after_an_expired_wait_must_do_nothing(kernel: Kernel, tmp_path: Path) -> None:
     """A rank that gave up and goes on sending writes over what a late peer has yet to read."""
     with installed([Change(kernel.where, "if alive == 0:\n    return", "pass")], tmp_path, MODULES):
-        failure = first_failure(Queued(kernel), seeds=30, **kernel.job)
+        failure = first_failure(Queued(kernel), seeds=30, **kernel.job, **EARLY)
     assert failure is not None
     assert "gave up early: pe" in failure.report
+
+
+class Deserted:
+    """Rank ``late`` begins its second call when rank ``gives_up`` has given up on it.
+
+    Each of the others gives up, too, or has the right results.
+    """
+
+    def __init__(self, kernel: Kernel, late: int, gives_up: int) -> None:
+        self.kernel, self.late, self.gives_up = kernel, late, gives_up
+
+    def __call__(self, world: World) -> None:
+        self.monitors: dict[int, tdcoll.WaitMonitor] = {}
+        world.run(lambda pe: self.host(pe, world))
+
+    def host(self, pe: int, world: World) -> None:
+        kernel = self.kernel
+        ctx, self.monitors[pe] = kernel.context()
+        memory = source, out = kernel.operation.memory(ctx.world_size, pe)
+        for call in range(2):
+            for tensor in memory:
+                tensor.fill_(-77)
+            if call and pe == self.late:
+                world.pause(100)
+                monitor = self.monitors[self.gives_up]
+                monitor.abort()
+                world.scheduler.notify(("monitor", monitor.words.data_ptr()))
+                world.pause(100)
+                assert all(bool((tensor == -77).all()) for tensor in memory), f"rank {pe} is written to before its call"
+            source.copy_(given(pe, call, source))
+            made = kernel.operation.call(source, out, ctx, algorithm=kernel.algorithm)
+            if self.monitors[pe].expired or (pe == self.gives_up and call):
+                return
+            kernel.check(ctx, call, made, source)
+
+
+def pairs(kernel: Kernel) -> list[tuple[int, int]]:
+    """The late rank and the one that gives up: neighbours either way, and of two nodes where there are several."""
+    world, first = sum(kernel.nodes), kernel.nodes[0]
+    return [(late, 0) for late in sorted({1, first if first < world else world - 1})]
+
+
+PATIENT: dict[str, Any] = {"on_timeout": "expire", "weak": False, "stragglers": False}
+
+
+NODES_OF_THREE = Kernel("all_reduce.kernels_nodes.all_reduce_nodes", REDUCE, "2d", (3, 3))
+
+
+@pytest.mark.parametrize("kernel", [*CALLS.values(), NODES_OF_THREE], ids=str)
+def test_a_rank_that_comes_when_another_has_given_up(kernel: Kernel) -> None:
+    for late, gives_up in pairs(kernel):
+        explore(Deserted(kernel, late, gives_up), seeds=2, **kernel.job, **PATIENT)
+
+
+WRITES = "stores.may_write(g, window, {}, epoch) != 0"
+SUMS = "tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0"
+SEND_ON = "words.send_to_all(g, inbox, deltas, part + place, result, call, {}, LAMPORT)"
+ROWS_ON = "words.send_to_all(g, inbox, deltas, each * width + place, made, call, {}, True)"
+OF_NODE = "_wait_for(routes.ranks, routes.n_local, arrived, index, g, epoch) != 0"
+OF_RAIL = "_wait_for(rail, routes.n_remote, arrived, index, g, epoch) != 0"
+ONE_SIGNAL = "tdl.wait_signal(signals + r, tdl.CMP_GE, epoch, g.monitor, r, first_index + r)"
+HEEDLESS: dict[str, tuple[Any, str, str, str | None]] = {
+    # Calls; the function, if it is not the kernel; what it has; what it gets instead, or None: any outcome will do.
+    "direct writes to who has not entered": ("all_gather_direct, in place on 2", "", WRITES.format("to"), None),
+    "ring writes to who has not entered": ("all_gather_ring, in place on 3", "", WRITES.format("after"), None),
+    "1d writes to who has not entered": (
+        "all_gather_1d, in place on 1+1", "primitives.puts.push_remote", "may_write(g, window, peer, epoch) != 0", None,
+    ),
+    "ring passes on what has not come": ("all_gather_ring on 3", "", "here != 0", None),
+    "2d passes on what has not come": ("all_gather_2d on 2+2", "", "arrived != 0", None),
+    "ll passes on what has not come": ("all_gather_ll_2d on 2+2", "", "arrived != 0", None),
+    **{
+        f"two-shot sends sums of what has not come{more}": (
+            f"all_reduce_two_shot{more} on 2", "all_reduce.kernels_words._sum_and_hand_on",
+            SEND_ON.format("summed"), SEND_ON.format("mask"),
+        )
+        for more in ("", ", flags")
+    },
+    "direct sums what has not come": ("all_reduce_direct on 2", "", SUMS, None),
+    "1d sums what has not come": ("all_reduce_puts on 1+1", "", SUMS, None),
+    "2d sums what has not come of the node": ("all_reduce_nodes on 2+2", "", OF_NODE, None),
+    "2d sums what has not come of the rail": ("all_reduce_nodes on 2+2", "", OF_RAIL, None),
+    "two-stage sends rows of what has not come": (
+        "norm_rows_two_stage on 2", "", ROWS_ON.format("mask"), ROWS_ON.format("there"),
+    ),
+    "2d sums when the last rank has come": (
+        NODES_OF_THREE, "all_reduce.kernels_nodes._wait_for",
+        f"came & {ONE_SIGNAL}", ONE_SIGNAL,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEEDLESS)
+def test_kernels_must_heed_waits_that_expire(name: str, tmp_path: Path) -> None:
+    """A late peer would take for right what a rank sends that has given up within the launch."""
+    calls, where, old, new = HEEDLESS[name]
+    kernel = calls if isinstance(calls, Kernel) else next(known for known in CALLS.values() if str(known) == calls)
+    reports = []
+    with installed([Change(where or kernel.where, old, new or old.replace("!= 0", ">= 0"))], tmp_path, MODULES):
+        for late, gives_up in pairs(kernel):
+            failure = first_failure(Deserted(kernel, late, gives_up), seeds=4, **kernel.job, **PATIENT)
+            reports += [] if failure is None else [failure.report]
+    assert reports
+    assert all(re.search("wrong numbers|is written to", report) for report in reports)
