@@ -34,6 +34,11 @@ def debugging() -> bool:
     return os.environ.get("TDCOLL_DEBUG", "0") not in ("", "0")
 
 
+def _shown(fact: Any) -> Any:
+    """Return what ranks exchange of a fact, which may be whatever the caller has passed."""
+    return fact if fact is None or isinstance(fact, (bool, int, float, str)) else str(fact)
+
+
 def compare(
     job: Runtime, ranks: Sequence[int], operation: str, facts: Mapping[str, Any], problem: Exception | None
 ) -> None:
@@ -49,7 +54,8 @@ def compare(
         TypeError, ValueError, TdcollError: ``problem``.
     """
     what = f"{operation} arguments"
-    answers = job.exchange(ranks, what, (str(problem) if problem else None, facts))
+    shown = {name: _shown(fact) for name, fact in facts.items()}
+    answers = job.exchange(ranks, what, (str(problem) if problem else None, shown))
     if problem is not None:
         raise problem
     for rank, (other, _) in enumerate(answers):
@@ -262,7 +268,7 @@ class Gate:
             problem = error
         facts = {
             "bytes per rank": nbytes,
-            **{name: str(fact) if isinstance(fact, torch.dtype) else fact for name, fact in agree.items()},
+            **agree,
             # Two contexts used in different orders show as well.
             "context, by its offset in the symmetric heap": self.job.offset_of(self.staging, "staging"),
             "earlier calls on the context": self._calls,

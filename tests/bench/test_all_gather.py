@@ -145,7 +145,7 @@ def test_the_simulator_has_no_times() -> None:
 
 def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
     file, table = tmp_path / "result.json", tmp_path / "table.json"
-    table.write_text('{"tuning": "all_gather", "version": 2, "tables": []}')
+    table.write_text('{"tuning": "tdcoll", "version": 4, "tables": []}')
     done = launch(
         *("--simulate", "--nproc", "2", "-m", "tdcoll.bench", "all_gather"),
         *("-b", "1K", "-e", "1K", "--algorithms", "1d,in-place", "--json", str(file)),

@@ -11,10 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ptx_divergence import DIVERGENT
+from ptx_order import NARROW, RULES
 
 DRIVER = Path(__file__).with_name("compile_words.py")
 LOCAL = {"count_by_threads", "rounds", "move_words", "part_of_flagged"}
 """Kernels without anything of NVSHMEM's."""
+
+ALLOWED = {
+    # The compiler has copied the wait between two ifs into both branches. Each thread passes one copy of its barrier,
+    # which needn't be the same one for all, since it isn't `.aligned` (PTX ISA, barrier).
+    "values": {DIVERGENT},
+    **dict.fromkeys(("count_by_threads", "rounds"), {NARROW}),  # words of this GPU
+    "any_of": {RULES["store", "put"]},  # by the same thread
+}
+"""What :mod:`ptx_order` says of kernels that are no protocols, and why that is right there."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +40,7 @@ def test_what_is_compiled(compiled: list[dict[str, Any]]) -> None:
     assert {kernel["arch"] for kernel in compiled} == {90, 100}
     assert len(compiled) == 14
     for kernel in compiled:
-        assert kernel["problems"] == [], kernel
+        assert set(kernel["problems"]) <= ALLOWED.get(kernel["kernel"], set()), kernel
         assert kernel["needs"] == (kernel["kernel"] not in LOCAL), kernel
         if not kernel["needs"]:
             assert kernel["spilled_bytes"] == 0, kernel

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,7 +146,9 @@ def test_budgets_are_of_the_part_of_the_gpu_that_the_process_has(
     assert cuda.multiprocessors(gpu) == multiprocessors
     assert pool._room(gpu) == 2 * multiprocessors
     taken: list[int] = []
-    owner: Any = SimpleNamespace(device=gpu, programs_taken=0, exchange=lambda ranks, what, mine: [mine])
+    owner: Any = SimpleNamespace(
+        device=gpu, programs_taken=0, accounts=threading.Lock(), exchange=lambda ranks, what, mine: [mine]
+    )
 
     def take_all() -> None:
         while True:
