@@ -22,7 +22,8 @@ ALLOWED = {
     # The compiler has copied the wait between two ifs into both branches. Each thread passes one copy of its barrier,
     # which needn't be the same one for all, since it isn't `.aligned` (PTX ISA, barrier).
     "values": {DIVERGENT},
-    **dict.fromkeys(("count_by_threads", "rounds"), {NARROW}),  # words of this GPU
+    "count_by_threads": {NARROW},  # words of this GPU
+    "rounds": {NARROW},
     "any_of": {RULES["store", "put"]},  # by the same thread
 }
 """What :mod:`ptx_order` says of kernels that are no protocols, and why that is right there."""
