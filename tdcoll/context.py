@@ -3,20 +3,19 @@
 
 A context owns, in symmetric memory,
 
-- ``staging`` ``[2, phases, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, phase, r]``;
-- ``signals`` ``[2, phases, channels, world]`` int64: ``signals[slot, phase, channel, r]`` holds the last epoch whose
+- ``staging`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, r]``;
+- ``signals`` ``[2, channels, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose
   chunk ``channel`` of rank r has landed there;
-- ``flagged`` ``[2, phases, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small
+- ``flagged`` ``[2, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small
   messages inside nodes;
 - ``ready`` ``[world]`` int64: ``ready[r]`` holds the last epoch that rank r has entered with a symmetric buffer of
   the caller's that its peers write or read (see "in place" below);
 - ``gave_up`` ``[world]`` int64: ``gave_up[r]`` is 0 until rank r ends a call whose memory its peers have yet to read
   (:mod:`tdcoll.primitives.stores`);
 
-and, in ordinary device memory, one 64-bit ``control`` word: the epoch. (Slots and phases are one dimension of the
-tensors: row ``slot * phases + phase``.) If asked, it also has an inbox for words that announce themselves
-(:mod:`tdcoll.primitives.lamport`), and counters of tiles (:mod:`tdcoll.primitives.tiles`): those are of this GPU alone,
-and lie in symmetric memory because waits look there.
+and, in ordinary device memory, one 64-bit ``control`` word: the epoch. If asked, it also has an inbox for words that
+announce themselves (:mod:`tdcoll.primitives.lamport`), and counters of tiles (:mod:`tdcoll.primitives.tiles`): those
+are of this GPU alone, and lie in symmetric memory because waits look there.
 
 **One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
 part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
@@ -27,11 +26,6 @@ another has raised already, nobody has to be last and reset anything, and a CUDA
 peer sends it from inside the same call; so when epoch e is complete here, every peer has *started* e, and the stream
 order on that peer says that its call e-1, and whatever read the result of e-1 there, is over. Call e+1 writes slot
 (e+1) mod 2 = (e-1) mod 2. With one slot, a fast rank would write e+1 over data of e that a slow one still copies out.
-
-**Phases.** In a call of one phase a rank sends what it had before the call. A kernel that sends again what it has made
-of what came can have a second phase, with an inbox, signals and flagged words of its own: a peer that is ahead sends in
-its second phase while this rank still waits and reads in its first. The argument for slots holds for each phase, since
-it is about calls. (tdcoll's collectives have one phase; the second stage of an all-reduce has other words or channels.)
 
 **Why waits compare with >=.** A peer can be one epoch ahead of us, not two: for e+2 it needs our signal of e+1. Slots
 alternate, so a signal word goes from e to e+2 only when we are done with e. "At least" costs the same as "equal" and
@@ -95,19 +89,17 @@ class CollectiveContext(Gate):
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes: a larger all-gather is
-            refused, a larger reduction takes several epochs. Takes ``2 * phases * world_size *
-            max_bytes_per_rank`` bytes of symmetric heap.
-        channels: the most chunks that one rank's data is cut into. Each takes ``16 * phases`` bytes of symmetric heap
-            per rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
-        phases: how often a rank sends to the same peer within one call, each time with an inbox, signals and flagged
-            words of its own.
-        flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * phases *
-            world_size`` times as much of the symmetric heap. Default: ``max_bytes_per_rank``, but no more than
+            refused, a larger reduction takes several epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the
+            symmetric heap.
+        channels: the most chunks that one rank's data is cut into. Each takes 16 bytes of symmetric heap per
+            rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
+        flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * world_size``
+            times as much of the symmetric heap. Default: ``max_bytes_per_rank``, but no more than
             :func:`tdcoll.limits.flagged_bytes` of the group.
         lamport_bytes: the most of one rank's data that words which announce themselves carry, in bytes; takes ``3 *
-            phases * world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each
-            other. Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.limits.lamport_bytes` of the group
-            and a quarter of the heap; or a sixteenth of that where the heap has no room for so much.
+            world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each other.
+            Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.limits.lamport_bytes` of the group and a
+            quarter of the heap; or a sixteenth of that where the heap has no room for so much.
         tiles: the most tiles of one call that programs of one GPU hand to each other; each takes 12 bytes of symmetric
             heap.
         max_programs: the most programs that one launch on the context has. Kernels of several contexts that are in
@@ -137,7 +129,6 @@ class CollectiveContext(Gate):
         *,
         max_bytes_per_rank: int,
         channels: int = CHANNELS,
-        phases: int = 1,
         flagged_bytes: int | None = None,
         lamport_bytes: int | None = None,
         tiles: int = 0,
@@ -150,7 +141,6 @@ class CollectiveContext(Gate):
     ) -> None:
         arguments.whole("max_bytes_per_rank", max_bytes_per_rank, 0)
         arguments.whole("channels", channels, 1, CHANNELS)
-        arguments.whole("phases", phases, 1)
         if flagged_bytes is not None:
             arguments.whole("flagged_bytes", flagged_bytes, 0)
         if lamport_bytes is not None:
@@ -171,7 +161,6 @@ class CollectiveContext(Gate):
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
         super().__init__(job, topology, max_bytes_per_rank, monitor, debug, stream)
         self.channels = channels
-        self.phases = phases
         self.max_programs = MAX_PROGRAMS if max_programs is None else max_programs
         """The most programs that a launch on the context has; policies keep to it."""
         self.early = early and max_programs is None
@@ -184,7 +173,7 @@ class CollectiveContext(Gate):
         self._lamport_bytes = lamport_bytes
         if lamport_bytes is None:
             usual = limits.lamport_bytes(topology.world_size, topology.n_nodes)
-            lamport_bytes = min(max_bytes_per_rank, usual, job.heap.nbytes // (12 * phases * topology.world_size))
+            lamport_bytes = min(max_bytes_per_rank, usual, job.heap.nbytes // (12 * topology.world_size))
         self.lamport_bytes = lamport_bytes
         """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
         self.device_lamport: Lamport | None = None
@@ -216,7 +205,6 @@ class CollectiveContext(Gate):
         same = {
             "max_bytes_per_rank": self.max_bytes_per_rank,
             "channels": self.channels,
-            "phases": self.phases,
             "flagged_bytes": self._flagged_bytes,
             "lamport_bytes": self._lamport_bytes,
             "tiles": self.tiles,
@@ -229,12 +217,11 @@ class CollectiveContext(Gate):
         self.stores = self._agree_on_stores()
         self.ll_bytes = self._most_ll_bytes()
         words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))  # a call of no bytes sends one
-        rows = 2 * self.phases
-        self.staging = self._allocate((rows, world, self.capacity), torch.uint8, "staging")
-        self.signals = self._allocate((rows, self.channels, world), torch.int64, "signals")
+        self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
+        self.signals = self._allocate((2, self.channels, world), torch.int64, "signals")
         self.ready = self._allocate((world,), torch.int64, "ready")
         self.gave_up = self._allocate((world,), torch.int64, "gave_up")
-        self.flagged = self._allocate((rows, world, words, 2), torch.int64, "flagged")
+        self.flagged = self._allocate((2, world, words, 2), torch.int64, "flagged")
         self.flagged.zero_()
         self.signals.zero_()
         self.ready.zero_()
@@ -295,18 +282,17 @@ class CollectiveContext(Gate):
             rank=self.rank,
             channels=tl.constexpr(self.channels),
             world=tl.constexpr(self.world_size),
-            phases=tl.constexpr(self.phases),
         )
 
     def _device_lamport(self) -> Lamport:
         stride = -(-self.lamport_bytes // 16) * 16
-        inbox = self._allocate((3 * self.phases, self.world_size, stride // 4), torch.int32, "lamport")
+        inbox = self._allocate((3, self.world_size, stride // 4), torch.int32, "lamport")
         inbox.fill_(SENTINEL.value)
         return Lamport(
             base=inbox.data_ptr(),
             stride=stride,
             control=torch.zeros(1, dtype=torch.int64, device=self.device),
-            extents=torch.zeros((3, self.phases), dtype=torch.int64, device=self.device),
+            extents=torch.zeros(3, dtype=torch.int64, device=self.device),
         )
 
     def _device_tiles(self) -> Tiles:

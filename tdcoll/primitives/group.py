@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A context as kernels see it: the ranks, the number of this call, the signals, and the memory that peers write to.
 
-Every launch of a protocol calls :func:`start` once in each of its programs, which gives the epoch and counts it; later
-launches of the same call, if it has several, ask :func:`now`. The epoch says which of two *slots* of signals and memory
-the call uses: :func:`slot` is the only place that knows. Why a slot may be reused is told in :mod:`tdcoll.context`.
+Every launch of a protocol calls :func:`start` once in each of its programs, which gives the epoch and counts it. The
+epoch says which of two *slots* of signals and memory the call uses: :func:`slot` is the only place that knows.
+:mod:`tdcoll.context` explains why a slot may be reused.
 
-A slot has a part for each *phase*, for calls in which a rank sends twice: what it sends in the second phase must not
-overwrite what its peers still read of the first, nor have a signal that the first has set.
-
-Signals are named by their role. ``arrived[slot, phase, channel, r]`` is set to the epoch by whoever delivers chunk
+Signals are named by their role. ``arrived[slot, channel, r]`` is set to the epoch by whoever delivers chunk
 ``channel`` of rank r here, and polled here. ``entered[r]`` is set to the epoch by rank r when it has begun a call in
 which peers write to memory of the caller's or read it, and polled here before that memory of rank r is touched.
 ``gave_up[r]`` is set by rank r, once and for all, if it ends a call before its peers have read its memory, and looked
@@ -30,7 +27,7 @@ from tdcoll.runtime.topology import Topology
 
 __all__ = [
     *("EPOCH_SHIFT", "Group", "Nodes", "Window"),
-    *("begin_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "now", "row", "segment", "slot", "start"),
+    *("begin_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "row", "segment", "slot", "start"),
     *("still_alive", "this_program"),
 ]
 
@@ -43,7 +40,7 @@ class Group(NamedTuple):
     """The ranks of a context, seen from one of them: ``ctx.device_group``.
 
     Attributes:
-        arrived: int64 ``[2, phases, channels, world]``, symmetric.
+        arrived: int64 ``[2, channels, world]``, symmetric.
         entered: int64 ``[world]``, symmetric.
         gave_up: int64 ``[world]``, symmetric: 0, or ``GAVE_UP`` plus the epoch in which that rank gave up.
         control: int64 ``[1]``: the epoch.
@@ -51,7 +48,7 @@ class Group(NamedTuple):
         deltas: int64 ``[world]``: from an address in the context's symmetric memory to the same on each rank that can
             be stored to.
         rank: group rank.
-        channels, world, phases: extents of ``arrived``; of a window's two slots as well.
+        channels, world: extents of ``arrived``.
     """
 
     arrived: Any
@@ -63,11 +60,10 @@ class Group(NamedTuple):
     rank: tl.int32
     channels: tl.constexpr
     world: tl.constexpr
-    phases: tl.constexpr = tl.constexpr(1)
 
 
 class Window(NamedTuple):
-    """Symmetric memory of every rank that its peers write to: segment ``[slot, phase, r]`` of it is for rank r to fill.
+    """Symmetric memory of every rank that its peers write to: segment ``[slot, r]`` of it is for rank r to fill.
 
     Attributes:
         base: its address here.
@@ -187,37 +183,23 @@ def start(g):
 
 
 @jit
-def now(g):
-    """``(epoch, alive)`` of the call that an earlier launch on the stream has begun by :func:`start`.
-
-    For the later launches of a call that has several. A launch calls either this or :func:`start`. What was begun stays
-    the epoch until the next call's :func:`start`, whatever the grids of the launches between.
-    """
-    word = tdl.ld(g.control, "gpu", "relaxed")
-    return word >> EPOCH_SHIFT, still_alive(g.monitor)
-
-
-@jit
 def slot(epoch):
     """Return which of the two slots a call uses."""
     return epoch % 2
 
 
 @jit
-def row(g, epoch, channel, phase=0):
-    """``-> [world]``: the signals of all ranks' chunks ``channel`` in this phase of the call."""
-    return g.arrived + (slot(epoch) * g.phases + phase) * (g.channels * g.world) + channel * g.world
+def row(g, epoch, channel):
+    """``-> [world]``: the signals of all ranks' chunks ``channel`` in this call."""
+    return g.arrived + (slot(epoch) * g.channels + channel) * g.world
 
 
 @jit
-def segment(window, g, epoch, origin, phase=0):
-    """Address, on this rank, of rank ``origin``'s segment of a window in this phase of the call.
-
-    A buffer of the caller's has one phase.
-    """
+def segment(window, g, epoch, origin):
+    """Address, on this rank, of rank ``origin``'s segment of a window in this call."""
     at = window.base
     if window.slots == 2:
-        at += (slot(epoch) * g.phases + phase) * g.world * window.stride
+        at += slot(epoch) * g.world * window.stride
     return at + tl.cast(origin, tl.int64) * window.stride
 
 

@@ -64,10 +64,10 @@ class Lamport(NamedTuple):
     """Memory of words that announce themselves, as kernels see it: ``ctx.device_lamport``.
 
     Attributes:
-        base: address here of the inbox ``[3, phases, world, stride]``, symmetric.
+        base: address here of the inbox ``[3, world, stride]``, symmetric.
         stride: bytes from the segment of one rank to that of the next.
         control: int64 ``[1]``: the number of Lamport calls, as a group's ``control`` has that of epochs.
-        extents: int64 ``[3, phases]``: words of each segment that the last call in that slot has written.
+        extents: int64 ``[3]``: words of each segment that the last call in that slot has written.
     """
 
     base: tl.int64
@@ -92,9 +92,9 @@ def slot(call):
 
 
 @jit
-def segment(g, lamport, call, origin, phase=0):
-    """Address, on this rank, of rank ``origin``'s segment in this phase of the call."""
-    return lamport.base + ((slot(call) * g.phases + phase) * g.world + origin) * lamport.stride
+def segment(g, lamport, call, origin):
+    """Address, on this rank, of rank ``origin``'s segment in this call."""
+    return lamport.base + (slot(call) * g.world + origin) * lamport.stride
 
 
 @jit
@@ -173,21 +173,21 @@ def _present(part):
 
 
 @jit
-def send(g, lamport, origin, peer_delta, word, first, second, third, fourth, call, mask, phase=0):
+def send(g, lamport, origin, peer_delta, word, first, second, third, fourth, call, mask):
     """Words of rank ``origin``'s segment to a peer: the blocks of int32 ``first`` to ``fourth``."""
-    theirs = segment(g, lamport, call, origin, phase) + peer_delta + 16 * tl.cast(word, tl.int64)
+    theirs = segment(g, lamport, call, origin) + peer_delta + 16 * tl.cast(word, tl.int64)
     tdl.store_words(theirs, _present(first), _present(second), _present(third), _present(fourth), mask)
 
 
 @jit
-def receive(g, lamport, origin, word, call, mask, phase=0):
+def receive(g, lamport, origin, word, call, mask):
     """``(first, second, third, fourth, arrived)``: words of rank ``origin``'s segment here, once they are there."""
-    landed = segment(g, lamport, call, origin, phase) + 16 * tl.cast(word, tl.int64)
+    landed = segment(g, lamport, call, origin) + 16 * tl.cast(word, tl.int64)
     return tdl.wait_words(landed, SENTINEL, mask, g.monitor, origin, call)
 
 
 @jit
-def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr, PHASES: tl.constexpr = 1):
+def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr):
     """Clear what the call before has left, and note what this one leaves. Every program calls it once.
 
     Best between sending and receiving, where it costs no time. The programs share the work, whatever the grids of the
@@ -196,20 +196,18 @@ def clear(g, lamport, call, nbytes, BLOCK: tl.constexpr, PHASES: tl.constexpr = 
     Args:
         nbytes: what peers write to each segment in this call, at most.
         BLOCK: words that a program clears at once.
-        PHASES: how many phases the call uses, from the first on. All phases are cleared.
     """
     program, programs = this_program()
     place = tl.arange(0, BLOCK)
     nothing = tl.full([BLOCK], SENTINEL, tl.int32)
-    for phase in tl.static_range(g.phases):
-        left = tl.load(lamport.extents + slot(call - 1) * g.phases + phase)
-        for origin in range(g.world):
-            begin = tl.cast(program, tl.int64) * BLOCK
-            while begin < left:
-                word = begin + place
-                stale = segment(g, lamport, call - 1, origin, phase) + 16 * word
-                tdl.store_words(stale, nothing, nothing, nothing, nothing, (word < left) & (origin != g.rank))
-                begin += tl.cast(programs, tl.int64) * BLOCK
-        if program == 0:
-            words = tl.maximum((tl.cast(nbytes, tl.int64) + 15) // 16, 1)
-            tl.store(lamport.extents + slot(call) * g.phases + phase, tl.where(phase < PHASES, words, 0))
+    left = tl.load(lamport.extents + slot(call - 1))
+    for origin in range(g.world):
+        begin = tl.cast(program, tl.int64) * BLOCK
+        while begin < left:
+            word = begin + place
+            stale = segment(g, lamport, call - 1, origin) + 16 * word
+            tdl.store_words(stale, nothing, nothing, nothing, nothing, (word < left) & (origin != g.rank))
+            begin += tl.cast(programs, tl.int64) * BLOCK
+    if program == 0:
+        words = tl.maximum((tl.cast(nbytes, tl.int64) + 15) // 16, 1)
+        tl.store(lamport.extents + slot(call), words)

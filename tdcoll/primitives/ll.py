@@ -69,14 +69,14 @@ def flag(epoch):
 
 
 @jit
-def send(g, window, origin, peer_delta, word, first, second, third, epoch, mask, phase=0):
+def send(g, window, origin, peer_delta, word, first, second, third, epoch, mask):
     """Words of rank ``origin``'s segment to a peer."""
-    theirs = segment(window, g, epoch, origin, phase) + peer_delta + 16 * word
+    theirs = segment(window, g, epoch, origin) + peer_delta + 16 * word
     tdl.store_flagged(theirs, first, second, third, flag(epoch), mask)
 
 
 @jit
-def receive(g, window, origin, word, epoch, mask, phase=0):
+def receive(g, window, origin, word, epoch, mask):
     """``(first, second, third, arrived)``: words of rank ``origin``'s segment here, once they are of this epoch."""
-    landed = segment(window, g, epoch, origin, phase) + 16 * tl.cast(word, tl.int64)
+    landed = segment(window, g, epoch, origin) + 16 * tl.cast(word, tl.int64)
     return tdl.wait_flagged(landed, flag(epoch), mask, g.monitor, origin)

@@ -29,16 +29,13 @@ from tdcoll.primitives.tiles import Tiles
 
 WORLD = 4
 TYPES: dict[str, Any] = {
-    "g": Group(*["*i64"] * 6, "i32", channels=16, world=WORLD, phases=2),
+    "g": Group(*["*i64"] * 6, "i32", channels=16, world=WORLD),
     "window": Window("i64", "i64", "*i64", 2),
     "lamport": Lamport("i64", "i64", "*i64", "*i64"),
     "tiles": Tiles("*i32", "*i64"),
 }
 KERNELS: dict[str, dict[str, int]] = {
-    "all_reduce_in_two_stages": {"BLOCK": 1024},
-    "reduce_part": {"BLOCK": 1024},
-    "hand_out": {},
-    "all_reduce_of_words": {"BLOCK": 256, "PHASE": 0},
+    "all_reduce_of_words": {"BLOCK": 256},
     "sum_by_tiles": {"BLOCK": 1024},
 }
 
@@ -76,7 +73,7 @@ class _NoDevice:
 def of_rank(name: str, constants: dict[str, int], rank: int) -> str:
     """A hash of the PTX that a launch on this rank compiles."""
     words, counts = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
-    sizes = {"channels": tl.constexpr(16), "world": tl.constexpr(WORLD), "phases": tl.constexpr(2)}
+    sizes = {"channels": tl.constexpr(16), "world": tl.constexpr(WORLD)}
     known = {
         "g": Group(*[words] * 6, rank, **sizes),
         "window": Window(4096 * rank, 16 * rank + 1, words, tl.constexpr(2)),

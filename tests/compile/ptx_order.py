@@ -21,7 +21,7 @@ from tdcoll.spec.functions import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_THIS_GPU = {
-    *("primitives.group.begin_epoch", "primitives.group.now", "primitives.group.still_alive"),
+    *("primitives.group.begin_epoch", "primitives.group.still_alive"),
     "primitives.stores.tell_gave_up",
     *("primitives.tiles.arrive", "primitives.tiles.publish"),
     "workers.language_checks.put_by_another",

@@ -306,7 +306,7 @@ def test_order_that_protocols_rely_on_is_in_the_ptx(compiled) -> None:
     assert [k for k in kernels if k["problems"]] == []
     # GPU scope is where it is meant to be, and nowhere else. The rest of it is in test_primitives.py.
     narrow = {site for kernel in kernels for site in kernel["of_this_gpu"]}
-    elsewhere = {"primitives.group.now", "primitives.tiles.arrive", "primitives.tiles.publish"}
+    elsewhere = {"primitives.tiles.arrive", "primitives.tiles.publish"}
     assert narrow == ptx_order.OF_THIS_GPU - elsewhere
     of = {
         name: [k for k in kernels if k["kernel"] == name] for name in ("all_gather_direct", "all_gather_ring", "reduce")

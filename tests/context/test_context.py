@@ -392,32 +392,18 @@ def test_sizes_that_are_none() -> None:
     def host(pe: int) -> None:
         before = tdcoll.heap_info()
         for name, wrong, error, text in (
-            ("phases", 0, ValueError, "phases must be at least 1, got 0"),
             ("flagged_bytes", -1, ValueError, "flagged_bytes must be at least 0, got -1"),
             ("max_programs", MAX_PROGRAMS + 1, ValueError, f"max_programs must be 1 to {MAX_PROGRAMS}, got"),
             ("max_programs", "8", TypeError, "max_programs must be an int, got '8'"),
         ):
             with pytest.raises(error, match=text):
                 tdcoll.CollectiveContext(max_bytes_per_rank=64, **{name: wrong})  # type: ignore[arg-type]
-        for name, usual in (("phases", 1), ("flagged_bytes", 64), ("max_programs", 132)):
+        for name, usual in (("flagged_bytes", 64), ("max_programs", 132)):
             with pytest.raises(tdcoll.RankMismatchError, match=rf"differ in {name} \(.*rank 3: {usual + 1}\)$"):
                 tdcoll.CollectiveContext(max_bytes_per_rank=64, **{name: usual + (pe == 3)})
         assert tdcoll.heap_info() == before
 
     everywhere(host)
-
-
-def test_each_phase_has_memory_of_its_own() -> None:
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64, channels=2, phases=3) as ctx:
-            assert (ctx.staging.shape, ctx.signals.shape) == ((6, N, 64), (6, 2, N))
-            assert ctx.flagged.shape == (6, N, 6, 2)
-            assert (ctx.phases, ctx.device_group.phases.value) == (3, 3)
-            for call in range(3):  # collectives of one phase do not mind
-                for algorithm in ("1d", "direct", "ll"):
-                    gather_and_compare(ctx, call, algorithm=algorithm)
-
-    everywhere(host, seed=1, weak=True)
 
 
 @pytest.mark.parametrize(

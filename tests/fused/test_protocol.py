@@ -61,6 +61,12 @@ def test_rows_that_only_some_ranks_own_in_turn(block: int, seeds: range) -> None
     explore(case, n_pes=3, seeds=seeds, heap_bytes=HEAP, stragglers=2)
 
 
+def test_measures_of_rows_that_only_some_calls_have() -> None:
+    """Those of the call before the last in the slot are still there, and must not be taken for this call's."""
+    case = Norms(ONE, "o" * 8, (1, 2), (1,), 8, torch.float32)
+    explore(case, n_pes=2, seeds=2, heap_bytes=HEAP, stragglers=True)
+
+
 def test_only_words_that_somebody_waits_for_are_sent() -> None:
     """Each row goes to its owner, and back to all others with a word of measures."""
     world = World(3, seed=0, weak=True, heap_bytes=HEAP)

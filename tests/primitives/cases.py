@@ -41,46 +41,6 @@ def numbers(rank: int, call: int, count: int) -> torch.Tensor:
     return rank * 1_000_000 + call * 10_000 + torch.arange(count, dtype=torch.int32)
 
 
-class TwoStages:
-    """All-reduces in two stages of int32.
-
-    Args:
-        counts: elements of a part, call by call.
-        launches: whether a call is three launches, and not one.
-        pause: turns for which rank 0 rests after each call.
-    """
-
-    def __init__(self, counts: Sequence[int], launches: bool = False, pause: int = 0) -> None:
-        self.counts, self.launches, self.pause = counts, launches, pause
-
-    def __call__(self, world: World) -> None:
-        def host(pe: int) -> None:
-            with tdcoll.CollectiveContext(max_bytes_per_rank=4 * max(self.counts), phases=2, channels=1) as ctx:
-                for call, count in enumerate(self.counts):
-                    source = numbers(pe, call, count * world.n_pes)
-                    out = torch.full_like(source, -1)
-                    self.launch(ctx, source, out)
-                    wanted = sum(numbers(rank, call, count * world.n_pes) for rank in range(world.n_pes))
-                    wrong = int((out != wanted).sum())
-                    assert wrong == 0, f"rank {pe}, call {call}: {wrong} wrong numbers"
-                    if self.pause and pe == 0:
-                        world.pause(self.pause)
-                ctx.check()
-
-        world.run(host)
-
-    def launch(self, ctx: tdcoll.CollectiveContext, source: torch.Tensor, out: torch.Tensor) -> None:
-        nbytes, world = source.nbytes // ctx.world_size, ctx.world_size
-        at, to, g, window = source.data_ptr(), out.data_ptr(), ctx.device_group, inbox(ctx)
-        BLOCK = triton.next_power_of_2(nbytes // 4)
-        if not self.launches:
-            kernels().all_reduce_in_two_stages[(2 * world - 1,)](at, to, window, g, nbytes, BLOCK)
-            return
-        kernels().push_parts[(max(1, world - 1),)](at, window, g, nbytes)
-        kernels().reduce_part[(1,)](at, to, window, g, nbytes, BLOCK)
-        kernels().hand_out[(2,)](to, window, g, nbytes)
-
-
 MINUS_ZERO = -(1 << 31)
 
 
@@ -104,7 +64,7 @@ class Words:
     """All-reduces of fp32 by words that announce themselves, with calls of another kind between.
 
     Args:
-        calls: the elements of a call; ``"g"`` for an all-gather; ``(elements, phase)`` for a call in another phase.
+        calls: the elements of a call; ``"g"`` for an all-gather.
         pause: turns for which rank 0 rests after each call.
     """
 
@@ -114,16 +74,16 @@ class Words:
     def __call__(self, world: World) -> None:
         def host(pe: int) -> None:
             n = world.n_pes
-            with tdcoll.CollectiveContext(max_bytes_per_rank=16, channels=1, lamport_bytes=200, phases=2) as ctx:
+            with tdcoll.CollectiveContext(max_bytes_per_rank=16, channels=1, lamport_bytes=200) as ctx:
                 for call, kind in enumerate(self.calls):
                     if kind == "g":
                         got = tdcoll.all_gather(numbers(pe, call, 4), ctx, algorithm="direct")
                         assert torch.equal(got, torch.cat([numbers(rank, call, 4) for rank in range(n)]))
                         continue
-                    count, phase = kind if isinstance(kind, tuple) else (kind, 0)
+                    count = int(kind)
                     source = floats(pe, call, count)
                     out = torch.full((count + 1,), 9.5)
-                    self.launch(ctx, source, out, phase)
+                    self.launch(ctx, source, out)
                     ctx.check()
                     wanted = sum_in_rank_order(call, count, n)
                     wrong = int((out[:count].view(torch.int32) != wanted.view(torch.int32)).sum())
@@ -134,12 +94,12 @@ class Words:
 
         world.run(host)
 
-    def launch(self, ctx: tdcoll.CollectiveContext, source: torch.Tensor, out: torch.Tensor, phase: int = 0) -> None:
+    def launch(self, ctx: tdcoll.CollectiveContext, source: torch.Tensor, out: torch.Tensor) -> None:
         """``[n] -> [n]``, or more."""
         programs = max(1, -(-source.nbytes // (16 * self.block)))
         at = source.data_ptr() if source.numel() else 0
         kernels().all_reduce_of_words[(programs,)](
-            at, out.data_ptr(), ctx.device_group, ctx.device_lamport, source.numel(), self.block, phase
+            at, out.data_ptr(), ctx.device_group, ctx.device_lamport, source.numel(), self.block
         )
 
 

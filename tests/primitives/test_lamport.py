@@ -23,10 +23,9 @@ WRONG = r"AssertionError: rank \d+, call \d+: \d+ wrong numbers"
 MISSING = r"[Dd]eadlock[\s\S]*waits for pe\d+\.lamport\["
 SIZES = Words((9, 30, 1, 0, 30, 2, 2, 30))
 AMONG_OTHERS = Words((9, "g", 12, "g", "g", 9, 12, "g", 12))
-PHASES = Words((9, (14, 1), 9, 9, (14, 1), 9, (14, 1)))
 
 
-@pytest.mark.parametrize("case", [SIZES, AMONG_OTHERS, PHASES], ids=["sizes", "among others", "phases"])
+@pytest.mark.parametrize("case", [SIZES, AMONG_OTHERS], ids=["sizes", "among others"])
 def test_sums(case: Words) -> None:
     for n_pes, seeds in ((1, 1), (2, 2), (3, 4)):
         explore(case, n_pes=n_pes, seeds=seeds, heap_bytes=HEAP)
@@ -39,19 +38,19 @@ def test_sums_with_stragglers() -> None:
 
 def test_lamport_calls_are_counted_apart_from_epochs() -> None:
     def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=33, phases=2) as ctx:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=33) as ctx:
             lamport = ctx.device_lamport
             assert lamport is not None
             assert (lamport.stride, ctx.lamport_bytes) == (48, 33)
             inbox = ctx._symmetric[-1]
-            assert (inbox.shape, set(inbox.unique().tolist())) == ((6, 2, 12), {cases.MINUS_ZERO})
+            assert (inbox.shape, set(inbox.unique().tolist())) == ((3, 2, 12), {cases.MINUS_ZERO})
             tdcoll.barrier()
             for call in range(1, 5):
                 SIZES.launch(ctx, torch.ones(call), torch.zeros(call))
                 assert int(lamport.control) == call << EPOCH_SHIFT.value
                 tdcoll.all_gather(torch.zeros(4), ctx)
                 assert int(ctx.control) == call << EPOCH_SHIFT.value
-            assert lamport.extents.tolist() == [[1, 0], [1, 0], [1, 0]]
+            assert lamport.extents.tolist() == [1, 1, 1]
 
     World(2, heap_bytes=HEAP).run(host)
 
@@ -106,7 +105,7 @@ MUTANTS = {
     "as much is cleared as this call writes": (
         Change(
             "lamport.clear",
-            "tl.load(lamport.extents + slot(call - 1) * g.phases + phase)",
+            "tl.load(lamport.extents + slot(call - 1))",
             "tl.maximum((tl.cast(nbytes, tl.int64) + 15) // 16, 1)",
         ),
         WRONG,
@@ -117,16 +116,6 @@ MUTANTS = {
         Change("lamport.clear", "begin += tl.cast(programs, tl.int64) * BLOCK", "begin = left"),
         WRONG,
         SIZES,
-    ),
-    "a phase that this call does not use is not cleared": (
-        Change("lamport.clear", "begin < left", "begin < left * (phase < PHASES)"),
-        WRONG,
-        PHASES,
-    ),
-    "a phase that this call does not use keeps its extent": (
-        Change("lamport.clear", "tl.where(phase < PHASES, words, 0)", "words * (phase < 0)"),
-        WRONG,
-        PHASES,
     ),
     "what is sent may be the sentinel": (
         Change("lamport._present", "tl.where(part == SENTINEL, 0, part)", "part"),

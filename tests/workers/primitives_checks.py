@@ -60,42 +60,17 @@ def numbers(owner: int, call: int, count: int) -> torch.Tensor:
     return cases.numbers(owner, call, count).to(device())
 
 
-def two_stages(launches: bool) -> None:
-    counts = [5, 1, 3] if simulated() else [1000, 1, 257, 900, 1024]
-    case = cases.TwoStages(counts, launches)
-    with tdcoll.CollectiveContext(max_bytes_per_rank=4096, phases=2, channels=1) as ctx:
-        calls: list[Call] = []
-        for call, count in enumerate(counts):
-            source = numbers(rank(), call, count * world())
-            result = torch.full_like(source, -1)
-            wanted = sum(numbers(owner, call, count * world()) for owner in range(world()))
-            assert isinstance(wanted, torch.Tensor)
-            calls.append((lambda s=source, r=result: case.launch(ctx, s, r), result, wanted))
-        run_and_replay(ctx, calls)
-
-
-@check
-def two_stages_in_one_launch() -> None:
-    two_stages(launches=False)
-
-
-@check
-def two_stages_in_three_launches() -> None:
-    two_stages(launches=True)
-
-
 @check
 def words_that_announce_themselves() -> None:
     counts = [9, 30, 1, 0, 30] if simulated() else [9, 16384, 1, 0, 5000, 3, 16000]
     case = cases.Words(counts, block=4 if simulated() else 128)
-    with tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=65536, phases=2) as ctx:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=65536) as ctx:
         calls: list[Call] = []
         for call, count in enumerate(counts):
             source = cases.floats(rank(), call, count).to(device())
             result = torch.full((count,), -1.0, device=device())
             wanted = cases.sum_in_rank_order(call, count, world()).to(device())
-            phase = int(call % 3 == 1)
-            calls.append((lambda s=source, r=result, p=phase: case.launch(ctx, s, r, p), result, wanted))
+            calls.append((lambda s=source, r=result: case.launch(ctx, s, r), result, wanted))
             mine, gathered = numbers(rank(), call, 4), torch.empty(4 * world(), dtype=torch.int32, device=device())
             if call % 2:
                 others = torch.cat([numbers(owner, call, 4) for owner in range(world())])
