@@ -324,7 +324,7 @@ class CollectiveContext(Gate):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "failed" if self.monitor.expired else "open"
-        state = "left by an exception" if state == "open" and self._refusal else state
+        state = "failed or left by an exception" if state == "open" and self._refusal else state
         return (
             f"<CollectiveContext rank {self.rank}, {self.topology.describe()}, "
             f"{self.max_bytes_per_rank} bytes per rank, {state}>"

@@ -35,14 +35,14 @@ def debugging() -> bool:
 
 
 def _shown(fact: Any) -> Any:
-    """Return what ranks exchange of a fact, which may be whatever the caller has passed."""
+    """Return a fact as ranks exchange it. The caller may have passed any object."""
     return fact if fact is None or isinstance(fact, (bool, int, float, str)) else str(fact)
 
 
 def compare(
     job: Runtime, ranks: Sequence[int], operation: str, facts: Mapping[str, Any], problem: Exception | None
 ) -> None:
-    """Raise on all of ``ranks`` what is wrong on one of them, or differs between them. Collective.
+    """Raise on every rank if the arguments of one are wrong, or if they differ. Collective.
 
     Args:
         operation: its name, for messages.
@@ -185,13 +185,18 @@ class Gate:
         """Refuse every later call: ``operation`` ended with ``error`` when it might have launched some of its kernels.
 
         This rank may be epochs behind the others, and its next call would be taken for one that they have made already.
-        They get a timeout in place of wrong results.
+        Kernels of the context do nothing from now on, also those of graphs that are replayed, so the peers get a
+        timeout in place of wrong results. As after a timeout, nothing collective is tried any more.
         """
-        if self._refusal is None:
+        if self._refusal is None and not self.monitor.expired:  # whose error every later call raises
             self._refusal = (
                 f"an earlier {operation} ended with {type(error).__name__} after it had begun, so this rank may be out "
-                "of step with the others; close() the context, on all ranks, and make a new one"
+                "of step with the others, which get a timeout; end the job"
             )
+            self.job.failed = True
+            if not self.capturing:  # nothing has been launched then
+                with contextlib.suppress(RuntimeError):  # of a GPU that is lost
+                    self.monitor.abort()
 
     def current_stream(self) -> int:
         """Handle of the device's current stream; 0 on CPUs."""

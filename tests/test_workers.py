@@ -16,6 +16,7 @@ from tiers import second
 WORKERS = Path(__file__).with_name("workers")
 GPU_ONLY = {"graphs", "capture_errors", "streams", "captured_chains"} | {
     "large_calls_by_words_are_several_epochs",
+    "some_ranks_replay_what_others_call",
     "sparse_graphs",
     "sparse_capture_errors",
     "sparse_streams",

@@ -189,7 +189,8 @@ class RollCall:
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._seconds = min(_ROLL_CALL_S, timeout.total_seconds())
+        # A peer whose connections are open fails, and answers, when the timeout of its own call is over.
+        self._seconds = min(_ROLL_CALL_S, 1.5 * timeout.total_seconds())
         self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
     def next_call(self, operation: str) -> str:

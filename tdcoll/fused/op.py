@@ -60,11 +60,29 @@ class _Asked(NamedTuple):
     algorithm: Any
 
 
-_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""x, residual, weight, new, out and scale."""
+class _Tensors(NamedTuple):
+    """The tensors of a launch, those that are aligned to 16 bytes.
 
-_Run = Callable[[int, _Tensors], None]
-"""A function that launches on the stream of a handle."""
+    Attributes:
+        summed: where a composed call's all-reduce puts its result; of other calls None.
+        result: the caller's ``new``, where that is not aligned; else ``new``.
+    """
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    weight: torch.Tensor
+    new: torch.Tensor
+    out: torch.Tensor
+    scale: torch.Tensor | None
+    summed: torch.Tensor | None
+    result: torch.Tensor
+
+
+class _Run(NamedTuple):
+    """What launches calls of a kind on the stream of a handle, and whether an all-reduce comes first."""
+
+    launch: Callable[[int, _Tensors], None]
+    composed: bool
 
 
 def all_reduce_rms_norm(
@@ -139,7 +157,7 @@ def all_reduce_rms_norm(
         known = None if torch.is_grad_enabled() else known
     if known is not None and usable(x, device) and usable(residual, device) and usable(weight, device):
         if (scale is None or (_scalar(scale) and usable(scale, device))) and not (in_place and _overlap(x, residual)):
-            made = _results(asked)
+            made = _results(asked, known)
             stream = ctx.enter()
     if made is not None and stream is not None:
         try:
@@ -148,9 +166,10 @@ def all_reduce_rms_norm(
             ctx.fail(_NAME, error)
             raise
     else:
+        made = None  # which frees what it has
         made = _long_way(ctx, asked)
-    _, _, _, new, out, scales = made
-    return (out, new) if out_dtype is not _FP8 else (out, new, scales)  # type: ignore[return-value]
+    out, new = made.out, made.result
+    return (out, new) if out_dtype is not _FP8 else (out, new, made.scale)  # type: ignore[return-value]
 
 
 def _key(asked: _Asked) -> Hashable:
@@ -164,30 +183,24 @@ def _key(asked: _Asked) -> Hashable:
     return (_SHORT, *shapes, x.dtype, residual.dtype, weight.dtype, *flags, out_dtype, algorithm)
 
 
-def _results(asked: _Asked) -> _Tensors:
-    """Return the tensors of a call, with those that it makes."""
-    x, out_dtype, scale = asked.x, asked.out_dtype, asked.scale
-    new = asked.residual if asked.in_place else torch.empty_like(x)
+def _results(asked: _Asked, run: _Run) -> _Tensors:
+    """Return the tensors of a call, with those that it makes, before it begins."""
+    x, residual, out_dtype, scale = asked.x, _aligned(asked.residual), asked.out_dtype, asked.scale
+    new = residual if asked.in_place else torch.empty_like(x)
     out = torch.empty_like(x) if out_dtype is None else torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if out_dtype is _FP8 and scale is None:
         scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    return x, asked.residual, asked.weight, new, out, scale
+    summed = torch.empty_like(x) if run.composed else None
+    result = asked.residual if asked.in_place else new
+    return _Tensors(_aligned(x), residual, _aligned(asked.weight), new, out, scale, summed, result)
 
 
 def _launch(run: _Run, stream: int, tensors: _Tensors) -> None:
-    """Launch, with copies of the tensors that are not aligned to 16 bytes."""
-    x, residual, weight, new, out, scale = tensors
-    if not x.numel():
-        return
-    if (x.data_ptr() | residual.data_ptr() | weight.data_ptr()) % 16 == 0:
-        run(stream, tensors)
-        return
-    x, weight = _aligned(x), _aligned(weight)
-    in_place, there = new is residual, _aligned(residual)
-    made = there if in_place else new
-    run(stream, (x, there, weight, made, out, scale))
-    if in_place and made is not residual:
-        residual.copy_(made)
+    """Launch, and copy the result back to a residual that is not aligned."""
+    if tensors.x.numel():
+        run.launch(stream, tensors)
+        if tensors.result is not tensors.new:
+            tensors.result.copy_(tensors.new)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,7 +236,7 @@ def _long_way(ctx: CollectiveContext, asked: _Asked) -> _Tensors:
         made: _Run = ctx.once((_NAME, kind), lambda: _launches(ctx, kind))
         if not ctx.capturing:
             ctx.once(_key(asked), lambda: made)
-        return made, _results(asked)
+        return made, _results(asked, made)
 
     agree = {
         "bytes": strided_bytes(x),
@@ -290,7 +303,7 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
     rows = Rows(kind.shape.numel() // hidden, hidden, kind.dtype.itemsize)
     plan = choose(rows, ALL_REDUCE.facts(ctx, 0, kind.dtype), kind.algorithm)
     if not rows.rows:
-        return lambda stream, *tensors: None
+        return _Run(lambda stream, tensors: None, False)
     (bits,) = struct.unpack("<i", struct.pack("<f", kind.eps))
     scale = arithmetic.GIVEN if kind.given else arithmetic.PER_ROW if kind.fp8 else arithmetic.NONE
     block = plan.chunk // 16
@@ -331,15 +344,14 @@ def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
         ctx.tables[variant] = True
 
     def run(stream: int, tensors: _Tensors) -> None:
-        x, residual, weight, new, out, scale = tensors
-        if plan.algorithm == COMPOSED:
-            summed = torch.empty_like(x)
+        x, residual, weight, new, out, scale, summed, _ = tensors
+        if summed is not None:
             reduce(x, summed)
             x = summed
         scales = 0 if scale is None else scale.data_ptr()
         launch(stream, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), new.data_ptr(), out.data_ptr(), scales)
 
-    return run
+    return _Run(run, plan.algorithm == COMPOSED)
 
 
 def pooled_context(x: Any, group: runtime.Group) -> CollectiveContext:

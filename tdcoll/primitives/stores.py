@@ -95,10 +95,9 @@ def may_write(g, window, peer, epoch):
 
 @jit
 def tell_gave_up(g, epoch):
-    """Tell all peers that this rank gives up in call ``epoch``: what they load of its memory from now on may be newer.
+    """Tell all peers that this rank has timed out in call ``epoch``, and that its memory may change from now on.
 
-    For one program of a launch, before it ends. It acts on the first call on a context, and does nothing later: by then
-    peers may have left.
+    For one program of a launch, before it ends. A rank tells once: by the next launch, peers may have left.
     """
     mine = g.gave_up + g.rank
     if tdl.block_and(tdl.ld(mine, "gpu", "relaxed") == 0) != 0:

@@ -29,8 +29,8 @@ that a segment is cut into) or ``chunk`` (bytes of one), and ``num_warps``, are 
 ``"nccl"`` leaves the call to torch.distributed.
 
 A section says nothing of CUDA graphs: one rank may replay a graph while another calls eagerly, and both need the same
-plan. For the same reason only all-gathers have sections for calls in place. There, that is a function of its own; of
-the others, one rank may pass its input as the result and another not.
+plan. For the same reason only all-gathers, which have a separate function for it, have sections for calls in place. For
+the other collectives, one rank may pass ``out=input`` while another doesn't.
 
 ``tdcoll tune`` measures and writes one. A context takes the one it is given, else that of the file
 that ``TDCOLL_TUNING`` names, else tdcoll's own, which has what was measured for ``docs/results``.

@@ -56,7 +56,7 @@ def test_checks(launch: Launch, ranks: int) -> None:
     [
         ("sparse", r"BackendTimeout: rank {rank} waited 3 s for peer 1: signal "),
         ("dense", r"BackendTimeout: rank {rank} waited 3 s for peer 1: signal "),
-        ("inner", r"DistBackendError: rank {rank}: all_reduce failed; peer\(s\) 1 did not answer within 3 s"),
+        ("inner", r"DistBackendError: rank {rank}: all_reduce failed; peer\(s\) 1 did not answer within 4\.5 s"),
     ],
 )
 def test_a_rank_killed_in_training_is_named(launch: Launch, when: str, words: str) -> None:
@@ -68,7 +68,9 @@ def test_a_rank_killed_in_training_is_named(launch: Launch, when: str, words: st
         said = re.search(rf"rank {survivor} after (\d+) s: .*{words.format(rank=survivor)}", done.stderr)
         assert said, done.stderr
         assert int(said[1]) <= 15  # of 3; for other processes on the same cores
-        assert f"rank {survivor} then: BackendTimeout: rank {survivor} waited 3 s for peer 1" in done.stderr
+        # The other survivor may be late as well, because it has noticed later.
+        then = rf"rank {survivor} then: BackendTimeout: rank {survivor} waited 3 s for peer (1|{2 - survivor})"
+        assert re.search(then, done.stderr), done.stderr
 
 
 def test_beside_another_backend(launch: Launch) -> None:
@@ -236,7 +238,7 @@ def test_a_death_after_an_error_that_was_caught() -> None:
     for dead, patience in ((2, "Timed out"), (2, "Application timeout caused pair closure")):
         with ThreadPoolExecutor(2) as pool:
             for said in pool.map(lambda each, text=patience: fail(each, text), roll[:dead]):
-                assert "peer(s) 2 did not answer within 0.2 s and may have died" in said
+                assert "peer(s) 2 did not answer within 0.3 s and may have died" in said
 
 
 def test_an_error_of_the_call_itself_accuses_nobody() -> None:

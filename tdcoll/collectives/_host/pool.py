@@ -56,7 +56,7 @@ def take_programs(owner: Runtime, ranks: Sequence[int], wanted: int, operation: 
         ContextError: on some rank fewer are left than one chunk needs. All ranks raise it.
     """
     least, taken = 2 * len(ranks) + 2, 0
-    with owner.accounts:  # of another thread, which makes another context, what this one offers is taken
+    with owner.accounts:  # a thread that makes another context must not offer the same
         free = _room(owner.device) - owner.programs_taken
         offer = 0 if free < least else max(least, min(wanted, free // 3))
         owner.programs_taken += offer

@@ -21,13 +21,12 @@ Ordering: what has filled ``source`` is earlier on the stream, hence before the 
 acquires it. A release comes after the loads of its block, which its barrier has waited for. So the loads come before
 whatever the rank that acquires the signal does after the call, such as filling ``source`` anew.
 
-A rank that gives up fills ``source`` anew all the same, and a late peer would sum the new numbers. It therefore tells
-its peers before its launch ends, and they look when they have summed, see :mod:`tdcoll.primitives.stores`. The last
-program tells, because no peer reads any more once it has heard from all of them; it does so as well if it begins after
-another program has given up, since the first program may have said that ``source`` is there. In a launch whose programs
-all begin after that, no peer has been told to read. The look comes after the release, where it costs a wave of programs
-nothing but the time in which the signal is on its way: a barrier and ``world - 1`` loads at once from this GPU's
-memory.
+A rank that gives up may still overwrite ``source``, and a late peer would then sum the new numbers. It therefore tells
+its peers before its launch ends, and they check after their loads, see :mod:`tdcoll.primitives.stores`. The last
+program tells, because it knows whether all peers have finished reading. It also tells if it starts after another
+program has timed out, since the first program may have said that ``source`` is there. If all programs start after that,
+no peer has been told to read. The check comes after the release, so it overlaps with the signal's latency: a barrier,
+and ``world - 1`` loads at once from this GPU's memory.
 
 Order of programs: the first says that the rank has entered before it waits. Those that sum wait for that alone. The
 last waits for programs that sum on other ranks, which come before it there; so any number of resident blocks makes

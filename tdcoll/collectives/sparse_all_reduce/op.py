@@ -20,7 +20,7 @@ from tdcoll.collectives.sparse_all_reduce.call import Call, Status
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import Rows, rows_of_pair, rows_of_tensor
-from tdcoll.errors import ContextError, HeapExhaustedError, TdcollError
+from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.primitives.reduce import check_operation, operation_name
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
@@ -91,7 +91,7 @@ def _calling(
         return rows
 
     agree = {"op": operation_name(op), "algorithm": algorithm, **facts}
-    alike = (TdcollError, ValueError)  # what the lists of all ranks show
+    alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)  # what the lists of all ranks show
     with ctx.collective.calling(operation, 0, agree, checked, alike) as rows:
         ctx.calls += 1
         yield rows

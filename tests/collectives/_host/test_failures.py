@@ -172,6 +172,34 @@ def test_an_interrupt_between_epochs_ends_the_context(epoch: int, monkeypatch: p
     assert peer == TIMED_OUT
 
 
+def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay asks no host. Its kernels must not stand in for the epochs that the rank has not made."""
+    n = 200
+    interrupted = Interrupted(monkeypatch, victim=1, number=2)
+
+    def host(pe: int) -> str:
+        ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
+        given, out = tensor(pe, 0, n), torch.empty(n)
+        tdcoll.all_reduce(given, ctx, out, algorithm="direct")
+        options = {"options": (torch.float32, "sum"), "dtype": torch.float32}
+        captured = ALL_REDUCE.launches(ctx, given.nbytes, "direct", **options)
+        interrupted.now = True
+        other = tensor(pe, 1, n)
+        try:
+            tdcoll.all_reduce(other, ctx, out, algorithm="direct")
+        except KeyboardInterrupt:
+            interrupted.now = False
+            captured(given, out)  # as by a replay
+            return "interrupted"
+        try:
+            ctx.check()
+        except tdcoll.CollectiveTimeout:
+            return "timeout"
+        return "right" if out.equal(tensor(0, 1, n) + tensor(1, 1, n)) else "WRONG"
+
+    assert World(WORLD, on_timeout="expire").run(host) == ["timeout", "interrupted"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupted_launch_ends_the_context(kind: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def call_of(ctx: Any, pe: int, call: int) -> bool:
