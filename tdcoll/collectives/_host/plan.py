@@ -24,27 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
-    "TARGET_CHUNK_BYTES",
-    *(
-        "Extent",
-        "Facts",
-        "Plan",
-        "Policy",
-        "Rule",
-        "check_warps",
-        "cut_chunks",
-        "cut_reduced_words",
-        "cut_words",
-        "is_word_chunk",
-        "epoch_of_words",
-        "most_channels",
-        "most_warps",
-        "needs_reduced_words",
-        "needs_puts",
-        "needs_stores",
-        "reduced_words",
-    ),
-    *("needs_words", "warps", "words_of"),
+    *("TARGET_CHUNK_BYTES", "Extent", "Facts", "Plan", "Policy", "Rule", "check_warps", "cut_chunks"),
+    *("cut_reduced_words", "cut_words", "epoch_of_words", "is_word_chunk", "most_channels", "most_warps"),
+    *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "reduced_words", "warps", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
