@@ -70,7 +70,7 @@ def write(out: torch.Tensor, values: torch.Tensor) -> None:
 def plain_memory(call: Call) -> Call:
     """Return a call whose tensors are contiguous memory: the call itself, or one of copies, as far as they are needed.
 
-    What is no dense tensor is left as it is.
+    Other than dense tensors are left as they are.
     """
     if all(map(is_plain, call.touched)):
         return call
@@ -85,7 +85,7 @@ def plain_memory(call: Call) -> Call:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are contiguous memory. What is no dense tensor counts as such."""
+    """Return whether a tensor's values are contiguous memory. Tensors that aren't dense count as such."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return True
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()

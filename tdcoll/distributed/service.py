@@ -43,7 +43,7 @@ WISHES: dict[str | None, Any] = {None: UNCHECKED, **{op: (UNCHECKED, op) for op 
 
 
 class Lane:
-    """What the calls that use one context pass, in the order in which they are issued.
+    """The queue of the calls that use one context, in the order in which they are issued.
 
     The calls of other lanes do not wait for them: ranks may issue calls of two lanes in different orders.
 

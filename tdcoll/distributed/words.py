@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What serves the calls of a process group, in words for people."""
+"""Describe, for people, which backend handles the calls of a process group."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Task:
             if found is None:
                 devices = None if self.stream is None else [self.stream.device]
                 self._future = found = torch.futures.Future(devices=devices)
-                if late:  # nobody can have a callback yet
+                if late:  # it can't have a callback yet
                     self.tell()
         return found
 
