@@ -45,7 +45,10 @@ def raw(tensor: torch.Tensor) -> list[int]:
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    expect(got.shape == wanted.shape and got.dtype == wanted.dtype and raw(got) == raw(wanted), f"{what}: {got}")
+    """Fail unless two tensors have the same bytes. Printing a CUDA tensor launches kernels, which CUDA loads only when
+    no kernel is running, so the message is made of the tensor on the CPU."""
+    equal = got.shape == wanted.shape and got.dtype == wanted.dtype and raw(got.cpu()) == raw(wanted.cpu())
+    expect(equal, "" if equal else f"{what}: {got.cpu()}")
 
 
 def single(out: torch.Tensor, tensor: torch.Tensor, **more):
