@@ -216,7 +216,7 @@ def test_what_is_allowed() -> None:
         ("tdcoll.collectives._host.launch", "tdcoll.collectives.index_match", False),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.index_match.kernels", True),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather", True),
-        ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather.kernels_ll", False),
+        ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.exchange.kernels_ll", False),
         ("tdcoll.memory", "tdcoll", False),
         ("tdcoll.distributed.ddp", "tdcoll", True),
         ("tdcoll.testing", "tdcoll.bench.job", False),

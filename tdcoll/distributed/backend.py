@@ -35,18 +35,17 @@ from tdcoll.distributed.inner import (
     add_backends,
     beside,
     gather_into,
-    plain,
     scatter_from,
     sparse_sum_by_gather,
 )
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.sparse import refuse_wrong
-from tdcoll.primitives.reduce import operation_name
+from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
 from tdcoll.runtime import lifecycle
 from tdcoll.runtime.control import StoreControlPlane, generation, keep
 from tdcoll.torch_internals import batch_messages_of, never_compiled
-from tdcoll.work import CompletedWork, backend_errors
+from tdcoll.work import backend_errors, completed
 
 __all__ = ["TdcollProcessGroup", "create"]
 
@@ -56,7 +55,19 @@ _UNSET = AllgatherOptions().timeout
 
 def _operation(opts: Any) -> str:
     """Return tdcoll's name of the operation in a call's options; torch's name of one that tdcoll does not have."""
-    return str(operation_name(opts.reduceOp))
+    return NAMES_BY_HASH.get(hash(opts.reduceOp)) or str(operation_name(opts.reduceOp))
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, or the one behind a functional collective's result, waited for.
+
+    PyTorch's dispatcher does that for its own backends. It is not on the way here.
+    """
+    if type(tensor) is torch.Tensor:
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
@@ -164,7 +175,7 @@ class TdcollProcessGroup(ProcessGroup):
         agreed = Agreement(control, size, options.kinds, settings, name)
         if not ranks or size == dist.get_world_size():
             agreed.join(store, rank, size, options.heap_bytes, timeout_s)
-        self._sides = Sides(
+        self.sides = Sides(
             runtime.current_or_none() if agreed.kinds else None,
             agreed,
             options,
@@ -223,21 +234,21 @@ class TdcollProcessGroup(ProcessGroup):
         return found
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._sides.coalescing = True  # what is issued until the end belongs to the inner group's one launch
+        self.sides.coalescing = True  # what is issued until the end belongs to the inner group's one launch
         super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        self._sides.coalescing = False
+        self.sides.coalescing = False
         return super()._end_coalescing(device)
 
     def shutdown(self) -> None:
-        expired = self._sides.close()
+        expired = self.sides.close()
         super().shutdown()
         if expired is not None:
             raise expired
 
     def abort(self) -> None:
-        self._sides.abort()
+        self.sides.abort()
         super().abort()
 
     # ------------------------------------------------------------------ all-gather
@@ -245,7 +256,7 @@ class TdcollProcessGroup(ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
         output, input, asynchronous = plain(output), plain(input), opts is None or opts.asyncOp
-        return self._sides.call_one(
+        return self.sides.call_one(
             "all_gather", output, input, None, asynchronous,
             lambda group, call: gather_into(group, call.outs[0], call.inputs[0], opts),
         )  # fmt: skip
@@ -272,8 +283,8 @@ class TdcollProcessGroup(ProcessGroup):
     def _several(self, kind: str, call: Call, opts: Any, inner: Make) -> Any:
         """Make a call of several tensors, or of none."""
         if not call.inputs:
-            return self._sides.fallback.make(kind, call, opts.asyncOp, inner)
-        return self._sides.call(kind, call, opts.asyncOp, inner)
+            return self.sides.fallback.make(kind, call, opts.asyncOp, inner)
+        return self.sides.call(kind, call, opts.asyncOp, inner)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """``[n_rank, ...] of every rank -> a list of all of them``; of one input."""
@@ -281,7 +292,7 @@ class TdcollProcessGroup(ProcessGroup):
             outputs, inputs, opts = [outputs], [inputs], None
         outputs, inputs = [[plain(out) for out in pieces] for pieces in outputs], [plain(tensor) for tensor in inputs]
         opts = AllgatherOptions() if opts is None else opts
-        sides = self._sides
+        sides = self.sides
         if len(inputs) != 1 or len(outputs) != 1:
             device = _device_of(inputs)
             return sides.fallback.start("all_gather", device, lambda: self._plain.allgather(outputs, inputs, opts))
@@ -304,7 +315,7 @@ class TdcollProcessGroup(ProcessGroup):
         tensor = tensors[0]
         if tensor.layout == torch.sparse_coo:
             return self._sparse(tensor, op, opts)
-        return self._sides.call_one("all_reduce", tensor, tensor, op, opts.asyncOp, inner)
+        return self.sides.call_one("all_reduce", tensor, tensor, op, opts.asyncOp, inner)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""
@@ -322,20 +333,20 @@ class TdcollProcessGroup(ProcessGroup):
             "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
             "tdcoll.sparse_all_reduce_padded",
         )  # fmt: skip
-        backend = self._sides.fallback.name(tensor.device)
+        backend = self.sides.fallback.name(tensor.device)
         gathers = backend == "nccl" and op in ("sum", "mean")
 
         def inner(group: Any, call: Call) -> Any:
             """gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
             if gathers:
                 tensor.data = sparse_sum_by_gather(group, tensor, op)
-                return CompletedWork([tensor])
+                return completed([tensor])
             if backend == "gloo" and op == "mean":  # gloo has sums alone
                 opts.reduceOp = dist.ReduceOp.SUM
                 tensor.data = tensor.detach() / self._size
             return group.allreduce([tensor], opts)
 
-        return self._sides.call(
+        return self.sides.call(
             "sparse_all_reduce",
             Call([tensor], [tensor], op),
             opts.asyncOp,
@@ -348,7 +359,7 @@ class TdcollProcessGroup(ProcessGroup):
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         output, input, opts = plain(output), plain(input), ReduceScatterOptions() if opts is None else opts
         op = _operation(opts)
-        return self._sides.call_one(
+        return self.sides.call_one(
             "reduce_scatter", output, input, op, opts.asyncOp,
             lambda group, call: scatter_from(group, call.outs[0], call.inputs[0], opts),
         )  # fmt: skip
@@ -381,9 +392,7 @@ class TdcollProcessGroup(ProcessGroup):
             if timeout is not None:
                 opts.timeout = timeout
         opts = BroadcastOptions() if opts is None else opts
-        return self._sides.fallback.start(
-            "broadcast", _device_of(tensors), lambda: self._plain.broadcast(tensors, opts)
-        )
+        return self.sides.fallback.start("broadcast", _device_of(tensors), lambda: self._plain.broadcast(tensors, opts))
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:
         return self._plain.send(self._messages("send", tensors), dstRank, tag)
@@ -396,7 +405,7 @@ class TdcollProcessGroup(ProcessGroup):
 
     def _messages(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if (
-            tensors[0].is_cuda and self._sides.fallback.name(tensors[0].device) == "gloo"
+            tensors[0].is_cuda and self.sides.fallback.name(tensors[0].device) == "gloo"
         ):  # gloo would read GPU addresses
             raise ValueError(
                 f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
@@ -416,14 +425,7 @@ class TdcollProcessGroup(ProcessGroup):
         where = getattr(opts, "device", None) or torch.device("cpu")
         refused = None if opts.timeout == _UNSET else "a timeout of its own"
         call = Call([], [], device=where)
-        return self._sides.call("barrier", call, opts.asyncOp, lambda group, _: group.barrier(opts), refused=refused)
-
-    # ------------------------------------------------------------------ words
-
-    def describe(self) -> str:
-        """See :func:`tdcoll.distributed.explain`."""
-        heading = f"process group {self.group_name}: backend tdcoll, rank {self._rank} of {self._size}"
-        return "\n".join([heading, *self._sides.describe()])
+        return self.sides.call("barrier", call, opts.asyncOp, lambda group, _: group.barrier(opts), refused=refused)
 
 
 def _device_of(tensors: list[torch.Tensor]) -> torch.device:

@@ -13,7 +13,7 @@ import torch
 from tdcoll.distributed.call import Call, plain_memory
 from tdcoll.distributed.inner import NamedWork, RollCall
 from tdcoll.torch_internals import never_compiled
-from tdcoll.work import CompletedWork, Work
+from tdcoll.work import Work, completed
 
 __all__ = ["Fallback", "Make"]
 
@@ -78,7 +78,7 @@ class Fallback:
             return _CopiedWork(work, taken, call)
         work.wait()
         taken.copy_to(call)
-        return CompletedWork(call.results)
+        return completed(call.results)
 
 
 @never_compiled
@@ -92,7 +92,8 @@ class _CopiedWork(Work):
     """
 
     def __init__(self, work: Any, made: Call, asked: Call) -> None:
-        super().__init__(asked.results)
+        super().__init__()
+        self.tensors = asked.results
         self._work, self._made, self._asked = work, made, asked
         self._copying = threading.Lock()
         self._copied = False
@@ -109,7 +110,7 @@ class _CopiedWork(Work):
             if not self._copied:
                 self._made.copy_to(self._asked)
                 self._copied = True
-        return self._result
+        return self.result()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._work.wait(timeout) if timeout else self._work.wait()

@@ -20,7 +20,7 @@ from tdcoll.runtime.control import wait_for
 from tdcoll.runtime.store import ask
 from tdcoll.torch_internals import never_compiled
 
-__all__ = ["NamedWork", "RollCall", "add_backends", "beside", "gather_into", "plain", "scatter_from"]
+__all__ = ["NamedWork", "RollCall", "add_backends", "beside", "gather_into", "scatter_from"]
 __all__ += ["sparse_sum_by_gather"]
 
 _ROLL_CALL_S = 5.0
@@ -127,18 +127,6 @@ def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any =
 def scatter_from(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
     """Start ``group``'s reduce-scatter of one tensor, under the name that this PyTorch has for it. Return its work."""
     return getattr(group, _SCATTER)(out, tensor, opts)
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or the one behind a functional collective's result, waited for.
-
-    PyTorch's dispatcher does that for its own backends. It is not on the way here.
-    """
-    if type(tensor) is torch.Tensor:
-        return tensor
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Tensor:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of call that tdcoll serves for ``torch.distributed``: one object for each kind and group.
+"""Kinds of call that tdcoll handles for ``torch.distributed``: one object for each kind and group.
 
 A :class:`Service` refuses a call or says nothing, prepares it (contexts, which the ranks make together), runs it, and
-describes itself. Everything else is the same for all kinds and stands once, in :mod:`tdcoll.distributed.sides`: whom a
-refused call goes to, streams, asynchronous calls, counting, words. A new kind is a class which
-:mod:`tdcoll.distributed.services` lists. Then options, :func:`tdcoll.distributed.explain` and the end of a group know
-it.
+describes itself. Everything else is the same for all kinds and stands once, in :mod:`tdcoll.distributed.sides`: who
+makes a refused call, streams, asynchronous calls, counting, words. Dense collectives are told apart by their specs.
 
 A call is refused only from facts that are the same on all ranks, in the order of the calls.
 """
@@ -13,33 +11,26 @@ A call is refused only from facts that are the same on all ranks, in the order o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from tdcoll.collectives._host.collective import UNCHECKED, Collective
+from tdcoll.collectives._host.call import Ready, overlap, unchecked
+from tdcoll.collectives._host.launches import is_prepared
 from tdcoll.collectives._host.pool import Pool
-from tdcoll.collectives.all_gather import all_gather
-from tdcoll.collectives.all_gather.op import ALL_GATHER
-from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
-from tdcoll.collectives.all_reduce.op import inbox_bytes as all_reduce_inbox
-from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
-from tdcoll.collectives.reduce_scatter.op import inbox_bytes as reduce_scatter_inbox
+from tdcoll.collectives._host.spec import Collective
 from tdcoll.distributed.call import Call, check_pieces, write
 from tdcoll.distributed.work import Queue
 from tdcoll.gate import compare, debugging
-from tdcoll.primitives.reduce import OPERATIONS, OPERATIONS_OF
+from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import ControlPlane
 
-__all__ = ["WISHES", "AllGather", "AllReduce", "Barrier", "Dense", "Lane", "ReduceScatter", "Service", "Setting"]
+__all__ = ["Barrier", "Dense", "Lane", "Service", "Setting"]
 
 PACKED_BYTES = 256 << 10
 """Several tensors of one call are packed for one launch up to so many bytes in all: a copy costs less than a launch."""
-
-WISHES: dict[str | None, Any] = {None: UNCHECKED, **{op: (UNCHECKED, op) for op in OPERATIONS}}
-"""The key by which the short way knows a call, for each operation; None: bytes are moved as they are."""
 
 
 class Lane:
@@ -111,7 +102,7 @@ class Service(ABC):
         events: free events, which works take and give back.
     """
 
-    kind: ClassVar[str]
+    kind: str
     alone: ClassVar[bool] = False
     waits: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
@@ -160,6 +151,10 @@ class Service(ABC):
             problem = error
         compare(self.setting.job, self.setting.ranks, self.kind, self.facts(call), problem)
 
+    def loaded(self, call: Call) -> bool:
+        """Return whether nothing has to be compiled or loaded before the call is launched."""
+        return True
+
     @abstractmethod
     def run(self, call: Call) -> list[torch.Tensor]:
         """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``; return its result."""
@@ -188,94 +183,153 @@ class Service(ABC):
 class Dense(Service):
     """Calls of one dense collective, with a context of their own that grows.
 
+    Args:
+        setting: of the group.
+        spec: the collective.
+
     Attributes:
-        collective: its host side.
+        limit: the most bytes of a segment that is handled.
         pool: the context.
     """
 
-    collective: ClassVar[Collective]
-
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, spec: Collective) -> None:
+        self.kind = spec.name
         super().__init__(setting)
-        self.limit = setting.limits[self.kind]
+        self.spec, self.limit = spec, setting.limits[spec.name]
         self.pool = Pool(
             setting.job,
             setting.ranks,
             self.kind,
-            limit=self.inbox(self.limit),
+            limit=self._inbox(self.limit),
             timeout_s=setting.timeout_s,
-            lamport_bytes=0 if self.collective is ALL_GATHER else None,
+            lamport_bytes=None if spec.reduces else 0,
             programs=setting.programs,
         )
 
-    @abstractmethod
-    def inbox(self, nbytes: int) -> int:
-        """Return the bytes per rank that a context needs for a call of ``nbytes``."""
+    def _inbox(self, segment: int) -> int:
+        """Return the bytes per rank that a context needs for a call."""
+        return self.spec.inbox(segment, len(self.setting.ranks), self.setting.job.heap.nbytes)
 
-    def sizes(self, call: Call) -> list[int]:
-        """Return the bytes of each part of the call, as they are limited."""
-        return [tensor.nbytes for tensor in call.inputs]
+    def _segments(self, call: Call) -> list[int]:
+        """Return the bytes of a segment of each part of the call."""
+        if call.pieces:
+            return [max(piece.nbytes for piece in call.pieces)]
+        return [self.spec.segment_bytes(tensor.nbytes, len(self.setting.ranks)) for tensor in call.inputs]
 
     def facts(self, call: Call) -> dict[str, Any]:
         strided = all(tensor.layout == torch.strided and not tensor.is_nested for tensor in call.touched)
-        return {**super().facts(call), "bytes": self.sizes(call) if strided else "not strided"}
+        return {**super().facts(call), "bytes": self._segments(call) if strided else "not strided"}
 
     def refuse(self, call: Call) -> str | None:
         for tensors in (call.inputs, call.outs, call.pieces):
             for tensor in tensors:
                 if tensor.layout != torch.strided:
                     return "not strided"
-        if max(self.sizes(call)) > self.limit:
+        if self.spec.reduces:
+            for tensor in call.inputs:
+                if call.op not in OPERATIONS_OF.get(tensor.dtype, ()):
+                    return f"{call.op} of {tensor.dtype} is not among tdcoll's reductions"
+        if max(self._segments(call)) > self.limit:
             return f"more than {self.limit} bytes per rank"
         return None
 
     def prepare(self, call: Call) -> str | None:
-        sizes = self.sizes(call)
-        if not self.pool.prepare(self.inbox(self.packed(call) or max(sizes))):
-            return self.pool.problem
-        return None
+        nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
+        if not self.pool.holds(nbytes):
+            self.lane.queue.drain()  # its calls use the context that is replaced
+        return None if self.pool.prepare(nbytes) else self.pool.problem
 
-    def packed(self, call: Call) -> int:
-        """Return the bytes per rank of all tensors of the call if one launch has them all, else 0."""
-        sizes = self.sizes(call)
+    def check_call(self, call: Call) -> None:
+        world, spec, device = len(self.setting.ranks), self.spec, call.device
+        if not call.outs and call.inputs:  # into a list
+            self._check_list(call)
+        for out, tensor in zip(call.outs, call.inputs, strict=bool(call.outs)):
+            if not (spec.scatters or spec.gathers):
+                _same_kind(f"{self.kind}: tensor", tensor, call.inputs[0], device, tensor.numel())
+            elif spec.gathers:
+                elements = tensor.numel() if spec.scatters else world * tensor.numel()
+                _same_kind(f"{self.kind}: output", out, tensor, device, elements)
+            else:
+                _same_kind(f"{self.kind}: input", tensor, out, device, world * out.numel())
+            if spec.scatters and tensor.numel() % world:
+                raise ValueError(
+                    f"{self.kind}: input must have {world} parts of one size; got {tensor.numel()} elements"
+                )
+
+    def _check_list(self, call: Call) -> None:
+        (tensor,), pieces = call.inputs, call.pieces
+        check_pieces(call, len(self.setting.ranks))
+        own = pieces[self.setting.ranks.index(self.setting.job.rank)]
+        if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
+            raise ValueError(
+                f"{self.kind}: all tensors must be {tensor.dtype} on {tensor.device}, and the input ({tensor.numel()} "
+                f"elements) as large as its own place in the list ({own.numel()})"
+            )
+
+    def loaded(self, call: Call) -> bool:
+        """Return whether nothing has to be compiled or loaded before the call is launched."""
+        context, packed = self.pool.context, self._packed(call)
+        sizes = [packed] if packed else self._segments(call)
+        options = (call.inputs[0].dtype, call.op) if self.spec.reduces else None
+        return context is not None and all(is_prepared(self.spec, context, size, options) for size in sizes)
+
+    def _packed(self, call: Call) -> int:
+        """Return the bytes of a segment of all tensors of the call if one launch has them all, else 0."""
+        sizes = self._segments(call)
         total = sum(sizes)
-        together = len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(_kinds(call.inputs)) == 1
+        together = len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(set(map(_kind, call.inputs))) == 1
         return total if together else 0
 
-    def at_once(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> bool:
-        """Make a call like one that was made before, if nothing has to be prepared or copied; return whether it did.
-
-        The tensors may be of any kind: the other way finds and says what is wrong with them.
-        """
-        context, wish = self.pool.context, WISHES.get(op)
-        if context is None or wish is None:
-            return False
-        return self.collective.at_once(tensor, context, out, wish) is not None
-
     def run(self, call: Call) -> list[torch.Tensor]:
-        if self.packed(call):
-            self.run_packed(call)
+        if call.pieces:
+            self._run_list(call)
+        elif self._packed(call):
+            self._run_packed(call)
         else:
             for out, tensor in zip(call.outs, call.inputs, strict=True):
-                self.launch(out, tensor, call.op)
-        return list(call.outs)
+                call.ready = self._launch(out, tensor, call.op)
+        return call.results
 
-    @abstractmethod
-    def run_packed(self, call: Call) -> None:
-        """Make a call of several tensors with one launch."""
+    def _run_list(self, call: Call) -> None:
+        """Make an all-gather into a list of tensors of any sizes."""
+        (tensor,), pieces = call.inputs, call.pieces
+        most = max(piece.numel() for piece in pieces)
+        own = tensor
+        if tensor.numel() != most:
+            own = tensor.new_empty(most)
+            own[: tensor.numel()] = tensor.reshape(-1)
+        out = tensor.new_empty((len(self.setting.ranks), most))
+        self._launch(out, own, None)
+        for piece, row in zip(pieces, out, strict=True):
+            write(piece, row[: piece.numel()].view(piece.shape))
 
-    def launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> None:
+    def _run_packed(self, call: Call) -> None:
+        """Make a call of several tensors with one launch: the segments for a rank follow each other."""
+        world, spec = len(self.setting.ranks), self.spec
+        rows = (world, -1) if spec.scatters else (-1,)
+        given = torch.cat([tensor.reshape(rows) for tensor in call.inputs], -1)
+        made = given
+        if spec.scatters or spec.gathers:
+            made = given.new_empty((world, given.shape[-1]) if spec.gathers else given.shape[-1:])
+        self._launch(made, given, call.op)
+        sizes = [out.numel() // (world if spec.gathers else 1) for out in call.outs]
+        for out, part in zip(call.outs, made.split(sizes, -1), strict=True):
+            write(out, part.reshape(out.shape))
+
+    def _launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> Ready:
         """Launch a call of tensors that fit each other, once or for each epoch, with the copies that it takes."""
-        context, collective = self.pool.context, self.collective
+        context, spec = self.pool.context, self.spec
         assert context is not None
-        usable = out.is_contiguous() and not out.is_conj() and not out.is_neg()
-        target = out if usable else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        as_it_is = out.is_contiguous() and not out.is_conj() and not out.is_neg()
+        target = out if as_it_is else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         source = tensor.resolve_conj().resolve_neg().contiguous()
-        if collective.overlap(source, target, context):
+        at = spec.may_overlap_at(spec.segment_bytes(source.nbytes, context.world_size), context.rank)
+        if overlap(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, at):
             source = source.clone()
-        collective.unchecked(source, context, target, op)
+        ready = unchecked(spec, source, context, target, op)
         if target is not out:
             write(out, target)
+        return ready
 
     def describe(self) -> str:
         context = self.pool.context
@@ -297,118 +351,6 @@ class Dense(Service):
         self.pool.close()
 
 
-class AllGather(Dense):
-    """All-gathers into one tensor, into several, and into a list of tensors of any sizes."""
-
-    kind = "all_gather"
-    collective = ALL_GATHER
-
-    def inbox(self, nbytes: int) -> int:
-        return nbytes
-
-    def sizes(self, call: Call) -> list[int]:
-        if call.pieces:
-            return [max(piece.nbytes for piece in call.pieces)]
-        return super().sizes(call)
-
-    def check_call(self, call: Call) -> None:
-        device, world = call.device, len(self.setting.ranks)
-        if not call.outs and call.inputs:  # into a list
-            self._check_list(call)
-        for out, tensor in zip(call.outs, call.inputs, strict=bool(call.outs)):
-            _same_kind("all_gather: output", out, tensor, device, world * tensor.numel())
-
-    def _check_list(self, call: Call) -> None:
-        (tensor,), pieces = call.inputs, call.pieces
-        check_pieces(call, len(self.setting.ranks))
-        own = pieces[self.setting.ranks.index(self.setting.job.rank)]
-        if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
-            raise ValueError(
-                f"all_gather: all tensors must be {tensor.dtype} on {tensor.device}, and the input ({tensor.numel()} "
-                f"elements) as large as its own place in the list ({own.numel()})"
-            )
-
-    def run(self, call: Call) -> list[torch.Tensor]:
-        if not call.pieces:
-            return super().run(call)
-        (tensor,), pieces, world = call.inputs, call.pieces, len(self.setting.ranks)
-        most = max(piece.numel() for piece in pieces)
-        own = tensor
-        if tensor.numel() != most:
-            own = tensor.new_empty(most)
-            own[: tensor.numel()] = tensor.reshape(-1)
-        out = tensor.new_empty((world, most))
-        self.launch(out, own, None)
-        for piece, row in zip(pieces, out, strict=True):
-            write(piece, row[: piece.numel()].view(piece.shape))
-        return list(pieces)
-
-    def run_packed(self, call: Call) -> None:
-        sizes = [tensor.numel() for tensor in call.inputs]
-        own = torch.cat([tensor.reshape(-1) for tensor in call.inputs])
-        out = own.new_empty((len(self.setting.ranks), own.numel()))
-        self.launch(out, own, None)
-        for target, columns in zip(call.outs, out.split(sizes, 1), strict=True):
-            write(target, columns.reshape(target.shape))
-
-
-class _Reduction(Dense):
-    """Checks that reductions share."""
-
-    def refuse(self, call: Call) -> str | None:
-        for tensor in call.inputs:
-            if call.op not in OPERATIONS_OF.get(tensor.dtype, ()):
-                return f"{call.op} of {tensor.dtype} is not among tdcoll's reductions"
-        return super().refuse(call)
-
-
-class AllReduce(_Reduction):
-    """Dense all-reduces in place, of one tensor and of several."""
-
-    kind = "all_reduce"
-    collective = ALL_REDUCE
-
-    def inbox(self, nbytes: int) -> int:
-        return all_reduce_inbox(nbytes, len(self.setting.ranks), self.setting.job.heap.nbytes)
-
-    def check_call(self, call: Call) -> None:
-        for tensor in call.inputs:
-            _same_kind("all_reduce: tensor", tensor, call.inputs[0], call.device, tensor.numel())
-
-    def run_packed(self, call: Call) -> None:
-        flat = torch.cat([tensor.reshape(-1) for tensor in call.inputs])
-        self.launch(flat, flat, call.op)
-        for out, part in zip(call.outs, flat.split([tensor.numel() for tensor in call.inputs]), strict=True):
-            write(out, part.view(out.shape))
-
-
-class ReduceScatter(_Reduction):
-    """Reduce-scatters of one tensor and of several."""
-
-    kind = "reduce_scatter"
-    collective = REDUCE_SCATTER
-
-    def inbox(self, nbytes: int) -> int:
-        world = len(self.setting.ranks)
-        return reduce_scatter_inbox(world * nbytes, world, self.setting.job.heap.nbytes)
-
-    def sizes(self, call: Call) -> list[int]:
-        return [tensor.nbytes for tensor in call.outs]
-
-    def check_call(self, call: Call) -> None:
-        world = len(self.setting.ranks)
-        for out, tensor in zip(call.outs, call.inputs, strict=True):
-            _same_kind("reduce_scatter: input", tensor, out, call.device, world * out.numel())
-
-    def run_packed(self, call: Call) -> None:
-        world = len(self.setting.ranks)
-        parts = torch.cat([tensor.reshape(world, -1) for tensor in call.inputs], 1)
-        out = parts.new_empty(parts.shape[1])
-        self.launch(out, parts, call.op)
-        for target, part in zip(call.outs, out.split([out.numel() for out in call.outs]), strict=True):
-            write(target, part.view(target.shape))
-
-
 class Barrier(Service):
     """Barriers: all-gathers of nothing. They are behind the group's all-gathers, as they are behind everything."""
 
@@ -419,29 +361,25 @@ class Barrier(Service):
         return self._gathers.lane
 
     @property
-    def _gathers(self) -> AllGather:
-        gathers = self.setting.services[AllGather.kind]
-        assert isinstance(gathers, AllGather)
-        return gathers
-
-    @property
-    def _pool(self) -> Pool:
-        return self._gathers.pool
+    def _gathers(self) -> Dense:
+        services = self.setting.services.values()
+        return next(service for service in services if isinstance(service, Dense) and not service.spec.reduces)
 
     def refuse(self, call: Call) -> str | None:
         return None
 
     def prepare(self, call: Call) -> str | None:
-        return None if self._pool.prepare(0) else self._pool.problem
+        return None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
 
     def run(self, call: Call) -> list[torch.Tensor]:
-        context = self._pool.context
+        gathers, context = self._gathers, self._gathers.pool.context
         assert context is not None
-        all_gather(torch.empty(0, dtype=torch.uint8, device=context.device), context)
+        nothing = torch.empty(0, dtype=torch.uint8, device=context.device)
+        unchecked(gathers.spec, nothing, context, nothing)
         return []
 
     def describe(self) -> str:
-        return "on the context of all_gather"
+        return f"on the context of {self._gathers.kind}"
 
     def check(self) -> None:
         """Do nothing: a barrier has nothing of its own."""
@@ -454,10 +392,6 @@ class Barrier(Service):
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
-
-
-def _kinds(tensors: Iterable[torch.Tensor]) -> set[tuple[torch.dtype, torch.device]]:
-    return set(map(_kind, tensors))
 
 
 def _same_kind(name: str, tensor: torch.Tensor, other: torch.Tensor, device: torch.device, elements: int) -> None:

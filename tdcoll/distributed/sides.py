@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import tdcoll
 from tdcoll.capture import capturing
+from tdcoll.collectives._host.call import Ready, again, spec_of
+from tdcoll.context import CollectiveContext
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, is_plain
 from tdcoll.distributed.fallback import Fallback, Make
-from tdcoll.distributed.options import SERVES, Options
-from tdcoll.distributed.service import Dense, Service, Setting
-from tdcoll.distributed.services import KINDS, make_services
+from tdcoll.distributed.options import Options
+from tdcoll.distributed.service import Barrier, Dense, Service, Setting
+from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.distributed.work import Task, TaskWork
 from tdcoll.errors import TdcollError
+from tdcoll.limits import COLLECTIVES
 from tdcoll.runtime import Runtime
-from tdcoll.work import CompletedWork, StreamWork, backend_errors, current_stream, error_of, record_stream
+from tdcoll.work import CompletedWork, StreamWork, backend_errors, completed, current_stream, error_of, record_stream
 
 __all__ = ["Sides"]
 
@@ -36,6 +38,20 @@ _log = logging.getLogger("tdcoll")
 
 _MOST_KNOWN = 4096
 """Calls of different sizes that a group remembers at a time."""
+
+
+class _Known(NamedTuple):
+    """What a group remembers of a call that it has made.
+
+    Attributes:
+        counted: the kind, the side that served it, and why that side: the key of ``counts``.
+        ready: makes calls like it again; None if the inner group does.
+        context: of ``ready``.
+    """
+
+    counted: tuple[str, str, str]
+    ready: Ready | None
+    context: CollectiveContext | None
 
 
 class Sides:
@@ -53,6 +69,7 @@ class Sides:
         default: whether it is the default group.
 
     Attributes:
+        job, agreed, options, members, fallback: as given.
         services: what tdcoll serves the calls with, by kind; empty without a job.
         device: that tdcoll's memory is on; None without a job.
         coalescing: whether calls belong to a block that the inner group launches as one.
@@ -73,12 +90,12 @@ class Sides:
         default: bool = False,
     ) -> None:
         self._default = default
-        self._job, self._agreed, self._options, self._name = job, agreed, options, name
-        self._rank, self._members, self.fallback = rank, members, fallback
+        self.job, self.agreed, self.options, self._name = job, agreed, options, name
+        self._rank, self.members, self.fallback = rank, members, fallback
         self._closed = False
         self.coalescing = False
         self.counts: dict[tuple[str, str, str], int] = {}
-        self._known: dict[Hashable, tuple[str, str, str]] = {}  # what calls like earlier ones are counted as
+        self._known: dict[Hashable, _Known] = {}
         self.device: torch.device | None = None
         self.services: dict[str, Service] = {}
         self._on_cpu = self._whole = False
@@ -93,10 +110,10 @@ class Sides:
                 members,
                 timeout_s=self._wait_s,
                 programs=options.programs,
-                limits=options.limits(len(members), job.heap.nbytes),
+                limits=options.limits(),
                 token=agreed.token,
             )
-            self.services = make_services(setting)
+            self.services = _make_services(setting)
         elif options.kinds and rank == 0:
             _log.warning("backend tdcoll: group %s is served by %s alone: %s", name, fallback, agreed.reason)
 
@@ -104,8 +121,8 @@ class Sides:
 
     def _never(self, kind: str, call: Call) -> str | None:
         """Return why tdcoll does not serve such calls, whenever they come; None if it may."""
-        if kind not in self._agreed.kinds:
-            return self._agreed.reason or "told not to serve it"
+        if kind not in self.agreed.kinds:
+            return self.agreed.reason or "told not to serve it"
         own, device = self.device, call.device
         assert own is not None
         if call.inputs and device.type != own.type:
@@ -116,22 +133,22 @@ class Sides:
                 'torch.cuda.set_device(LOCAL_RANK) before init_process_group("tdcoll")'
             )
         service = self.services[kind]
-        if len(self._members) == 1 and not service.alone:
+        if len(self.members) == 1 and not service.alone:
             return "one rank"
         return service.refuse(call)
 
     def compares(self, kind: str, call: Call) -> bool:
         """Return whether the ranks compare a call like this one: in debug mode, of a kind that tdcoll may serve."""
         service, own = self.services.get(kind), self.device
-        if service is None or kind not in self._agreed.kinds or not service.setting.debug or own is None:
+        if service is None or kind not in self.agreed.kinds or not service.setting.debug or own is None:
             return False
-        return len(self._members) > 1 and (not call.inputs or call.device.type == own.type)
+        return len(self.members) > 1 and (not call.inputs or call.device.type == own.type)
 
     def _standing(self) -> str | None:
         """Return why no call at all can be served now; None if calls can."""
-        job = self._job
+        job = self.job
         if job is None:
-            return self._agreed.reason
+            return self.agreed.reason
         if job.closed or self._closed:
             return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
         return "inside of a coalescing block of the inner group" if self.coalescing else None
@@ -185,33 +202,36 @@ class Sides:
         if why is None:
             service = self.services[kind]
             queue = service.lane.queue
-            if self._on_cpu and (asynchronous or queue.calls_back):
+            in_turn = asynchronous or queue.calls_back
+            if self._on_cpu and in_turn:
                 if not service.setting.debug:
                     service.check_call(call)
                 before = self._outstanding() if service.blocks else []
-                task = Task(
-                    lambda: self._make_in_turn(kind, call, inner, operation, how, before), give_up=self._give_up
-                )
+                make = lambda: self._make_in_turn(kind, call, inner, like, operation, how, before)  # noqa: E731
+                task = Task(make, give_up=self._give_up)
                 work: Any = TaskWork(queue.submit(task), queue)
                 if not asynchronous:
                     work.wait()
                 return work
-            if self._on_cpu or service.waits or service.setting.debug:
+            if not in_turn or service.waits or service.setting.debug:
                 queue.drain()
-            if self._on_cpu and service.blocks:
+            if service.blocks:
                 _wait_for(self._outstanding())
             why = self._prepare(kind, call)
         if why is None:
             service.check_call(call)
-            work = self.serve(kind, call, asynchronous=asynchronous)
-        else:
-            self.say(kind, self.fallback.name(call.device), how + why)
-            work = self.fallback.make(operation or kind, call, asynchronous, inner)
-        if like is not None and why is never:  # an obstacle may go away
+            return self.serve(kind, call, asynchronous=asynchronous, like=like)
+        backend = self.fallback.name(call.device)
+        self.say(kind, backend, how + why)
+        if why is never:  # an obstacle may go away
+            self._remember(like, _Known((kind, backend, why), None, None))
+        return self.fallback.make(operation or kind, call, asynchronous, inner)
+
+    def _remember(self, like: Hashable | None, known: _Known) -> None:
+        if like is not None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[like] = (kind, "tdcoll" if why is None else self.fallback.name(call.device), why or "")
-        return work
+            self._known[like] = known
 
     def _outstanding(self) -> list[Task]:
         """Return the calls of all kinds that are not made yet."""
@@ -222,6 +242,7 @@ class Sides:
         kind: str,
         call: Call,
         inner: Make,
+        like: Hashable | None,
         operation: str,
         how: str,
         before: Sequence[Task],
@@ -236,7 +257,7 @@ class Sides:
         why = self._standing() or self._prepare(kind, call)
         if why is None:
             self.say(kind, "tdcoll", "")
-            return self._run(kind, call)
+            return self._run(kind, call, like)
         self.say(kind, self.fallback.name(call.device), how + why)
         self.fallback.make(operation or kind, call, False, inner, beside=kind).wait()
         return call.results
@@ -250,10 +271,10 @@ class Sides:
         asynchronous: bool,
         inner: Make,
     ) -> Any:
-        """Have a call of one tensor made, the short way if one like it was made before; return its work.
+        """Have a call of one tensor made, by the fast path if one like it was made before; return its work.
 
-        What a call is known by decides whether tdcoll may ever serve it. Where it may, the rest is checked again:
-        :meth:`~tdcoll.collectives._host.collective.Collective.at_once`.
+        What a call is known by decides whether tdcoll may ever serve it. If it may, the rest is checked again, see
+        :mod:`tdcoll.collectives._host.call`.
         """
         try:
             like: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.shape
@@ -263,39 +284,48 @@ class Sides:
         except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
             like = known = None
         if known is not None:
-            if known[1] != "tdcoll":
-                self.counts[known] += 1
+            if known.ready is None:
+                self.counts[known.counted] += 1
                 call = Call([out], [tensor], op)
                 if tensor.is_cuda and is_plain(tensor) and is_plain(out):
                     return inner(self.fallback.group, call)  # what follows does, too, in more time
                 return self.fallback.make(kind, call, asynchronous, inner)
-            work = self._at_once(kind, out, tensor, op, asynchronous)
+            work = self._again(known, out, tensor, asynchronous)
             if work is not None:
-                self.counts[known] += 1
+                self.counts[known.counted] += 1
                 return work
         return self.call(kind, Call([out], [tensor], op), asynchronous, inner, like)
 
-    def _at_once(self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool) -> Any:
-        """Serve a call of a :class:`Dense` kind that is like an earlier one; return its work, None if it cannot be."""
-        job = self._job
-        if job is None or job.closed or self._closed or self.coalescing:
+    def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
+        """Make a call like an earlier one of a dense kind; return its work, None if something is not as it was."""
+        job, context, ready = self.job, known.context, known.ready
+        service: Any = self.services[known.counted[0]]
+        if job is None or job.closed or self._closed or self.coalescing or context is not service.pool.context:
             return None
-        service: Any = self.services[kind]
-        if asynchronous:
-            return None if self._on_cpu else self._at_once_beside(service, out, tensor, op)
-        if not self._on_cpu:
-            return CompletedWork([out]) if service.at_once(out, tensor, op) else None
-        if service.lane.queue.calls_back:
-            return None
-        service.lane.queue.drain()
-        with backend_errors:
-            if not service.at_once(out, tensor, op):
+        queue = service.lane.queue
+        if queue.unfinished:
+            if asynchronous or queue.calls_back:
                 return None
-            service.check()
-        return CompletedWork([out])
+            queue.drain()
+        if self._on_cpu:
+            if asynchronous:
+                return None
+            with backend_errors:
+                if again(context, ready, tensor, out) is None:
+                    return None
+                service.check()
+        elif asynchronous:
+            return self._again_beside(service, context, ready, out, tensor)
+        elif again(context, ready, tensor, out) is None:
+            return None
+        work = CompletedWork()
+        work.tensors = (out,)
+        return work
 
-    def _at_once_beside(self, service: Dense, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> Any:
-        """Serve it on the service's own stream, behind what is on the current one."""
+    def _again_beside(
+        self, service: Dense, context: CollectiveContext, ready: Ready, out: torch.Tensor, tensor: torch.Tensor
+    ) -> Any:
+        """Make it on the service's own stream, behind what is on the current one."""
         stream, device = service.stream, self.device
         if stream is None or device is None or torch._C._cuda_getDevice() != device.index:
             return None
@@ -309,51 +339,54 @@ class Sides:
         # What torch.cuda.stream() does, at a third of its price, on the device that is current.
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
         try:
-            made = service.at_once(out, tensor, op)
+            made = again(context, ready, tensor, out)
         finally:
             torch._C._cuda_setStream(current.stream_id, current.device_index, current.device_type)
-        if not made:
+        if made is None:
             return None
         keep = (out, tensor)
         return StreamWork([out], stream, blocks=False, check=self._check, keep=keep, events=service.events)
 
-    def serve(self, kind: str, call: Call, *, asynchronous: bool) -> Any:
+    def serve(self, kind: str, call: Call, *, asynchronous: bool, like: Hashable | None = None) -> Any:
         """Make a call with tdcoll, now or by its queue, and count it; return its work."""
         self.say(kind, "tdcoll", "")
         device, service = self.device, self.services[kind]
         assert device is not None
 
         if self._on_cpu:
-            return CompletedWork(self._run(kind, call))
+            return completed(self._run(kind, call, like))
         with torch.cuda.device(device):
             if not asynchronous:
-                result = self._run(kind, call)
+                result = self._run(kind, call, like)
                 if service.blocks:
                     torch.cuda.current_stream(device).synchronize()
                     with backend_errors:
                         self._check()
-                return CompletedWork(result)
+                return completed(result)
             if service.stream is None:
                 service.stream = torch.cuda.Stream(device)
-            stream = service.stream
-            if service.waits:
+            stream, queue = service.stream, service.lane.queue
+            if service.waits or not (capturing(device) or (service.loaded(call) and not queue.unfinished)):
+                # The host has to wait: for the size of the result, or until all ranks have loaded the kernels.
                 for tensor in call.touched:
                     record_stream(tensor, stream)
-                queue = service.lane.queue
-                task = Task(lambda: self._run(kind, call), stream, give_up=self._give_up)
+                task = Task(lambda: self._run(kind, call, like), stream, give_up=self._give_up)
                 return TaskWork(queue.submit(task), queue)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                result = self._run(kind, call)
+                result = self._run(kind, call, like)
             return StreamWork(result, stream, blocks=service.blocks, check=self._check, keep=call.touched)
 
-    def _run(self, kind: str, call: Call) -> list[torch.Tensor]:
-        """Make a call with tdcoll on the current stream; return its result."""
+    def _run(self, kind: str, call: Call, like: Hashable | None = None) -> list[torch.Tensor]:
+        """Make a call with tdcoll on the current stream; return its result. The next one is known by ``like``."""
+        service = self.services[kind]
         with self._waiting(kind), torch.no_grad():
-            result = self.services[kind].run(call)
+            result = service.run(call)
             if self._on_cpu:
                 self._check()  # of all kinds: a barrier has no context of its own
-            return result
+        if call.ready is not None and isinstance(service, Dense):
+            self._remember(like, _Known((kind, "tdcoll", ""), call.ready, service.pool.context))
+        return result
 
     def _check(self) -> None:
         """Raise the error that finished kernels of this group have left, of any kind of call."""
@@ -374,10 +407,10 @@ class Sides:
     def _waiting(self, kind: str) -> Iterator[None]:
         """Have exchanges on the host go by this kind's numbers and the group's deadline; turn errors of deadlines into
         torch.distributed's."""
-        job = self._job
+        job = self.job
         assert job is not None
         control = self.services[kind].lane.control
-        with backend_errors, job.within(self._wait_s, self._agreed.name), job.through(control):
+        with backend_errors, job.within(self._wait_s, self.agreed.name), job.through(control):
             yield
 
     # ------------------------------------------------------------------ the end
@@ -407,7 +440,7 @@ class Sides:
         """Wait for nobody any more, and forget the job if it ends with this group."""
         self._closed = True
         self._close_queues()
-        job = self._job
+        job = self.job
         if job is not None and not job.closed and self._ends(job):
             job.failed = True
             tdcoll.finalize()
@@ -423,7 +456,7 @@ class Sides:
 
     def _expired(self) -> BaseException | None:
         """Wait for the GPU; return the error of an expired wait of which nobody has heard, or None."""
-        job = self._job
+        job = self.job
         if job is None or job.closed or job.failed:
             return None
         if job.device.type == "cuda":
@@ -432,7 +465,7 @@ class Sides:
 
     def _leave(self) -> None:
         """Free what tdcoll holds for this group. Collective; after an error, what is left of it."""
-        job = self._job
+        job = self.job
         if job is None or job.closed:
             return
         try:
@@ -444,24 +477,13 @@ class Sides:
         except (TdcollError, dist.DistError) as error:
             _log.warning("backend tdcoll: rank %d left without the others: %s", self._rank, error)
 
-    # ------------------------------------------------------------------ words
 
-    def describe(self) -> Iterator[str]:
-        """Yield lines for people: what serves which calls, and why; calls so far."""
-        agreed, job = self._agreed, self._job
-        if job is not None:
-            where = "simulator" if job.simulated else str(self.device)
-            yield f"  ranks: {job.topology(self._members).describe()}, symmetric memory: {where}"
-        yield f"  inner group: {self.fallback}"
-        for kind in KINDS:
-            if kind in agreed.kinds:
-                yield f"  {kind}: tdcoll; {self.services[kind].describe()}"
-            else:
-                told = self._options.serves or os.environ.get(SERVES)
-                yield f"  {kind}: inner group; {agreed.reason or f'told to serve {told}'}"
-        yield "  everything else: inner group"
-        for (kind, side, why), count in self.counts.items():
-            yield f"  calls so far: {count} {kind} by {side}" + (f" ({why})" if why else "")
+def _make_services(setting: Setting) -> dict[str, Service]:
+    """Make a service of each kind for one group."""
+    services = setting.services
+    services.update({name: Dense(setting, spec_of(name)) for name in COLLECTIVES})
+    services.update({kind.kind: kind(setting) for kind in (SparseAllReduce, Barrier)})
+    return services
 
 
 def _wait_for(tasks: Sequence[Task]) -> None:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from tdcoll import arguments
 from tdcoll.distributed.backend import TdcollProcessGroup
+from tdcoll.distributed.options import KINDS, SERVES
+from tdcoll.distributed.sides import Sides
 
 __all__ = ["explain"]
 
@@ -30,5 +34,24 @@ def explain(group: Any = None) -> str:
         raise ValueError("explain needs a process group that this process is in")
     arguments.instance("group", group, dist.ProcessGroup, "a process group or None")
     if isinstance(group, TdcollProcessGroup):
-        return group.describe()
+        heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"
+        return "\n".join([heading, *_lines(group.sides)])
     return f"process group {group.group_name}: backend {dist.get_backend(group)}; tdcoll serves none of its calls"
+
+
+def _lines(sides: Sides) -> Iterator[str]:
+    """Yield what serves which calls, and why; calls so far."""
+    agreed, job = sides.agreed, sides.job
+    if job is not None:
+        where = "simulator" if job.simulated else str(sides.device)
+        yield f"  ranks: {job.topology(sides.members).describe()}, symmetric memory: {where}"
+    yield f"  inner group: {sides.fallback}"
+    for kind in KINDS:
+        if kind in agreed.kinds:
+            yield f"  {kind}: tdcoll; {sides.services[kind].describe()}"
+        else:
+            told = sides.options.serves or os.environ.get(SERVES)
+            yield f"  {kind}: inner group; {agreed.reason or f'told to serve {told}'}"
+    yield "  everything else: inner group"
+    for (kind, side, why), count in sides.counts.items():
+        yield f"  calls so far: {count} {kind} by {side}" + (f" ({why})" if why else "")

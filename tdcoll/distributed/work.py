@@ -143,7 +143,7 @@ class Queue:
         self._changed = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._urgent: deque[Task] = deque()  # issued by callbacks
-        self._unfinished = 0  # tasks that are not made yet, or whose callbacks run
+        self.unfinished = 0  # tasks that are not made yet, or whose callbacks run
         self._thread: threading.Thread | None = None
         self._current: Task | None = None
         self._closing = self._giving_up = False
@@ -153,7 +153,7 @@ class Queue:
         _at_the_end()
         with self._changed:
             (self._urgent if self.calls_back else self._tasks).append(task)
-            self._unfinished += 1
+            self.unfinished += 1
             self._closing = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tdcoll.distributed", daemon=True)
@@ -172,7 +172,7 @@ class Queue:
         if threading.current_thread() is self._thread or self.calls_back:
             return
         with self._changed:
-            self._changed.wait_for(lambda: not self._unfinished)
+            self._changed.wait_for(lambda: not self.unfinished)
 
     def outstanding(self) -> list[Task]:
         """Return the tasks that are not made yet."""
@@ -236,7 +236,7 @@ class Queue:
             self._wait_for(_Callbacks.of(task, self))
         self._current = before
         with self._changed:
-            self._unfinished -= 1
+            self.unfinished -= 1
             self._changed.notify_all()
 
     def _wait_for(self, callbacks: _Callbacks) -> None:
@@ -352,7 +352,7 @@ class TaskWork(Work):
     """
 
     def __init__(self, task: Task, queue: Queue) -> None:
-        super().__init__([])
+        super().__init__()
         self._task, self._queue = task, queue
 
     def wait(self, timeout: timedelta | None = None) -> bool:

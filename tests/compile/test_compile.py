@@ -73,7 +73,7 @@ def test_all_gather_spills_next_to_nothing(compiled) -> None:
 
 def test_ll_needs_nvshmem_between_nodes_only_and_has_bounded_waits(compiled) -> None:
     found = sorted((k["kernel"], k["arch"], k["block"]) for k in compiled["ll"])
-    one_node, over_nodes = "all_gather_ll", "all_gather_ll_2d"
+    one_node, over_nodes = "exchange_ll", "all_gather_ll_2d"
     assert found == [
         *((one_node, 90, 128), (one_node, 90, 1024), (one_node, 100, 128)),
         *((over_nodes, 90, 128), (over_nodes, 100, 128)),
@@ -309,9 +309,9 @@ def test_order_that_protocols_rely_on_is_in_the_ptx(compiled) -> None:
     elsewhere = {"primitives.tiles.arrive", "primitives.tiles.publish"}
     assert narrow == ptx_order.OF_THIS_GPU - elsewhere
     of = {
-        name: [k for k in kernels if k["kernel"] == name] for name in ("all_gather_direct", "all_gather_ring", "reduce")
+        name: [k for k in kernels if k["kernel"] == name] for name in ("exchange_direct", "all_gather_ring", "reduce")
     }
-    for kernel in of["all_gather_direct"] + of["all_gather_ring"]:
+    for kernel in of["exchange_direct"] + of["all_gather_ring"]:
         assert min(kernel[kind] for kind in ("store", "release", "barrier", "control", "add", "wait")) > 0, kernel
     assert all(kernel["control"] and kernel["add"] and kernel["wait"] for kernel in of["reduce"])
 

@@ -12,9 +12,9 @@ from harness import check, checks_of, expect, run, world
 
 import tdcoll
 from tdcoll.collectives._host.plan import Facts
-from tdcoll.collectives.all_gather.policy import POLICY as ALL_GATHER
-from tdcoll.collectives.all_reduce.policy import POLICY as ALL_REDUCE
-from tdcoll.collectives.reduce_scatter.policy import POLICY as REDUCE_SCATTER
+from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 
 
 @check

@@ -24,9 +24,9 @@ from harness import check, device, expect, rank, run, simulated, world
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.collective import Collective
-from tdcoll.collectives.all_gather.op import ALL_GATHER
-from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
-from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
+from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.runtime import lifecycle
 
 COUNTS = (33, 1001, 5000)

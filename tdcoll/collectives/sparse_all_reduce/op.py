@@ -92,7 +92,7 @@ def _calling(
 
     agree = {"op": operation_name(op), "algorithm": algorithm, **facts}
     alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)  # what the lists of all ranks show
-    with ctx.collective.calling(operation, 0, agree, checked, alike) as rows:
+    with ctx.collective.calling(operation, agree, checked, alike) as rows:
         ctx.calls += 1
         yield rows
 

@@ -17,9 +17,9 @@ import tdcoll
 from tdcoll import fused
 from tdcoll.collectives._host import pool
 from tdcoll.collectives._host.plan import WARPS, Facts, Plan, Policy
-from tdcoll.collectives.all_gather.policy import POLICY as ALL_GATHER
-from tdcoll.collectives.all_reduce.policy import POLICY as ALL_REDUCE
-from tdcoll.collectives.reduce_scatter.policy import POLICY as REDUCE_SCATTER
+from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.fused.policy import MOST_HIDDEN, Rows, choose, programs
 from tdcoll.limits import SHARED_WARPS
 from tdcoll.runtime import cuda

@@ -11,7 +11,8 @@ import torch
 
 import tdcoll
 from tdcoll.collectives._host.launch import Launch, Launcher
-from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
+from tdcoll.collectives._host.launches import launches_of
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.testing import World
 
 WORLD = 2
@@ -182,7 +183,7 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
         given, out = tensor(pe, 0, n), torch.empty(n)
         tdcoll.all_reduce(given, ctx, out, algorithm="direct")
         options = {"options": (torch.float32, "sum"), "dtype": torch.float32}
-        captured = ALL_REDUCE.launches(ctx, given.nbytes, "direct", **options)
+        captured = launches_of(ALL_REDUCE, ctx, given.nbytes, "direct", **options)
         interrupted.now = True
         other = tensor(pe, 1, n)
         try:
@@ -338,8 +339,8 @@ def test_a_repeated_fused_call_refuses_what_the_first_would(
 def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a choice looks at is the same on a rank that captures, and so is what is chosen: one rank may replay a
     graph while another calls eagerly."""
-    from tdcoll.collectives.all_gather.op import ALL_GATHER
-    from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
+    from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
+    from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
     from tdcoll.fused import op as fused
     from tdcoll.gate import Gate
     from tdcoll.tuning import SIMULATOR, Entry, Section, Table

@@ -17,7 +17,8 @@ from triton.compiler import CompiledKernel
 import tdcoll
 from tdcoll.collectives._host import launch as launches
 from tdcoll.collectives._host.launch import Launch, Launcher, Packed
-from tdcoll.collectives.all_gather.op import ALL_GATHER
+from tdcoll.collectives._host.launches import launches_of
+from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.testing import World
 
 STREAM = 77
@@ -295,7 +296,7 @@ def test_calls_that_are_launched_early_and_as_usual_are_of_two_kinds() -> None:
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            kinds = [ALL_GATHER.launches(ctx, n << 20, "direct", in_place=True) for n in (1, 2, 3)]
+            kinds = [launches_of(ALL_GATHER, ctx, n << 20, "direct", in_place=True) for n in (1, 2, 3)]
             assert [kind._launches[0]._arguments["nbytes"] for kind in kinds] == [1 << 20, 2 << 20, 3 << 20]
             assert kinds[0]._variant == kinds[1]._variant != kinds[2]._variant
 

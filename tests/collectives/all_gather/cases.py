@@ -11,7 +11,7 @@ import torch
 
 import tdcoll
 from tdcoll.collectives._host.plan import Facts, Plan
-from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.collectives.all_gather.spec import SPEC
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
@@ -91,7 +91,7 @@ def section(
 
 def choose(nbytes: int, topology: Topology, algorithm: Any = "auto", sections: Any = (), **facts: Any) -> Plan:
     """The plan for ``nbytes`` per rank."""
-    return POLICY.choose(Facts(nbytes, topology, **facts), algorithm, sections)
+    return SPEC.choose(Facts(nbytes, topology, **facts), algorithm, sections)
 
 
 def nodes_of(*sizes: int, rank: int = 0) -> Topology:

@@ -18,7 +18,7 @@ import tdcoll
 from tdcoll.collectives._host import plan as plans
 from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Plan
 from tdcoll.collectives.all_gather import kernels_direct, policy
-from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.collectives.all_gather.spec import SPEC
 from tdcoll.errors import RankMismatchError
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
@@ -258,7 +258,7 @@ def test_calls_in_the_simulator_are_planned_as_such() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             tdcoll.all_gather(torch.zeros(64, dtype=torch.uint8), ctx)
             launch = ctx.known(("all_gather", 64, "auto", None, False, False))
-            assert launch.kernel is kernels_direct.all_gather_direct
+            assert launch.kernel is kernels_direct.exchange_direct
 
     World(2, heap_bytes=1 << 18).run(host)
 
@@ -304,7 +304,7 @@ def test_chunks_cover_the_bytes_and_none_is_empty(nbytes: int, nodes: list[int],
     assert (plan.channels - 1) * plan.chunk < max(nbytes, 1), "the last channel has nothing to carry"
 
 
-@given(SIZES, NODES, st.sampled_from(POLICY.algorithms), st.integers(-1, 1 << 20), st.data())
+@given(SIZES, NODES, st.sampled_from(("auto", *SPEC.names)), st.integers(-1, 1 << 20), st.data())
 def test_all_ranks_choose_the_same(
     nbytes: int, nodes: list[int], algorithm: str, ll_bytes: int, data: st.DataObject
 ) -> None:
@@ -339,7 +339,7 @@ def test_a_wish_is_granted_or_refused(nbytes: int, nodes: list[int], asked: str)
 
 
 def test_refusals_say_what_and_why() -> None:
-    with pytest.raises(ValueError, match=f"algorithm must be one of {', '.join(POLICY.algorithms)}; got '3d'"):
+    with pytest.raises(ValueError, match=f"algorithm must be one of {', '.join(('auto', *SPEC.names))}; got '3d'"):
         choose(1, nodes_of(4), "3d")
     with pytest.raises(
         ValueError, match=r"on every node and at most 64 bytes per rank; got 65 bytes on 4 rank\(s\) on 1 node"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.collectives.all_gather.spec import SPEC
 from tdcoll.testing import World
 from tdcoll.tuning import Entry, Table, shipped
 
@@ -85,10 +85,10 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str)
     ],
 )
 def test_the_policy_knows_what_its_entries_may_say(path: tuple[Any, ...], value: Any, message: str) -> None:
-    assert POLICY.sections(EXAMPLE.sections, "t.json") == EXAMPLE.sections
+    assert SPEC.sections(EXAMPLE.sections, "t.json") == EXAMPLE.sections
     table = Table.parse(changed(path, value), "t.json")
     with pytest.raises(ValueError, match=re.escape(message)):
-        POLICY.sections(table.sections, table.name)
+        SPEC.sections(table.sections, table.name)
 
     def host(pe: int) -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=table_of(Entry(64, "3d")))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather of small messages inside one node: every word carries its own flag (LL).
+"""All-gather and all-to-all of small messages inside one node: every word carries its own flag (LL).
 
-Data flow, seen from rank r::
+Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of an all-gather the same for all)::
 
-    source --{data, data, data, flag} words--> words[slot, r] on every other rank
-    words[slot, s] --data--> out[s], for every other rank s;  source --> out[r]
+    source[p] --{data, data, data, flag} words--> words[slot, r] on rank p, for every other rank p
+    words[slot, s] --data--> out[s], for every other rank s;  source[r] --> out[r]
 
 A put with a signal crosses NVLink three times: the data, their acknowledgement (the signal may not overtake them), the
 signal. Here data and flag cross together, once: see :mod:`tdcoll.primitives.ll`, for the flags and the ordering too.
@@ -21,15 +21,19 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import ll
 from tdcoll.primitives.group import in_stream_order, start
 
-__all__ = ["all_gather_ll"]
+__all__ = ["exchange_ll"]
 
 
 @jit
-def all_gather_ll(source: tl.int64, out: tl.int64, words, g, nbytes: tl.int64, blocks: tl.int32, BLOCK: tl.constexpr):
-    """``[nbytes] -> [world * nbytes]`` inside one node. Programs: ``world * blocks``.
+def exchange_ll(
+    source: tl.int64, out: tl.int64, words, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
+    blocks: tl.int32, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Programs: ``world * blocks``.
 
     Args:
-        source, out, g: as for ``all_gather_direct``; ``source`` may be this rank's segment of ``out``.
+        source, out, source_stride, out_stride, g: as for ``exchange_direct``; of an all-gather, ``source`` may be this
+            rank's segment of ``out``.
         words: :class:`~tdcoll.primitives.group.Window` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
         blocks: programs per peer, of ``BLOCK`` words each.
     """
@@ -41,17 +45,18 @@ def all_gather_ll(source: tl.int64, out: tl.int64, words, g, nbytes: tl.int64, b
     delta = tl.load(words.deltas + to)
     size = tl.cast(nbytes, tl.int32)
     index = block * BLOCK + tl.arange(0, BLOCK)
-    first, second, third = ll.load(source, index, size)
+    given = source + tl.cast(to, tl.int64) * source_stride
+    taken = out + tl.cast(frm, tl.int64) * out_stride
+    first, second, third = ll.load(given, index, size)
     epoch, alive = start(g)
     if alive == 0:
         return
-    first, second, third = ll.repair(source, index, size, first, second, third)
+    first, second, third = ll.repair(given, index, size, first, second, third)
     mask = ll.carry(index, size)
     if step == 0:
-        own = out + tl.cast(g.rank, tl.int64) * nbytes
-        if own != source:  # not in place
-            ll.store(own, index, size, first, second, third, mask)
+        if taken != given:  # not in place
+            ll.store(taken, index, size, first, second, third, mask)
     else:
         ll.send(g, words, g.rank, delta, index, first, second, third, epoch, mask)
         first, second, third, arrived = ll.receive(g, words, frm, index, epoch, mask)
-        ll.store(out + tl.cast(frm, tl.int64) * nbytes, index, size, first, second, third, arrived != 0)
+        ll.store(taken, index, size, first, second, third, arrived != 0)
