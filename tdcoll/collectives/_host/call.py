@@ -305,13 +305,13 @@ def _remember(ctx: CollectiveContext, key: Hashable, ready: Ready, shared: Any) 
 
 
 def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: Launches) -> Ready:
-    registered, own = Standing(ctx), ctx.rank * segment
+    registered, own, in_buffer = Standing(ctx), ctx.rank * segment, launches.in_buffer
 
     def place(buffer: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
         if not registered.holds(buffer):
             return None
         base = buffer.data_ptr()
-        return buffer, (base + own, base)
+        return buffer, (base + own, 0, base) if in_buffer else (base + own, base)
 
     return Ready(operation, place, launches.run, registered)
 

@@ -43,7 +43,9 @@ def drop_in(
     for name, tensor in zip(names, (input, output), strict=True):
         arguments.tensor(name, tensor)
     ctx = pooled(spec, input, group)
-    make(spec, input, ctx, output, "auto", op, names=names)
+    make(
+        spec, input.detach(), ctx, output.detach(), "auto", op, names=names
+    )  # as stores of a kernel, which autograd does not see
     if not async_op:
         return None
     check = ctx.monitor.raise_if_expired

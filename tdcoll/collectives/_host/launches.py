@@ -157,13 +157,14 @@ class Launches:
 
     Attributes:
         plan: of the first epoch.
-        run: launches, given the handle of a stream and the addresses of tensor and result.
+        in_buffer: peers write to the caller's buffer.
+        run: launches, given the handle of a stream and :meth:`addresses`.
     """
 
     def __init__(self, operation: str, algorithm: Algorithm, calls: list[Planned]) -> None:
         first = calls[0]
         self._context, self._operation, self.plan = first.ctx, operation, first.plan
-        in_buffer = first.in_buffer
+        self.in_buffer = in_buffer = first.in_buffer
         changing = ("source", "out", "window.base") if in_buffer else ("source", "out")
         self.kernel = kernel = algorithm.kernel(first.facts)
         launches: dict[Planned, Launch] = {}
@@ -180,20 +181,20 @@ class Launches:
         in_order = [launches[call] for call in calls]
         only, room = in_order[0], first.facts.nbytes
 
-        def in_place(stream: int, source: int, out: int) -> None:
-            only(stream, source, 0, out)
-
         def in_epochs(stream: int, source: int, out: int) -> None:
             for epoch, launch in enumerate(in_order):
                 launch(stream, source + epoch * room, out + epoch * room)
 
-        self.run: Callable[[int, int, int], None]
-        self.run = in_place if in_buffer else in_epochs if len(calls) > 1 else only.__call__
+        self.run: Callable[..., None] = in_epochs if len(calls) > 1 else only.__call__
 
     def __call__(self, source: int, out: int) -> None:
         """Make the call on the current stream, given the addresses of tensor and result, or of segment and buffer."""
         self._context.wait_for_loads(self._operation, self._variant)
-        self.run(self._context.current_stream(), source, out)
+        self.run(self._context.current_stream(), *self.addresses(source, out))
+
+    def addresses(self, source: int, out: int) -> tuple[int, ...]:
+        """Return what :attr:`run` takes: a window of the caller's memory is a third address, and has no result."""
+        return (source, 0, out) if self.in_buffer else (source, out)
 
     def prepare(self) -> None:
         """Compile and load the kernels, before the call begins: what fails here leaves the context as it was.
