@@ -299,6 +299,8 @@ class Sides:
     def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
         """Make a call like an earlier one of a dense kind; return its work, None if something is not as it was."""
         job, context, ready = self.job, known.context, known.ready
+        assert context is not None
+        assert ready is not None
         service: Any = self.services[known.counted[0]]
         if job is None or job.closed or self._closed or self.coalescing or context is not service.pool.context:
             return None

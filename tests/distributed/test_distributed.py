@@ -24,11 +24,12 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 import tdcoll
 from tdcoll import distributed, runtime
+from tdcoll.collectives._host.call import spec_of
 from tdcoll.distributed import BackendTimeout, Options, agreement, backend, explain
 from tdcoll.distributed.inner import NamedWork, RollCall, add_backends
-from tdcoll.distributed.options import SERVED_BYTES, SERVES
-from tdcoll.distributed.services import KINDS
+from tdcoll.distributed.options import KINDS, SERVES
 from tdcoll.distributed.work import Queue, Task, TaskWork
+from tdcoll.limits import COLLECTIVES
 from tdcoll.runtime import lifecycle
 from tdcoll.work import as_backend_error
 
@@ -153,6 +154,7 @@ def test_device_of_a_rank(monkeypatch, current: int, local_rank: str, share: str
 
 EXPIRED = """
 import torch, torch.distributed as dist
+from tdcoll.collectives._host.call import spec_of
 from tdcoll.distributed import BackendTimeout
 from tdcoll.monitor import c
 dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
@@ -426,14 +428,9 @@ def test_methods_that_a_group_on_gpus_overrides(monkeypatch) -> None:
 
 
 def test_sizes_that_are_served() -> None:
-    """By measurement if nothing is said; an all-gather no larger than its context may be."""
-    assert set(SERVED_BYTES) == {"all_gather", "all_reduce", "reduce_scatter"}
-    assert all(0 in sizes for sizes in SERVED_BYTES.values())
-    heap = 1 << 34
-    by_table = {kind: sizes.get(4, sizes[0]) for kind, sizes in SERVED_BYTES.items()}
-    assert Options().limits(4, heap) == by_table
-    assert Options(max_bytes_per_rank=100).limits(4, heap) == dict.fromkeys(SERVED_BYTES, 100)
-    assert Options(max_bytes_per_rank=1 << 30).limits(4, 1 << 25)["all_gather"] == 1 << 20
+    """Those of each collective's spec, if nothing is said."""
+    assert Options().limits() == {name: spec_of(name).handled_bytes for name in COLLECTIVES}
+    assert Options(max_bytes_per_rank=100).limits() == dict.fromkeys(COLLECTIVES, 100)
 
 
 def test_every_kind_of_call_is_explained(alone) -> None:

@@ -172,10 +172,10 @@ class Launches:
         for call in dict.fromkeys(calls):
             known = {**call.values(), **algorithm.values(call)}
             given = {name: known[name] for name in kernel.arg_names if name in known}
-            options = {"num_warps": call.plan.num_warps, "early": call.ctx.early and algorithm.early(call.facts)}
-            launches[call] = Launch(kernel, call.plan.blocks, given, changing, **options)
+            warps, early = call.plan.num_warps, call.ctx.early and algorithm.early(call.facts)
+            launches[call] = Launch(kernel, call.plan.blocks, given, changing, num_warps=warps, early=early)
             variant.update((name, value) for name, value in given.items() if name.isupper())
-            variant.update(options.items())
+            variant.add((warps, early))
         self._launches = list(launches.values())
         self._variant = (operation, kernel.__name__, frozenset(variant), in_buffer)
         in_order = [launches[call] for call in calls]
