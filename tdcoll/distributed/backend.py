@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     ProcessGroup,
@@ -34,6 +35,7 @@ from tdcoll.distributed.inner import (
     RollCall,
     add_backends,
     beside,
+    exchange_parts,
     gather_into,
     scatter_from,
     sparse_sum_by_gather,
@@ -383,6 +385,22 @@ class TdcollProcessGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
+    # ------------------------------------------------------------------ all-to-all
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
+        """``[world * n, ...] -> [world * n, ...]``. Calls with split sizes, which differ from rank to rank, go on."""
+        output, input, opts = plain(output), plain(input), AllToAllOptions() if opts is None else opts
+        if output_splits or input_splits:
+            return exchange_parts(self._plain, output, input, output_splits, input_splits, opts)
+        return self.sides.call_one(
+            "all_to_all", output, input, None, opts.asyncOp,
+            lambda group, call: exchange_parts(group, call.outs[0], call.inputs[0], [], [], opts),
+        )  # fmt: skip
+
+    alltoall_base: Any = all_to_all_single
+
     # ------------------------------------------------------------------ the rest of what is named on failure
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
@@ -437,6 +455,7 @@ _METHODS = {
                    "allgather_into_tensor_coalesced"),
     "reduce_scatter": ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
                        "reduce_scatter_tensor_coalesced"),
+    "all_to_all": ("all_to_all_single", "alltoall_base"),
     "barrier": ("barrier",),
 }  # fmt: skip
 """The methods that only one kind of call needs. (``allreduce`` is always needed: NCCL has none of sparse tensors.)"""
@@ -475,7 +494,7 @@ def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
     return {name: make(name) for name in names if hasattr(ProcessGroup, name)}
 
 
-for _name, _method in _passed_on(("all_to_all_single", "alltoall_base", "reduce_scatter")).items():
+for _name, _method in _passed_on(("reduce_scatter",)).items():
     setattr(TdcollProcessGroup, _name, _method)
 never_compiled(TdcollProcessGroup)  # with these methods, and those of _passing_on, which have the same code
 

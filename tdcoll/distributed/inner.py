@@ -20,7 +20,7 @@ from tdcoll.runtime.control import wait_for
 from tdcoll.runtime.store import ask
 from tdcoll.torch_internals import never_compiled
 
-__all__ = ["NamedWork", "RollCall", "add_backends", "beside", "gather_into", "scatter_from"]
+__all__ = ["NamedWork", "RollCall", "add_backends", "beside", "exchange_parts", "gather_into", "scatter_from"]
 __all__ += ["sparse_sum_by_gather"]
 
 _ROLL_CALL_S = 5.0
@@ -116,6 +116,7 @@ def _nccl(
 
 
 _GATHER = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+_EXCHANGE = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
 _SCATTER = "reduce_scatter_single" if hasattr(ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 
 
@@ -127,6 +128,11 @@ def gather_into(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any =
 def scatter_from(group: Any, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
     """Start ``group``'s reduce-scatter of one tensor, under the name that this PyTorch has for it. Return its work."""
     return getattr(group, _SCATTER)(out, tensor, opts)
+
+
+def exchange_parts(group: Any, out: torch.Tensor, tensor: torch.Tensor, out_splits: Any, splits: Any, opts: Any) -> Any:
+    """Start ``group``'s all-to-all of one tensor, under the name that this PyTorch has for it. Return its work."""
+    return getattr(group, _EXCHANGE)(out, tensor, out_splits, splits, opts)
 
 
 def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Tensor:

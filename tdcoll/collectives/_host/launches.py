@@ -24,7 +24,7 @@ from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Section
 
 __all__ = ["Launches", "Planned", "arithmetic", "facts_of", "is_prepared", "launches_by", "launches_of", "local_peers"]
-__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "successors", "tiles"]
+__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "routes_beside_stores", "successors", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,17 @@ def make_routes(ctx: CollectiveContext, local: list[int], remote: list[int], mor
     pes = ctx.topology.pes
     entries = [*local, *(pes[rank] for rank in local), *remote, *(pes[rank] for rank in remote), *more]
     return Routes(torch.tensor(entries or [0], dtype=torch.int32, device=ctx.device), len(local), len(remote))
+
+
+def routes_beside_stores(ctx: CollectiveContext, operation: str) -> Routes:
+    """Return the :class:`Routes` to all other ranks: as local ones to those that can be stored to."""
+
+    def make() -> Routes:
+        local = local_peers(ctx.topology) if ctx.stores else []
+        return make_routes(ctx, local, [rank for rank in successors(ctx.topology) if rank not in local])
+
+    routes: Routes = on_device(ctx, operation, "routes beside stores", make)
+    return routes
 
 
 class Launches:

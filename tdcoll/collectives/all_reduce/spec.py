@@ -13,7 +13,7 @@ from tdcoll.collectives._host.launches import (
     make_routes,
     of_words,
     on_device,
-    successors,
+    routes_beside_stores,
     tiles,
 )
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, per_channel
@@ -37,6 +37,7 @@ from tdcoll.collectives.all_reduce.policy import (
     pieces,
 )
 from tdcoll.primitives.group import nodes_of
+from tdcoll.primitives.puts import Routes
 
 __all__ = ["SPEC"]
 
@@ -51,15 +52,17 @@ def _parts(call: Planned) -> dict[str, Any]:
 def _by_puts(call: Planned) -> dict[str, Any]:
     ctx, topology, algorithm = call.ctx, call.ctx.topology, call.plan.algorithm
 
-    def make() -> dict[str, Any]:
-        local = local_peers(topology) if ctx.stores else []
-        remote = [rank for rank in successors(topology) if rank not in local]
-        if algorithm == "2d":
-            remote = [members[topology.place] for members in topology.members if members[topology.place] in remote]
-        return {"routes": make_routes(ctx, local, remote), "nodes": nodes_of(topology, ctx.device)}
+    def rails() -> Routes:
+        local = local_peers(topology)
+        remote = [members[topology.place] for members in topology.members if members[topology.place] != topology.rank]
+        return make_routes(ctx, local, remote)
 
-    tables = on_device(ctx, "all_reduce", ("all_reduce", algorithm), make)
-    return {**_parts(call), **tables, "place": topology.place}
+    if algorithm == "2d":
+        routes = on_device(ctx, "all_reduce", "rails", rails)
+    else:
+        routes = routes_beside_stores(ctx, "all_reduce")
+    nodes = on_device(ctx, "all_reduce", "nodes", lambda: nodes_of(topology, ctx.device))
+    return {**_parts(call), "routes": routes, "nodes": nodes, "place": topology.place}
 
 
 def _direct_blocks(facts: Facts, plan: Plan) -> int:
