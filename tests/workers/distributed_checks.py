@@ -95,6 +95,36 @@ def gathers_several_at_once() -> None:
 
 
 @check
+def exchanges_parts() -> None:
+    """All-to-alls: of equal parts by tdcoll; with sizes, which may differ from rank to rank, by the inner group."""
+    before, n = served("all_to_all"), 6
+    for call, dtype in enumerate(DTYPES):
+        given = data(rank(), world() * n, dtype, call)
+        wanted = torch.cat([data(r, world() * n, dtype, call).view(world(), n)[rank()] for r in everyone()])
+        for asynchronous in (False, True, False):
+            out = torch.empty_like(given)
+            work = dist.all_to_all_single(out, given, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            same(out, wanted, f"{dtype}")
+    strided, out = torch.stack([given, given], 1)[:, 0], torch.empty(world() * n, 2, dtype=dtype, device=device())[:, 1]
+    dist.all_to_all_single(out, strided)
+    same(out.contiguous(), wanted, "strided")
+    dist.all_to_all_single(given, given)
+    same(given, wanted, "into its own input")
+    expect(served("all_to_all") - before == 3 * len(DTYPES) + 2, explain())
+    expect_raises(ValueError, lambda: dist.all_to_all_single(out[:1], data(rank(), 2 * world())), "elements")
+    expect_raises(ValueError, lambda: dist.all_to_all_single(*2 * [data(rank(), 2 * world() + 1)]), "parts of one size")
+    if shared() and device().type == "cuda":  # gloo takes none of CUDA memory
+        return
+    sizes = [1 + (rank() + r) % 2 for r in everyone()]
+    given = torch.cat([torch.full((size,), 10.0 * rank() + r, device=device()) for r, size in enumerate(sizes)])
+    out = torch.empty(sum(sizes), device=device())
+    dist.all_to_all_single(out, given, sizes, sizes)
+    same(out, torch.cat([torch.full((s,), 10.0 * r + rank(), device=device()) for r, s in enumerate(sizes)]), "sizes")
+
+
+@check
 def functional_collectives_and_compile() -> None:
     before = served("all_gather")
     wanted = torch.cat([data(r, 4) for r in everyone()])

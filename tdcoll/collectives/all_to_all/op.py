@@ -55,9 +55,9 @@ def all_to_all(
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
         TypeError, ValueError: an argument is not as described.
 
-    Algorithms: every rank sends each part to the rank that it is for (pairwise exchange; Thakur, Rabenseifner and Gropp,
-    2005): small parts with a flag beside every 96 bits (``"ll"``, after NCCL's protocol of that name), larger ones by
-    stores with a signal per chunk (``"direct"``), and between nodes by puts (``"1d"``).
+    Algorithms: every rank sends each part to the rank that it is for (pairwise exchange; Thakur, Rabenseifner and
+    Gropp, 2005): small parts with a flag beside every 96 bits (``"ll"``, after NCCL's protocol of that name), larger
+    ones by stores with a signal per chunk (``"direct"``), and between nodes by puts (``"1d"``).
     """
     return make(SPEC, tensor, ctx, out, algorithm)
 

@@ -33,9 +33,7 @@ class Loading:
 
         def launch(this: Launch, *given: Any) -> None:
             rank = runtime.current().rank
-            assert (rank, id(this)) in self.loaded, (
-                "kernels are loaded before a call begins"
-            )
+            assert (rank, id(this)) in self.loaded, "kernels are loaded before a call begins"
             self.running[rank] += 1
             real(this, *given)
             self.running[rank] -= 1
