@@ -47,9 +47,9 @@ def raw(tensor: torch.Tensor) -> list[int]:
 def same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     """Fail unless two tensors have the same bytes.
 
-    The stream is waited for first, and the message is made on the CPU. A copy to pageable memory that waits for a kernel
-    holds a lock of the driver, and printing a CUDA tensor launches kernels that CUDA loads only when no kernel is
-    running: either would hold up the calls of other threads, for which that kernel waits.
+    The stream is waited for first, and the message is made on the CPU. A copy to pageable memory that waits for a
+    kernel holds a lock of the driver, and printing a CUDA tensor launches kernels that CUDA loads only when no kernel
+    is running: either would hold up the calls of other threads, for which that kernel waits.
     """
     if got.is_cuda:
         torch.cuda.current_stream(got.device).synchronize()
