@@ -39,7 +39,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("",),  # the package itself, which gives out the public names of all the above
     ("distributed",),
-    ("bench", "testing", "doctor", "torchrun", "compat"),
+    ("torchrun",),
+    ("bench", "testing", "doctor", "compat"),
     ("__main__",),
 )
 """Parts of the package, the lowest first. A module belongs to the longest name that it begins with. It may import its
