@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce", "index_match"
+COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "index_match"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "limits"),
@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gate",),
     ("context",),
     ("collectives", "collectives._host"),
+    ("collectives.exchange",),
     tuple(f"collectives.{name}" for name in COLLECTIVES),
     ("collectives.sparse_all_reduce",),
     ("fused",),
@@ -217,7 +218,7 @@ def test_what_is_allowed() -> None:
         ("tdcoll.collectives._host.launch", "tdcoll.collectives.index_match", False),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.index_match.kernels", True),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather", True),
-        ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.exchange.kernels_ll", False),
+        ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather.kernels_ring", False),
         ("tdcoll.memory", "tdcoll", False),
         ("tdcoll.distributed.ddp", "tdcoll", True),
         ("tdcoll.testing", "tdcoll.bench.job", False),
