@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
-    BroadcastOptions,
     ProcessGroup,
     ReduceScatterOptions,
 )
@@ -32,7 +31,6 @@ from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, check_pieces
 from tdcoll.distributed.fallback import Fallback, Make
 from tdcoll.distributed.inner import (
-    RollCall,
     add_backends,
     beside,
     exchange_parts,
@@ -171,8 +169,7 @@ class TdcollProcessGroup(ProcessGroup):
             "share_gpus": share_gpus,
         }
         own_store = dist.PrefixStore("tdcoll/", store)
-        roll_call = RollCall(dist.PrefixStore("roll-call/", own_store), rank, size, timeout)
-        fallback = Fallback(inner, names, roll_call, lambda kind: beside(kind, *of_group))
+        fallback = Fallback(inner, names, lambda kind: beside(kind, *of_group))
         control = StoreControlPlane(own_store, rank, timeout.total_seconds())
         agreed = Agreement(control, size, options.kinds, settings, name)
         if not ranks or size == dist.get_world_size():
@@ -285,7 +282,7 @@ class TdcollProcessGroup(ProcessGroup):
     def _several(self, kind: str, call: Call, opts: Any, inner: Make) -> Any:
         """Make a call of several tensors, or of none."""
         if not call.inputs:
-            return self.sides.fallback.make(kind, call, opts.asyncOp, inner)
+            return self.sides.fallback.make(call, opts.asyncOp, inner)
         return self.sides.call(kind, call, opts.asyncOp, inner)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -296,8 +293,7 @@ class TdcollProcessGroup(ProcessGroup):
         opts = AllgatherOptions() if opts is None else opts
         sides = self.sides
         if len(inputs) != 1 or len(outputs) != 1:
-            device = _device_of(inputs)
-            return sides.fallback.start("all_gather", device, lambda: self._plain.allgather(outputs, inputs, opts))
+            return self._plain.allgather(outputs, inputs, opts)
         call = Call([], inputs, pieces=outputs[0])
         if not sides.compares("all_gather", call):
             check_pieces(call, self._size)
@@ -353,7 +349,6 @@ class TdcollProcessGroup(ProcessGroup):
             Call([tensor], [tensor], op),
             opts.asyncOp,
             inner,
-            operation="all_reduce",
             how="all-gathers of rows and indices; " if gathers else "",
         )
 
@@ -401,16 +396,7 @@ class TdcollProcessGroup(ProcessGroup):
 
     alltoall_base: Any = all_to_all_single
 
-    # ------------------------------------------------------------------ the rest of what is named on failure
-
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        if isinstance(tensors, torch.Tensor):
-            root, opts, tensors = opts, BroadcastOptions(), [tensors]
-            opts.rootRank = root
-            if timeout is not None:
-                opts.timeout = timeout
-        opts = BroadcastOptions() if opts is None else opts
-        return self.sides.fallback.start("broadcast", _device_of(tensors), lambda: self._plain.broadcast(tensors, opts))
+    # ------------------------------------------------------------------ messages
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:
         return self._plain.send(self._messages("send", tensors), dstRank, tag)
@@ -446,10 +432,6 @@ class TdcollProcessGroup(ProcessGroup):
         return self.sides.call("barrier", call, opts.asyncOp, lambda group, _: group.barrier(opts), refused=refused)
 
 
-def _device_of(tensors: list[torch.Tensor]) -> torch.device:
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
 _METHODS = {
     "all_gather": ("all_gather_single", "_allgather_base", "all_gather_single_coalesced", "allgather",
                    "allgather_into_tensor_coalesced"),
@@ -462,12 +444,10 @@ _METHODS = {
 
 
 def _class_for(options: Options) -> type[TdcollProcessGroup]:
-    """Return a group's class. Where gloo's failures need not be named, it only passes on what tdcoll does not serve."""
+    """Return a group's class. On GPUs it only passes on what tdcoll does not serve; gloo needs contiguous memory."""
     if not torch.cuda.is_available():
         return TdcollProcessGroup
-    return _passing_on(
-        ("broadcast", *(name for kind in _METHODS if kind not in options.kinds for name in _METHODS[kind]))
-    )
+    return _passing_on(tuple(name for kind in _METHODS if kind not in options.kinds for name in _METHODS[kind]))
 
 
 @functools.cache
@@ -494,7 +474,7 @@ def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
     return {name: make(name) for name in names if hasattr(ProcessGroup, name)}
 
 
-for _name, _method in _passed_on(("reduce_scatter",)).items():
+for _name, _method in _passed_on(("broadcast", "reduce_scatter")).items():
     setattr(TdcollProcessGroup, _name, _method)
 never_compiled(TdcollProcessGroup)  # with these methods, and those of _passing_on, which have the same code
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the fallback backend, gloo or NCCL: on contiguous memory, and on CPUs with failures that name ranks."""
+"""Calls of the fallback backend, gloo or NCCL, which are given contiguous memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from tdcoll.distributed.call import Call, plain_memory
-from tdcoll.distributed.inner import NamedWork, RollCall
 from tdcoll.torch_internals import never_compiled
 from tdcoll.work import Work, completed
 
@@ -27,14 +26,11 @@ class Fallback:
     Args:
         group: a process group without what tdcoll overrides.
         names: of the backend for each type of device.
-        roll_call: finds out who is still there when a call has failed.
         beside: makes another such group of the same ranks, for CPU tensors and one kind of call. Collective.
     """
 
-    def __init__(
-        self, group: Any, names: dict[str, str], roll_call: RollCall, beside: Callable[[str], Any] = lambda kind: None
-    ) -> None:
-        self.group, self._names, self._roll_call, self._make_beside = group, names, roll_call, beside
+    def __init__(self, group: Any, names: dict[str, str], beside: Callable[[str], Any] = lambda kind: None) -> None:
+        self.group, self._names, self._make_beside = group, names, beside
         self._beside: dict[str, Any] = {}
 
     def name(self, device: torch.device) -> str:
@@ -44,26 +40,13 @@ class Fallback:
     def __str__(self) -> str:
         return " and ".join(f"{name} ({device})" for device, name in self._names.items())
 
-    def start(self, operation: str, device: torch.device, call: Callable[[], Any]) -> Any:
-        """Return the work that ``call`` returns; on CPUs one whose failure names the ranks that are gone."""
-        if device.type != "cpu":
-            return call()
-        name = self._roll_call.next_call(operation)
-        try:
-            return NamedWork(call(), operation, name, self._roll_call)
-        except RuntimeError as error:
-            if (named := self._roll_call.name(operation, name, error)) is error:
-                raise
-            raise named from error
-
-    def make(self, operation: str, call: Call, asynchronous: bool, make: Make, beside: str | None = None) -> Any:
+    def make(self, call: Call, asynchronous: bool, make: Make, beside: str | None = None) -> Any:
         """Make a call and return its work.
 
         gloo and NCCL take a tensor for contiguous memory that begins with its first element. If it has strides, they
         get a copy of it.
 
         Args:
-            operation: its name, for errors.
             beside: make it by a group of its own for this kind of call. Its calls have an order of their own.
         """
         group, taken = self.group, plain_memory(call)
@@ -71,7 +54,7 @@ class Fallback:
             if beside not in self._beside:
                 self._beside[beside] = self._make_beside(beside)
             group = self._beside[beside]
-        work = self.start(operation, call.device, lambda: make(group, taken))
+        work = make(group, taken)
         if taken is call:
             return work
         if asynchronous:

@@ -3,27 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
-import re
-from collections import defaultdict
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup
 
-from tdcoll.errors import CollectiveTimeout, TdcollError
-from tdcoll.runtime.control import wait_for
 from tdcoll.runtime.store import ask
-from tdcoll.torch_internals import never_compiled
 
-__all__ = ["NamedWork", "RollCall", "add_backends", "beside", "exchange_parts", "gather_into", "scatter_from"]
-__all__ += ["sparse_sum_by_gather"]
-
-_ROLL_CALL_S = 5.0
+__all__ = ["add_backends", "beside", "exchange_parts", "gather_into", "scatter_from", "sparse_sum_by_gather"]
 
 
 def add_backends(
@@ -162,125 +152,3 @@ def sparse_sum_by_gather(group: Any, tensor: torch.Tensor, op: str) -> torch.Ten
         torch.cat([i for i, _ in pieces], 1), torch.cat([v for _, v in pieces]), tensor.shape, check_invariants=False
     )
     return gathered.coalesce()
-
-
-def _is_deadline(error: BaseException) -> bool:
-    """Return whether gloo has raised this because a timeout was over. It has no class for that."""
-    return "imed out" in str(error)
-
-
-_OF_A_PEER = re.compile("onnection|imed out|pair closure")
-"""In gloo's errors of a peer that is gone or late, now or in an earlier call. The others are the call's own."""
-
-
-class RollCall:
-    """Who is still there, when a call of the inner group has failed.
-
-    gloo says which connection was closed, not which rank it was. Every rank whose call fails answers here, over the
-    store; who does not is named. Ranks meet under the name of the call, which is the same on all of them: an answer
-    to an earlier call that has failed says nothing of this one.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        # A peer whose connections are open fails, and answers, when the timeout of its own call is over.
-        self._seconds = min(_ROLL_CALL_S, 1.5 * timeout.total_seconds())
-        self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-
-    def next_call(self, operation: str) -> str:
-        """Return what names a call of an operation that is about to be made. Each operation has an order of its own."""
-        return f"{operation}/{next(self._numbers[operation])}"
-
-    def name(self, operation: str, call: str, error: BaseException) -> BaseException:
-        """``error`` of a call as one that names the ranks which do not answer; itself if no other rank caused it."""
-        if not _OF_A_PEER.search(str(error)):
-            with contextlib.suppress(TdcollError):  # the peers that now wait in vain find this rank's answer
-                ask(lambda: self._answer(call), self._rank, operation, self._seconds)
-            return error
-        try:
-            missing = ask(lambda: self._missing(call), self._rank, operation, self._seconds)
-        except TdcollError:
-            who = "the store does not answer either: the process that serves it, usually rank 0's, may have died"
-        else:
-            who = (
-                f"peer(s) {', '.join(map(str, missing))} did not answer within {self._seconds:g} s and may have died"
-                if missing
-                else "all ranks are still there and have had an error too"
-            )
-        when = " when its timeout was over" if _is_deadline(error) else ""
-        return dist.DistBackendError(
-            f"rank {self._rank}: {operation} failed; {who}. The inner group said{when}: {error}"
-        )
-
-    def impatient(self, operation: str, timeout: timedelta, error: BaseException) -> dist.DistBackendError:
-        """``error`` as that of a caller who has waited for as long as it wanted, which says nothing of the others."""
-        return dist.DistBackendError(
-            f"rank {self._rank}: {operation} was not complete when the timeout of {timeout.total_seconds():g} s was "
-            f"over. The inner group said: {error}"
-        )
-
-    def _answer(self, call: str) -> None:
-        self._store.set(f"{call}/{self._rank}", "here")
-
-    def _missing(self, call: str) -> list[int]:
-        keys = {rank: f"{call}/{rank}" for rank in range(self._size)}
-        self._answer(call)
-        try:
-            wait_for(self._store, self._rank, "roll call", keys, self._seconds)
-        except CollectiveTimeout:
-            return [rank for rank, key in keys.items() if not self._store.check([key])]
-        return []
-
-
-@never_compiled
-class NamedWork(dist.Work):
-    """A work of the inner group whose failure names the ranks that are gone.
-
-    Args:
-        work: the inner group's.
-        operation: for errors.
-        call: its name, of ``roll_call``.
-    """
-
-    def __init__(self, work: Any, operation: str, call: str, roll_call: RollCall) -> None:
-        super().__init__()
-        self._work, self._operation, self._call, self._roll_call = work, operation, call, roll_call
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        try:
-            return bool(self._work.wait(timeout) if timeout else self._work.wait())
-        except RuntimeError as error:
-            if timeout and _is_deadline(error):
-                raise self._roll_call.impatient(self._operation, timeout, error) from error
-            self._raise(error)
-
-    def _raise(self, error: BaseException) -> NoReturn:
-        named = self._roll_call.name(self._operation, self._call, error)
-        if named is error:
-            raise error
-        raise named from error
-
-    def get_future(self) -> Any:
-        def value(done: Any) -> Any:
-            try:
-                return done.value()
-            except RuntimeError as error:
-                self._raise(error)
-
-        return self._work.get_future().then(value)
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return bool(self._work.is_success())
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = self._work.result()
-        return found
-
-    def synchronize(self) -> None:
-        self._work.synchronize()

@@ -183,7 +183,6 @@ class Sides:
         like: Hashable | None = None,
         *,
         refused: str | None = None,
-        operation: str = "",
         how: str = "",
     ) -> Any:
         """Have a call made by the side that serves it, tdcoll or the inner group; return its work.
@@ -192,7 +191,6 @@ class Sides:
             inner: makes the call by the fallback backend.
             like: what the next call like it is known by, to :meth:`call_one`; None if it is not to be known.
             refused: why tdcoll does not serve it; None if it may.
-            operation: the inner group's name of it, for errors.
             how: the inner group makes it, in words for people.
         """
         standing = self._standing()
@@ -207,7 +205,7 @@ class Sides:
                 if not service.setting.debug:
                     service.check_call(call)
                 before = self._outstanding() if service.blocks else []
-                make = lambda: self._make_in_turn(kind, call, inner, like, operation, how, before)  # noqa: E731
+                make = lambda: self._make_in_turn(kind, call, inner, like, how, before)  # noqa: E731
                 task = Task(make, give_up=self._give_up)
                 work: Any = TaskWork(queue.submit(task), queue)
                 if not asynchronous:
@@ -225,7 +223,7 @@ class Sides:
         self.say(kind, backend, how + why)
         if why is never:  # an obstacle may go away
             self._remember(like, _Known((kind, backend, why), None, None))
-        return self.fallback.make(operation or kind, call, asynchronous, inner)
+        return self.fallback.make(call, asynchronous, inner)
 
     def _remember(self, like: Hashable | None, known: _Known) -> None:
         if like is not None:
@@ -243,7 +241,6 @@ class Sides:
         call: Call,
         inner: Make,
         like: Hashable | None,
-        operation: str,
         how: str,
         before: Sequence[Task],
     ) -> list[torch.Tensor]:
@@ -259,7 +256,7 @@ class Sides:
             self.say(kind, "tdcoll", "")
             return self._run(kind, call, like)
         self.say(kind, self.fallback.name(call.device), how + why)
-        self.fallback.make(operation or kind, call, False, inner, beside=kind).wait()
+        self.fallback.make(call, False, inner, beside=kind).wait()
         return call.results
 
     def call_one(
@@ -289,7 +286,7 @@ class Sides:
                 call = Call([out], [tensor], op)
                 if tensor.is_cuda and is_plain(tensor) and is_plain(out):
                     return inner(self.fallback.group, call)  # what follows does, too, in more time
-                return self.fallback.make(kind, call, asynchronous, inner)
+                return self.fallback.make(call, asynchronous, inner)
             work = self._again(known, out, tensor, asynchronous)
             if work is not None:
                 self.counts[known.counted] += 1

@@ -168,7 +168,7 @@ def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | Non
         "name": "0",
         "rank": 0,
         "members": (0, 1),
-        "fallback": Fallback(None, {"cpu": "gloo"}, None),
+        "fallback": Fallback(None, {"cpu": "gloo"}),
     }  # type: ignore[arg-type]
     sides = Sides(None, agreed, Options(), timeout_s=1, **about)
 
@@ -190,7 +190,6 @@ def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | Non
     monkeypatch.setattr(sides, "_standing", lambda: None)
     monkeypatch.setattr(sides, "_prepare", lambda kind, call: now.pop(0))
     monkeypatch.setattr(sides, "serve", lambda kind, call, **how: "served")
-    monkeypatch.setattr(sides.fallback, "start", lambda kind, device, call: call())
     return sides
 
 
