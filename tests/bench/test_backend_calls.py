@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tdcoll.distributed.service import Dense
+from tdcoll.distributed.handlers import Dense
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("backend_calls", ROOT / "tests" / "gpu" / "backend_calls.py")

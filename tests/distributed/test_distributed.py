@@ -24,9 +24,9 @@ import tdcoll
 from tdcoll import distributed, runtime
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.distributed import BackendTimeout, Options, agreement, backend, explain
-from tdcoll.distributed.inner import add_backends
+from tdcoll.distributed.fallback import add_backends
 from tdcoll.distributed.options import KINDS, SERVES
-from tdcoll.distributed.work import Queue, Task, TaskWork
+from tdcoll.distributed.queues import Queue, Task, TaskWork
 from tdcoll.limits import COLLECTIVES
 from tdcoll.runtime import lifecycle
 from tdcoll.work import as_backend_error
@@ -111,9 +111,9 @@ def test_without_gpu_or_simulator_all_is_the_inner_groups() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for kind in KINDS:
-        assert f"  {kind}: inner group; no GPU, and not the simulator" in done.stdout
+        assert f"  {kind}: fallback backend; no GPU, and not the simulator" in done.stdout
     assert "by tdcoll" not in done.stdout
-    assert "is served by gloo" in done.stderr  # a warning: it is not what was asked for
+    assert "gloo (cpu) handles all calls of group" in done.stderr  # a warning: it is not what was asked for
 
 
 @pytest.mark.parametrize(("share_gpus", "name"), [(True, "gloo"), (False, "nccl")])
@@ -121,7 +121,7 @@ def test_inner_backends_on_gpus(monkeypatch, share_gpus: bool, name: str) -> Non
     """NCCL refuses two ranks on one GPU, so where ranks may share GPUs there is none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr("tdcoll.distributed.inner._nccl", lambda *_: "made")
+    monkeypatch.setattr("tdcoll.distributed.fallback._nccl", lambda *_: "made")
     registered = {}
 
     class Group:
@@ -157,7 +157,7 @@ from tdcoll.distributed import BackendTimeout
 from tdcoll.monitor import c
 dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2)))
-monitor = dist.group.WORLD.sides.services["sparse_all_reduce"].sums.context.collective.monitor
+monitor = dist.group.WORLD.dispatcher.handlers["sparse_all_reduce"].sums.context.collective.monitor
 monitor._host[c.RECORD_VALID.value] = 1  # as a kernel does whose wait expires
 try:
     dist.destroy_process_group()
@@ -246,7 +246,7 @@ def test_deadline_of_waits_is_the_groups_or_the_variables(alone, monkeypatch) ->
 def test_serves_by_the_environment(alone, monkeypatch) -> None:
     monkeypatch.setenv(SERVES, "barrier, all_gather")
     group = alone()
-    assert "  sparse_all_reduce: inner group; told to serve barrier, all_gather" in explain(group)
+    assert "  sparse_all_reduce: fallback backend; configured kinds: barrier, all_gather" in explain(group)
     assert "  all_gather: tdcoll" in explain(group)
 
 
@@ -254,7 +254,7 @@ def test_nothing_is_joined_for_nothing(alone, monkeypatch) -> None:
     monkeypatch.setenv(SERVES, "none")
     alone()
     assert runtime.current_or_none() is None
-    assert "told to serve nothing" in explain()
+    assert "told to handle nothing" in explain()
 
 
 @pytest.mark.parametrize(
