@@ -79,7 +79,8 @@ class Plan:
         channels: chunks that each segment is cut into.
         chunk: bytes of a chunk; the last may be shorter.
         num_warps: warps of each thread block.
-        blocks: thread blocks of the launch. 0: as many as the algorithm has for these chunks.
+        blocks: thread blocks of the launch; only they may differ between ranks, on nodes of different sizes. 0: as many
+            as the algorithm has for these chunks.
     """
 
     algorithm: str
