@@ -17,6 +17,5 @@ The cases:
 - :mod:`.signal`, with the other kernels there.
 
 :mod:`.tune` measures what dense collectives could do, and makes a tuning table by :mod:`.choosing`.
-:mod:`.projection` turns the simulator's counts into the time of a cluster. :mod:`.arithmetic` is what is computed from
-sizes and times; pure, as are :mod:`.rows` and :mod:`.report`.
+:mod:`.arithmetic` is what is computed from sizes and times; pure, as are :mod:`.rows` and :mod:`.report`.
 """

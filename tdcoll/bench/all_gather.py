@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -13,9 +12,7 @@ import torch.distributed as dist
 from tdcoll.bench import case
 from tdcoll.bench.data import Buffers
 from tdcoll.bench.dense import Dense
-from tdcoll.bench.options import add_project
 from tdcoll.bench.peers import ALL_GATHERS, FCOLLECT, ByTorch, let_nvshmem_have_nccl
-from tdcoll.bench.rows import Row
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_gather import all_gather, all_gather_in_place
 from tdcoll.collectives.all_gather.op import ALL_GATHER
@@ -39,10 +36,6 @@ class AllGather(Dense):
     peers = ALL_GATHERS
     in_place = in_heap = True
 
-    @classmethod
-    def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        add_project(parser)
-
     def ours(
         self, algorithm: str | Plan, context: CollectiveContext, buffers: Buffers
     ) -> Callable[[int], torch.Tensor]:
@@ -56,14 +49,6 @@ class AllGather(Dense):
     @property
     def by_torch(self) -> ByTorch:
         return dist.all_gather_into_tensor
-
-    def projection(self, rows: Sequence[Row]) -> list[str]:
-        """Project the counted rows to a cluster."""
-        if getattr(self.options, "project", None) is None:
-            return []
-        from tdcoll.bench.projection import of_all_gathers
-
-        return of_all_gathers(self.options.project, rows)
 
 
 def main(arguments: Sequence[str]) -> int:

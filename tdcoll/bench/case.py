@@ -92,10 +92,6 @@ class Benchmark(Job, ABC):
     def measure(self, show: Show) -> list[Measured]:
         """Rows of everything; each goes to ``show`` as soon as it is known. Collective."""
 
-    def projection(self, rows: Sequence[Any]) -> list[str]:
-        """Return the lines of Markdown that ``--project`` asks for."""
-        return []
-
 
 class Case(Benchmark):
     """A benchmark of sizes, of each of which several subjects are measured side by side."""
@@ -214,11 +210,7 @@ def run(case: type[Benchmark], arguments: Sequence[str], options: argparse.Names
             saved = time.monotonic()
 
     with table, stream:
-        made = case(options)
-        rows = made.measure(show)
-    if owner.rank == 0 and (lines := made.projection(rows)):
-        head["projection"] = lines
-        print("\n" + "\n".join(lines), flush=True)
+        rows = case(options).measure(show)
     if json is not None:
         files.save(json, head, rows)
     tdcoll.finalize()

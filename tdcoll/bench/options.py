@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tdcoll.language import INTERPRETED
-
 __all__ = [
-    *("Parser", "add_common", "add_launches", "add_project", "at_least", "check_common", "each", "names", "percent"),
+    *("Parser", "add_common", "add_launches", "at_least", "check_common", "each", "names", "percent"),
     *("positive", "positive_number"),
 ]
 
@@ -149,26 +147,7 @@ def add_launches(parser: argparse.ArgumentParser, default: str, straggler: bool 
         )
 
 
-def add_project(parser: argparse.ArgumentParser) -> None:
-    """The option that asks for a projection."""
-
-    def cluster(text: str) -> Any:
-        from tdcoll.bench import projection  # which most runs do without
-
-        return projection.cluster(text)
-
-    parser.add_argument(
-        "--project",
-        type=cluster,
-        metavar="nodes=N,ranks=N,latency_us=X,GBps=X[,intra_latency_us=X,intra_GBps=X,put_us=X]",
-        help="on the simulator: from the counts, the time that a cluster of this shape would take (alpha-beta model; "
-        "ranks of all nodes together; latency and rate of a rank between nodes, and inside)",
-    )
-
-
 def check_common(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """End with status 2 unless ``--json`` can be written, and there are counts to project from."""
+    """End with status 2 unless ``--json`` can be written."""
     if given.json is not None and not given.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no directory {given.json.parent}")
-    if getattr(given, "project", None) is not None and not INTERPRETED:
-        parser.error("--project needs the counts of the simulator: start with launch.sh --simulate")

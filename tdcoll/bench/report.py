@@ -245,7 +245,6 @@ def markdown(
         marks.append(f"The file also has {', '.join(f'`{name}`' for name in distinct(hidden))} (`--only`).")
     parts += [" ".join(marks), ""] if marks else []
     parts += [_measured_with(head), ""]
-    parts += [*projection, ""] if (projection := head.get("projection")) else []
     return "\n".join([*parts, "```bash", head["command"], "```"]) + "\n"
 
 

@@ -69,7 +69,6 @@ class SparseAllReduce(case.Case):
         what = "rate that a GPU could send at, for the floor"
         parser.option("--floor-GBps", options.positive_number("GB/s"), 390.0, "X", what)
         options.add_common(parser, 20, warmup=2)
-        options.add_project(parser)
         given = parser.parse_args(arguments)
         options.check_common(parser, given)
         if given.duplicates != ["drawn"]:
@@ -155,14 +154,6 @@ class SparseAllReduce(case.Case):
             bytes_per_rank=nbytes,
             floor_us=floor_us(nbytes, self.options.floor_GBps),
         )
-
-    def projection(self, rows: Sequence[SparseRow]) -> list[str]:
-        """Return what the counted rows would take on a cluster, whose ranks have row numbers of the same kind."""
-        if self.options.project is None:
-            return []
-        from tdcoll.bench.projection import of_sparse
-
-        return of_sparse(self.options.project, rows)
 
 
 def _ours(name: str, form: str, copy: bool, data: SparseData, context: tdcoll.SparseContext) -> Subject:

@@ -149,7 +149,6 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     done = launch(
         *("--simulate", "--nproc", "2", "-m", "tdcoll.bench", "all_gather"),
         *("-b", "1K", "-e", "1K", "--algorithms", "1d,in-place", "--json", str(file)),
-        *("--project", "nodes=1,ranks=2,latency_us=5,GBps=50,intra_GBps=100"),
         env={"TDCOLL_TUNING": str(table)},
     )
     assert done.returncode == 0, done.stderr
@@ -161,8 +160,6 @@ def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str
     ]
     assert result["rows"][0]["counts"]["put_bytes"] == [1024, 1024]
     assert "tdcoll in-place" in done.stdout
-    assert "| 1 KB per rank | 1d | counted | 1 | 1,024 | 1 | 0 | 0 | 2.01 | 1.00 × 1d |" in done.stdout
-    assert result["projection"][4] in done.stdout
     assert result["provenance"]["simulated"] is True
     assert result["provenance"]["environment"]["TDCOLL_TUNING"] == "table.json"
     assert str(tmp_path) not in file.read_text()
