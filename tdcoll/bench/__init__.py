@@ -13,8 +13,7 @@ The cases:
 - :mod:`.all_gather`, :mod:`.all_reduce` and :mod:`.reduce_scatter`, which share :mod:`.dense`, against :mod:`.peers`
   and :mod:`.reduction_peers`, on :mod:`.data`, of which every misplaced or stale word shows;
 - :mod:`.sparse_all_reduce` against :mod:`.sparse_peers`, on :mod:`.sparse_data`;
-- :mod:`.index_match` on one GPU, also against a kernel of :mod:`.kernels`;
-- :mod:`.signal`, with the other kernels there.
+- :mod:`.signal`, with :mod:`.kernels`.
 
 :mod:`.tune` measures what dense collectives could do, and makes a tuning table by :mod:`.choosing`.
 :mod:`.arithmetic` is what is computed from sizes and times; pure, as are :mod:`.rows` and :mod:`.report`.

@@ -15,7 +15,6 @@ BENCHMARKS = {
     "all_reduce_rms_norm": "all-reduce + residual + RMSNorm, fused and not",
     "reduce_scatter": "the reduce-scatter, likewise",
     "sparse_all_reduce": "the sum of row-sparse tensors against what NCCL and gloo can do",
-    "index_match": "matching lists of row numbers, on one GPU (--nproc 1)",
     "signal": "how long a signal takes, one-way and all-to-all",
 }
 """Name of each benchmark, which is also its module's, and what it measures."""

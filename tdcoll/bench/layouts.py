@@ -176,15 +176,6 @@ LAYOUTS: dict[str, Layout] = {
         x_text=lambda rows: f"{rows:,}",
         panel=lambda row: (_indices(row), f"rows of {row.dim}, {launch_of(row)}"),
     ),
-    "index_match": Layout(
-        title="Index matching",
-        size={"indices": lambda row: row.distribution, "rows per list": lambda row: f"{row.rows:,}"},
-        shown=(),
-        about=lambda row: f"task {row.task}, {row.lists} lists of ids below {row.num_rows:,}",
-        x=lambda row: row.rows,
-        x_text=lambda rows: f"{rows:,}",
-        panel=lambda row: (row.distribution, f"{row.task}, {launch_of(row)}"),
-    ),
     "signal": Layout(
         title="Signals",
         size={"signals": _signal, "rounds in a launch": lambda row: str(row.rounds)},

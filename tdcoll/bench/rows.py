@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tdcoll.bench.arithmetic import Summary, ratio, sent_bytes
 
 __all__ = [
-    *("KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "NormRow", "Row", "SignalRow", "SparseRow", "load", "save"),
+    *("KINDS", "SCHEMA", "AnyRow", "Measured", "NormRow", "Row", "SignalRow", "SparseRow", "load", "save"),
     *("distinct", "with_ratios", "write_whole"),
 ]
 
@@ -169,31 +169,6 @@ class SparseRow(Measured):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatchRow(Measured):
-    """One index matching on one GPU.
-
-    Attributes:
-        task: ``"union"``: the union of all lists and the place of every id in it; ``"build"``: the union, and what
-            other kernels need to find places; ``"match"``: the places of one list's ids in a union that is there.
-        lists: how many; ``rows``: ids in each; ``num_rows``: they are below it.
-        distribution: that the ids are drawn from.
-        union_rows: ids of the union, the mean over the inputs that are taken in turn.
-    """
-
-    task: str
-    lists: int
-    rows: int
-    num_rows: int
-    distribution: str
-    union_rows: float
-
-    @property
-    def size(self) -> tuple[str, str, int]:
-        """Which task, on which lists."""
-        return self.task, self.distribution, self.rows
-
-
-@dataclass(frozen=True, kw_only=True)
 class NormRow(Measured):
     """One all-reduce + residual + RMSNorm of ``rows`` rows of ``hidden`` numbers of ``dtype``."""
 
@@ -237,7 +212,6 @@ KINDS: dict[str, type[Measured]] = {
     "reduce_scatter": Row,
     "tune": Row,
     "sparse_all_reduce": SparseRow,
-    "index_match": MatchRow,
     "signal": SignalRow,
 }
 """The rows of each benchmark."""

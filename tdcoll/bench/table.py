@@ -17,7 +17,6 @@ __all__ = [
         "Table",
         "all_gather_columns",
         "duration",
-        "match_columns",
         "norm_columns",
         "number",
         "signal_columns",
@@ -127,18 +126,6 @@ def sparse_columns(peers: Sequence[str], simulated: bool) -> list[Column]:
         Column("MB/rank", lambda row: f"{row.bytes_per_rank / 1e6:.3g}"),
         *_labels(22),
         *(_counts() if simulated else timed),
-        _CHECK,
-    ]
-
-
-def match_columns(peers: Sequence[str], simulated: bool) -> list[Column]:
-    """Columns of :class:`~tdcoll.bench.rows.MatchRow`."""
-    return [
-        _of("task", "task"),
-        *(_of("indices", "distribution"), _of("lists", "lists"), _of("rows", "rows")),
-        _fixed("union", "union_rows", 0),
-        *_labels(16),
-        *([] if simulated else [*_times(), *_ratios(peers)]),
         _CHECK,
     ]
 

@@ -35,4 +35,4 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"r\.json is not a result of tdcoll\.bench"):
             load(tmp_path / "r.json")
     dense = {"all_gather", "all_reduce", "all_reduce_rms_norm", "reduce_scatter"}
-    assert set(KINDS) == dense | {"tune", "sparse_all_reduce", "index_match", "signal"}
+    assert set(KINDS) == dense | {"tune", "sparse_all_reduce", "signal"}

@@ -12,7 +12,7 @@ import pytest
 from tdcoll.bench import plots, report
 from tdcoll.bench.arithmetic import Summary
 from tdcoll.bench.report import main
-from tdcoll.bench.rows import MatchRow, SparseRow, load, save, with_ratios
+from tdcoll.bench.rows import SparseRow, load, save, with_ratios
 
 PROVENANCE = {"tdcoll": "0.1.0", "commit": None, "dirty": None, "gpus": ["NVIDIA Test"] * 8, "environment": {}}
 
@@ -132,61 +132,15 @@ def test_counts_of_the_simulator() -> None:
     assert table(text)[2] == "| uniform | 40 × 512 | tdcoll owner | 4 | 20 | ok |"
 
 
-def match(task: str, algorithm: str, median_us: float, peer: bool = False, launch: str = "eager") -> MatchRow:
-    made = MatchRow(
-        ranks=1,
-        nodes=1,
-        algorithm=algorithm,
-        peer=peer,
-        launch=launch,
-        check="ok",
-        task=task,
-        lists=8,
-        rows=10_000,
-        num_rows=5_000_000,
-        distribution="uniform",
-        union_rows=79_000.0,
-    )
-    return made.timed(Summary(median_us, median_us, median_us))
-
-
-def matches() -> list[MatchRow]:
-    return with_ratios(
-        [
-            match("union", "bitmap", 20.0),
-            match("match", "match_indices", 6.0),
-            match("match", "match_indices", 3.0, launch="graph"),
-            match("union", "unique", 300.0, peer=True),
-            match("match", "searchsorted", 9.0, peer=True),
-        ]
-    )
-
-
-def test_each_task_of_index_matching_has_a_table() -> None:
-    assert [row.ratios for row in matches()] == [{"unique": 15.0}, {"searchsorted": 1.5}, {}, {}, {}]
-    text = report.markdown(head("index_match"), matches())
-    assert "task union, 8 lists of ids below 5,000,000, eager calls" in text
-    assert "| uniform | 10,000 | 20.0 | 15.00 |" in text
-    assert "| uniform | 10,000 | 6.00 | 1.50 |" in text
-    assert "| uniform | 10,000 | 3.00 |" in text
-
-
 def test_pictures_have_a_panel_for_each_kind_of_row() -> None:
     pytest.importorskip("matplotlib")
-    for benchmark, rows, titles in (
-        ("sparse_all_reduce", example(), ["uniform, rows of 512, eager calls"]),
-        ("index_match", matches(), [f"uniform, {kind}" for kind in ("union, eager calls", "match, eager calls")]),
-    ):
-        made = plots.draw(head(benchmark), rows)
-        assert [axis.get_title() for axis in made.axes][: len(titles)] == titles
+    made = plots.draw(head("sparse_all_reduce"), example())
+    assert made.axes[0].get_title() == "uniform, rows of 512, eager calls"
     labels = [line.get_label() for line in plots.draw(head("sparse_all_reduce"), example()).axes[0].get_lines()]
     assert labels == ["tdcoll", "published", "allgather", "gloo", "floor"]
 
 
-def test_files_of_two_benchmarks_are_two_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_files_are_two_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "sparse.json", head("sparse_all_reduce"), example())
-    save(tmp_path / "match.json", head("index_match"), matches())
-    assert main([str(tmp_path / "sparse.json"), str(tmp_path / "match.json")]) == 0
-    out = capsys.readouterr().out
-    assert "Sparse all-reduce, " in out
-    assert "Index matching, " in out
+    assert main(2 * [str(tmp_path / "sparse.json")]) == 0
+    assert capsys.readouterr().out.count("**Sparse all-reduce, ") == 2

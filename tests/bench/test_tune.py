@@ -214,7 +214,7 @@ def test_shared_gpus_have_no_times(
     monkeypatch.setattr("tdcoll.runtime.lifecycle.INTERPRETED", False)
     monkeypatch.setattr("tdcoll.bench.tune.INTERPRETED", False)
     monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
-    for name in ("all_gather", "reduce_scatter", "sparse_all_reduce", "index_match", "signal", "tune"):
+    for name in ("all_gather", "reduce_scatter", "sparse_all_reduce", "signal", "tune"):
         with pytest.raises(SystemExit) as ended:
             main(["tune", "-o", str(tmp_path / "t.json")] if name == "tune" else ["bench", name])
         assert ended.value.code == 2
