@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that only the benchmarks need: signals back and forth, and something to compare index matching with.
+"""Kernels of the benchmark of signals.
 
 Signals count up for as long as their memory lives: ``counter``, in device memory, holds the last value, so a replay of
 a captured launch goes on where the one before ended. Waits are bounded and compare with >=.
