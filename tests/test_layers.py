@@ -220,7 +220,7 @@ def test_what_is_allowed() -> None:
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.exchange.kernels_ll", False),
         ("tdcoll.memory", "tdcoll", False),
         ("tdcoll.distributed.ddp", "tdcoll", True),
-        ("tdcoll.testing", "tdcoll.bench.job", False),
+        ("tdcoll.testing", "tdcoll.bench.engine", False),
     ]
     for module, target, fine in cases:
         assert allowed(module, target) is fine, (module, target)
