@@ -4,14 +4,13 @@
 The fastest right candidate is taken, with hysteresis: a candidate that is slower by at most a margin is kept if the
 size before has it, or if the operation's default heuristic takes it. Noise therefore makes no entries.
 
-Nothing else in `bench` uses the collectives' policies.
+Nothing else in `bench` chooses plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -42,8 +41,7 @@ _LEAST_CHUNK = 1 << 10
 
 def algorithms(spec: Spec) -> tuple[str, ...]:
     """Return the names of a collective's algorithms."""
-    names: tuple[str, ...] = spec.collective().policy.names
-    return names
+    return spec.collective.names
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,6 @@ class Choice:
     topology: Topology
     margin: float = 0.03
 
-    @property
-    def _policy(self) -> Any:
-        return self.spec.collective().policy
-
     def _facts(self, nbytes: int, in_place: bool = False) -> Facts:
         """Return the facts of a call on a context of its size, whose ranks can store to each other in a node."""
         shape = self.topology.world_size, self.topology.n_nodes
@@ -123,8 +117,8 @@ class Choice:
 
     def _several_epochs(self, algorithm: str, nbytes: int) -> bool:
         """Return whether an algorithm by words takes several epochs, though the context holds the call by chunks."""
-        rule = self._policy.rules[algorithm]
-        return bool(rule.words) and rule.epoch(self._facts(nbytes)) < nbytes
+        found = self.spec.collective.algorithm(algorithm)
+        return bool(found.words) and found.epoch(self._facts(nbytes)) < nbytes
 
     def plan(self, candidate: Candidate, nbytes: int) -> Plan:
         """Return the plan of a candidate for such a call, or for its first epoch where a call by words takes several.
@@ -135,8 +129,7 @@ class Choice:
         topology, facts = self.topology, self._facts(nbytes, candidate.in_place)
         kind = ("", self.spec.name, topology.ranks_per_node or 0, topology.n_nodes, candidate.in_place)
         section = Section(*kind, (candidate.entry(None),))
-        plan: Plan = self._policy.choose(facts, candidate.algorithm, [section])
-        return plan
+        return self.spec.collective.choose(facts, candidate.algorithm, [section])
 
     def requested(self, candidate: Candidate, nbytes: int) -> Requested:
         """Return what to give such a call: the candidate's plan, or its algorithm's name for one of several epochs."""
@@ -149,7 +142,7 @@ class Choice:
         """Return the chunks and warps that are tried of an algorithm; the first are those of the rules."""
         if self._several_epochs(algorithm, nbytes):
             return [{}]  # such calls take no plan
-        if widths := self._policy.rules[algorithm].words:
+        if widths := self.spec.collective.algorithm(algorithm).words:
             return [{}] + [
                 {"chunk": width * block, "num_warps": n}
                 for width in widths
@@ -172,10 +165,8 @@ class Choice:
         found: dict[Plan, Candidate] = {}
         known = algorithms(self.spec)
         for algorithm in known if names is None else [name for name in names if name in known]:
-            if algorithm == "2d" and self.topology.n_nodes == 1:
-                continue  # 1D with other names
-            if algorithm == "ring" and self.topology.world_size < 3:
-                continue  # direct stores with other names
+            if not self.spec.collective.algorithm(algorithm).differs(self.topology):
+                continue
             for tried in self._tried(algorithm, nbytes, channels, warps):
                 candidate = Candidate(algorithm, in_place, **tried)
                 try:
@@ -197,7 +188,7 @@ class Choice:
         for nbytes, times in times_us.items():
             most = min(times.values()) * (1 + self.margin)
             good = sorted((c for c in times if times[c] <= most), key=lambda c: times[c])
-            usual = self._policy.choose(self._facts(nbytes, good[0].in_place)).algorithm
+            usual = self.spec.collective.choose(self._facts(nbytes, good[0].in_place)).algorithm
             wanted = [candidate for _, candidate in picks[-1:]] + [Candidate(usual, good[0].in_place)]
             picks.append((nbytes, next(c for c in (*wanted, *good) if c in good)))
         return picks

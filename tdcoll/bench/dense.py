@@ -80,7 +80,7 @@ class Dense(case.Case):
         spec, dtype = cls.spec, options.dtype(_REDUCED if cls.spec.reduces else _MOVED)
         in_place = [IN_PLACE] if spec.in_place else []
         known = ["auto", *choosing.algorithms(spec), *in_place, *([SYMMETRIC] if spec.reduces else []), BACKEND]
-        given, result = ("one" if count == 1 else "one for each rank" for count in spec.segments)
+        given, result = ("one for each rank" if each else "one" for each in spec.segment_of_each)
         parser = options.Parser(
             prog=f"bash launch.sh [--nproc N] -m tdcoll bench {cls.benchmark}",
             description=f"Latency and bus bandwidth of {spec.title.lower()}s, checked. Sizes: bytes of a segment. "
@@ -109,7 +109,7 @@ class Dense(case.Case):
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
         """Return what a context takes, and buffers in the heap. The backend takes at most a quarter of the heap."""
         algorithms, spec = options.algorithms, cls.spec
-        rooms = [spec.context_bytes(size) + 16 for size in options.sizes]
+        rooms = [spec.context_bytes(size, world) + 16 for size in options.sizes]
         slots = 2 * world * max(rooms)
         need = slots + 3 * world * min(max(rooms), lamport_bytes(world, 1)) + (8 << 20)
         fcollect = FCOLLECT in options.peers and not INTERPRETED
@@ -133,7 +133,7 @@ class Dense(case.Case):
         topology, given = self.topology, self.options
         what = self.spec, nbytes, topology.nodes, topology.rank, given.dtype, self.device
         sets, calls = _sets_of(given, nbytes, topology.world_size), calls_of(nbytes * topology.world_size)[1]
-        with CollectiveContext(max_bytes_per_rank=self.spec.context_bytes(nbytes)) as context:
+        with CollectiveContext(max_bytes_per_rank=self.spec.context_bytes(nbytes, topology.world_size)) as context:
             stock = Stock(functools.partial(Buffers, *what, sets=sets, calls=calls, op=self.op))
             yield context, stock
             stock.close()
@@ -191,11 +191,11 @@ class Dense(case.Case):
         """
         from tdcoll.distributed import Options, explain  # registers the backend
 
-        limit = max(1, self.spec.context_bytes(nbytes))
-        group = dist.new_group(backend="tdcoll", pg_options=Options(serves=self.benchmark, max_bytes_per_rank=limit))
+        options = Options(serves=self.benchmark, max_bytes_per_rank=max(1, nbytes))
+        group = dist.new_group(backend="tdcoll", pg_options=options)
         if f"{self.benchmark}: tdcoll" not in (explained := explain(group)):
             dist.destroy_process_group(group)
-            raise ValueError(f"not served by tdcoll: {explained}")
+            raise ValueError(f"not handled by tdcoll: {explained}")
         return self.by_torch(buffers, lambda: dist.destroy_process_group(group), group)
 
     def _peer(self, name: str, stock: Stock) -> Subject:

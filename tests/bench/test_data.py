@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 WORLD, CALLS, COUNT = 4, 3, 250
 CPU, NODES = torch.device("cpu"), [0] * WORLD
 GATHER, REDUCE, SCATTER = SPECS["all_gather"], SPECS["all_reduce"], SPECS["reduce_scatter"]
-ALL_TO_ALL = dataclasses.replace(GATHER, name="all_to_all", segments=("W", "W"), in_place=None)
-"""A collective that tdcoll doesn't have: nothing but its spec is needed."""
+ALL_TO_ALL = SPECS["all_to_all"]
 
 MOVED = tuple(getattr(torch, name) for name in ("uint8", "int8", "int16", "float16", "bfloat16", "float32", "float64"))
 ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
@@ -40,7 +38,7 @@ def done(spec: Spec, dtype: torch.dtype, rounds: int, op: str | None = "sum") ->
     for call in range(CALLS):
         for rank, buffers in enumerate(ranks):
             given = [other.inputs[call] for other in ranks]
-            parts = [one.chunk(WORLD)[rank] if spec.segments[0] == "W" else one for one in given]
+            parts = [one.chunk(WORLD)[rank] if spec.segment_of_each[0] else one for one in given]
             result = reduce_parts(parts, NODES, op or "sum") if spec.reduces else torch.cat(parts)
             buffers.results[call].copy_(result)
     return ranks
@@ -58,7 +56,7 @@ def test_correct_results_are_correct_and_exact(spec: Spec, dtype: torch.dtype, o
     for rounds in (0, 5, 1100):  # rounds begin again where numbers would be too large
         for buffers in done(spec, dtype, rounds, op):
             assert [buffers.errors(call, buffers.results[call]) for call in range(CALLS)] == [(0, "")] * CALLS
-            given, result = (COUNT * (WORLD if count == "W" else 1) for count in spec.segments)
+            given, result = (COUNT * (WORLD if each else 1) for each in spec.segment_of_each)
             assert buffers.inputs[1].min() > 0, "else a wrong sign would not show"
             assert (buffers.inputs[1].shape, buffers.results[1].shape) == ((given,), (result,))
             if op == "sum":

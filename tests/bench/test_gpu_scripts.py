@@ -21,7 +21,7 @@ import pytest
 
 from tdcoll.__main__ import main
 from tdcoll.bench import case, sparse_all_reduce, tune
-from tdcoll.distributed.service import Dense
+from tdcoll.distributed.handlers import Dense
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "gpu"))

@@ -91,7 +91,7 @@ WRONG: dict[type[Case], dict[str, str]] = {
         "expected a whole number from 1 to 512, got '513'": "--dry-run --channels 4,513",
         "expected one of 1, 2, 4, 8, 16, 32, got '3'": "--dry-run --warps 3",
         "expected some of ll, direct, ring, 1d, 2d": "--dry-run --algorithms auto",
-        "expected some of all_gather, all_reduce, reduce_scatter; got broadcast": "--dry-run --operation broadcast",
+        "reduce_scatter, all_to_all; got broadcast": "--dry-run --operation broadcast",
         "expected a number of percent": "--dry-run --margin -1|--dry-run --margin 100",
         "-b must be at most -e": "--dry-run -b 2K -e 1K",
     },

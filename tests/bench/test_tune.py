@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,10 +158,10 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
     def timed(function: Callable[..., Any], *arguments: Any) -> Any:
         (plan,) = (given for given in arguments if isinstance(given, Plan))
         called.add(function.__name__)
-        clock.passes(2.5 if plan == quick else took[plan.algorithm])
+        clock.passes(2.5 if replace(plan, blocks=0) == quick else took[plan.algorithm])
         return function(*arguments)
 
-    for name in ("all_gather", "all_gather_in_place", "reduce_scatter", "all_reduce", "all_reduce_"):
+    for name in ("all_gather", "all_gather_in_place", "reduce_scatter", "all_reduce", "all_reduce_", "all_to_all"):
         monkeypatch.setattr(tdcoll, name, partial(timed, getattr(tdcoll, name)))
     file = tmp_path / "t.json"
     kept = Table.parse(
@@ -171,18 +172,19 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
     arguments = "-b 1K -e 4K --channels 4 --warps 4 --algorithms ll,1d --in-place --iterations 2 --warmup 1"
     rows = measured(Tune, f"{arguments} -o {file}")
     assert {(row.check, row.launch, row.peer) for row in rows} == {("ok", "graph", False)}
-    assert called == {"all_gather", "all_gather_in_place", "reduce_scatter", "all_reduce"}
-    # Of two operations and sizes; all-reduce has no such algorithm.
-    assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 4
+    assert called == {"all_gather", "all_gather_in_place", "reduce_scatter", "all_reduce", "all_to_all"}
+    # Of three operations and two sizes; all-reduce has no such algorithm.
+    assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 6
     kinds = {tuple(row.facts[name] for name in ("operation", "dtype", "op")) for row in rows}
     reductions = {(name, "bfloat16", "sum") for name in ("all_reduce", "reduce_scatter")}
-    assert kinds == {("all_gather", "uint8", None), *reductions}
+    assert kinds == {("all_gather", "uint8", None), ("all_to_all", "uint8", None), *reductions}
     table = Table.load(file)
     assert table.sections[0] == kept.sections[0]
     found = [(1024, "ll", None, None), (4096, "1d", 4, 4)]
     entries = {(s.operation, s.in_place): s.entries for s in table.sections[1:]}
     assert {kind: [(e.up_to, e.algorithm, e.channels, e.num_warps) for e in its] for kind, its in entries.items()} == {
-        **dict.fromkeys((("all_gather", False), ("all_gather", True), ("reduce_scatter", False)), found),
+        **dict.fromkeys([("all_gather", False), ("all_gather", True), ("reduce_scatter", False)], found),
+        ("all_to_all", False): found,
         ("all_reduce", False): [(4096, "1d", None, None)],
     }
     assert {s.architecture for s in table.sections[1:]} == {SIMULATOR}
