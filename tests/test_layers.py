@@ -40,6 +40,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("",),  # the package itself, which gives out the public names of all the above
     ("distributed",),
     ("bench", "testing", "doctor", "torchrun", "compat"),
+    ("setenv",),  # which looks at the host as the doctor does
+    ("launch",),
     ("__main__",),
 )
 """Parts of the package, the lowest first. A module belongs to the longest name that it begins with. It may import its

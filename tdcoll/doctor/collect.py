@@ -24,7 +24,7 @@ from tdcoll.doctor import probe
 from tdcoll.doctor.child import Ended, run
 from tdcoll.doctor.facts import Facts, Gpu, Interface, NetworkDevice
 
-__all__ = ["collect", "nvshmem_folders", "parse_gpu_table", "parse_topology", "probe_steps"]
+__all__ = ["collect", "default_interface", "nvshmem_folders", "parse_gpu_table", "parse_topology", "probe_steps"]
 
 PROBE_TIMEOUT_S = 120.0
 _SMI_TIMEOUT_S = 30.0
@@ -73,7 +73,7 @@ def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> F
         links={(index[i], index[j]): link for (i, j), link in links.items() if i in index and j in index},
         nnodes=nnodes,
         interfaces=interfaces,
-        default_interface=_default_interface(),
+        default_interface=default_interface(),
         network_devices=_network_devices(),
         verbs=bool(glob.glob("/dev/infiniband/uverbs*")),
         shm_free_bytes=_room("/dev/shm"),
@@ -221,8 +221,8 @@ def _interfaces() -> tuple[Interface, ...]:
     return tuple(found)
 
 
-def _default_interface() -> str:
-    """That of the default route with the lowest metric, from the kernel's table."""
+def default_interface() -> str:
+    """Return the interface of the default route with the lowest metric, or an empty text if there is no such route."""
     rows = [line.split() for line in _text("/proc/net/route").splitlines()[1:]]
     routes = [(int(row[6]), row[0]) for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"]
     return min(routes)[1] if routes else ""
