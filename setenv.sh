@@ -31,7 +31,7 @@ if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
 fi
 
 _tdcoll_setenv() {
-    local IFS=$' \t\n' root settings
+    local root settings
     root=$(CDPATH='' builtin cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P) || return 1
     export "${!NVSHMEM_@}" "${!TDCOLL_@}" TRITON_INTERPRET # variables of the shell alone would not reach Python
     settings=$(PYTHON=${PYTHON-} sh "$root/launch.sh" --setenv) && eval "$settings"

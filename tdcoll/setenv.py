@@ -219,7 +219,6 @@ def _make_venv(extra: Sequence[str], stamp: str, before: str) -> None:
         # One that was moved here, has a PyTorch for CPUs where there are GPUs, or has lost its Python starts afresh.
         fits = now.startswith(f"{ROOT}\n") and now.endswith(f"\n{kind}") and Path(_OWN).exists()
         venv.create(_VENV, clear=bool(now) and not fits, symlinks=True, with_pip=True)
-        _STAMP.unlink(missing_ok=True)
         if kind == "cpu":
             pip("-c", "constraints-cpu.txt", "-e", ".[sim,compile,bench,test,dev]")
         else:  # first the PyTorch that pip would give, then NVSHMEM for its CUDA

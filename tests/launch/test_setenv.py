@@ -391,6 +391,10 @@ def test_from_any_directory(shell: Shell) -> None:
     assert (environment["PWD"], environment["PYTHONPATH"].split(":")[0]) == ("/", str(REPOSITORY))
     done = shell.run("-c", f'cd "{REPOSITORY}" && source setenv.sh && echo "$PYTHONPATH"')
     assert done.stdout.split(":")[0].strip() == str(REPOSITORY)
+    folder, name = REPOSITORY.parent, REPOSITORY.name
+    for command in (f"source {name}/setenv.sh", f"sh {name}/launch.sh --help"):
+        done = shell.run("-c", f'cd "{folder}" && {command}', CDPATH=f"{folder}")
+        assert done.returncode == 0, done.stderr
 
 
 def test_it_has_to_be_sourced_by_bash(shell: Shell) -> None:
@@ -410,6 +414,7 @@ def test_a_failure_returns_and_does_not_exit(shell: Shell, settings: str) -> Non
 
 
 def test_a_python_that_is_too_old_is_passed_over(shell: Shell) -> None:
-    for name, text in (("python3", "exit 1"), ("python", f'exec {sys.executable} "$@"')):
-        shell.program(name, f"#!/bin/sh\n{text}\n")
+    older = "import sys; sys.version_info = (3, 9, 1); exec(sys.argv[1])"
+    shell.program("python3", f'#!/bin/sh\n[ $# = 2 ] && exec {sys.executable} -c "{older}" "$2"\nexit 9\n')
+    shell.program("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     assert source(shell, PYTHON="")[0]["TDCOLL_PYTHON"] == sys.executable

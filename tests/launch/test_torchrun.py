@@ -44,7 +44,7 @@ CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
         ["died: rank 1 (SIGKILL)", f"only noticed: ranks 0, 2 ({TOLD})"],
     ),
     "killed, and the others were still running": (
-        {1: (KILLED,), 0: (TERM, None, True), 2: (TERM, None, True)},
+        {1: (KILLED,), 0: (TERM, None, True), 2: (TERM, gave_up(), True)},
         ["died: rank 1 (SIGKILL)", "still running, ended by torchrun: ranks 0, 2"],
     ),
     "one that hung did not even end on SIGTERM": (
@@ -195,7 +195,7 @@ def test_a_timeout_that_was_caught_is_noticed_at_the_exit(
     assert watching.written() is None
     runtime.install(SimpleNamespace(failed=True, heap=SimpleNamespace(abandon=lambda: None)))  # type: ignore[arg-type]
     if left:
-        monkeypatch.setattr(lifecycle, "_job", object())
+        monkeypatch.setattr(lifecycle, "_settings", object())
         lifecycle.finalize()
     watching.leave()
     assert watching.written() == ("a wait for another rank had expired", True)

@@ -57,16 +57,16 @@ def test_nodes_need_puts() -> None:
 
 
 def test_hosts_and_nodes_need_puts(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: Any = SimpleNamespace(heap="torch", emulate_nodes=1)
-    lifecycle._refuse_several_nodes(settings, [(settings, "here", None)] * 2)
+    settings: Any = SimpleNamespace(heap="torch", emulate_nodes=1, share_gpus=False)
+    lifecycle._refuse_impossible(settings, [(settings, "here", None)] * 2)
     with pytest.raises(TdcollError, match=r"the job has 2 \(here, there\): install tdcoll\[cu12\]"):
-        lifecycle._refuse_several_nodes(settings, [(settings, name, None) for name in ("here", "there")])
+        lifecycle._refuse_impossible(settings, [(settings, name, None) for name in ("here", "there")])
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
     a, b = ("here", "GPU 0"), ("here", "GPU 1")
-    lifecycle._refuse_several_nodes(settings, [(settings, "here", a), (settings, "here", b)])
+    lifecycle._refuse_impossible(settings, [(settings, "here", a), (settings, "here", b)])
     # Algorithms on a node of each agent's would need puts.
     with pytest.raises(TdcollError, match=r"2 \(GROUP_RANK=0 on here, GROUP_RANK=1 on here\)"):
-        lifecycle._refuse_several_nodes(settings, [(settings, "GROUP_RANK=0", a), (settings, "GROUP_RANK=1", b)])
+        lifecycle._refuse_impossible(settings, [(settings, "GROUP_RANK=0", a), (settings, "GROUP_RANK=1", b)])
 
 
 def test_a_job_says_which_heap_it_has() -> None:
@@ -233,10 +233,10 @@ def test_memory_that_cannot_be_had_is_an_error_that_says_what_to_do(memory: _Mem
 
 def test_who_has_memory_does_not_wait_for_who_has_none(memory: _Memory) -> None:
     memory.meets = AssertionError("it would wait there for rank 2")
-    with pytest.raises(tdcoll.HeapExhaustedError, match=r"the GPU of rank 2 \(full\)"):
-        _heap(3, 1, {2: (True, "full")})
+    with pytest.raises(tdcoll.HeapExhaustedError, match=r"the GPU of rank 2 \(out of memory\)"):
+        _heap(3, 1, {2: "out of memory"})
     with pytest.raises(TdcollError, match=r"gives rank 0 no symmetric memory .* \(none here\)"):
-        _heap(3, 1, {0: (False, "none here"), 2: (True, "full")})
+        _heap(3, 1, {0: "none here", 2: "out of memory"})
 
 
 def test_memory_of_a_failed_job_stays(memory: _Memory) -> None:

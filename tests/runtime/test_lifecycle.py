@@ -290,10 +290,9 @@ def test_device_and_process_group_on_gpus(
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setenv("LOCAL_RANK", "5")
-    assert lifecycle._ensure_process_group(lifecycle._Settings(1, 1.0, 1, share_gpus))
+    lifecycle._make_process_group(lifecycle._Settings(1, 1.0, 1, share_gpus))
     assert (devices, backends) == ([device], [backend])
 
 
@@ -303,7 +302,7 @@ def test_whether_gpus_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
     assert lifecycle.may_share_gpus()
     settings = lifecycle._Settings(heap_bytes=1, timeout_s=1.0, emulate_nodes=1, share_gpus=False)
-    monkeypatch.setattr(lifecycle, "_job", lifecycle._Job(settings, control=None))
+    monkeypatch.setattr(lifecycle, "_settings", settings)
     assert not lifecycle.may_share_gpus(), "the job's setting holds"
 
 

@@ -97,7 +97,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setitem(sys.modules, "nvshmem.core", None)  # importing it fails
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: bindings.calls.append(("context", device.index)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
-    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: torch.zeros(4, dtype=torch.uint8))
+    monkeypatch.setattr(NvshmemHeap, "_tensor", lambda heap, address, nbytes: torch.zeros(4, dtype=torch.uint8))
 
     @contextlib.contextmanager
     def warm_up(device: torch.device) -> Iterator[None]:

@@ -50,7 +50,7 @@ def test_connections_are_used_anew(planes: list[StoreControlPlane]) -> None:
         for i in range(50):
             parts = [plane.part(f"part {i}") for plane in planes]
             list(pool.map(lambda part: part.all_gather([0, 1], "exchange", None), parts))
-    assert [len(plane._connections._free) for plane in planes] == [1, 1]
+    assert [len(plane._idle) for plane in planes] == [1, 1]
 
 
 class Heap:
