@@ -317,11 +317,13 @@ def test_a_dry_run_prints_a_job(shell: Shell, script: Path) -> None:
 
 
 def test_a_failing_job_fails(shell: Shell) -> None:
-    (shell.directory / "fails.py").write_text("raise SystemExit(7)\n")
-    done = shell.run(LAUNCH, "--nproc", "1", "fails.py")
+    sleeps = "import os, time\ntime.sleep(60 * (os.environ['RANK'] == '0'))\nraise SystemExit(7)\n"
+    (shell.directory / "fails.py").write_text(sleeps)
+    done = shell.run(LAUNCH, "--nproc", "2", "fails.py")
     assert done.returncode == 1
     assert "exitcode  : 7" in done.stderr
-    assert done.stderr.endswith("\ntdcoll: ended: rank 0 (exit status 7)\n")
+    ended = ["tdcoll: ended: rank 1 (exit status 7)", "tdcoll: still running, ended by torchrun: rank 0"]
+    assert done.stderr.splitlines()[-2:] == ended
 
 
 def test_two_launches_on_one_host_make_one_job(shell: Shell, script: Path) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -51,38 +52,19 @@ def without_a_launcher() -> None:
     tdcoll.finalize()
     assert not tdcoll.is_initialized()
     assert not dist.is_initialized(), "the process group was tdcoll's own"
+    tdcoll.finalize()
 
 
 @step
 def the_size_of_the_heap_is_logged() -> None:
-    records: list[logging.LogRecord] = []
-    handler, log = logging.Handler(), logging.getLogger("tdcoll")
-    handler.emit = records.append  # type: ignore[method-assign]
-    log.addHandler(handler)
+    log, said = logging.getLogger("tdcoll"), io.StringIO()
+    log.addHandler(handler := logging.StreamHandler(said))
     log.setLevel(logging.INFO)
     tdcoll.initialize(heap_bytes=3 << 19)
     tdcoll.finalize()
     log.removeHandler(handler)
-    (said,) = [record.getMessage() for record in records]
-    assert said.startswith(
-        "symmetric heap: 1.5 MiB on each of 1 ranks, by the simulator; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes"
-    )
-
-
-@step
-def finalize_twice_does_nothing() -> None:
-    tdcoll.finalize()
-    tdcoll.finalize()
-
-
-@step
-def again_with_arguments() -> None:
-    tdcoll.initialize(heap_bytes=1 << 20, timeout_s=7)
-    assert tdcoll.heap_info().total == 1 << 20
-    assert runtime.current().timeout_s == 7.0
-    assert tdcoll.WaitMonitor().timeout_s == 7.0
-    tdcoll.free(tdcoll.empty(1 << 20, torch.uint8))
-    tdcoll.finalize()
+    text = "symmetric heap: 1.5 MiB on each of 1 ranks, by the simulator; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_b"
+    assert said.getvalue().startswith(text)
 
 
 @step
@@ -110,6 +92,8 @@ def second_call_asks_for_the_same() -> None:
     tdcoll.initialize(heap_bytes=8 << 20)
     tdcoll.initialize(timeout_s=7.0, emulate_nodes=1, share_gpus=False)
     assert runtime.current() is job
+    assert tdcoll.WaitMonitor().timeout_s == 7.0
+    tdcoll.free(tdcoll.empty(8 << 20, torch.uint8))
     gather_and_compare()
     tdcoll.finalize()
 
@@ -126,6 +110,18 @@ def second_call_with_other_settings() -> None:
         with pytest.raises(tdcoll.AlreadyInitializedError, match=text + r"\. Call tdcoll\.finalize"):
             tdcoll.initialize(**asked)
     gather_and_compare()
+    tdcoll.finalize()
+
+
+@step
+def a_job_knows_its_heap() -> None:
+    with pytest.raises(tdcoll.TdcollError, match="emulate_nodes=2 needs puts, which heap='torch' does not have"):
+        tdcoll.initialize(heap="torch", emulate_nodes=2)
+    tdcoll.initialize(heap="torch")
+    tdcoll.initialize()
+    tdcoll.initialize(heap="auto")
+    with pytest.raises(tdcoll.AlreadyInitializedError, match="heap=torch; got nvshmem"):
+        tdcoll.initialize(heap="nvshmem")
     tdcoll.finalize()
 
 

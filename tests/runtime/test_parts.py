@@ -8,6 +8,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,28 +54,18 @@ def test_connections_are_used_anew(planes: list[StoreControlPlane]) -> None:
     assert [len(plane._idle) for plane in planes] == [1, 1]
 
 
-class Heap:
-    """In the place of a transport."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.device, self.base = nbytes, torch.device("cpu"), 0
-        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
-
-    def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        return self.memory[offset : offset + nbytes]
-
-    def label(self, *of: Any) -> None:
-        pass
-
-
 def jobs_of(planes: list[StoreControlPlane], nbytes: int) -> list[runtime.Runtime]:
-    return [
-        runtime.Runtime(
-            rank=rank, world_size=2, heap=Heap(nbytes), control=plane, node_ids=(0, 0), simulated=True,  # type: ignore[arg-type]
-            timeout_s=PLENTY_S,
+    def heap() -> Any:
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        return SimpleNamespace(
+            nbytes=nbytes,
+            base=memory.data_ptr(),
+            device=memory.device,
+            view=lambda offset, nbytes: memory[offset : offset + nbytes],
+            label=lambda *of: None,
         )
-        for rank, plane in enumerate(planes)
-    ]  # fmt: skip
+
+    return [runtime.Runtime(r, 2, heap(), plane, (0, 0), True, PLENTY_S) for r, plane in enumerate(planes)]
 
 
 @pytest.mark.parametrize("seeds", [range(3), second(range(3, 40))], ids=["first", "more"])
@@ -93,8 +84,7 @@ def test_threads_that_allocate_beside_each_other(seeds: range, planes: list[Stor
             go.wait()
             with job.through(job.control.part(f"{seed} {thread}")):
                 for i, size in enumerate(sizes[thread]):
-                    tensor = job.allocate((size,), torch.uint8, name=f"{thread} {i}")
-                    first = tensor.data_ptr() - job.heap.memory.data_ptr()  # type: ignore[attr-defined]
+                    first = job.offset_of(job.allocate((size,), torch.uint8, name=f"{thread} {i}"), "tensor")
                     found[rank, thread, i] = first, first + size
 
         with ThreadPoolExecutor(8) as pool:
