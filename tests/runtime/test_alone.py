@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program of one process does with initialize() and finalize(): each function is a step of its life.
-
-`python lifecycle_job.py [STEP...]` runs them one after the other in one process, and prints what each raised as JSON.
-"""
+"""What a program of one process does with initialize() and finalize()."""
 
 from __future__ import annotations
 
-import io
-import json
 import logging
-import os
-import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,12 +13,20 @@ import torch.distributed as dist
 import tdcoll
 from tdcoll import runtime
 
-STEPS: dict[str, Callable[[], None]] = {}
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
+SETTINGS = ("NVSHMEM_SYMMETRIC_SIZE", "TDCOLL_TIMEOUT_S", "TDCOLL_EMULATE_NODES", "TDCOLL_SHARE_GPUS", "TDCOLL_HEAP")
 
 
-def step(function: Callable[[], None]) -> Callable[[], None]:
-    STEPS[function.__name__] = function
-    return function
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher, no settings, and nothing is left of a job."""
+    for name in (*LAUNCHERS, *SETTINGS):
+        monkeypatch.delenv(name, raising=False)
+    assert not dist.is_initialized()
+    yield
+    tdcoll.finalize()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def gather_and_compare() -> None:
@@ -39,8 +39,7 @@ def gather_and_compare() -> None:
     assert torch.equal(out, data)
 
 
-@step
-def without_a_launcher() -> None:
+def test_without_a_launcher() -> None:
     assert not tdcoll.is_initialized()
     tdcoll.initialize()
     assert tdcoll.is_initialized()
@@ -55,37 +54,31 @@ def without_a_launcher() -> None:
     tdcoll.finalize()
 
 
-@step
-def the_size_of_the_heap_is_logged() -> None:
-    log, said = logging.getLogger("tdcoll"), io.StringIO()
-    log.addHandler(handler := logging.StreamHandler(said))
-    log.setLevel(logging.INFO)
-    tdcoll.initialize(heap_bytes=3 << 19)
-    tdcoll.finalize()
-    log.removeHandler(handler)
+def test_the_size_of_the_heap_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "tdcoll"):
+        tdcoll.initialize(heap_bytes=3 << 19)
     text = "symmetric heap: 1.5 MiB on each of 1 ranks, by the simulator; NVSHMEM_SYMMETRIC_SIZE or initialize(heap_b"
-    assert said.getvalue().startswith(text)
+    assert [message[: len(text)] for message in caplog.messages] == [text]
 
 
-@step
-def environment_variables_are_defaults() -> None:
-    os.environ |= {"NVSHMEM_SYMMETRIC_SIZE": "2M", "TDCOLL_TIMEOUT_S": "2.5", "TDCOLL_EMULATE_NODES": "1"}
-    tdcoll.initialize()
-    assert tdcoll.heap_info().total == 2 << 20
-    assert runtime.current().timeout_s == 2.5
-    tdcoll.finalize()
-    tdcoll.initialize(heap_bytes=4096, timeout_s=3)
-    assert (tdcoll.heap_info().total, runtime.current().timeout_s) == (4096, 3.0)
-    tdcoll.finalize()
-    for name in ("NVSHMEM_SYMMETRIC_SIZE", "TDCOLL_TIMEOUT_S", "TDCOLL_EMULATE_NODES"):
-        os.environ[name] = ""  # as good as not set
-    tdcoll.initialize()
-    assert (tdcoll.heap_info().total, runtime.current().timeout_s) == (64 << 20, 30.0)
-    tdcoll.finalize()
+@pytest.mark.parametrize(
+    ("settings", "arguments", "nbytes", "timeout_s"),
+    [
+        (("2M", "2.5", "1"), {}, 2 << 20, 2.5),
+        (("2M", "2.5", "1"), {"heap_bytes": 4096, "timeout_s": 3}, 4096, 3.0),
+        (("", "", ""), {}, 64 << 20, 30.0),  # as good as not set
+    ],
+)
+def test_environment_variables_are_defaults(
+    monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...], arguments: dict, nbytes: int, timeout_s: float
+) -> None:
+    for name, value in zip(SETTINGS, settings, strict=False):
+        monkeypatch.setenv(name, value)
+    tdcoll.initialize(**arguments)
+    assert (tdcoll.heap_info().total, runtime.current().timeout_s) == (nbytes, timeout_s)
 
 
-@step
-def second_call_asks_for_the_same() -> None:
+def test_second_call_asks_for_the_same() -> None:
     tdcoll.initialize(heap_bytes=8 << 20, timeout_s=7)
     job = runtime.current()
     tdcoll.initialize()
@@ -95,11 +88,9 @@ def second_call_asks_for_the_same() -> None:
     assert tdcoll.WaitMonitor().timeout_s == 7.0
     tdcoll.free(tdcoll.empty(8 << 20, torch.uint8))
     gather_and_compare()
-    tdcoll.finalize()
 
 
-@step
-def second_call_with_other_settings() -> None:
+def test_second_call_with_other_settings() -> None:
     tdcoll.initialize(heap_bytes=8 << 20, timeout_s=7)
     for asked, text in (
         ({"heap_bytes": 1 << 21}, "heap_bytes=8388608; got 2097152"),
@@ -110,11 +101,9 @@ def second_call_with_other_settings() -> None:
         with pytest.raises(tdcoll.AlreadyInitializedError, match=text + r"\. Call tdcoll\.finalize"):
             tdcoll.initialize(**asked)
     gather_and_compare()
-    tdcoll.finalize()
 
 
-@step
-def a_job_knows_its_heap() -> None:
+def test_a_job_knows_its_heap() -> None:
     with pytest.raises(tdcoll.TdcollError, match="emulate_nodes=2 needs puts, which heap='torch' does not have"):
         tdcoll.initialize(heap="torch", emulate_nodes=2)
     tdcoll.initialize(heap="torch")
@@ -122,11 +111,9 @@ def a_job_knows_its_heap() -> None:
     tdcoll.initialize(heap="auto")
     with pytest.raises(tdcoll.AlreadyInitializedError, match="heap=torch; got nvshmem"):
         tdcoll.initialize(heap="nvshmem")
-    tdcoll.finalize()
 
 
-@step
-def refused_settings_leave_nothing_behind() -> None:
+def test_refused_settings_leave_nothing_behind() -> None:
     with pytest.raises(ValueError, match=r"emulate_nodes must be between 1 and the 1 rank\(s\) of this host, got 2"):
         tdcoll.initialize(emulate_nodes=2)
     with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
@@ -134,11 +121,9 @@ def refused_settings_leave_nothing_behind() -> None:
     assert not tdcoll.is_initialized()
     assert not dist.is_initialized()
     tdcoll.initialize()
-    tdcoll.finalize()
 
 
-@step
-def finalize_closes_contexts_of_the_drop_in_call() -> None:
+def test_finalize_closes_contexts_of_the_drop_in_call() -> None:
     tdcoll.initialize()
     tdcoll.all_gather_into_tensor(torch.zeros(4), torch.ones(4))
     (pool,) = runtime.current().contexts.values()
@@ -147,30 +132,24 @@ def finalize_closes_contexts_of_the_drop_in_call() -> None:
     assert context.closed
 
 
-@step
-def failed_job_is_only_forgotten() -> None:
+def test_failed_job_is_only_forgotten() -> None:
     tdcoll.initialize()
     job = runtime.current()
     job.failed = True
     tdcoll.finalize()
     assert not tdcoll.is_initialized()
     assert dist.is_initialized(), "nothing collective may be tried: a peer may be gone"
-    dist.destroy_process_group()
-    job.heap.close()
 
 
-@step
-def nodes_are_named_by_the_launcher() -> None:
+def test_nodes_are_named_by_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("SLURM_NODEID", "GROUP_RANK"):  # the later one wins
-        os.environ[variable] = "3"
+        monkeypatch.setenv(variable, "3")
         tdcoll.initialize()
         assert runtime.current().node_ids == ((f"{variable}=3", 0),)
         tdcoll.finalize()
-    del os.environ["SLURM_NODEID"], os.environ["GROUP_RANK"]
 
 
-@step
-def beside_the_users_process_group() -> None:
+def test_beside_the_users_process_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tdcoll.initialize()
     gather_and_compare()
@@ -182,34 +161,11 @@ def beside_the_users_process_group() -> None:
     tdcoll.initialize()
     gather_and_compare()
     tdcoll.finalize()
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    dist.destroy_process_group()
+    dist.all_reduce(torch.ones(1))
 
 
-@step
-def other_ranks_without_finalize() -> None:
+def test_other_ranks_without_finalize(monkeypatch: pytest.MonkeyPatch) -> None:
     tdcoll.initialize()
-    dist.get_rank, original = (lambda: 1), dist.get_rank
-    try:
-        with pytest.raises(tdcoll.AlreadyInitializedError, match=r"rank 0 of 1, but torch\.distributed is now rank 1"):
-            tdcoll.initialize()
-    finally:
-        dist.get_rank = original
-    tdcoll.finalize()
-
-
-def main() -> None:
-    outcome = {}
-    for name in sys.argv[1:] or STEPS:
-        try:
-            STEPS[name]()
-            outcome[name] = ""
-        except BaseException:
-            outcome[name] = traceback.format_exc()
-            tdcoll.finalize()  # or every step after it fails too
-    print(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    main()
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    with pytest.raises(tdcoll.AlreadyInitializedError, match=r"rank 0 of 1, but torch\.distributed is now rank 1"):
+        tdcoll.initialize()
