@@ -157,7 +157,7 @@ def _python(modules: Sequence[str], gpus: bool, pip_args: Sequence[str], dry_run
     sums = (str(zlib.crc32((ROOT / name).read_bytes())) for name in ("pyproject.toml", "constraints-cpu.txt"))
     inputs, kind, before = "\n".join([str(ROOT), *sums]), "gpu" if gpus else "cpu", _text(_STAMP)
     up_to_date = before.rpartition("\n")[0] == inputs and Path(_OWN).exists()
-    inside = Path(sys.prefix).resolve() == _VENV
+    inside = sys.executable == _OWN
     if inside and before and not up_to_date:
         problem = problem or "is not up to date"
     if not problem:

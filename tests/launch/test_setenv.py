@@ -185,7 +185,7 @@ class Clone:
         self.is_here()
 
     def _problem(self, modules: list[str], versions: Any) -> str:
-        if sys.prefix != str(self.venv):
+        if sys.executable != setenv._OWN:
             return "lacks torch"
         return "" if (self.venv / "nvshmem").exists() or "nvshmem" not in modules else self.lacks
 
@@ -209,11 +209,11 @@ class Clone:
             (self.venv / "nvshmem").touch()
         return None
 
-    def source(self, kind: str = "cpu", prefix: str = "/usr", dry_run: bool = False) -> list[str]:
+    def source(self, kind: str = "cpu", python: str = "/usr/bin/python3", dry_run: bool = False) -> list[str]:
         """What is made until a Python has all that is needed; each time, another Python is started."""
         self.log = []
         for _ in range(4):
-            self.patch.setattr(sys, "prefix", prefix)
+            self.patch.setattr(sys, "executable", python)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(os, "execv", lambda python, command: (python, None))
                 gpus = kind == "gpu"
@@ -221,7 +221,7 @@ class Clone:
             if about is not None:
                 return self.log
             assert self.python == setenv._OWN
-            prefix = str(self.venv)
+            python = self.python
         raise AssertionError("no end")
 
 
@@ -262,9 +262,9 @@ def test_when_it_is_made(
     assert f"lacks torch: making {clone.venv}" in capsys.readouterr().err
     CHANGES[change](clone)
     assert clone.source(then) == made
-    assert clone.source(then, prefix=str(clone.venv)) == []
+    assert clone.source(then, setenv._OWN) == []
     (clone.root / "pyproject.toml").write_text("")
-    assert clone.source(then, prefix=str(clone.venv))[0] == "venv", "it is active, and out of date"
+    assert clone.source(then, setenv._OWN)[0] == "venv", "it is active, and out of date"
 
 
 def test_what_it_does_not_repair(clone: Clone) -> None:
