@@ -76,8 +76,6 @@ def wait_for(store: Any, rank: int, tag: str, keys: Mapping[int, str], timeout_s
     """
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    except dist.DistNetworkError:
-        raise
     except RuntimeError as error:
         if missing := [other for other, key in keys.items() if not store.check([key])]:
             raise missing_ranks(rank, tag, missing, timeout_s) from error

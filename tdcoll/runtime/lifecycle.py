@@ -146,31 +146,28 @@ def initialize(
     again, as often as they like; so they may when a call of this has failed, on all of them or on some.
 
     Args:
-        heap_bytes: symmetric heap of each rank, bytes, or a text such as ``"2G"``. Default:
-            ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB (64 MiB in the simulator). The heap is taken from the GPU at
-            once, and does not grow; its size is logged (logger ``tdcoll``, level INFO, on rank 0), and is the
-            ``total`` of :func:`tdcoll.heap_info`.
+        heap_bytes: symmetric heap of each rank, bytes, or a text such as ``"2G"``. It is taken from the GPU at once and
+            does not grow; rank 0 logs its size (logger ``tdcoll``, level INFO), and :func:`tdcoll.heap_info` has it.
+            Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB (64 MiB in the simulator).
         timeout_s: deadline of every wait, in kernels and on the host, in seconds; also for the other ranks to come. (A
             process group that is made here has PyTorch's own timeout for its own collectives.) Default:
             ``TDCOLL_TIMEOUT_S``, else 30.
         emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
         share_gpus: ranks may use the same GPU, for tests of correctness: a GPU runs one process at a time, so that a
-            call takes milliseconds. A process group that is made here then has gloo for CUDA tensors, because NCCL
-            refuses two ranks on one GPU, and the device is ``LOCAL_RANK`` modulo the number of GPUs. Default: whether
-            ``TDCOLL_SHARE_GPUS`` is set to something other than 0. Without effect in the simulator.
-        heap: who makes the symmetric heap on GPUs. ``"nvshmem"``: NVSHMEM, which is started. ``"torch"``: PyTorch's
-            symmetric memory, for the GPUs of one node that reach each other's memory; NVSHMEM need not be installed.
-            Kernels and algorithms that put (``"1d"``, ``"2d"``) then raise an error; ``"auto"`` never chooses one.
-            ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch. Default: ``TDCOLL_HEAP``, else ``"auto"``.
-            The simulator has one heap; with ``"torch"`` it refuses what PyTorch's does not have.
+            call takes milliseconds. The device is ``LOCAL_RANK`` modulo the number of GPUs, and a process group that is
+            made here has gloo for CUDA tensors, because NCCL refuses two ranks on one GPU. Without effect in the
+            simulator. Default: whether ``TDCOLL_SHARE_GPUS`` is something other than 0.
+        heap: who makes the symmetric heap on GPUs. ``"nvshmem"``: NVSHMEM. ``"torch"``: PyTorch's symmetric memory, for
+            one node, where NVSHMEM need not be installed; kernels and algorithms that put (``"1d"``, ``"2d"``) raise an
+            error, and ``"auto"`` never chooses one. ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch.
+            Default: ``TDCOLL_HEAP``, else ``"auto"``. With ``"torch"`` the simulator refuses the same.
 
     Raises:
         AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
         RankMismatchError: ranks pass different settings, or two ranks use one GPU without ``share_gpus``.
         CollectiveTimeout: a rank did not come, or the store where ranks meet does not answer.
-        TdcollError: the store is gone; there is no GPU, and kernels are not interpreted; NVSHMEM's bindings are
-            missing; or PyTorch's symmetric memory is asked for, and the job has several nodes or PyTorch cannot provide
-            it.
+        TdcollError: the store is gone; there is neither a GPU nor the simulator; NVSHMEM's bindings are missing; or
+            PyTorch cannot provide symmetric memory to these ranks.
         TypeError, ValueError: an argument or environment variable is not as described.
     """
     if (existing := runtime.current_or_none()) is not None:

@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+    if isinstance(value, tuple):
         return {"tuple": [_plain(item) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}

@@ -48,10 +48,13 @@ def test_without_a_launcher() -> None:
     assert runtime.current().timeout_s == 30.0
     assert tdcoll.topology().describe() == "1 rank(s) on 1 node(s) (1)"
     gather_and_compare()
+    job = runtime.current()
     tdcoll.finalize()
     assert not tdcoll.is_initialized()
     assert not dist.is_initialized(), "the process group was tdcoll's own"
     tdcoll.finalize()
+    with pytest.raises(tdcoll.NotInitializedError, match="which has ended that job"):
+        job.exchange([0], "barrier")
 
 
 def test_the_size_of_the_heap_is_logged(caplog: pytest.LogCaptureFixture) -> None:

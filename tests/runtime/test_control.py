@@ -195,6 +195,10 @@ def test_every_generation_begins_with_nothing(stores: Stores) -> None:
     assert everywhere(ranks, body) == [None] * 3
 
 
+WITHOUT_FILES = pytest.mark.parametrize("stores", ["hash", "tcp"], indirect=True)
+
+
+@WITHOUT_FILES
 def test_other_ranks_join_another_generation(stores: Stores) -> None:
     """A job of two ranks between two of three: a count in each process would be 3 on two of them and 2 on the third."""
     shared = stores(3)
@@ -210,6 +214,7 @@ def test_other_ranks_join_another_generation(stores: Stores) -> None:
     assert everywhere(everyone, body) == [[everyone, [1, 0], everyone]] * 2 + [[everyone, everyone]]
 
 
+@WITHOUT_FILES
 def test_ranks_that_were_alone_meet_at_last(stores: Stores) -> None:
     """What a rank that has given up leaves in the store is not taken for the rank."""
     shared = stores(3)
@@ -228,6 +233,7 @@ def test_ranks_that_were_alone_meet_at_last(stores: Stores) -> None:
     assert everywhere(ranks, lambda rank: join(shared, rank, ranks)) == [ranks] * 3
 
 
+@WITHOUT_FILES
 def test_a_rank_that_failed_inside_joins_anew(stores: Stores) -> None:
     """Rank 1 has its answer, and fails before the first exchange; the others wait in vain, and then all meet."""
     shared = stores(3)

@@ -18,7 +18,7 @@ from tiers import second
 
 from tdcoll import runtime
 from tdcoll.collectives._host.pool import give_back_programs, take_programs
-from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.runtime.heap import ALIGNMENT
 
@@ -110,6 +110,30 @@ def test_an_allocation_that_finds_no_room_leaves_none_taken(planes: list[StoreCo
     with ThreadPoolExecutor() as pool:
         assert len(set(pool.map(body, jobs))) == 1
     assert [job.heap_info.used for job in jobs] == [0, 2 * ALIGNMENT]
+
+
+def test_ranks_that_make_different_calls_may_go_on(planes: list[StoreControlPlane]) -> None:
+    def body(job: runtime.Runtime) -> list[Any]:
+        with pytest.raises(RankMismatchError, match="are elsewhere"):
+            job.exchange([0, 1], f"call {job.rank}")
+        return job.exchange([0, 1], "call", job.rank)
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(body, jobs_of(planes, ALIGNMENT))) == [[0, 1]] * 2
+
+
+def test_what_exchanges_are_given_ends_with_the_block() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def plane(name: str) -> Any:
+        gather = lambda ranks, tag, value, timeout_s: calls.append((name, tag, timeout_s))  # noqa: E731
+        return SimpleNamespace(all_gather=gather)
+
+    (job,) = jobs_of([plane("job")], ALIGNMENT)
+    with job.within(2.0, "group 1"), job.through(plane("part")):
+        job.exchange([0], "inside")
+    job.exchange([0], "outside")
+    assert calls == [("part", "inside (group 1)", 2.0), ("job", "outside", None)]
 
 
 def test_threads_take_no_more_programs_than_there_are(planes: list[StoreControlPlane]) -> None:

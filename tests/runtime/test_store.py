@@ -211,6 +211,7 @@ FOREIGN: dict[str, bytes] = {
     "no pair": b'{"tuple":["call"]}',
     "a list": b'["call",1]',
     "no tag": b'{"tuple":[1,2]}',
+    "a tuple of a text": b'{"tuple":"ab"}',
     "another type": b'{"tuple":["call",{"set":[1]}]}',
     "two types": b'{"tuple":["call",1],"dict":[]}',
     "no base64": b'{"tuple":["call",{"bytes":"*"}]}',
