@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,27 @@ def test_failed_job_is_only_forgotten() -> None:
     tdcoll.finalize()
     assert not tdcoll.is_initialized()
     assert dist.is_initialized(), "nothing collective may be tried: a peer may be gone"
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tdcoll.initialize()
+    tdcoll.finalize()
+    assert dist.is_initialized(), "the process group is the user's, and not that of the failed job"
+
+
+def test_the_process_that_serves_the_store_leaves_when_all_do() -> None:
+    """A rank or a store that is gone at the very end has nothing to lose."""
+    tdcoll.initialize()
+    tags: list[str] = []
+
+    def gather(ranks: Sequence[int], tag: str, value: object = None, timeout_s: float | None = None) -> list[object]:
+        tags.append(tag)
+        if tag == "leave":
+            raise tdcoll.TdcollError("the store is gone")
+        return [value]
+
+    runtime.current().control = SimpleNamespace(all_gather=gather)  # type: ignore[assignment]
+    tdcoll.finalize()
+    assert tags == ["finalize", "leave"]
 
 
 def test_nodes_are_named_by_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

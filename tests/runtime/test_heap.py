@@ -83,6 +83,7 @@ def test_the_edges_of_an_arena() -> None:
     arena.release(ALIGNMENT)
     with pytest.raises(KeyError):
         arena.release(ALIGNMENT)
+    assert arena.releases == 1
     assert Arena(0).info == HeapInfo(0, 0, 0, 0, 0)
     assert Arena(0).free() == []
     assert Arena(0).hold(1, [0]) is None

@@ -159,6 +159,7 @@ def test_initialize_bounds_its_rendezvous(proxy: Proxy, monkeypatch: pytest.Monk
     error = limited(lambda: tdcoll.initialize(timeout_s=SHORT_S))
     assert isinstance(error, CollectiveTimeout)
     assert f"in 'initialize' for the store at 127.0.0.1:{proxy.port}" in str(error)
+    assert str(error).count("waited") == 1
     assert not dist.is_initialized()
 
 
