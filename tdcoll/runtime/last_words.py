@@ -21,7 +21,7 @@ from tdcoll.errors import CollectiveTimeout
 __all__ = ["noticed", "watch"]
 
 gave_up = False
-"""Whether this process has left a job in which a wait had expired, and has joined none since."""
+"""Whether a wait had expired in the job that this process has left last."""
 
 _LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|gloo/transport/", re.IGNORECASE)
 """What gloo says of a peer that is gone, in a plain RuntimeError."""

@@ -241,7 +241,6 @@ def _install(settings: _Settings, store: Any, rank: int, world_size: int) -> Non
     control = StoreControlPlane(dist.PrefixStore("job", store), rank, settings.timeout_s)
     runtime.install(_join(settings, control, dist.PrefixStore("heap", store), rank, world_size))
     _settings = settings
-    last_words.gave_up = False
     watch_ddp()
     if rank == 0:
         _log.info(
