@@ -125,6 +125,7 @@ def test_starts_and_stops(monkeypatch: pytest.MonkeyPatch, library: Library, wan
     library.calls.clear()
     made.close()
     assert library.calls == [("context", 0), ("free", 0x1000), ("finalize",)]
+    assert jit._module_init is None
 
 
 def test_an_nvshmem_that_runs_is_used_and_left_running(library: Library) -> None:
