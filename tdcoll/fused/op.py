@@ -48,8 +48,7 @@ def all_reduce_rms_norm(
     """``[..., hidden] -> [..., hidden]``, twice: ``new = all_reduce(x) + residual``, and ``new`` normalized.
 
     ``normalized = new / sqrt(mean(new ** 2) + eps) * weight`` over the last dimension, from ``new`` as it is rounded to
-    its dtype. Collective over ``ctx``'s group; one kernel inside a node. Asynchronous on the context's stream, with no
-    synchronisation, and CUDA-graph safe after one eager call of the shape.
+    its dtype. Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.all_gather`; one kernel inside a node.
 
     It has no derivative: ``x``, ``residual`` and ``weight`` must not require grad, unless under ``torch.no_grad()``.
     The operator ``torch.ops.tdcoll.all_reduce_rms_norm`` has one (:mod:`tdcoll.ops`).
@@ -64,8 +63,7 @@ def all_reduce_rms_norm(
         residual: what is added, of the same shape and dtype, with the same values on all ranks: where there are
             many rows, only one rank reads each.
         weight: ``[hidden]``, of the same dtype or fp32; the same on all ranks.
-        ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
-            Making one is collective and synchronises.
+        ctx: as for :func:`tdcoll.all_gather`.
         eps: added to the mean of squares.
         in_place: write ``new`` over ``residual``.
         out_dtype: ``torch.float8_e4m3fn`` for a quantized ``normalized``; else None or the dtype of ``x``.
@@ -80,12 +78,8 @@ def all_reduce_rms_norm(
         fp32 ``[..., 1]``. A tensor whose address is no multiple of 16 is copied first.
 
     Raises:
-        ContextError: the context is closed, or bound to another stream.
-        CollectiveTimeout: an earlier wait on the context expired.
         RankMismatchError: (``debug``) ranks pass different shapes, dtypes or algorithms.
-        NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
-        HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
-        TypeError, ValueError: an argument is not as described.
+        Others: as :func:`tdcoll.all_gather`.
 
     Algorithms: one-shot and two-stage all-reduces by data that announces itself, followed by the norm in the same
     kernel, are TensorRT-LLM's; the fixed order of the sums, and rows of several programs, are tdcoll's.
@@ -210,7 +204,7 @@ def _ready(
     x, _, weight = tensors[:3]
     hidden, shape = x.shape[-1], x.shape
     rows = Rows(shape.numel() // hidden, hidden, x.dtype.itemsize)
-    plan = choose(rows, facts_of(ALL_REDUCE, ctx, 0, x.dtype), algorithm)
+    plan = choose(rows, facts_of(ctx, 0, x.dtype), algorithm)
     composed, by_rows = plan.algorithm == COMPOSED, out_dtype is _FP8 and len(tensors) == 3
 
     def place(x: Any, residual: Any, weight: Any, scale: Any = None) -> tuple[Any, tuple[Any, ...]] | None:

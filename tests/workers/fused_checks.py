@@ -38,7 +38,7 @@ def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: tor
             pieces = [plan for plan in pieces if plan.channels <= 8]  # its code is repeated for each; 64 take minutes
         for asked in (name, *pieces):
             try:
-                choose(shape, facts_of(ALL_REDUCE, ctx, 0, dtype), asked)
+                choose(shape, facts_of(ctx, 0, dtype), asked)
             except ValueError:
                 continue
             found.append(asked)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tdcoll import arguments
-from tdcoll.collectives._host.gradient import attach, linear, refuse
+from tdcoll.collectives._host.gradient import attach, linear
 from tdcoll.collectives._host.launches import Launches, launches_of
 from tdcoll.collectives._host.pool import pooled, strided_bytes
 from tdcoll.collectives._host.reach import Standing, deltas_to, place_of
@@ -218,7 +218,11 @@ def _first(
     def prepare() -> tuple[Launches, Ready, torch.Tensor, tuple[int, int]]:
         check_tensor(names[0], tensor, ctx.device)
         if refused:
-            refuse()
+            raise ValueError(
+                f"{names[0]} must not require grad where the call writes into a given tensor, which would have no "
+                f"gradient; let the call make its result, pass {names[0]}.detach(), or make the call under "
+                "torch.no_grad()"
+            )
         options = None
         if spec.reduces:
             check_dtype(names[0], tensor)
@@ -341,7 +345,7 @@ def _out_of_place(
         return Ready(spec.name, place_and_make, launches.run, registered)
 
     world = ctx.world_size
-    nbytes, total = segment * world if spec.scatters else segment, spec.result_bytes(segment, world)
+    nbytes, total = (segment * world if whole else segment for whole in (spec.scatters, spec.gathers))
     at = spec.may_overlap_at(segment, ctx.rank)
 
     def place(tensor: torch.Tensor, out: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:

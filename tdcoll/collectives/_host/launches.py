@@ -216,9 +216,7 @@ class Launches:
         prepare(self._context, self._operation, self._variant, self._launches)
 
 
-def facts_of(
-    spec: Collective, ctx: CollectiveContext, nbytes: int, dtype: torch.dtype | None = None, **more: Any
-) -> Facts:
+def facts_of(ctx: CollectiveContext, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
     """Return the facts of a call on a context, of ``nbytes`` per segment; with its dtype if elements are reduced."""
     announced = dtype is not None and dtype.is_floating_point and dtype.itemsize <= 4
     return Facts(
@@ -272,7 +270,7 @@ def launches_of(
         key += (id(deltas),)  # the context keeps it
 
     def make() -> Launches:
-        facts = facts_of(spec, ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
+        facts = facts_of(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
         if elsewhere:
             facts = replace(facts, puts=False)
         return launches_by(spec, ctx, facts, plan_of(spec, ctx, facts, algorithm), options, deltas)

@@ -103,17 +103,12 @@ def _rendezvous(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> Any:
             f"{foreign}on a context that is made with its ProcessGroup; it does not lie in the symmetric heap, and the "
             f"context was made for ranks {list(ctx.topology.pes)}"
         )
-    memory = _symmetric_memory()
+    from torch._C._distributed_c10d import _SymmetricMemory
+
     try:
-        handle = memory.rendezvous(tensor, ctx.group_name)
+        handle = _SymmetricMemory.rendezvous(tensor, ctx.group_name)
     except RuntimeError as error:
         raise NotSymmetricError(f"{foreign}of its group; PyTorch says: {error}") from error
     if handle is None:
         raise NotSymmetricError(f"{foreign}(torch.distributed._symmetric_memory.empty); it is neither")
     return handle
-
-
-def _symmetric_memory() -> Any:
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    return _SymmetricMemory

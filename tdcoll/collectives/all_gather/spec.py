@@ -73,20 +73,16 @@ def _puts(call: Planned) -> dict[str, Any]:
     return {"routes": _routes(call), "BLOCK": block, "COUNTED": bool(call.options)}
 
 
-def _several(facts: Facts) -> bool:
-    return facts.topology.n_nodes > 1
-
-
 def _ll(call: Planned) -> dict[str, Any]:
     block = {"BLOCK": call.plan.chunk // LL_WORD_BYTES, "source_stride": 0}
-    if not _several(call.facts):
+    if not several_nodes(call.facts.topology):
         return block
     puts = put_chunks(call.facts, call.plan)
     return {**block, "routes": _routes(call), "chunk": puts.chunk, "channels": puts.channels}
 
 
 def _blocks_of_ll(facts: Facts, plan: Plan) -> int:
-    return per_segment(facts, plan) + (put_chunks(facts, plan).channels if _several(facts) else 0)
+    return per_segment(facts, plan) + (put_chunks(facts, plan).channels if several_nodes(facts.topology) else 0)
 
 
 def _early(facts: Facts) -> bool:
@@ -101,7 +97,9 @@ SPEC = Collective(
             "ll",
             supports=needs_words,
             cut=partial(cut_words, algorithm="ll"),
-            kernel=lambda facts: kernels_puts.all_gather_ll_2d if _several(facts) else kernels_ll.exchange_ll,
+            kernel=lambda facts: (
+                kernels_puts.all_gather_ll_2d if several_nodes(facts.topology) else kernels_ll.exchange_ll
+            ),
             blocks=_blocks_of_ll,
             values=_ll,
             words=(LL_WORD_BYTES,),
@@ -174,7 +172,7 @@ def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
     """
 
     def make() -> Launches:
-        facts = facts_of(SPEC, ctx, nbytes, in_place=True)
+        facts = facts_of(ctx, nbytes, in_place=True)
         plan = SPEC.choose(dataclasses.replace(facts, ll_bytes=-1))
         return launches_by(SPEC, ctx, facts, plan, "counted")
 
