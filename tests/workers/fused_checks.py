@@ -10,7 +10,6 @@ from tensors import given, same_bits
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.launches import facts_of
-from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import ALGORITHMS, COMPOSED, Rows, choose
 from tdcoll.fused.reference import norm_reference
