@@ -103,12 +103,17 @@ def _rendezvous(name: str, tensor: torch.Tensor, ctx: CollectiveContext) -> Any:
             f"{foreign}on a context that is made with its ProcessGroup; it does not lie in the symmetric heap, and the "
             f"context was made for ranks {list(ctx.topology.pes)}"
         )
-    from torch._C._distributed_c10d import _SymmetricMemory
-
+    memory = _symmetric_memory()
     try:
-        handle = _SymmetricMemory.rendezvous(tensor, ctx.group_name)
+        handle = memory.rendezvous(tensor, ctx.group_name)
     except RuntimeError as error:
         raise NotSymmetricError(f"{foreign}of its group; PyTorch says: {error}") from error
     if handle is None:
         raise NotSymmetricError(f"{foreign}(torch.distributed._symmetric_memory.empty); it is neither")
     return handle
+
+
+def _symmetric_memory() -> Any:
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory
