@@ -44,7 +44,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("torchrun",),
     ("setenv",),
-    ("bench", "testing", "doctor", "compat", "launch"),
+    ("bench", "testing", "doctor", "compat"),
+    ("launch",),
     ("__main__",),
 )
 """Parts of the package, the lowest first. A module belongs to the longest name that it begins with. It may import its

@@ -131,7 +131,7 @@ def _first(
 
     def checked() -> tuple[Ready, Any]:
         _check(ctx, *tensors, eps=eps, in_place=in_place, out_dtype=out_dtype, algorithm=algorithm)
-        ready: Ready = ctx.once(key, lambda: _ready(ctx, tensors, eps, in_place, out_dtype, algorithm))
+        ready = ctx.once(key, lambda: _ready(ctx, tensors, eps, in_place, out_dtype, algorithm))
         return ready, ready.place(*tensors)
 
     facts = {

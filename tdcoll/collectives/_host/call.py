@@ -303,7 +303,7 @@ def _remember(ctx: CollectiveContext, key: Hashable, ready: Ready, shared: Any) 
     """Let the next call with this key, whose tensors have been found right, be made by :func:`again`."""
     if ctx.capturing:
         return
-    known: Ready = ctx.once(key, lambda: ready)
+    known = ctx.once(key, lambda: ready)
     if known.registered is not None and shared is not None:
         known.registered.add(shared)
 

@@ -64,8 +64,7 @@ def _routes(call: Planned) -> Routes:
         flagged = [rank for rank in successors(topology) if rank not in remote] if algorithm == "ll" else []
         return make_routes(ctx, local_peers(topology), remote, flagged)
 
-    routes: Routes = on_device(ctx, "all_gather", ("all_gather", "routes", algorithm), make)
-    return routes
+    return on_device(ctx, "all_gather", ("all_gather", "routes", algorithm), make)
 
 
 def _puts(call: Planned) -> dict[str, Any]:
@@ -176,5 +175,4 @@ def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
         plan = SPEC.choose(dataclasses.replace(facts, ll_bytes=-1))
         return launches_by(SPEC, ctx, facts, plan, "counted")
 
-    launches: Launches = ctx.once(("all_gather", "counted", nbytes), make)
-    return launches
+    return ctx.once(("all_gather", "counted", nbytes), make)
