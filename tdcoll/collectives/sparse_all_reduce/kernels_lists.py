@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
+from tdcoll.collectives.index_match.kernels import find
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
 
 __all__ = [
     *("CONTESTED", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
-    *("Index", "Memory"),
+    *("Memory", "own_list", "pick", "turn", "valid"),
     *("copy_list", "count_first", "plan", "write_list"),
-    *("own_list", "pick", "place", "turn", "valid"),
 ]
 
 HEADER = match.HEADER
@@ -44,44 +44,17 @@ _IDS = ["ids", "begins"]
 """What may be the caller's memory, at any address; rows are, too, and their alignment pays."""
 
 
-class Index(NamedTuple):
-    """The ids of all ranks, and where each of them is: a directory of :mod:`tdcoll.collectives.index_match`.
-
-    Attributes:
-        lists: int64 ``[world, stride]``, symmetric: header and ids of each rank; for gather, followed by its rows.
-        entries: int64, the directory's.
-        union: int64 ``[max_union]``: the different ids, ascending.
-        status: int64 ``[STATUS_WORDS]``: how many there are, and what is wrong with the lists.
-        stride: words from one list to the next.
-        capacity: the most ids of a list.
-        words: of a row of ``entries``.
-        max_union: the most ids of the union.
-        search: which kind of directory it is.
-    """
-
-    lists: Any
-    entries: Any
-    union: Any
-    status: Any
-    stride: tl.int64
-    capacity: tl.int32
-    words: tl.int32
-    max_union: tl.int32
-    search: tl.constexpr
-
-
 class Memory(NamedTuple):
     """Where rows lie that are reduced, and what is to be done with this rank's.
 
     Attributes:
-        stages, outs: int64 ``[world]``: addresses of each rank's ``stage`` and ``out``, of the ranks of this node; of
-            others not used.
+        stage, out: addresses of this rank's ``stage`` and ``out``; plus ``g.deltas[q]``, those of rank q of this node.
         work, counters: int32 ``[LISTS, capacity]`` and ``[LISTS]``: the work lists and their lengths.
         targets: int32 ``[capacity]``: place in the union of each row of this rank's list.
     """
 
-    stages: Any
-    outs: Any
+    stage: tl.int64
+    out: tl.int64
     work: Any
     counters: Any
     targets: Any
@@ -91,14 +64,6 @@ class Memory(NamedTuple):
 def own_list(index, g):
     """This rank's list."""
     return index.lists + tl.cast(g.rank, tl.int64) * index.stride
-
-
-@jit
-def place(index, ids, q):
-    """Places of ``ids`` in the list of rank ``q``, int32; -1 where they are not there."""
-    return match.find(
-        ids, q, index.lists, index.stride, index.capacity, index.entries, index.words, index.search
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- pack
@@ -242,26 +207,23 @@ def plan(begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.cons
     """
     in_stream_order()
     rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < match.list_size(index.lists, index.stride, g.rank, index.capacity)
+    inside = rows < match.list_size(index, g.rank)
     if valid(index):
         ids = tl.load(own_list(index, g) + HEADER + rows, mask=inside, other=0)
         first = tl.load(nodes.begins + nodes.node)
         last = tl.load(nodes.begins + nodes.node + 1)
         have = tl.zeros([BLOCK], tl.int32)
         for m in tl.range(first, last):
-            have += (place(index, ids, tl.load(nodes.ranks + m)) >= 0).to(tl.int32)
+            have += (find(ids, tl.load(nodes.ranks + m), index) >= 0).to(tl.int32)
         picked = pick(ids, have)
         seen = tl.zeros([BLOCK], tl.int32)
         owner = tl.zeros([BLOCK], tl.int32) - 1
         for m in tl.range(first, last):
             mate = tl.load(nodes.ranks + m)
-            has = place(index, ids, mate) >= 0
+            has = find(ids, mate, index) >= 0
             owner = tl.where(has & (seen == picked), mate, owner)
             seen += has.to(tl.int32)
-        target = match.find_in_union(
-            ids, index.union, index.status, g.world, index.max_union, index.entries, index.words, index.search
-        )  # fmt: skip
-        tl.store(memory.targets + rows, target.to(tl.int32), mask=inside)
+        tl.store(memory.targets + rows, match.find_in_union(ids, index), mask=inside)
         mine = inside & (owner == g.rank)
         staged = inside & (owner != g.rank)
         if REPEATED:

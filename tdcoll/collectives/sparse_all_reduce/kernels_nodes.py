@@ -35,16 +35,8 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
-    CONTESTED,
-    HEADER,
-    SINGLE,
-    own_list,
-    pick,
-    place,
-    turn,
-    valid,
-)
+from tdcoll.collectives.index_match.kernels import find
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import CONTESTED, HEADER, SINGLE, own_list, pick, turn, valid
 from tdcoll.collectives.sparse_all_reduce.kernels_values import rows_of
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import row, start
@@ -74,7 +66,7 @@ def _steps_of(index, id, begin, step, nodes, g):
     following = tl.cast(nodes.n_nodes, tl.int32)
     last = tl.cast(0, tl.int32)
     for q in tl.range(0, nodes.world):
-        has = place(index, id, q) >= 0
+        has = find(id, q, index) >= 0
         number = (tl.load(nodes.of + q) - begin + nodes.n_nodes) % nodes.n_nodes
         earlier = tl.where(has & (number < step), 1, earlier)
         following = tl.where(has & (number > step), tl.minimum(following, number), following)
@@ -87,13 +79,13 @@ def _owner_in(index, id, node, nodes, g):
     """The rank of ``node`` that reduces the row: as ``kernels_lists.plan`` picks it there."""
     have = tl.cast(0, tl.int32)
     for q in tl.range(0, nodes.world):
-        has = place(index, id, q) >= 0
+        has = find(id, q, index) >= 0
         have += (has & (tl.load(nodes.of + q) == node)).to(tl.int32)
     picked = pick(id, have)
     seen = tl.cast(0, tl.int32)
     owner = tl.cast(0, tl.int32)
     for q in tl.range(0, nodes.world):
-        has = place(index, id, q) >= 0
+        has = find(id, q, index) >= 0
         there = has & (tl.load(nodes.of + q) == node)
         owner = tl.where(there & (seen == picked), q, owner)
         seen += there.to(tl.int32)
@@ -109,14 +101,14 @@ def _entrance(id, node, nodes):
 
 
 @jit
-def _hand_on(out, offset, row_bytes, memory, nodes, g):
+def _hand_on(out, offset, row_bytes, nodes, g):
     """This rank's ``out[offset:offset + row_bytes]`` to all others of its node. After a block barrier."""
     begin = tl.load(nodes.begins + nodes.node)
     size = tl.load(nodes.begins + nodes.node + 1) - begin
     for i in tl.range(0, size):
         mate = tl.load(nodes.ranks + begin + i)
         if mate != g.rank:
-            tdl.copy_block(tl.load(memory.outs + mate) + offset, out + offset, row_bytes)
+            tdl.copy_block(out + tl.load(g.deltas + mate) + offset, out + offset, row_bytes)
 
 
 @jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
@@ -142,7 +134,7 @@ def reduce_nodes(
         workers = tl.num_programs(0) - (nodes.world - 1)
         n_nodes = nodes.n_nodes
         row_bytes = tl.cast(row_elements, tl.int64) * (source.dtype.element_ty.primitive_bitwidth // 8)
-        out = tl.load(memory.outs + g.rank)
+        out = tl.cast(memory.out, tl.int64)
         n_single = tl.load(memory.counters + SINGLE)
         n_mine = n_single + tl.load(memory.counters + CONTESTED)
         mates_begin = tl.load(nodes.begins + nodes.node)
@@ -163,9 +155,9 @@ def reduce_nodes(
                     seen = tl.cast(0, tl.int32)
                     for m in tl.range(mates_begin, mates_end):
                         q = tl.load(nodes.ranks + m)
-                        position = place(index, id, q).to(tl.int64)
+                        position = find(id, q, index).to(tl.int64)
                         if position >= 0:
-                            address = rows_of(tl.load(memory.stages + q), source) + position * row_elements
+                            address = rows_of(memory.stage + tl.load(g.deltas + q), source) + position * row_elements
                             if q == g.rank:
                                 if REPEATED:
                                     begin = tl.load(begins + mine)
@@ -189,7 +181,7 @@ def reduce_nodes(
                     for other in tl.range(1, n_nodes):
                         entrance = _entrance(id, (nodes.node + other) % n_nodes, nodes)
                         tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(nodes.pes + entrance))
-                    _hand_on(out, offset, row_bytes, memory, nodes, g)
+                    _hand_on(out, offset, row_bytes, nodes, g)
         tdl.quiet()
 
 
@@ -214,7 +206,7 @@ def forward(index, memory, nodes, g, row_bytes: tl.int64, WAITED: tl.constexpr):
     if program < nodes.world - 1:
         _announce(program, begun, nodes, g, epoch)
     elif tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
-        out = tl.load(memory.outs + g.rank)
+        out = tl.cast(memory.out, tl.int64)
         size = tl.load(index.status + match.UNION)
         if valid(index) == 0:
             size = tl.cast(0, tl.int64)
@@ -223,7 +215,7 @@ def forward(index, memory, nodes, g, row_bytes: tl.int64, WAITED: tl.constexpr):
             first = turn(id, nodes.n_nodes)
             _, _, last = _steps_of(index, id, first, 0, nodes, g)
             if ((first + last) % nodes.n_nodes != nodes.node) & (_entrance(id, nodes.node, nodes) == g.rank):
-                _hand_on(out, tl.cast(k, tl.int64) * row_bytes, row_bytes, memory, nodes, g)
+                _hand_on(out, tl.cast(k, tl.int64) * row_bytes, row_bytes, nodes, g)
 
 
 @jit

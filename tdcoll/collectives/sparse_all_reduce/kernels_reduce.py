@@ -26,7 +26,8 @@ has come before contested ones: they need no rank but this one, so the others ha
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import CONTESTED, HEADER, SINGLE, own_list, place
+from tdcoll.collectives.index_match.kernels import find
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import CONTESTED, HEADER, SINGLE, own_list
 from tdcoll.collectives.sparse_all_reduce.kernels_values import rows_of
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
@@ -69,7 +70,7 @@ def _store_everywhere(tile, at, inside, columns, memory, g, like, row_elements, 
     """Rows ``at`` of every rank's ``out``, this one's first, so that no rank is everybody's first target."""
     mask = inside[:, None] & (columns < row_elements)[None, :]
     for i in tl.range(0, g.world):
-        out = rows_of(tl.load(memory.outs + (g.rank + i) % g.world), like, ALIGNED)
+        out = rows_of(memory.out + tl.load(g.deltas + (g.rank + i) % g.world), like, ALIGNED)
         tl.store(out + at[:, None] * row_elements + columns[None, :], tile, mask=mask)
 
 
@@ -108,7 +109,7 @@ def reduce(
         worker = program - (g.world - 1)
         workers = tl.num_programs(0) - (g.world - 1)
         contested = memory.work + tl.cast(index.capacity, tl.int64)
-        stage = rows_of(tl.load(memory.stages + g.rank), source, ALIGNED)
+        stage = rows_of(memory.stage, source, ALIGNED)
         n_single = tl.load(memory.counters + SINGLE)
         for k in tl.range(worker * ROWS, n_single, workers * ROWS):
             items = k + tl.arange(0, ROWS)
@@ -141,9 +142,9 @@ def reduce(
                                 has = inside
                                 tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
                             else:
-                                position = place(index, ids, q)
+                                position = find(ids, q, index)
                                 has = inside & (position >= 0)
-                                theirs = rows_of(tl.load(memory.stages + q), source, ALIGNED)
+                                theirs = rows_of(memory.stage + tl.load(g.deltas + q), source, ALIGNED)
                                 offsets = position.to(tl.int64)[:, None] * row_elements + columns[None, :]
                                 mask = has[:, None] & (columns < row_elements)[None, :]
                                 tile = tl.load(theirs + offsets, mask=mask, other=0)

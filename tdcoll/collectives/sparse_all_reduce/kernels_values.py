@@ -70,7 +70,7 @@ def combine(
     count = tl.load(memory.counters + STAGED).to(tl.int64)
     place = tl.cast(target, tl.int64)
     if ALL:
-        count = match.list_size(index.lists, index.stride, g.rank, index.capacity).to(tl.int64)
+        count = match.list_size(index, g.rank).to(tl.int64)
     if place == 0:
         place = end_of_ids(index, g.rank)
     to = rows_of(place, source, ALIGNED)
