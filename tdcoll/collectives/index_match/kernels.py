@@ -47,9 +47,8 @@ from tdcoll.primitives.group import in_stream_order
 __all__ = [
     *("BAD_ORDER", "BAD_RANGE", "BAD_SIGNATURE", "MAX_ROWS", "STATUS_WORDS", "TOTAL", "UNION"),
     *("HEADER", "LIST_BYTES", "LIST_COUNT", "LIST_SIGNATURE"),
-    *("Index", "find", "find_in_union", "find_sorted", "list_size", "popcount"),
+    *("Index", "find", "find_in_union", "find_sorted", "list_of", "list_size", "popcount"),
     *("clear", "mark", "unite", "number", "find_leaders", "number_leaders", "place_leaders"),
-    *("emit_match", "invert_indices", "pack_list"),
 ]
 
 # Words of a list's header.
@@ -116,7 +115,7 @@ def popcount(x):
 
 
 @jit
-def _list(index, q):
+def list_of(index, q):
     """List ``q``, which begins with its header."""
     return index.lists + tl.cast(q, tl.int64) * index.stride
 
@@ -124,7 +123,7 @@ def _list(index, q):
 @jit
 def list_size(index, q):
     """Number of ids of list ``q`` that are there: its header's count, at least 0 and at most the capacity. int32."""
-    count = tl.load(_list(index, q) + LIST_COUNT)
+    count = tl.load(list_of(index, q) + LIST_COUNT)
     return tl.minimum(tl.maximum(count, 0), tl.cast(index.capacity, tl.int64)).to(tl.int32)
 
 
@@ -159,17 +158,12 @@ def _look_up(x, row, words, limit):
 
 @jit
 def find(x, q, index):
-    """Place of ``x`` in list ``q``, int32; -1 where it is not there.
-
-    Args:
-        x: ids, an integer block of any shape or a scalar; any value.
-        q: the list, a scalar.
-        index: an :class:`Index` that is built.
-    """
+    """Place of ``x`` in list ``q``, int32; -1 where it is not there. ``x``: ids, an integer block of any shape, or a
+    scalar, of any value; ``q``: a scalar; ``index``: an :class:`Index` that is built."""
     x = tl.cast(x, tl.int64)
     if index.search:
         n = list_size(index, q)
-        p, v = find_sorted(x, _list(index, q) + HEADER, n)
+        p, v = find_sorted(x, list_of(index, q) + HEADER, n)
         place = tl.where((v == x) & (p < n), p, -1)
     else:
         place = _look_up(x, index.entries + tl.cast(q, tl.int64) * index.words, index.words, index.capacity)
@@ -205,7 +199,7 @@ def clear(target, size: tl.int64, status, BLOCK: tl.constexpr):
 @jit
 def _read_header(q, index, signature):
     """Write what status says of headers. One program per list calls it."""
-    header, status = _list(index, q), index.status
+    header, status = list_of(index, q), index.status
     count = tl.maximum(tl.load(header + LIST_COUNT), 0)
     tl.atomic_max(status + MAX_ROWS, count, sem="relaxed")
     tl.atomic_add(status + TOTAL, count, sem="relaxed")
@@ -216,7 +210,7 @@ def _read_header(q, index, signature):
 @jit
 def _read_ids(q, index, i, n, num_rows):
     """``(ids[i], ids[i - 1], whether ids[i] is there and in range)``; what is wrong goes to status."""
-    ids, status = _list(index, q) + HEADER, index.status
+    ids, status = list_of(index, q) + HEADER, index.status
     inside = i < n
     x = tl.load(ids + i, mask=inside, other=0)
     before = tl.load(ids + i - 1, mask=inside & (i > 0), other=-1)
@@ -352,68 +346,13 @@ def place_leaders(index, leaders, BLOCK: tl.constexpr):
     for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < n
-        x = tl.load(_list(index, q) + HEADER + i, mask=inside, other=0)
+        x = tl.load(list_of(index, q) + HEADER + i, mask=inside, other=0)
         own = tl.load(row + i, mask=inside, other=0)
         leads = inside & (tl.load(row + i + 1, mask=inside, other=0) > own)
         place = tl.zeros([BLOCK], tl.int64)
         for p in tl.range(0, index.world):
             m = list_size(index, p)
-            at, v = find_sorted(x, _list(index, p) + HEADER, m)
+            at, v = find_sorted(x, list_of(index, p) + HEADER, m)
             below = at + ((v < x) & (at < m)).to(tl.int32)
             place += tl.load(_leaders_of(index, leaders, p) + below, mask=leads, other=0)
         tl.store(index.union + place, x, mask=leads & (place < index.max_union))
-
-
-# ---------------------------------------------------------------------- operations of their own
-
-
-@jit(do_not_specialize_on_alignment=["target", "source"])
-def pack_list(target, source, count: tl.int64, BLOCK: tl.constexpr):
-    """``target`` = one list: a header, then ``source[:count]``. Programs: ceil(count / BLOCK), at least 1."""
-    in_stream_order()
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + HEADER + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
-    if tl.program_id(0) == 0:
-        word = tl.arange(0, HEADER)
-        value = tl.where(word == LIST_BYTES, (count + HEADER) * 8, 0)
-        tl.store(target + word, tl.where(word == LIST_COUNT, count, value))
-
-
-@jit
-def emit_match(index, positions, width: tl.int64, contributors, BLOCK: tl.constexpr):
-    """``positions[W, width]`` and ``contributors[max_union, W]``, -1 where there is nothing, also in the union's tail.
-
-    Programs: (any number, W + 1): row q < W writes list q's positions, row W the contributors.
-    """
-    in_stream_order()
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    q = tl.program_id(1).to(tl.int64)
-    if q < index.world:
-        n = list_size(index, q)
-        for start in tl.range(begin, width, step):
-            i = start + tl.arange(0, BLOCK)
-            x = tl.load(_list(index, q) + HEADER + i, mask=i < n, other=-1)
-            tl.store(positions + q * width + i, tl.where(i < n, find_in_union(x, index), -1), mask=i < width)
-    else:
-        union, room = index.union, tl.cast(index.max_union, tl.int64)
-        known = tl.minimum(tl.load(index.status + UNION), room)
-        for start in tl.range(begin, room, step):
-            u = start + tl.arange(0, BLOCK)
-            x = tl.load(union + u, mask=u < known, other=-1)
-            tl.store(union + u, x, mask=(u >= known) & (u < room))
-            for p in tl.range(0, index.world):
-                place = tl.where(u < known, find(x, p, index), -1)
-                tl.store(contributors + u * index.world + p, place, mask=u < room)
-
-
-@jit
-def invert_indices(local, size: tl.int64, ids, count: tl.int64, out, BLOCK: tl.constexpr):
-    """``out[i]`` = place of ``local[i]`` in the ``count`` ascending ``ids``, or -1. Programs: any number."""
-    in_stream_order()
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    for start in tl.range(begin, size, tl.num_programs(0).to(tl.int64) * BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        x = tl.load(local + i, mask=i < size, other=-1)
-        p, v = find_sorted(x, ids, count)
-        tl.store(out + i, tl.where((v == x) & (p < count), p, -1).to(tl.int64), mask=i < size)

@@ -28,7 +28,10 @@ _MAX_PROGRAMS = 4096
 MOST_PLACES = (1 << 31) - (1 << 21)
 """Places are 32 bits: in entries, and in what ``find`` returns. Loops over them count one step further."""
 
-_CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK, _EMIT_BLOCK = 4096, 1024, 512, 512, 1024, 256
+_CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK = 4096, 1024, 512, 512, 1024
+
+_NO_ID = torch.iinfo(torch.int64).max
+"""Comes after all ids."""
 
 
 _of_this_thread = threading.local()
@@ -47,28 +50,24 @@ def _blocks(size: int, block: int) -> int:
 class Directory:
     """Answers, on the device, where an id is in each of W sorted lists and in their union.
 
-    Scratch in ordinary device memory, built again for each call and searched by the device functions
-    :func:`~tdcoll.collectives.index_match.kernels.find` and ``find_in_union``. See the module docstring of
-    :mod:`~tdcoll.collectives.index_match.kernels` for the two kinds and the layout of lists.
+    Scratch in ordinary device memory, built again for each call and searched by the device functions ``find`` and
+    ``find_in_union``. :mod:`~tdcoll.collectives.index_match.kernels` describes the two kinds and the layout of lists.
 
     Args:
         world: W, number of lists.
         capacity: most ids of a list.
-        num_rows: ids are in [0, num_rows). May be another one at every :meth:`build`.
+        num_rows: ids are in [0, num_rows). :meth:`prepare` changes it.
         max_union: room for ids of the union.
         device: where.
-        method: ``"bitmap"``, ``"search"``, or ``"auto"``: by ``num_rows``, see
-            :func:`~tdcoll.collectives.index_match.policy.choose_method`.
+        method: ``"bitmap"``, ``"search"``, or ``"auto"``: see :func:`~.policy.choose_method`.
         launch: launches the kernels; None: what the thread that makes the directory, and no other, launches with.
 
     Attributes:
-        search: whether it is of the kind ``"search"`` (for this ``num_rows``).
+        search, entries, words: as in :class:`~.kernels.Index`, for this ``num_rows``.
         union: int64 ``[max_union]``: the first min(U, max_union) ids of the union, ascending; the rest is unspecified.
-        status: int64 ``[STATUS_WORDS]``; the words are named in ``kernels.py``. The same bits on all ranks that have
-            the same lists. Where ``BAD_RANGE`` or ``BAD_ORDER`` is set, what the directory says means nothing, but
-            places are below ``capacity`` or ``max_union``, and the first min(U, max_union) words of ``union`` are rows,
-            or 0.
-        entries, words: int64 ``[W + 1, words]`` of a bitmap; of a search something that is not read, and 0.
+        status: int64 ``[STATUS_WORDS]``; the same bits on all ranks that have the same lists. Where ``BAD_RANGE`` or
+            ``BAD_ORDER`` is set, what the directory says means nothing, but places are below ``capacity`` or
+            ``max_union``, and the first min(U, max_union) words of ``union`` are rows, or 0.
 
     Raises:
         ValueError, TypeError: an argument is out of range; W * capacity or max_union is more than :data:`MOST_PLACES`.
@@ -118,7 +117,7 @@ class Directory:
             return
         self.search = (choose_method(num_rows, self.world) if self.method == "auto" else self.method) == "search"
         self.num_rows, self.words, self.entries = -1, 0, self.status  # as long as there is no memory
-        self._index: Any = None, None
+        self._key: Any = None
         if self.search:
             self._leaders = self._memory("leaders", self.world * (self.capacity + 1), torch.int32, num_rows)
             totals = self.world * (self.capacity // _SEARCH_BLOCK + 1)
@@ -157,7 +156,7 @@ class Directory:
             ValueError: ``lists`` is not as described.
         """
         key = lists.data_ptr(), lists.dtype, lists.shape, lists.stride()
-        if self._index[0] != key:
+        if self._key != key:
             if (
                 lists.dtype != torch.int64
                 or lists.dim() != 2
@@ -173,11 +172,10 @@ class Directory:
                 )
             tensors = lists, self.entries, self.union, self.status
             sizes = lists.stride(0), self.capacity, self.words, self.world, self.max_union
-            self._index = key, Packed(kernels.Index(*tensors, *sizes, tl.constexpr(self.search)))
-        made: Packed = self._index[1]
-        return made
+            self._key, self._packed = key, Packed(kernels.Index(*tensors, *sizes, tl.constexpr(self.search)))
+        return self._packed
 
-    def build(self, lists: torch.Tensor, signature: int, num_rows: int | None = None) -> None:
+    def build(self, lists: torch.Tensor, signature: int) -> None:
         """Make the directory of ``lists``: four launches on the current stream; no synchronisation.
 
         CUDA-graph safe after one eager call with as many rows.
@@ -185,14 +183,7 @@ class Directory:
         Args:
             lists: as for :meth:`index`.
             signature: what word ``LIST_SIGNATURE`` of each header must be.
-            num_rows: as for :meth:`prepare`; None: as before.
-
-        Raises:
-            ContextError: see :meth:`prepare`.
-            ValueError: ``lists`` is not as described.
         """
-        if num_rows is not None:
-            self.prepare(num_rows)
         index, totals, checks = self.index(lists), self._totals, (self.num_rows, signature)
         if capturing(self.device):
             self._captured = True
@@ -231,11 +222,17 @@ def _check_ids(name: str, tensor: torch.Tensor, dims: int = 1) -> None:
         raise ValueError(f"{name} must be a {wanted} tensor ({how} {wanted}); got one on {tensor.device}")
 
 
+def _places(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``[..., n], [..., m] -> [..., n]``: where ``x`` is in ``ids``, which ascend; -1 where it is not, or is no id."""
+    at = torch.searchsorted(ids, x).clamp_(max=ids.shape[-1] - 1)
+    return at.where((ids.gather(-1, at) == x) & (x != _NO_ID), -1)
+
+
 def match_indices(local: torch.Tensor, global_: torch.Tensor) -> torch.Tensor:
     """``[n], [m] -> [n]``: where each of the ``local`` ids is in ``global_``; -1 where it is not.
 
-    One launch on the current stream, no synchronisation. This is what sparse all-reduces do with the ids of one rank
-    and those of all of them, under names such as *invert index*.
+    No synchronisation. This is what sparse all-reduces do with the ids of one rank and those of all of them, under
+    names such as *invert index*.
 
     Args:
         local: int64, ids in any order; ascending is fastest, since neighbours then share what they load.
@@ -251,17 +248,9 @@ def match_indices(local: torch.Tensor, global_: torch.Tensor) -> torch.Tensor:
     _check_ids("global_", global_)
     if local.device != global_.device:
         raise ValueError(f"local and global_ must be on one device; got {local.device} and {global_.device}")
-    if global_.numel() >= MOST_PLACES:
-        raise ValueError(f"global_ must have fewer than 2**31 ids, got {global_.numel()}")
-    local, global_ = local.contiguous(), global_.contiguous()
-    out = torch.empty_like(local)
-    if local.numel():
-        programs = min(_MAX_PROGRAMS, _blocks(local.numel(), _EMIT_BLOCK))
-        given = (local, local.numel(), global_, global_.numel(), out)
-        alignment = local.data_ptr() % 16, global_.data_ptr() % 16
-        with torch.cuda.device_of(local):
-            _launcher(local.device.index)(kernels.invert_indices, programs, given, (_EMIT_BLOCK,), variant=alignment)
-    return out
+    if not global_.numel():
+        return torch.full_like(local, -1)
+    return _places(local.contiguous(), global_.contiguous())
 
 
 @dataclass(frozen=True)
@@ -296,10 +285,7 @@ class IndexMatch:
 
 
 def match_lists(
-    lists: Sequence[torch.Tensor] | torch.Tensor,
-    num_rows: int,
-    method: str = "auto",
-    max_union: int | None = None,
+    lists: Sequence[torch.Tensor] | torch.Tensor, num_rows: int, method: str = "auto", max_union: int | None = None
 ) -> IndexMatch:
     """W lists ``[n_q]`` (or one ``[W, n]``) of ids -> their union, and where everything is in everything else.
 
@@ -326,22 +312,21 @@ def match_lists(
         _check_ids(f"lists[{q}]", row)
         if row.device != rows[0].device:
             raise ValueError(f"lists must be on one device; got {rows[0].device} and {row.device}")
-    world, width, device = len(rows), max(row.numel() for row in rows), rows[0].device
-    capacity = max(1, width)
+    counts, device = [row.numel() for row in rows], rows[0].device
     if max_union is None:
-        max_union = max(1, min(sum(row.numel() for row in rows), num_rows))
-    packed = torch.empty(world, _HEADER + capacity, dtype=torch.int64, device=device)
+        max_union = max(1, min(sum(counts), num_rows))
+    packed = torch.full((len(rows), _HEADER + max(1, *counts)), _NO_ID, device=device)
+    for target, row, count in zip(packed, rows, counts, strict=True):
+        target[:_HEADER] = 0  # also the signature
+        target[kernels.LIST_COUNT.value] = count
+        target[_HEADER : _HEADER + count] = row
     with torch.cuda.device_of(packed):
-        launch = _launcher(device.index)
-        for target, row in zip(packed.unbind(0), rows, strict=True):
-            programs = _blocks(row.numel(), _EMIT_BLOCK)
-            launch(kernels.pack_list, programs, (target, row.contiguous(), row.numel()), (_EMIT_BLOCK,))
-        directory = Directory(world, capacity, num_rows, max_union, device, method)
+        directory = Directory(len(rows), max(1, *counts), num_rows, max_union, device, method)
         directory.build(packed, 0)
-        positions = torch.empty(world, width, dtype=torch.int32, device=device)
-        contributors = torch.empty(max_union, world, dtype=torch.int32, device=device)
-        programs = min(_blocks(max(width, max_union), _EMIT_BLOCK), max(1, _MAX_PROGRAMS // (world + 1)))
-        given = (directory.index(packed), positions, width, contributors)
-        launch(kernels.emit_match, (programs, world + 1), given, (_EMIT_BLOCK,), variant=directory.search)
     size = directory.status[kernels.UNION.value : kernels.UNION.value + 1]
-    return IndexMatch(directory.union, size, positions, contributors, directory.status)
+    beyond = torch.arange(max_union, device=device) >= size
+    union = directory.union.masked_fill_(beyond, _NO_ID).expand(len(rows), -1).contiguous()
+    ids = packed[:, _HEADER:].contiguous()
+    found = _places(ids, union)[:, : max(counts)], _places(union, ids).T
+    positions, contributors = (places.to(torch.int32).contiguous() for places in found)
+    return IndexMatch(union[0].masked_fill_(beyond, -1), size, positions, contributors, directory.status)

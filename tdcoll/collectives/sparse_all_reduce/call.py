@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_values,
 )
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
-from tdcoll.collectives.sparse_all_reduce.policy import choose, prefers_dense, tiles
+from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, prefers_dense, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Rows
-from tdcoll.collectives.sparse_all_reduce.status import Status
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator, operation_name
 
 __all__ = ["Call"]
@@ -47,9 +46,7 @@ class _Kind:
         may_be_dense: whether the number of rows may still change that to dense.
         too_wide: rows are over the context's bytes. They take part in the exchange, which shows whether all ranks have
             such rows, and move no further.
-        tiles: how kernels that move rows cut them.
         lists: int64 ``[world, stride]``: every rank's list.
-        loaded: whether the kernels are.
         seed: of the signature.
         arguments: of all kernels, by the names of their parameters, as far as they are the same.
     """
@@ -98,7 +95,6 @@ class Call:
         kind: what it shares with other calls.
         algorithm: the one that is taken; final once :meth:`settle` has been called, if the call ``decides_late``.
         decides_late: the host must read the counts before rows are moved.
-        directory: of the lists of all ranks, after :meth:`match`.
         variant: what Triton specialises kernels on, besides the constants that are parameters.
     """
 
@@ -108,8 +104,8 @@ class Call:
         self.kind: _Kind = ctx.once(key, lambda: _Kind(ctx, rows, self.op, algorithm))
         self.algorithm = self.kind.algorithm
         self.decides_late = self.kind.too_wide or self.kind.may_be_dense or self.algorithm == "dense"
-        self.directory = ctx.directory(rows.num_rows)
-        self.variant = (rows.values.dtype, rows.elements, rows.values.data_ptr() % 16, self.directory.search)
+        ctx.directory.prepare(rows.num_rows)
+        self.variant = (rows.values.dtype, rows.elements, rows.values.data_ptr() % 16, ctx.directory.search)
         # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
         self._signature = zlib.crc32(b"%d" % ctx.exchanges, self.kind.seed) >> 1
         self._arguments = {
@@ -120,7 +116,7 @@ class Call:
             "begins": rows.indices,
             "n": rows.indices.shape[0],
             "signature": self._signature,
-            "index": self.directory.index(self.kind.lists),
+            "index": ctx.directory.index(self.kind.lists),
         }
 
     # ------------------------------------------------------------------ launches
@@ -137,8 +133,8 @@ class Call:
         try:
             self.match()
             self.move()
-            if self.algorithm == "dense":
-                self._combine(self.ctx.stage_address, everything=True)
+            if self.algorithm == "dense" or self.kind.may_be_dense:
+                self._combine(everything=True)
         finally:
             launcher.only_loads = False
         self.kind.loaded = True
@@ -153,7 +149,7 @@ class Call:
             tuple(map(value_of, plain)),
             tuple(map(value_of, constant)),
             variant=self.variant,
-            num_warps=self.kind.tiles.num_warps,
+            num_warps=NUM_WARPS,
         )
 
     def workers(self, tasks: int) -> int:
@@ -176,32 +172,33 @@ class Call:
             self.launch(kernels_lists.count_first, blocks, ids=ids, totals=totals, BLOCK=_IDS_BLOCK)
             self.launch(kernels_lists.write_list, blocks, ids=ids, totals=totals, **how)
         if with_rows:
-            self._combine(0, everything=True)
+            self._combine(everything=True, behind=True)
         if ctx.launch.only_loads:
             counted_launches(ctx, nbytes)
         else:
             ctx.exchanges += 1
             if ctx.world_size > 1:
                 exchange_counted(ctx, lists.data_ptr(), nbytes)
-        self.directory.build(lists, self._signature)
+        ctx.directory.build(lists, self._signature)
 
-    def _combine(self, target: int, everything: bool) -> None:
+    def _combine(self, *, everything: bool = False, behind: bool = False) -> None:
+        """Own rows, those that another rank needs or ``everything``, to the stage, or ``behind`` the ids."""
         rows, piece = self.rows, kernels_values.PIECE.value
         n = rows.indices.shape[0]
-        self.launch(kernels_values.combine, self.workers(n), target=target, ALL=everything)
+        self.launch(kernels_values.combine, self.workers(n), ALL=everything, BEHIND=behind)
         if rows.coalesced or n <= piece:
             return
         pieces = n // piece + 1
         partial = torch.empty(2 * pieces, rows.elements, dtype=ACCUMULATORS[rows.values.dtype], device=self.ctx.device)
         self.launch(kernels_values.sum_pieces, (min(16, pieces), min(32, pieces)), partial=partial)
-        self.launch(kernels_values.sum_partial, self.workers(pieces), target=target, partial=partial)
+        self.launch(kernels_values.sum_partial, self.workers(pieces), partial=partial, BEHIND=behind)
 
     def move(self) -> torch.Tensor:
         """The rows of the union ``-> [max_union, *shape]``, of which the first are theirs."""
         ctx, rows = self.ctx, self.rows
         if self.algorithm != "gather":
             self.reduce()
-            return ctx.out(rows.shape, rows.values.dtype)
+            return _rows_in(ctx.out, ctx.max_union_rows, rows)
         out = torch.empty((ctx.max_union_rows, *rows.shape), dtype=rows.values.dtype, device=ctx.device)
         if rows.elements:
             self.launch(kernels_merge.merge, self.workers(-(-ctx.max_union_rows // self.kind.tiles.rows)), out=out)
@@ -213,7 +210,7 @@ class Call:
         ctx = self.ctx
         n = min(self.rows.indices.shape[0], ctx.max_rows_per_rank)
         self.launch(kernels_lists.plan, max(1, -(-n // _PLAN_BLOCK)), BLOCK=_PLAN_BLOCK)
-        self._combine(ctx.stage_address, everything=False)
+        self._combine()
         announcers = ctx.world_size - 1
         if ctx.topology.n_nodes == 1:
             self.launch(kernels_reduce.reduce, announcers + self.workers(-(-n // self.kind.tiles.rows)))
@@ -227,37 +224,35 @@ class Call:
         if ctx.world_size > 1:
             self.launch(meet, ctx.world_size)
 
-    def status(self) -> Callable[[], Status]:
-        """Start copying the status to the host; what waits for it, and for nothing that is launched later."""
-        ctx = self.ctx
-        ctx.status_words.copy_(self.directory.status, non_blocking=True)
-        event = ctx.status_event
-        if event is not None:
+    def copy_status(self) -> None:
+        """Start copying the directory's status to the host."""
+        self.ctx.status_words.copy_(self.ctx.directory.status, non_blocking=True)
+        if (event := self.ctx.status_event) is not None:
             event.record()
 
-        def wait() -> Status:
-            if event is not None:
-                event.synchronize()
-            ctx.monitor.raise_if_expired()
-            return Status(ctx.status_words.tolist())
-
-        return wait
+    def status(self) -> list[int]:
+        """Wait for the status, and for nothing that was launched after :meth:`copy_status`."""
+        if (event := self.ctx.status_event) is not None:
+            event.synchronize()
+        self.ctx.monitor.raise_if_expired()
+        words: list[int] = self.ctx.status_words.tolist()
+        return words
 
     # ------------------------------------------------------------------ late decisions
 
-    def settle(self, status: Status) -> torch.Tensor:
+    def settle(self, status: Sequence[int]) -> torch.Tensor:
         """Decide by the counts of this call, and move the rows of the union ``-> [at least union, *shape]``."""
-        if self.kind.may_be_dense and prefers_dense(status[TOTAL], self.rows.num_rows, self.ctx.topology):
+        if self.kind.may_be_dense and prefers_dense(status[TOTAL.value], self.rows.num_rows, self.ctx.topology):
             self.algorithm = "dense"
-        return self._densify(status[UNION]) if self.algorithm == "dense" else self.move()
+        return self._densify(status[UNION.value]) if self.algorithm == "dense" else self.move()
 
     def _densify(self, union: int) -> torch.Tensor:
         """``-> [union, *shape]`` by a dense all-reduce of the whole table, in fp32 for 16-bit types."""
         ctx, rows, dist = self.ctx, self.rows, torch.distributed
-        dtype, wide, n = rows.values.dtype, ACCUMULATORS[rows.values.dtype], rows.indices.shape[0]
-        n = min(n, ctx.max_rows_per_rank)
-        self._combine(ctx.stage_address, everything=True)
-        parts = ctx.stage(n, (rows.elements,), dtype).to(wide)
+        dtype, wide = rows.values.dtype, ACCUMULATORS[rows.values.dtype]
+        n = min(rows.indices.shape[0], ctx.max_rows_per_rank)
+        self._combine(everything=True)
+        parts = _rows_in(ctx.stage, n, rows).view(n, rows.elements).to(wide)
         if self.op == "mean":
             parts = parts / ctx.world_size
         neutral = _neutral(self.op, wide)
@@ -275,8 +270,13 @@ class Call:
         if lossy:
             dist.all_reduce(nan, dist.ReduceOp.MAX, group=ctx.process_group)
             table.masked_fill_(nan.bool(), float("nan"))
-        reduced = table.index_select(0, self.directory.union[:union]).to(dtype)
+        reduced = table.index_select(0, ctx.directory.union[:union]).to(dtype)
         return reduced.add_(0).view(union, *rows.shape)  # no -0.0, as in the kernels
+
+
+def _rows_in(memory: torch.Tensor, count: int, like: Rows) -> torch.Tensor:
+    """``[count, *shape]`` at the beginning of ``memory``."""
+    return memory[: count * like.row_bytes].view(like.values.dtype).view(count, *like.shape)
 
 
 def _neutral(op: str, dtype: torch.dtype) -> float | int:

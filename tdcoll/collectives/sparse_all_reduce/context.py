@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.launch import Launcher, Packed
-from tdcoll.collectives.index_match.kernels import MAX_ROWS, STATUS_WORDS, UNION
+from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LISTS, Memory
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
-from tdcoll.collectives.sparse_all_reduce.status import Status
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.primitives.group import nodes_of
@@ -38,11 +38,7 @@ def _segment_bytes(rows: int, row_bytes: int) -> int:
 
 
 def symmetric_bytes(world: int, max_rows_per_rank: int, max_row_bytes: int, max_union_rows: int | None = None) -> int:
-    """Bytes of symmetric heap that a :class:`SparseContext` takes on each rank, for signals 8 KiB and 1 KiB per rank.
-
-    The rows that come in (``max_rows_per_rank * max_row_bytes``), those that go out (``max_union_rows *
-    max_row_bytes``) and the ids of all ranks (8 bytes for each of ``world * max_rows_per_rank``).
-    """
+    """Bytes of symmetric heap that a :class:`SparseContext` takes on each rank; of signals, an upper bound."""
     union = world * max_rows_per_rank if max_union_rows is None else max_union_rows
     return sum(_areas(world, max_rows_per_rank, max_row_bytes, union)) + (8 << 10) + (world << 10)
 
@@ -97,10 +93,9 @@ class SparseContext(CollectiveContext):
     ) -> None:
         rows = arguments.whole("max_rows_per_rank", max_rows_per_rank, 1)
         row_bytes = arguments.whole("max_row_bytes", max_row_bytes, 0)
-        if max_union_rows is not None:
-            arguments.whole("max_union_rows", max_union_rows, 1)
-        if max_programs is not None:
-            arguments.whole("max_programs", max_programs, 1)
+        for name, given in (("max_union_rows", max_union_rows), ("max_programs", max_programs)):
+            if given is not None:
+                arguments.whole(name, given, 1)
         owner = runtime.current()
         asked = owner.exchange(owner.ranks_of(group), "SparseContext: max_programs", max_programs)
         limits = [most for most in asked if most is not None]
@@ -118,46 +113,41 @@ class SparseContext(CollectiveContext):
         self.capacity = 0  # other collectives find no room, and say so
         self.grow = bool(grow)
         try:
-            self._make_launcher(group, max_programs)
+            if not self.stores:  # on which the ranks have agreed
+                raise ContextError(
+                    "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access "
+                    "between their GPUs), which the sparse all-reduce needs inside a node"
+                )
+            self._prepare(group, max_programs)
             self._make_area(rows, row_bytes, self.world_size * rows if max_union_rows is None else max_union_rows)
         except Exception:
             self.take_back()
             raise
 
-    def _make_launcher(self, group: runtime.Group, max_programs: int | None) -> None:
+    def _prepare(self, group: runtime.Group, max_programs: int | None) -> None:
         """What does not depend on the capacity."""
-        if not self.stores:  # on which the ranks have agreed
-            raise ContextError(
-                "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access between "
-                "their GPUs), which the sparse all-reduce needs inside a node"
-            )
-        dist, cuda = torch.distributed, self.device.type == "cuda"
+        dist, device, words = torch.distributed, self.device, STATUS_WORDS.value
+        cuda = device.type == "cuda"
         self.process_group = group if isinstance(group, dist.ProcessGroup) else None
         """torch.distributed's group of the ranks, if tdcoll knows one: for dense all-reduces."""
         if group is None and dist.is_available() and dist.is_initialized():
             self.process_group = dist.group.WORLD
         self.exchanges = 0
         """Exchanges of lists so far, which the ranks make together."""
+        self.last_algorithm = ""
         self.launch = Launcher(early=self.early)
-        self.group = Packed(self.device_group)
-        """The ranks, the epoch and the signals, for kernels."""
-        self.nodes = Packed(nodes_of(self.topology, self.device))
-        """Who is where, for kernels."""
-        most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 4
+        self.group, self.nodes = Packed(self.device_group), Packed(nodes_of(self.topology, device))
+        """For kernels: the ranks, the epoch and the signals; who is where."""
+        most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.most_programs = most if max_programs is None else min(most, max_programs)
-        words = STATUS_WORDS.value
         self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
         """What the lists of a call say, on the host."""
         self.status_event = torch.cuda.Event() if cuda else None
-        self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=self.device)
+        self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
         """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table."""
-        self.last_algorithm = ""
 
     def _make_area(self, rows: int, row_bytes: int, union: int) -> None:
-        """Lists, out and stage for these capacities, and the scratch that goes with them; or an error, and nothing.
-
-        Collective.
-        """
+        """Make lists, out and stage for these capacities, and their scratch; or raise, and take nothing. Collective."""
         owner, world, pes = self.job, self.world_size, self.topology.pes
         same = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "max_union_rows": union, "grow": self.grow}
         owner.agree(pes, "arguments of SparseContext", same)
@@ -176,20 +166,19 @@ class SparseContext(CollectiveContext):
             # From one list that its rows follow to the next. The same for rows of any size: ranks that pass different
             # ones must find each other's headers to see it.
             self._segment_stride = min((lists + out) // world // 16 * 16, _segment_bytes(rows, row_bytes))
-            self._out = self.area[lists : lists + out]
-            self._stage = self.area[lists + out :]
-            self.stage_address = self.area.data_ptr() + lists + out
+            self.out, self.stage = self.area[lists : lists + out], self.area[lists + out :]
             self.memory = Packed(
                 Memory(
-                    self.stage_address,
-                    self._out.data_ptr(),
+                    self.stage.data_ptr(),
+                    self.out.data_ptr(),
                     torch.empty((LISTS.value, rows), dtype=torch.int32, device=self.device),
                     torch.zeros(LISTS.value, dtype=torch.int32, device=self.device),
                     torch.empty(rows, dtype=torch.int32, device=self.device),
                 )
             )
             """Where rows lie, and the work lists; for kernels."""
-            self._directory: Directory | None = None
+            self.directory = Directory(world, rows, 0, union, self.device, launch=self.launch)
+            """Where ids are matched."""
             barrier(pes)  # nobody may store to the area of a rank that could not make use of it
         except Exception:  # before anybody uses it
             owner.take_back(self._symmetric.pop())
@@ -206,21 +195,22 @@ class SparseContext(CollectiveContext):
         """Return whether lists that are followed by their rows fit into lists and out."""
         return _segment_bytes(self.max_rows_per_rank, row_bytes) <= self._segment_stride
 
-    def out(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """``[max_union_rows, *shape]``: this rank's ``out``."""
-        return _rows(self._out, self.max_union_rows, shape, dtype)
-
-    def stage(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """``[rows, *shape]`` of this rank's ``stage``."""
-        return _rows(self._stage, rows, shape, dtype)
-
-    def directory(self, num_rows: int) -> Directory:
-        """Where ids of a table of ``num_rows`` are matched."""
-        if self._directory is None:
-            sizes = self.world_size, self.max_rows_per_rank, num_rows, self.max_union_rows
-            self._directory = Directory(*sizes, self.device, launch=self.launch)
-        self._directory.prepare(num_rows)
-        return self._directory
+    def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int) -> None:
+        """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``."""
+        if bad := status[BAD_SIGNATURE.value]:
+            raise RankMismatchError(
+                f"{operation}: ranks pass different shapes, dtypes, operations or algorithms (rank {bad - 1} differs "
+                f"from rank {self.rank}); TDCOLL_DEBUG=1 says which"
+            )
+        if bad := status[BAD_ORDER.value]:
+            raise ValueError(
+                f"{operation}: indices of rank {bad - 1} are said to be coalesced, and are not ascending or not "
+                "different"
+            )
+        if bad := status[BAD_RANGE.value]:
+            raise ValueError(
+                f"{operation}: indices of rank {bad - 1} must be in 0..{num_rows - 1}, the rows of the tensor"
+            )
 
     def excess(self, operation: str, rows: int = 0, row_bytes: int = 0, union: int = 0) -> ContextError | None:
         """Return the error of a call that needs these capacities, if one of them is larger than the context's."""
@@ -254,12 +244,12 @@ class SparseContext(CollectiveContext):
             ContextError, RankMismatchError, ValueError: what a call of fixed size could not do; once.
         """
         super().check()
-        status = Status(self.remembered.tolist())
-        if num_rows_and_1 := status.words[-1]:
+        *status, num_rows_and_1 = self.remembered.tolist()
+        if num_rows_and_1:
             self.remembered.zero_()
             operation = "sparse_all_reduce_padded"
-            status.raise_if_wrong(operation, self.rank, num_rows_and_1 - 1)
-            if error := self.excess(operation, status[MAX_ROWS], union=status[UNION]):
+            self.raise_if_wrong(operation, status, num_rows_and_1 - 1)
+            if error := self.excess(operation, status[MAX_ROWS.value], union=status[UNION.value]):
                 raise error
 
     def enlarge(self, rows: int, row_bytes: int, union: int) -> None:
@@ -304,9 +294,3 @@ class SparseContext(CollectiveContext):
         except BaseException:
             self.refuse("it has lost its memory in an attempt to make it larger; close() it")
             raise
-
-
-def _rows(memory: torch.Tensor, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """``[rows, *shape]`` at the beginning of ``memory``."""
-    whole = (rows, *shape)
-    return memory[: torch.Size(whole).numel() * dtype.itemsize].view(dtype).view(whole)

@@ -34,7 +34,7 @@ class PaddedRows:
 
     Attributes:
         indices: int64 ``[max_union_rows]``: the rows' ids, ascending, then zeros.
-        values: ``[max_union_rows, ...]``: the rows, then zeros.
+        values: ``[max_union_rows, ...]``: the rows, then zeros, which add nothing to row 0.
         count: int64 ``[1]`` on the device: how many rows there are.
     """
 
@@ -43,7 +43,7 @@ class PaddedRows:
     count: torch.Tensor
 
 
-def _context(given: SparseContext | None, operation: str, values: Any, num_rows: Any) -> SparseContext:
+def _context(given: SparseContext | None, operation: str, values: Any, num_rows: Any = None) -> SparseContext:
     """The context of a call whose result has any size: the given one, or tdcoll's own."""
     if given is not None:
         arguments.instance("ctx", given, SparseContext, "a tdcoll.SparseContext or None")
@@ -58,12 +58,7 @@ def _context(given: SparseContext | None, operation: str, values: Any, num_rows:
 
 @contextlib.contextmanager
 def _calling(
-    ctx: SparseContext,
-    operation: str,
-    prepare: Callable[[], Rows],
-    op: Any,
-    algorithm: str,
-    **facts: Any,
+    ctx: SparseContext, operation: str, prepare: Callable[[], Rows], op: Any, algorithm: str, **facts: Any
 ) -> Iterator[Rows]:
     """The checks of every call, and the call as the body. After an error that ranks do not raise alike, the context
     refuses calls. ``facts``: what more debug mode compares."""
@@ -89,13 +84,9 @@ def _calling(
         yield rows
 
 
-def _facts(tensor: Any, **more: Any) -> dict[str, Any]:
-    """Return what debug mode compares of a tensor, or of what was given in its place."""
-    return {"dtype": getattr(tensor, "dtype", None), **more}
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(getattr(tensor, "shape", ()))
+def _facts(name: str, tensor: Any, first: int = 0) -> dict[str, Any]:
+    """Return what debug mode compares of a tensor: its shape from the ``first`` dimension on, by ``name``."""
+    return {"dtype": getattr(tensor, "dtype", None), name: tuple(getattr(tensor, "shape", ()))[first:]}
 
 
 def _run(
@@ -105,13 +96,13 @@ def _run(
     while True:
         call = Call(ctx, rows, op, algorithm)
         call.match()
-        wait = call.status()
+        call.copy_status()
         whole = None if call.decides_late else call.move()
-        status = wait()
-        if whole is None and status[BAD_SIGNATURE] and call.algorithm != "gather":
+        status = call.status()
+        if whole is None and status[BAD_SIGNATURE.value] and call.algorithm != "gather":
             call.reduce()  # moves nothing: a rank that passes something else may have launched this already
-        status.raise_if_wrong(operation, ctx.rank, rows.num_rows)
-        most, union = status[MAX_ROWS], status[UNION]
+        ctx.raise_if_wrong(operation, status, rows.num_rows)
+        most, union = status[MAX_ROWS.value], status[UNION.value]
         error = ctx.excess(operation, most, rows.row_bytes, union)
         if error is None:
             break
@@ -124,12 +115,12 @@ def _run(
         if ctx.rank == 0:
             _log.info(
                 "%s: algorithm %s for %d rows of all ranks, %d of them different, on %s",
-                operation, call.algorithm, status[TOTAL], union, ctx.topology.describe(),
+                operation, call.algorithm, status[TOTAL.value], union, ctx.topology.describe(),
             )  # fmt: skip
     values = whole[:union]
     if copy and (call.algorithm == "owner" or 2 * values.nbytes < whole.nbytes):  # nor is much more kept alive
         values = values.clone()
-    return call.directory.union[:union].clone(), values
+    return ctx.directory.union[:union].clone(), values
 
 
 # ---------------------------------------------------------------------- public
@@ -179,11 +170,9 @@ def sparse_all_reduce(
     :mod:`tdcoll.collectives.sparse_all_reduce`.
     """
     name = "sparse_all_reduce"
-    is_sparse = isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
-    parts = (tensor.detach()._values(), tensor.shape[0]) if is_sparse else (None, None)
-    context = _context(ctx, name, *parts)
+    context = _context(ctx, name, tensor)
 
-    facts = _facts(tensor, shape=_shape(tensor))
+    facts = _facts("shape", tensor)
     with _calling(context, name, lambda: rows_of_tensor(tensor, context.device), op, algorithm, **facts) as rows:
         indices, values = _run(name, context, rows, op, algorithm, copy)
     shape = rows.num_rows, *rows.shape
@@ -222,7 +211,7 @@ def sparse_all_reduce_rows(
     def prepare() -> Rows:
         return rows_of_pair(indices, values, num_rows, coalesced, context.device)
 
-    facts = _facts(values, row_shape=_shape(values)[1:], num_rows=num_rows)
+    facts = _facts("row_shape", values, 1) | {"num_rows": num_rows}
     with _calling(context, name, prepare, op, algorithm, **facts) as rows:
         return _run(name, context, rows, op, algorithm, copy)
 
@@ -239,10 +228,9 @@ def sparse_all_reduce_padded(
 ) -> PaddedRows:
     """``[n], [n, ...] -> [max_union_rows], [max_union_rows, ...], [1]``: the form of fixed size, for CUDA graphs.
 
-    As :func:`sparse_all_reduce_rows`, with no synchronisation at all: the results have the context's capacity, with
-    zeros after the last row (index 0 and values 0, which add nothing), and the number of rows stays on the device.
-    After one eager call with tensors of the same dtype and row shape it can be captured; indices and values may
-    change from replay to replay, their number not.
+    As :func:`sparse_all_reduce_rows`, with no synchronisation at all: the results have the context's capacity. After
+    one eager call with tensors of the same dtype and row shape it can be captured; indices and values may change from
+    replay to replay, their number not.
 
     What only the lists of all ranks show (too many rows, indices out of range, other arguments on other ranks) gives 0
     rows on every rank, and so does a wait that has expired on the rank where it has; :meth:`SparseContext.check` then
@@ -270,7 +258,7 @@ def sparse_all_reduce_padded(
             raise error
         return rows
 
-    facts = _facts(values, row_shape=_shape(values)[1:], num_rows=num_rows)
+    facts = _facts("row_shape", values, 1) | {"num_rows": num_rows}
     with _calling(ctx, name, prepare, op, algorithm, **facts) as rows:
         call = Call(ctx, rows, op, algorithm)
         pieces = not coalesced and rows.indices.shape[0] > kernels_values.PIECE.value

@@ -8,8 +8,7 @@ number of rows, the clock or the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
@@ -28,33 +27,26 @@ GATHERED_BYTES = 8 << 20
 EXCHANGE_CHANNELS = 32
 """Chunks that an exchange cuts a rank's list of ids into, at most."""
 
+NUM_WARPS, PROGRAMS_PER_SM = 8, 4
+
 TILE_BYTES = 8 << 10
-"""Bytes that a program moves at a time: 32 for each thread of 8 warps."""
-
-PROGRAMS_PER_SM = 4
+"""Bytes that a program moves at a time: 32 for each thread."""
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How the kernels that move rows cut them.
-
-    Attributes:
-        rows, wide: rows, and elements of each, of a tile; powers of two.
-        deep: rows of one id that are summed at a time; a power of two.
-        num_warps: warps of a program.
-    """
+class Tiles(NamedTuple):
+    """How the kernels that move rows cut them: tiles of ``rows`` rows and ``wide`` elements of each, and ``deep`` rows
+    of one id that are summed at a time. Powers of two."""
 
     rows: int
     wide: int
     deep: int
-    num_warps: int
 
 
 def tiles(row_elements: int, itemsize: int) -> Tiles:
     """Tiles of :data:`TILE_BYTES` for rows of ``row_elements`` elements of ``itemsize`` bytes."""
     elements = TILE_BYTES // itemsize
     wide = min(elements, 1 << max(0, row_elements - 1).bit_length())
-    return Tiles(min(64, elements // wide), wide, min(16, elements // wide * 4), 8)
+    return Tiles(min(64, elements // wide), wide, min(16, elements // wide * 4))
 
 
 def prefers_dense(rows: int, num_rows: int, topology: Topology) -> bool:

@@ -19,16 +19,15 @@ __all__ = ["default_context", "growing_context"]
 _FEWEST_ROWS = 256
 
 
-def default_context(values: Any, num_rows: Any) -> SparseContext:
-    """tdcoll's own context of all ranks: it grows, follows the stream, and lives until ``finalize``.
-
-    Args:
-        values, num_rows: of this rank's first call, not checked yet.
-    """
+def default_context(values: Any, num_rows: Any = None) -> SparseContext:
+    """tdcoll's own context of all ranks: it grows, follows the stream, and lives until ``finalize``. ``values`` are the
+    rows, or the sparse tensor, of this rank's first call, not checked yet."""
     owner = runtime.current()
     key = ("sparse", owner.ranks_of(None))
     if key not in owner.contexts:
         n, row_bytes = 0, 0
+        if isinstance(values, torch.Tensor) and values.layout == torch.sparse_coo:
+            values, num_rows = values.detach()._values(), values.shape[0]
         if isinstance(values, torch.Tensor) and values.layout == torch.strided and values.dim():
             n, row_bytes = values.shape[0], values.shape[1:].numel() * values.dtype.itemsize
         n = min(n, num_rows) if isinstance(num_rows, int) else n  # repeated rows count once
@@ -38,14 +37,12 @@ def default_context(values: Any, num_rows: Any) -> SparseContext:
 
 
 def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: int, **options: Any) -> SparseContext:
-    """A context that grows and follows the stream. Collective.
+    """A context of these global ranks that grows and follows the stream. Collective.
 
     It has room for what the rank with the most brings, or for 256 rows if the heap has no more: there may be fewer
     different rows.
 
     Args:
-        owner: the job.
-        ranks: global ranks, in the order of the group.
         rows, row_bytes: what this rank brings to the first call.
         options: others of :class:`SparseContext`.
 

@@ -33,7 +33,7 @@ Ids = Sequence[int]
 def small_blocks(block: int = 8, programs: int = 6) -> Iterator[None]:
     """Blocks and grids so small that few ids need several of them, and that programs take several blocks each."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_CLEAR_BLOCK", "_MARK_BLOCK", "_WORDS_BLOCK", "_SEARCH_BLOCK", "_EMIT_BLOCK"):
+        for name in ("_CLEAR_BLOCK", "_MARK_BLOCK", "_WORDS_BLOCK", "_SEARCH_BLOCK"):
             patch.setattr(op, name, block)
         patch.setattr(op, "_TOTALS_BLOCK", 2)
         patch.setattr(op, "_MAX_PROGRAMS", programs)
@@ -146,7 +146,7 @@ def _guard(directory: Directory) -> dict[str, torch.Tensor]:
         whole = torch.full((old.numel() + 2 * GUARD,), FILL, dtype=old.dtype)
         setattr(directory, name, whole[GUARD:-GUARD].view(old.shape))
         guarded[name] = whole
-    directory._index = None, None
+    directory._key = None
     return guarded
 
 
