@@ -14,11 +14,11 @@ from torch import nn
 
 from tdcoll import arguments, runtime
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.inner import sparse_sum_by_gather
-from tdcoll.distributed.options import PROGRAMS
-from tdcoll.distributed.service import Setting
+from tdcoll.distributed.fallback import sparse_sum_by_gather
+from tdcoll.distributed.handlers import Lane, Members
+from tdcoll.distributed.options import Options
+from tdcoll.distributed.queues import Task, TaskWork
 from tdcoll.distributed.sparse import SparseAllReduce
-from tdcoll.distributed.work import Task, TaskWork
 from tdcoll.errors import NotInitializedError
 from tdcoll.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
 from tdcoll.work import record_stream
@@ -39,14 +39,14 @@ def _group(given: Any) -> Any:
 
 
 def _sums(group: Any) -> SparseAllReduce:
-    """What reduces sparse gradients of a group, on a stream of its own; kept by the job until ``tdcoll.finalize()``."""
+    """Return what reduces sparse gradients of a group on a stream of its own; the job keeps it until it ends."""
     owner = runtime.current()
     key = ("tdcoll.distributed", owner.ranks_of(group))
     found: SparseAllReduce | None = owner.contexts.get(key)
     if found is None:
-        token = "sparse gradients of " + "-".join(map(str, key[1]))
-        setting = Setting(owner, key[1], timeout_s=owner.timeout_s, programs=PROGRAMS, limits={}, token=token)
-        found = owner.contexts[key] = SparseAllReduce(setting)
+        lane = Lane(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
+        members = Members(owner, key[1], owner.timeout_s, Options())
+        found = owner.contexts[key] = SparseAllReduce(members, lane)
         if owner.device.type == "cuda":
             found.stream = torch.cuda.Stream(owner.device)
     return found
@@ -212,7 +212,7 @@ class SparseGradientReducer:
             shared = sorted(
                 tables[table.parameter] for table in other._tables if table.hook and table.parameter in tables
             )
-            if shared and not other._sums.setting.job.closed:
+            if shared and not other._sums.members.job.closed:
                 raise ValueError(
                     f"SparseGradientReducer: {', '.join(shared)} has a reducer already; close() that one before you "
                     "make another"
@@ -289,7 +289,7 @@ class SparseGradientReducer:
                 table.taken = table.task = table.there = None
 
     def _refuse_after_the_job(self) -> None:
-        if self._sums.setting.job.closed:
+        if self._sums.members.job.closed:
             raise NotInitializedError(
                 "SparseGradientReducer: made before tdcoll.finalize(), which has ended that job; make a new one"
             )

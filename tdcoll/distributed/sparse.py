@@ -12,14 +12,14 @@ from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduc
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.service import Service, Setting
+from tdcoll.distributed.handlers import Handler, Lane, Members
 from tdcoll.errors import ContextError, HeapExhaustedError
 
 __all__ = ["SparseAllReduce", "refuse_wrong"]
 
 
 def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
-    """Raise where no side could give what was asked for.
+    """Raise if neither tdcoll nor the fallback backend could give what was asked for.
 
     ``torch.distributed`` hands over a complex tensor as a real view of it. A view of a dense tensor shares its
     memory; the result for a sparse one has other indices, which the complex tensor would never see.
@@ -41,7 +41,7 @@ def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
         raise TypeError(f"all_reduce: AVG of a sparse tensor needs a floating-point dtype, got {tensor.dtype}")
 
 
-class SparseAllReduce(Service):
+class SparseAllReduce(Handler):
     """All-reduces of one COO tensor, which becomes the sum or the mean.
 
     Attributes:
@@ -53,8 +53,8 @@ class SparseAllReduce(Service):
     alone = True
     waits = True
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def __init__(self, members: Members, lane: Lane) -> None:
+        super().__init__(members, lane)
         self.context: SparseContext | None = None
         self.problem: str | None = None
         self._programs = 0
@@ -96,10 +96,10 @@ class SparseAllReduce(Service):
         if self.context is not None:
             return
         self.lane.queue.drain()
-        job, ranks = self.setting.job, self.setting.ranks
+        job, ranks = self.members.job, self.members.ranks
         with job.through(self.lane.control):
-            self._programs = most = take_programs(job, ranks, self.setting.programs, self.kind)
-            options = {"max_programs": most, "timeout_s": self.setting.timeout_s}
+            self._programs = most = take_programs(job, ranks, self.members.options.programs, self.kind)
+            options = {"max_programs": most, "timeout_s": self.members.timeout_s}
             try:
                 self.context = growing_context(job, ranks, rows_per_rank, row_bytes, **options)
             except HeapExhaustedError:
@@ -107,8 +107,6 @@ class SparseAllReduce(Service):
                 raise
 
     def run(self, call: Call) -> list[torch.Tensor]:
-        for service in self.setting.services.values():  # the host waits for the result, so it may hear of the others
-            service.check()
         tensor = call.inputs[0]
         tensor.data = self.reduce(tensor, str(call.op))
         return [tensor]
@@ -128,7 +126,7 @@ class SparseAllReduce(Service):
         flat: Any = indices[0]
         if len(extents) > 1:
             flat = sum(index * stride for index, stride in zip(indices, strides, strict=True))
-        with self.setting.job.through(self.lane.control):  # the context may grow
+        with self.members.job.through(self.lane.control):  # the context may grow
             flat, values = sparse_all_reduce_rows(flat, values, extents.numel(), self.context, op, coalesced=coalesced)
         if tensor.device.type == "cpu":
             self.context.monitor.raise_if_expired()
@@ -160,5 +158,5 @@ class SparseAllReduce(Service):
         self._give_back()
 
     def _give_back(self) -> None:
-        give_back_programs(self.setting.job, self._programs)
+        give_back_programs(self.members.job, self._programs)
         self._programs = 0

@@ -25,12 +25,12 @@ def join() -> None:
 def served(kind: str, group=None) -> int:
     """Calls of a kind that tdcoll's kernels have served."""
     group = group or dist.group.WORLD
-    return sum(count for (k, side, _), count in group.sides.counts.items() if (k, side) == (kind, "tdcoll"))
+    return sum(count for (k, side, _), count in group.dispatcher.counts.items() if (k, side) == (kind, "tdcoll"))
 
 
 def by_inner(kind: str, group=None) -> dict[str, int]:
-    """Calls of a kind that the inner group has served, by reason."""
-    counts = (group or dist.group.WORLD).sides.counts
+    """Calls of a kind that the fallback backend has served, by reason."""
+    counts = (group or dist.group.WORLD).dispatcher.counts
     return {why: count for (k, side, why), count in counts.items() if k == kind and side != "tdcoll"}
 
 

@@ -18,7 +18,7 @@ from harness import check, device, everyone, expect, expect_raises, rank, shared
 
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
 from tdcoll.distributed import Options, explain
-from tdcoll.distributed.inner import sparse_sum_by_gather
+from tdcoll.distributed.fallback import sparse_sum_by_gather
 from tdcoll.primitives.reduce import OPERATIONS_OF, TORCH_OPERATIONS
 
 DTYPES = [
@@ -96,7 +96,7 @@ def gathers_several_at_once() -> None:
 
 @check
 def exchanges_parts() -> None:
-    """All-to-alls: of equal parts by tdcoll; with sizes, which may differ from rank to rank, by the inner group."""
+    """tdcoll handles all-to-alls of equal parts; those with sizes, which may differ between ranks, fall back."""
     before, n = served("all_to_all"), 6
     for call, dtype in enumerate(DTYPES):
         given = data(rank(), world() * n, dtype, call)
@@ -113,7 +113,8 @@ def exchanges_parts() -> None:
     dist.all_to_all_single(given, given)
     same(given, wanted, "into its own input")
     expect(served("all_to_all") - before == 3 * len(DTYPES) + 2, explain())
-    expect_raises(ValueError, lambda: dist.all_to_all_single(out[:1], data(rank(), 2 * world())), "elements")
+    short = torch.empty(1, device=device())
+    expect_raises(ValueError, lambda: dist.all_to_all_single(short, data(rank(), 2 * world())), "elements")
     expect_raises(ValueError, lambda: dist.all_to_all_single(*2 * [data(rank(), 2 * world() + 1)]), "parts of one size")
     if shared() and device().type == "cuda":  # gloo takes none of CUDA memory
         return
@@ -273,7 +274,7 @@ def reduces() -> None:
     pieces, out = list(parts[rank()].view(world(), 6)), torch.empty(6, device=device())
     if device().type == "cuda" or hasattr(dist.group.WORLD, "reduce_scatter_single"):  # gloo's came with that name
         dist.reduce_scatter(out, pieces)
-        same(out, wanted, "of a list: the inner group")
+        same(out, wanted, "of a list: the fallback backend")
 
 
 @check
@@ -321,7 +322,7 @@ def reduces_several_at_once() -> None:
 
 @check
 def reductions_that_are_handed_over() -> None:
-    """The inner group has calls that are too large, or of other dtypes and operations, and explain says why."""
+    """The fallback backend has calls that are too large, or of other dtypes and operations, and explain says why."""
     group = dist.new_group(pg_options=Options(max_bytes_per_rank=64))
     dist.all_reduce(data(rank(), 16), group=group)
     large, out = data(rank(), 17 * world()), torch.empty(17, device=device())
@@ -417,9 +418,9 @@ def sparse_dtypes_and_operations() -> str:
                 else:
                     same(tensor.to_dense(), wanted, f"{dtype} {name}")
                 computed.append(f"{name} {dtype}")
-        try:  # how sums are made where the inner group is NCCL
+        try:  # how sums are made where the fallback backend is NCCL
             gathered = sparse_sum_by_gather(plain._plain, sparse(rank(), dtype), "sum")
-        except (RuntimeError, TypeError):  # the inner group does not know the dtype
+        except (RuntimeError, TypeError):  # the fallback backend does not know the dtype
             continue
         wanted = sparse(rank(), dtype).to_dense()
         dist.all_reduce(wanted, group=plain)
