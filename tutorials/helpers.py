@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tutorials share: output, `--break RULE` in the simulator, and times on GPUs."""
+
+import importlib.util
+import os
+import sys
+import traceback
+
+if any(argument.startswith("--break") for argument in sys.argv):
+    os.environ["TRITON_INTERPRET"] = "1"  # the simulator, even with GPUs; set before anything imports triton
+
+import tdcoll
+
+
+def say(text):
+    """Print `text` on rank 0 once all ranks are here: a rank that failed a check is not."""
+    tdcoll.barrier()
+    if tdcoll.topology().rank == 0:
+        print(text, flush=True)
+
+
+# ---------------------------------------------------------------------- breaking a rule
+
+
+def parse(parser, arguments, rules, case, **world):
+    """Parse `arguments`, with `--break RULE` added. If it is given, show how the simulator catches that, and exit.
+
+    Args:
+        rules: `{name: (explanation, changes)}`.
+        case: takes the changes that break a rule, and returns a case for `tdcoll.testing.explore`.
+        world: arguments of `tdcoll.testing.World`.
+    """
+    parser.add_argument("--break", dest="broken", metavar="RULE", help=f"run without a rule: {', '.join(rules)}")
+    parser.add_argument("--seed", type=int, metavar="N", help="with --break: replay this seed and write a timeline")
+    options = parser.parse_args(arguments)
+    if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: matplotlib is not installed")
+    if options.broken:
+        # A World holds all ranks in one process, so one process of a launch is enough.
+        sys.exit(show_broken(options, rules, case, **world) if os.environ.get("RANK", "0") == "0" else 0)
+    return options
+
+
+def show_broken(options, rules, case, **world):
+    """Run the case in the simulator without one rule, seed after seed until it fails. Return the exit status."""
+    from tdcoll.testing import first_failure, replay
+
+    rule, seed = options.broken, options.seed
+    if rule not in rules:
+        print("\n".join(["rules:", *(f"  {name:12} {explanation}" for name, (explanation, _) in rules.items())]))
+        return 0 if rule == "list" else f"--break: expected one of these rules, or list; got {rule!r}"
+    explanation, changes = rules[rule]
+    print(f"{rule}: {explanation}\nbroken by {', '.join(f'{k}={v}' for k, v in changes.items())}", flush=True)
+    if seed is not None:
+        print(f"seed {seed} again, with its timeline in {rule}-{seed}.json for https://ui.perfetto.dev", flush=True)
+        try:
+            replay(case(changes), seed, trace=f"{rule}-{seed}.json", **world)
+        except Exception:
+            traceback.print_exc()
+            return 0
+        return f"seed {seed} passes without this rule"
+    failure = first_failure(case(changes), seeds=100, **world)
+    if failure is None:
+        return "100 seeds pass without this rule"
+    print(f"the first seed that fails is {failure.seed}:\n  {failure.report}")
+    print(f"To replay it, with a traceback and a timeline: --break {rule} --seed {failure.seed}")
+    return 0
+
+
+# ---------------------------------------------------------------------- times
+
+LAUNCH_US, HOP_US, BYTES_PER_US = 0.8, 0.9, 390e3
+"""Of H200s with NVLink: an empty kernel, a store until another GPU sees it, and what leaves a GPU at best."""
+
+
+def untimed():
+    """Return why times mean nothing here, or None if every rank has a GPU to itself."""
+    if tdcoll.device().type != "cuda":
+        return "the simulator's times mean nothing"
+    shared = os.environ.get("TDCOLL_SHARE_GPUS", "0") not in ("", "0")
+    return "ranks that share a GPU run one at a time" if shared else None
+
+
+def times_us(sent_bytes, calls):
+    """Return the microseconds of each of `calls {name: function}` in CUDA graphs, and their lower bound. Collective.
+
+    No call that sends `sent_bytes` from each rank takes less than one hop, and these bytes at the rate of the link.
+    `graph_time_us` captures 20 calls in a graph and times its replays. A late rank makes the others wait, so each
+    replay counts as long as it took on the slowest rank; the result is the median over the replays.
+    """
+    from tdcoll.bench.timing import graph_time_us
+
+    measured = {name: graph_time_us(call, calls=(20,)) for name, call in calls.items()}
+    return {"lower bound": HOP_US + sent_bytes / BYTES_PER_US, **measured}
+
+
+def show_times(title, rows, plot=None):
+    """Print `rows {bytes: {name: microseconds}}`, and draw them into the file `plot` if it is given. Collective."""
+    names = list(next(iter(rows.values())))
+    say(f"{title}, µs per call, lower is better:")
+    say(f"{'bytes':>10}" + "".join(f"{name:>{len(name) + 2}}" for name in names))
+    for nbytes, row in rows.items():
+        say(f"{nbytes:10}" + "".join(f"{row[name]:{len(name) + 2}.1f}" for name in names))
+    if plot and tdcoll.topology().rank == 0:
+        from matplotlib.figure import Figure
+
+        axes = (figure := Figure(layout="constrained")).subplots()
+        for name in names:
+            style = {"color": "black", "linestyle": ":"} if name == "lower bound" else {"marker": "o"}
+            axes.plot(list(rows), [row[name] for row in rows.values()], label=name, **style)
+        axes.set_xscale("log", base=2)
+        axes.set(title=title, xlabel="bytes per rank", ylabel="µs per call (lower is better)", yscale="log")
+        axes.legend()
+        figure.savefig(plot, dpi=120)
