@@ -168,9 +168,9 @@ def _gpus(facts: Facts) -> list[Line]:
     if not facts.gpus:
         error = facts.found["gpus"].get("error")
         text = f"PyTorch cannot ask for them: {error}" if error else "PyTorch sees none"
-        counted = facts.launched.get("TDCOLL_GPUS")
+        counted = facts.launched["TDCOLL_GPUS"]
         advice = "see the lines on torch and the driver; `nvidia-smi` has to work. TRITON_INTERPRET=1 is the simulator"
-        return [problem(name, f"{text}; setenv.sh counts {counted}" if counted else text, advice)]
+        return [problem(name, f"{text}; nvidia-smi counts {counted}", advice)]
     kinds = Counter("{} (sm_{}{})".format(gpu["name"], *gpu["capability"]) for gpu in facts.gpus)
     text = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     if min(tuple(gpu["capability"]) for gpu in facts.gpus) < (8, 0):
@@ -214,7 +214,7 @@ def _hosts(facts: Facts) -> list[Line]:
         return []
     if facts.simulated:
         return [problem(name, f"{facts.nnodes} asked for", "the simulator runs on one host: see --emulate-nodes")]
-    variables = facts.launched or facts.environment
+    variables = facts.launched
     for setting in ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none", "TDCOLL_HEAP=torch"):
         variable, _, value = setting.partition("=")
         if variables.get(variable) == value:
@@ -252,9 +252,7 @@ def _heap(facts: Facts) -> list[Line]:
 def _setenv(facts: Facts) -> list[Line]:
     """Compare this shell, whose environment torchrun passes on, with the environment that launch.sh makes."""
     name, here, launched = "setenv.sh", facts.environment, facts.launched
-    if facts.setenv:
-        return [problem(name, f"fails, and launch.sh sources it: {facts.setenv}", "source it to see where it stops")]
-    if facts.simulated or not launched:
+    if facts.simulated:
         return []
     names = {key for key in {*here, *launched} if key.startswith("NVSHMEM_")} | {"LD_LIBRARY_PATH", "TRITON_INTERPRET"}
     differs = [

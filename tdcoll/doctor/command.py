@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tdcoll import arguments
+from tdcoll.child import Ended
 from tdcoll.doctor import job
 from tdcoll.doctor.checks import Line, diagnose
-from tdcoll.doctor.child import Ended
 from tdcoll.doctor.facts import collect
 
 __all__ = ["main"]

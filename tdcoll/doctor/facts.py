@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tdcoll.child import run
 from tdcoll.doctor import probe
-from tdcoll.doctor.child import Ended, run
+from tdcoll.setenv import prepare
 
-__all__ = ["Facts", "collect", "run_as_launched"]
-
-SETENV = Path(__file__).resolve().parents[2] / "setenv.sh"
-"""Absent where tdcoll is installed from a wheel."""
+__all__ = ["Facts", "collect"]
 
 _TIMEOUT_S = 120.0
 _DISTRIBUTIONS = (
@@ -39,9 +37,8 @@ class Facts:
             that isn't installed, a true ``missing``.
         distributions: version of each installed distribution that matters here.
         environment: environment variables of this process.
-        launched: environment variables that launch.sh gives to its processes, and setenv.sh's ``TDCOLL_MODE`` and
-            ``TDCOLL_GPUS``; empty if setenv.sh isn't there or fails.
-        setenv: why setenv.sh fails, in words; empty if it doesn't.
+        launched: environment variables of ranks that launch.sh starts, and what it decides: ``TDCOLL_MODE``, which is
+            "gpu" or "simulator", and ``TDCOLL_GPUS``, the number of visible GPUs.
         network_cards: InfiniBand, RoCE and EFA devices with an active port.
         network_files: whether ``/dev/infiniband`` has device files.
         nnodes: hosts of the job.
@@ -53,7 +50,6 @@ class Facts:
     distributions: Mapping[str, str]
     environment: Mapping[str, str]
     launched: Mapping[str, str]
-    setenv: str = ""
     network_cards: tuple[str, ...] = ()
     network_files: bool = False
     nnodes: int = 1
@@ -67,11 +63,8 @@ class Facts:
 
     @property
     def simulated(self) -> bool:
-        """Whether jobs run in the simulator: as setenv.sh decides, or else if PyTorch sees no GPU."""
-        if mode := self.launched.get("TDCOLL_MODE"):
-            return mode == "simulator"
-        interpret = self.environment.get("TRITON_INTERPRET", "")
-        return interpret.lower() in ("1", "true", "yes", "on", "y") if interpret else not self.gpus
+        """Whether launch.sh runs jobs in the simulator."""
+        return self.launched["TDCOLL_MODE"] == "simulator"
 
 
 def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> Facts:
@@ -82,14 +75,13 @@ def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> F
         nproc: ranks on this host; None: one per GPU, or two simulated ones.
         nnodes: hosts of the job.
     """
-    launched, setenv = _launched(environment, nnodes)
+    launched = _launched(environment, nnodes)
     facts = Facts(
         python=sys.version_info[:3],
-        found={step: _probed(step, launched or environment) for step in probe.STEPS},
+        found={step: _probed(step, launched) for step in probe.STEPS},
         distributions=_distributions(),
         environment=environment,
         launched=launched,
-        setenv=setenv,
         network_cards=_network_cards(),
         network_files=any(Path("/dev").glob("infiniband/uverbs*")),
         nnodes=nnodes,
@@ -97,32 +89,10 @@ def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> F
     return dataclasses.replace(facts, nproc=nproc or (2 if facts.simulated else max(1, len(facts.gpus))))
 
 
-def run_as_launched(
-    command: Sequence[str],
-    timeout_s: float,
-    environment: Mapping[str, str],
-    *,
-    nnodes: int = 1,
-    with_stderr: bool = True,
-) -> Ended:
-    """Run a command with the environment of a rank that launch.sh starts on one of ``nnodes`` hosts.
-
-    Source setenv.sh first if it is there. It is told not to install anything, and to look at this Python.
-    """
-    ours = {"PYTHON": sys.executable, "TDCOLL_NNODES": str(nnodes), "TDCOLL_RDZV": "", "_TDCOLL_DRY_RUN": "1"}
-    if SETENV.is_file():
-        script = 'source "$1" && export TDCOLL_MODE TDCOLL_GPUS && exec "${@:2}"'
-        command = ["bash", "-c", script, "doctor", str(SETENV), *command]
-    return run(command, timeout_s, {**environment, **ours}, with_stderr=with_stderr)
-
-
-def _launched(environment: Mapping[str, str], nnodes: int) -> tuple[dict[str, str], str]:
-    """Return the variables that a launched process has, and why there are none, in words."""
-    if not SETENV.is_file():
-        return {}, ""
-    show = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
-    ended = run_as_launched(show, _TIMEOUT_S, environment, nnodes=nnodes, with_stderr=False)
-    return ({} if ended.reason else json.loads(ended.output.splitlines()[-1])), ended.reason
+def _launched(environment: Mapping[str, str], nnodes: int) -> dict[str, str]:
+    """Return the environment of ranks that launch.sh starts, and what it decides: ``TDCOLL_MODE``, ``TDCOLL_GPUS``."""
+    job = prepare(environment, one_host=nnodes == 1, dry_run=True, say=lambda text: None)
+    return {**job.variables, "TDCOLL_MODE": "simulator" if job.simulated else "gpu", "TDCOLL_GPUS": str(job.gpus)}
 
 
 def _probed(step: str, environment: Mapping[str, str]) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import re
 import sys
 from typing import Any
 
+from tdcoll import child
+from tdcoll.child import Ended
 from tdcoll.doctor.checks import Line, note, ok, problem
-from tdcoll.doctor.child import Ended
-from tdcoll.doctor.facts import Facts, run_as_launched
+from tdcoll.doctor.facts import Facts
 
 __all__ = ["cannot_run", "judge", "start"]
 
@@ -56,9 +57,8 @@ def start(facts: Facts, timeout_s: float, module: str = __name__) -> Ended:
     """
     torchrun = [sys.executable, "-m", "tdcoll.torchrun", "--nproc-per-node", str(facts.nproc), "--nnodes", "1"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
-    simulator = {"TRITON_INTERPRET": "1"} if facts.simulated else {}
     command = [*torchrun, *rendezvous, "-m", "--", module, str(timeout_s)]
-    return run_as_launched(command, timeout_s, {**facts.environment, **simulator})
+    return child.run(command, timeout_s, facts.launched)
 
 
 def judge(facts: Facts, ended: Ended | str) -> Line:

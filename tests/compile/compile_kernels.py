@@ -21,11 +21,12 @@ from compiling_sparse import INDEX_MATCH, SPARSE, SPARSE_TYPES, compile_index_ma
 
 from tdcoll.bench import kernels as bench
 from tdcoll.collectives._host.plan import Facts
-from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
+from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
 from tdcoll.collectives.all_reduce import kernels_nodes as reduce_over_nodes
 from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
+from tdcoll.collectives.exchange import kernels_direct, kernels_ll
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_pull as scatter_pull
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts

@@ -39,7 +39,7 @@ def test_a_rank_that_gave_up_sends_nothing_more(algorithm: str) -> None:
             launch = launches_of(ALL_GATHER, ctx, 64, algorithm)
             for call in (1, 2, 3):  # as a stream would run them, past every check of the host
                 mine = data(pe, call)
-                launch(mine, out)
+                launch(mine.data_ptr(), out.data_ptr())
             runtime.current().control.all_gather((0, 1), "given up", None)
             with pytest.raises(tdcoll.CollectiveTimeout, match="peer 1"):
                 ctx.check()

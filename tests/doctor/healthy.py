@@ -36,7 +36,7 @@ GPUS = Facts(
 )
 
 TWO_HOSTS = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "eth0", "NVSHMEM_DISABLE_NVLS": "1", "TDCOLL_NNODES": "2"}
-LAUNCHED = {**TWO_HOSTS, "TDCOLL_MODE": "gpu"}
+LAUNCHED = {**TWO_HOSTS, "TDCOLL_MODE": "gpu", "TDCOLL_GPUS": "3"}
 HOSTS = replace(GPUS, nnodes=2, environment=TWO_HOSTS, launched=LAUNCHED, network_cards=("mlx5_0",), network_files=True)
 
 MISSING = {"missing": True, "error": "ModuleNotFoundError: No module named ..."}
@@ -46,7 +46,7 @@ SIMULATOR = replace(
     found={**GPUS.found, "nvshmem": MISSING, "driver": {"error": "OSError: libcuda.so.1"}, "gpus": NO_GPU},
     distributions={"triton": "3.6.0"},
     environment={"TRITON_INTERPRET": "1"},
-    launched={"TRITON_INTERPRET": "1", "TDCOLL_MODE": "simulator"},
+    launched={"TRITON_INTERPRET": "1", "TDCOLL_MODE": "simulator", "TDCOLL_GPUS": "0"},
     nproc=2,
 )
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from tdcoll.child import Ended
 from tdcoll.doctor import command, job
-from tdcoll.doctor.child import Ended
 from tests.doctor.healthy import GPUS, HOSTS, SIMULATOR
 from tests.doctor.test_facts import ROOT
 

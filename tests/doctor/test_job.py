@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 import tdcoll
+from tdcoll.child import Ended
 from tdcoll.doctor import job
-from tdcoll.doctor.child import Ended
 from tdcoll.testing import World, explore, first_failure
 from tests.doctor.healthy import GPUS, MISSING, SIMULATOR, found
 from tests.doctor.test_facts import ROOT, SHELL, gone
@@ -99,9 +99,8 @@ def test_a_job_that_hangs_is_killed_with_its_ranks(tmp_path):
 
 
 def test_how_a_job_is_started(monkeypatch):
-    """On a free port, since doctors may run beside each other, and in the simulator also where there is no setenv.sh."""
-    monkeypatch.setattr(job, "run_as_launched", lambda *arguments: arguments)
-    command, timeout_s, shell = job.start(replace(SIMULATOR, environment={"X": "y"}), 9.0)
+    """On a free port, since doctors may run beside each other."""
+    monkeypatch.setattr(job.child, "run", lambda *arguments: arguments)
+    command, timeout_s, shell = job.start(replace(SIMULATOR, launched={"X": "y"}), 9.0)
     assert "--nproc-per-node 2 --nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:0 " in " ".join(command)
-    assert (timeout_s, shell) == (9.0, {"X": "y", "TRITON_INTERPRET": "1"})
-    assert job.start(GPUS, 9.0)[2] == GPUS.environment
+    assert (timeout_s, shell) == (9.0, {"X": "y"})

@@ -23,9 +23,9 @@ def takes_the_paths_between_nodes() -> str:
     half = world() // 2
     expect(topology.members == (tuple(range(half)), tuple(range(half, world()))), topology.describe())
     facts = Facts(1 << 16, topology, stores=True)
-    for policy, algorithm in ((ALL_GATHER, "2d"), (ALL_REDUCE, "2d"), (REDUCE_SCATTER, "1d")):
-        chosen = policy.choose(facts).algorithm
-        expect(chosen == algorithm, f"auto must take {algorithm} here for {policy.operation}, not {chosen}")
+    for spec, algorithm in ((ALL_GATHER, "2d"), (ALL_REDUCE, "2d"), (REDUCE_SCATTER, "1d")):
+        chosen = spec.choose(facts).algorithm
+        expect(chosen == algorithm, f"auto must take {algorithm} here for {spec.name}, not {chosen}")
     return topology.describe()
 
 

@@ -35,7 +35,7 @@ OF_NCCL = """\
 
 OUT_OF_BOUNDS = """\
 ========= Invalid __global__ write of size 16 bytes
-=========     at all_gather_direct+0x9d0 in /src/tdcoll/primitives/stores.py:42
+=========     at exchange_direct+0x9d0 in /src/tdcoll/primitives/stores.py:42
 =========     by thread (31,0,0) in block (3,0,0)
 =========     Address 0x7f21c2000010 is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f21c0000000 of size 33,554,448 bytes

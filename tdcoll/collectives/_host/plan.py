@@ -26,7 +26,7 @@ __all__ = [
     *("TARGET_CHUNK_BYTES", "Extent", "Facts", "Plan", "check_warps", "cut_chunks", "cut_reduced_words"),
     *("cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps", "needs_puts"),
     *("needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "reduced_words"),
-    *("staged_epoch", "warps", "word_chunks", "words_of"),
+    *("several_nodes", "staged_epoch", "warps", "word_chunks", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
@@ -79,7 +79,8 @@ class Plan:
         channels: chunks that each segment is cut into.
         chunk: bytes of a chunk; the last may be shorter.
         num_warps: warps of each thread block.
-        blocks: thread blocks of the launch. 0: as many as the algorithm has for these chunks.
+        blocks: thread blocks of the launch; only they may differ between ranks, on nodes of different sizes. 0: as many
+            as the algorithm has for these chunks.
     """
 
     algorithm: str
@@ -158,6 +159,11 @@ def needs_words(facts: Facts) -> str | None:
             return None
         limit = f"more than {facts.max_programs} programs"
     return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "
+
+
+def several_nodes(topology: Topology) -> bool:
+    """Return whether there is more than one node: on one, ``2d`` does the same as ``1d``."""
+    return topology.n_nodes > 1
 
 
 def needs_stores(facts: Facts) -> str | None:

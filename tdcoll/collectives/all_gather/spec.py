@@ -28,6 +28,7 @@ from tdcoll.collectives._host.plan import (
     needs_stores,
     needs_words,
     per_segment,
+    several_nodes,
 )
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
@@ -123,6 +124,7 @@ SPEC = Collective(
             blocks=per_segment,
             epoch=epoch,
             early=_early,
+            differs=lambda topology: topology.world_size > 2,  # from direct stores
         ),
         Algorithm(
             "1d",
@@ -141,10 +143,12 @@ SPEC = Collective(
             blocks=blocks_of_puts,
             values=lambda call: {**_puts(call), "STORES": call.ctx.stores},
             epoch=epoch,
+            differs=several_nodes,
         ),
     ),
     default=default,
-    inbox=lambda segment, world, heap_bytes: min(segment, heap_bytes // (8 * world)),
+    torch="all_gather_into_tensor",
+    capacity=lambda segment, world: segment,
     adjoint="reduce_scatter",
     in_place=True,
 )

@@ -16,8 +16,7 @@ from tdcoll.collectives._host.launches import (
     routes_beside_stores,
     tiles,
 )
-from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, per_channel
-from tdcoll.collectives._host.pool import inbox
+from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, per_channel, several_nodes
 from tdcoll.collectives._host.spec import Algorithm, Collective
 from tdcoll.collectives.all_reduce import kernels_direct, kernels_nodes, kernels_puts, kernels_words
 from tdcoll.collectives.all_reduce.policy import (
@@ -38,6 +37,7 @@ from tdcoll.collectives.all_reduce.policy import (
 )
 from tdcoll.primitives.group import nodes_of
 from tdcoll.primitives.puts import Routes
+from tdcoll.runtime.topology import Topology
 
 __all__ = ["SPEC"]
 
@@ -90,6 +90,7 @@ def _by_parts(
     kernel: Callable[[Facts], Any],
     blocks: Callable[[Facts, Plan], int],
     values: Callable[[Planned], Mapping[str, Any]],
+    differs: Callable[[Topology], bool] = lambda topology: True,
 ) -> Algorithm:
     return Algorithm(
         name,
@@ -100,6 +101,7 @@ def _by_parts(
         values=values,
         extent=partial(extent_of_parts, algorithm=name),
         epoch=partial(epoch_of_parts, algorithm=name),
+        differs=differs,
     )
 
 
@@ -129,11 +131,12 @@ SPEC = Collective(
             lambda facts: kernels_nodes.all_reduce_nodes,
             lambda facts, plan: plan.channels * (2 * len(facts.topology.members[0]) - 1),
             _by_puts,
+            several_nodes,
         ),
     ),
     default=default,
-    # Three pieces between nodes.
-    inbox=lambda segment, world, heap_bytes: inbox(3 * (segment // world + 16), world, heap_bytes),
+    torch="all_reduce",
+    capacity=lambda segment, world: 3 * (segment // world + 16),  # three pieces between nodes
     adjoint="all_reduce",
     reduces=True,
     handled_bytes=16 << 20,

@@ -17,7 +17,6 @@ from tdcoll.collectives._host.plan import (
     per_segment,
     staged_epoch,
 )
-from tdcoll.collectives._host.pool import inbox
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_to_all import kernels_puts
 from tdcoll.collectives.all_to_all.policy import blocks_of_puts, default, needs_words_of_a_node
@@ -63,6 +62,7 @@ SPEC = Collective(
         ),
     ),
     default=default,
-    inbox=lambda segment, world, heap_bytes: inbox(2 * segment, world, heap_bytes),  # half is to put from
+    torch="all_to_all_single",
+    capacity=lambda segment, world: 2 * segment,  # half is to put from
     adjoint="all_to_all",
 )

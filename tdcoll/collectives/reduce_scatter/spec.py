@@ -22,7 +22,6 @@ from tdcoll.collectives._host.plan import (
     reduced_words,
     staged_epoch,
 )
-from tdcoll.collectives._host.pool import inbox
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_pull, kernels_puts, kernels_words
 from tdcoll.collectives.reduce_scatter.policy import blocks, default, needs_symmetric, reducers
@@ -83,7 +82,8 @@ SPEC = Collective(
         ),
     ),
     default=default,
-    inbox=lambda segment, world, heap_bytes: inbox(2 * segment, world, heap_bytes),  # half is to put from
+    torch="reduce_scatter_tensor",
+    capacity=lambda segment, world: 2 * segment,  # half is to put from
     adjoint="all_gather",
     reduces=True,
 )

@@ -190,7 +190,7 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
             tdcoll.all_reduce(other, ctx, out, algorithm="direct")
         except KeyboardInterrupt:
             interrupted.now = False
-            captured(given, out)  # as by a replay
+            captured(given.data_ptr(), out.data_ptr())  # as by a replay
             return "interrupted"
         try:
             ctx.check()
@@ -339,8 +339,7 @@ def test_a_repeated_fused_call_refuses_what_the_first_would(
 def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a choice looks at is the same on a rank that captures, and so is what is chosen: one rank may replay a
     graph while another calls eagerly."""
-    from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
-    from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
+    from tdcoll.collectives._host import launches
     from tdcoll.fused import op as fused
     from tdcoll.gate import Gate
     from tdcoll.tuning import SIMULATOR, Entry, Section, Table
@@ -353,13 +352,13 @@ def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.M
         shown = {name: value for name, value in vars(facts).items() if name != "topology"}
         chosen[facts.topology.rank].append((shown, plan))
 
-    for collective in (ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER):
+    launches_by = launches.launches_by
 
-        def noted(ctx: Any, facts: Any, plan: Any, *more: Any, real: Any = collective.launches_of) -> Any:
-            note(facts, plan)
-            return real(ctx, facts, plan, *more)
+    def launching(spec: Any, ctx: Any, facts: Any, plan: Any, *more: Any) -> Any:
+        note(facts, plan)
+        return launches_by(spec, ctx, facts, plan, *more)
 
-        monkeypatch.setattr(collective, "launches_of", noted)
+    monkeypatch.setattr(launches, "launches_by", launching)
     choose = fused.choose
 
     def choosing(rows: Any, facts: Any, algorithm: Any) -> Any:
