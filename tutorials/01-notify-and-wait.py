@@ -14,10 +14,10 @@ Run it with::
 
     bash launch.sh tutorials/01-notify-and-wait.py
 
-which starts one process per GPU, or four simulated ones on a machine without GPUs. To break a rule and watch the
-simulator catch it, on any machine, choose one from the list that this prints::
+which starts one process per GPU, or four simulated ones on a machine without GPUs. To leave out a rule and watch the
+simulator catch it (`--help` lists the rules)::
 
-    bash launch.sh --nproc 1 tutorials/01-notify-and-wait.py --break list
+    bash launch.sh --simulate --nproc 1 tutorials/01-notify-and-wait.py --break own-signal
 """
 
 # %%
@@ -95,7 +95,7 @@ def hello(signals, monitor):
 # 2. **at-least: waits compare with "at least".** The words count up for ever: `arrived[slot]` is set to the number of
 #    the item, counted from 1, and `credits` grows with every item that is read. If the producer waited for "equal to
 #    n" and the consumer was quicker, the word would already be past n when the producer looks, and the wait would
-#    never end. Counting up has a second advantage: nobody has to reset a word between launches, which would be a race.
+#    never end. Counting up has a second advantage: no word is reset between launches, which would be a race.
 #
 # 3. **credits: the producer fills a slot only after the consumer has read it.** The consumer adds 1 to the producer's
 #    `credits` for every item that it has read. Item i (from 0) may go out if item i - SLOTS, which had the same slot,
@@ -109,7 +109,7 @@ def hello(signals, monitor):
 # stored only its own part, so `syncthreads()` comes between the two. `signal_block` begins with such a barrier
 # itself, so the credit goes out after all threads have read the slot.
 #
-# A wait that expires returns 0. The rest of the loop is then skipped, because there is nothing valid to read or send.
+# A wait that expires returns 0. The rest of the loop is then skipped, because it has no valid item to read or send.
 
 
 @tdcoll.jit
@@ -155,7 +155,7 @@ def queue(
 # ----------------------
 #
 # A peer may have crashed, or may not take part at all. A kernel that then spins for ever can hardly be stopped from
-# outside, so every wait in a kernel should have a deadline. Nobody sends the signal that this kernel waits for:
+# outside, so every wait in a kernel should have a deadline. No PE sends the signal that this kernel waits for:
 
 
 @tdcoll.jit
@@ -187,7 +187,7 @@ class Queue:
         self.constants = {"WORDS": WORDS, "SLOTS": SLOTS, **KEPT, **dict(changes)}
         self.slots = tdcoll.empty((SLOTS, WORDS), torch.int64, name="slots")
         self.outbox = tdcoll.empty(WORDS, torch.int64, name="outbox")
-        # SLOTS times `arrived`, then `credits`, one word for hello, and one that nobody signals.
+        # SLOTS times `arrived`, then `credits`, one word for hello, and one that no PE signals.
         self.signals = tdcoll.zeros(SLOTS + 3, torch.int64, name="signals")
         self.received = torch.zeros((ITEMS, WORDS), dtype=torch.int64, device=tdcoll.device())
         self.arrived, self.credits, self.hello, self.never = self.signals.split([SLOTS, 1, 1, 1])
@@ -279,8 +279,8 @@ def main(arguments=None):
     wait_in_vain[(1,)](ring.never, impatient.words)
     tdcoll.barrier()
     if not impatient.expired:
-        raise AssertionError("a wait for a signal that nobody sends ended without expiring")
-    say("deadline: a wait for a signal that nobody sends ended after 0.2 s, and the host knows")
+        raise AssertionError("a wait for a signal that no rank sends ended without expiring")
+    say("deadline: a wait for a signal that no rank sends ended after 0.2 s, and the host knows")
 
     tdcoll.finalize()
 

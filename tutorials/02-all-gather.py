@@ -14,13 +14,14 @@ Run it with::
 
     bash launch.sh tutorials/02-all-gather.py
 
-and, to take the path of a cluster, with one host posing as two::
+On GPUs it also prints times, and `--plot times.png` draws them. To take the path of a cluster, let one host pose as
+two::
 
     bash launch.sh --emulate-nodes 2 tutorials/02-all-gather.py
 
-To break a rule, as in the first tutorial, which also explains signals, waits and symmetric memory::
+The first tutorial explains signals, waits and symmetric memory. To leave out a rule, as there::
 
-    bash launch.sh --nproc 1 tutorials/02-all-gather.py --break list
+    bash launch.sh --simulate --nproc 1 tutorials/02-all-gather.py --break two-slots
 """
 
 # %%
@@ -86,11 +87,11 @@ def my_all_gather(
 #             wait for rank 1 ...                    still read slot 1
 #                  <----------- slot 0 ------------  call 2: put, wait, return
 #             ... return                             read slot 0
-#     call 3: put  ------------ slot 1 ----------->  nobody reads slot 1 any more
+#     call 3: put  ------------ slot 1 ----------->  slot 1 is not read any more
 #
 # Call 3 is the first to write where call 1 did. A peer gets there only after it has heard from us in call 2, and we
 # entered call 2 after we had read the result of call 1. The argument needs a signal from *every* peer in *every* call.
-# An all-gather has that anyway, but a collective with nothing to send to some peer has to signal all the same.
+# An all-gather has that anyway, but a collective has to signal a peer even if it has no data for it.
 #
 # These are the rules, with their names for `--break`:
 #
@@ -192,9 +193,10 @@ def case(changes=()):
 # --------------------------
 #
 # Launched one by one from Python, calls of these sizes would take the time of the launch. We capture them in CUDA
-# graphs instead. A rank has to send its piece to W - 1 peers, so no all-gather takes less than one hop from GPU to GPU
-# plus (W - 1) n bytes at the rate of the link: the lower bound. Your kernel is above it for two reasons. A put with a
-# signal takes three hops (the data, their acknowledgement, the signal), and one block per peer can't fill the link.
+# graphs instead. Every all-gather takes at least a launch and one hop from GPU to GPU, and at least the time in which
+# (W - 1) n bytes leave a GPU. The longer of the two is the *lower bound*, here for H200s. Your kernel is above it for
+# two reasons. A put with a signal takes three hops (the data, their acknowledgement, the signal), and one block per
+# peer can't fill the link.
 
 
 def time_calls(rank, world, plot):

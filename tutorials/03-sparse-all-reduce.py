@@ -15,18 +15,17 @@ Run it with::
 
     bash launch.sh tutorials/03-sparse-all-reduce.py
 
-which starts one process per GPU, or four simulated ones with a small vocabulary on a machine without GPUs. For times,
-see `bash launch.sh -m tdcoll bench sparse_all_reduce`.
+which starts one process per GPU, or four simulated ones with a small vocabulary on a machine without GPUs. The command
+`bash launch.sh -m tdcoll bench sparse_all_reduce` measures times.
 """
 
 # %%
 # The text
 # --------
 #
-# Every Python comes with some: the manual pages behind `help()`, or the sources of its standard library where a
-# distribution has left the pages out. As in any text, the r-th most frequent word occurs about 1/r times as often as
-# the first. This is *Zipf's law*. Users, products and most other things that get embedded follow it too. All ranks
-# therefore use the frequent rows, and a rare row of a batch is mostly used by a single rank.
+# Every Python comes with some: the manual pages behind `help()`, or the sources of its standard library. As in any
+# text, the r-th most frequent word occurs about 1/r times as often as the first (*Zipf's law*). All ranks therefore
+# use the frequent rows, and a rare row of a batch is mostly used by a single rank.
 
 import argparse
 import re
@@ -161,9 +160,8 @@ def describe(shares):
 #
 # Floating-point sums need a tolerance, and a tolerance can hide a mistake. Sums of small integers are exact in any
 # order, so we give integers to the entries of a real gradient. The result has to be what one process gets from the
-# entries of all ranks, whatever algorithm moves them: "owner" as above; "gather", which sends all rows everywhere and
-# adds them up there, for small gradients; or "dense", which all-reduces a dense tensor, for gradients that have nearly
-# all rows. The default, "auto", chooses.
+# entries of all ranks, whatever algorithm moves them. "owner" is the one above. "gather" sends all rows everywhere and
+# adds them up there, and "dense" all-reduces a dense tensor. The default, "auto", chooses one.
 
 
 def integers(shares, dim):
@@ -219,8 +217,8 @@ def try_small_contexts(grad, row_bytes):
 # algorithm so that the bytes which are printed are those that were moved; leave it out in your own code.
 #
 # Every rank also trains a second table, alone, on the whole batch. The two agree up to the rounding of fp32, because
-# they add the same numbers in another order. The tables of different ranks have the same *bits*: each row is summed in
-# one place, and all ranks get that sum. They therefore stay equal for ever, without a broadcast now and then.
+# they add the same numbers in another order. The tables of different ranks have the same *bits*, and keep them, because
+# each row is summed in one place and all ranks get that sum.
 
 
 def train(ids, vocabulary, options, ctx):
@@ -287,14 +285,12 @@ def main(arguments=None):
 
     parts = integers(shares, options.dim)
     mine = torch.sparse_coo_tensor(grad._indices(), parts[rank], grad.shape, check_invariants=True)
-    capacity = min(shares[0].numel(), len(table.weight))
-    with tdcoll.SparseContext(max_rows_per_rank=capacity, max_row_bytes=row_bytes) as ctx:
-        algorithms = ("owner", "gather", "dense")
-        for algorithm in algorithms:
+    with tdcoll.SparseContext(max_rows_per_rank=shares[0].numel(), max_row_bytes=row_bytes) as ctx:
+        for algorithm in ("owner", "gather", "dense"):
             result = tdcoll.sparse_all_reduce(mine, ctx, algorithm=algorithm)
             ctx.check()  # waits for the stream; raises CollectiveTimeout if a peer did not answer
             check_exact(algorithm, result, shares, parts)
-        say(f"integers: {', '.join(algorithms)} give exactly the sum of all entries, {result._nnz()} rows")
+        say(f"integers: owner, gather, dense give exactly the sum of all entries, {result._nnz()} rows")
         check_exact("grow=True", try_small_contexts(mine, row_bytes), shares, parts)
         train(ids, len(words), options, ctx)
     tdcoll.finalize()

@@ -134,8 +134,8 @@ WAYS = ("dense", "backend", "hook", "reducer")
 # the gradient of the whole batch. They may add in different orders. The losses and weights must therefore agree up to
 # the rounding of fp32, which is the tolerance of `torch.testing.assert_close`.
 #
-# The ranks of one run must agree in every bit, because each started from the same weights and nothing corrects a
-# difference later.
+# The ranks of one run must agree in every bit, because each started from the same weights, and a difference would
+# never be corrected.
 
 
 def gather(tensor):

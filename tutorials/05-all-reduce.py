@@ -15,9 +15,11 @@ Run it with::
 
     bash launch.sh tutorials/05-all-reduce.py
 
-It builds on puts, signals, slots and epochs, which the first two tutorials explain. To break a rule::
+On GPUs it also prints times, and `--plot times.png` draws them.
 
-    bash launch.sh --nproc 1 tutorials/05-all-reduce.py --break list
+It builds on puts, signals, slots and epochs, which the first two tutorials explain. To leave out a rule::
+
+    bash launch.sh --simulate --nproc 1 tutorials/05-all-reduce.py --break rank-order
 """
 
 import argparse
@@ -28,7 +30,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from helpers import BYTES_PER_US, HOP_US, LAUNCH_US, say
+from helpers import H200, say
 from torch import nn
 
 import tdcoll
@@ -39,7 +41,7 @@ import tdcoll.language as tdl
 # ------------
 #
 # Two things take time: the hop from GPU to GPU, and the bytes. On H200s the launch of a kernel takes 0.8 µs, a hop
-# about 0.9, and at most 390 GB/s leave a GPU. With n bytes on each of W ranks there are two ways to go::
+# about 1, and at most 390 GB/s leave a GPU. With n bytes on each of W ranks there are two ways to go::
 #
 #     one stage:   every rank  ---- its vector ---->  all others    and all ranks add up all of it
 #                  1 hop, (W - 1) n bytes from each rank
@@ -50,12 +52,12 @@ import tdcoll.language as tdl
 #
 # One stage is therefore faster for small vectors and two for large ones. With two ranks the bytes are the same, and one
 # stage always wins. No all-reduce sends fewer bytes than two stages or takes fewer hops than one, unless the switch
-# does the adding. That is the lower bound.
+# does the adding. The lower bound follows from that, as in the second tutorial.
 
 
 def predicted_us(nbytes, world, stages):
     sent = (world - 1) * nbytes if stages == 1 else 2 * (world - 1) / world * nbytes
-    return LAUNCH_US + stages * HOP_US + sent / BYTES_PER_US
+    return H200.launch_us + stages * H200.crossing_us + sent / H200.gbps / 1e3
 
 
 # %%
@@ -66,7 +68,7 @@ def predicted_us(nbytes, world, stages):
 #
 # 1. **two-slots: calls use two slots in turn**, for the reason that the second tutorial gives.
 # 2. **wait: a rank adds up only after all others have signalled.**
-# 3. **rank-order: everybody adds in the order of ranks.** The last bits of a floating-point sum depend on its order. If
+# 3. **rank-order: all ranks add in the order of ranks.** The last bits of a floating-point sum depend on its order. If
 #    each rank began with its own row, the copies of a model that the ranks train would drift apart.
 
 
@@ -113,7 +115,7 @@ def one_stage(
 # Two stages
 # ----------
 #
-# Part p of every vector goes to rank p, which adds the parts up and puts the sum to everybody. There is one more rule:
+# Part p of every vector goes to rank p, which adds the parts up and puts the sum to all others. There is one more rule:
 #
 # 4. **own-signals: the second stage has signals of its own**, because a quick peer sends its sum while we still wait
 #    for the parts of others.
@@ -176,7 +178,7 @@ class MyAllReduce:
 RULES = {
     "two-slots": ("calls use two slots in turn", {"slots": 1}),
     "wait": ("a rank adds up only after all others have signalled", {"waits": 0}),
-    "rank-order": ("everybody adds in the order of ranks", {"rank_order": False}),
+    "rank-order": ("all ranks add in the order of ranks", {"rank_order": False}),
     "own-signals": ("the second stage has signals of its own", {"rows": 1}),
 }
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tutorials share: output, `--break RULE` in the simulator, and times on GPUs."""
 
+import argparse
 import importlib.util
 import os
 import sys
+import textwrap
 import traceback
 
-if any(argument.startswith("--break") for argument in sys.argv):
-    os.environ["TRITON_INTERPRET"] = "1"  # the simulator, even with GPUs; set before anything imports triton
-
 import tdcoll
+from tdcoll.bench.arithmetic import FLOORS
+from tdcoll.language import INTERPRETED
 
 
 def say(text):
@@ -30,11 +31,17 @@ def parse(parser, arguments, rules, case, **world):
         case: takes the changes that break a rule, and returns a case for `tdcoll.testing.explore`.
         world: arguments of `tdcoll.testing.World`.
     """
-    parser.add_argument("--break", dest="broken", metavar="RULE", help=f"run without a rule: {', '.join(rules)}")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "rules:\n" + "\n".join(f"  {rule:12} {explanation}" for rule, (explanation, _) in rules.items())
+    parser.add_argument("--break", dest="broken", choices=rules, metavar="RULE", help="simulate without this rule")
     parser.add_argument("--seed", type=int, metavar="N", help="with --break: replay this seed and write a timeline")
     options = parser.parse_args(arguments)
     if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot: matplotlib is not installed")
+    if options.seed is not None and not options.broken:
+        parser.error("--seed: expected --break RULE with it")
+    if options.broken and not INTERPRETED:
+        parser.error("--break: expected the simulator, got GPUs; start it with 'launch.sh --simulate --nproc 1'")
     if options.broken:
         # A World holds all ranks in one process, so one process of a launch is enough.
         sys.exit(show_broken(options, rules, case, **world) if os.environ.get("RANK", "0") == "0" else 0)
@@ -46,15 +53,13 @@ def show_broken(options, rules, case, **world):
     from tdcoll.testing import first_failure, replay
 
     rule, seed = options.broken, options.seed
-    if rule not in rules:
-        print("\n".join(["rules:", *(f"  {name:12} {explanation}" for name, (explanation, _) in rules.items())]))
-        return 0 if rule == "list" else f"--break: expected one of these rules, or list; got {rule!r}"
     explanation, changes = rules[rule]
-    print(f"{rule}: {explanation}\nbroken by {', '.join(f'{k}={v}' for k, v in changes.items())}", flush=True)
+    print(f"without {rule}: {explanation}\nchanged: {', '.join(f'{k}={v}' for k, v in changes.items())}", flush=True)
     if seed is not None:
-        print(f"seed {seed} again, with its timeline in {rule}-{seed}.json for https://ui.perfetto.dev", flush=True)
+        trace = f"{rule}-{seed}.json"
+        print(f"seed {seed} again, with its timeline in {trace} for https://ui.perfetto.dev", flush=True)
         try:
-            replay(case(changes), seed, trace=f"{rule}-{seed}.json", **world)
+            replay(case(changes), seed, trace=trace, **world)
         except Exception:
             traceback.print_exc()
             return 0
@@ -62,15 +67,16 @@ def show_broken(options, rules, case, **world):
     failure = first_failure(case(changes), seeds=100, **world)
     if failure is None:
         return "100 seeds pass without this rule"
-    print(f"the first seed that fails is {failure.seed}:\n  {failure.report}")
+    print(f"caught with seed {failure.seed}:\n{textwrap.indent(failure.report, '  ')}")
     print(f"To replay it, with a traceback and a timeline: --break {rule} --seed {failure.seed}")
     return 0
 
 
 # ---------------------------------------------------------------------- times
 
-LAUNCH_US, HOP_US, BYTES_PER_US = 0.8, 0.9, 390e3
-"""Of H200s with NVLink: an empty kernel, a store until another GPU sees it, and what leaves a GPU at best."""
+H200 = FLOORS["NVIDIA H200"]
+"""Of GPUs with NVLink: the launch of an empty kernel, one hop, and the highest rate at which bytes leave a GPU."""
+BOUND = "lower bound (H200)"
 
 
 def untimed():
@@ -84,14 +90,14 @@ def untimed():
 def times_us(sent_bytes, calls):
     """Return the microseconds of each of `calls {name: function}` in CUDA graphs, and their lower bound. Collective.
 
-    No call that sends `sent_bytes` from each rank takes less than one hop, and these bytes at the rate of the link.
+    The bound is a launch and a hop, or the time in which `sent_bytes` leave a GPU, if that is longer.
     `graph_time_us` captures 20 calls in a graph and times its replays. A late rank makes the others wait, so each
     replay counts as long as it took on the slowest rank; the result is the median over the replays.
     """
     from tdcoll.bench.timing import graph_time_us
 
     measured = {name: graph_time_us(call, calls=(20,)) for name, call in calls.items()}
-    return {"lower bound": HOP_US + sent_bytes / BYTES_PER_US, **measured}
+    return {BOUND: H200.us(sent_bytes, tdcoll.topology().world_size), **measured}
 
 
 def show_times(title, rows, plot=None):
@@ -106,7 +112,7 @@ def show_times(title, rows, plot=None):
 
         axes = (figure := Figure(layout="constrained")).subplots()
         for name in names:
-            style = {"color": "black", "linestyle": ":"} if name == "lower bound" else {"marker": "o"}
+            style = {"color": "black", "linestyle": ":"} if name == BOUND else {"marker": "o"}
             axes.plot(list(rows), [row[name] for row in rows.values()], label=name, **style)
         axes.set_xscale("log", base=2)
         axes.set(title=title, xlabel="bytes per rank", ylabel="µs per call (lower is better)", yscale="log")
