@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the tutorials' kernels for a GPU that need not be here; print their names as JSON.
-
-Run as a program of its own, without TRITON_INTERPRET.
-"""
+"""Compile the tutorials' kernels for a GPU that need not be here, without TRITON_INTERPRET; print their names."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -16,26 +12,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "compile"))
 
 from compiling import compile_for
 
-TYPES = {
+notify, gather, reduce = load("01-notify-and-wait"), load("02-all-gather"), load("05-all-reduce")
+types = {
     **dict.fromkeys(("slots", "outbox", "received", "arrived", "credits", "signals", "epochs", "monitor"), "*i64"),
     **dict.fromkeys(("source", "inbox", "sums"), "*fp32"),
     "buffer": "*u8",
 }
-
-
-def main() -> None:
-    notify, gather, reduce = load("01-notify-and-wait"), load("02-all-gather"), load("05-all-reduce")
-    sums = {"BLOCK": 1024, "WIDTH": 8, "WAITS": 1, "RANK_ORDER": True, "ROWS": 2}
-    kernels = {
-        notify.queue: {"WORDS": notify.WORDS, "SLOTS": notify.SLOTS, **notify.KEPT},
-        gather.my_all_gather: {"WIDTH": 8, "COUNTED": True, "WAITS_LAST": True},
-        reduce.one_stage: sums,
-        reduce.two_stages: sums,
-    }
-    for kernel, constants in kernels.items():
-        compile_for(kernel, 90, constants, TYPES)
-    json.dump([kernel.__name__ for kernel in kernels], sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+sums = {"BLOCK": 1024, "WIDTH": 8, "WAITS": 1, "RANK_ORDER": True, "ROWS": 2}
+for kernel, constants in {
+    notify.queue: {"WORDS": notify.WORDS, "SLOTS": notify.SLOTS, **notify.KEPT},
+    gather.my_all_gather: {"WIDTH": 8, "COUNTED": True, "WAITS_LAST": True},
+    reduce.one_stage: sums,
+    reduce.two_stages: sums,
+}.items():
+    compile_for(kernel, 90, constants, types)
+    print(kernel.__name__)
