@@ -116,5 +116,7 @@ def show_times(title, rows, plot=None):
             axes.plot(list(rows), [row[name] for row in rows.values()], label=name, **style)
         axes.set_xscale("log", base=2)
         axes.set(title=title, xlabel="bytes per rank", ylabel="µs per call (lower is better)", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend()
         figure.savefig(plot, dpi=120)
