@@ -104,9 +104,10 @@ def show_times(title, rows, plot=None):
     """Print `rows {bytes: {name: microseconds}}`, and draw them into the file `plot` if it is given. Collective."""
     names = list(next(iter(rows.values())))
     say(f"{title}, µs per call, lower is better:")
-    say(f"{'bytes':>10}" + "".join(f"{name:>{len(name) + 2}}" for name in names))
+    widths = {name: max(10, len(name) + 2) for name in names}
+    say(f"{'bytes':>10}" + "".join(f"{name:>{widths[name]}}" for name in names))
     for nbytes, row in rows.items():
-        say(f"{nbytes:10}" + "".join(f"{row[name]:{len(name) + 2}.1f}" for name in names))
+        say(f"{nbytes:10}" + "".join(f"{row[name]:{widths[name]}.1f}" for name in names))
     if plot and tdcoll.topology().rank == 0:
         from matplotlib.figure import Figure
 
