@@ -223,6 +223,7 @@ def test_what_is_allowed() -> None:
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.index_match.kernels", True),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather.spec", True),
         ("tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.all_gather.kernels_ring", False),
+        ("tdcoll.collectives.exchange.kernels_ll", "tdcoll.collectives.all_gather", False),
         ("tdcoll.memory", "tdcoll", False),
         ("tdcoll.distributed.ddp", "tdcoll", True),
         ("tdcoll.testing", "tdcoll.bench.engine", False),

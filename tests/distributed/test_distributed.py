@@ -157,7 +157,7 @@ from tdcoll.distributed import BackendTimeout
 from tdcoll.monitor import c
 dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2)))
-monitor = dist.group.WORLD.dispatcher.handlers["sparse_all_reduce"].sums.context.collective.monitor
+monitor = dist.group.WORLD.dispatcher.handlers["sparse_all_reduce"].context.monitor
 monitor._host[c.RECORD_VALID.value] = 1  # as a kernel does whose wait expires
 try:
     dist.destroy_process_group()
@@ -352,9 +352,10 @@ def test_methods_that_a_group_on_gpus_overrides(monkeypatch) -> None:
         "reduce_scatter": {"allreduce", "reduce_scatter_single_coalesced"},
     }
     asked = {"all_gather_single", "reduce_scatter_single_coalesced", "allreduce", "barrier", "broadcast"}
+    asked &= set(dir(dist.ProcessGroup))  # PyTorch 2.11 has not all of them
     for serves, overridden in cases.items():
         made = backend._class_for(Options(serves=serves))
-        assert {name for name in asked if getattr(made, name).__name__ != "pass_on"} == overridden, serves
+        assert {name for name in asked if getattr(made, name).__name__ != "pass_on"} == overridden & asked, serves
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert backend._class_for(Options(serves="none")) is distributed.TdcollProcessGroup
 

@@ -169,7 +169,8 @@ def test_auto_changes_the_method_with_the_table() -> None:
 
     def builds() -> None:
         for num_rows, search in ((1000, False), (1 << 40, True), (1000, False)):
-            directory.build(pack(lists, 100), SIGNATURE, num_rows)
+            directory.prepare(num_rows)
+            directory.build(pack(lists, 100), SIGNATURE)
             assert directory.search is search
             assert directory.union[:3].tolist() == [1, 7, 900]
 
@@ -313,17 +314,17 @@ MUTANTS = {
     "ids out of range are marked": ("bitmap range", ("entry, mask=valid, sem", "entry, mask=i < n, sem")),
     "the leaders' prefix sum is inclusive": ("search", (LEADERS, LEADERS.replace(" - leads", ""))),
     "a list's last block has no end": ("search", (LEADERS, LEADERS.replace("i <= n", "i < n"))),
-    "every list leads": ("search", ("leads = tl.where(place >= 0, 0, leads)", "leads = leads + 0")),
+    "every list leads": ("search", ("leads = tl.where(find(x, p, index) >= 0, 0, leads)", "leads = leads + 0")),
     "earlier blocks of leaders are not counted": (
         "search",
         ("offset = _sum_before(totals + q * blocks, block, TOTALS)", "offset = block * 0"),
     ),
     "the bisection stops early": ("search", ("while left > 1:", "while left > 2:")),
-    "the union is written beyond its room": ("search room", ("mask=leads & (place < max_union))", "mask=leads)")),
+    "the union is written beyond its room": ("search room", ("mask=leads & (place < index.max_union))", "mask=leads)")),
     "counts are believed": (
         "search count",
         (
-            "return tl.minimum(tl.maximum(count, 0), tl.cast(capacity, tl.int64)).to(tl.int32)",
+            "return tl.minimum(tl.maximum(count, 0), tl.cast(index.capacity, tl.int64)).to(tl.int32)",
             "return count.to(tl.int32)",
         ),
     ),

@@ -90,9 +90,8 @@ WAIT = "tdl.wait_signals(begun, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, W
 WAIT_NODES = WAIT.replace("g.world", "nodes.world")
 SIGNAL = "stores.release(begun + g.rank, delta, epoch)"
 SIGNAL_NODES = "tdl.signal_block(begun + g.rank, epoch, tdl.SIGNAL_SET, pe)"
-HAVE = "have += (place(index, ids, tl.load(nodes.ranks + m)) >= 0).to(tl.int32)"
 CROSSING = "tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(nodes.pes + {}))"
-HAND_ON = "_hand_on(out, {}, row_bytes, memory, nodes, g)"
+HAND_ON = "_hand_on(out, {}, row_bytes, nodes, g)"
 FORWARDED = HAND_ON.format("tl.cast(k, tl.int64) * row_bytes")
 
 STORED = "_store_everywhere(result, at, inside, columns, memory, g, source, row_elements, ALIGNED)"
@@ -144,11 +143,11 @@ MUTANTS = [
         "the owner's own row comes first",
         (
             *to("kernels_reduce.reduce", "q == g.rank", "(g.rank + q) % g.world == g.rank"),
-            *to("kernels_reduce.reduce", "place(index, ids, q)", "place(index, ids, (g.rank + q) % g.world)"),
+            *to("kernels_reduce.reduce", "find(ids, q, index)", "find(ids, (g.rank + q) % g.world, index)"),
             *to(
                 "kernels_reduce.reduce",
-                "tl.load(memory.stages + q)",
-                "tl.load(memory.stages + (g.rank + q) % g.world)",
+                "tl.load(g.deltas + q)",
+                "tl.load(g.deltas + (g.rank + q) % g.world)",
             ),
         ),
         WRONG_ROWS,
@@ -166,7 +165,7 @@ MUTANTS = [
     ),
     Mutant(
         "every contributor owns the row",
-        to("kernels_lists.plan", "tl.where(has & (seen == picked), mate, owner)", "tl.where(has, g.rank, owner)"),
+        to("kernels_lists.plan", "inside & (owner == g.rank)", "inside"),
         WRONG_ROWS,
     ),
     Mutant("the mean is the sum", to("reduce.share", "part = _divided(part, world)", "pass"), WRONG_ROWS, MEANS),
@@ -190,7 +189,7 @@ MUTANTS = [
     Mutant(
         "gather: the last rank comes first",
         (
-            *to("kernels_merge.merge", "place(index, ids, q)", "place(index, ids, g.world - 1 - q)"),
+            *to("kernels_merge.merge", "find(ids, q, index)", "find(ids, g.world - 1 - q, index)"),
             *to("kernels_merge.merge", "end_of_ids(index, q)", "end_of_ids(index, g.world - 1 - q)"),
         ),
         WRONG_ROWS,
@@ -229,12 +228,8 @@ MUTANTS = [
         world=TWO_NODES,
     ),
     Mutant(
-        "contributors of all nodes pick the owner",
-        to(
-            "kernels_lists.plan",
-            f"for m in tl.range(first, last):\n    {HAVE}",
-            f"for m in tl.range(0, g.world):\n    {HAVE.replace('tl.load(nodes.ranks + m)', 'm')}",
-        ),
+        "another node's contributors own the row",
+        to("kernels_lists.plan", "owner_in(ids, nodes.node, index, nodes)", "owner_in(ids, 0, index, nodes)"),
         WRONG_ROWS,
         world=TWO_NODES,
     ),
