@@ -13,6 +13,7 @@ adds once for each thread (or warp) that would have called.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,12 @@ from tdcoll.language.simulator_arguments import (
     scalar,
 )
 from tdcoll.language.simulator_waits import *  # noqa: F403
+from tdcoll.runtime.simulator import transfers, waits
 from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.current import machine
+from tdcoll.runtime.simulator.current import machine, pointers
 from tdcoll.runtime.simulator.extents import Address
 from tdcoll.runtime.simulator.lanes import thread_index
-from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.machine import BARRIERS, Machine
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import FUNCTIONS, not_typed
 
@@ -74,69 +76,44 @@ remote_ptr.__doc__ = FUNCTIONS["remote_ptr"].doc
 
 @device
 def int_p(running, dest, value, pe):
-    running.put_word(running.check_symmetric(dest, 4, "dest", pe), (value & 0xFFFF_FFFF).to_bytes(4, "little"), pe)
+    running.check_symmetric(dest, 4, "dest", pe)
+    transfers.put_word(running, dest, (value & 0xFFFF_FFFF).to_bytes(4, "little"), pe)
 
 
-def _put(nbi: bool) -> Callable[..., None]:
-    def put(running: Machine, dest: int, source: int, nbytes: int, pe: int) -> None:
-        running.check_symmetric(dest, nbytes, "dest", pe)
-        if nbytes:
-            running.check_local(source, nbytes, "source", pe)
-        running.put(dest, source, nbytes, pe, nbi=nbi)
-
-    return put
+def _put(running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool) -> None:
+    running.check_symmetric(dest, nbytes, "dest", pe)
+    running.check_local(source, nbytes, "source", pe)
+    transfers.put(running, dest, source, nbytes, pe, nbi=nbi)
 
 
-def _put_signal(nbi: bool, scope: str) -> Callable[..., None]:
-    def put_signal(
-        running: Machine,
-        dest: int,
-        source: int,
-        nbytes: int,
-        sig_addr: int,
-        signal: int,
-        sig_op: int,
-        pe: int,
-    ) -> None:
-        running.check_symmetric(dest, nbytes, "dest", pe)
-        if nbytes:
-            running.check_local(source, nbytes, "source", pe)
-        running.check_signal(sig_addr, "sig_addr", pe)
-        if checked_operation(sig_op) == c.SIGNAL_ADD.value:
-            signal *= multiplicity(running, scope)
-        running.put(dest, source, nbytes, pe, nbi=nbi, signal=(sig_addr, signal, sig_op))
-
-    return put_signal
+def _put_signal(
+    running: Machine, dest: int, source: int, nbytes: int, sig_addr: int, signal: int, sig_op: int, pe: int,
+    *, nbi: bool, scope: str,
+) -> None:  # fmt: skip
+    running.check_symmetric(dest, nbytes, "dest", pe)
+    running.check_local(source, nbytes, "source", pe)
+    running.check_signal(sig_addr, "sig_addr", pe)
+    if checked_operation(sig_op) == c.SIGNAL_ADD.value:
+        signal *= multiplicity(running, scope)
+    transfers.put(running, dest, source, nbytes, pe, nbi=nbi, signal=(sig_addr, signal, sig_op))
 
 
-def _get(nbi: bool) -> Callable[..., None]:
-    def get(running: Machine, dest: int, source: int, nbytes: int, pe: int) -> None:
-        running.check_symmetric(source, nbytes, "source", pe)
-        if nbytes:
-            running.check_local(dest, nbytes, "dest", pe)
-        running.get(dest, source, nbytes, pe, nbi=nbi)
-
-    return get
+def _get(running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool) -> None:
+    running.check_symmetric(source, nbytes, "source", pe)
+    running.check_local(dest, nbytes, "dest", pe)
+    transfers.get(running, dest, source, nbytes, pe, nbi=nbi)
 
 
-putmem = named("putmem", _put(nbi=False))
-putmem_warp = named("putmem_warp", _put(nbi=False))
-putmem_block = named("putmem_block", _put(nbi=False))
-putmem_nbi = named("putmem_nbi", _put(nbi=True))
-putmem_nbi_warp = named("putmem_nbi_warp", _put(nbi=True))
-putmem_nbi_block = named("putmem_nbi_block", _put(nbi=True))
-putmem_signal = named("putmem_signal", _put_signal(False, ""))
-putmem_signal_warp = named("putmem_signal_warp", _put_signal(False, "_warp"))
-putmem_signal_block = named("putmem_signal_block", _put_signal(False, "_block"))
-putmem_signal_nbi = named("putmem_signal_nbi", _put_signal(True, ""))
-putmem_signal_nbi_warp = named("putmem_signal_nbi_warp", _put_signal(True, "_warp"))
-putmem_signal_nbi_block = named("putmem_signal_nbi_block", _put_signal(True, "_block"))
-getmem = named("getmem", _get(nbi=False))
-getmem_warp = named("getmem_warp", _get(nbi=False))
-getmem_block = named("getmem_block", _get(nbi=False))
-getmem_nbi = named("getmem_nbi", _get(nbi=True))
-getmem_nbi_warp = named("getmem_nbi_warp", _get(nbi=True))
-getmem_nbi_block = named("getmem_nbi_block", _get(nbi=True))
+for _scope in ("", "_warp", "_block"):
+    for _nbi in ("", "_nbi"):
+        for _name, _implementation in (
+            (f"putmem{_nbi}{_scope}", partial(_put, nbi=bool(_nbi))),
+            (f"putmem_signal{_nbi}{_scope}", partial(_put_signal, nbi=bool(_nbi), scope=_scope)),
+            (f"getmem{_nbi}{_scope}", partial(_get, nbi=bool(_nbi))),
+        ):
+            globals()[_name] = named(_name, _implementation)
+    for _barrier in BARRIERS:
+        globals()[f"{_barrier}{_scope}"] = named(f"{_barrier}{_scope}", partial(transfers.barrier, name=_barrier))
 
 
 @device
@@ -144,7 +121,7 @@ def signal_op(running, sig_addr, signal, sig_op, pe):
     running.check_signal(sig_addr, "sig_addr", pe)
     if checked_operation(sig_op) == c.SIGNAL_ADD.value:
         signal *= multiplicity(running, "")
-    running.signal(sig_addr, signal, sig_op, pe)
+    transfers.signal(running, sig_addr, signal, sig_op, pe)
 
 
 @device
@@ -153,15 +130,15 @@ def signal_block(running, sig_addr, signal, sig_op, pe):
     running.check_signal(sig_addr, "sig_addr", pe)
     operation = checked_operation(sig_op)
     syncthreads()
-    running.release()  # the one thread's fence, which also waits for the block's stores
-    running.fence()
-    running.signal(sig_addr, signal, operation, pe)
+    transfers.release(running)  # the one thread's fence, which also waits for the block's stores
+    transfers.fence(running)
+    transfers.signal(running, sig_addr, signal, operation, pe)
 
 
 @device
 def signal_wait_until(running, sig_addr, cmp_, cmp_val):
     running.check_signal(sig_addr, "sig_addr")
-    seen = running.waits.until(sig_addr, checked_compare("cmp_", cmp_), cmp_val)
+    seen = waits.until(running, sig_addr, checked_compare("cmp_", cmp_), cmp_val)
     return scalar(seen, np.uint64, tl.uint64)
 
 
@@ -206,12 +183,12 @@ def _as(kind: Any, function: str, parameter: str, value: Any) -> Any:
 
 
 def _p(running: Machine, address: int, kind: Any, pe: int, value: Any) -> None:
-    running.put_word(address, value.tobytes(), pe)
+    transfers.put_word(running, address, value.tobytes(), pe)
 
 
 def _g(running: Machine, address: int, kind: Any, pe: int) -> Any:
     word = np.zeros(1, kind)
-    running.get(word.ctypes.data, address, kind.itemsize, pe, nbi=False)
+    transfers.get(running, word.ctypes.data, address, kind.itemsize, pe, nbi=False)
     return word[0]
 
 
@@ -219,7 +196,7 @@ def _atomic(change: Callable[..., Any], fetches: bool = True) -> Callable[..., A
     """Return an operation that makes ``change(old, *values)`` of a word and returns ``old``."""
 
     def operation(running: Machine, address: int, kind: Any, pe: int, *values: Any) -> Any:
-        return running.atomic(address, kind, pe, lambda old: change(old, *values), fetches=fetches)
+        return transfers.atomic(running, address, kind, pe, lambda old: change(old, *values), fetches=fetches)
 
     return operation
 
@@ -239,7 +216,7 @@ atomic_compare_swap = _typed("atomic_compare_swap", _atomic(lambda old, cond, va
 
 def _add(running: Machine, address: int, kind: Any, pe: int, value: Any) -> None:
     total = np.array([value]) * kind.type(multiplicity(running, ""))
-    running.atomic(address, kind, pe, lambda old: _sum(old, total[0]), fetches=False)
+    transfers.atomic(running, address, kind, pe, lambda old: _sum(old, total[0]), fetches=False)
 
 
 atomic_add = _typed("atomic_add", _add)
@@ -250,24 +227,12 @@ atomic_add = _typed("atomic_add", _add)
 
 @device
 def fence(running):
-    running.fence()
+    transfers.fence(running)
 
 
 @device
 def quiet(running):
-    running.quiet()
-
-
-def _barrier(name: str) -> Callable[[Machine], None]:
-    return lambda running: running.barrier(name)
-
-
-barrier_all = named("barrier_all", _barrier("barrier_all"))
-barrier_all_warp = named("barrier_all_warp", _barrier("barrier_all"))
-barrier_all_block = named("barrier_all_block", _barrier("barrier_all"))
-sync_all = named("sync_all", _barrier("sync_all"))
-sync_all_warp = named("sync_all_warp", _barrier("sync_all"))
-sync_all_block = named("sync_all_block", _barrier("sync_all"))
+    transfers.quiet(running)
 
 
 # ---------------------------------------------------------------------- threads
@@ -316,7 +281,7 @@ def st(ptr: Any, val: Any, scope: Any = "gpu", semantic: Any = "relaxed", _seman
     release = choice("semantic", semantic, ("relaxed", "release")) == "release"
     integer_pointee("st", ptr)
     if release:
-        running.release(system=system)
+        transfers.release(running, system=system)
     tl.store(ptr, val, _semantic=triton_interpreter.interpreter_semantic)
 
 
@@ -370,4 +335,4 @@ def block_and(running, flag):
 
 @device
 def copy_block(running, dst, src, nbytes):
-    running.pointers.copy(dst, src, nbytes)
+    pointers().copy(dst, src, nbytes)

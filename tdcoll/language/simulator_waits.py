@@ -19,10 +19,10 @@ from tdcoll.language.simulator_arguments import (
     integer_pointee,
     number_of,
 )
+from tdcoll.runtime.simulator import transfers, waits
 from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.current import machine
+from tdcoll.runtime.simulator.current import machine, pointers
 from tdcoll.runtime.simulator.extents import origin_of
-from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.memory import read_word
 from tdcoll.runtime.simulator.monitor import Monitor
 from tdcoll.spec import constants as c
@@ -50,7 +50,7 @@ __all__ = [
 def wait_signal(running, signal, compare, value, monitor, peer, index):
     running.check_signal(signal, "signal")
     checked_compare("compare", compare)
-    return int32(running.waits.all([(signal, peer, index)], compare, value, Monitor(monitor)))
+    return int32(waits.signals(running, [signal], [(peer, index)], compare, value, Monitor(monitor)))
 
 
 @device
@@ -73,19 +73,30 @@ def consume_token(value: Any, token: Any, _semantic: Any = None) -> Any:
     return value
 
 
-def _check_signals(running: Machine, function: str, signals: int, count: int, compare: int, block: int) -> None:
+def _indices(function: str, signals: int, count: int, skip: int, compare: int, block: int) -> list[int]:
+    """Return the indices of the signals to wait for, if the arguments are right."""
     if count > block or block & (block - 1) or block < 1:
         raise ValueError(f"{function}: BLOCK must be a power of two of at least count={count}, got {block}")
+    running = machine()
     running.check_signal(signals, "signals")
     running.check_symmetric(signals, 8 * max(count, 0), "signals")
     checked_compare("compare", compare)
+    return [index for index in range(count) if index != skip]
 
 
 @device
 def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
-    _check_signals(running, "wait_signals", signals, count, compare, BLOCK)
-    wanted = [(signals + 8 * index, index, index) for index in range(count) if index != skip]
-    return int32(running.waits.all(wanted, compare, value, Monitor(monitor)))
+    indices = _indices("wait_signals", signals, count, skip, compare, BLOCK)
+    places, threads = [signals + 8 * i for i in indices], [(i, i) for i in indices]
+    return int32(waits.signals(running, places, threads, compare, value, Monitor(monitor)))
+
+
+@device
+def wait_until_any(running, signals, count, skip, compare, value, monitor, BLOCK):
+    indices = _indices("wait_until_any", signals, count, skip, compare, BLOCK)
+    places, threads = [signals + 8 * i for i in indices], [(i, i) for i in indices]
+    found = waits.one_of(running, places, threads, compare, value, Monitor(monitor))
+    return int32(-1 if found < 0 else indices[found])
 
 
 def wait_word(word: Any, compare: Any, value: Any, monitor: Any, peer: Any, index: Any, _semantic: Any = None) -> Any:
@@ -95,46 +106,36 @@ def wait_word(word: Any, compare: Any, value: Any, monitor: Any, peer: Any, inde
     kind = numpy_dtype(pointee)
     wanted = int(np.array(number_of("wait_word", "value", value)).astype(kind))
     address = int(word.handle.data.reshape(-1)[0])
-    running.pointers.check_bytes(address, kind.itemsize, word.handle.origin, "load from")
+    pointers().check_bytes(address, kind.itemsize, word.handle.origin, "load from")
     thread = number_of("wait_word", "peer", peer), number_of("wait_word", "index", index)
     held = Monitor(address64("wait_word", "monitor", monitor))
     number = checked_compare("compare", number_of("wait_word", "compare", compare))
-    return int32(running.waits.word(address, kind, number, wanted, thread, held))
-
-
-@device
-def wait_until_any(running, signals, count, skip, compare, value, monitor, BLOCK):
-    _check_signals(running, "wait_until_any", signals, count, compare, BLOCK)
-    wanted = [(signals + 8 * index, index) for index in range(count) if index != skip]
-    return int32(running.waits.any(wanted, compare, value, Monitor(monitor)))
+    return int32(waits.word(running, address, kind, number, wanted, thread, held))
 
 
 @device
 def test_signal(running, signal, compare, value):
     running.check_signal(signal, "signal")
-    return int32(running.waits.holds(signal, checked_compare("compare", compare), value))
+    return int32(waits.holds(running, signal, checked_compare("compare", compare), value))
 
 
 @device
 def grid_barrier(running, counter, monitor):
     held = Monitor(monitor)
-    running.pointers.check_bytes(counter, 8, origin_of(counter), "store to")
+    pointers().check_bytes(counter, 8, origin_of(counter), "store to")
     x, y, z = running.program.grid_dim
     share = (1 << 32) - (x * y * z - 1) if running.program.grid_idx == (0, 0, 0) else 1
-    running.release(system=False)
-    before = running.pointers.change_word(running.program.pe, counter, np.dtype(np.int64), lambda old: old + share)
+    transfers.release(running, system=False)
+    before = pointers().change_word(running.program.pe, counter, np.dtype(np.int64), lambda old: old + share)
     thread = read_word(monitor + 8 * c.MONITOR_RANK.value), 0
     wanted = ((int(before) >> 32) + 1) << 32
-    return int32(running.waits.word(counter, np.dtype(np.int64), c.CMP_GE.value, wanted, thread, held))
+    return int32(waits.word(running, counter, np.dtype(np.int64), c.CMP_GE.value, wanted, thread, held))
 
 
-def _words(words: Any, mask: Any, what: str | None = None) -> tuple[Any, Any]:
-    """Return the flat uint64 addresses of 128-bit words, and which of them count. ``what``: check them for that use."""
+def _words(words: Any, mask: Any) -> tuple[Any, Any]:
+    """Return the flat uint64 addresses of 128-bit words, and which of them count."""
     addresses = words.handle.data.reshape(-1).astype(np.uint64)
-    active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
-    if what is not None:
-        machine().pointers.check(addresses, active, 16, words.handle.origin, what)
-    return addresses, active
+    return addresses, np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
 
 
 def _wait_for_words(
@@ -144,21 +145,21 @@ def _wait_for_words(
     """Wait for words of several senders; return blocks of their parts, and then 1 where they came in time.
 
     Each of ``senders`` is a rank and how many bytes after ``words`` its words lie. Of the four parts of a word the
-    first ``n_parts`` are returned. ``wait`` takes addresses, threads, ``given`` and a monitor.
+    first ``n_parts`` are returned. ``wait`` takes the machine, addresses, threads, ``given`` and a monitor.
     """
     addresses, active = _words(words, mask)
     places, pending, running = np.flatnonzero(active), [], machine()
     for _, offset in senders:
         theirs = addresses + np.uint64(offset)
-        running.pointers.check(theirs, active, 16, words.handle.origin, "load from")
+        pointers().check_words(theirs, active, words.handle.origin, "load from")
         pending.append(theirs[places])
         for address in pending[-1][[0, -1]].tolist() if places.size else ():
-            running.check_flagged(address)
+            running.check_symmetric(address, 16, "words")
     held = Monitor(address64(function, "monitor", monitor))
     threads = [(rank, place) for rank, _ in senders for place in places.tolist()]
-    seen, arrived = wait(np.concatenate(pending), threads, *given, held)
+    seen, arrived = wait(running, np.concatenate(pending), threads, *given, held)
     blocks = np.zeros((len(senders) * n_parts + 1, addresses.size), np.uint32)
-    seen = seen.view(np.uint32).reshape(len(senders), places.size, 4)[:, :, :n_parts]
+    seen = seen.reshape(len(senders), places.size, 4)[:, :, :n_parts]
     blocks[:-1, places] = seen.transpose(0, 2, 1).reshape(len(senders) * n_parts, places.size)
     blocks[-1] = 1
     blocks[-1, places] = arrived.reshape(len(senders), places.size).all(axis=0)
@@ -167,31 +168,30 @@ def _wait_for_words(
     return tuple(tl.tensor(triton_interpreter.TensorHandle(block, tl.int32), kind) for block in shaped)
 
 
-def _parts(words: Any, parts: Sequence[Any]) -> Any:
-    """``[n, len(parts)]`` uint32: parts of 128-bit words."""
-    shape = words.handle.data.shape
-    columns = [np.broadcast_to(part.handle.data, shape).reshape(-1) for part in parts]
-    return np.ascontiguousarray(np.stack(columns, axis=1)).astype(np.int32).view(np.uint32)
+def _store_words(words: Any, parts: Sequence[Any], mask: Any, *, whole: bool) -> None:
+    """Store 128-bit words of four parts."""
+    addresses, active = _words(words, mask)
+    pointers().check_words(addresses, active, words.handle.origin, "store to")
+    columns = [np.broadcast_to(part, words.handle.data.shape).reshape(-1) for part in parts]
+    values = np.ascontiguousarray(np.stack(columns, axis=1)).astype(np.int32).view(np.uint32)
+    pointers().store_words(addresses, values, active, whole=whole)
 
 
 def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _semantic: Any = None) -> Any:
     wanted, senders = number_of("wait_flagged", "flag", flag), [(number_of("wait_flagged", "peer", peer), 0)]
-    wait = machine().waits.flagged
-    return _wait_for_words("wait_flagged", words, mask, monitor, senders, 3, wait, wanted & 0xFFFF_FFFF)
+    return _wait_for_words("wait_flagged", words, mask, monitor, senders, 3, waits.flagged, wanted & 0xFFFF_FFFF)
 
 
 def store_flagged(words: Any, first: Any, second: Any, third: Any, flag: Any, mask: Any, _semantic: Any = None) -> None:
-    addresses, active = _words(words, mask, "store to")
-    last = np.full(addresses.size, number_of("store_flagged", "flag", flag) & 0xFFFF_FFFF, np.uint32)
-    parts = np.column_stack([_parts(words, (first, second, third)), last])
-    machine().pointers.store_flagged(addresses, parts, active)
+    last = np.array(number_of("store_flagged", "flag", flag) & 0xFFFF_FFFF, np.uint32)
+    _store_words(words, [*(part.handle.data for part in (first, second, third)), last], mask, whole=True)
 
 
 def _wait_for_data(
     function: str, words: Any, senders: Sequence[tuple[int, int]], absent: Any, mask: Any, monitor: Any, call: Any
 ) -> Any:
     missing, number = number_of(function, "absent", absent) & 0xFFFF_FFFF, number_of(function, "call", call) & MASK64
-    return _wait_for_words(function, words, mask, monitor, senders, 4, machine().waits.words, missing, number)
+    return _wait_for_words(function, words, mask, monitor, senders, 4, waits.words, missing, number)
 
 
 def wait_words(words: Any, absent: Any, mask: Any, monitor: Any, peer: Any, call: Any, _semantic: Any = None) -> Any:
@@ -217,8 +217,7 @@ def load_words(words: Any, mask: Any, _semantic: Any = None) -> Any:
 
 
 def store_words(words: Any, first: Any, second: Any, third: Any, fourth: Any, mask: Any, _semantic: Any = None) -> None:
-    addresses, active = _words(words, mask, "store to")
-    machine().pointers.store_words(addresses, _parts(words, (first, second, third, fourth)), active)
+    _store_words(words, [part.handle.data for part in (first, second, third, fourth)], mask, whole=False)
 
 
 for _name in (

@@ -11,22 +11,24 @@ from hypothesis import strategies as st
 
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
+from tdcoll.runtime.simulator.tasks import Task
 
 
 class Wire:
     """A network over a buffer of bytes, and a log of what arrived."""
 
     def __init__(self, policy):
+        self.p, self.q, self.r = (Task(0, name, pe, print) for name, pe in (("p", 0), ("q", 0), ("r", 1)))
         self.memory = ctypes.create_string_buffer(256)
         self.base = ctypes.addressof(self.memory)
         self.log: list[object] = []
         self.arrived: list[object] = []
         self.network = Network(policy, lambda at, n: self.log.append((at - self.base, n)), self.arrived.append)
 
-    def send(self, issuer, pe, at, data, *, kind="put", signal=None, source_pe=0):
+    def send(self, issuer, pe, at, data, *, kind="put", signal=None):
         pieces = self.network.cut(self.base + at, data, len(data))
         update = None if signal is None else (lambda: self.log.append(signal))
-        return self.network.issue(issuer, pe, kind, pieces, source_pe=source_pe, signal=update)
+        return self.network.issue(issuer, pe, kind, pieces, signal=update)
 
     def settle(self):
         while self.network.deliver():
@@ -40,8 +42,8 @@ def seeds(count=100):
 
 def test_fair_order_is_the_order_of_issue():
     wire = Wire(Policy())
-    wire.send("p", 1, 0, b"abcd", signal="first")
-    wire.send("p", 1, 8, b"efgh")
+    wire.send(wire.p, 1, 0, b"abcd", signal="first")
+    wire.send(wire.p, 1, 8, b"efgh")
     assert wire.memory.raw[:12] == bytes(12)
     assert wire.settle() == [(0, 4), (8, 4), "first"]
     assert wire.memory.raw[:12] == b"abcd\0\0\0\0efgh"
@@ -50,7 +52,7 @@ def test_fair_order_is_the_order_of_issue():
 def test_signal_comes_after_its_own_bytes():
     for policy in seeds():
         wire = Wire(policy)
-        wire.send("p", 1, 0, b"abcdefgh", signal="done")
+        wire.send(wire.p, 1, 0, b"abcdefgh", signal="done")
         log = wire.settle()
         assert log[-1] == "done"
         assert sum(n for _, n in log[:-1]) == 8
@@ -60,8 +62,8 @@ def test_signal_says_nothing_of_other_puts():
     orders = set()
     for policy in seeds():
         wire = Wire(policy)
-        wire.send("p", 1, 0, b"a")
-        wire.send("p", 1, 8, b"b", signal="done")
+        wire.send(wire.p, 1, 0, b"a")
+        wire.send(wire.p, 1, 8, b"b", signal="done")
         log = wire.settle()
         orders.add(log.index("done") < log.index((0, 1)))
     assert orders == {True, False}
@@ -71,7 +73,7 @@ def test_pieces_come_in_any_order():
     firsts = set()
     for policy in seeds():
         wire = Wire(policy)
-        wire.send("p", 1, 0, b"abcdefgh")
+        wire.send(wire.p, 1, 0, b"abcdefgh")
         firsts.add(wire.settle()[0])
     assert (0, 8) not in firsts
     assert any(at == 0 for at, _ in firsts)
@@ -82,10 +84,10 @@ def test_fence_orders_per_destination():
     across = set()
     for policy in seeds():
         wire = Wire(policy)
-        wire.send("p", 1, 0, b"a")
-        wire.send("p", 2, 1, b"b")
+        wire.send(wire.p, 1, 0, b"a")
+        wire.send(wire.p, 2, 1, b"b")
         wire.network.fence(0)
-        wire.send("p", 1, 2, b"c", signal="one")
+        wire.send(wire.p, 1, 2, b"c", signal="one")
         log = wire.settle()
         assert log.index((0, 1)) < log.index((2, 1)) < log.index("one")
         across.add(log.index((1, 1)) < log.index((2, 1)))
@@ -95,9 +97,9 @@ def test_fence_orders_per_destination():
 def test_fence_orders_what_any_program_of_the_pe_sends():
     for policy in seeds():
         wire = Wire(policy)
-        wire.send("p", 1, 0, b"a")
+        wire.send(wire.p, 1, 0, b"a")
         wire.network.fence(0)
-        wire.send("q", 1, 1, b"b")
+        wire.send(wire.q, 1, 1, b"b")
         log = wire.settle()
         assert log.index((0, 1)) < log.index((1, 1))
 
@@ -106,9 +108,9 @@ def test_fence_is_the_pes_own():
     orders = set()
     for policy in seeds():
         wire = Wire(policy)
-        wire.send("p", 1, 0, b"a")
+        wire.send(wire.p, 1, 0, b"a")
         wire.network.fence(2)
-        wire.send("p", 1, 1, b"b")
+        wire.send(wire.p, 1, 1, b"b")
         log = wire.settle()
         orders.add(log.index((0, 1)) < log.index((1, 1)))
     assert orders == {True, False}
@@ -118,9 +120,9 @@ def test_fence_does_not_order_gets():
     orders = set()
     for policy in seeds():
         wire = Wire(policy)
-        wire.send("p", 1, 0, b"a", kind="get")
+        wire.send(wire.p, 1, 0, b"a", kind="get")
         wire.network.fence(0)
-        wire.send("p", 1, 1, b"b", kind="get")
+        wire.send(wire.p, 1, 1, b"b", kind="get")
         log = wire.settle()
         orders.add(log.index((0, 1)) < log.index((1, 1)))
     assert orders == {True, False}
@@ -131,7 +133,7 @@ def test_bytes_of_an_nbi_put_are_read_when_they_leave():
     source = ctypes.create_string_buffer(b"old!")
     for nbi, at in ((True, 0), (False, 8)):
         payload = ctypes.addressof(source) if nbi else source.raw[:4]
-        wire.network.issue("p", 1, "put", wire.network.cut(wire.base + at, payload, 4), source_pe=0)
+        wire.network.issue(wire.p, 1, "put", wire.network.cut(wire.base + at, payload, 4))
     source.value = b"new!"
     wire.settle()
     assert wire.memory.raw[:12] == b"new!\0\0\0\0old!"
@@ -139,41 +141,41 @@ def test_bytes_of_an_nbi_put_are_read_when_they_leave():
 
 def test_flush_delivers_stores_and_what_a_fence_puts_before_them():
     wire = Wire(Policy())
-    wire.send("p", 1, 0, b"a")
+    wire.send(wire.p, 1, 0, b"a")
     wire.network.fence(0)
-    wire.send("p", 1, 1, b"b")
-    wire.send("p", 1, 2, b"c", kind="store")
-    wire.send("q", 1, 3, b"d", kind="store")
-    wire.network.flush_stores("p")
+    wire.send(wire.p, 1, 1, b"b")
+    wire.send(wire.p, 1, 2, b"c", kind="store")
+    wire.send(wire.q, 1, 3, b"d", kind="store")
+    wire.network.flush_stores(wire.p)
     assert wire.log == [(0, 1), (2, 1)]
-    assert wire.network.in_flight("p") == 1
+    assert wire.p.in_flight == 1
     assert sorted(wire.settle()[2:]) == [(1, 1), (3, 1)]
 
 
 def test_flush_of_stores_to_some_addresses():
     wire = Wire(Policy())
-    wire.send("p", 1, 0, b"a", kind="store")
-    wire.send("p", 1, 1, b"b", kind="store")
-    wire.network.flush_stores("p", (wire.base + 1, wire.base + 2))
+    wire.send(wire.p, 1, 0, b"a", kind="store")
+    wire.send(wire.p, 1, 1, b"b", kind="store")
+    wire.network.flush_stores(wire.p, (wire.base + 1, wire.base + 2))
     assert wire.log == [(1, 1)]
 
 
 def test_drop_loses_what_a_pe_has_sent():
     wire = Wire(Policy())
-    wire.network.issue("p", 1, "put", [(wire.base, b"a", 1)], source_pe=2)
-    wire.send("q", 1, 1, b"b")
-    wire.network.drop(2)
+    wire.send(wire.r, 1, 0, b"a")
+    wire.send(wire.q, 1, 1, b"b")
+    wire.network.drop(1)
     assert wire.settle() == [(1, 1)]
-    assert wire.network.in_flight("p") == 0
+    assert wire.r.in_flight == 0
 
 
 def test_every_arrival_is_told():
     wire = Wire(Policy())
-    wire.send("p", 1, 0, b"")
+    wire.send(wire.p, 1, 0, b"")
     assert wire.arrived == [("arrived", 0)]
-    wire.send("p", 1, 0, b"ab", signal="s")
-    wire.send("p", 2, 8, b"c")
-    assert wire.network.in_flight("p") == 2
+    wire.send(wire.p, 1, 0, b"ab", signal="s")
+    wire.send(wire.p, 2, 8, b"c")
+    assert wire.p.in_flight == 2
     wire.settle()
     assert wire.arrived == [("arrived", 0)] * 3
 
@@ -181,15 +183,15 @@ def test_every_arrival_is_told():
 def test_quiet_is_for_all_that_the_pe_has_sent_but_stores_of_other_programs():
     wire = Wire(Policy())
     sent = [
-        wire.send("p", 1, 0, b"a"),
-        wire.send("p", 2, 1, b"b", kind="store"),
-        wire.send("q", 1, 2, b"c", kind="get"),
-        wire.send("q", 1, 3, b"d", signal="s"),
+        wire.send(wire.p, 1, 0, b"a"),
+        wire.send(wire.p, 2, 1, b"b", kind="store"),
+        wire.send(wire.q, 1, 2, b"c", kind="get"),
+        wire.send(wire.q, 1, 3, b"d", signal="s"),
     ]
-    other = wire.send("q", 1, 4, b"e", kind="store")
-    wire.send("r", 1, 5, b"f", source_pe=1)
-    assert set(wire.network.outstanding("p", 0)) == set(sent)
-    assert set(wire.network.outstanding("q", 0)) == {sent[0], *sent[2:], other}
+    other = wire.send(wire.q, 1, 4, b"e", kind="store")
+    wire.send(wire.r, 1, 5, b"f")
+    assert set(wire.network.outstanding(wire.p)) == set(sent)
+    assert set(wire.network.outstanding(wire.q)) == {sent[0], *sent[2:], other}
 
 
 @settings(max_examples=200, deadline=None)
@@ -199,11 +201,11 @@ def test_everything_arrives_once_and_epochs_hold(seed, actions):
     epoch, sent = 0, []
     for number, action in enumerate(actions):
         if action == "put":
-            wire.send("p", 1, number, b"x", signal=("mark", epoch, number))
+            wire.send(wire.p, 1, number, b"x", signal=("mark", epoch, number))
             sent.append(number)
         elif action == "signal":
             wire.network.issue(
-                "p", 1, "signal", [], source_pe=0, signal=lambda mark=("mark", epoch, number): wire.log.append(mark)
+                wire.p, 1, "signal", [], signal=lambda mark=("mark", epoch, number): wire.log.append(mark)
             )
             sent.append(number)
         elif action == "fence":
@@ -212,9 +214,9 @@ def test_everything_arrives_once_and_epochs_hold(seed, actions):
         elif action == "deliver":
             wire.network.deliver()
         else:
-            wire.network.flush_stores("p")
+            wire.network.flush_stores(wire.p)
     marks = [entry[1:] for entry in wire.settle() if entry[0] == "mark"]
-    assert wire.network.in_flight("p") == 0
+    assert wire.p.in_flight == 0
     assert wire.memory.raw.count(b"x") == actions.count("put")
     assert sorted(number for _, number in marks) == sent
     assert [epoch for epoch, _ in marks] == sorted(epoch for epoch, _ in marks)

@@ -205,17 +205,23 @@ def returns_from_a_loop(out):
 
 
 @jit
-def loops_over_a_thread_name(out):
-    t = tdl.tid(0)
-    for t in range(3):
-        tl.store(out, t)
+def block_of_each_thread(out):
+    place = tdl.tid(0) + tl.arange(0, 4)
+    if tdl.tid(0) == 0:
+        tl.store(out + place, 1)
 
 
 @jit
-def two_targets(out):
-    a = b = tdl.tid(0)
-    if a == b:
-        tl.store(out, 1)
+def reduced_in_each_thread(out):
+    total = tl.sum(tl.load(out + tdl.tid(0) * 0 + tl.arange(0, 4)))
+    if tdl.tid(0) == 0:
+        tl.store(out, total)
+
+
+@jit
+def scalar_argument(out):
+    if tdl.putmem_block(out, out, tdl.tid(0), 0) is None:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -223,17 +229,18 @@ def two_targets(out):
     [
         (read_outside, "t is different in each thread, and the simulator runs a program as one: use it in the test"),
         (read_after_the_branch, "y is different in each thread"),
-        (read_before_it_has_a_value, "y has no value in thread 1"),
+        (read_before_it_has_a_value, "y has no value here, or not a scalar of one type in every thread"),
         (spinning_together, "done is different in each thread"),
         (
             returns,
-            r"returns, line 3 from its `def`: `return` in a branch on tid\(\) would take the other threads along",
+            r"returns, line 3 from its `def`: `return` in a branch or loop on tid\(\) would take the other threads along",
         ),
-        (leaves_a_loop, r"`break` in a branch on tid\(\)"),
-        (skips, r"line 6 .*`continue` in a branch on tid\(\)"),
-        (returns_from_a_loop, r"`return` in a loop on tid\(\) would end the other threads as well"),
-        (loops_over_a_thread_name, r"t depends on tid\(\): give the loop's variable another name"),
-        (two_targets, "no assignment to several targets"),
+        (leaves_a_loop, r"`break` in a branch or loop on tid\(\)"),
+        (skips, r"line 6 .*`continue` in a branch or loop on tid\(\)"),
+        (returns_from_a_loop, r"line 3 .*`return` in a branch or loop on tid\(\)"),
+        (block_of_each_thread, "a block is different in each thread"),
+        (reduced_in_each_thread, "a block that is reduced or scanned is different in each thread"),
+        (scalar_argument, "putmem_block: bytes is different in each thread"),
     ],
 )
 def test_what_is_refused_says_what_to_write(kernel, message):

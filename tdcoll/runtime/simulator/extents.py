@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 from bisect import bisect_right, insort
+from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,13 +24,13 @@ from tdcoll.runtime.simulator.memory import NULL_PAGE, Allocation, Memory
 __all__ = ["MIXED", "Address", "Extents", "Origin", "joined", "origin_of"]
 
 
+@dataclass(slots=True, eq=False)
 class Storage:
     """The bytes ``[begin, end)`` of an ordinary tensor's storage; ``name`` is that of the kernel's argument."""
 
-    __slots__ = ("begin", "end", "name")
-
-    def __init__(self, begin: int, nbytes: int, name: str) -> None:
-        self.begin, self.end, self.name = begin, begin + nbytes, name
+    begin: int
+    end: int
+    name: str
 
 
 class _Mixed:
@@ -139,7 +140,8 @@ class Extents:
         if memory.owns(first):
             return memory.allocation(*divmod(first - memory.base, memory.nbytes))
         storage = tensor.untyped_storage()
-        return Storage(storage.data_ptr(), storage.nbytes(), name)
+        begin = storage.data_ptr()
+        return Storage(begin, begin + storage.nbytes(), name)
 
     def remember(self, tensor: torch.Tensor, first: int) -> None:
         """``first``, an address of ``tensor``, was asked for: it may come to a kernel as a number."""

@@ -5,9 +5,10 @@ A program is one thread of control here, so a test on the thread index cannot br
 each thread that the test selects, one after another, and ``tid(0)`` in it is that thread's index:
 
 - ``if tid(0) < n: ... else: ...``, also nested;
-- ``for i in range(tid(0), n, ntid(0))`` and ``while``: every thread runs its loop;
-- ``t = tid(0) // 32`` gives a name a value in each thread (:class:`PerThread`), and so does every assignment in such a
-  branch or loop. Tests, ranges and bodies of such branches read them.
+- ``for i in range(tid(0), n, ntid(0))`` and ``while``: every thread runs its loop.
+
+A name whose value differs from thread to thread, as of ``t = tid(0) // 32``, has a block of all values, of a shape that
+no other block has. Each thread that runs gets its own in such names, and what it leaves in them is put together again.
 
 Not possible: ``tid``, or a name that depends on it, anywhere else, since a program has one value there; and races
 between threads of one block.
@@ -23,295 +24,158 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.errors import TdcollError
-from tdcoll.runtime.simulator import rewrite
+from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import joined
+from tdcoll.runtime.simulator.tasks import Task
+from tdcoll.runtime.simulator.truth import truth
 
-__all__ = ["kernel_globals", "thread_index"]
+__all__ = ["FUNCTIONS", "differs", "of_threads", "one_value", "thread_index"]
 
-_VECTOR = -2
+_ALL = -2
 """``Task.lane`` while an expression is evaluated for all threads at once."""
 
-_ONE_VALUE = (
-    "is different in each thread, and the simulator runs a program as one: use it in the test of an `if`, in the range "
-    "of a `for`, or inside of them"
-)
-
-
-def thread_index(task: Any, axis: int) -> Any:
-    """``tid(axis)`` of the thread that ``task`` runs as."""
-    if axis != 0:
-        return _int32(np.zeros(1, np.int32))
-    if task.lane == _VECTOR:
-        return _int32(np.arange(task.threads, dtype=np.int32))
-    if task.lane is None:
-        raise TdcollError(f"tid() {_ONE_VALUE}")
-    return _int32(np.array([task.lane], np.int32))
-
-
-def _int32(data: np.ndarray[Any, Any]) -> Any:
-    return _tensor(triton_interpreter.TensorHandle(data, tl.int32), tl.int32)
-
-
-def _tensor(handle: Any, scalar: Any) -> Any:
-    size = handle.data.size
-    return tl.tensor(handle, scalar if size == 1 else tl.block_type(scalar, [size]))
-
-
-def _is_block(value: Any) -> bool:
-    return isinstance(value, tl.tensor) and value.type.is_block()
+_EACH = (1, 1, 1, 1)
+"""A block of the values of n threads has the shape ``[n, 1, 1, 1, 1]``."""
 
 
 class _Unset:
-    """What a name is before anything was assigned to it."""
+    """What a name is that has no value, or none that can be put together."""
 
 
 _UNSET = _Unset()
 
 
-class PerThread:
-    """A value in each thread: ``own[thread]``, or ``vector[thread]`` if there is a block with all, or ``base``."""
-
-    def __init__(self, base: Any = _UNSET, vector: Any = None) -> None:
-        self.base, self.vector = base, vector
-        self.own: dict[int, Any] = {}
-
-    def of(self, name: str, thread: int) -> Any:
-        """The value in one thread."""
-        if thread in self.own:
-            return self.own[thread]
-        if self.vector is not None:
-            handle = self.vector.handle
-            part = triton_interpreter.TensorHandle(handle.data[thread : thread + 1], handle.dtype)
-            part.origin = handle.origin
-            return _tensor(part, self.vector.type.scalar)
-        if self.base is _UNSET:
-            raise TdcollError(f"{name} has no value in thread {thread}")
-        return self.base
-
-    def of_all(self, name: str, threads: int) -> Any:
-        """A block with the values in all threads."""
-        if self.vector is not None and not self.own:
-            return self.vector
-        values = [self.of(name, thread) for thread in range(threads)]
-        for value in values:
-            if not isinstance(value, tl.tensor) or _is_block(value) or value.type != values[0].type:
-                raise TdcollError(f"{name} must be a scalar of the same type in all threads where a test reads it")
-        handle = triton_interpreter.TensorHandle(
-            np.concatenate([value.handle.data.reshape(-1) for value in values]), values[0].handle.dtype
-        )
-        for value in values:
-            handle.origin = joined(handle.origin, value.handle.origin)
-        return _tensor(handle, values[0].type)
+def thread_index(task: Task, axis: int) -> Any:
+    """``tid(axis)`` of the thread that ``task`` runs as."""
+    if axis == 0 and task.lane is None:
+        raise one_value("tid()")
+    if axis == 0 and task.lane == _ALL:
+        return _tensor(np.arange(task.threads, dtype=np.int32), tl.int32)
+    return _tensor(np.array([task.lane if axis == 0 else 0], np.int32), tl.int32)
 
 
-def _as_tensor(value: Any) -> Any:
-    return triton_interpreter.interpreter_semantic.to_tensor(value, False)
+def one_value(what: str) -> TdcollError:
+    """The error for something that has to be the same for all threads, and isn't."""
+    return TdcollError(
+        f"{what} is different in each thread, and the simulator runs a program as one: use it in the test of an `if`, "
+        "in the range of a `for`, or inside of them"
+    )
 
 
-class _Lanes:
-    """The functions, for the task that runs on the machine that ``machine`` gives."""
-
-    def __init__(self, machine: Callable[[], Any]) -> None:
-        self._machine = machine
-
-    def read(self, name: str, value: Any) -> Any:
-        """The value of a name that may differ from thread to thread."""
-        if value is _UNSET:
-            raise TdcollError(f"{name} is read before it has a value")
-        if not isinstance(value, PerThread):
-            return value
-        task = self._machine().program
-        if task.lane is None:
-            raise TdcollError(f"{name} {_ONE_VALUE}")
-        return value.of_all(name, task.threads) if task.lane == _VECTOR else value.of(name, task.lane)
-
-    def assign(self, several: bool, old: Any, value: Callable[[], Any], *dependence: Any) -> Any:
-        """Return what a name, or ``several``, are bound to from now on; ``old``: what they were bound to."""
-        task = self._machine().program
-        if task.lane is None or task.lane == _VECTOR:
-            new = self._evaluated(task, value, *dependence)
-            return self._taken_apart(len(old), new) if several else new
-        new = value()
-        if not several:
-            return self._in_thread(old, task.lane, new)
-        return tuple(self._in_thread(one, task.lane, part) for one, part in zip(old, new, strict=True))
-
-    @staticmethod
-    def _in_thread(old: Any, thread: int, value: Any) -> PerThread:
-        made = old if isinstance(old, PerThread) else PerThread(base=old)
-        made.own[thread] = _as_tensor(value)
-        return made
-
-    @staticmethod
-    def _taken_apart(count: int, value: Any) -> Any:
-        """The parts of a tuple, in each thread."""
-        if not isinstance(value, PerThread):
-            return value
-        parts = tuple(PerThread() for _ in range(count))
-        for thread, values in value.own.items():
-            for part, one in zip(parts, values, strict=True):
-                part.own[thread] = _as_tensor(one)
-        return parts
-
-    def _evaluated(
-        self,
-        task: Any,
-        value: Callable[[], Any],
-        calls_tid: bool,
-        threaded: Callable[[], tuple[Any, ...]],
-        others: Callable[[], tuple[Any, ...]] | None,
-    ) -> Any:
-        """The value of an expression, which is the same for all threads or a :class:`PerThread`.
-
-        Args:
-            value: evaluates it.
-            calls_tid: whether ``tid`` stands in it.
-            threaded: gives the values of its names that may differ from thread to thread.
-            others: gives the values of its other names; None if it must be evaluated thread by thread.
-        """
-        if task.lane == _VECTOR or not _differs(calls_tid, threaded):
-            return _as_tensor(value())
-        try:
-            if others is not None and not any(_is_block(other) for other in (*threaded(), *others())):
-                task.lane = _VECTOR
-                made = _as_tensor(value())
-                return PerThread(vector=made) if _is_block(made) else made
-            each = PerThread()
-            for thread in range(task.threads):
-                task.lane = thread
-                each.own[thread] = _as_tensor(value())
-            return each
-        finally:
-            task.lane = None
-
-    def split(self, test: Callable[[], Any], *dependence: Any) -> _Split:
-        """For which threads a test holds."""
-        task = self._machine().program
-        if task.lane is not None:  # one thread: an ordinary branch
-            return _Split(task, [task.lane] if _truth(test()) else [], [task.lane])
-        held = self._evaluated(task, test, *dependence)
-        if not isinstance(held, PerThread):
-            return _Split(task, [None] if _truth(held) else [], [None])
-        everyone = range(task.threads)
-        if held.vector is not None:
-            truth = np.broadcast_to(held.vector.handle.data.reshape(-1), (task.threads,))
-            return _Split(task, np.flatnonzero(truth).tolist(), everyone)
-        return _Split(task, [thread for thread in everyone if _truth(held.own[thread])], everyone)
-
-    def all(self, calls_tid: bool, threaded: Callable[[], tuple[Any, ...]]) -> Iterator[int | None]:
-        """The threads that run a loop: all, one after another; or the one that runs already."""
-        task = self._machine().program
-        if task.lane is None and _differs(calls_tid, threaded):
-            return _each(task, range(task.threads))
-        return iter([task.lane])
+def of_threads(value: Any) -> bool:
+    """Return whether ``value`` has a scalar or a block for each thread."""
+    data = getattr(value.handle, "data", None) if isinstance(value, tl.tensor) else None
+    return data is not None and data.ndim == 1 + len(_EACH) and data.shape[1] == 1
 
 
-def _differs(calls_tid: bool, threaded: Callable[[], tuple[Any, ...]]) -> bool:
-    return calls_tid or any(isinstance(value, PerThread) for value in threaded())
+def differs(value: Any) -> bool:
+    """Return whether ``value`` has a scalar for each thread."""
+    return of_threads(value) and value.handle.data.shape[1:] == _EACH
+
+
+def _tensor(data: Any, kind: Any, origin: Any = None) -> Any:
+    """A scalar, or the values of all threads."""
+    handle = triton_interpreter.TensorHandle(data if data.size == 1 else data.reshape(-1, *_EACH), kind)
+    handle.origin = origin
+    return tl.tensor(handle, kind if data.size == 1 else tl.block_type(kind, list(handle.data.shape)))
+
+
+def _own(value: Any, lane: int | None) -> Any:
+    """What ``value`` is in one thread; in the program as a whole, for None."""
+    if lane is None or not differs(value):
+        return value
+    return _tensor(value.handle.data[lane].reshape(1), value.type.scalar, value.handle.origin)
+
+
+def _read(name: str, value: Any) -> Any:
+    """The value of a name that may differ from thread to thread."""
+    if value is _UNSET:
+        raise TdcollError(f"{name} has no value here, or not a scalar of one type in every thread")
+    if differs(value) and machine().program.lane is None:
+        raise one_value(name)
+    return value
+
+
+def _assigned(evaluate: Callable[[], Any]) -> Any:
+    """The value of an expression: of all threads, outside of branches and loops on the thread index."""
+    task = machine().program
+    if task.lane is not None:
+        return evaluate()
+    task.lane = _ALL
+    try:
+        value = evaluate()
+    finally:
+        task.lane = None
+    if of_threads(value) and not differs(value):
+        raise one_value("a block")
+    return value
+
+
+def _split(test: Callable[[], Any], values: tuple[Any, ...]) -> _Split:
+    """For which threads a test holds. ``values``: those of the names that the branches read and assign."""
+    task, held = machine().program, _assigned(test)
+    if task.lane is None and differs(held):
+        return _Split(task, dict(enumerate(held.handle.data.reshape(-1).astype(bool).tolist())), values)
+    return _Split(task, {task.lane: truth(held)}, values)
+
+
+def _split_all(calls_tid: bool, deciding: tuple[Any, ...], values: tuple[Any, ...]) -> _Split:
+    """The threads that run a loop: all, if it calls ``tid`` or names that decide it differ, or the one that runs."""
+    task = machine().program
+    each = task.lane is None and (calls_tid or any(map(differs, deciding)))
+    return _Split(task, dict.fromkeys(range(task.threads) if each else [task.lane], True), values)
 
 
 class _Split:
-    """The threads of a branch and those of its ``else``; None stands for the program as a whole."""
+    """Threads that run one after another, for each whether a test holds; None is the program as a whole."""
 
-    def __init__(self, task: Any, held: list[Any], everyone: Any) -> None:
-        self._task, self._held = task, held
-        chosen = set(held)
-        self._others = [thread for thread in everyone if thread not in chosen]
+    def __init__(self, task: Task, holds: dict[int | None, bool], values: tuple[Any, ...]) -> None:
+        self._task, self._holds, self._values = task, holds, values
+        self._given: dict[int | None, tuple[Any, ...]] = {}
+        self._left: dict[int | None, tuple[Any, ...]] = {}
 
-    def where_true(self) -> Iterator[int | None]:
-        """The threads for which the test holds, each while it runs."""
-        return _each(self._task, self._held)
+    def threads(self, wanted: bool) -> Iterator[tuple[Any, ...]]:
+        """The values of the names in each thread for which the test is ``wanted``, while that thread runs."""
+        outer = self._task.lane
+        try:
+            for lane in [lane for lane, holds in self._holds.items() if holds is wanted]:
+                self._task.lane = lane
+                self._given[lane] = tuple(_own(value, lane) for value in self._values)
+                yield self._given[lane]
+        finally:
+            self._task.lane = outer
 
-    def where_false(self) -> Iterator[int | None]:
-        """The other threads, each while it runs."""
-        return _each(self._task, self._others)
+    def keep(self, *values: Any) -> None:
+        """What the running thread leaves in the names."""
+        self._left[self._task.lane] = values
 
+    def together(self) -> tuple[Any, ...]:
+        """What is in the names now."""
+        if len(self._holds) == 1:
+            return next(iter(self._left.values()), self._values)
+        return tuple(map(self._joined, range(len(self._values))))
 
-def _each(task: Any, lanes: Any) -> Iterator[int | None]:
-    outer = task.lane
-    try:
-        for lane in lanes:
-            task.lane = lane
-            yield lane
-    finally:
-        task.lane = outer
-
-
-# ---------------------------------------------------------------------- truth
-
-
-def _truth(value: Any) -> bool:
-    """Return the truth that ``if`` and ``while`` ask for: of a tensor of one value only, as in compiled Triton."""
-    if isinstance(value, tl.tensor) and value.handle.data.size != 1:
-        raise ValueError(
-            f"a block of shape {list(value.handle.data.shape)} is neither true nor false: `if` and `while` take "
-            "scalars; use a mask, tl.where, or a reduction such as tl.max"
-        )
-    return bool(value)
-
-
-def _every(value: Any) -> bool:
-    """Return the truth that ``assert`` asks for: of a block, that of every value."""
-    return bool(value.handle.data.all()) if isinstance(value, tl.tensor) else bool(value)
-
-
-def _logical(values: tuple[Callable[[], Any], ...], sign: str, method: str, ends: bool) -> Any:
-    """``and`` and ``or`` as Triton has them: a compile-time value that is ``ends`` decides; tensors are all evaluated
-    and combined."""
-    tensors = []
-    last = None
-    for evaluate in values:
-        last = evaluate()
-        if isinstance(last, tl.tensor):
-            tensors.append(last)
-        elif bool(last) is ends:
-            return last
-    if not tensors:
-        return last
-    while len(tensors) > 1:
-        other, one = tensors.pop(), tensors.pop()
-        for operand in (one, other):
-            _require_truth(operand, sign)
-        tensors.append(getattr(one, method)(other))
-    return tensors[0]
+    def _joined(self, place: int) -> Any:
+        """What all threads have left in the name at ``place``: as before, if none of them has assigned it."""
+        before = self._values[place]
+        if all(left[place] is self._given[lane][place] for lane, left in self._left.items()):
+            return before
+        values = [self._left[lane][place] if lane in self._left else _own(before, lane) for lane in self._holds]
+        if not all(isinstance(one, tl.tensor) and one.type == values[0].type for one in values):
+            return _UNSET
+        if values[0].type.is_block():
+            return _UNSET  # a thread may have one while it runs
+        origin = values[0].handle.origin
+        for one in values:
+            origin = joined(origin, one.handle.origin)
+        return _tensor(np.concatenate([one.handle.data.reshape(1) for one in values]), values[0].type, origin)
 
 
-def _and(*values: Callable[[], Any]) -> Any:
-    return _logical(values, "and", "logical_and", False)
-
-
-def _or(*values: Callable[[], Any]) -> Any:
-    return _logical(values, "or", "logical_or", True)
-
-
-def _not(value: Any) -> Any:
-    if not isinstance(value, tl.tensor):
-        return not value
-    _require_truth(value, "not")
-    return value.__not__()
-
-
-def _require_truth(operand: Any, sign: str) -> None:
-    """Raise ``TypeError`` unless ``operand`` is boolean, or a pointer, which is true if it isn't null."""
-    kind = operand.type.scalar
-    if not (kind.is_int1() or kind.is_ptr()):
-        raise TypeError(
-            f"`{sign}` of {kind}: Triton has it for booleans and pointers only; compare first, such as `x != 0`"
-        )
-
-
-def kernel_globals(machine: Callable[[], Any]) -> dict[str, Any]:
-    """Return what rewritten kernels refer to, by name; ``machine`` gives the machine."""
-    lanes = _Lanes(machine)
-    return {
-        rewrite.AND: _and,
-        rewrite.OR: _or,
-        rewrite.NOT: _not,
-        rewrite.TRUTH: _truth,
-        rewrite.EVERY: _every,
-        rewrite.READ: lanes.read,
-        rewrite.ASSIGN: lanes.assign,
-        rewrite.SPLIT: lanes.split,
-        rewrite.ALL: lanes.all,
-        rewrite.UNSET: _UNSET,
-    }
+FUNCTIONS: dict[str, Any] = {
+    "read": _read,
+    "assigned": _assigned,
+    "split": _split,
+    "split_all": _split_all,
+    "unset": _UNSET,
+}
+"""What rewritten kernels call, by name."""

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdcoll.runtime.simulator.builder import numpy_dtype
 from tdcoll.runtime.simulator.current import machine
+from tdcoll.runtime.simulator.tasks import Launch
 from tdcoll.spec.functions import LINKED
 
 __all__ = ["MachineLauncher", "root_cause"]
@@ -166,4 +167,4 @@ class MachineLauncher(triton_interpreter.GridExecutor):
 
         threads = _THREADS_PER_WARP * int(kwargs.get("num_warps") or 4)
         x, y, z = (*grid, 1, 1)[:3]
-        machine().launch(signature.name, program, (x, y, z), threads)
+        machine().launch(Launch(signature.name, program, (x, y, z), threads))

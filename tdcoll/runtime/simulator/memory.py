@@ -6,7 +6,8 @@ from __future__ import annotations
 import ctypes
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ def write_word(address: int, value: int) -> None:
     ctypes.c_uint64.from_address(address).value = value & 0xFFFF_FFFF_FFFF_FFFF
 
 
+@dataclass(slots=True, eq=False)
 class Allocation:
     """Symmetric memory that ranks have allocated together: bytes ``[begin, end)`` of the block of each.
 
@@ -50,40 +52,31 @@ class Allocation:
         live: False once it is freed.
     """
 
-    __slots__ = ("begin", "end", "itemsize", "live", "name", "pes")
-
-    def __init__(self, begin: int, nbytes: int, name: str, itemsize: int, pes: Iterable[int]) -> None:
-        self.begin, self.end, self.name, self.itemsize = begin, begin + nbytes, name, itemsize
-        self.pes, self.live = frozenset(pes), True
+    begin: int
+    end: int
+    name: str
+    itemsize: int
+    pes: frozenset[int]
+    live: bool = True
 
 
 class _Allocations:
     """What one PE has allocated, by offset."""
 
     def __init__(self) -> None:
-        self._by_offset: dict[int, Allocation] = {}
-        self._offsets: list[int] = []  # sorted
+        self._held: list[Allocation] = []
+        self._begins: list[int] = []  # sorted
 
-    def add(self, allocation: Allocation) -> None:
-        self.remove(allocation.begin, allocation.end)
-        if allocation.end > allocation.begin:
-            self._by_offset[allocation.begin] = allocation
-        self._offsets = sorted(self._by_offset)
-
-    def remove(self, begin: int, end: int) -> None:
-        """Whatever has one of the bytes ``[begin, end)`` is gone."""
-        for gone in [a for a in self._by_offset.values() if a.begin < end and begin < a.end]:
-            gone.live = False
-            del self._by_offset[gone.begin]
-        self._offsets = sorted(self._by_offset)
+    def replace(self, begin: int, end: int, by: Sequence[Allocation] = ()) -> None:
+        """Whatever has one of the bytes ``[begin, end)`` is gone, and ``by`` is there."""
+        for held in self._held:
+            held.live = not (held.begin < end and begin < held.end)
+        self._held = sorted((a for a in (*self._held, *by) if a.live), key=lambda a: a.begin)
+        self._begins = [a.begin for a in self._held]
 
     def at(self, offset: int) -> Allocation | None:
-        place = bisect_right(self._offsets, offset)
-        if place:
-            found = self._by_offset[self._offsets[place - 1]]
-            if offset < found.end:
-                return found
-        return None
+        found = self._held[place - 1] if (place := bisect_right(self._begins, offset)) else None
+        return found if found is not None and offset < found.end else None
 
 
 class Memory:
@@ -137,11 +130,12 @@ class Memory:
 
     def label(self, pe: int, allocation: Allocation) -> None:
         """``pe`` has allocated this."""
-        self._allocations[pe].add(allocation)
+        some = [allocation] if allocation.end > allocation.begin else []
+        self._allocations[pe].replace(allocation.begin, allocation.end, some)
 
     def unlabel(self, pe: int, offset: int) -> None:
         """``pe`` has freed what it had at ``offset``."""
-        self._allocations[pe].remove(offset, offset + 1)
+        self._allocations[pe].replace(offset, offset + 1)
 
     def allocation(self, pe: int, offset: int) -> Allocation | None:
         """Return what ``pe`` has at ``offset`` of its block, if anything."""
@@ -190,11 +184,8 @@ class MemoryView:
         return self._memory.tensor[begin : begin + nbytes]
 
     def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
-        kind = ctypes.c_uint32 if bits == 32 else ctypes.c_uint64
-        word, what = (
-            kind.from_address(address),
-            f"{self._memory.describe(address)} {'>=' if at_least else '=='} {value}",
-        )
+        word = (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64).from_address(address)
+        what = f"{self._memory.describe(address)} {'>=' if at_least else '=='} {value}"
 
         def ready() -> bool:
             return word.value >= value if at_least else word.value == value
@@ -230,7 +221,7 @@ class MemoryView:
         """Tell waits on the host that it has written these bytes. Those that poll need not be told."""
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
-        self._memory.label(self.pe, Allocation(offset, nbytes, name, itemsize, pes))
+        self._memory.label(self.pe, Allocation(offset, offset + nbytes, name, itemsize, frozenset(pes)))
 
     def unlabel(self, offset: int) -> None:
         self._memory.unlabel(self.pe, offset)

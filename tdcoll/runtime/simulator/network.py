@@ -22,11 +22,13 @@ Operations outlive the program that issued them, except stores: those are comple
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 from tdcoll.runtime.simulator.policy import Policy
+from tdcoll.runtime.simulator.tasks import Task
 
 __all__ = ["Network", "Operation", "Piece"]
 
@@ -34,50 +36,34 @@ Piece = tuple[int, "int | bytes", int]
 """Destination address, source address (read on delivery) or captured bytes, byte count."""
 
 
+@dataclass(slots=True, eq=False)
 class Operation:
     """One message in flight.
 
     Attributes:
         kind: ``"put"``, ``"get"``, ``"signal"`` or ``"store"``.
         issuer: program that issued it.
-        source_pe: the program's PE.
+        channel: from the program's PE to another; gets have channels of their own.
         pieces: bytes that have not arrived yet.
         signal: applied after the last piece; None when there is none, or when it has arrived.
         done: called when everything has arrived.
         move: called with destination, source and length of each piece when it arrives.
+        late: held back until no task can run but stragglers.
     """
 
-    __slots__ = ("channel", "done", "issuer", "kind", "late", "move", "pieces", "signal", "source_pe")
-
-    def __init__(
-        self,
-        kind: str,
-        issuer: Any,
-        source_pe: int,
-        pieces: Sequence[Piece],
-        signal: Callable[[], None] | None,
-        done: Callable[[], None] | None,
-        move: Callable[[int, Any, int], Any],
-        late: bool,
-    ) -> None:
-        self.kind, self.issuer, self.source_pe, self.pieces, self.signal = kind, issuer, source_pe, list(pieces), signal
-        self.done, self.move, self.late = done, move, late
-        self.channel: _Channel
+    kind: str
+    issuer: Task
+    channel: tuple[int, int, bool]
+    pieces: list[Piece]
+    signal: Callable[[], None] | None
+    done: Callable[[], None] | None
+    move: Callable[[int, Any, int], Any]
+    late: bool
 
     @property
     def arrived(self) -> bool:
         """Whether there is nothing left of it."""
         return not self.pieces and self.signal is None
-
-
-class _Channel:
-    """Operations of one PE to one PE, oldest epoch first."""
-
-    __slots__ = ("epochs", "key")
-
-    def __init__(self, key: tuple[int, object]) -> None:
-        self.key = key
-        self.epochs: list[list[Operation]] = []
 
 
 class Network:
@@ -93,8 +79,7 @@ class Network:
         self, policy: Policy, written: Callable[[int, int], None], arrived: Callable[[tuple[str, int]], None]
     ) -> None:
         self._policy, self._written, self._arrived = policy, written, arrived
-        self._channels: dict[tuple[int, object], _Channel] = {}
-        self._in_flight: dict[Any, int] = {}  # issuer -> operations
+        self._channels: dict[tuple[int, int, bool], list[list[Operation]]] = {}  # epochs, the oldest first
         self._eager: list[Operation] = []  # may arrive now
         self._late: list[Operation] = []  # may arrive when no task can run but stragglers
         self._released: dict[Operation, None] = {}  # stores, to the other programs of their PE
@@ -103,34 +88,27 @@ class Network:
 
     def issue(
         self,
-        issuer: Any,
+        issuer: Task,
         pe: int,
         kind: str,
         pieces: Sequence[Piece],
         *,
-        source_pe: int,
         signal: Callable[[], None] | None = None,
         done: Callable[[], None] | None = None,
         move: Callable[[int, Any, int], Any] = ctypes.memmove,
         is_flag: bool = False,
     ) -> Operation:
-        """Put a message of ``issuer`` (any hashable) into the channel from ``source_pe`` to ``pe``; the rest as in
-        Operation."""
+        """Put a message of ``issuer`` into the channel to ``pe``; the rest as in Operation."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
-        operation = Operation(kind, issuer, source_pe, pieces, signal, done, move, late)
-        key = (source_pe, ("get", pe) if kind == "get" else pe)
-        channel = self._channels.get(key)
-        if channel is None:
-            channel = self._channels[key] = _Channel(key)
-        operation.channel = channel
-        self._in_flight[issuer] = self._in_flight.get(issuer, 0) + 1
+        channel = issuer.pe, pe, kind == "get"
+        operation = Operation(kind, issuer, channel, list(pieces), signal, done, move, late)
+        issuer.in_flight += 1
         if operation.arrived:  # a put of no bytes
             self._finish(operation)
             return operation
-        if not channel.epochs:
-            channel.epochs.append([])
-        channel.epochs[-1].append(operation)
-        if len(channel.epochs) == 1:
+        epochs = self._channels.setdefault(channel, [[]])
+        epochs[-1].append(operation)
+        if len(epochs) == 1:
             self._open(operation)
         return operation
 
@@ -146,24 +124,18 @@ class Network:
 
     def fence(self, source_pe: int) -> None:
         """Deliver what ``source_pe`` sends to a PE from now on after what it has sent there already."""
-        for (sender, destination), channel in self._channels.items():
-            if sender == source_pe and isinstance(destination, int) and channel.epochs and channel.epochs[-1]:
-                channel.epochs.append([])
+        for (sender, _, gets), epochs in self._channels.items():
+            if sender == source_pe and not gets and epochs[-1]:
+                epochs.append([])
 
-    def outstanding(self, issuer: Any, source_pe: int) -> list[Operation]:
+    def outstanding(self, issuer: Task) -> list[Operation]:
         """Return what has to arrive before a ``quiet`` of ``issuer`` returns that is called now."""
-        return [
-            operation
-            for (sender, _), channel in self._channels.items()
-            if sender == source_pe
-            for epoch in channel.epochs
-            for operation in epoch
-            if operation.issuer is issuer or operation.kind != "store"
-        ]
+        sent = self._sent_by(issuer.pe)
+        return [operation for operation in sent if operation.issuer is issuer or operation.kind != "store"]
 
-    def in_flight(self, issuer: Any) -> int:
-        """Operations of ``issuer`` that have not arrived completely."""
-        return self._in_flight.get(issuer, 0)
+    def _sent_by(self, source_pe: int) -> Iterator[Operation]:
+        epochs = (epochs for (sender, *_), epochs in self._channels.items() if sender == source_pe)
+        return chain.from_iterable(chain.from_iterable(epochs))
 
     # ------------------------------------------------------------------ arriving
 
@@ -185,7 +157,7 @@ class Network:
             queue.append(operation)
         return True
 
-    def flush_stores(self, issuer: Any, touching: tuple[int, int] | None = None, to: int | None = None) -> None:
+    def flush_stores(self, issuer: Task, touching: tuple[int, int] | None = None, to: int | None = None) -> None:
         """Stores of ``issuer`` arrive now, in the order of issue, and before them whatever a fence orders first.
 
         Args:
@@ -200,32 +172,29 @@ class Network:
                 or any(dest < touching[1] and touching[0] < dest + n for dest, _, n in operation.pieces)
             )
 
-        for (_, destination), channel in list(self._channels.items()):
-            if to in (None, destination):
+        for channel in list(self._channels) if issuer.in_flight else ():
+            if channel[0] == issuer.pe and to in (None, channel[1]):
                 self._flush(channel, wanted)
 
-    def release_stores(self, issuer: Any) -> None:
+    def release_stores(self, issuer: Task) -> None:
         """Stores of ``issuer`` so far come before what other programs of its PE do when they have heard of it."""
-        if self.in_flight(issuer):
-            for channel in self._channels.values():
-                for epoch in channel.epochs:
-                    stores = (op for op in epoch if op.issuer is issuer and op.kind == "store")
-                    self._released.update(dict.fromkeys(stores))
+        if issuer.in_flight:
+            stores = (op for op in self._sent_by(issuer.pe) if op.issuer is issuer and op.kind == "store")
+            self._released.update(dict.fromkeys(stores))
 
     def flush_released(self, source_pe: int) -> None:
         """Stores that programs of ``source_pe`` have released to each other arrive now, as in :meth:`flush_stores`."""
-        for channel in {op.channel: None for op in self._released if op.source_pe == source_pe}:
+        for channel in {op.channel: None for op in self._released if op.issuer.pe == source_pe}:
             self._flush(channel, self._released.__contains__)
 
     def flush_fenced(self, source_pe: int, pe: int) -> None:
         """Deliver now what ``source_pe`` has sent to ``pe`` before its last fence."""
-        channel = self._channels.get((source_pe, pe))
-        if channel is not None:
-            fenced = [operation for epoch in channel.epochs[:-1] for operation in epoch]
-            self._flush(channel, fenced.__contains__)
+        channel = source_pe, pe, False
+        fenced = list(chain.from_iterable(self._channels.get(channel, [])[:-1]))
+        self._flush(channel, fenced.__contains__)
 
-    def _flush(self, channel: _Channel, wanted: Callable[[Operation], bool]) -> None:
-        epochs = channel.epochs
+    def _flush(self, channel: tuple[int, int, bool], wanted: Callable[[Operation], bool]) -> None:
+        epochs = self._channels.get(channel, [])
         last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
         chosen = [
             operation
@@ -241,11 +210,10 @@ class Network:
 
     def drop(self, source_pe: int) -> None:
         """Lose everything that ``source_pe`` has sent and that has not arrived yet."""
-        for channel in list(self._channels.values()):
-            for operation in [op for epoch in channel.epochs for op in epoch if op.source_pe == source_pe]:
-                operation.done = None
-                self._withdraw(operation)
-                self._close(operation)
+        for operation in list(self._sent_by(source_pe)):
+            operation.done = None
+            self._withdraw(operation)
+            self._close(operation)
 
     def _deliver_part(self, operation: Operation, in_order: bool = False) -> None:
         pieces = operation.pieces
@@ -267,27 +235,21 @@ class Network:
 
     def _close(self, operation: Operation) -> None:
         """Everything of ``operation`` has arrived; if it was the last of its epoch, the next one opens."""
-        channel = operation.channel
-        for epoch in channel.epochs:
-            if operation in epoch:
-                epoch.remove(operation)
-                break
-        was_oldest = not channel.epochs[0]
-        while channel.epochs and not channel.epochs[0]:
-            channel.epochs.pop(0)
-        if not channel.epochs:
-            del self._channels[channel.key]
+        epochs = self._channels[operation.channel]
+        next(epoch for epoch in epochs if operation in epoch).remove(operation)
+        was_oldest = not epochs[0]
+        while epochs and not epochs[0]:
+            epochs.pop(0)
+        if not epochs:
+            del self._channels[operation.channel]
         elif was_oldest:
-            for waiting in channel.epochs[0]:
+            for waiting in epochs[0]:
                 self._open(waiting)
         self._finish(operation)
 
     def _finish(self, operation: Operation) -> None:
         self._released.pop(operation, None)
-        issuer = operation.issuer
-        self._in_flight[issuer] -= 1
-        if not self._in_flight[issuer]:
-            del self._in_flight[issuer]
+        operation.issuer.in_flight -= 1
         if operation.done is not None:
             operation.done()
-        self._arrived(("arrived", operation.source_pe))
+        self._arrived(("arrived", operation.issuer.pe))

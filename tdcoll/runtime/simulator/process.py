@@ -9,7 +9,7 @@ as ordinary code in each process; a launch runs its programs as tasks (:mod:`.po
 Messages arrive at once and in order here: delivery is not weakened, schedules are the operating system's, and
 a deadlock is found by timeout. For exact reports and adverse orders use :class:`tdcoll.testing.World`.
 
-Layout: one cache line per PE and barrier with the PE's number of arrivals, then the blocks. Every counter has
+Layout: one cache line per PE with how often it has arrived at each barrier, then the blocks. Every counter has
 one writer, a signal is one aligned 8-byte store, and additions use the interpreter's atomic operations, which
 are the processor's. On x86 stores are seen in program order, so nothing more is needed.
 """
@@ -20,8 +20,8 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from functools import partial
 from typing import IO, Any
 
 import numpy as np
@@ -31,17 +31,16 @@ from tdcoll import runtime
 from tdcoll.errors import HeapExhaustedError, TdcollError
 from tdcoll.runtime.control import ControlPlane, all_equal
 from tdcoll.runtime.simulator.interpreter import Installed
-from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.machine import BARRIERS, Machine
 from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.runtime.simulator.polling import PollingScheduler
-from tdcoll.runtime.simulator.tasks import Task
-from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace
+from tdcoll.runtime.simulator.tasks import Launch, Task
+from tdcoll.runtime.simulator.trace import Trace, slice_of
 
 __all__ = ["ProcessHeap"]
 
 _SHARED_MEMORY = "/dev/shm"
 _LINE_WORDS = 8
-_BARRIERS = ("barrier_all", "sync_all")
 
 
 def _create(nbytes: int) -> IO[bytes]:
@@ -101,21 +100,21 @@ class ProcessHeap(MemoryView):
         everyone = range(n_pes)
         all_equal(control, everyone, "the size of the symmetric heap", nbytes)
         block = aligned(nbytes)
-        header = -(-8 * _LINE_WORDS * n_pes * len(_BARRIERS) // mmap.PAGESIZE) * mmap.PAGESIZE
+        header = -(-8 * _LINE_WORDS * n_pes // mmap.PAGESIZE) * mmap.PAGESIZE
         total = header + block * n_pes
         buffer = _share(pe, everyone, total, control)
         whole = memoryview(buffer)
         memory = Memory(whole, header, block, n_pes, one_view=True, puts=puts)
         super().__init__(memory, pe, (True,) * n_pes)
         self._everyone, self._control = everyone, control
-        self._arrivals = whole[:header].cast("Q")
+        lines = whole[:header].cast("Q")
         self._scheduler = PollingScheduler(timeout_s)
         self._machine = Machine(
             memory=memory,
             scheduler=self._scheduler,
             node_ids=(0,) * n_pes,
             launch=self._launch,
-            barrier=self._barrier,
+            arrivals={barrier: lines[place::_LINE_WORDS][:n_pes] for place, barrier in enumerate(BARRIERS)},
             atomic_add=_atomic_add,
         )
         self._hooks: Installed | None = Installed(self._machine)
@@ -144,49 +143,18 @@ class ProcessHeap(MemoryView):
     def trace(self, trace: Trace | None) -> None:
         self._machine.trace = trace
 
-    def _launch(self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int) -> None:
+    def _launch(self, launch: Launch) -> None:
         machine, pe, trace = self._machine, self.pe, self._machine.trace
         if self._scheduler.in_a_kernel():
-            raise TdcollError(f"{kernel} was launched by a kernel")
+            raise TdcollError(f"{launch.kernel} was launched by a kernel")
         job = runtime.current_or_none()
         if job is not None:  # emulated nodes are known once the job is
             machine.node_ids = job.node_ids
         machine.counts[pe].launches += 1
-
-        def body(name: str, track: int) -> Callable[[], None]:
-            def run() -> None:
-                assert trace is not None
-                with trace.slice(pe, track, name):
-                    program()
-
-            return program if trace is None else run
-
-        tasks = []
-        for number in range(grid[0] * grid[1] * grid[2]):  # x fastest, as a GPU starts them
-            rest, x = divmod(number, grid[0])
-            z, y = divmod(rest, grid[1])
-            name, track = f"{kernel}({x},{y},{z})", HOST_TRACK + 1 + number
-            task = Task(number, f"pe{pe} {name}", pe, body(name, track), slow=False)
-            task.grid_idx, task.grid_dim, task.threads, task.track = (x, y, z), grid, threads, track
-            tasks.append(task)
-        with nullcontext() if trace is None else trace.slice(pe, HOST_TRACK, kernel):
-            self._scheduler.run(tasks)
-
-    def _barrier(self, name: str) -> None:
-        row = _BARRIERS.index(name) * self.n_pes
-        words = [(row + pe) * _LINE_WORDS for pe in range(self.n_pes)]
-        arrivals = self._arrivals
-        arrivals[words[self.pe]] += 1
-        generation = arrivals[words[self.pe]]
-
-        def missing() -> list[str]:
-            return [f"pe{pe}" for pe, word in enumerate(words) if arrivals[word] < generation]
-
-        self._scheduler.wait(
-            lambda: not missing(),
-            lambda: f"waits in {name} number {generation} for {', '.join(missing())}",
-            [],
-        )
+        while len(launch.tasks) < launch.total:
+            launch.start(pe, partial(Task, 0), trace)
+        with slice_of(trace, pe, launch.first_track, launch.kernel):
+            self._scheduler.run(launch.tasks)
 
 
 def _share(pe: int, everyone: Sequence[int], nbytes: int, control: ControlPlane) -> mmap.mmap:

@@ -3,8 +3,8 @@
 
 Before every ``a + b`` Triton works out a common type, makes constants of numbers, casts and broadcasts. Under the
 interpreter that takes ten times as long as the addition, and most of what kernels compute is indices: scalars of one
-type, and numbers. For those, and for blocks of one shape, the functions here go straight to the interpreter's builder,
-which does what it does after all those steps. Everything else is left to Triton.
+type, and numbers. For those, and for blocks of one shape, the functions here compute at once. Everything else is left
+to Triton, and so are values that were made of pointers (:mod:`.extents`).
 """
 
 from __future__ import annotations
@@ -13,73 +13,55 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 __all__ = ["block_type", "shortcuts"]
 
 Function = Callable[..., Any]
-_Builders = tuple[str | None, ...]
-_Table = dict[str, _Builders]
+_Table = dict[str, tuple[Function, str]]
 
-_SIGNED, _UNSIGNED, _FLOAT, _BOOL = range(4)
 _KINDS = {
-    "int32": (_SIGNED, -(2**31), 2**31 - 1),
-    "int64": (_SIGNED, -(2**63), 2**63 - 1),
-    "uint32": (_UNSIGNED, 0, 2**32 - 1),
-    "uint64": (_UNSIGNED, 0, 2**64 - 1),
-    "fp32": (_FLOAT, 0, -1),
-    "fp64": (_FLOAT, 0, -1),
-    "int1": (_BOOL, 0, -1),
+    "int32": ("i", -(2**31), 2**31 - 1),
+    "int64": ("i", -(2**63), 2**63 - 1),
+    "uint32": ("u", 0, 2**32 - 1),
+    "uint64": ("u", 0, 2**64 - 1),
+    "fp32": ("f", 0, -1),
+    "fp64": ("f", 0, -1),
+    "int1": ("b", 0, -1),
 }
 """Kind of each type that has a short way, and the least and the greatest number that may be the other operand."""
 _INTEGERS = ("int32", "int64", "uint32", "uint64")
-_OFFSETS = ("int32", "int64")
-"""Types of what may be added to a pointer."""
-_WIDENED = frozenset([("int32", "int64"), ("int64", "int32")])
-"""Types of two operands that are computed with as int64."""
+_SIGNED = ("int32", "int64")
+"""Types of what may be added to a pointer; two operands of them are computed with as int64, unless both are int32."""
 
-# What may overflow, and the rest: the builder's functions for operands that are signed, unsigned, floats, booleans.
-_CHECKED: _Table = {
-    "add": ("create_add", "create_add", "create_fadd", None),
-    "sub": ("create_sub", "create_sub", "create_fsub", None),
-    "mul": ("create_mul", "create_mul", "create_fmul", None),
-}
+
+def _divided(lhs: Any, rhs: Any) -> Any:
+    return (lhs - np.fmod(lhs, rhs)) // rhs  # towards 0, unlike Python's
+
+
+# What computes, and for operands of which kinds: what may overflow, and the rest.
+_CHECKED: _Table = {"add": (np.add, "iuf"), "sub": (np.subtract, "iuf"), "mul": (np.multiply, "iuf")}
 _UNCHECKED: _Table = {
-    "floordiv": ("create_sdiv", "create_udiv", None, None),
-    "mod": ("create_srem", "create_urem", "create_frem", None),
-    "and": ("create_and", "create_and", None, "create_and"),
-    "or": ("create_or", "create_or", None, "create_or"),
-    "xor": ("create_xor", "create_xor", None, "create_xor"),
+    "floordiv": (_divided, "iu"),
+    "mod": (np.fmod, "iuf"),
+    "and": (np.bitwise_and, "iub"),
+    "or": (np.bitwise_or, "iub"),
+    "xor": (np.bitwise_xor, "iub"),
 }
-_SHIFTS: _Table = {
-    "lshift": ("create_shl", "create_shl", None, None),
-    "rshift": ("create_ashr", "create_lshr", None, None),
-}
+_SHIFTS: _Table = {"lshift": (np.left_shift, "iu"), "rshift": (np.right_shift, "iu")}
 _COMPARISONS: _Table = {
-    "lt": ("create_icmpSLT", "create_icmpULT", "create_fcmpOLT", None),
-    "le": ("create_icmpSLE", "create_icmpULE", "create_fcmpOLE", None),
-    "gt": ("create_icmpSGT", "create_icmpUGT", "create_fcmpOGT", None),
-    "ge": ("create_icmpSGE", "create_icmpUGE", "create_fcmpOGE", None),
-    "eq": ("create_icmpEQ", "create_icmpEQ", "create_fcmpOEQ", None),
-    "ne": ("create_icmpNE", "create_icmpNE", "create_fcmpUNE", None),
+    "lt": (np.less, "iuf"),
+    "le": (np.less_equal, "iuf"),
+    "gt": (np.greater, "iuf"),
+    "ge": (np.greater_equal, "iuf"),
+    "eq": (np.equal, "iuf"),
+    "ne": (np.not_equal, "iuf"),
 }
 
 _SHORTEST_BITS = 32
-_MOST_CONSTANTS = 10_000
-_constants: dict[tuple[int, str], Any] = {}
 _block_types: dict[tuple[str, tuple[int, ...]], Any] = {}
-
-
-def _constant(value: int, dtype: Any) -> Any:
-    """The handle of a number, which is shared: the builder makes new handles of its operands."""
-    key = value, dtype.name
-    found = _constants.get(key)
-    if found is None:
-        if len(_constants) >= _MOST_CONSTANTS:
-            _constants.clear()
-        found = _constants[key] = triton_interpreter.interpreter_semantic.scalar_constant(value, dtype).handle
-    return found
 
 
 def block_type(dtype: Any, shape: Sequence[int]) -> Any:
@@ -91,49 +73,41 @@ def block_type(dtype: Any, shape: Sequence[int]) -> Any:
     return found
 
 
-def _like(shaped: Any, dtype: Any) -> Any:
-    """``dtype``, or the type of a block of it as large as the block ``shaped``."""
-    return block_type(dtype, shaped.handle.data.shape) if shaped.type.is_block() else dtype
+def _tensor(data: Any, kind: Any, shaped: Any) -> Any:
+    """A scalar, or a block if ``shaped`` is one."""
+    handle = triton_interpreter.TensorHandle(data, kind)
+    return tl.tensor(handle, block_type(kind, data.shape) if shaped.type.is_block() else kind)
 
 
-def _in_64_bits(tensor: Any) -> Any:
-    """The handle of a tensor of int32 or int64, as int64."""
-    if tensor.dtype.name == "int64":
-        return tensor.handle
-    return triton_interpreter.interpreter_builder.create_int_cast(tensor.handle, tl.int64, True)
-
-
-def _operator(stock: Function, table: _Table, builders: _Builders, *, reflected: bool) -> Function:
+def _operator(stock: Function, compute: Function, kinds: str, table: _Table, *, reflected: bool) -> Function:
     """A binary operator of ``tl.tensor`` that is in ``table``; ``stock`` is Triton's."""
     compares, shifts = table is _COMPARISONS, table is _SHIFTS
-    tensor, builder = tl.tensor, triton_interpreter.interpreter_builder
+    tensor, constexpr, bit, wide = tl.tensor, tl.constexpr, tl.int1, tl.int64
 
     @wraps(stock)
     def operator(self: Any, other: Any, **options: Any) -> Any:
-        dtype = self.dtype
-        kind, least, greatest = _KINDS.get(dtype.name, (None, 0, 0))
-        function = None if kind is None else builders[kind]
-        if function is None:
+        dtype, handle, shaped = self.dtype, self.handle, self
+        kind, least, greatest = _KINDS.get(dtype.name, (" ", 0, 0))
+        if kind not in kinds or handle.origin is not None:
             return stock(self, other, **options)
-        if type(other) is tl.constexpr:
+        if type(other) is constexpr:
             other = other.value
-        mine, shaped = self.handle, self
         if type(other) is int and least <= other <= greatest and (not shifts or 0 <= other < _SHORTEST_BITS):
-            others = _constant(other, dtype)
-        elif type(other) is tensor:
-            others = other.handle
+            operand = other
+        elif type(other) is tensor and other.handle.origin is None:
+            operand = other.handle.data
             if other.dtype.name != dtype.name:
-                if (dtype.name, other.dtype.name) not in _WIDENED:
+                if dtype.name not in _SIGNED or other.dtype.name not in _SIGNED:
                     return stock(self, other, **options)
-                mine, others, dtype = _in_64_bits(self), _in_64_bits(other), tl.int64
+                dtype = wide
             if not self.type.is_block():
                 shaped = other
-            elif other.type.is_block() and mine.data.shape != others.data.shape:
+            elif other.type.is_block() and handle.data.shape != operand.shape:
                 return stock(self, other, **options)
         else:
             return stock(self, other, **options)
-        made = getattr(builder, function)(*((others, mine) if reflected else (mine, others)))
-        return tensor(made, _like(shaped, tl.int1 if compares else dtype))
+        data = compute(operand, handle.data) if reflected else compute(handle.data, operand)
+        return _tensor(data, bit if compares else dtype, shaped)
 
     return operator
 
@@ -144,15 +118,18 @@ def _addition(stock: Function) -> Function:
 
     @wraps(stock)
     def add(self: Any, other: Any, **options: Any) -> Any:
-        if self.dtype.is_ptr():
-            if type(other) is tl.constexpr:
-                other = other.value
-            if type(other) is int and -(2**63) <= other < 2**63:
-                return tensor(builder.create_addptr(self.handle, _constant(other, tl.int64)), self.type)
-            if type(other) is tensor and other.dtype.name in _OFFSETS:
-                shaped = self if self.type.is_block() else other
-                if not other.type.is_block() or other.handle.data.shape == shaped.handle.data.shape:
-                    return tensor(builder.create_addptr(self.handle, other.handle), _like(shaped, self.dtype))
+        if not self.dtype.is_ptr():
+            return stock(self, other, **options)
+        if type(other) is tl.constexpr:
+            other = other.value
+        if type(other) is int and -(2**63) <= other < 2**63:
+            offset = triton_interpreter.TensorHandle(np.array([other], np.int64), tl.int64)
+            return tensor(builder.create_addptr(self.handle, offset), self.type)
+        if type(other) is tensor and other.dtype.name in _SIGNED:
+            shaped = self if self.type.is_block() else other
+            if not other.type.is_block() or other.handle.data.shape == shaped.handle.data.shape:
+                made = builder.create_addptr(self.handle, other.handle)
+                return tensor(made, block_type(self.dtype, made.data.shape) if shaped.type.is_block() else self.dtype)
         return stock(self, other, **options)
 
     return add
@@ -176,17 +153,19 @@ def _remembering_types(stock: Function) -> Function:
 
 
 def _checking_once(stock: Function) -> Function:
-    """``TensorHandle.__post_init__``, which compares the size of numbers with that of a type once for each pair."""
+    """``TensorHandle.__init__``, which compares the size of numbers with that of a type once for each pair."""
     right: set[tuple[int, str]] = set()
 
     @wraps(stock)
-    def __post_init__(self: Any) -> None:
-        pair = self.data.itemsize, self.dtype.name
-        if pair not in right:
-            stock(self)
+    def __init__(self: Any, data: Any, dtype: Any, **rest: Any) -> None:
+        pair = data.itemsize, dtype.name
+        if rest or pair not in right:
+            stock(self, data, dtype, **rest)
             right.add(pair)
+        else:
+            self.data, self.dtype, self.attr = data, dtype, {}
 
-    return __post_init__
+    return __init__
 
 
 def _sharing(stock: Function) -> Function:
@@ -222,8 +201,8 @@ def _casting(stock: Function) -> Function:
         if fp_downcast_rounding is None and target.name in _INTEGERS and (source in _INTEGERS or source == "int1"):
             if source == target.name:
                 return input
-            signed = _KINDS[source][0] == _SIGNED
-            return self.tensor(builder.create_int_cast(input.handle, target, signed), _like(input, target))
+            made = builder.create_int_cast(input.handle, target, source in _SIGNED)
+            return self.tensor(made, block_type(target, made.data.shape) if input.type.is_block() else target)
         return stock(self, input, dst_ty, fp_downcast_rounding)
 
     return cast
@@ -237,20 +216,17 @@ def shortcuts(*, check_overflow: bool) -> Iterator[tuple[Any, str, Function]]:
     Args:
         check_overflow: sums, differences and products are left to Triton, which checks them.
     """
-    tensor, semantic = tl.tensor, type(triton_interpreter.interpreter_semantic)
-    for owner, name, shortened in (
-        (tensor, "__init__", _remembering_types),
-        (tensor, "__add__", _addition),
-        (triton_interpreter.TensorHandle, "__post_init__", _checking_once),
-        (tl.block_type, "with_element_ty", _sharing),
-        (semantic, "broadcast_impl_value", _broadcasting),
-        (semantic, "cast", _casting),
-    ):
-        yield owner, name, shortened(getattr(owner, name))
-    for table in (_COMPARISONS, _SHIFTS, _UNCHECKED, _CHECKED):
-        if table is _CHECKED and check_overflow:
-            continue
-        for operation, builders in table.items():
+    tensor, handle = tl.tensor, triton_interpreter.TensorHandle
+    semantic = type(triton_interpreter.interpreter_semantic)
+    yield tensor, "__init__", _remembering_types(tensor.__init__)
+    yield tensor, "__add__", _addition(tensor.__add__)
+    if list(handle.__dataclass_fields__) == ["data", "dtype", "attr"]:
+        yield handle, "__init__", _checking_once(handle.__init__)
+    yield tl.block_type, "with_element_ty", _sharing(tl.block_type.with_element_ty)
+    yield semantic, "broadcast_impl_value", _broadcasting(semantic.broadcast_impl_value)
+    yield semantic, "cast", _casting(semantic.cast)
+    for table in (_COMPARISONS, _SHIFTS, _UNCHECKED, *(() if check_overflow else (_CHECKED,))):
+        for operation, (compute, kinds) in table.items():
             for sign in ("", "r") if table in (_UNCHECKED, _CHECKED) else ("",):
                 name = f"__{sign}{operation}__"
-                yield tensor, name, _operator(getattr(tensor, name), table, builders, reflected=sign == "r")
+                yield tensor, name, _operator(getattr(tensor, name), compute, kinds, table, reflected=sign == "r")

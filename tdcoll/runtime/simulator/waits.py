@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How programs wait for signals and for flagged words, and give up when a deadline expires."""
+"""How programs wait for signals and for words, and give up when a deadline expires."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import triton.runtime.interpreter as triton_interpreter
 
+from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.monitor import Monitor
+from tdcoll.runtime.simulator.pointers import PointerAccess
 from tdcoll.spec import constants as c
 
-if TYPE_CHECKING:
-    from tdcoll.runtime.simulator.machine import Machine
+__all__ = ["flagged", "holds", "one_of", "signals", "until", "word", "words"]
 
-__all__ = ["COMPARE", "Waits"]
-
-COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
+_COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
     ("==", lambda seen, wanted: seen == wanted),
     ("!=", lambda seen, wanted: seen != wanted),
     (">", lambda seen, wanted: seen > wanted),
@@ -28,261 +27,221 @@ COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
 """Sign and meaning of each ``CMP_*``, by value; of ints, and of arrays element by element."""
 
 _GROWING = (c.CMP_GT.value, c.CMP_GE.value)
-_FLAG_SHIFT = np.uint64(32)
-
-_interpreter = triton_interpreter._interpreter
 
 Array = np.ndarray[Any, Any]
+Threads = Sequence[tuple[int, int]]
+"""Peer and index of each thread, for the record of a wait that expires."""
 
 
-class Waits:
-    """The waits of programs on ``machine``."""
+def until(machine: Machine, address: int, compare: int, value: int) -> int:
+    """Wait without a deadline until the signal at ``address`` compares true; its value."""
+    seen: list[int] = []
+    _wait_for_signals(machine, [address], compare, value, take=lambda places, words: seen.extend(words.tolist()))
+    return seen[0]
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
 
-    def until(self, address: int, compare: int, value: int) -> int:
-        """Wait without a deadline until the signal at ``address`` compares true; its value."""
-        machine, (_, true) = self._machine, COMPARE[compare]
-        memory, scheduler = machine.memory, machine.scheduler
-        seen = 0
+def signals(
+    machine: Machine, addresses: Sequence[int], threads: Threads, compare: int, value: int, monitor: Monitor
+) -> bool:
+    """Wait until every signal compares true with ``value``; False when the monitor's deadline expires."""
+    # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow may as well
+    # be looked at all together.
+    enough = np.all if compare in _GROWING else np.any
+    given: dict[str, Any] = {"enough": enough, "monitor": monitor, "threads": threads, "expected": value}
+    return not _wait_for_signals(machine, addresses, compare, value, **given).size
 
-        def ready() -> bool:
-            nonlocal seen
-            seen = memory.word(address)
-            return true(seen, value)
 
-        machine.counts[machine.program.pe].waits += 1
-        what = f"{memory.describe(address)} {COMPARE[compare][0]} {value}"
-        machine.timed(
-            f"wait {what}",
-            lambda: scheduler.wait(ready, lambda: f"waits for {what}, is {memory.word(address)}", [address]),
-        )
-        return seen
+def one_of(
+    machine: Machine, addresses: Sequence[int], threads: Threads, compare: int, value: int, monitor: Monitor
+) -> int:
+    """Wait until one of the signals compares true with ``value``.
 
-    def all(self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor) -> bool:
-        """Wait until every signal compares true with ``value``; False when the monitor's deadline expires.
+    Returns:
+        The place of the first that does; -1 if the monitor's deadline expires or there are no signals.
+    """
+    given: dict[str, Any] = {"one": True, "monitor": monitor, "threads": threads, "expected": value}
+    left = _wait_for_signals(machine, addresses, compare, value, **given)
+    content = np.setdiff1d(np.arange(len(addresses)), left)
+    return int(content[0]) if content.size else -1
 
-        Args:
-            signals: address, peer and index of each; the latter two for the record.
-        """
-        sign, true = COMPARE[compare]
-        return self._wait_for(
-            np.array([address for address, _, _ in signals], np.uint64),
-            [(peer, index) for _, peer, index in signals],
-            lambda words: true(words, np.uint64(value)),
-            monitor,
-            # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow
-            # may as well be looked at all together.
-            enough=np.all if compare in _GROWING else np.any,
-            what=lambda address, word: f"{self._machine.memory.describe(address)} {sign} {value}, is {word}",
-            name=f"wait {len(signals)} signal(s) {sign} {value}",
-            expected=value,
-        )
 
-    def holds(self, address: int, compare: int, value: int) -> bool:
-        """Return whether the signal at ``address`` compares true now. A schedule point, since it may be in a loop."""
-        machine, (sign, true) = self._machine, COMPARE[compare]
-        what = f"{machine.memory.describe(address)} {sign} {value}"
-        machine.scheduler.poll(address, lambda: f"asks for {what}, is {machine.memory.word(address)}")
-        return bool(true(machine.memory.word(address), value))
+def _wait_for_signals(machine: Machine, addresses: Sequence[int], compare: int, value: int, **given: Any) -> Array:
+    """Wait for signals as :func:`_wait` does, which takes the rest of the arguments."""
+    (sign, true), memory = _COMPARE[compare], machine.memory
+    what = f"{len(addresses)} signal(s)" if "monitor" in given else memory.describe(addresses[0])
+    return _wait(
+        machine,
+        f"wait {what} {sign} {value}",
+        np.array(addresses, np.uint64),
+        read=memory.words,
+        true=lambda words: true(words, np.uint64(value)),
+        missing=lambda address, word: f"{memory.describe(address)} {sign} {value}, is {word}",
+        **given,
+    )
 
-    def word(
-        self, address: int, kind: Any, compare: int, value: int, thread: tuple[int, int], monitor: Monitor
-    ) -> bool:
-        """Wait until the integer at ``address`` compares true with ``value``; return False when a deadline expires.
 
-        Args:
-            address: of any memory, on any PE; a multiple of the integer's size.
-            kind: the integer's numpy type.
-            thread: peer and index, for the record.
-        """
-        machine, (sign, true) = self._machine, COMPARE[compare]
-        pe, unseen = machine.program.pe, machine.pointers.unseen
-        if address % kind.itemsize:
-            raise ValueError(f"word must be a multiple of {kind.itemsize}, got {address:#x}")
-        at, everything = np.array([address], np.uint64), np.ones(1, bool)
-        machine.pointers.before_load(at, everything, polls=True, symmetric=machine.memory.owns(address))
+def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
+    """Return whether the signal at ``address`` compares true now. A schedule point, since it may be in a loop."""
+    (sign, true), memory = _COMPARE[compare], machine.memory
+    machine.scheduler.poll(
+        address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {memory.word(address)}"
+    )
+    return bool(true(memory.word(address), value))
 
-        def read(addresses: Array) -> Array:
-            places = np.full(addresses.size, address, np.uint64)
-            with unseen.as_seen_by(pe, address, address + kind.itemsize):
-                return _interpreter.load(places, np.ones(places.size, bool), np.zeros(places.size, kind), kind)
 
-        return self._wait_for(
-            at,
-            [thread],
-            lambda words: true(words, kind.type(value)),
-            monitor,
-            enough=np.all if compare in _GROWING else np.any,
-            what=lambda place, seen: f"{machine.memory.describe(place)} {sign} {value}, is {seen}",
-            name=f"wait {machine.memory.describe(address)} {sign} {value}",
-            expected=value,
-            read=read,
-        )
+def word(
+    machine: Machine, address: int, kind: Any, compare: int, value: int, thread: tuple[int, int], monitor: Monitor
+) -> bool:
+    """Wait until the integer at ``address`` compares true with ``value``; return False when a deadline expires.
 
-    def any(self, signals: Sequence[tuple[int, int]], compare: int, value: int, monitor: Monitor) -> int:
-        """Wait until one of the signals compares true with ``value``.
+    Args:
+        address: of any memory, on any PE; a multiple of the integer's size.
+        kind: the integer's numpy type.
+        thread: peer and index, for the record.
+    """
+    (sign, true), memory, pe = _COMPARE[compare], machine.memory, machine.program.pe
+    if address % kind.itemsize:
+        raise ValueError(f"word must be a multiple of {kind.itemsize}, got {address:#x}")
+    at, everything = np.array([address], np.uint64), np.ones(1, bool)
+    PointerAccess(machine).before_load(at, everything, polls=True, symmetric=memory.owns(address))
 
-        Args:
-            signals: address and index of each.
+    def read(addresses: Array) -> Array:
+        mask, other = np.ones(addresses.size, bool), np.zeros(addresses.size, kind)
+        with machine.unseen.as_seen_by(pe, address, address + kind.itemsize):
+            return triton_interpreter._interpreter.load(addresses, mask, other, kind)
 
-        Returns:
-            The index of the first that does; -1 if the monitor's deadline expires or there are no signals.
-        """
-        if not signals:
-            return -1
-        machine, (sign, true) = self._machine, COMPARE[compare]
-        memory, scheduler = machine.memory, machine.scheduler
+    left = _wait(
+        machine,
+        f"wait {memory.describe(address)} {sign} {value}",
+        at,
+        read=read,
+        true=lambda words: true(words, kind.type(value)),
+        missing=lambda place, seen: f"{memory.describe(place)} {sign} {value}, is {seen}",
+        monitor=monitor,
+        threads=[thread],
+        expected=value,
+    )
+    return not left.size
 
-        def found() -> int:
-            return next((index for address, index in signals if true(memory.word(address), value)), -1)
 
-        def describe() -> str:
-            seen = (f"{memory.describe(address)} is {memory.word(address)}" for address, _ in signals)
-            return f"waits for one {sign} {value}: {', '.join(seen)}"
+def flagged(machine: Machine, addresses: Array, threads: Threads, flag: int, monitor: Monitor) -> tuple[Array, Array]:
+    """Wait until the last 32 of the 128 bits of every word are ``flag``, or the monitor's deadline expires.
 
-        def wait() -> int:
-            keys: list[Hashable] = [address for address, _ in signals]
-            keys.append(("monitor", monitor.address))
-            scheduler.wait(lambda: found() >= 0 or monitor.aborted, describe, keys, monitor.timeout_ns)
-            return found()
+    Args:
+        addresses: ``[n]`` uint64, of the words.
 
-        machine.counts[machine.program.pe].waits += 1
-        index = int(machine.timed(f"wait for one of {len(signals)} signal(s) {sign} {value}", wait))
-        if index < 0:
-            address, first = signals[0]
-            monitor.give_up(first, first, value, memory.word(address), value)
-            scheduler.notify(("monitor", monitor.address))
-        return index
+    Returns:
+        ``[n, 4]`` uint32, the parts of each word that had the flag, and ``[n]``, which had.
+    """
+    return _wait_for_words(
+        machine,
+        f"wait {addresses.size} word(s) flagged {flag}",
+        addresses,
+        true=lambda parts: parts[:, 3] == flag,
+        shown=lambda parts: int(parts[3]),
+        missing=lambda address, seen: f"{machine.memory.describe(address)} flagged {flag}, is {seen}",
+        monitor=monitor,
+        threads=threads,
+        expected=flag,
+    )
 
-    def flagged(
-        self, words: Array, threads: Sequence[tuple[int, int]], flag: int, monitor: Monitor
-    ) -> tuple[Array, Array]:
-        """Wait until the last 32 of the 128 bits of every word are ``flag``, or the monitor's deadline expires.
 
-        Args:
-            words: ``[n]`` uint64, addresses.
-            threads: peer and index of each, for the record.
+def words(
+    machine: Machine, addresses: Array, threads: Threads, absent: int, call: int, monitor: Monitor
+) -> tuple[Array, Array]:
+    """Wait until none of the four 32-bit parts of every word is ``absent``, or the monitor's deadline expires.
 
-        Returns:
-            ``[n, 2]`` uint64, the halves of each word that had the flag, and ``[n]``, which had.
-        """
-        memory = self._machine.memory
-        seen, arrived = np.zeros((words.size, 2), np.uint64), np.zeros(words.size, bool)
+    Arguments and results as for :func:`flagged`; ``call`` is for the record.
+    """
+    return _wait_for_words(
+        machine,
+        f"wait {addresses.size} word(s) of call {call}",
+        addresses,
+        true=lambda parts: (parts != absent).all(axis=1),
+        shown=lambda parts: int(np.count_nonzero(parts != absent)),
+        missing=lambda address, seen: f"{machine.memory.describe(address)}, of which {seen} of 4 parts are there",
+        monitor=monitor,
+        threads=threads,
+        expected=4,
+        epoch=call,
+    )
 
-        def take(places: Array, halves: Array) -> None:
-            # The flag is in the upper half, which is written last (PointerAccess.store_flagged), and so read first.
-            seen[places, 1], seen[places, 0], arrived[places] = halves, memory.words(words[places]), True
 
-        self._wait_for(
-            words,
-            threads,
-            lambda halves: halves >> _FLAG_SHIFT == flag,
-            monitor,
-            enough=np.all,
-            what=lambda address, half: f"{memory.describe(address)} flagged {flag}, is {half >> 32}",
-            name=f"wait {words.size} word(s) flagged {flag}",
-            expected=flag,
-            nbytes=16,
-            read=lambda addresses: memory.words(addresses + np.uint64(8)),
-            shift=32,
-            take=take,
-        )
-        return seen, arrived
+def _wait_for_words(machine: Machine, name: str, addresses: Array, **given: Any) -> tuple[Array, Array]:
+    memory = machine.memory
+    seen, arrived = np.zeros((addresses.size, 4), np.uint32), np.zeros(addresses.size, bool)
 
-    def words(
-        self, words: Array, threads: Sequence[tuple[int, int]], absent: int, call: int, monitor: Monitor
-    ) -> tuple[Array, Array]:
-        """Wait until none of the four 32-bit parts of every word is ``absent``, or the monitor's deadline expires.
+    def read(addresses: Array) -> Array:
+        # A flag is in the upper half, which is written last (PointerAccess.store_words), and so read first.
+        upper = memory.words(addresses + np.uint64(8))
+        return np.stack((memory.words(addresses), upper), axis=-1).view(np.uint32)
 
-        Arguments and results as for :meth:`flagged`; ``call`` is for the record.
-        """
-        memory = self._machine.memory
-        seen, arrived = np.zeros((words.size, 2), np.uint64), np.zeros(words.size, bool)
+    def take(places: Array, parts: Array) -> None:
+        seen[places], arrived[places] = parts, True  # what has come stays
 
-        def halves(addresses: Array) -> Array:
-            return np.stack((memory.words(addresses), memory.words(addresses + np.uint64(8))), axis=-1)
+    _wait(machine, name, addresses, read=read, take=take, nbytes=16, **given)
+    return seen, arrived
 
-        def parts_there(addresses: Array) -> Array:
-            return np.count_nonzero(halves(addresses).view(np.uint32) != absent, axis=-1).astype(np.uint64)
 
-        def take(places: Array, _: Array) -> None:
-            seen[places], arrived[places] = halves(words[places]), True  # what has come stays
+def _wait(
+    machine: Machine,
+    name: str,
+    addresses: Array,
+    *,
+    read: Callable[[Array], Array],
+    true: Callable[[Array], Array],
+    missing: Callable[[int, int], str],
+    shown: Callable[[Any], int] = int,
+    take: Callable[[Array, Array], None] = lambda places, seen: None,
+    enough: Callable[[Array], Any] = np.all,
+    one: bool = False,
+    nbytes: int = 8,
+    monitor: Monitor | None = None,
+    threads: Threads = (),
+    expected: int = 0,
+    epoch: int | None = None,
+) -> Array:
+    """Threads poll a word each, ``nbytes`` bytes at its address, until what they ``read`` is ``true``, or until the
+    deadline of ``monitor`` expires. They look again when ``enough`` of them would be content; ``one`` is enough to end.
 
-        self._wait_for(
-            words,
-            threads,
-            lambda there: there == 4,
-            monitor,
-            enough=np.all,
-            what=lambda address, there: f"{memory.describe(address)}, of which {there} of 4 parts are there",
-            name=f"wait {words.size} word(s) of call {call}",
-            expected=4,
-            epoch=call,
-            nbytes=16,
-            read=parts_there,
-            take=take,
-        )
-        return seen, arrived
+    ``take`` gets the places of threads that are content and what they saw. ``shown`` makes a number of that, from which
+    ``missing`` says what is missing at an address, and which the record has if the wait expires.
 
-    def _wait_for(
-        self,
-        words: Array,
-        threads: Sequence[tuple[int, int]],
-        true: Callable[[Array], Array],
-        monitor: Monitor,
-        *,
-        enough: Callable[[Array], Any],
-        what: Callable[[int, int], str],
-        name: str,
-        expected: int,
-        epoch: int | None = None,
-        nbytes: int = 8,
-        read: Callable[[Array], Array] | None = None,
-        shift: int = 0,
-        take: Callable[[Array, Array], None] = lambda places, seen: None,
-    ) -> bool:
-        """Every element is a thread that polls its own word until ``true``, and then takes it: ``take`` is called with
-        the places of such threads and what they saw. ``read`` gives what they see; the words, if None. A thread
-        looks at ``nbytes`` from its word on."""
-        machine = self._machine
-        scheduler, read = machine.scheduler, read or machine.memory.words
-        machine.counts[machine.program.pe].waits += 1
-        left = np.arange(words.size)
+    Returns:
+        The places of the threads that are not content.
+    """
+    scheduler, left = machine.scheduler, np.arange(addresses.size)
+    machine.counts[machine.program.pe].waits += 1
 
-        def look() -> None:
-            nonlocal left
-            seen = read(words[left])
-            satisfied = true(seen)
-            take(left[satisfied], seen[satisfied])
-            left = left[~satisfied]
+    def aborted() -> bool:
+        return monitor is not None and monitor.aborted
 
-        def describe() -> str:
-            seen = read(words[left])
-            missing = np.flatnonzero(~true(seen))
-            return "waits for " + ", ".join(what(int(words[left[i]]), int(seen[i])) for i in missing)
+    def ready() -> bool:
+        return bool((np.any if one else enough)(true(read(addresses[left])))) or aborted()
 
-        def worth_a_look() -> bool:
-            return bool(enough(true(read(words[left])))) or monitor.aborted
+    def describe() -> str:
+        seen = read(addresses[left])
+        absent = [missing(int(addresses[left[i]]), shown(seen[i])) for i in np.flatnonzero(~true(seen))]
+        return f"waits for {'one of ' if one else ''}{', '.join(absent)}"
 
-        def wait() -> bool:
-            deadline_ns = scheduler.now_ns + monitor.timeout_ns
-            while True:
-                places = words[left].tolist()
-                keys: list[Hashable] = [(place & ~7) + half for place in places for half in range(0, nbytes, 8)]
+    deadline_ns = None if monitor is None else scheduler.now_ns + monitor.timeout_ns
+    with machine.slice(name):
+        while left.size:
+            keys: list[Hashable] = [(at & ~7) + i for at in addresses[left].tolist() for i in range(0, nbytes, 8)]
+            if monitor is not None:
                 keys.append(("monitor", monitor.address))
-                in_time = scheduler.wait(worth_a_look, describe, keys, deadline_ns - scheduler.now_ns)
-                look()
-                if not left.size:
-                    return True
-                if monitor.aborted or not in_time:
-                    return False
-
-        satisfied = not words.size or machine.timed(name, wait)
-        if not satisfied:
-            peer, index = threads[left[0]]
-            seen = int(read(words[left[:1]])[0]) >> shift
-            monitor.give_up(peer, index, expected, seen, expected if epoch is None else epoch)
-            scheduler.notify(("monitor", monitor.address))
-        return satisfied
+            in_time = scheduler.wait(
+                ready, describe, keys, None if deadline_ns is None else deadline_ns - scheduler.now_ns
+            )
+            seen = read(addresses[left])
+            content = true(seen)
+            take(left[content], seen[content])
+            left = left[~content]
+            if (one and content.any()) or aborted() or not in_time:
+                break
+    if left.size and monitor is not None and not (one and left.size < addresses.size):
+        peer, index = threads[left[0]]
+        last = shown(read(addresses[left[:1]])[0])
+        monitor.give_up(peer, index, expected, last, expected if epoch is None else epoch)
+        scheduler.notify(("monitor", monitor.address))
+    return left
