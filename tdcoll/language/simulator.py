@@ -138,8 +138,8 @@ def signal_block(running, sig_addr, signal, sig_op, pe):
 @device
 def signal_wait_until(running, sig_addr, cmp_, cmp_val):
     running.check_signal(sig_addr, "sig_addr")
-    seen = waits.until(running, sig_addr, checked_compare("cmp_", cmp_), cmp_val)
-    return scalar(seen, np.uint64, tl.uint64)
+    seen, _ = waits.signals(running, [sig_addr], checked_compare("cmp_", cmp_), cmp_val)
+    return scalar(seen[0], np.uint64, tl.uint64)
 
 
 # ---------------------------------------------------------------------- words of other PEs

@@ -50,7 +50,8 @@ __all__ = [
 def wait_signal(running, signal, compare, value, monitor, peer, index):
     running.check_signal(signal, "signal")
     checked_compare("compare", compare)
-    return int32(waits.signals(running, [signal], [(peer, index)], compare, value, Monitor(monitor)))
+    _, came = waits.signals(running, [signal], compare, value, threads=[(peer, index)], monitor=Monitor(monitor))
+    return int32(came.all())
 
 
 @device
@@ -73,30 +74,32 @@ def consume_token(value: Any, token: Any, _semantic: Any = None) -> Any:
     return value
 
 
-def _indices(function: str, signals: int, count: int, skip: int, compare: int, block: int) -> list[int]:
-    """Return the indices of the signals to wait for, if the arguments are right."""
+def _wait_for_some(
+    function: str, signals: int, count: int, skip: int, compare: int, value: int, monitor: int, block: int, **how: bool
+) -> tuple[list[int], Any]:
+    """Wait for signals of an array; return the indices of those that are waited for, and which of them came."""
+    running = machine()
     if count > block or block & (block - 1) or block < 1:
         raise ValueError(f"{function}: BLOCK must be a power of two of at least count={count}, got {block}")
-    running = machine()
     running.check_signal(signals, "signals")
     running.check_symmetric(signals, 8 * max(count, 0), "signals")
     checked_compare("compare", compare)
-    return [index for index in range(count) if index != skip]
+    indices = [index for index in range(count) if index != skip]
+    threads, places = [(index, index) for index in indices], [signals + 8 * index for index in indices]
+    _, came = waits.signals(running, places, compare, value, threads=threads, monitor=Monitor(monitor), **how)
+    return indices, came
 
 
 @device
 def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
-    indices = _indices("wait_signals", signals, count, skip, compare, BLOCK)
-    places, threads = [signals + 8 * i for i in indices], [(i, i) for i in indices]
-    return int32(waits.signals(running, places, threads, compare, value, Monitor(monitor)))
+    _, came = _wait_for_some("wait_signals", signals, count, skip, compare, value, monitor, BLOCK)
+    return int32(came.all())
 
 
 @device
 def wait_until_any(running, signals, count, skip, compare, value, monitor, BLOCK):
-    indices = _indices("wait_until_any", signals, count, skip, compare, BLOCK)
-    places, threads = [signals + 8 * i for i in indices], [(i, i) for i in indices]
-    found = waits.one_of(running, places, threads, compare, value, Monitor(monitor))
-    return int32(-1 if found < 0 else indices[found])
+    indices, came = _wait_for_some("wait_until_any", signals, count, skip, compare, value, monitor, BLOCK, one=True)
+    return int32(indices[came.argmax()] if came.any() else -1)
 
 
 def wait_word(word: Any, compare: Any, value: Any, monitor: Any, peer: Any, index: Any, _semantic: Any = None) -> Any:
@@ -110,7 +113,8 @@ def wait_word(word: Any, compare: Any, value: Any, monitor: Any, peer: Any, inde
     thread = number_of("wait_word", "peer", peer), number_of("wait_word", "index", index)
     held = Monitor(address64("wait_word", "monitor", monitor))
     number = checked_compare("compare", number_of("wait_word", "compare", compare))
-    return int32(waits.word(running, address, kind, number, wanted, thread, held))
+    _, came = waits.word(running, address, kind, number, wanted, threads=[thread], monitor=held)
+    return int32(bool(came[0]))
 
 
 @device
@@ -121,15 +125,15 @@ def test_signal(running, signal, compare, value):
 
 @device
 def grid_barrier(running, counter, monitor):
-    held = Monitor(monitor)
+    held, kind = Monitor(monitor), np.dtype(np.int64)
     pointers().check_bytes(counter, 8, origin_of(counter), "store to")
     x, y, z = running.program.grid_dim
     share = (1 << 32) - (x * y * z - 1) if running.program.grid_idx == (0, 0, 0) else 1
     transfers.release(running, system=False)
-    before = pointers().change_word(running.program.pe, counter, np.dtype(np.int64), lambda old: old + share)
-    thread = read_word(monitor + 8 * c.MONITOR_RANK.value), 0
-    wanted = ((int(before) >> 32) + 1) << 32
-    return int32(waits.word(running, counter, np.dtype(np.int64), c.CMP_GE.value, wanted, thread, held))
+    before = pointers().change_word(running.program.pe, counter, kind, lambda old: old + share)
+    thread, wanted = (read_word(monitor + 8 * c.MONITOR_RANK.value), 0), ((int(before) >> 32) + 1) << 32
+    _, came = waits.word(running, counter, kind, c.CMP_GE.value, wanted, threads=[thread], monitor=held)
+    return int32(came.all())
 
 
 def _words(words: Any, mask: Any) -> tuple[Any, Any]:
@@ -140,12 +144,12 @@ def _words(words: Any, mask: Any) -> tuple[Any, Any]:
 
 def _wait_for_words(
     function: str, words: Any, mask: Any, monitor: Any, senders: Sequence[tuple[int, int]], n_parts: int,
-    wait: Callable[..., Any], *given: int,
+    wait: Callable[..., Any], *wanted: int,
 ) -> Any:  # fmt: skip
     """Wait for words of several senders; return blocks of their parts, and then 1 where they came in time.
 
     Each of ``senders`` is a rank and how many bytes after ``words`` its words lie. Of the four parts of a word the
-    first ``n_parts`` are returned. ``wait`` takes the machine, addresses, threads, ``given`` and a monitor.
+    first ``n_parts`` are returned. ``wait`` takes the machine, addresses and what is ``wanted``.
     """
     addresses, active = _words(words, mask)
     places, pending, running = np.flatnonzero(active), [], machine()
@@ -157,7 +161,7 @@ def _wait_for_words(
             running.check_symmetric(address, 16, "words")
     held = Monitor(address64(function, "monitor", monitor))
     threads = [(rank, place) for rank, _ in senders for place in places.tolist()]
-    seen, arrived = wait(running, np.concatenate(pending), threads, *given, held)
+    seen, arrived = wait(running, np.concatenate(pending), *wanted, threads=threads, monitor=held)
     blocks = np.zeros((len(senders) * n_parts + 1, addresses.size), np.uint32)
     seen = seen.reshape(len(senders), places.size, 4)[:, :, :n_parts]
     blocks[:-1, places] = seen.transpose(0, 2, 1).reshape(len(senders) * n_parts, places.size)

@@ -51,6 +51,11 @@ def _called_at_once(owner: Any, name: str, member: Callable[..., Any], builder: 
     scope.set_attr(owner, name, call)
 
 
+def _call_device_function(function: Any, *args: Any, **named: Any) -> Any:
+    """``InterpretedFunction.__call__``, which lets errors through as they are."""
+    return function.rewrite()(*args, **named)
+
+
 def _reducing(original: Callable[..., Any], element_by_element: str) -> Callable[..., Any]:
     """A reduction or a scan that leaves bf16 to the function that combines, as numpy cannot add it up."""
 
@@ -117,6 +122,7 @@ class Installed:
             scope.set_attr(owner, "apply_impl", _reducing(owner.apply_impl, generic))
         scope.set_attr(module.FunctionRewriter, "ast_transformer", KernelTransformer())
         scope.set_attr(module.InterpretedFunction, "rewritten_fn", _rewritten)
+        scope.set_attr(module.InterpretedFunction, "__call__", _call_device_function)
         for name, value in {**lanes.FUNCTIONS, **truth.FUNCTIONS}.items():
             scope.set_attr(module, f"_tdcoll_{name}", value)
         # By default Triton's interpreter computes every int32 result in int64 too, and does nothing with it.

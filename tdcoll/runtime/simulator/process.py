@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process per rank: the simulator under ``launch.sh`` and torchrun.
 
-The symmetric blocks of all ranks are one sparse file in shared memory that never has a name: rank 0 makes it, and the
-others open it through rank 0's descriptor (``/proc/PID/fd``). The kernel therefore frees it with the last process that
-maps it, however and whenever a job ends. Host code runs
-as ordinary code in each process; a launch runs its programs as tasks (:mod:`.polling`) until all are done.
+The symmetric blocks of all ranks are one sparse file in memory that never has a name: rank 0 makes it, and the others
+open it through rank 0's descriptor (``/proc/PID/fd``). The kernel therefore frees it with the last process that maps
+it, however and whenever a job ends. Host code runs as ordinary code in each process; a launch runs its programs as
+tasks (:mod:`.polling`) until all are done.
 
 Messages arrive at once and in order here: delivery is not weakened, schedules are the operating system's, and
 a deadlock is found by timeout. For exact reports and adverse orders use :class:`tdcoll.testing.World`.
@@ -16,13 +16,11 @@ are the processor's. On x86 stores are seen in program order, so nothing more is
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import tempfile
 from collections.abc import Sequence
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import triton.runtime.interpreter as triton_interpreter
@@ -39,30 +37,7 @@ from tdcoll.runtime.simulator.trace import Trace, slice_of
 
 __all__ = ["ProcessHeap"]
 
-_SHARED_MEMORY = "/dev/shm"
 _LINE_WORDS = 8
-
-
-def _create(nbytes: int) -> IO[bytes]:
-    """Make the sparse file, which has no name. Prefers shared memory, which costs no disk."""
-    refused = []
-    for folder in (_SHARED_MEMORY, tempfile.gettempdir()):
-        try:
-            room = os.statvfs(folder)
-            if room.f_bavail * room.f_frsize < nbytes:
-                refused.append(f"{folder} ({room.f_bavail * room.f_frsize} bytes free)")
-                continue
-            with contextlib.ExitStack() as unless_it_works:
-                file = unless_it_works.enter_context(tempfile.TemporaryFile(prefix="tdcoll-heap-", dir=folder))
-                os.ftruncate(file.fileno(), nbytes)
-                unless_it_works.pop_all()
-                return file
-        except OSError as error:
-            refused.append(f"{folder} ({error.strerror})")
-    raise HeapExhaustedError(
-        f"the simulated symmetric heap needs {nbytes} bytes of shared memory; there is no room in "
-        f"{' or '.join(refused)}. Lower NVSHMEM_SYMMETRIC_SIZE (such as 16M) or initialize(heap_bytes=...)."
-    )
 
 
 def _map(place: Sequence[Any], nbytes: int) -> mmap.mmap:
@@ -159,29 +134,29 @@ class ProcessHeap(MemoryView):
 
 def _share(pe: int, everyone: Sequence[int], nbytes: int, control: ControlPlane) -> mmap.mmap:
     """The same ``nbytes`` zeros in every process."""
-    place: tuple[str, int, int] | None = None
-    problem: str | None = None
-    with contextlib.ExitStack() as stack:
-        if pe == 0:
-            try:
-                file = stack.enter_context(_create(nbytes))
-                found = os.fstat(file.fileno())
-                place = (f"/proc/{os.getpid()}/fd/{file.fileno()}", found.st_dev, found.st_ino)
-            except HeapExhaustedError as error:
-                problem = str(error)
-        place_of_0, problem = control.all_gather(everyone, "create the symmetric heap", (place, problem))[0]
-        if problem is not None:
-            raise HeapExhaustedError(problem)
-        buffer = None
+    memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    if nbytes > memory:
+        raise HeapExhaustedError(
+            f"the simulated symmetric heap needs {nbytes} bytes of shared memory, and this host has {memory}. Lower "
+            "NVSHMEM_SYMMETRIC_SIZE (such as 16M) or initialize(heap_bytes=...)."
+        )
+    file = os.memfd_create("tdcoll-heap") if pe == 0 else None
+    try:
+        place = buffer = problem = None
+        if file is not None:
+            os.ftruncate(file, nbytes)
+            found = os.fstat(file)
+            place = f"/proc/{os.getpid()}/fd/{file}", found.st_dev, found.st_ino
+        place_of_0 = control.all_gather(everyone, "create the symmetric heap", place)[0]
         try:
             buffer = _map(place_of_0, nbytes)
         except OSError as error:
             problem = str(error)
-        failures = [
-            f"PE {other}: {what}"
-            for other, what in enumerate(control.all_gather(everyone, "map the symmetric heap", problem))
-            if what is not None
-        ]
+        problems = control.all_gather(everyone, "map the symmetric heap", problem)
+    finally:
+        if file is not None:
+            os.close(file)
+    failures = [f"PE {other}: {what}" for other, what in enumerate(problems) if what is not None]
     if failures or buffer is None:
         raise TdcollError(
             "the simulated symmetric heap is shared memory of one host, and some ranks could not map it: "

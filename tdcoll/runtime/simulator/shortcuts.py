@@ -4,7 +4,7 @@
 Before every ``a + b`` Triton works out a common type, makes constants of numbers, casts and broadcasts. Under the
 interpreter that takes ten times as long as the addition, and most of what kernels compute is indices: scalars of one
 type, and numbers. For those, and for blocks of one shape, the functions here compute at once. Everything else is left
-to Triton, and so are values that were made of pointers (:mod:`.extents`).
+to Triton, and so are integers that were made of pointers (:mod:`.extents`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _KINDS = {
     "int1": ("b", 0, -1),
 }
 """Kind of each type that has a short way, and the least and the greatest number that may be the other operand."""
+_POINTER, _NO_KIND = ("p", -(2**63), 2**63 - 1), (" ", 0, -1)
 _INTEGERS = ("int32", "int64", "uint32", "uint64")
 _SIGNED = ("int32", "int64")
-"""Types of what may be added to a pointer; two operands of them are computed with as int64, unless both are int32."""
+"""Types of what may be added to a pointer; two operands of different ones are computed with as int64."""
 
 
 def _divided(lhs: Any, rhs: Any) -> Any:
@@ -81,58 +82,41 @@ def _tensor(data: Any, kind: Any, shaped: Any) -> Any:
 
 def _operator(stock: Function, compute: Function, kinds: str, table: _Table, *, reflected: bool) -> Function:
     """A binary operator of ``tl.tensor`` that is in ``table``; ``stock`` is Triton's."""
-    compares, shifts = table is _COMPARISONS, table is _SHIFTS
+    compares, shifts, moves = table is _COMPARISONS, table is _SHIFTS, compute is np.add and not reflected
     tensor, constexpr, bit, wide = tl.tensor, tl.constexpr, tl.int1, tl.int64
 
     @wraps(stock)
     def operator(self: Any, other: Any, **options: Any) -> Any:
         dtype, handle, shaped = self.dtype, self.handle, self
-        kind, least, greatest = _KINDS.get(dtype.name, (" ", 0, 0))
-        if kind not in kinds or handle.origin is not None:
+        kind, least, greatest = _KINDS.get(dtype.name) or (_POINTER if moves and dtype.is_ptr() else _NO_KIND)
+        pointer = kind == "p"
+        if not pointer and (kind not in kinds or handle.origin is not None):
             return stock(self, other, **options)
         if type(other) is constexpr:
             other = other.value
         if type(other) is int and least <= other <= greatest and (not shifts or 0 <= other < _SHORTEST_BITS):
             operand = other
-        elif type(other) is tensor and other.handle.origin is None:
+        elif type(other) is tensor and (pointer or other.handle.origin is None):
             operand = other.handle.data
             if other.dtype.name != dtype.name:
-                if dtype.name not in _SIGNED or other.dtype.name not in _SIGNED:
+                if other.dtype.name not in _SIGNED or not (pointer or dtype.name in _SIGNED):
                     return stock(self, other, **options)
-                dtype = wide
+                dtype = dtype if pointer else wide
             if not self.type.is_block():
                 shaped = other
             elif other.type.is_block() and handle.data.shape != operand.shape:
                 return stock(self, other, **options)
         else:
             return stock(self, other, **options)
+        if pointer:
+            width = max(1, dtype.element_ty.primitive_bitwidth // 8)
+            moved = _tensor(handle.data + np.asarray(operand).astype(np.uint64) * np.uint64(width), dtype, shaped)
+            moved.handle.origin = handle.origin
+            return moved
         data = compute(operand, handle.data) if reflected else compute(handle.data, operand)
         return _tensor(data, bit if compares else dtype, shaped)
 
     return operator
-
-
-def _addition(stock: Function) -> Function:
-    """``tl.tensor.__add__`` of a pointer; of other tensors it is ``stock``."""
-    tensor, builder = tl.tensor, triton_interpreter.interpreter_builder
-
-    @wraps(stock)
-    def add(self: Any, other: Any, **options: Any) -> Any:
-        if not self.dtype.is_ptr():
-            return stock(self, other, **options)
-        if type(other) is tl.constexpr:
-            other = other.value
-        if type(other) is int and -(2**63) <= other < 2**63:
-            offset = triton_interpreter.TensorHandle(np.array([other], np.int64), tl.int64)
-            return tensor(builder.create_addptr(self.handle, offset), self.type)
-        if type(other) is tensor and other.dtype.name in _SIGNED:
-            shaped = self if self.type.is_block() else other
-            if not other.type.is_block() or other.handle.data.shape == shaped.handle.data.shape:
-                made = builder.create_addptr(self.handle, other.handle)
-                return tensor(made, block_type(self.dtype, made.data.shape) if shaped.type.is_block() else self.dtype)
-        return stock(self, other, **options)
-
-    return add
 
 
 def _remembering_types(stock: Function) -> Function:
@@ -152,22 +136,6 @@ def _remembering_types(stock: Function) -> Function:
     return __init__
 
 
-def _checking_once(stock: Function) -> Function:
-    """``TensorHandle.__init__``, which compares the size of numbers with that of a type once for each pair."""
-    right: set[tuple[int, str]] = set()
-
-    @wraps(stock)
-    def __init__(self: Any, data: Any, dtype: Any, **rest: Any) -> None:
-        pair = data.itemsize, dtype.name
-        if rest or pair not in right:
-            stock(self, data, dtype, **rest)
-            right.add(pair)
-        else:
-            self.data, self.dtype, self.attr = data, dtype, {}
-
-    return __init__
-
-
 def _sharing(stock: Function) -> Function:
     """``tl.block_type.with_element_ty``, which gives the same object for the same type."""
 
@@ -176,19 +144,6 @@ def _sharing(stock: Function) -> Function:
         return block_type(scalar_ty, self.shape)
 
     return with_element_ty
-
-
-def _broadcasting(stock: Function) -> Function:
-    """``TritonSemantic.broadcast_impl_value``, which has nothing to do with operands of one shape."""
-
-    @wraps(stock)
-    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() == rhs.type.is_block():
-            if not lhs.type.is_block() or lhs.handle.data.shape == rhs.handle.data.shape:
-                return lhs, rhs
-        return stock(self, lhs, rhs)
-
-    return broadcast_impl_value
 
 
 def _casting(stock: Function) -> Function:
@@ -211,19 +166,12 @@ def _casting(stock: Function) -> Function:
 def shortcuts(*, check_overflow: bool) -> Iterator[tuple[Any, str, Function]]:
     """Return what replaces Triton's functions: class, name, and a function that falls back on the one that is there.
 
-    Each is to be put in place before the next is asked for: two of them share ``__add__``.
-
     Args:
         check_overflow: sums, differences and products are left to Triton, which checks them.
     """
-    tensor, handle = tl.tensor, triton_interpreter.TensorHandle
-    semantic = type(triton_interpreter.interpreter_semantic)
+    tensor, semantic = tl.tensor, type(triton_interpreter.interpreter_semantic)
     yield tensor, "__init__", _remembering_types(tensor.__init__)
-    yield tensor, "__add__", _addition(tensor.__add__)
-    if list(handle.__dataclass_fields__) == ["data", "dtype", "attr"]:
-        yield handle, "__init__", _checking_once(handle.__init__)
     yield tl.block_type, "with_element_ty", _sharing(tl.block_type.with_element_ty)
-    yield semantic, "broadcast_impl_value", _broadcasting(semantic.broadcast_impl_value)
     yield semantic, "cast", _casting(semantic.cast)
     for table in (_COMPARISONS, _SHIFTS, _UNCHECKED, *(() if check_overflow else (_CHECKED,))):
         for operation, (compute, kinds) in table.items():

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How programs wait for signals and for words, and give up when a deadline expires."""
+"""How programs wait for signals and for words, and give up when a deadline expires.
+
+The waits return ``[n]`` values that were seen, and ``[n]`` bool, whether they are what was waited for: not all, if the
+monitor's deadline has expired. Each value has a thread, given by its peer and index, for the record of such a wait.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -14,68 +19,71 @@ from tdcoll.runtime.simulator.monitor import Monitor
 from tdcoll.runtime.simulator.pointers import PointerAccess
 from tdcoll.spec import constants as c
 
-__all__ = ["flagged", "holds", "one_of", "signals", "until", "word", "words"]
+__all__ = ["flagged", "holds", "signals", "word", "words"]
 
 _COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
-    ("==", lambda seen, wanted: seen == wanted),
-    ("!=", lambda seen, wanted: seen != wanted),
-    (">", lambda seen, wanted: seen > wanted),
-    ("<=", lambda seen, wanted: seen <= wanted),
-    ("<", lambda seen, wanted: seen < wanted),
-    (">=", lambda seen, wanted: seen >= wanted),
+    ("==", operator.eq),
+    ("!=", operator.ne),
+    (">", operator.gt),
+    ("<=", operator.le),
+    ("<", operator.lt),
+    (">=", operator.ge),
 )
-"""Sign and meaning of each ``CMP_*``, by value; of ints, and of arrays element by element."""
+"""Sign and meaning of each ``CMP_*``, by value."""
 
 _GROWING = (c.CMP_GT.value, c.CMP_GE.value)
 
 Array = np.ndarray[Any, Any]
 Threads = Sequence[tuple[int, int]]
-"""Peer and index of each thread, for the record of a wait that expires."""
-
-
-def until(machine: Machine, address: int, compare: int, value: int) -> int:
-    """Wait without a deadline until the signal at ``address`` compares true; its value."""
-    seen: list[int] = []
-    _wait_for_signals(machine, [address], compare, value, take=lambda places, words: seen.extend(words.tolist()))
-    return seen[0]
 
 
 def signals(
-    machine: Machine, addresses: Sequence[int], threads: Threads, compare: int, value: int, monitor: Monitor
-) -> bool:
-    """Wait until every signal compares true with ``value``; False when the monitor's deadline expires."""
-    # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow may as well
-    # be looked at all together.
-    enough = np.all if compare in _GROWING else np.any
-    given: dict[str, Any] = {"enough": enough, "monitor": monitor, "threads": threads, "expected": value}
-    return not _wait_for_signals(machine, addresses, compare, value, **given).size
-
-
-def one_of(
-    machine: Machine, addresses: Sequence[int], threads: Threads, compare: int, value: int, monitor: Monitor
-) -> int:
-    """Wait until one of the signals compares true with ``value``.
-
-    Returns:
-        The place of the first that does; -1 if the monitor's deadline expires or there are no signals.
-    """
-    given: dict[str, Any] = {"one": True, "monitor": monitor, "threads": threads, "expected": value}
-    left = _wait_for_signals(machine, addresses, compare, value, **given)
-    content = np.setdiff1d(np.arange(len(addresses)), left)
-    return int(content[0]) if content.size else -1
-
-
-def _wait_for_signals(machine: Machine, addresses: Sequence[int], compare: int, value: int, **given: Any) -> Array:
-    """Wait for signals as :func:`_wait` does, which takes the rest of the arguments."""
-    (sign, true), memory = _COMPARE[compare], machine.memory
-    what = f"{len(addresses)} signal(s)" if "monitor" in given else memory.describe(addresses[0])
+    machine: Machine,
+    addresses: Sequence[int],
+    compare: int,
+    value: int,
+    *,
+    threads: Threads = (),
+    monitor: Monitor | None = None,
+    one: bool = False,
+) -> tuple[Array, Array]:
+    """Wait until signals compare true with ``value``: all, or ``one`` of them. Without ``monitor``, wait for ever."""
+    sign, true = _COMPARE[compare]
     return _wait(
         machine,
-        f"wait {what} {sign} {value}",
         np.array(addresses, np.uint64),
-        read=memory.words,
-        true=lambda words: true(words, np.uint64(value)),
-        missing=lambda address, word: f"{memory.describe(address)} {sign} {value}, is {word}",
+        f"{sign} {value}",
+        read=machine.memory.words,
+        true=lambda seen: true(seen, np.uint64(value)),
+        # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow are looked
+        # at all together.
+        enough=np.all if compare in _GROWING and not one else np.any,
+        one=one,
+        monitor=monitor,
+        threads=threads,
+        expected=value,
+    )
+
+
+def word(machine: Machine, address: int, kind: Any, compare: int, value: int, **given: Any) -> tuple[Array, Array]:
+    """Wait until an integer of the numpy type ``kind``, which may lie in any memory, compares true with ``value``."""
+    (sign, true), pe, nbytes = _COMPARE[compare], machine.program.pe, kind.itemsize
+    if address % nbytes:
+        raise ValueError(f"word must be a multiple of {nbytes}, got {address:#x}")
+    at, symmetric = np.array([address], np.uint64), machine.memory.owns(address)
+    PointerAccess(machine).before_load(at, np.ones(1, bool), polls=True, symmetric=symmetric)
+
+    def read(addresses: Array) -> Array:
+        with machine.unseen.as_seen_by(pe, address, address + nbytes):
+            return triton_interpreter._interpreter.load(addresses, np.ones(1, bool), np.zeros(1, kind), kind)
+
+    return _wait(
+        machine,
+        at,
+        f"{sign} {value}",
+        read=read,
+        true=lambda seen: true(seen, kind.type(value)),
+        expected=value,
         **given,
     )
 
@@ -89,159 +97,101 @@ def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
     return bool(true(memory.word(address), value))
 
 
-def word(
-    machine: Machine, address: int, kind: Any, compare: int, value: int, thread: tuple[int, int], monitor: Monitor
-) -> bool:
-    """Wait until the integer at ``address`` compares true with ``value``; return False when a deadline expires.
-
-    Args:
-        address: of any memory, on any PE; a multiple of the integer's size.
-        kind: the integer's numpy type.
-        thread: peer and index, for the record.
-    """
-    (sign, true), memory, pe = _COMPARE[compare], machine.memory, machine.program.pe
-    if address % kind.itemsize:
-        raise ValueError(f"word must be a multiple of {kind.itemsize}, got {address:#x}")
-    at, everything = np.array([address], np.uint64), np.ones(1, bool)
-    PointerAccess(machine).before_load(at, everything, polls=True, symmetric=memory.owns(address))
-
-    def read(addresses: Array) -> Array:
-        mask, other = np.ones(addresses.size, bool), np.zeros(addresses.size, kind)
-        with machine.unseen.as_seen_by(pe, address, address + kind.itemsize):
-            return triton_interpreter._interpreter.load(addresses, mask, other, kind)
-
-    left = _wait(
+def flagged(machine: Machine, addresses: Array, flag: int, **given: Any) -> tuple[Array, Array]:
+    """Wait until the last of the four 32-bit parts of every word is ``flag``. The values are ``[n, 4]`` uint32."""
+    return _wait(
         machine,
-        f"wait {memory.describe(address)} {sign} {value}",
-        at,
-        read=read,
-        true=lambda words: true(words, kind.type(value)),
-        missing=lambda place, seen: f"{memory.describe(place)} {sign} {value}, is {seen}",
-        monitor=monitor,
-        threads=[thread],
-        expected=value,
-    )
-    return not left.size
-
-
-def flagged(machine: Machine, addresses: Array, threads: Threads, flag: int, monitor: Monitor) -> tuple[Array, Array]:
-    """Wait until the last 32 of the 128 bits of every word are ``flag``, or the monitor's deadline expires.
-
-    Args:
-        addresses: ``[n]`` uint64, of the words.
-
-    Returns:
-        ``[n, 4]`` uint32, the parts of each word that had the flag, and ``[n]``, which had.
-    """
-    return _wait_for_words(
-        machine,
-        f"wait {addresses.size} word(s) flagged {flag}",
         addresses,
+        f"flagged {flag}",
+        read=lambda addresses: _parts(machine, addresses),
         true=lambda parts: parts[:, 3] == flag,
-        shown=lambda parts: int(parts[3]),
-        missing=lambda address, seen: f"{machine.memory.describe(address)} flagged {flag}, is {seen}",
-        monitor=monitor,
-        threads=threads,
+        number=lambda parts: int(parts[3]),
+        nbytes=16,
         expected=flag,
+        **given,
     )
 
 
-def words(
-    machine: Machine, addresses: Array, threads: Threads, absent: int, call: int, monitor: Monitor
-) -> tuple[Array, Array]:
-    """Wait until none of the four 32-bit parts of every word is ``absent``, or the monitor's deadline expires.
+def words(machine: Machine, addresses: Array, absent: int, call: int, **given: Any) -> tuple[Array, Array]:
+    """Wait until none of the four 32-bit parts of every word is ``absent``. The values are ``[n, 4]`` uint32.
 
-    Arguments and results as for :func:`flagged`; ``call`` is for the record.
+    ``call`` is for the record.
     """
-    return _wait_for_words(
+    return _wait(
         machine,
-        f"wait {addresses.size} word(s) of call {call}",
         addresses,
+        f"with 4 parts of call {call}",
+        read=lambda addresses: _parts(machine, addresses),
         true=lambda parts: (parts != absent).all(axis=1),
-        shown=lambda parts: int(np.count_nonzero(parts != absent)),
-        missing=lambda address, seen: f"{machine.memory.describe(address)}, of which {seen} of 4 parts are there",
-        monitor=monitor,
-        threads=threads,
+        number=lambda parts: int(np.count_nonzero(parts != absent)),
+        nbytes=16,
         expected=4,
         epoch=call,
+        **given,
     )
 
 
-def _wait_for_words(machine: Machine, name: str, addresses: Array, **given: Any) -> tuple[Array, Array]:
-    memory = machine.memory
-    seen, arrived = np.zeros((addresses.size, 4), np.uint32), np.zeros(addresses.size, bool)
-
-    def read(addresses: Array) -> Array:
-        # A flag is in the upper half, which is written last (PointerAccess.store_words), and so read first.
-        upper = memory.words(addresses + np.uint64(8))
-        return np.stack((memory.words(addresses), upper), axis=-1).view(np.uint32)
-
-    def take(places: Array, parts: Array) -> None:
-        seen[places], arrived[places] = parts, True  # what has come stays
-
-    _wait(machine, name, addresses, read=read, take=take, nbytes=16, **given)
-    return seen, arrived
+def _parts(machine: Machine, addresses: Array) -> Array:
+    """``[n, 4]`` uint32: 128-bit words."""
+    # A flag is in the upper half, which is written last (PointerAccess.store_words), and so read first.
+    upper = machine.memory.words(addresses + np.uint64(8))
+    return np.stack((machine.memory.words(addresses), upper), axis=-1).view(np.uint32)
 
 
 def _wait(
     machine: Machine,
-    name: str,
     addresses: Array,
+    condition: str,
     *,
     read: Callable[[Array], Array],
     true: Callable[[Array], Array],
-    missing: Callable[[int, int], str],
-    shown: Callable[[Any], int] = int,
-    take: Callable[[Array, Array], None] = lambda places, seen: None,
+    number: Callable[[Any], int] = int,
     enough: Callable[[Array], Any] = np.all,
     one: bool = False,
     nbytes: int = 8,
-    monitor: Monitor | None = None,
-    threads: Threads = (),
-    expected: int = 0,
+    monitor: Monitor | None,
+    threads: Threads,
+    expected: int,
     epoch: int | None = None,
-) -> Array:
-    """Threads poll a word each, ``nbytes`` bytes at its address, until what they ``read`` is ``true``, or until the
-    deadline of ``monitor`` expires. They look again when ``enough`` of them would be content; ``one`` is enough to end.
+) -> tuple[Array, Array]:
+    """A thread polls ``nbytes`` bytes at each address until what it reads is ``true``; ``one`` is enough to end.
 
-    ``take`` gets the places of threads that are content and what they saw. ``shown`` makes a number of that, from which
-    ``missing`` says what is missing at an address, and which the record has if the wait expires.
-
-    Returns:
-        The places of the threads that are not content.
+    Threads look again when ``enough`` of them would be content. In reports stands ``condition``, and in them and in the
+    record the ``number`` that is made of what a thread sees.
     """
-    scheduler, left = machine.scheduler, np.arange(addresses.size)
+    scheduler, describe, n = machine.scheduler, machine.memory.describe, addresses.size
     machine.counts[machine.program.pe].waits += 1
+    if not n:
+        return np.zeros(0, np.uint64), np.zeros(0, bool)
+    seen, content, left = read(addresses), np.zeros(n, bool), np.arange(n)
 
-    def aborted() -> bool:
+    def over() -> bool:
         return monitor is not None and monitor.aborted
 
     def ready() -> bool:
-        return bool((np.any if one else enough)(true(read(addresses[left])))) or aborted()
+        return bool(enough(true(read(addresses[left])))) or over()
 
-    def describe() -> str:
-        seen = read(addresses[left])
-        absent = [missing(int(addresses[left[i]]), shown(seen[i])) for i in np.flatnonzero(~true(seen))]
+    def missing() -> str:
+        now = read(addresses[left])
+        absent = [
+            f"{describe(int(addresses[left[i]]))} {condition}, is {number(now[i])}" for i in np.flatnonzero(~true(now))
+        ]
         return f"waits for {'one of ' if one else ''}{', '.join(absent)}"
 
     deadline_ns = None if monitor is None else scheduler.now_ns + monitor.timeout_ns
-    with machine.slice(name):
-        while left.size:
+    in_time = True
+    with machine.slice(f"wait {describe(int(addresses[0]))}{f' and {n - 1} more' if n > 1 else ''} {condition}"):
+        while left.size and in_time and not (one and content.any()):
             keys: list[Hashable] = [(at & ~7) + i for at in addresses[left].tolist() for i in range(0, nbytes, 8)]
             if monitor is not None:
                 keys.append(("monitor", monitor.address))
-            in_time = scheduler.wait(
-                ready, describe, keys, None if deadline_ns is None else deadline_ns - scheduler.now_ns
-            )
-            seen = read(addresses[left])
-            content = true(seen)
-            take(left[content], seen[content])
-            left = left[~content]
-            if (one and content.any()) or aborted() or not in_time:
-                break
-    if left.size and monitor is not None and not (one and left.size < addresses.size):
+            timeout_ns = None if deadline_ns is None else deadline_ns - scheduler.now_ns
+            in_time = scheduler.wait(ready, missing, keys, timeout_ns) and not over()
+            seen[left] = read(addresses[left])
+            content[left] = true(seen[left])
+            left = np.flatnonzero(~content)
+    if monitor is not None and not (content.any() if one else content.all()):
         peer, index = threads[left[0]]
-        last = shown(read(addresses[left[:1]])[0])
-        monitor.give_up(peer, index, expected, last, expected if epoch is None else epoch)
+        monitor.give_up(peer, index, expected, number(seen[left[0]]), expected if epoch is None else epoch)
         scheduler.notify(("monitor", monitor.address))
-    return left
+    return seen, content

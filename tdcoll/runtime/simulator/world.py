@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -32,14 +31,6 @@ __all__ = ["World"]
 Result = TypeVar("Result")
 
 
-@dataclass
-class _Exchange:
-    """One exchange of the control plane."""
-
-    answers: dict[int, bytes] = field(default_factory=dict)
-    readers: int = 0
-
-
 class _Control:
     """One PE's control plane: exchanges through the scheduler, so that a missing rank is a deadlock."""
 
@@ -51,27 +42,25 @@ class _Control:
         world, group = self._world, tuple(ranks)
         number = self._count[group] = self._count.get(group, -1) + 1
         key = ("control", self._name, group, number)
-        exchange = world._exchanges.setdefault(key, _Exchange())
-        exchange.answers[self._pe] = encode(tag, value)
+        values = world._exchanges.setdefault(key, {})
+        values[self._pe] = encode(tag, value)
         world.scheduler.notify(key)
 
         def missing() -> list[int]:
-            return [rank for rank in group if rank not in exchange.answers]
+            return [rank for rank in group if rank not in values]
 
         if timeout_s is None:
             timeout_s = world.runtimes[self._pe].timeout_s
         world.scheduler.wait(
-            lambda: len(exchange.answers) == len(group),
+            lambda: not missing(),
             lambda: f"waits in '{tag}' for rank(s) {missing()}",
             [key],
             int(timeout_s * 1e9),
         )
         if missing():
             raise missing_ranks(self._pe, tag, missing(), timeout_s)
-        exchange.readers += 1
-        if exchange.readers == len(group):
-            del world._exchanges[key]
-        answers = [decode(exchange.answers[rank], f"PE {rank}") for rank in group]
+        world._exchanges.pop((*key[:-1], number - 2), None)  # all have read it
+        answers = [decode(values[rank], f"PE {rank}") for rank in group]
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
         if others:
             raise RankMismatchError(f"rank {self._pe} is in '{tag}', but {others} are elsewhere")
@@ -200,7 +189,7 @@ class World:
             trace=self.trace,
             check_overflow=check_overflow,
         )
-        self._exchanges: dict[Any, _Exchange] = {}
+        self._exchanges: dict[Any, dict[int, bytes]] = {}
         self._dead: set[int] = set()
         self._launches: list[list[Launch]] = []
         self._doomed: dict[int, tuple[int, bool]] = {}
