@@ -35,10 +35,10 @@ from tdcoll.language.simulator_arguments import (
 )
 from tdcoll.language.simulator_waits import *  # noqa: F403
 from tdcoll.runtime.simulator import transfers, waits
+from tdcoll.runtime.simulator.branches import thread_index
 from tdcoll.runtime.simulator.builder import numpy_dtype
 from tdcoll.runtime.simulator.current import machine, pointers
 from tdcoll.runtime.simulator.extents import Address
-from tdcoll.runtime.simulator.lanes import thread_index
 from tdcoll.runtime.simulator.machine import BARRIERS, Machine
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import FUNCTIONS, not_typed
@@ -53,7 +53,7 @@ def my_pe(running):
 
 @device
 def n_pes(running):
-    return int32(running.n_pes)
+    return int32(running.memory.n_pes)
 
 
 def remote_ptr(local_ptr: Any, pe: Any, _semantic: Any = None) -> Any:
@@ -77,7 +77,7 @@ remote_ptr.__doc__ = FUNCTIONS["remote_ptr"].doc
 @device
 def int_p(running, dest, value, pe):
     running.check_symmetric(dest, 4, "dest", pe)
-    transfers.put_word(running, dest, (value & 0xFFFF_FFFF).to_bytes(4, "little"), pe)
+    transfers.put(running, dest, (value & 0xFFFF_FFFF).to_bytes(4, "little"), 4, pe, nbi=True)
 
 
 def _put(running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool) -> None:
@@ -183,7 +183,7 @@ def _as(kind: Any, function: str, parameter: str, value: Any) -> Any:
 
 
 def _p(running: Machine, address: int, kind: Any, pe: int, value: Any) -> None:
-    transfers.put_word(running, address, value.tobytes(), pe)
+    transfers.put(running, address, value.tobytes(), value.nbytes, pe, nbi=True)
 
 
 def _g(running: Machine, address: int, kind: Any, pe: int) -> Any:

@@ -12,9 +12,9 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.errors import TdcollError
+from tdcoll.runtime.simulator.branches import differs, one_value
 from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import Address
-from tdcoll.runtime.simulator.lanes import differs, one_value
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import FUNCTIONS, no_puts, not_64_bits, not_linked

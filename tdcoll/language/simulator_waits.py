@@ -24,7 +24,7 @@ from tdcoll.runtime.simulator.builder import numpy_dtype
 from tdcoll.runtime.simulator.current import machine, pointers
 from tdcoll.runtime.simulator.extents import origin_of
 from tdcoll.runtime.simulator.memory import read_word
-from tdcoll.runtime.simulator.monitor import Monitor
+from tdcoll.runtime.simulator.waits import Monitor
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import FUNCTIONS
 

@@ -165,7 +165,7 @@ def test_killed_tasks_stop_and_cannot_wait_any_more(scheduler):
 
     def killer():
         scheduler.turn()
-        scheduler.kill(scheduler.live_tasks(1))
+        scheduler.kill(1)
         log.append("killed")
 
     scheduler.spawn("victim", 1, victim)

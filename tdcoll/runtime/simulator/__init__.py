@@ -9,7 +9,7 @@ From the bottom up:
 - :mod:`.machine` is all of these together; :mod:`.trace` records a timeline of it;
 - :mod:`.transfers`, :mod:`.pointers` and :mod:`.waits` are what programs do on it;
 - :mod:`.interpreter` hooks it into Triton's interpreter: :mod:`.launcher` for launches, :mod:`.builder` for operations,
-  :mod:`.truth` for conditions, :mod:`.lanes` for threads;
+  :mod:`.branches` for conditions and threads;
 - :mod:`.world` puts all PEs into one process, :mod:`.process` is one process per rank.
 
 Users meet this through :mod:`tdcoll.testing` and ``launch.sh``; ``docs/simulator.md`` describes the model.

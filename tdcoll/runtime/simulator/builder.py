@@ -33,6 +33,8 @@ _SYSTEM = triton_interpreter._ir.MEM_SYNC_SCOPE.SYSTEM
 _RELEASES = (_SEMANTIC.RELEASE, _SEMANTIC.ACQUIRE_RELEASE)
 _BITS = "HB"
 """Codes of the numpy types that hold the bits of bf16 and fp8."""
+_MOVING = "addptr ashr bitcast broadcast expand_dims gather idiv int_to_ptr ptr_to_int reshape trans unsplat"
+"""Operations whose first operand is where their result comes from."""
 
 
 def _flat(handle: Any) -> np.ndarray[Any, Any]:
@@ -56,8 +58,6 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
     @property
     def grid_dim(self) -> Any:
         return machine().program.grid_dim
-
-    # ------------------------------------------------------------------ memory
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
         volatile = named.get("is_volatile", options[-1] if options else False)
@@ -105,8 +105,6 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
         if sem in _RELEASES:
             transfers.release(machine(), system=scope == _SYSTEM)
 
-    # ------------------------------------------------------------------ arithmetic, of narrow types and of addresses
-
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         target = dst_type.scalar
         if not (is_narrow_handle(src) or is_narrow(target)):
@@ -152,12 +150,7 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
         return _computed(lambda x, y, z: x.astype(np.float64) * y + z, x, y, z)
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        wide = [
-            triton_interpreter.TensorHandle(to_float32(h.data, h.dtype.scalar), tl.float32)
-            if is_narrow_handle(h)
-            else h
-            for h in (a, b)
-        ]
+        wide = (self.cast_impl(operand, tl.float32) if is_narrow_handle(operand) else operand for operand in (a, b))
         return super().create_dot(*wide, d, *options)
 
     def create_extern_elementwise(
@@ -170,11 +163,6 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
 
     def get_bf16(self, value: float) -> Any:
         return triton_interpreter.TensorHandle(narrowed(np.array([value], np.float64), tl.bfloat16), tl.bfloat16)
-
-    # ------------------------------------------------------------------ what only moves values
-
-    def create_addptr(self, ptr: Any, offset: Any) -> Any:
-        return moved_from(ptr, super().create_addptr(ptr, offset))
 
     def create_splat(self, ret_ty: Any, arg: Any) -> Any:
         return moved_from(arg, super().create_splat(ret_ty, arg))
@@ -198,20 +186,8 @@ def _passing_on(name: str) -> Any:
     return move
 
 
-for _name in (
-    "create_ashr",
-    "create_bitcast",
-    "create_broadcast",
-    "create_expand_dims",
-    "create_gather",
-    "create_idiv",
-    "create_int_to_ptr",
-    "create_ptr_to_int",
-    "create_reshape",
-    "create_trans",
-    "create_unsplat",
-):
-    setattr(MachineBuilder, _name, _passing_on(_name))
+for _name in _MOVING.split():
+    setattr(MachineBuilder, f"create_{_name}", _passing_on(f"create_{_name}"))
 
 
 def moved_from(source: Any, result: Any) -> Any:

@@ -26,10 +26,9 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.errors import TdcollError
-from tdcoll.runtime.simulator import current, lanes, libdevice, truth
+from tdcoll.runtime.simulator import branches, current, libdevice
+from tdcoll.runtime.simulator.branches import of_threads, one_value
 from tdcoll.runtime.simulator.builder import MachineBuilder, is_narrow_handle, moved_from, numpy_dtype
-from tdcoll.runtime.simulator.extents import Extents
-from tdcoll.runtime.simulator.lanes import of_threads, one_value
 from tdcoll.runtime.simulator.launcher import MachineLauncher
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.rewrite import KernelTransformer
@@ -51,11 +50,6 @@ def _called_at_once(owner: Any, name: str, member: Callable[..., Any], builder: 
     scope.set_attr(owner, name, call)
 
 
-def _call_device_function(function: Any, *args: Any, **named: Any) -> Any:
-    """``InterpretedFunction.__call__``, which lets errors through as they are."""
-    return function.rewrite()(*args, **named)
-
-
 def _reducing(original: Callable[..., Any], element_by_element: str) -> Callable[..., Any]:
     """A reduction or a scan that leaves bf16 to the function that combines, as numpy cannot add it up."""
 
@@ -67,17 +61,6 @@ def _reducing(original: Callable[..., Any], element_by_element: str) -> Callable
         return original(self, input)
 
     return apply_impl
-
-
-def _remembering(original: Callable[..., int], extents: Extents) -> Callable[..., int]:
-    """``Tensor.data_ptr``, and whose address it was."""
-
-    def data_ptr(self: torch.Tensor) -> int:
-        first = original(self)
-        extents.remember(self, first)
-        return first
-
-    return data_ptr
 
 
 def _materializing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +96,8 @@ class Installed:
         scope.set_attr(module, "GridExecutor", MachineLauncher)
         scope.set_attr(module, "_patch_lang", lambda fn: nothing)
         scope.set_attr(module, "_get_np_dtype", numpy_dtype)
-        scope.set_attr(torch.Tensor, "data_ptr", _remembering(torch.Tensor.data_ptr, wanted.extents))
+        remember, address = wanted.extents.remember, torch.Tensor.data_ptr
+        scope.set_attr(torch.Tensor, "data_ptr", lambda tensor: remember(tensor, address(tensor)))
         scope.set_attr(module.TensorHandle, "origin", None)
         for handle in ("BlockPointerHandle", "TensorDescHandle"):
             if owner := getattr(module, handle, None):  # triton 3.9 has no block pointers
@@ -122,18 +106,20 @@ class Installed:
             scope.set_attr(owner, "apply_impl", _reducing(owner.apply_impl, generic))
         scope.set_attr(module.FunctionRewriter, "ast_transformer", KernelTransformer())
         scope.set_attr(module.InterpretedFunction, "rewritten_fn", _rewritten)
-        scope.set_attr(module.InterpretedFunction, "__call__", _call_device_function)
-        for name, value in {**lanes.FUNCTIONS, **truth.FUNCTIONS}.items():
+        call = lambda function, *args, **named: function.rewrite()(*args, **named)  # noqa: E731  lets errors through
+        scope.set_attr(module.InterpretedFunction, "__call__", call)
+        for name, value in branches.FUNCTIONS.items():
             scope.set_attr(module, f"_tdcoll_{name}", value)
         # By default Triton's interpreter computes every int32 result in int64 too, and does nothing with it.
         check = wanted.check_overflow
         options = replace(module.interpreter_builder.options, sanitize_overflow=check, debug=check)
         scope.set_attr(module.interpreter_builder, "options", options)
         scope.set_attr(module.interpreter_builder, "__class__", MachineBuilder)
+        self.installed = True
 
     def remove(self) -> None:
         """Put everything back. Idempotent."""
-        if self._scope is not None:
+        if self.installed:
             current.put(None)
             self._scope.restore()
-            self._scope = None
+            self.installed = False

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ _INTEGERS = {"i32": tl.int32, "i64": tl.int64}
 
 
 class _Signature:
-    """What a launch needs to know of a rewritten kernel; kept, because finding it out costs time."""
+    """What a launch needs to know of a rewritten kernel."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.name = fn.__name__
@@ -62,6 +63,9 @@ class _Signature:
             name: value if name in self.constexprs else _to_device(name, value, self.types.get(name))
             for name, value in bound.arguments.items()
         }
+
+
+_signature = functools.cache(_Signature)
 
 
 def _to_device(name: str, value: Any, kind: Any = None) -> Any:
@@ -90,9 +94,6 @@ def _to_device(name: str, value: Any, kind: Any = None) -> Any:
     return converted
 
 
-_signatures: dict[Callable[..., Any], _Signature] = {}
-
-
 class MachineLauncher(triton_interpreter.GridExecutor):
     """What ``kernel[grid]`` makes: hands the launch to the machine."""
 
@@ -100,10 +101,7 @@ class MachineLauncher(triton_interpreter.GridExecutor):
         self.fn, self.grid, self.pre_run_hooks = fn, grid, pre_run_hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        fn = self.fn
-        signature = _signatures.get(fn)
-        if signature is None:
-            signature = _signatures[fn] = _Signature(fn)
+        fn, signature = self.fn, _signature(self.fn)
         for hook in self.pre_run_hooks:
             hook(*args, **signature.known(kwargs))
         linked = bool(kwargs.get(LINKED))

@@ -54,7 +54,6 @@ class Machine:
         node_ids: name of each PE's node; pointers reach PEs of the same node only.
         launch: runs a kernel's programs until all are done.
         arrivals: how often each PE has arrived at each of :data:`BARRIERS`.
-        atomic_add: adds to a 64-bit word, atomically between processes where there are several.
         trace: timeline to record, or None.
         check_overflow: integers of 32 bits that overflow are errors, and so are failed ``tl.device_assert``.
 
@@ -71,22 +70,15 @@ class Machine:
         node_ids: Sequence[object],
         launch: Callable[[Launch], None],
         arrivals: Mapping[str, MutableSequence[int] | memoryview[int]],
-        atomic_add: Callable[[int, int], None],
         trace: Trace | None = None,
         check_overflow: bool = False,
     ) -> None:
         self.memory, self.scheduler, self.trace = memory, scheduler, trace
         self.node_ids = tuple(node_ids)
-        self.launch, self.arrivals, self.atomic_add = launch, arrivals, atomic_add
-        self.check_overflow = check_overflow
+        self.launch, self.arrivals, self.check_overflow = launch, arrivals, check_overflow
         self.network: Network | None = None
         self.extents, self.unseen = Extents(memory), Unseen()
         self.counts = [Counts() for _ in self.node_ids]
-
-    @property
-    def n_pes(self) -> int:
-        """Number of PEs of the job."""
-        return self.memory.n_pes
 
     @property
     def program(self) -> Task:
@@ -100,8 +92,6 @@ class Machine:
             raise TdcollError("the device language was called on the host: call it inside a @tdcoll.jit kernel")
         return task
 
-    # ------------------------------------------------------------------ addresses
-
     def on(self, pe: int, address: int) -> int:
         """The address of ``pe``'s copy of a symmetric address of the running PE."""
         memory = self.memory
@@ -113,12 +103,12 @@ class Machine:
 
     def check_pe(self, pe: int) -> int:
         """``pe``, if there is such a PE."""
-        if not 0 <= pe < self.n_pes:
-            raise ValueError(f"pe must be in 0..{self.n_pes - 1}, got {pe}")
+        if not 0 <= pe < self.memory.n_pes:
+            raise ValueError(f"pe must be in 0..{self.memory.n_pes - 1}, got {pe}")
         return pe
 
-    def check_symmetric(self, address: int, nbytes: int, argument: str, pe: int | None = None) -> int:
-        """``address``, if these bytes are the running PE's part of a symmetric tensor, and ``pe`` has a part as well.
+    def check_symmetric(self, address: int, nbytes: int, argument: str, pe: int | None = None) -> None:
+        """Refuse bytes that are not the running PE's part of a symmetric tensor, or in which ``pe`` has no part.
 
         No bytes may lie anywhere in the running PE's block.
         """
@@ -139,19 +129,15 @@ class Machine:
         if nbytes:
             for there in (me,) if pe is None else (me, pe):
                 self._check_extent(self.on(there, address), nbytes, address, argument)
-        return address
 
-    def check_signal(self, address: int, argument: str, pe: int | None = None) -> int:
-        """``address``, if it is that of a 64-bit word of a symmetric tensor, in which ``pe`` has a part as well."""
+    def check_signal(self, address: int, argument: str, pe: int | None = None) -> None:
+        """As :meth:`check_symmetric`, for an aligned word of 64 bits."""
         if address % 8:
             raise ValueError(f"{argument} must be 8-byte aligned (a 64-bit signal), got {address:#x}")
-        return self.check_symmetric(address, 8, argument, pe)
+        self.check_symmetric(address, 8, argument, pe)
 
     def check_local(self, address: int, nbytes: int, argument: str, pe: int) -> None:
-        """Refuse an address that this PE's transfers with ``pe`` may not use as their local side.
-
-        That of no bytes may be any.
-        """
+        """Refuse bytes, if there are any, that transfers with ``pe`` may not use as their local side."""
         me, memory = self.program.pe, self.memory
         if not nbytes:
             return
@@ -172,12 +158,9 @@ class Machine:
 
     def _check_extent(self, begin: int, nbytes: int, address: int, argument: str) -> None:
         """``nbytes`` from ``begin`` on must be where ``argument``, which is ``address``, may point."""
-        origin, me = origin_of(address), self.program.pe
-        if not self.extents.holds(begin, begin + nbytes, origin, me):
-            problem = self.extents.problem(begin, begin + nbytes, origin, me)
+        problem = self.extents.problem(begin, begin + nbytes, origin_of(address), self.program.pe)
+        if problem is not None:
             raise ValueError(f"{argument} must stay within one tensor; got {problem}")
-
-    # ------------------------------------------------------------------ timeline
 
     def slice(self, name: str) -> AbstractContextManager[None]:
         """A slice of the running program's row of the timeline, if there is one."""

@@ -7,12 +7,9 @@ there as operations:
 - an operation's bytes are cut into one to three pieces, which arrive in any order and interleaved with those
   of other operations; its signal, if it has one, arrives after its own pieces and says nothing of others;
 - a fence, by whatever program, opens a new *epoch* in each of the PE's channels; only operations of a channel's oldest
-  epoch arrive. NVSHMEM's fence orders what the PE has issued, and leaves it to the program that "before" and "after"
-  mean anything between threads;
-- ``quiet`` waits until everything has arrived that the PE had in flight when it was called, but for other programs'
-  stores;
-- a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave, so that
-  overwriting the source before ``quiet`` shows;
+  epoch arrive;
+- ``quiet`` waits until all has arrived that the PE had in flight when it was called, but for other programs' stores;
+- a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave;
 - gets travel in channels of their own, which fences do not order; ``quiet`` waits for them;
 - an operation may be *held back* until no task can run but stragglers (see :mod:`tdcoll.runtime.simulator.policy`).
 
@@ -67,12 +64,10 @@ class Operation:
 
 
 class Network:
-    """Messages in flight, and which of them may arrive next.
+    """Messages in flight, and which of them may arrive next, which ``policy`` chooses.
 
-    Args:
-        policy: chooses.
-        written: called with address and length of bytes that have arrived.
-        arrived: called with ``("arrived", PE)`` when an operation of that PE has arrived.
+    ``written`` is called with address and length of bytes that have arrived, and ``arrived`` with ``("arrived", PE)``
+    when an operation of that PE has.
     """
 
     def __init__(
@@ -80,11 +75,9 @@ class Network:
     ) -> None:
         self._policy, self._written, self._arrived = policy, written, arrived
         self._channels: dict[tuple[int, int, bool], list[list[Operation]]] = {}  # epochs, the oldest first
-        self._eager: list[Operation] = []  # may arrive now
+        self.eager: list[Operation] = []  # may arrive now
         self._late: list[Operation] = []  # may arrive when no task can run but stragglers
         self._released: dict[Operation, None] = {}  # stores, to the other programs of their PE
-
-    # ------------------------------------------------------------------ issuing
 
     def issue(
         self,
@@ -137,16 +130,9 @@ class Network:
         epochs = (epochs for (sender, *_), epochs in self._channels.items() if sender == source_pe)
         return chain.from_iterable(chain.from_iterable(epochs))
 
-    # ------------------------------------------------------------------ arriving
-
-    @property
-    def eager(self) -> int:
-        """Operations that may arrive now and are not held back."""
-        return len(self._eager)
-
     def deliver(self) -> bool:
         """One piece or one signal of some operation arrives; False if nothing is in flight."""
-        queue = self._eager or self._late
+        queue = self.eager or self._late
         if not queue:
             return False
         operation = self._policy.take(queue)
@@ -160,17 +146,14 @@ class Network:
     def flush_stores(self, issuer: Task, touching: tuple[int, int] | None = None, to: int | None = None) -> None:
         """Stores of ``issuer`` arrive now, in the order of issue, and before them whatever a fence orders first.
 
-        Args:
-            issuer: whose.
-            touching: only those that have yet to write to addresses ``[first, end)``.
-            to: only those to this PE.
+        Only those that have yet to write to addresses ``touching``, ``[first, end)``, and only those to the PE ``to``.
         """
 
+        first, end = touching or (0, 1 << 64)
+
         def wanted(operation: Operation) -> bool:
-            return (operation.issuer is issuer and operation.kind == "store") and (
-                touching is None
-                or any(dest < touching[1] and touching[0] < dest + n for dest, _, n in operation.pieces)
-            )
+            inside = any(dest < end and first < dest + nbytes for dest, _, nbytes in operation.pieces)
+            return inside and operation.issuer is issuer and operation.kind == "store"
 
         for channel in list(self._channels) if issuer.in_flight else ():
             if channel[0] == issuer.pe and to in (None, channel[1]):
@@ -226,10 +209,10 @@ class Network:
             signal()
 
     def _open(self, operation: Operation) -> None:
-        (self._late if operation.late else self._eager).append(operation)
+        (self._late if operation.late else self.eager).append(operation)
 
     def _withdraw(self, operation: Operation) -> None:
-        queue = self._late if operation.late else self._eager
+        queue = self._late if operation.late else self.eager
         if operation in queue:
             queue.remove(operation)
 

@@ -30,7 +30,6 @@ Array = np.ndarray[Any, Any]
 
 _QUIET_LOADS = 64
 """Loads of ordinary memory in a row after which one is a schedule point after all."""
-
 _interpreter = triton_interpreter._interpreter
 
 
@@ -40,20 +39,11 @@ class PointerAccess:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    # ------------------------------------------------------------------ checks
-
     def check(self, addresses: Array, mask: Array, nbytes: int, origin: Origin, what: str) -> bool:
         """Refuse an access to memory that the program may not reach; whether it goes to symmetric memory.
 
-        Args:
-            addresses: of the elements, flat.
-            mask: which of them count.
-            nbytes: of each.
-            origin: of the pointers.
-            what: ``"load from"`` or ``"store to"``.
-
-        Raises:
-            ValueError: an element lies outside.
+        ``what`` is done, "load from" or "store to", to elements of ``nbytes`` bytes at flat ``addresses``, as far as
+        the ``mask`` says so, by pointers from ``origin``. Raises ValueError if one lies outside.
         """
         if not mask.all():
             addresses = addresses[mask]
@@ -61,7 +51,7 @@ class PointerAccess:
             return False
         machine = self._machine
         first, last = (int(addresses.min()), int(addresses.max())) if addresses.size > 1 else (int(addresses[0]),) * 2
-        if machine.extents.holds(first, last + nbytes, origin, machine.program.pe):
+        if machine.extents.problem(first, last + nbytes, origin, machine.program.pe) is None:
             return machine.memory.owns(first)
         elements = np.unique(addresses).tolist()  # on several PEs, or of several origins, or wrong
         for address in elements:
@@ -71,9 +61,8 @@ class PointerAccess:
     def check_bytes(self, address: int, nbytes: int, origin: Origin, what: str) -> None:
         """As :meth:`check`, for ``nbytes`` bytes from ``address`` on, at least one."""
         machine = self._machine
-        end, pe = address + nbytes, machine.program.pe
-        if not machine.extents.holds(address, end, origin, pe):
-            problem = machine.extents.problem(address, end, origin, pe)
+        problem = machine.extents.problem(address, address + nbytes, origin, machine.program.pe)
+        if problem is not None:
             raise ValueError(f"{machine.program.name} would {what} {problem}")
 
     def check_words(self, addresses: Array, mask: Array, origin: Origin, what: str) -> None:
@@ -81,8 +70,6 @@ class PointerAccess:
         self.check(addresses, mask, 16, origin, what)
         for address in addresses[mask & (addresses % np.uint64(16) != 0)].tolist():
             raise ValueError(f"words must be 16-byte aligned, got {address:#x}")
-
-    # ------------------------------------------------------------------ loads and stores
 
     def loading(
         self, addresses: Array, mask: Array, nbytes: int, origin: Origin, *, polls: bool
@@ -93,20 +80,13 @@ class PointerAccess:
         if not symmetric or self._machine.network is None:
             return nullcontext()
         touched = addresses[mask]
-        return self._as_seen(int(touched.min()), int(touched.max()) + nbytes)
-
-    def _as_seen(self, begin: int, end: int) -> AbstractContextManager[None]:
-        """Meanwhile the bytes ``[begin, end)`` are what the running program sees of them."""
-        return self._machine.unseen.as_seen_by(self._machine.program.pe, begin, end)
+        pe, begin, end = self._machine.program.pe, int(touched.min()), int(touched.max()) + nbytes
+        return self._machine.unseen.as_seen_by(pe, begin, end)
 
     def before_load(self, addresses: Array, mask: Array, *, polls: bool, symmetric: bool) -> None:
         """Called before the running program loads; a schedule point if others could have written there.
 
-        Args:
-            addresses: of the elements, flat.
-            mask: which of them count.
-            polls: whether the load asks for memory that others write (volatile, atomic, ``ld``).
-            symmetric: what :meth:`check` said.
+        ``polls``: it asks for memory that others write (volatile, atomic, ``ld``). ``symmetric``: of :meth:`check`.
         """
         machine, program = self._machine, self._machine.program
         inside = self._symmetric(addresses, mask) if symmetric else None
@@ -190,7 +170,7 @@ class PointerAccess:
         machine.scheduler.turn()
         if network is not None and self._pe_of(source) not in (None, program.pe):
             network.flush_stores(program, (source, source + nbytes))
-        with self._as_seen(source, source + nbytes):
+        with machine.unseen.as_seen_by(program.pe, source, source + nbytes):
             data = ctypes.string_at(source, nbytes)
         there = self._pe_of(dest)
         if network is not None and there not in (None, program.pe):
@@ -214,27 +194,21 @@ class PointerAccess:
     def _store_here(self, network: Network, runs: list[tuple[int, int]], unit: int) -> None:
         """The program is about to store to its own PE's memory; the store lands when it has arrived.
 
-        Args:
-            network: what it travels through.
-            runs: address and length of each stretch of bytes, ascending.
-            unit: bytes of an element.
+        ``runs``: address and length of each stretch of bytes, ascending. ``unit``: bytes of an element.
         """
         machine, program = self._machine, self._machine.program
-        if machine.n_pes == 1:
+        if machine.memory.n_pes == 1:
             return
         first, end = runs[0][0], runs[-1][0] + runs[-1][1]
-        self._show(first, end)
+        self._show(network, first, end)
         store = machine.unseen.hide(program, runs)
         pieces, reveal = [(first, 0, end - first)], lambda *piece: machine.unseen.reveal(store)
         network.issue(program, program.pe, "store", pieces, move=reveal, is_flag=end - first <= max(8, unit))
 
-    def _show(self, begin: int, end: int) -> None:
+    def _show(self, network: Network, begin: int, end: int) -> None:
         """Earlier stores of the PE's programs to bytes ``[begin, end)`` arrive."""
         for issuer in self._machine.unseen.issuers(begin, end):
-            assert self._machine.network is not None
-            self._machine.network.flush_stores(issuer, (begin, end))
-
-    # ------------------------------------------------------------------ atomics
+            network.flush_stores(issuer, (begin, end))
 
     @contextmanager
     def atomic(self, addresses: Array, mask: Array, nbytes: int, *, symmetric: bool) -> Iterator[None]:
@@ -257,17 +231,15 @@ class PointerAccess:
         if not addresses.size:
             yield
             return
-        own = addresses[self._pes(addresses) == pe]
-        if own.size:
-            self._show(int(own.min()), int(own.max()) + nbytes)
+        network, own = self._machine.network, addresses[self._pes(addresses) == pe]
+        if network is not None and own.size:
+            self._show(network, int(own.min()), int(own.max()) + nbytes)
         with self._machine.unseen.as_seen_by(pe, int(addresses.min()), int(addresses.max()) + nbytes):
             before = _words(addresses, nbytes)
             yield
             changed = addresses[before != _words(addresses, nbytes)]
         for address in changed.tolist():
             self._machine.scheduler.notify(address & ~7)
-
-    # ------------------------------------------------------------------ where addresses lie
 
     def _pe_of(self, address: int) -> int | None:
         memory = self._machine.memory

@@ -34,12 +34,10 @@ class PollingScheduler:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_ns = int(timeout_s * 1e9)
         self._spinning_since: dict[Task, int] = {}
-        self._switch: Switch | None = None  # of the launch whose turn it is
+        self._switch: Switch  # of the launch whose turn it is
         self._turn = threading.Lock()
         self.current: Task | None = None
         self.progress = 0
-
-    # ------------------------------------------------------------------ called by the host
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Run these programs until all are done.
@@ -68,7 +66,6 @@ class PollingScheduler:
                     switch.unwind(task)
                 for task in tasks:
                     self._spinning_since.pop(task, None)
-                self._switch = None
 
     def in_a_kernel(self) -> bool:
         """Return whether the caller is a kernel's program, not host code."""
@@ -93,8 +90,6 @@ class PollingScheduler:
             busy = busy or task.polls < SUSPECT_POLLS
         return busy
 
-    # ------------------------------------------------------------------ called by the running task
-
     @property
     def now_ns(self) -> int:
         """Wall time."""
@@ -103,7 +98,7 @@ class PollingScheduler:
     def turn(self) -> None:
         task = self._running()
         task.polls = 0
-        self._suspend(task)
+        self._switch.suspend(task)
 
     def wait(
         self,
@@ -115,9 +110,9 @@ class PollingScheduler:
         task = self._running()
         task.polls = 0
         task.wait = Wait(ready, describe, keys, self.now_ns + (self._timeout_ns if timeout_ns is None else timeout_ns))
-        self._suspend(task)
+        self._switch.suspend(task)
         while not (came := ready()) and not self._over(task.wait):
-            self._suspend(task)
+            self._switch.suspend(task)
         task.wait = None
         if not came and timeout_ns is None:
             raise self._gave_up(task, describe)
@@ -129,7 +124,7 @@ class PollingScheduler:
             self._spinning_since[task] = now
         elif now - self._spinning_since[task] > self._timeout_ns:
             raise self._gave_up(task, describe)
-        self._suspend(task)
+        self._switch.suspend(task)
 
     def notify(self, key: Hashable) -> None:
         self.progress += 1
@@ -147,7 +142,3 @@ class PollingScheduler:
 
     def _gave_up(self, task: Task, describe: Callable[[], str]) -> CollectiveTimeout:
         return CollectiveTimeout(f"in {task.name}, which {describe()}", rank=task.pe, timeout_s=self._timeout_ns / 1e9)
-
-    def _suspend(self, task: Task) -> None:
-        assert self._switch is not None
-        self._switch.suspend(task)

@@ -22,9 +22,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-import triton.runtime.interpreter as triton_interpreter
-
 from tdcoll import runtime
 from tdcoll.errors import HeapExhaustedError, TdcollError
 from tdcoll.runtime.control import ControlPlane, all_equal
@@ -33,26 +30,11 @@ from tdcoll.runtime.simulator.machine import BARRIERS, Machine
 from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.runtime.simulator.polling import PollingScheduler
 from tdcoll.runtime.simulator.tasks import Launch, Task
-from tdcoll.runtime.simulator.trace import Trace, slice_of
+from tdcoll.runtime.simulator.trace import slice_of
 
 __all__ = ["ProcessHeap"]
 
 _LINE_WORDS = 8
-
-
-def _map(place: Sequence[Any], nbytes: int) -> mmap.mmap:
-    """Map the file at ``place``: its path, and the device and inode that it has in rank 0's process."""
-    path, *identity = place
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid():
-            raise PermissionError(f"{path} is not a heap of this user's")
-        if [found.st_dev, found.st_ino] != identity:
-            raise OSError(f"{path} is another file here; do the ranks have PID namespaces of their own?")
-        return mmap.mmap(descriptor, nbytes)
-    finally:
-        os.close(descriptor)
 
 
 class ProcessHeap(MemoryView):
@@ -67,6 +49,9 @@ class ProcessHeap(MemoryView):
         control: exchanges with the other PEs.
         timeout_s: when to give up waits that have no deadline of their own.
         puts: whether NVSHMEM's functions work in kernels.
+
+    Attributes:
+        machine: what kernels run on.
     """
 
     def __init__(
@@ -84,19 +69,18 @@ class ProcessHeap(MemoryView):
         self._everyone, self._control = everyone, control
         lines = whole[:header].cast("Q")
         self._scheduler = PollingScheduler(timeout_s)
-        self._machine = Machine(
+        self.machine = Machine(
             memory=memory,
             scheduler=self._scheduler,
             node_ids=(0,) * n_pes,
             launch=self._launch,
             arrivals={barrier: lines[place::_LINE_WORDS][:n_pes] for place, barrier in enumerate(BARRIERS)},
-            atomic_add=_atomic_add,
         )
-        self._hooks: Installed | None = Installed(self._machine)
+        self._hooks = Installed(self.machine)
 
     def close(self) -> None:
         """Remove the hooks. Collective. The memory goes with the last tensor that views it. Idempotent."""
-        if self._hooks is None:
+        if not self._hooks.installed:
             return
         try:
             self._control.all_gather(self._everyone, "close the symmetric heap", None)
@@ -105,21 +89,10 @@ class ProcessHeap(MemoryView):
 
     def abandon(self) -> None:
         """Remove the hooks. Idempotent."""
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
-
-    @property
-    def trace(self) -> Trace | None:
-        """The timeline being recorded, or None. Set it to begin or end recording."""
-        return self._machine.trace
-
-    @trace.setter
-    def trace(self, trace: Trace | None) -> None:
-        self._machine.trace = trace
+        self._hooks.remove()
 
     def _launch(self, launch: Launch) -> None:
-        machine, pe, trace = self._machine, self.pe, self._machine.trace
+        machine, pe, trace = self.machine, self.pe, self.machine.trace
         if self._scheduler.in_a_kernel():
             raise TdcollError(f"{launch.kernel} was launched by a kernel")
         job = runtime.current_or_none()
@@ -165,12 +138,11 @@ def _share(pe: int, everyone: Sequence[int], nbytes: int, control: ControlPlane)
     return buffer
 
 
-def _atomic_add(address: int, value: int) -> None:
-    interpreter = triton_interpreter._interpreter
-    interpreter.atomic_rmw(
-        interpreter.RMW_OP.ADD,
-        np.array([address], np.uint64),
-        np.array([value], np.uint64),
-        np.array([True]),
-        interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE,
-    )
+def _map(place: Sequence[Any], nbytes: int) -> mmap.mmap:
+    """Map the file at ``place``: its path, and the device and inode that it has in rank 0's process."""
+    path, *identity = place
+    with open(path, "r+b") as file:
+        found = os.fstat(file.fileno())
+        if [found.st_dev, found.st_ino] != identity:
+            raise OSError(f"{path} is another file here; do the ranks have PID namespaces of their own?")
+        return mmap.mmap(file.fileno(), nbytes)

@@ -2,16 +2,16 @@
 """The source of kernels, rewritten for the interpreter: truth of tensors, and branches on the thread index.
 
 Python's ``and``, ``or``, ``not`` and chained comparisons ask for the truth of a tensor; Triton computes with it. Here
-they do as the compiler does (:mod:`.truth`). What asks for the truth of a tensor (``if``, ``while``) wants a scalar.
+they do as the compiler does. What asks for the truth of a tensor (``if``, ``while``) wants a scalar.
 
 Names that may differ from thread to thread are found (those assigned from ``tid``, or where a branch or loop on it
-leads), and what is done with them goes through :mod:`.lanes`.
+leads), and what is done with them goes through :mod:`.branches`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import triton.runtime.interpreter as triton_interpreter
@@ -54,8 +54,6 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         """Names that may differ from thread to thread."""
         self._splits = 0
 
-    # ------------------------------------------------------------------ truth
-
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         values = [_lambda(self.visit(value)) for value in node.values]
         return _call("and" if isinstance(node.op, ast.And) else "or", *values)
@@ -80,8 +78,6 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         if len(node.ops) > 1 and not _CHAINS:
             raise self._refused(node, "Triton has no chained comparisons before 3.9: write `(a < b) & (b < c)`")
         return super().visit_Compare(node) if _CHAINS else self.generic_visit(node)
-
-    # ------------------------------------------------------------------ threads
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self._function, self._threaded, self._splits = node.name, set(), 0
@@ -112,10 +108,10 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         """Return whether the value of ``node`` may differ from thread to thread."""
         return _calls_tid(node) or bool(self._names(node))
 
-    def _names(self, *nodes: ast.AST) -> list[str]:
+    def _names(self, *nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
         """The names in ``nodes`` that may differ from thread to thread."""
-        names = {i.id for node in nodes for i in ast.walk(node) if isinstance(i, ast.Name)}
-        return sorted(names & self._threaded)
+        found = (i for node in nodes for i in ast.walk(node) if isinstance(i, ast.Name) and isinstance(i.ctx, context))
+        return sorted({name.id for name in found} & self._threaded)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in self._threaded and isinstance(node.ctx, ast.Load):
@@ -128,59 +124,57 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
             node.value = _call("assigned", _lambda(node.value))
         return super().visit_Assign(node)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        if self._threaded.isdisjoint(_bound(node)):
-            return self.generic_visit(node)
-        value = ast.BinOp(ast.Name(_bound(node)[0], ast.Load()), node.op, node.value)
-        return self.visit_Assign(ast.copy_location(ast.Assign([node.target], value), node))
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+    def _other_assignment(self, node: Any) -> ast.AST:
         if node.value is None or self._threaded.isdisjoint(_bound(node)):
             return self.generic_visit(node)
+        if isinstance(node, ast.AugAssign):
+            node.value = ast.BinOp(ast.Name(_bound(node)[0], ast.Load()), node.op, node.value)
         return self.visit_Assign(ast.copy_location(ast.Assign([node.target], node.value), node))
+
+    visit_AugAssign = visit_AnnAssign = _other_assignment
 
     def visit_If(self, node: ast.If) -> Any:
         """A branch on the thread index runs for one thread after the other; so does its ``else``."""
         if not self._depends(node.test):
             return self._asked(node)
         self._refuse_leaving(node, in_loop=False)
-        split, names = self._new_split(), _tuple(self._names(*node.body, *node.orelse))
+        split, assigned, names = self._new_split(*node.body, *node.orelse)
         made = _statements(
-            f"{split} = _tdcoll_split(lambda: 0, {names})\n"
-            f"for {names} in {split}.threads(True):\n    {split}.keep{names}\n"
-            f"for {names} in {split}.threads(False):\n    {split}.keep{names}\n"
-            f"{names} = {split}.together()",
+            f"{split} = _tdcoll_split(lambda: 0, {assigned}, {names})\n"
+            f"for {names} in {split}.threads(True): pass\n"
+            f"for {names} in {split}.threads(False): pass\n"
+            f"{names} = {split}.after{names}",
             node,
         )
         made[0].value.args[0].body, node.test = self.visit(node.test), ast.Constant(True)
         self.generic_visit(node)
-        made[1].body[:0], made[2].body[:0] = node.body, node.orelse
-        return made
+        made[1].body, made[2].body = node.body, node.orelse
+        return [statement for statement in made if getattr(statement, "body", True)]
 
-    def visit_For(self, node: ast.For) -> Any:
-        return self._loop(node, node.iter, self.generic_visit)
-
-    def visit_While(self, node: ast.While) -> Any:
-        return self._loop(node, node.test, self._asked)
-
-    def _loop(self, node: Any, decides: ast.expr, visit: Callable[[Any], Any]) -> Any:
+    def _loop(self, node: Any) -> Any:
         """A loop on the thread index runs for one thread after the other."""
+        decides, visit = (node.iter, self.generic_visit) if isinstance(node, ast.For) else (node.test, self._asked)
         if not self._depends(decides):
             return visit(node)
         self._refuse_leaving(node, in_loop=True)
-        split, names, deciding = self._new_split(), _tuple(self._names(node)), _tuple(self._names(decides))
+        (split, assigned, names), deciding = self._new_split(node), _tuple(self._names(decides))
         made = _statements(
-            f"{split} = _tdcoll_split_all({_calls_tid(decides)}, {deciding}, {names})\n"
-            f"for {names} in {split}.threads(True):\n    {split}.keep{names}\n"
-            f"{names} = {split}.together()",
+            f"{split} = _tdcoll_split_all({_calls_tid(decides)}, {deciding}, {assigned}, {names})\n"
+            f"for {names} in {split}.threads(True): pass\n"
+            f"{names} = {split}.after{names}",
             node,
         )
-        made[1].body.insert(0, visit(node))
+        made[1].body = [visit(node)]
         return made
 
-    def _new_split(self) -> str:
+    visit_For = visit_While = _loop
+
+    def _new_split(self, *nodes: ast.AST) -> tuple[str, int, str]:
+        """The name of a split, how many names of ``nodes`` are assigned there, and these and then the others."""
         self._splits += 1
-        return f"_tdcoll_split_{self._splits}"
+        assigned = self._names(*nodes, context=ast.Store)
+        others = [name for name in self._names(*nodes) if name not in assigned]
+        return f"_tdcoll_split_{self._splits}", len(assigned), _tuple([*assigned, *others])
 
     def _refuse_leaving(self, node: ast.AST, in_loop: bool) -> None:
         """The other threads stay when one leaves a loop or the kernel from a branch or loop on the thread index."""

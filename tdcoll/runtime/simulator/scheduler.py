@@ -108,8 +108,6 @@ class Scheduler:
         self._switch, self.network = make_switch(self.backend), network
         self._spawned, self.gave_up = 0, []
 
-    # ------------------------------------------------------------------ called by anyone
-
     def spawn(self, name: str, pe: int, body: Callable[[], None]) -> Task:
         """A new task, ready to run."""
         task = Task(self._spawned, name, pe, body, self.policy.is_slow(pe))
@@ -140,20 +138,15 @@ class Scheduler:
         for task in [task for task in waiting if task.wait is not None and task.wait.ready()]:
             self._unblock(task)
 
-    def kill(self, tasks: Sequence[Task]) -> None:
-        """End these tasks where they are. If the running task is among them, it ends with this call."""
+    def kill(self, pe: int) -> None:
+        """End the tasks of ``pe`` where they are. If the running task is among them, it ends with this call."""
+        tasks = [task for task in self._live if task.pe == pe]
         for task in tasks:
             task.killed = True
             if task is not self.current:
                 self._unwind(task)
         if self.current in tasks:
             raise TaskKilled
-
-    def live_tasks(self, pe: int) -> list[Task]:
-        """Tasks of ``pe`` that are not done."""
-        return [task for task in self._live if task.pe == pe]
-
-    # ------------------------------------------------------------------ called by the running task
 
     def turn(self) -> None:
         """A schedule point: others may go first."""
@@ -196,8 +189,6 @@ class Scheduler:
         task.spins_on = describe
         self._switch.suspend(task)
 
-    # ------------------------------------------------------------------ the loop
-
     def run(self) -> None:
         """Run until every task is done and every message is delivered.
 
@@ -233,18 +224,9 @@ class Scheduler:
                 if self._deliver() or (self._only_spinners(task, self.spin_limit) and self._expire_one()):
                     self._enqueue(task)
                     return True
-                if self._only_spinners(task, self.spin_limit):
-                    self._enqueue(task)
-                    raise self._deadlock()
             self._resume(task)
             return True
-        if self._deliver():
-            return True
-        if not self._live:
-            return False
-        if self._expire_one():
-            return True
-        raise self._deadlock()
+        return self._deliver() or (bool(self._live) and self._expire_one())
 
     def _resume(self, task: Task) -> None:
         if self.before_turn is not None:
@@ -273,10 +255,12 @@ class Scheduler:
     def _expire_one(self) -> bool:
         """Let the wait with the earliest deadline expire; of several, the one that began first."""
         waits = self._deadlines() if self.expire else []
-        if waits:
-            task, _, deadline = min(waits, key=lambda item: (item[2], item[0].index))
-            self._let_expire(task, deadline)
-        return bool(waits)
+        if not waits:
+            report = self._report()
+            raise Deadlock(f"deadlock, {len(report)} task(s) blocked:", report)
+        task, _, deadline = min(waits, key=lambda item: (item[2], item[0].index))
+        self._let_expire(task, deadline)
+        return True
 
     def _give_up_one(self) -> None:
         """Let some kernel's wait expire, if one has a deadline, though it might be satisfied yet."""
@@ -297,8 +281,6 @@ class Scheduler:
         self.now_ns = max(self.now_ns, deadline_ns)
         task.expired = True
         self._unblock(task)
-
-    # ------------------------------------------------------------------ bookkeeping
 
     def _running(self) -> Task:
         task = self.current
@@ -342,10 +324,6 @@ class Scheduler:
         return all(
             task.polls >= polls and task.progress_seen == progress for task in (picked, *self._ready, *self._slow)
         )
-
-    def _deadlock(self) -> Deadlock:
-        report = self._report()
-        return Deadlock(f"deadlock, {len(report)} task(s) blocked:", report)
 
     def _report(self) -> list[Blocked]:
         def reason(task: Task) -> str:

@@ -136,29 +136,31 @@ def _remembering_types(stock: Function) -> Function:
     return __init__
 
 
-def _sharing(stock: Function) -> Function:
-    """``tl.block_type.with_element_ty``, which gives the same object for the same type."""
+def _checking_once(stock: Function) -> Function:
+    """``TensorHandle.__post_init__``, which compares the size of numbers with that of a type once for each pair."""
+    right: set[tuple[int, str]] = set()
 
     @wraps(stock)
-    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
-        return block_type(scalar_ty, self.shape)
+    def __post_init__(self: Any) -> None:
+        pair = self.data.itemsize, self.dtype.name
+        if pair not in right:
+            stock(self)
+            right.add(pair)
 
-    return with_element_ty
+    return __post_init__
 
 
 def _casting(stock: Function) -> Function:
     """``TritonSemantic.cast``, between integers."""
-    builder = triton_interpreter.interpreter_builder
 
     @wraps(stock)
-    def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
-        source, target = input.dtype.name, dst_ty.scalar
-        if fp_downcast_rounding is None and target.name in _INTEGERS and (source in _INTEGERS or source == "int1"):
-            if source == target.name:
-                return input
-            made = builder.create_int_cast(input.handle, target, source in _SIGNED)
-            return self.tensor(made, block_type(target, made.data.shape) if input.type.is_block() else target)
-        return stock(self, input, dst_ty, fp_downcast_rounding)
+    def cast(self: Any, input: Any, dst_ty: Any, *rest: Any) -> Any:
+        kind, source = dst_ty.scalar, input.dtype.name
+        if any(rest) or kind.name not in _INTEGERS or source not in _INTEGERS:
+            return stock(self, input, dst_ty, *rest)
+        made = _tensor(input.handle.data.astype(kind.name), kind, input) if source != kind.name else input
+        made.handle.origin = input.handle.origin
+        return made
 
     return cast
 
@@ -169,10 +171,13 @@ def shortcuts(*, check_overflow: bool) -> Iterator[tuple[Any, str, Function]]:
     Args:
         check_overflow: sums, differences and products are left to Triton, which checks them.
     """
-    tensor, semantic = tl.tensor, type(triton_interpreter.interpreter_semantic)
-    yield tensor, "__init__", _remembering_types(tensor.__init__)
-    yield tl.block_type, "with_element_ty", _sharing(tl.block_type.with_element_ty)
+    tensor, handle = tl.tensor, triton_interpreter.TensorHandle
+    yield handle, "__post_init__", _checking_once(handle.__post_init__)
+    semantic = type(triton_interpreter.interpreter_semantic)
     yield semantic, "cast", _casting(semantic.cast)
+    yield tensor, "__init__", _remembering_types(tensor.__init__)
+    other_element = tl.block_type.with_element_ty
+    yield tl.block_type, "with_element_ty", wraps(other_element)(lambda self, kind: block_type(kind, self.shape))
     for table in (_COMPARISONS, _SHIFTS, _UNCHECKED, *(() if check_overflow else (_CHECKED,))):
         for operation, (compute, kinds) in table.items():
             for sign in ("", "r") if table in (_UNCHECKED, _CHECKED) else ("",):

@@ -114,11 +114,6 @@ class Launch:
         """Programs in flight."""
         return len(self.tasks) - self.done
 
-    @property
-    def end_track(self) -> int:
-        """The row after those of its programs."""
-        return self.first_track + 1 + self.total
-
     def start(
         self,
         pe: int,

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from tdcoll.runtime.simulator.machine import Machine
-from tdcoll.runtime.simulator.network import Operation, Piece
-from tdcoll.runtime.simulator.pointers import PointerAccess
+from tdcoll.runtime.simulator.memory import write_word
+from tdcoll.runtime.simulator.network import Operation
+from tdcoll.runtime.simulator.pointers import PointerAccess, replace_word
 from tdcoll.spec import constants as c
 
-__all__ = ["atomic", "barrier", "fence", "get", "put", "put_word", "quiet", "release", "signal"]
+__all__ = ["atomic", "barrier", "fence", "get", "put", "quiet", "release", "signal"]
 
 _SIGNAL_ADD = c.SIGNAL_ADD.value
 
@@ -22,7 +25,9 @@ def _send(
     machine: Machine,
     pe: int,
     kind: str,
-    pieces: Sequence[Piece],
+    dest: int = 0,
+    source: int | bytes = 0,
+    nbytes: int = 0,
     *,
     signal: Callable[[], None] | None = None,
     done: Callable[[], None] | None = None,
@@ -30,15 +35,16 @@ def _send(
     is_flag: bool = False,
 ) -> Operation | None:
     """Give a message of the running program to the network; without one it arrives at once. See :class:`Operation`."""
-    program, scheduler = machine.program, machine.scheduler
-    if machine.network is not None:
+    program, network, scheduler = machine.program, machine.network, machine.scheduler
+    if network is not None:
+        pieces = [(dest, source, nbytes)] if is_flag and nbytes else network.cut(dest, source, nbytes)
         move = move or partial(machine.unseen.write_from, program.pe)
-        return machine.network.issue(program, pe, kind, pieces, signal=signal, done=done, move=move, is_flag=is_flag)
-    for dest, source, nbytes in pieces:
+        return network.issue(program, pe, kind, pieces, signal=signal, done=done, move=move, is_flag=is_flag)
+    if nbytes:
         ctypes.memmove(dest, source, nbytes)
         scheduler.notify_words(dest, nbytes)
     if signal is not None:
-        if pieces:
+        if nbytes:
             scheduler.turn()
         signal()
     if done is not None:
@@ -46,79 +52,58 @@ def _send(
     return None
 
 
-def _cut(machine: Machine, dest: int, source: int | bytes, nbytes: int) -> Sequence[Piece]:
-    if machine.network is not None:
-        return machine.network.cut(dest, source, nbytes)
-    return [(dest, source, nbytes)] if nbytes else []
-
-
-def _count_put(machine: Machine, pe: int, nbytes: int) -> None:
-    counts = machine.counts[machine.program.pe]
-    counts.puts += 1
-    counts.put_bytes += nbytes
-    if not machine.reachable(pe):
-        counts.inter_node_puts += 1
-        counts.inter_node_bytes += nbytes
-
-
 def put(
     machine: Machine,
     dest: int,
-    source: int,
+    source: int | bytes,
     nbytes: int,
     pe: int,
     *,
     nbi: bool,
     signal: tuple[int, int, int] | None = None,
 ) -> None:
-    """Copy to ``pe``, then update the signal ``(address, value, operation)`` there."""
-    remote = machine.on(pe, dest) if nbytes else 0
-    _count_put(machine, pe, nbytes)
+    """Copy to ``pe``, then update the signal ``(address, value, operation)`` there.
+
+    A ``source`` of bytes is a word, which arrives whole. What is at an address is read when the bytes leave if ``nbi``.
+    """
+    remote, counts = machine.on(pe, dest) if nbytes else 0, machine.counts[machine.program.pe]
+    counts.puts += 1
+    counts.put_bytes += nbytes
+    if not machine.reachable(pe):
+        counts.inter_node_puts += 1
+        counts.inter_node_bytes += nbytes
     update = None if signal is None else _update(machine, pe, *signal)
     done = machine.span("put" if signal is None else "put+signal", pe, nbytes, remote)
-    payload: int | bytes = source if nbi else ctypes.string_at(source, nbytes)
-    _send(machine, pe, "put", _cut(machine, remote, payload, nbytes), signal=update, done=done)
-    machine.scheduler.turn()
-
-
-def put_word(machine: Machine, dest: int, data: bytes, pe: int) -> None:
-    """Put the bytes of one word to ``pe``, captured now."""
-    remote, nbytes = machine.on(pe, dest), len(data)
-    _count_put(machine, pe, nbytes)
-    done = machine.span("put", pe, nbytes, remote)
-    _send(machine, pe, "put", [(remote, data, nbytes)], done=done, is_flag=True)
+    is_word = isinstance(source, bytes)
+    payload = source if nbi or isinstance(source, bytes) else ctypes.string_at(source, nbytes)
+    _send(machine, pe, "put", remote, payload, nbytes, signal=update, done=done, is_flag=is_word)
     machine.scheduler.turn()
 
 
 def get(machine: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool) -> None:
     """Copy from ``pe``. Returns when the bytes are here, or at once if ``nbi``."""
-    program, scheduler, key = machine.program, machine.scheduler, object()
-    remote = machine.on(pe, source) if nbytes else 0
+    program, remote = machine.program, machine.on(pe, source) if nbytes else 0
     counts = machine.counts[program.pe]
     counts.gets += 1
     counts.get_bytes += nbytes
-    end = machine.span("get", pe, nbytes, remote)
-
-    def done() -> None:
-        scheduler.notify(key)
-        if end is not None:
-            end()
+    done = machine.span("get", pe, nbytes, remote)
 
     def fetch(to: int, source: int, length: int) -> None:
         with machine.unseen.as_seen_by(program.pe, source, source + length):
             data = ctypes.string_at(source, length)
         ctypes.memmove(to, data, length)
 
-    operation = _send(machine, pe, "get", _cut(machine, dest, remote, nbytes), done=done, move=fetch)
+    operation = _send(machine, pe, "get", dest, remote, nbytes, done=done, move=fetch)
     if nbi or operation is None:
-        scheduler.turn()
+        machine.scheduler.turn()
     else:
-        scheduler.wait(lambda: operation.arrived, lambda: f"waits for a get of {nbytes} bytes from pe{pe}", [key])
+        what = f"waits for a get of {nbytes} bytes from pe{pe}"
+        machine.scheduler.wait(lambda: operation.arrived, lambda: what, [("arrived", program.pe)])
 
 
 def signal(machine: Machine, address: int, value: int, operation: int, pe: int) -> None:
     """Update a signal of ``pe``."""
-    _send(machine, pe, "signal", [], signal=_update(machine, pe, address, value, operation))
+    _send(machine, pe, "signal", signal=_update(machine, pe, address, value, operation))
     machine.scheduler.turn()
 
 
@@ -130,9 +115,9 @@ def _update(machine: Machine, pe: int, address: int, value: int, operation: int)
     def update() -> None:
         with machine.unseen.as_seen_by(program.pe, remote, remote + 8):
             if operation == _SIGNAL_ADD:
-                machine.atomic_add(remote, value)
+                replace_word(remote, np.dtype(np.uint64), lambda old: (int(old) + value) & 0xFFFF_FFFF_FFFF_FFFF)
             else:
-                memory.set_word(remote, value)
+                write_word(remote, value)
         machine.scheduler.notify(remote)
         if machine.trace is not None:
             sign = "+=" if operation == _SIGNAL_ADD else "="
@@ -145,20 +130,14 @@ def atomic(machine: Machine, address: int, kind: Any, pe: int, change: Callable[
     """Replace a word of ``pe`` by ``change(word)``, atomically.
 
     Args:
-        machine: what it runs on.
         address: of the word here, a multiple of its size.
         kind: its numpy type.
-        pe: whose word.
-        change: gives the new word.
         fetches: make the change at once, and return the old word. Else it travels as a signal does.
-
-    Returns:
-        The old word, or None if it is not fetched.
     """
     program, network, remote = machine.program, machine.network, machine.on(pe, address)
     update = partial(PointerAccess(machine).change_word, program.pe, remote, kind, change)
     if not fetches:
-        _send(machine, pe, "signal", [], signal=update, is_flag=True)
+        _send(machine, pe, "signal", signal=update, is_flag=True)
         machine.scheduler.turn()
         return None
     if network is not None:
@@ -166,9 +145,6 @@ def atomic(machine: Machine, address: int, kind: Any, pe: int, change: Callable[
     before = update()
     machine.scheduler.poll(remote, lambda: f"asks for {machine.memory.describe(remote)}")  # maybe in a loop
     return before
-
-
-# ---------------------------------------------------------------------- order
 
 
 def fence(machine: Machine) -> None:
@@ -202,7 +178,6 @@ def release(machine: Machine, *, system: bool = True) -> None:
     With them come the stores that other programs of the PE have released: whoever acquired them passes that on.
 
     Args:
-        machine: what it runs on.
         system: for all PEs; else for the programs of this one.
     """
     program, network = machine.program, machine.network

@@ -20,7 +20,10 @@ _NOTHING_HIDDEN = nullcontext()
 
 
 class HiddenStore:
-    """One store: who made it, the span of addresses that it lies in, and what lies beneath it, by address."""
+    """One store: who made it, the span of addresses that it lies in, and what lies beneath it, by address.
+
+    ``runs``: address and length of each stretch of bytes, ascending.
+    """
 
     def __init__(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> None:
         self.issuer = issuer
@@ -42,11 +45,7 @@ class Unseen:
         self._stores: dict[HiddenStore, None] = {}
 
     def hide(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> HiddenStore:
-        """``issuer`` is about to store to its PE's memory, none of which is hidden.
-
-        Args:
-            runs: address and length of each stretch of bytes, ascending.
-        """
+        """``issuer`` is about to store to its PE's memory, none of which is hidden. ``runs``: as for HiddenStore."""
         store = HiddenStore(issuer, runs)
         self._stores[store] = None
         return store

@@ -7,34 +7,69 @@ monitor's deadline has expired. Each value has a thread, given by its peer and i
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 import numpy as np
 import triton.runtime.interpreter as triton_interpreter
 
+from tdcoll import runtime
 from tdcoll.runtime.simulator.machine import Machine
-from tdcoll.runtime.simulator.monitor import Monitor
+from tdcoll.runtime.simulator.memory import read_word, write_word
 from tdcoll.runtime.simulator.pointers import PointerAccess
 from tdcoll.spec import constants as c
+from tdcoll.spec.functions import not_a_monitor
 
-__all__ = ["flagged", "holds", "signals", "word", "words"]
+__all__ = ["Monitor", "flagged", "holds", "signals", "word", "words"]
 
-_COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
-    ("==", operator.eq),
-    ("!=", operator.ne),
-    (">", operator.gt),
-    ("<=", operator.le),
-    ("<", operator.lt),
-    (">=", operator.ge),
-)
+_SIGNS, _MEANINGS = ("==", "!=", ">", "<=", "<", ">="), (eq, ne, gt, le, lt, ge)
+_COMPARE = tuple(zip(_SIGNS, _MEANINGS, strict=True))
 """Sign and meaning of each ``CMP_*``, by value."""
 
 _GROWING = (c.CMP_GT.value, c.CMP_GE.value)
 
 Array = np.ndarray[Any, Any]
 Threads = Sequence[tuple[int, int]]
+
+
+@dataclass
+class Monitor:
+    """A kernel's view of the four words that bounded waits share with the host; see :mod:`tdcoll.monitor`."""
+
+    address: int
+
+    def __post_init__(self) -> None:
+        if self.address not in runtime.current().monitors:
+            raise ValueError(not_a_monitor(self.address))
+
+    @property
+    def aborted(self) -> bool:
+        """Whether some wait of this monitor has expired."""
+        return read_word(self.address + 8 * c.MONITOR_ABORTED.value) != 0
+
+    @property
+    def timeout_ns(self) -> int:
+        """Deadline of each wait."""
+        return read_word(self.address + 8 * c.MONITOR_TIMEOUT_NS.value)
+
+    def give_up(self, peer: int, signal: int, expected: int, seen: int, epoch: int) -> None:
+        """Set the aborted word and write the record, unless another wait did so first."""
+        if self.aborted:
+            return
+        write_word(self.address + 8 * c.MONITOR_ABORTED.value, 1)
+        record = read_word(self.address + 8 * c.MONITOR_RECORD.value)
+        for place, value in (
+            (c.RECORD_RANK, read_word(self.address + 8 * c.MONITOR_RANK.value)),
+            (c.RECORD_PEER, peer),
+            (c.RECORD_SIGNAL, signal),
+            (c.RECORD_EPOCH, epoch),
+            (c.RECORD_EXPECTED, expected),
+            (c.RECORD_SEEN, seen),
+            (c.RECORD_VALID, 1),
+        ):
+            write_word(record + 8 * place.value, value)
 
 
 def signals(
@@ -92,9 +127,9 @@ def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
     """Return whether the signal at ``address`` compares true now. A schedule point, since it may be in a loop."""
     (sign, true), memory = _COMPARE[compare], machine.memory
     machine.scheduler.poll(
-        address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {memory.word(address)}"
+        address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}"
     )
-    return bool(true(memory.word(address), value))
+    return bool(true(read_word(address), value))
 
 
 def flagged(machine: Machine, addresses: Array, flag: int, **given: Any) -> tuple[Array, Array]:

@@ -185,7 +185,6 @@ class World:
             node_ids=self.node_ids,
             launch=self._launch,
             arrivals={barrier: [0] * n_pes for barrier in BARRIERS},
-            atomic_add=lambda address, value: self.memory.set_word(address, self.memory.word(address) + value),
             trace=self.trace,
             check_overflow=check_overflow,
         )
@@ -205,8 +204,6 @@ class World:
             )
             for pe in range(n_pes)
         ]
-
-    # ------------------------------------------------------------------ running
 
     def run(self, host: Callable[[int], Result]) -> list[Result | None]:
         """Run ``host(pe)`` on every PE that lives; their results, None for those that were killed.
@@ -231,7 +228,7 @@ class World:
             scheduler.spawn(f"pe{pe} host", pe, partial(store_result, pe))
         hooks = Installed(self._machine)
         previous = runtime._resolver
-        runtime.install_resolver(self._runtime_of_task)
+        runtime.install_resolver(lambda: self.runtimes[task.pe] if (task := scheduler.current) else None)
         try:
             scheduler.run()
         finally:
@@ -290,7 +287,7 @@ class World:
         self.scheduler.expire = True
         if lose_messages and self._machine.network is not None:
             self._machine.network.drop(pe)
-        self.scheduler.kill(self.scheduler.live_tasks(pe))
+        self.scheduler.kill(pe)
 
     @property
     def counts(self) -> list[Counts]:
@@ -319,12 +316,6 @@ class World:
         waited for."""
         return tuple(self.scheduler.gave_up)
 
-    # ------------------------------------------------------------------ internals
-
-    def _runtime_of_task(self) -> runtime.Runtime | None:
-        task = self.scheduler.current
-        return None if task is None else self.runtimes[task.pe]
-
     def _count_turn(self, task: Task) -> None:
         if task.pe in self._doomed:
             turns, lose_messages = self._doomed[task.pe]
@@ -345,7 +336,7 @@ class World:
         machine.counts[host.pe].launches += 1
         launches = self._launches[host.pe]
         if launches:
-            launch.first_track = launches[-1].end_track
+            launch.first_track = launches[-1].first_track + 1 + launches[-1].total
         if launch.total:
             launches.append(launch)
             self._start_programs(host.pe)
