@@ -22,7 +22,7 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def launch(scheduler: PollingScheduler, *bodies: Callable[[], object]) -> None:
-    scheduler.run([Task(i, f"program {i}", 0, body, slow=False) for i, body in enumerate(bodies)])
+    scheduler.run([Task(i, f"program {i}", 0, body) for i, body in enumerate(bodies)])
 
 
 def wait_for(scheduler: PollingScheduler, flags: list[str], flag: str) -> None:

@@ -23,46 +23,34 @@ NBYTES = 4096
 LEAST = 2 * N_PES + 2
 
 
-def data(rank: int, call: int) -> torch.Tensor:
-    return torch.arange(NBYTES // 4, dtype=torch.int32) * 3 + 1000 * rank + call
+def calls(kind: str, ctx: Any) -> Callable[[], None]:
+    """Some calls of a collective, which check their results."""
 
-
-def gathers(ctx: Any) -> Callable[[], None]:
     def run() -> None:
         for call in range(CALLS):
-            got = tdcoll.all_gather(data(ctx.rank, call), ctx, algorithm="direct")
-            assert got.equal(torch.cat([data(rank, call) for rank in range(N_PES)]))
+            of_all = [torch.arange(NBYTES // 4, dtype=torch.int32) * 3 + 1000 * rank + call for rank in range(N_PES)]
+            got = getattr(tdcoll, kind)(of_all[ctx.rank], ctx, algorithm="direct")
+            total = sum(of_all)
+            wanted = {"all_gather": torch.cat(of_all), "reduce_scatter": total.chunk(N_PES)[ctx.rank]}
+            assert got.equal(wanted.get(kind, total))
 
     return run
 
 
-def scatters(ctx: Any) -> Callable[[], None]:
-    def run() -> None:
-        for call in range(CALLS):
-            got = tdcoll.reduce_scatter(data(ctx.rank, call), ctx, algorithm="direct")
-            assert got.equal(sum(data(rank, call) for rank in range(N_PES)).chunk(N_PES)[ctx.rank])
-
-    return run
+def on_streams(world: World, contexts: list[Any]) -> None:
+    """An all-gather, a reduce-scatter and an all-reduce on a stream each."""
+    kinds = "all_gather", "reduce_scatter", "all_reduce"
+    world.streams(*map(calls, kinds, contexts))
 
 
-def reduces(ctx: Any) -> Callable[[], None]:
-    def run() -> None:
-        for call in range(CALLS):
-            got = tdcoll.all_reduce(data(ctx.rank, call), ctx, algorithm="direct")
-            assert got.equal(sum(data(rank, call) for rank in range(N_PES)))
-
-    return run
-
-
-def on_streams(programs: int | None) -> Callable[[World], None]:
-    """An all-gather, a reduce-scatter and an all-reduce on a stream each, with launches of at most so many programs."""
+def contexts_of(programs: int | None) -> Callable[[World], None]:
+    """Three contexts, whose launches have at most so many programs."""
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
-            made = [
-                tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES, channels=8, max_programs=programs) for _ in range(3)
-            ]
-            world.streams(*(kind(ctx) for kind, ctx in zip((gathers, scatters, reduces), made, strict=True)))
+            given = {"max_bytes_per_rank": NBYTES, "channels": 8, "max_programs": programs}
+            made = [tdcoll.CollectiveContext(**given) for _ in range(3)]
+            on_streams(world, made)
             for ctx in made:
                 ctx.close()
 
@@ -73,54 +61,43 @@ def on_streams(programs: int | None) -> Callable[[World], None]:
 
 @pytest.mark.parametrize("programs", [LEAST, 12])
 def test_contexts_whose_programs_fit_together_are_clean(programs: int) -> None:
-    explore(on_streams(programs), n_pes=N_PES, seeds=6, heap_bytes=HEAP, room=3 * programs)
+    explore(contexts_of(programs), n_pes=N_PES, seeds=6, heap_bytes=HEAP, room=3 * programs)
 
 
 def test_contexts_that_do_not_fit_together_wait_crosswise() -> None:
     """Each launch alone goes on with any number of resident programs, and together they do not."""
-    failure = first_failure(on_streams(12), n_pes=N_PES, seeds=40, heap_bytes=HEAP, room=2)
+    failure = first_failure(contexts_of(12), n_pes=N_PES, seeds=40, heap_bytes=HEAP, room=2)
     assert failure is not None
     assert isinstance(failure.error, Deadlock)
-    waiting: dict[str, set[str]] = {"pe0": set(), "pe1": set()}
-    for line in failure.error.blocked:
-        pe, _, task = line.task.partition(" ")
-        if "host" not in task:
-            waiting[pe].add(task.partition("(")[0])
-    assert all(waiting.values()), failure.report
-    assert waiting["pe0"] != waiting["pe1"], failure.report
+    programs = [line.task for line in failure.error.blocked if "host" not in line.task]
+    waiting = [{task.split("(")[0] for task in programs if task.startswith(f"pe{pe}")} for pe in range(N_PES)]
+    assert all(waiting), failure.report
+    assert len({frozenset(name.split()[1] for name in names) for names in waiting}) == 2, failure.report
     assert "not started for lack of room" in str(failure.error)
     assert "room=2" in failure.report
 
 
-def pools(programs: int, made: list[int]) -> Callable[[World], None]:
-    """As tdcoll's own contexts are made, one for each kind; the programs of each go to ``made``."""
+def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tdcoll makes them, one for each kind."""
+    monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 12)
 
     def case(world: World) -> None:
-        made.clear()
-
         def host(pe: int) -> None:
             owner = runtime.current()
-            kinds = [Pool(owner, range(N_PES), f"kind {i}", limit=NBYTES, programs=programs) for i in range(3)]
+            kinds = [Pool(owner, range(N_PES), f"kind {i}", limit=NBYTES, programs=20) for i in range(3)]
             for kind in kinds:
                 assert kind.prepare(NBYTES), kind.problem
             contexts = [kind.context for kind in kinds]
-            assert owner.programs_taken == sum(context.max_programs for context in contexts)
-            made.extend(context.max_programs for context in contexts if pe == 0)
-            world.streams(*(kind(ctx) for kind, ctx in zip((gathers, scatters, reduces), contexts, strict=True)))
+            assert [context.max_programs for context in contexts] == [8, 6, 6]
+            assert owner.programs_taken == 20
+            on_streams(world, contexts)
             for kind in kinds:
                 kind.close()
             assert owner.programs_taken == 0
 
         world.run(host)
 
-    return case
-
-
-def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 12)
-    made: list[int] = []
-    explore(pools(20, made), n_pes=N_PES, seeds=4, heap_bytes=HEAP, room=24)
-    assert made == [8, 6, 6]
+    explore(case, n_pes=N_PES, seeds=4, heap_bytes=HEAP, room=24)
 
 
 def test_a_context_for_which_no_programs_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +136,7 @@ def test_results_and_wrong_places() -> None:
 def test_each_launch_has_rows_of_the_timeline() -> None:
     """Programs of two launches at once are not drawn over each other."""
     world = World(N_PES, seed=1, weak=True, heap_bytes=HEAP, trace=True)
-    on_streams(None)(world)
+    contexts_of(None)(world)
     spans: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in json.loads(world.trace.to_json())["traceEvents"]:
         if event["ph"] == "X" and "(" in event["name"] and not event["name"].startswith("wait"):
