@@ -13,9 +13,8 @@ A context owns, in symmetric memory,
 - ``gave_up`` ``[world]`` int64: ``gave_up[r]`` is 0 until rank r ends a call whose memory its peers have yet to read
   (:mod:`tdcoll.primitives.stores`);
 
-and, in ordinary device memory, one 64-bit ``control`` word: the epoch. If asked, it also has an inbox for words that
-announce themselves (:mod:`tdcoll.primitives.lamport`), and counters of tiles (:mod:`tdcoll.primitives.tiles`): those
-are of this GPU alone, and lie in symmetric memory because waits look there.
+and, in ordinary device memory, one 64-bit ``control`` word: the epoch. If asked, it also has an inbox for the Lamport
+protocol (:mod:`tdcoll.primitives.lamport`).
 
 **One call, one epoch.** The k-th call on a context is epoch k on every rank, in slot k mod 2. No host value takes
 part: every program of a launch reads the control word, whose high bits count the finished epochs, and then adds its
@@ -52,12 +51,12 @@ import triton.language as tl
 from tdcoll import arguments, limits, runtime
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.gate import Gate
+from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
-from tdcoll.primitives.tiles import Tiles
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning.agreement import agree
 
@@ -88,9 +87,8 @@ class CollectiveContext(Gate):
 
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
-        max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes: a larger all-gather is
-            refused, a larger reduction takes several epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the
-            symmetric heap.
+        max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes; a larger call takes several
+            epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the symmetric heap.
         channels: the most chunks that one rank's data is cut into. Each takes 16 bytes of symmetric heap per
             rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * world_size``
@@ -100,8 +98,6 @@ class CollectiveContext(Gate):
             world_size`` times as much of the symmetric heap, unless ranks of a node cannot store to each other.
             Default: ``max_bytes_per_rank``, but no more than :func:`tdcoll.limits.lamport_bytes` of the group and a
             quarter of the heap; or a sixteenth of that where the heap has no room for so much.
-        tiles: the most tiles of one call that programs of one GPU hand to each other; each takes 12 bytes of symmetric
-            heap.
         max_programs: the most programs that one launch on the context has. Kernels of several contexts that are in
             flight together wait for peers, so their programs must fit on the GPU at once. At least ``2 * world_size +
             2``. Default: as many as a launch may have.
@@ -131,7 +127,6 @@ class CollectiveContext(Gate):
         channels: int = CHANNELS,
         flagged_bytes: int | None = None,
         lamport_bytes: int | None = None,
-        tiles: int = 0,
         max_programs: int | None = None,
         early: bool = True,
         timeout_s: float | None = None,
@@ -145,7 +140,6 @@ class CollectiveContext(Gate):
             arguments.whole("flagged_bytes", flagged_bytes, 0)
         if lamport_bytes is not None:
             arguments.whole("lamport_bytes", lamport_bytes, 0)
-        arguments.whole("tiles", tiles, 0)
         if max_programs is not None:
             arguments.whole("max_programs", max_programs, 1, MAX_PROGRAMS)
         arguments.instance("early", early, bool, "a bool")
@@ -159,7 +153,9 @@ class CollectiveContext(Gate):
                 f"{max_programs}"
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
-        super().__init__(job, topology, max_bytes_per_rank, monitor, debug, stream)
+        super().__init__(job, topology, monitor, debug, stream)
+        self.max_bytes_per_rank = max_bytes_per_rank
+        """The most that one rank sends to another in one epoch, in bytes."""
         self.channels = channels
         self.max_programs = MAX_PROGRAMS if max_programs is None else max_programs
         """The most programs that a launch on the context has; policies keep to it."""
@@ -178,9 +174,6 @@ class CollectiveContext(Gate):
         """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
         self.device_lamport: Lamport | None = None
         """The inbox of such words as kernels see it; None where there is none."""
-        self.tiles = tiles
-        self.device_tiles: Tiles | None = None
-        """The counters of tiles as kernels see them; None where there are none."""
         self.device_group: Group
         """The context as kernels see it."""
         self.tables: dict[Hashable, Any] = {}
@@ -191,15 +184,17 @@ class CollectiveContext(Gate):
         same ranks; None otherwise."""
         self._flagged_bytes = flagged_bytes
         self._closed = False
-        self._kept: dict[Hashable, Any] = {}
+        self.known: dict[Hashable, Any] = {}
+        """What :meth:`once` has made and not forgotten, by key."""
+        self._loaded: set[Hashable] = set()
         self._symmetric: list[torch.Tensor] = []
         try:
-            self._make(group, tuning)
+            self._make(tuning)
         except Exception:
             self.take_back()
             raise
 
-    def _make(self, group: runtime.Group, tuning: Any) -> None:
+    def _make(self, tuning: Any) -> None:
         """Agree with the other ranks, and take memory. Collective."""
         owner, world = self.job, self.topology.world_size
         same = {
@@ -207,12 +202,11 @@ class CollectiveContext(Gate):
             "channels": self.channels,
             "flagged_bytes": self._flagged_bytes,
             "lamport_bytes": self._lamport_bytes,
-            "tiles": self.tiles,
             "max_programs": self.max_programs,
             "debug": self.debug,
         }
         owner.agree(self._group, "arguments of CollectiveContext", same)
-        self.tuning = agree(owner, self._group, group, tuning)
+        self.tuning = agree(owner, self._group, tuning)
         self.capacity = max(16, -(-self.max_bytes_per_rank // 16) * 16)
         self.stores = self._agree_on_stores()
         self.ll_bytes = self._most_ll_bytes()
@@ -237,8 +231,6 @@ class CollectiveContext(Gate):
                     raise
                 self.lamport_bytes //= 16
                 self.device_lamport = self._device_lamport()
-        if self.tiles:
-            self.device_tiles = self._device_tiles()
         barrier(self._group)  # nobody may signal or send before everybody's memory is as it must be
         owner.held[id(self)] = self
 
@@ -295,11 +287,6 @@ class CollectiveContext(Gate):
             extents=torch.zeros(3, dtype=torch.int64, device=self.device),
         )
 
-    def _device_tiles(self) -> Tiles:
-        counts = self._allocate((self.tiles,), torch.int32, "tile_counts")
-        ready = self._allocate((self.tiles,), torch.int64, "tiles")
-        return Tiles(counts.zero_(), ready.zero_())
-
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         tensor = self.job.allocate(shape, dtype, group=self._group, name=name)
         self._symmetric.append(tensor)
@@ -335,15 +322,28 @@ class CollectiveContext(Gate):
 
         The oldest entry goes when there are more than :data:`KEPT`.
         """
-        if (found := self._kept.get(key)) is None:
-            if len(self._kept) >= KEPT:
-                del self._kept[next(iter(self._kept))]
-            found = self._kept[key] = make()
+        if (found := self.known.get(key)) is None:
+            if len(self.known) >= KEPT:
+                del self.known[next(iter(self.known))]
+            found = self.known[key] = make()
         return found
 
-    def known(self, key: Hashable) -> Any:
-        """Return what :meth:`once` has made for ``key`` and not forgotten; None otherwise."""
-        return self._kept.get(key)
+    @property
+    def loads_together(self) -> bool:
+        """Whether ranks wait for each other to load kernels: see :meth:`wait_for_loads`."""
+        return self.max_programs != MAX_PROGRAMS and not INTERPRETED
+
+    def wait_for_loads(self, operation: str, variant: Hashable) -> None:
+        """Wait, before the first launch of a kernel, until all ranks have loaded it. Collective, once per ``variant``.
+
+        CUDA loads a kernel only while none is running. If launches of several contexts are in flight together, this
+        rank may have to wait for one that waits for a peer, which in turn waits for this rank. No rank therefore
+        launches what another has yet to load. Contexts without ``max_programs`` don't need this.
+        """
+        if variant in self._loaded or not self.loads_together:
+            return
+        self.job.exchange(self._group, f"{operation}: its kernels are loaded")
+        self._loaded.add(variant)
 
     # ------------------------------------------------------------------ life
 

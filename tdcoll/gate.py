@@ -69,7 +69,6 @@ class Gate:
 
     Args:
         job, topology: of the context.
-        max_bytes_per_rank: the most that one rank contributes to one call, in bytes.
         monitor: of the waits in its kernels.
         debug: compare the ranks' arguments on every call. None: whether ``TDCOLL_DEBUG`` is set to other than 0.
         stream: that calls are made on. None: the current one.
@@ -79,13 +78,11 @@ class Gate:
         self,
         job: Runtime,
         topology: Topology,
-        max_bytes_per_rank: int,
         monitor: WaitMonitor,
         debug: bool | None,
         stream: Any,
     ) -> None:
         self.job, self.topology, self.device, self.monitor = job, topology, job.device, monitor
-        self.max_bytes_per_rank = max_bytes_per_rank
         self.debug = debugging() if debug is None else bool(debug)
         self.staging: torch.Tensor
         """Of the context; where it lies in the symmetric heap says which context it is."""
@@ -123,7 +120,6 @@ class Gate:
     def begin(
         self,
         operation: str,
-        nbytes: int,
         agree: Mapping[str, Any] = MappingProxyType({}),
         prepare: Callable[[], Any] = lambda: None,
     ) -> Any:
@@ -131,10 +127,7 @@ class Gate:
 
         Args:
             operation: its name, for messages.
-            nbytes: what of the inbox one rank's data takes, in bytes; must fit. 0 for a call that fits anyway, such as
-                one that runs as several epochs of at most ``max_bytes_per_rank`` each or uses no inbox: ``agree`` then
-                has its size.
-            agree: whatever else must be the same on all ranks, by name; compared, with ``nbytes``, in debug mode.
+            agree: what must be the same on all ranks, by name; compared in debug mode.
             prepare: raises if the other arguments are wrong on this rank, of which the others hear in debug mode;
                 else returns what is to be launched.
 
@@ -142,7 +135,7 @@ class Gate:
             What ``prepare`` returned.
 
         Raises:
-            ContextError: closed, on another stream, or over the capacity.
+            ContextError: closed, or on another stream.
             CollectiveTimeout: a wait has expired.
             NotInitializedError: after ``tdcoll.finalize()``.
             RankMismatchError: (debug) ranks disagree, or another rank's arguments are wrong; raised on all of them.
@@ -151,17 +144,14 @@ class Gate:
         if obstacle in _FOR_GOOD:
             self._overcome(obstacle, operation)
         if self.debug:
-            prepared = self._agree(operation, nbytes, agree, prepare, obstacle)
-        else:
-            self._allow(operation, nbytes, obstacle)
-            prepared = prepare()
-        return prepared
+            return self._agree(operation, agree, prepare, obstacle)
+        self._overcome(obstacle, operation)
+        return prepare()
 
     @contextlib.contextmanager
     def calling(
         self,
         operation: str,
-        nbytes: int,
         agree: Mapping[str, Any] = MappingProxyType({}),
         prepare: Callable[[], Any] = lambda: None,
         alike: tuple[type[BaseException], ...] = (),
@@ -169,10 +159,10 @@ class Gate:
         """:meth:`begin`, and whatever the call launches as the body: if it fails, the context does (:meth:`fail`).
 
         Args:
-            operation, nbytes, agree, prepare: as for :meth:`begin`.
+            operation, agree, prepare: as for :meth:`begin`.
             alike: errors of the body that all ranks raise, after the same launches.
         """
-        prepared = self.begin(operation, nbytes, agree, prepare)
+        prepared = self.begin(operation, agree, prepare)
         try:
             yield prepared
         except alike:
@@ -255,24 +245,16 @@ class Gate:
         self.capturing = obstacle == _CAPTURING
         self.captured = self.captured or self.capturing
 
-    def _agree(
-        self,
-        operation: str,
-        nbytes: int,
-        agree: Mapping[str, Any],
-        prepare: Callable[[], Any],
-        obstacle: str | None,
-    ) -> Any:
+    def _agree(self, operation: str, agree: Mapping[str, Any], prepare: Callable[[], Any], obstacle: str | None) -> Any:
         """The checks of a call in debug mode: what is wrong on one rank is an error on all."""
         problem: Exception | None = None
         prepared = None
         try:
-            self._allow(operation, nbytes, obstacle)
+            self._overcome(obstacle, operation)
             prepared = prepare()
         except Exception as error:  # memory that is not there, for instance
             problem = error
         facts = {
-            "bytes per rank": nbytes,
             **agree,
             # Two contexts used in different orders show as well.
             "context, by its offset in the symmetric heap": self.job.offset_of(self.staging, "staging"),
@@ -281,14 +263,6 @@ class Gate:
         compare(self.job, self.topology.pes, operation, facts, problem)
         self._calls += 1
         return prepared
-
-    def _allow(self, operation: str, nbytes: int, obstacle: str | None) -> None:
-        if nbytes > self.max_bytes_per_rank:
-            raise ContextError(
-                f"{operation}: {nbytes} bytes per rank is over the context's capacity of "
-                f"{self.max_bytes_per_rank}; make it with max_bytes_per_rank={nbytes} or more"
-            )
-        self._overcome(obstacle, operation)
 
     def _change_stream(self, operation: str) -> None:
         stream = torch.cuda.current_stream(self.device)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits that policies, contexts and kernels share; plain numbers."""
+"""What policies, contexts, tables and kernels share: numbers, and the names of the dense collectives."""
 
-__all__ = ["CHANNELS", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "lamport_bytes"]
+__all__ = ["CHANNELS", "COLLECTIVES", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "lamport_bytes"]
+
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+"""The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
 
 CHANNELS = 512
 """Most chunks that one rank's data is cut into, if a context is not made for fewer; each has its own signal."""

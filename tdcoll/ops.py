@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """tdcoll's collectives as operators of PyTorch's, which ``torch.compile`` traces: ``import tdcoll.ops``.
 
-``torch.ops.tdcoll.all_gather``, ``reduce_scatter``, ``all_reduce`` and ``all_reduce_rms_norm`` are functional: they
-return new tensors and write to none of their arguments. The group is a string (:func:`group_name`), and the contexts
-are tdcoll's own. See ``docs/fused.md``.
+``torch.ops.tdcoll.all_gather``, the other dense collectives and ``all_reduce_rms_norm`` are functional: they return new
+tensors and write to none of their arguments. The group is a string (:func:`group_name`), and the contexts are tdcoll's
+own. See ``docs/fused.md``.
 
 :func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a residual and an
 RMSNorm by ``all_reduce_rms_norm``, and leaves the rest to Inductor.
@@ -20,18 +20,16 @@ import torch.distributed as dist
 from torch import fx
 
 from tdcoll import arguments, runtime
+from tdcoll.collectives._host.call import make, spec_of
 from tdcoll.collectives._host.gradient import linear
-from tdcoll.collectives.all_gather import all_gather_into_tensor
-from tdcoll.collectives.all_reduce.op import all_reduce as _all_reduce
-from tdcoll.collectives.all_reduce.op import pooled_context as _pooled_for_all_reduce
-from tdcoll.collectives.reduce_scatter.op import pooled_context as _pooled_for_reduce_scatter
-from tdcoll.collectives.reduce_scatter.op import reduce_scatter as _reduce_scatter
+from tdcoll.collectives._host.pool import pooled
 from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.op import pooled_context as _pooled_for_norm
 from tdcoll.fused.policy import takes
+from tdcoll.limits import COLLECTIVES
 
-__all__ = ["all_gather", "all_reduce", "all_reduce_rms_norm", "fuse", "fusing", "group_name", "reduce_scatter"]
+__all__ = ["all_reduce_rms_norm", "fuse", "fusing", "group_name", "operators"]
 
 
 # ---------------------------------------------------------------------- groups
@@ -81,26 +79,52 @@ def _world(name: str) -> int:
 # ---------------------------------------------------------------------- operators
 
 
-@torch.library.custom_op("tdcoll::all_gather", mutates_args=())
-def all_gather(x: torch.Tensor, group: str = "") -> torch.Tensor:
-    """``[n, ...] -> [world * n, ...]``: the tensors of all ranks in a row; see :func:`tdcoll.all_gather`."""
-    out = x.new_empty((_world(group) * x.shape[0], *x.shape[1:]))
-    all_gather_into_tensor(out, x.contiguous(), _named(group))
-    return out
+def _operator(name: str) -> Any:
+    """Make the operator of a dense collective: its call, the shape of its result, and its derivative."""
+    spec = spec_of(name)
+
+    def result_of(x: torch.Tensor, group: str) -> torch.Tensor:
+        return x.new_empty(spec.results(x.shape, _world(group))[0])
+
+    def call(x: torch.Tensor, op: str | None, group: str) -> torch.Tensor:
+        x = x.detach().contiguous()  # the operator has the derivative
+        return make(spec, x, pooled(spec, x, _named(group)), None, "auto", op)
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        group, adjoint = ctx.group, operators[spec.adjoint]
+        op = linear(name, ctx.op) if spec.reduces else "sum"
+        if not spec_of(spec.adjoint).reduces:
+            grad = grad / _world(group) if op == "mean" else grad
+            return (adjoint(grad, group), *ctx.others)
+        return (adjoint(grad, op, group), *ctx.others)
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.op, ctx.group = inputs[1:] if spec.reduces else (None, inputs[1])
+        ctx.others = (None,) * (len(inputs) - 1)
+
+    if spec.reduces:
+
+        def reduction(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
+            return call(x, op, group)
+
+        made: Any = torch.library.custom_op(f"tdcoll::{name}", reduction, mutates_args=())
+        made.register_fake(lambda x, op="sum", group="": result_of(x, group))
+    else:
+
+        def exchange(x: torch.Tensor, group: str = "") -> torch.Tensor:
+            return call(x, None, group)
+
+        made = torch.library.custom_op(f"tdcoll::{name}", exchange, mutates_args=())
+        made.register_fake(lambda x, group="": result_of(x, group))
+    made.register_autograd(backward, setup_context=remember)
+    return made
 
 
-@torch.library.custom_op("tdcoll::reduce_scatter", mutates_args=())
-def reduce_scatter(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
-    """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction; see :func:`tdcoll.reduce_scatter`."""
-    x = x.detach().contiguous()
-    return _reduce_scatter(x, _pooled_for_reduce_scatter("x", x, _named(group)), None, op)
+operators = {name: _operator(name) for name in COLLECTIVES}
+"""The operators of the dense collectives, by name: ``(x, group="")``, of reductions ``(x, op="sum", group="")``.
 
-
-@torch.library.custom_op("tdcoll::all_reduce", mutates_args=())
-def all_reduce(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
-    """``[...] -> the same``: the reduction of all ranks' tensors; see :func:`tdcoll.all_reduce`."""
-    x = x.detach().contiguous()  # the operator has the derivative
-    return _all_reduce(x, _pooled_for_all_reduce(x, _named(group)), None, op)
+They return what the functions of ``tdcoll`` of the same name do.
+"""
 
 
 @torch.library.custom_op("tdcoll::all_reduce_rms_norm", mutates_args=())
@@ -114,21 +138,6 @@ def all_reduce_rms_norm(
     return normalized, new
 
 
-@all_gather.register_fake
-def _(x: torch.Tensor, group: str = "") -> torch.Tensor:
-    return x.new_empty((_world(group) * x.shape[0], *x.shape[1:]))
-
-
-@reduce_scatter.register_fake
-def _(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
-    return x.new_empty((x.shape[0] // _world(group), *x.shape[1:]))
-
-
-@all_reduce.register_fake
-def _(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 @all_reduce_rms_norm.register_fake
 def _(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, group: str = ""
@@ -137,24 +146,6 @@ def _(
 
 
 # ---------------------------------------------------------------------- derivatives
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.op, ctx.group = inputs[1:] if len(inputs) == 3 else ("sum", inputs[1])
-
-
-def _of_all_gather(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return reduce_scatter(grad, "sum", ctx.group), None
-
-
-def _of_reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    if linear("reduce_scatter", ctx.op) == "mean":
-        grad = grad / _world(ctx.group)
-    return all_gather(grad, ctx.group), None, None
-
-
-def _of_all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return all_reduce(grad, linear("all_reduce", ctx.op), ctx.group), None, None
 
 
 def _remember_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -170,12 +161,9 @@ def _of_norm(ctx: Any, of_normalized: torch.Tensor, of_new: torch.Tensor) -> tup
     slope = factor * (along - value * factor.square() * (along * value).mean(-1, keepdim=True))
     of_residual = (slope + of_new.float()).to(new.dtype)
     of_weight = (grad * value * factor).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
-    return all_reduce(of_residual, "sum", ctx.group), of_residual, of_weight, None, None
+    return operators["all_reduce"](of_residual, "sum", ctx.group), of_residual, of_weight, None, None
 
 
-all_gather.register_autograd(_of_all_gather, setup_context=_remember)
-reduce_scatter.register_autograd(_of_reduce_scatter, setup_context=_remember)
-all_reduce.register_autograd(_of_all_reduce, setup_context=_remember)
 all_reduce_rms_norm.register_autograd(_of_norm, setup_context=_remember_norm)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tdcoll.collectives._host.call import Ready
+
 __all__ = ["Call", "check_pieces", "is_plain", "plain_memory", "write"]
 
 
@@ -18,9 +20,10 @@ class Call:
         op: tdcoll's name of the operation, or another name; None where nothing is reduced.
         pieces: the list of an all-gather into a list, a tensor for each rank. Then there is one input, and no ``outs``.
         device: of the tensors.
+        ready: what makes calls like this one again, after a dense call of one tensor.
     """
 
-    __slots__ = ("device", "inputs", "op", "outs", "pieces")
+    __slots__ = ("device", "inputs", "op", "outs", "pieces", "ready")
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class Call:
         device: torch.device | None = None,
     ) -> None:
         self.outs, self.inputs, self.op, self.pieces = outs, inputs, op, pieces
+        self.ready: Ready | None = None
         self.device = device if device is not None else inputs[0].device if inputs else torch.device("cpu")
 
     @property

@@ -8,22 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from tdcoll import arguments
-from tdcoll.distributed.services import KINDS
-from tdcoll.limits import MAX_PROGRAMS
+from tdcoll.collectives._host.call import spec_of
+from tdcoll.limits import COLLECTIVES, MAX_PROGRAMS
 
-__all__ = ["SERVED_BYTES", "SERVES", "Options"]
+__all__ = ["KINDS", "SERVES", "Options"]
+
+KINDS = (*COLLECTIVES, "sparse_all_reduce", "barrier")
+"""The kinds of call that tdcoll's kernels can handle."""
 
 SERVES = "TDCOLL_BACKEND_SERVES"
 """Environment variable: default of :attr:`Options.serves`."""
-
-SERVED_BYTES: dict[str, dict[int, int]] = {
-    "all_gather": {0: 4 << 20},
-    "all_reduce": {0: 16 << 20},
-    "reduce_scatter": {0: 4 << 20},
-}
-"""The most bytes of a call that is served, by kind and number of ranks; 0: any other number. Larger calls go to the
-inner group. Bytes are those of ``Options.max_bytes_per_rank``. ``tests/gpu/backend_calls.py`` measures what belongs
-here: the largest size at which a call takes no longer than NCCL's, with launches of ``Options.programs`` programs."""
 
 PROGRAMS = 64
 """Default of :attr:`Options.programs`: two to a multiprocessor, so that two kinds in flight leave half of an H100."""
@@ -50,14 +44,14 @@ class Options:
 
     Attributes:
         serves: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
-            the rest goes to the inner group. None: ``TDCOLL_BACKEND_SERVES``, else ``"all"``.
-        max_bytes_per_rank: larger calls go to the inner group: all-gathers and all-reduces of which a rank brings more
-            bytes, reduce-scatters of which it gets more. None: up to the sizes of :data:`SERVED_BYTES`.
+            the rest goes to the fallback backend. None: ``TDCOLL_BACKEND_SERVES``, else ``"all"``.
+        max_bytes_per_rank: the largest segment that tdcoll handles, in bytes: what a rank brings to an all-gather or an
+            all-reduce, and what it gets from a reduce-scatter. None: the limit in each collective's spec.
         programs: the most programs of one launch, which is what a kind of call takes of the GPU while it waits for
             other ranks; the rest stays free for compute. At least ``2 * ranks + 2`` are taken.
         heap_bytes: symmetric heap of each rank, bytes or a text as ``"2G"``, for the group that joins the job. A group
             that finds tdcoll initialised uses the heap that is there. None: as for :func:`tdcoll.initialize`.
-        nccl: ``ProcessGroupNCCL.Options`` of the inner group for CUDA tensors.
+        nccl: ``ProcessGroupNCCL.Options`` of the fallback backend for CUDA tensors.
 
     Raises:
         TypeError, ValueError: a value is not as described.
@@ -86,19 +80,14 @@ class Options:
             return _kinds(self.serves, "serves")
         return _kinds(os.environ.get(SERVES) or "all", SERVES)
 
-    def limits(self, world: int, heap_bytes: int) -> dict[str, int]:
-        """Return the most bytes of a call of each dense kind, in a group of ``world`` ranks.
-
-        All-gathers take at most a quarter of the symmetric heap, for the two slots of a context.
-        """
+    def limits(self) -> dict[str, int]:
+        """Return the most bytes of a segment that is handled, for each dense kind."""
         given = self.max_bytes_per_rank
-        most = {kind: sizes.get(world, sizes[0]) if given is None else given for kind, sizes in SERVED_BYTES.items()}
-        most["all_gather"] = min(most["all_gather"], heap_bytes // (8 * world))
-        return most
+        return {kind: spec_of(kind).handled_bytes if given is None else given for kind in COLLECTIVES}
 
     @classmethod
     def of(cls, given: Any) -> Options:
-        """``pg_options`` as given: None, :class:`Options`, or options of NCCL, which go to the inner group."""
+        """``pg_options`` as given: None, :class:`Options`, or options of NCCL, which go to the fallback backend."""
         if given is None:
             return cls()
         if isinstance(given, cls):

@@ -4,47 +4,33 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from tdcoll import arguments, runtime
-from tdcoll.collectives._host.algorithm import outside_of_graphs
-from tdcoll.collectives._host.checks import check_context, check_tensor, strided_bytes, usable
-from tdcoll.collectives._host.drop_in import pooled_for
+from tdcoll.collectives._host.call import Ready, again, check_context, check_tensor, overlap
 from tdcoll.collectives._host.launch import Launch
+from tdcoll.collectives._host.launches import facts_of, launches_of, prepare
 from tdcoll.collectives._host.plan import Plan
-from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
-from tdcoll.collectives.all_reduce.op import inbox_bytes
+from tdcoll.collectives._host.pool import pooled, strided_bytes
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.context import CollectiveContext
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
-from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, ONE_SHOT, Rows, choose, programs, takes
+from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, ONE_SHOT, Rows, choose, takes
 from tdcoll.primitives.reduce import triton_dtype
 
 __all__ = ["DTYPES", "all_reduce_rms_norm", "pooled_context"]
 
 _NAME = "all_reduce_rms_norm"
-_SHORT = f"{_NAME}, the short way"
 _FP8 = torch.float8_e4m3fn
 _REGISTERS = 128  # of a thread: what one of the largest programs, of 16 warps, can have
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of rows that can be reduced and normalized."""
-
-
-class _Kind(NamedTuple):
-    """A kind of call: all that its launches depend on but addresses."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    weight: torch.dtype
-    eps: float
-    fp8: bool
-    given: bool
-    algorithm: str | Plan
 
 
 class _Asked(NamedTuple):
@@ -58,6 +44,19 @@ class _Asked(NamedTuple):
     out_dtype: Any
     scale: Any
     algorithm: Any
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensors that are given."""
+        tensors = self.x, self.residual, self.weight
+        return tensors if self.scale is None else (*tensors, self.scale)
+
+    @property
+    def key(self) -> Hashable:
+        """All that a call's launches depend on but where the tensors lie; ``True == 1``, so types belong to it."""
+        x, residual, weight, eps, in_place, out_dtype, scale, algorithm = self
+        shapes = x.shape, residual.shape, weight.shape, x.dtype, residual.dtype, weight.dtype
+        return (_NAME, *shapes, type(eps), eps, type(in_place), in_place, type(scale), out_dtype, algorithm)
 
 
 class _Tensors(NamedTuple):
@@ -76,13 +75,6 @@ class _Tensors(NamedTuple):
     scale: torch.Tensor | None
     summed: torch.Tensor | None
     result: torch.Tensor
-
-
-class _Run(NamedTuple):
-    """What launches calls of a kind on the stream of a handle, and whether an all-reduce comes first."""
-
-    launch: Callable[[int, _Tensors], None]
-    composed: bool
 
 
 def all_reduce_rms_norm(
@@ -147,60 +139,11 @@ def all_reduce_rms_norm(
     check_context(ctx)
     asked = _Asked(x, residual, weight, eps, in_place, out_dtype, scale, algorithm)
     try:
-        known = ctx.known(_key(asked))
-    except (AttributeError, TypeError, RuntimeError):  # what is none of this, or cannot be a key
-        known = None
-    device = ctx.device
-    made: _Tensors | None = None
-    stream: int | None = None
-    if known is not None and (x.requires_grad or residual.requires_grad or weight.requires_grad):
-        known = None if torch.is_grad_enabled() else known
-    if known is not None and usable(x, device) and usable(residual, device) and usable(weight, device):
-        if (scale is None or (_scalar(scale) and usable(scale, device))) and not (in_place and _overlap(x, residual)):
-            made = _results(asked, known)
-            stream = ctx.enter()
-    if made is not None and stream is not None:
-        try:
-            _launch(known, stream, made)
-        except BaseException as error:
-            ctx.fail(_NAME, error)
-            raise
-    else:
-        made = None  # which frees what it has
-        made = _long_way(ctx, asked)
-    out, new = made.out, made.result
-    return (out, new) if out_dtype is not _FP8 else (out, new, made.scale)  # type: ignore[return-value]
-
-
-def _key(asked: _Asked) -> Hashable:
-    """Return the key under which a context knows a call whose checks have passed once.
-
-    ``True == 1`` and ``1 == 1.0``, so the types of numbers are part of it.
-    """
-    x, residual, weight, eps, in_place, out_dtype, scale, algorithm = asked
-    shapes = x.shape, residual.shape, weight.shape
-    flags = type(eps), eps, type(in_place), in_place, scale is not None
-    return (_SHORT, *shapes, x.dtype, residual.dtype, weight.dtype, *flags, out_dtype, algorithm)
-
-
-def _results(asked: _Asked, run: _Run) -> _Tensors:
-    """Return the tensors of a call, with those that it makes, before it begins."""
-    x, residual, out_dtype, scale = asked.x, _aligned(asked.residual), asked.out_dtype, asked.scale
-    new = residual if asked.in_place else torch.empty_like(x)
-    out = torch.empty_like(x) if out_dtype is None else torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    if out_dtype is _FP8 and scale is None:
-        scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    summed = torch.empty_like(x) if run.composed else None
-    result = asked.residual if asked.in_place else new
-    return _Tensors(_aligned(x), residual, _aligned(asked.weight), new, out, scale, summed, result)
-
-
-def _launch(run: _Run, stream: int, tensors: _Tensors) -> None:
-    """Launch, and copy the result back to a residual that is not aligned."""
-    if tensors.x.numel():
-        run.launch(stream, tensors)
-        if tensors.result is not tensors.new:
-            tensors.result.copy_(tensors.new)
+        ready = ctx.known.get(asked.key)
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, nested ones, or what cannot be a key
+        ready = None
+    made = None if ready is None else again(ctx, ready, *asked.tensors)
+    return _first(ctx, asked) if made is None else made
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,37 +162,32 @@ def _scalar(scale: Any) -> bool:
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two contiguous tensors share memory."""
-    begin, other = first.data_ptr(), second.data_ptr()
-    return begin < other + second.nbytes and other < begin + first.nbytes
+    return overlap(first.data_ptr(), first.nbytes, second.data_ptr(), second.nbytes, None)
 
 
-# ---------------------------------------------------------------------- the long way
+def _first(ctx: CollectiveContext, asked: _Asked) -> tuple[torch.Tensor, ...]:
+    """Check everything, and make the call; return its result. Calls like it are then made by :func:`again`."""
+    x = asked.x
 
-
-def _long_way(ctx: CollectiveContext, asked: _Asked) -> _Tensors:
-    """Check everything, and make the call; return its tensors. Later calls like it find what launches them."""
-    x, _, weight, eps, _, out_dtype, scale, algorithm = asked
-
-    def prepare() -> tuple[_Run, _Tensors]:
+    def checked() -> tuple[Ready, Any]:
         _check(ctx, asked)
-        kind = _Kind(x.shape, x.dtype, weight.dtype, eps, out_dtype is _FP8, scale is not None, algorithm)
-        made: _Run = ctx.once((_NAME, kind), lambda: _launches(ctx, kind))
-        if not ctx.capturing:
-            ctx.once(_key(asked), lambda: made)
-        return made, _results(asked, made)
+        ready: Ready = ctx.once(asked.key, lambda: _ready(ctx, asked))
+        return ready, ready.place(*asked.tensors)
 
-    agree = {
+    facts = {
         "bytes": strided_bytes(x),
         "dtype": getattr(x, "dtype", None),
         "shape": "nested" if getattr(x, "is_nested", False) else str(tuple(getattr(x, "shape", ()))),
-        "eps": eps,
-        "out_dtype": str(out_dtype),
-        "scale": scale is not None,
-        "algorithm": algorithm,
+        "eps": asked.eps,
+        "out_dtype": str(asked.out_dtype),
+        "scale": asked.scale is not None,
+        "algorithm": asked.algorithm,
     }
-    with ctx.calling(_NAME, 0, agree, prepare) as (run, tensors):
-        _launch(run, ctx.current_stream(), tensors)
-    return tensors
+    with ctx.calling(_NAME, facts, checked) as (ready, (result, given)):
+        ctx.wait_for_loads(_NAME, asked.key)
+        ready.run(ctx.current_stream(), *given)
+    made: tuple[torch.Tensor, ...] = result
+    return made
 
 
 def _check(ctx: CollectiveContext, asked: _Asked) -> None:
@@ -297,61 +235,67 @@ def _check(ctx: CollectiveContext, asked: _Asked) -> None:
     arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
 
 
-def _launches(ctx: CollectiveContext, kind: _Kind) -> _Run:
-    """Return what launches calls of a kind, compiled and loaded."""
-    hidden = kind.shape[-1]
-    rows = Rows(kind.shape.numel() // hidden, hidden, kind.dtype.itemsize)
-    plan = choose(rows, ALL_REDUCE.facts(ctx, 0, kind.dtype), kind.algorithm)
+def _ready(ctx: CollectiveContext, asked: _Asked) -> Ready:
+    """Return what calls like this one are made with; its kernel is compiled and loaded."""
+    x, _, weight, eps, in_place, out_dtype, scale, algorithm = asked
+    hidden, shape = x.shape[-1], x.shape
+    rows = Rows(shape.numel() // hidden, hidden, x.dtype.itemsize)
+    plan = choose(rows, facts_of(ALL_REDUCE, ctx, 0, x.dtype), algorithm)
+    composed, by_rows = plan.algorithm == COMPOSED, out_dtype is _FP8 and scale is None
+
+    def place(x: Any, residual: Any, weight: Any, scale: Any = None) -> tuple[Any, tuple[Any, ...]] | None:
+        if torch.is_grad_enabled() and _requiring(x, residual, weight):
+            return None
+        if (scale is not None and not _scalar(scale)) or (in_place and _overlap(x, residual)):
+            return None
+        given, residual = residual, _aligned(residual)
+        new = residual if in_place else torch.empty_like(x)
+        out = torch.empty_like(x) if out_dtype is None else torch.empty(shape, dtype=out_dtype, device=x.device)
+        if by_rows:
+            scale = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=x.device)
+        summed = torch.empty_like(x) if composed else None
+        result = given if in_place else new
+        tensors = _Tensors(_aligned(x), residual, _aligned(weight), new, out, scale, summed, result)
+        return (out, result) if out_dtype is not _FP8 else (out, result, scale), (tensors,)
+
     if not rows.rows:
-        return _Run(lambda stream, tensors: None, False)
-    (bits,) = struct.unpack("<i", struct.pack("<f", kind.eps))
-    scale = arithmetic.GIVEN if kind.given else arithmetic.PER_ROW if kind.fp8 else arithmetic.NONE
-    block = plan.chunk // 16
+        return Ready(_NAME, place, lambda stream, tensors: None)
+    (bits,) = struct.unpack("<i", struct.pack("<f", eps))
+    scaling = arithmetic.NONE if out_dtype is not _FP8 else arithmetic.PER_ROW if scale is None else arithmetic.GIVEN
     given: dict[str, Any] = {
         "eps": bits,
         "HIDDEN": hidden,
-        "DTYPE": triton_dtype(kind.dtype),
-        "WEIGHT": triton_dtype(kind.weight),
-        "SCALE": scale.value,
+        "DTYPE": triton_dtype(x.dtype),
+        "WEIGHT": triton_dtype(weight.dtype),
+        "SCALE": scaling.value,
         "PIECES": plan.channels,
         "ROOM": triton.next_power_of_2(plan.channels),
-        "BLOCK": block,
+        "BLOCK": plan.chunk // 16,
     }
-    reduce: Any = None
-    if plan.algorithm == COMPOSED:
-        kernel, options = kernels.norm_rows, (kind.dtype, "sum")
-        nbytes = kind.shape.numel() * kind.dtype.itemsize
-        reduce = ALL_REDUCE.launches(ctx, nbytes, "auto", options=options, dtype=kind.dtype)
+    if composed:
+        kernel = kernels.norm_rows
+        reduce = launches_of(ALL_REDUCE, ctx, strided_bytes(x), options=(x.dtype, "sum"), dtype=x.dtype)
     else:
         kernel = kernels.norm_rows_one_shot if plan.algorithm == ONE_SHOT else kernels.norm_rows_two_stage
         given |= {"rows": rows.rows, "inbox": ctx.device_lamport, "g": ctx.device_group}
     changing = ("x", "residual", "weight", "new", "out", "scale")
-    launch = Launch(
-        kernel,
-        programs(rows, plan, ctx.world_size),
-        given,
-        changing,
-        num_warps=plan.num_warps,
-        maxnreg=_REGISTERS,
-        early=ctx.early,
+    options: dict[str, Any] = {"num_warps": plan.num_warps, "maxnreg": _REGISTERS, "early": ctx.early}
+    launch = Launch(kernel, plan.blocks, given, changing, **options)
+    prepare(
+        ctx, _NAME, (_NAME, plan.algorithm, *(v for k, v in given.items() if k.isupper()), plan.num_warps), [launch]
     )
-    variant = (_NAME, plan.algorithm, *(given[name] for name in given if name.isupper()), plan.num_warps)
-
-    if not launch.prepared:
-        if variant not in ctx.tables:
-            outside_of_graphs(ctx, _NAME)
-        launch.prepare()
-        ctx.tables[variant] = True
 
     def run(stream: int, tensors: _Tensors) -> None:
-        x, residual, weight, new, out, scale, summed, _ = tensors
+        x, residual, weight, new, out, scale, summed, result = tensors
         if summed is not None:
-            reduce(x, summed)
+            reduce(x.data_ptr(), summed.data_ptr())
             x = summed
         scales = 0 if scale is None else scale.data_ptr()
         launch(stream, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), new.data_ptr(), out.data_ptr(), scales)
+        if result is not new:
+            result.copy_(new)
 
-    return _Run(run, plan.algorithm == COMPOSED)
+    return Ready(_NAME, place, run)
 
 
 def pooled_context(x: Any, group: runtime.Group) -> CollectiveContext:
@@ -359,4 +303,5 @@ def pooled_context(x: Any, group: runtime.Group) -> CollectiveContext:
 
     Collective when the context is made or grows.
     """
-    return pooled_for(_NAME, "x", x, group, inbox_bytes)
+    arguments.tensor("x", x)
+    return pooled(ALL_REDUCE, x, group, _NAME)

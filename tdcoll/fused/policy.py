@@ -7,7 +7,7 @@ the bytes of a piece (``chunk``, 16 times a power of two), and the warps of a pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES as WORD
 from tdcoll.collectives._host.plan import WARPS, Facts, Plan, check_warps, most_warps, needs_stores
@@ -126,7 +126,8 @@ def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
         block *= 2
     warps = _warps(algorithm, facts)
     block = min(block, _MOST_WORDS * warps)
-    return Plan(algorithm, -(-rows.words // block), WORD * block, max(1, min(warps, block // 32)))
+    plan = Plan(algorithm, -(-rows.words // block), WORD * block, max(1, min(warps, block // 32)))
+    return replace(plan, blocks=programs(rows, plan, world))
 
 
 def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
@@ -144,7 +145,7 @@ def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
         _check(rows, algorithm, facts)
         if (problem := _problem(rows, algorithm, facts)) is not None:
             raise ValueError(f"algorithm={algorithm} {problem}{where}")
-        return algorithm
+        return replace(algorithm, blocks=programs(rows, algorithm, facts.topology.world_size))
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
     if algorithm != "auto":

@@ -27,7 +27,7 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import fp8
 
 __all__ = [
-    *("ACCUMULATORS", "OPERATIONS", "OPERATIONS_OF", "TORCH_OPERATIONS"),
+    *("ACCUMULATORS", "NAMES_BY_HASH", "OPERATIONS", "OPERATIONS_OF", "TORCH_OPERATIONS"),
     *("MAX", "MEAN", "MIN", "PROD", "SUM"),
     *("accumulate", "accumulator", "check_dtype", "check_operation", "finish", "operation_name"),
     *("rounded", "share", "triton_dtype"),
@@ -47,7 +47,7 @@ TORCH_OPERATIONS = {
 }
 """tdcoll's names of torch.distributed's operations."""
 
-_BY_HASH = {hash(ReduceOp(kind)): name for kind, name in TORCH_OPERATIONS.items()}
+NAMES_BY_HASH = {hash(ReduceOp(kind)): name for kind, name in TORCH_OPERATIONS.items()}
 """Maps an operation's hash, which is its number, to tdcoll's name. Comparing operations takes three times as long."""
 
 ACCUMULATORS = {
@@ -105,7 +105,7 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 def operation_name(op: Any) -> Any:
     """Return the name of a ``torch.distributed.ReduceOp`` in :data:`TORCH_OPERATIONS`; other values as they are."""
     if type(op) is ReduceOp or type(op) is ReduceOp.RedOpType:
-        return _BY_HASH.get(hash(op)) or getattr(op, "op", op)
+        return NAMES_BY_HASH.get(hash(op)) or getattr(op, "op", op)
     return op
 
 

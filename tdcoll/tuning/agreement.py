@@ -33,31 +33,11 @@ class Tuning:
 
     Attributes:
         sections: of the table, for these GPUs and groups of this shape; none if the GPUs differ.
-        group: the process group that a call may be left to, or None.
         name: of the table.
     """
 
     sections: tuple[Section, ...]
-    group: Any = None
     name: str = ""
-
-
-def _process_group(group: runtime.Group, everybody: bool, device: torch.device) -> Any:
-    """The torch.distributed group of the same ranks that can serve the device on its stream, or None."""
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    if not isinstance(group, dist.ProcessGroup):
-        if not everybody:
-            return None
-        group = dist.group.WORLD
-    try:
-        if group.name() == "tdcoll":
-            return None  # it would come back here
-        backend = group._get_backend(device).name()
-    except (AttributeError, RuntimeError):  # none for such devices, or a group of another kind
-        return None
-    return group if backend == ("nccl" if device.type == "cuda" else "gloo") else None
 
 
 def _table(given: Any) -> Table:
@@ -75,12 +55,7 @@ def _table(given: Any) -> Table:
         raise ValueError(f"{name}: {error}") from None
 
 
-def agree(
-    owner: runtime.Runtime,
-    ranks: Sequence[int],
-    group: runtime.Group,
-    given: Table | str | os.PathLike[str] | None,
-) -> Tuning:
+def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.PathLike[str] | None) -> Tuning:
     """The tuning of a context that is being made: compared, so that all ranks choose alike. Collective over ``ranks``.
 
     Args:
@@ -98,17 +73,16 @@ def agree(
     except Exception as error:  # of whatever kind: the other ranks wait to be told
         problem = error
     names = architectures(owner.device)
-    process_group = _process_group(group, tuple(ranks) == tuple(range(owner.world_size)), owner.device)
-    mine = (None if problem is None else str(problem), table and (table.digest, table.name), names, bool(process_group))
+    mine = (None if problem is None else str(problem), table and (table.digest, table.name), names)
     answers = owner.exchange(ranks, "CollectiveContext: tuning table", mine)
     if problem is not None:
         raise problem
-    for rank, (other, _, _, _) in enumerate(answers):
+    for rank, (other, _, _) in enumerate(answers):
         if other is not None:
             raise ValueError(f"CollectiveContext: rank {rank} cannot read its tuning table: {other}")
     assert table is not None
     if len({answer[1][0] for answer in answers}) > 1:
-        listing = ", ".join(f"rank {rank}: {name} ({digest})" for rank, (_, (digest, name), _, _) in enumerate(answers))
+        listing = ", ".join(f"rank {rank}: {name} ({digest})" for rank, (_, (digest, name), _) in enumerate(answers))
         raise RankMismatchError(f"the tuning table must be the same on all ranks; got {listing}")
     alike = len({answer[2] for answer in answers}) == 1  # nothing was measured on GPUs of several kinds
     topology = owner.topology(ranks)
@@ -116,6 +90,5 @@ def agree(
     sections = table.of(names) if alike else ()
     return Tuning(
         tuple(section for section in sections if (section.ranks_per_node, section.nodes) == shape),
-        process_group if all(answer[3] for answer in answers) else None,
         table.name,
     )

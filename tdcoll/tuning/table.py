@@ -17,8 +17,7 @@ decides::
        "source": "where it comes from",    optional
        "entries": [                        ascending; the first that is large enough holds
         {"up_to": "16 KB", "algorithm": "ll", "chunk": "6 KB", "num_warps": 8},
-        {"up_to": "4 MB", "algorithm": "1d", "channels": 16},
-        {"up_to": null, "algorithm": "nccl"}
+        {"up_to": null, "algorithm": "1d", "channels": 16}
        ]
       }
      ]
@@ -26,11 +25,10 @@ decides::
 
 ``up_to`` is bytes of a segment (of an all-gather, what one rank contributes), null for all sizes. ``channels`` (chunks
 that a segment is cut into) or ``chunk`` (bytes of one), and ``num_warps``, are the policy's where they are missing.
-``"nccl"`` leaves the call to torch.distributed.
 
 A section says nothing of CUDA graphs: one rank may replay a graph while another calls eagerly, and both need the same
-plan. For the same reason only all-gathers, which have a separate function for it, have sections for calls in place. For
-the other collectives, one rank may pass ``out=input`` while another doesn't.
+plan. For the same reason only collectives that have a separate function for it, such as all-gather, have sections for
+calls in place. For the others, one rank may pass ``out=input`` while another doesn't.
 
 ``tdcoll tune`` measures and writes one. A context takes the one it is given, else that of the file
 that ``TDCOLL_TUNING`` names, else tdcoll's own, which has what was measured for ``docs/results``.
@@ -49,28 +47,18 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll import arguments
-from tdcoll.limits import CHANNELS
+from tdcoll.limits import CHANNELS, COLLECTIVES
 
-__all__ = ["HANDED_OVER", "OPERATIONS", "SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
+__all__ = ["SIMULATOR", "WARPS", "Entry", "Section", "Table", "shipped"]
 
 VERSION = 4
 """Older versions told eager calls from those in CUDA graphs, by which ranks could choose differently."""
-
-HANDED_OVER = "nccl"
-"""In a table and a plan: leave this call to torch.distributed."""
 
 WARPS = (1, 2, 4, 8, 16, 32)
 """That a program may have."""
 
 SIMULATOR = "simulator"
 """The architecture of simulated ranks."""
-
-OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
-"""That tables may have sections of. What an algorithm and its chunks may be is known to the operation's policy, which
-checks the sections of a context when they are first used."""
-
-_IN_PLACE = ("all_gather",)
-"""Operations with sections of their own for calls in place."""
 
 _KIND = ("architecture", "operation", "ranks_per_node", "nodes", "in_place")
 
@@ -89,7 +77,7 @@ class Entry:
 
     Attributes:
         up_to: the most bytes of a segment that it holds for; None: any number.
-        algorithm: one of the operation's, or ``"nccl"``.
+        algorithm: one of the operation's.
         channels, chunk: chunks of a segment, or bytes of one; at most one of the two.
         num_warps: warps of each program.
     """
@@ -109,7 +97,8 @@ class Section:
         architecture: name or compute capability.
         operation: such as ``"all_gather"``.
         ranks_per_node, nodes: the group that it was measured on.
-        in_place: whether the calls are :func:`tdcoll.all_gather_in_place`'s.
+        in_place: whether the calls are those of the form whose peers write into the caller's buffer, such as
+            :func:`tdcoll.all_gather_in_place`.
         entries: ascending.
         source: where it comes from.
     """
@@ -191,8 +180,6 @@ def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
         raise given["up_to"].fail(f"more than the {before} bytes of the entry before")
     algorithm = given["algorithm"].text()
     how: dict[str, int] = {}
-    if algorithm == HANDED_OVER and (extra := set(given) - {"up_to", "algorithm"}):
-        raise ValueError(f"{at.where}: expected no {', '.join(sorted(extra))} with algorithm {HANDED_OVER!r}")
     if "channels" in given and "chunk" in given:
         raise ValueError(f"{at.where}: expected channels or chunk, got both")
     if "num_warps" in given:
@@ -206,13 +193,12 @@ def _read_entry(at: _Reader, before: int | None, last: bool) -> Entry:
 
 def _read_section(at: _Reader) -> Section:
     given = at.fields((*_KIND, "entries"), ("source",))
-    operation = given["operation"].one_of(OPERATIONS)
     kind = {
         "architecture": given["architecture"].text(),
-        "operation": operation,
+        "operation": given["operation"].one_of(COLLECTIVES),
         "ranks_per_node": given["ranks_per_node"].whole(1),
         "nodes": given["nodes"].whole(1),
-        "in_place": given["in_place"].one_of((False, True) if operation in _IN_PLACE else (False,)),
+        "in_place": given["in_place"].one_of((False, True)),
     }
     entries: list[Entry] = []
     readers = _Reader(f"{at.where}.entries", given["entries"].value).items()

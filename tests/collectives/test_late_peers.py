@@ -173,11 +173,11 @@ def two_pieces(algorithm: str) -> tdcoll.Plan:
 
 
 KERNELS = [
-    Kernel("kernels_ll.all_gather_ll", GATHER, "ll"),
-    Kernel("kernels_ll.all_gather_ll", GATHER_IN_PLACE, "ll"),
+    Kernel("kernels_ll.exchange_ll", GATHER, "ll"),
+    Kernel("kernels_ll.exchange_ll", GATHER_IN_PLACE, "ll"),
     Kernel("all_gather.kernels_puts.all_gather_ll_2d", GATHER, "ll", (2, 2)),
-    Kernel("all_gather.kernels_direct.all_gather_direct", GATHER, "direct"),
-    Kernel("all_gather.kernels_direct.all_gather_direct", GATHER_IN_PLACE, "direct"),
+    Kernel("exchange.kernels_direct.exchange_direct", GATHER, "direct"),
+    Kernel("exchange.kernels_direct.exchange_direct", GATHER_IN_PLACE, "direct"),
     Kernel("kernels_ring.all_gather_ring", GATHER, "ring", (3,)),
     Kernel("kernels_ring.all_gather_ring", GATHER_IN_PLACE, "ring", (3,)),
     Kernel("all_gather.kernels_puts.all_gather_1d", GATHER, "1d"),
@@ -202,7 +202,7 @@ KERNELS = [
     Kernel("fused.kernels.norm_rows_two_stage", NORM, two_pieces("two_stage")),
     Kernel("sparse_all_reduce.kernels_reduce.reduce", SPARSE, "owner"),
     Kernel("sparse_all_reduce.kernels_reduce.meet", SPARSE, "owner"),
-    Kernel("all_gather.kernels_direct.all_gather_direct", SPARSE, "gather"),
+    Kernel("exchange.kernels_direct.exchange_direct", SPARSE, "gather"),
     Kernel("sparse_all_reduce.kernels_nodes.reduce_nodes", SPARSE, "owner", (1, 1)),
     Kernel("sparse_all_reduce.kernels_nodes.forward", SPARSE, "owner", (1, 1)),
     Kernel("sparse_all_reduce.kernels_nodes.meet_nodes", SPARSE, "owner", (1, 1)),
@@ -360,7 +360,7 @@ OF_RAIL = "_wait_for(rail, routes.n_remote, arrived, index, g, epoch) != 0"
 ONE_SIGNAL = "tdl.wait_signal(signals + r, tdl.CMP_GE, epoch, g.monitor, r, first_index + r)"
 HEEDLESS: dict[str, tuple[Any, str, str, str | None]] = {
     # Calls; the function, if it is not the kernel; what it has; what it gets instead, or None: any outcome will do.
-    "direct writes to who has not entered": ("all_gather_direct, in place on 2", "", WRITES.format("to"), None),
+    "direct writes to who has not entered": ("exchange_direct, in place on 2", "", WRITES.format("to"), None),
     "ring writes to who has not entered": ("all_gather_ring, in place on 3", "", WRITES.format("after"), None),
     "1d writes to who has not entered": (
         "all_gather_1d, in place on 1+1", "primitives.puts.push_remote", "may_write(g, window, peer, epoch) != 0", None,

@@ -21,11 +21,12 @@ from compiling_sparse import INDEX_MATCH, SPARSE, SPARSE_TYPES, compile_index_ma
 
 from tdcoll.bench import kernels as bench
 from tdcoll.collectives._host.plan import Facts
-from tdcoll.collectives.all_gather import kernels_direct, kernels_ll, kernels_puts, kernels_ring
+from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
 from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
 from tdcoll.collectives.all_reduce import kernels_nodes as reduce_over_nodes
 from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
+from tdcoll.collectives.exchange import kernels_direct, kernels_ll
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_pull as scatter_pull
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
@@ -63,7 +64,7 @@ def compile_all_gather(kernel, arch: int, in_place: bool) -> dict[str, object]:
 
 
 def compile_ll(arch: int, block: int, over_nodes: bool) -> dict[str, object]:
-    kernel = kernels_puts.all_gather_ll_2d if over_nodes else kernels_ll.all_gather_ll
+    kernel = kernels_puts.all_gather_ll_2d if over_nodes else kernels_ll.exchange_ll
     compiled = compile_for(kernel, arch, {"BLOCK": block}, tuples())
     return {
         "kernel": kernel.__name__,
@@ -77,7 +78,7 @@ def compile_ll(arch: int, block: int, over_nodes: bool) -> dict[str, object]:
 
 def compile_exchange(arch: int) -> dict[str, object]:
     """The exchange of lists in one node: in place, with segments that say how much they hold."""
-    kernel = kernels_direct.all_gather_direct
+    kernel = kernels_direct.exchange_direct
     ptx = compile_for(kernel, arch, {"COUNTED": True}, tuples(1)).asm["ptx"]
     called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
     return {"counted": True, "needs": needs_nvshmem(kernel), "calls": called, **resources(ptx, arch)}
@@ -284,7 +285,7 @@ def main() -> None:
     compiled["all_reduce"] = [compile_all_reduce(k, arch, c, n) for k, c, n, archs in ALL_REDUCE for arch in archs]
     compiled["fused_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in _NORMS.values()}
     compiled["fused"] = [compile_fused(*about, arch, more) for *about, archs, more in FUSED for arch in archs]
-    stores = (kernels_direct.all_gather_direct, kernels_ring.all_gather_ring)
+    stores = (kernels_direct.exchange_direct, kernels_ring.all_gather_ring)
     compiled["direct"] = [
         compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)
     ]

@@ -25,18 +25,15 @@ from triton.runtime.driver import driver
 from tdcoll.language.jit import needs_nvshmem
 from tdcoll.primitives.group import Group, Window
 from tdcoll.primitives.lamport import Lamport
-from tdcoll.primitives.tiles import Tiles
 
 WORLD = 4
 TYPES: dict[str, Any] = {
     "g": Group(*["*i64"] * 6, "i32", channels=16, world=WORLD),
     "window": Window("i64", "i64", "*i64", 2),
     "lamport": Lamport("i64", "i64", "*i64", "*i64"),
-    "tiles": Tiles("*i32", "*i64"),
 }
 KERNELS: dict[str, dict[str, int]] = {
     "all_reduce_of_words": {"BLOCK": 256},
-    "sum_by_tiles": {"BLOCK": 1024},
 }
 
 
@@ -72,13 +69,12 @@ class _NoDevice:
 
 def of_rank(name: str, constants: dict[str, int], rank: int) -> str:
     """A hash of the PTX that a launch on this rank compiles."""
-    words, counts = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+    words = torch.zeros(64, dtype=torch.int64)
     sizes = {"channels": tl.constexpr(16), "world": tl.constexpr(WORLD)}
     known = {
         "g": Group(*[words] * 6, rank, **sizes),
         "window": Window(4096 * rank, 16 * rank + 1, words, tl.constexpr(2)),
         "lamport": Lamport(4096 * rank, 16 * rank + 1, words, words),
-        "tiles": Tiles(counts, words),
     }
     kernel = getattr(kernels, name)
     arguments = {name: known.get(name, constants.get(name, 16 * rank + 1)) for name in kernel.arg_names}

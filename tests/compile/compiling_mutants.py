@@ -58,7 +58,7 @@ def refusals() -> dict[str, str]:
 
 
 GATHER, PULL, PUTS = (
-    ("tdcoll.collectives.all_gather.kernels_direct", "all_gather_direct"),
+    ("tdcoll.collectives.exchange.kernels_direct", "exchange_direct"),
     ("tdcoll.collectives.reduce_scatter.kernels_pull", "reduce_scatter_pull"),
     ("tdcoll.collectives.reduce_scatter.kernels_puts", "reduce_scatter_puts"),
 )

@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 OF_THIS_GPU = {
     *("primitives.group.begin_epoch", "primitives.group.still_alive"),
     "primitives.stores.tell_gave_up",
-    *("primitives.tiles.arrive", "primitives.tiles.publish"),
     "workers.language_checks.put_by_another",
     "workers.stores_and_waits_checks.sum_of_late_parts",
     *(f"index_match.kernels.{name}" for name in ("_read_header", "_read_ids", "mark", "number_leaders")),

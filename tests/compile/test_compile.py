@@ -73,10 +73,10 @@ def test_all_gather_spills_next_to_nothing(compiled) -> None:
 
 def test_ll_needs_nvshmem_between_nodes_only_and_has_bounded_waits(compiled) -> None:
     found = sorted((k["kernel"], k["arch"], k["block"]) for k in compiled["ll"])
-    one_node, over_nodes = "all_gather_ll", "all_gather_ll_2d"
+    one_node, over_nodes = "exchange_ll", "all_gather_ll_2d"
     assert found == [
-        *((one_node, 90, 128), (one_node, 90, 1024), (one_node, 100, 128)),
         *((over_nodes, 90, 128), (over_nodes, 100, 128)),
+        *((one_node, 90, 128), (one_node, 90, 1024), (one_node, 100, 128)),
     ]
     for kernel in compiled["ll"]:
         assert kernel["needs"] == (kernel["kernel"] == "all_gather_ll_2d"), kernel
@@ -86,8 +86,8 @@ def test_ll_needs_nvshmem_between_nodes_only_and_has_bounded_waits(compiled) -> 
 
 def test_direct_stores_need_no_nvshmem_and_are_wide(compiled) -> None:
     assert {(k["kernel"], k["arch"], k["in_place"]) for k in compiled["direct"]} == {
-        (f"all_gather_{name}", arch, in_place)
-        for name in ("direct", "ring")
+        (name, arch, in_place)
+        for name in ("exchange_direct", "all_gather_ring")
         for arch in (90, 100)
         for in_place in (False, True)
     }
@@ -304,14 +304,12 @@ def test_order_that_protocols_rely_on_is_in_the_ptx(compiled) -> None:
     kernels = compiled["order"]
     assert len(kernels) > 60
     assert [k for k in kernels if k["problems"]] == []
-    # GPU scope is where it is meant to be, and nowhere else. The rest of it is in test_primitives.py.
-    narrow = {site for kernel in kernels for site in kernel["of_this_gpu"]}
-    elsewhere = {"primitives.tiles.arrive", "primitives.tiles.publish"}
-    assert narrow == ptx_order.OF_THIS_GPU - elsewhere
+    # GPU scope is where it is meant to be, and nowhere else.
+    assert {site for kernel in kernels for site in kernel["of_this_gpu"]} == ptx_order.OF_THIS_GPU
     of = {
-        name: [k for k in kernels if k["kernel"] == name] for name in ("all_gather_direct", "all_gather_ring", "reduce")
+        name: [k for k in kernels if k["kernel"] == name] for name in ("exchange_direct", "all_gather_ring", "reduce")
     }
-    for kernel in of["all_gather_direct"] + of["all_gather_ring"]:
+    for kernel in of["exchange_direct"] + of["all_gather_ring"]:
         assert min(kernel[kind] for kind in ("store", "release", "barrier", "control", "add", "wait")) > 0, kernel
     assert all(kernel["control"] and kernel["add"] and kernel["wait"] for kernel in of["reduce"])
 

@@ -20,11 +20,11 @@ def at(module: str, text: str) -> str:
     """The mark of what comes from the line of a module of primitives that holds ``text``."""
     lines = (PRIMITIVES / f"{module}.py").read_text().splitlines()
     number = next(number for number, line in enumerate(lines, 1) if text in line)
-    return f".loc {['tiles', 'puts', 'stores'].index(module) + 1} {number} 0"
+    return f".loc {['group', 'puts', 'stores'].index(module) + 1} {number} 0"
 
 
 def kernel(*lines: str) -> str:
-    files = [f'.file {i} "{PRIMITIVES}/{name}.py"' for i, name in enumerate(("tiles", "puts", "stores"), 1)]
+    files = [f'.file {i} "{PRIMITIVES}/{name}.py"' for i, name in enumerate(("group", "puts", "stores"), 1)]
     return "\n".join([".entry kernel()", "{", *lines, "ret;", "}", "// -- End function", *files])
 
 
@@ -34,7 +34,7 @@ def jump(targets: str) -> tuple[str, ...]:
 
 
 PUT = (at("puts", "tdl.putmem_signal_nbi_block(landing"), BARRIER, "ld.b32 %r9, [%rd9];", ".loc 9 0 0")
-PUBLISHED = at("tiles", "tdl.st_release(tiles.ready")
+PUBLISHED = at("group", "tdl.block_and(")
 ELSEWHERE = at("stores", "tdl.st_release(theirs")
 RULES = ptx_order.RULES
 

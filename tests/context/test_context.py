@@ -8,6 +8,7 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.collectives._host.plan import MOST_EPOCHS
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS, flagged_bytes
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.runtime.heap import Arena
@@ -97,14 +98,17 @@ def test_use_after_close() -> None:
     everywhere(host)
 
 
-def test_call_over_the_capacity_is_refused_with_the_number_and_costs_nothing() -> None:
+def test_a_call_far_over_the_capacity_is_refused_with_the_number_and_costs_nothing() -> None:
     def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=63) as ctx:
-            with pytest.raises(tdcoll.ContextError, match=r"64 bytes per rank.*capacity of 63.*max_bytes_per_rank=64"):
-                tdcoll.all_gather(data(pe, 0), ctx)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=9) as ctx:
+            large = torch.zeros(16 * MOST_EPOCHS + 1, dtype=torch.uint8)
+            with pytest.raises(
+                tdcoll.ContextError, match=r"16385 bytes would .*1024 epochs of 16 .*per_rank=192 or more"
+            ):
+                tdcoll.all_gather(large, ctx, algorithm="1d")
             assert int(ctx.control) == 0
-            got = tdcoll.all_gather(data(pe, 0, 15), ctx)
-            assert torch.equal(got, torch.cat([data(rank, 0, 15) for rank in range(N)]))
+            gather_and_compare(ctx, 0, algorithm="1d")
+            assert int(ctx.control) >> EPOCH_SHIFT.value == 4, "64 bytes are 4 epochs"
 
     everywhere(host)
 
@@ -174,8 +178,7 @@ def test_capacity_of_nothing() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=0) as ctx:
             assert tdcoll.all_gather(torch.empty(0, 3), ctx).shape == (0, 3)
             assert int(ctx.control) >> EPOCH_SHIFT.value == 1
-            with pytest.raises(tdcoll.ContextError, match="max_bytes_per_rank=1 or more"):
-                tdcoll.all_gather(torch.zeros(1, dtype=torch.uint8), ctx)
+            gather_and_compare(ctx, 0)  # in epochs of 16 bytes, the least that there is
 
     everywhere(host)
 
@@ -275,7 +278,7 @@ def test_debug_mode_raises_on_all_ranks_and_the_context_lives_on() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
             odd = pe == 2
             for tensor, algorithm, differ in (
-                (torch.zeros(5 if odd else 4), "1d", "bytes per rank (rank 0: 16, rank 1: 16, rank 2: 20, rank 3: 16)"),
+                (torch.zeros(5 if odd else 4), "1d", "bytes (rank 0: 16, rank 1: 16, rank 2: 20, rank 3: 16)"),
                 (torch.zeros(4, dtype=torch.float32 if odd else torch.int32), "1d", "dtype (rank 0: torch.int32, "),
                 (torch.zeros(4), "2d" if odd else "1d", "algorithm (rank 0: 1d, rank 1: 1d, rank 2: 2d, rank 3: 1d)"),
             ):

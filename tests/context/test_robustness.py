@@ -12,7 +12,8 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.all_gather.op import ALL_GATHER
+from tdcoll.collectives._host.launches import launches_of
+from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.collectives.sparse_all_reduce import context as sparse_context
 from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.spec.constants import RECORD_VALID
@@ -35,10 +36,10 @@ def test_a_rank_that_gave_up_sends_nothing_more(algorithm: str) -> None:
         tdcoll.all_gather(data(pe, 0), ctx, algorithm=algorithm)
         if pe == 0:
             out = torch.empty(32, dtype=torch.int32)
-            launch = ALL_GATHER.launches(ctx, 64, algorithm)
+            launch = launches_of(ALL_GATHER, ctx, 64, algorithm)
             for call in (1, 2, 3):  # as a stream would run them, past every check of the host
                 mine = data(pe, call)
-                launch(mine, out)
+                launch(mine.data_ptr(), out.data_ptr())
             runtime.current().control.all_gather((0, 1), "given up", None)
             with pytest.raises(tdcoll.CollectiveTimeout, match="peer 1"):
                 ctx.check()

@@ -12,9 +12,9 @@ from harness import check, checks_of, expect, run, world
 
 import tdcoll
 from tdcoll.collectives._host.plan import Facts
-from tdcoll.collectives.all_gather.policy import POLICY as ALL_GATHER
-from tdcoll.collectives.all_reduce.policy import POLICY as ALL_REDUCE
-from tdcoll.collectives.reduce_scatter.policy import POLICY as REDUCE_SCATTER
+from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 
 
 @check
@@ -23,9 +23,9 @@ def takes_the_paths_between_nodes() -> str:
     half = world() // 2
     expect(topology.members == (tuple(range(half)), tuple(range(half, world()))), topology.describe())
     facts = Facts(1 << 16, topology, stores=True)
-    for policy, algorithm in ((ALL_GATHER, "2d"), (ALL_REDUCE, "2d"), (REDUCE_SCATTER, "1d")):
-        chosen = policy.choose(facts).algorithm
-        expect(chosen == algorithm, f"auto must take {algorithm} here for {policy.operation}, not {chosen}")
+    for spec, algorithm in ((ALL_GATHER, "2d"), (ALL_REDUCE, "2d"), (REDUCE_SCATTER, "1d")):
+        chosen = spec.choose(facts).algorithm
+        expect(chosen == algorithm, f"auto must take {algorithm} here for {spec.name}, not {chosen}")
     return topology.describe()
 
 

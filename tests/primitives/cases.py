@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-import triton.language as tl
 
 import tdcoll
-from tdcoll.primitives.group import Window
 from tdcoll.primitives.reduce import triton_dtype
 
 from . import kernels as _kernels
@@ -30,10 +28,6 @@ Call = Callable[[], None]
 def kernels() -> Any:
     """The module of kernels; while a mutant is installed, the mutant's."""
     return sys.modules[_kernels.__name__]
-
-
-def inbox(ctx: tdcoll.CollectiveContext) -> Window:
-    return Window(ctx.staging.data_ptr(), ctx.capacity, ctx.device_group.deltas, tl.constexpr(2))
 
 
 def numbers(rank: int, call: int, count: int) -> torch.Tensor:
@@ -101,42 +95,6 @@ class Words:
         kernels().all_reduce_of_words[(programs,)](
             at, out.data_ptr(), ctx.device_group, ctx.device_lamport, source.numel(), self.block
         )
-
-
-class Tiles:
-    """Sums by tiles, call by call: (tiles, parts of a tile, elements of a part)."""
-
-    def __init__(self, calls: Sequence[tuple[int, int, int]]) -> None:
-        self.calls = calls
-
-    def __call__(self, world: World) -> None:
-        def host(pe: int) -> None:
-            with tdcoll.CollectiveContext(max_bytes_per_rank=512, channels=8, tiles=8) as ctx:
-                for call, (n_tiles, parts, count) in enumerate(self.calls):
-                    source = self.source(pe, call)
-                    out = torch.full((2, n_tiles, count), -1, dtype=torch.int32)
-                    self.launch(ctx, source, torch.empty(n_tiles, parts + 1, count, dtype=torch.int32), out)
-                    ctx.check()
-                    for place, rank in enumerate((pe, (pe - 1) % world.n_pes)):
-                        wrong = int((out[place] != self.source(rank, call).sum(1)).sum())
-                        assert wrong == 0, f"rank {pe}, call {call}: {wrong} wrong numbers of rank {rank}"
-                assert ctx.device_tiles is not None
-                assert not ctx.device_tiles.counts.any()
-
-        world.run(host)
-
-    def source(self, rank: int, call: int) -> torch.Tensor:
-        """``[tiles, parts, count]`` int32."""
-        shape = self.calls[call]
-        return numbers(rank, call, shape[0] * shape[1] * shape[2]).view(shape)
-
-    def launch(self, ctx: tdcoll.CollectiveContext, source: torch.Tensor, scratch: torch.Tensor, out: Any) -> None:
-        n_tiles, parts, count = source.shape
-        addresses = source.data_ptr(), scratch.data_ptr(), out.data_ptr()
-        kernels().sum_by_tiles[(n_tiles * (parts + 1),)](
-            *addresses, inbox(ctx), ctx.device_group, ctx.device_tiles,
-            n_tiles, parts, count, triton.next_power_of_2(count),
-        )  # fmt: skip
 
 
 def decoded(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,10 +23,11 @@ from harness import check, device, expect, rank, run, simulated, world
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.collective import Collective
-from tdcoll.collectives.all_gather.op import ALL_GATHER
-from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
-from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
+from tdcoll.collectives._host.launches import facts_of
+from tdcoll.collectives._host.spec import Collective
+from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.runtime import lifecycle
 
 COUNTS = (33, 1001, 5000)
@@ -40,8 +41,8 @@ BY_A_BLOCK = 2
 
 def algorithms(of: Collective, ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype | None) -> list[str]:
     """Return those that serve segments of so many bytes; ``dtype``: None where they are moved as they are."""
-    facts = of.facts(ctx, nbytes, dtype)
-    found = [name for name in of.policy.names if of.policy.admits(name, facts)]
+    facts = facts_of(of, ctx, nbytes, dtype)
+    found = [each.name for each in of.algorithms if each.supports(facts) is None]
     expect(found, f"no algorithm serves {nbytes} bytes")
     return found
 

@@ -35,7 +35,7 @@ OF_NCCL = """\
 
 OUT_OF_BOUNDS = """\
 ========= Invalid __global__ write of size 16 bytes
-=========     at all_gather_direct+0x9d0 in /src/tdcoll/primitives/stores.py:42
+=========     at exchange_direct+0x9d0 in /src/tdcoll/primitives/stores.py:42
 =========     by thread (31,0,0) in block (3,0,0)
 =========     Address 0x7f21c2000010 is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f21c0000000 of size 33,554,448 bytes
@@ -88,7 +88,7 @@ COPY = """\
     [
         (START_OF_NVSHMEM, [("NVSHMEM", "", "Program hit CUDA_ERROR_INVALID_VALUE")], True),
         (OF_NCCL, [("NCCL", "", "Program hit cudaErrorPeerAccessAlreadyEnabled")], False),
-        (OUT_OF_BOUNDS, [("tdcoll", "all_gather_direct", "Invalid __global__ write of size 16 bytes")], False),
+        (OUT_OF_BOUNDS, [("tdcoll", "exchange_direct", "Invalid __global__ write of size 16 bytes")], False),
         (RACE, [("tdcoll", "reduce", "Error: Race reported between Write access at reduce")], True),
         (
             BARRIER,
@@ -159,7 +159,7 @@ def test_the_verdict(tmp_path: Path, logs: list[str], status: int, ok: bool, sum
 def test_the_control_must_be_reported(tmp_path: Path) -> None:
     (tmp_path / "1.log").write_text(START_OF_NVSHMEM)
     assert not sanitize.judge_control(tmp_path).ok
-    (tmp_path / "2.log").write_text(OUT_OF_BOUNDS.replace("all_gather_direct", "store_out_of_bounds"))
+    (tmp_path / "2.log").write_text(OUT_OF_BOUNDS.replace("exchange_direct", "store_out_of_bounds"))
     assert sanitize.judge_control(tmp_path).ok
 
 

@@ -232,8 +232,6 @@ def drop_in() -> None:
 def errors() -> None:
     context = tdcoll.ContextError
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-        data = torch.zeros(17, dtype=torch.int32, device=device())
-        expect_raises(context, lambda: tdcoll.all_gather(data, ctx), "68 bytes", "64", "max_bytes_per_rank=68")
         grid = torch.zeros(4, 4, device=device())
         expect_raises(ValueError, lambda: tdcoll.all_gather(grid.t(), ctx), "tensor", "contiguous")
         expect_raises(TypeError, lambda: tdcoll.all_gather([1, 2], ctx), "tensor", "list")  # type: ignore[arg-type]

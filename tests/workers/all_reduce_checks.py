@@ -30,8 +30,9 @@ import tdcoll
 import tdcoll.distributed
 from tdcoll import runtime
 from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
-from tdcoll.collectives.all_reduce.policy import POLICY
+from tdcoll.collectives._host.launches import facts_of, launches_of
+from tdcoll.collectives.all_reduce.spec import SPEC
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.primitives.reduce import OPERATIONS_OF
 
@@ -56,8 +57,8 @@ def wanted(tensors: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
 
 def algorithms(ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype) -> list[str]:
     """Those that serve so many bytes on all ranks of this context."""
-    facts = ALL_REDUCE.facts(ctx, nbytes, dtype)
-    return [name for name in POLICY.names if POLICY.admits(name, facts)]
+    facts = facts_of(ALL_REDUCE, ctx, nbytes, dtype)
+    return [each.name for each in SPEC.algorithms if each.supports(facts) is None]
 
 
 def small(sizes: list[int]) -> list[int]:
@@ -79,7 +80,7 @@ def sizes() -> str:
                     expect(same(got, expected), f"{algorithm}, {numel} of {dtype}")
                     seen.add(algorithm)
         ctx.check()
-    inside = set(POLICY.names) - ({"2d"} if puts() else {"1d", "2d"})
+    inside = set(SPEC.names) - ({"2d"} if puts() else {"1d", "2d"})
     expect(tdcoll.topology().n_nodes > 1 or seen == inside, f"only {seen} were to be had")
     return ", ".join(sorted(seen))
 
@@ -145,7 +146,9 @@ def symmetric_results() -> None:
                         tdcoll.all_reduce(tensor, ctx, out, algorithm=algorithm, symmetric=True)
                         wrong += (out != expected).sum()
         ordinary = torch.zeros(4, device=device())
-        expect_raises(tdcoll.NotSymmetricError, lambda: tdcoll.all_reduce_(ordinary, ctx, symmetric=True), "out must")
+        expect_raises(
+            tdcoll.NotSymmetricError, lambda: tdcoll.all_reduce_(ordinary, ctx, symmetric=True), "tensor must"
+        )
         ctx.check()
     expect(int(wrong) == 0, f"{int(wrong)} wrong numbers")
     tdcoll.free(buffer)
@@ -172,7 +175,7 @@ def large_calls_by_words_are_several_epochs() -> str:
     mine, expected = tensors[rank()], wanted(tensors)
     few = wanted([tensor[:1000] for tensor in tensors])
     with tdcoll.CollectiveContext(max_bytes_per_rank=room) as ctx:
-        launch = ALL_REDUCE.launches(ctx, mine.nbytes, "auto", options=(mine.dtype, "sum"), dtype=mine.dtype)
+        launch = launches_of(ALL_REDUCE, ctx, mine.nbytes, "auto", options=(mine.dtype, "sum"), dtype=mine.dtype)
         out, inside, small = torch.empty_like(mine), mine.clone(), mine[:1000].clone()
 
         def calls() -> None:
@@ -340,7 +343,9 @@ def some_ranks_replay_what_others_call() -> str:
         expected, mine = wanted(tensors), tensors[rank()]
         out = torch.empty_like(mine)
         tdcoll.all_reduce(mine, ctx, out)
-        plan = ALL_REDUCE.launches(ctx, mine.nbytes, "auto", options=(torch.bfloat16, "sum"), dtype=torch.bfloat16).plan
+        plan = launches_of(
+            ALL_REDUCE, ctx, mine.nbytes, "auto", options=(torch.bfloat16, "sum"), dtype=torch.bfloat16
+        ).plan
         plans.append(f"{mine.nbytes >> 10} KB {plan.algorithm}")
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -395,7 +400,7 @@ def timeouts_name_the_peer() -> str:
     if world() == 1:
         return "one rank waits for nobody"
     absent, tried = world() - 1, []
-    for algorithm in POLICY.names:
+    for algorithm in SPEC.names:
         runtime.current().failed = False  # what failed is over, and all ranks are here
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1024, timeout_s=patience_s())
         if algorithm in algorithms(ctx, 256, torch.float32):

@@ -87,7 +87,7 @@ def launches_are_early() -> str:
     with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
         expect(ctx.early, "a context of the usual kind")
         tdcoll.all_reduce(torch.ones(4, device=device()), ctx)
-        made = [run_of for run_of in ctx._kept.values() if hasattr(run_of, "_launches")]
+        made = [run_of for run_of in ctx.known.values() if hasattr(run_of, "_launches")]
         expect(made, "nothing was launched")
         first: Launch = made[0]._launches[0]
         early = "launch_pdl" in first._options

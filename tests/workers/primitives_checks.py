@@ -79,26 +79,6 @@ def words_that_announce_themselves() -> None:
 
 
 @check
-def counters_of_tiles() -> None:
-    shapes = (
-        [(3, 2, 4), (5, 1, 4), (2, 4, 3)] if simulated() else [(64, 4, 100), (5, 1, 512), (32, 7, 64), (64, 4, 100)]
-    )
-    case = cases.Tiles(shapes)
-    with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 17, channels=64, tiles=64) as ctx:
-        calls: list[Call] = []
-        for call, (n_tiles, parts, count) in enumerate(shapes):
-            source = case.source(rank(), call).to(device())
-            scratch = torch.empty(n_tiles, parts + 1, count, dtype=torch.int32, device=device())
-            result = torch.full((2, n_tiles, count), -1, dtype=torch.int32, device=device())
-            sums = [case.source(owner % world(), call).sum(1, dtype=torch.int32) for owner in (rank(), rank() - 1)]
-            wanted = torch.stack(sums).to(device())
-            calls.append((lambda s=source, t=scratch, r=result: case.launch(ctx, s, t, r), result, wanted))
-        run_and_replay(ctx, calls)
-        assert ctx.device_tiles is not None
-        expect(not bool(ctx.device_tiles.counts.any()), "counts are 0 between calls")
-
-
-@check
 def numbers_of_8_bits() -> None:
     """Numbers are rounded as PyTorch rounds on CPUs. In the simulator tests of their own show it."""
     codes = torch.arange(256).to(torch.uint8)

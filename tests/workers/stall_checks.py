@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernel_mutants import Change, installed
 
-KERNEL = "all_gather.kernels_direct.all_gather_direct"
-PUSH = "stores.push(mine, source + offset, size, to_delta, signals + g.rank, to_signal_delta, epoch)"
+KERNEL = "exchange.kernels_direct.exchange_direct"
+PUSH = "stores.push(mine, given, size, to_delta, signals + g.rank, to_signal_delta, epoch)"
 WAIT = "tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm)"
-COPY_OUT = "tdl.copy_block(out + tl.cast(frm, tl.int64) * nbytes + offset, theirs, size)"
+COPY_OUT = "tdl.copy_block(taken, segment(window, g, epoch, frm) + offset, size)"
 STORE = "tdl.copy_block(target + delta, source, nbytes)"
 RELEASE = "release(signal, signal_delta, value)"
 

@@ -118,7 +118,9 @@ def calls_in_graphs() -> None:
 def what_is_neither_is_refused() -> None:
     usual = torch.zeros(64, device=device())
     with context() as ctx:
-        expect_raises(tdcoll.NotSymmetricError, lambda: tdcoll.all_reduce_(usual, ctx, symmetric=True), "out must be")
+        expect_raises(
+            tdcoll.NotSymmetricError, lambda: tdcoll.all_reduce_(usual, ctx, symmetric=True), "tensor must be"
+        )
 
 
 if __name__ == "__main__":

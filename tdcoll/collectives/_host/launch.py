@@ -226,6 +226,14 @@ def _with(arguments: Mapping[str, Any], changing: Sequence[str], new: Sequence[A
     return changed
 
 
+def _grid(programs: int | tuple[int, int]) -> tuple[int, int, int]:
+    return (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+
+
+def _whole(argument: Any) -> Any:
+    return argument.whole if isinstance(argument, Packed) else argument
+
+
 class Launch:
     """A kernel with its grid and arguments, of which some change from launch to launch. For one thread at a time.
 
@@ -235,7 +243,7 @@ class Launch:
         arguments: of all parameters but the changing ones, by name, constants included: tensors, addresses, whole
             numbers, and tuples of these.
         changing: parameters that each launch gives, which follow each other and are addresses or whole numbers;
-            ``tuple.field`` for one of a tuple. At least one.
+            ``tuple.field`` for one of a tuple.
         num_warps: warps of each program.
         early: may begin before what was launched before has ended, if the kernel waits for that.
         maxnreg: the most registers of a thread. None: ptxas decides, and may spill a little to have more programs on an
@@ -265,7 +273,7 @@ class Launch:
             )
         self._arguments = {name: given[name] for name in kernel.arg_names}
         order = [leaf for name, value in self._arguments.items() for leaf, _ in _leaves(name, value)]
-        first = order.index(changing[0])
+        first = order.index(changing[0]) if changing else 0
         if order[first : first + len(changing)] != list(changing):
             raise TypeError(
                 f"{kernel.__name__}: the changing parameters {', '.join(changing)} must follow each other in this "
@@ -273,8 +281,9 @@ class Launch:
             )
         self._kernel, self._changing = kernel, tuple(changing)
         self._options = _options(kernel, num_warps, early, maxnreg)
-        self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+        self._grid = _grid(programs)
         self._prepared: _Prepared | None = None
+        self._device = 0
 
     @property
     def prepared(self) -> bool:
@@ -288,7 +297,8 @@ class Launch:
         compiled = self._kernel.warmup(**self._arguments, grid=self._grid, **self._options)
         if isinstance(compiled, CompiledKernel) and _known(compiled):  # not while it is compiled in the background
             self._prepared = prepared = _Prepared(compiled, self._arguments, self._grid)
-            first = prepared.place[self._changing[0]]
+            self._device = torch.cuda.current_device()
+            first = prepared.place[self._changing[0]] if self._changing else 0
             self._places = slice(first, first + len(self._changing))
 
     def __call__(self, stream: int, *new: int) -> None:
@@ -308,10 +318,35 @@ class Launch:
         prepared.slots[self._places] = new
         prepared.launch(stream)
 
+    def keep_constants(self, n: int) -> None:
+        """Let the first ``n`` arguments go, which every launch brings anew: tensors may be large."""
+        self._arguments = dict(list(self._arguments.items())[n:])
+
+    def with_arguments(self, programs: int | tuple[int, int], arguments: tuple[Any, ...]) -> None:
+        """Launch it, once it is prepared, on the current stream with other arguments for all parameters but those that
+        :meth:`keep_constants` has kept, and with another grid."""
+        prepared = self._prepared
+        if prepared is None or _hooked():
+            self._kernel[_grid(programs)](*map(_whole, arguments), *self._arguments.values(), **self._options)
+            return
+        # Triton asks the driver about every tensor, which takes longer than the launch; not about addresses.
+        values: list[int] = []
+        for argument in arguments:
+            if isinstance(argument, Packed):
+                values += argument.numbers
+            else:
+                values.append(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
+        if not prepared.all_passed:
+            values = list(compress(values, prepared.passed))
+        prepared.slots[: len(values)] = values
+        prepared.config.grid = _grid(programs)
+        prepared.launch(torch._C._cuda_getCurrentRawStream(self._device))
+
 
 class Launcher:
-    """Remembers what Triton compiled for kernels whose arguments all change from launch to launch. One per device and
-    owner; for one thread at a time.
+    """Launches of kernels whose arguments all change from launch to launch: a :class:`Launch` for each kind of them.
+
+    One per device and owner; for one thread at a time.
 
     Args:
         early: launches may begin before what was launched before has ended, if their kernels wait for that.
@@ -319,8 +354,9 @@ class Launcher:
 
     def __init__(self, *, early: bool = False) -> None:
         self._early = early
-        self._ready: dict[Hashable, _Prepared] = {}
-        self._device = 0
+        self._launches: dict[Hashable, Launch] = {}
+        self.only_loads = False
+        """Whether kernels are compiled and loaded at the moment, and not launched."""
 
     def __call__(
         self,
@@ -345,29 +381,18 @@ class Launcher:
         Raises:
             TypeError: as for :class:`Launch`.
         """
-        grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         key = (id(kernel), constants, num_warps, variant)
-        ready = self._ready.get(key)
-        if ready is not None and not _hooked():
-            # Triton asks the driver about every tensor, which takes longer than the launch; not about addresses.
-            values: list[int] = []
-            for argument in arguments:
-                if isinstance(argument, Packed):
-                    values += argument.numbers
-                else:
-                    values.append(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
-            if not ready.all_passed:
-                values = list(compress(values, ready.passed))
-            ready.slots[: len(values)] = values
-            ready.config.grid = grid
-            ready.launch(torch._C._cuda_getCurrentRawStream(self._device))
-            return
-        given = (*(a.whole if isinstance(a, Packed) else a for a in arguments), *constants)
-        if len(given) != len(kernel.arg_names):
-            raise TypeError(
-                f"{kernel.__name__} has {len(kernel.arg_names)} parameters and was given {len(given)} arguments"
-            )
-        made = kernel[grid](*given, **_options(kernel, num_warps, self._early))
-        if isinstance(made, CompiledKernel) and _known(made):
-            self._ready[key] = _Prepared(made, dict(zip(kernel.arg_names, given, strict=True)), grid)
-            self._device = torch.cuda.current_device()
+        launch = self._launches.get(key)
+        if launch is None:
+            values = (*map(_whole, arguments), *constants)
+            if len(values) != len(kernel.arg_names):
+                raise TypeError(
+                    f"{kernel.__name__} has {len(kernel.arg_names)} parameters and was given {len(values)} arguments"
+                )
+            given = dict(zip(kernel.arg_names, values, strict=True))
+            launch = Launch(kernel, programs, given, (), num_warps=num_warps, early=self._early)
+            launch.prepare()
+            launch.keep_constants(len(arguments))
+            self._launches[key] = launch
+        if not self.only_loads:
+            launch.with_arguments(programs, arguments)

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which algorithm a call takes, and how it is cut: pure functions of facts that are the same on every rank.
+"""How a call is cut: pure functions of facts that are the same on every rank.
 
-Two ranks that choose differently wait for signals that nobody sends. So a choice may look at :class:`Facts`, at the
-caller's wish and at the sections of a tuning table, which the ranks have compared (:mod:`tdcoll.tuning`), and at
-nothing else: not at the rank, the clock, the device or an environment variable, and not at whether this rank captures a
-CUDA graph, because another may replay one while this rank calls eagerly.
+Two ranks that choose differently wait for signals that nobody sends. A choice may therefore look at :class:`Facts`, at
+the algorithm that the caller asks for and at the sections of a tuning table, which the ranks have compared
+(:mod:`tdcoll.tuning`), and at nothing else: not at the rank, the clock, the device or an environment variable, and not
+at whether this rank captures a CUDA graph, because another may replay one while this rank calls eagerly.
 
-Three things are kept apart. A :class:`Rule` *admits* a call or says why it cannot have the algorithm. A table says what
-was *measured* to be the fastest. A policy's *seed* says what to take where nothing was measured.
+:mod:`.spec` chooses between the algorithms of a collective. This module has what they are made of: preconditions
+(``needs_*``), and ways to cut segments into chunks or into words (``cut_*``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS, SHARED_WARPS
-from tdcoll.tuning import HANDED_OVER, WARPS, Entry, Section
+from tdcoll.tuning import WARPS, Entry
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
-    *("TARGET_CHUNK_BYTES", "Extent", "Facts", "Plan", "Policy", "Rule", "check_warps", "cut_chunks"),
-    *("cut_reduced_words", "cut_words", "epoch_of_words", "is_word_chunk", "most_channels", "most_warps"),
-    *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "reduced_words", "warps", "words_of"),
+    *("TARGET_CHUNK_BYTES", "Extent", "Facts", "Plan", "check_warps", "cut_chunks", "cut_reduced_words"),
+    *("cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps", "needs_puts"),
+    *("needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "reduced_words"),
+    *("several_nodes", "staged_epoch", "warps", "word_chunks", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
@@ -75,16 +75,19 @@ class Plan:
     """How one call is launched.
 
     Attributes:
-        algorithm: one of its operation's, not ``"auto"``; ``"nccl"``: torch.distributed does it.
+        algorithm: one of its operation's, not ``"auto"``.
         channels: chunks that each segment is cut into.
         chunk: bytes of a chunk; the last may be shorter.
-        num_warps: warps of each program.
+        num_warps: warps of each thread block.
+        blocks: thread blocks of the launch; only they may differ between ranks, on nodes of different sizes. 0: as many
+            as the algorithm has for these chunks.
     """
 
     algorithm: str
     channels: int
     chunk: int
     num_warps: int
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Facts:
     Attributes:
         nbytes: of one segment, which is what one rank sends to another.
         topology: the group.
+        capacity: the most that the context's inbox holds of one rank's segment, in bytes.
         ll_bytes: the most that the context can send by LL; -1 if its ranks cannot store to each other's memory inside
             each node.
         stores: whether the ranks of a node can store to each other's memory.
@@ -106,13 +110,13 @@ class Facts:
         in_place: whether peers write to the caller's buffer, as in :func:`tdcoll.all_gather_in_place`. Passing
             ``out=input`` doesn't set this, because one rank may do so while another doesn't.
         symmetric: of a reduction: whether peers may read or write the caller's tensor.
-        hand_over: whether torch.distributed could take it.
         simulated: whether the kernels run in the simulator, where each block operation of a program costs the same,
             however large the block is.
     """
 
     nbytes: int
     topology: Topology
+    capacity: int = 1 << 62
     ll_bytes: int = -1
     stores: bool = False
     puts: bool = True
@@ -122,7 +126,6 @@ class Facts:
     itemsize: int = 1
     in_place: bool = False
     symmetric: bool = False
-    hand_over: bool = False
     simulated: bool = False
 
 
@@ -143,29 +146,7 @@ class Extent:
     signals: int = 1
 
 
-@dataclass(frozen=True)
-class Rule:
-    """An algorithm as far as it is chosen.
-
-    Attributes:
-        name: what callers and tables call it.
-        admit: why such a call cannot have it, as a sentence that begins with ``needs``; None if it can.
-        cut: the plan of such a call, with what an entry of a table says.
-        words: where a chunk is a block of words that need no signal, bytes of data that such a word may carry.
-        extent: what the chunks of a call are cut from.
-        epoch: with ``words``: bytes of a segment in each epoch of a call; the last may be shorter. Where a call has
-            several epochs, ``cut`` and ``extent`` are of the first.
-    """
-
-    name: str
-    admit: Callable[[Facts], str | None]
-    cut: Callable[[Facts, Entry], Plan]
-    words: tuple[int, ...] = ()
-    extent: Callable[[Facts], Extent] = lambda facts: Extent(facts.nbytes, programs=facts.topology.world_size)
-    epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
-
-
-# ---------------------------------------------------------------------- what rules are made of
+# ---------------------------------------------------------------------- preconditions
 
 
 def needs_words(facts: Facts) -> str | None:
@@ -180,6 +161,11 @@ def needs_words(facts: Facts) -> str | None:
     return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "
 
 
+def several_nodes(topology: Topology) -> bool:
+    """Return whether there is more than one node: on one, ``2d`` does the same as ``1d``."""
+    return topology.n_nodes > 1
+
+
 def needs_stores(facts: Facts) -> str | None:
     """Return why a call cannot go by stores alone, or None if it can."""
     if facts.topology.n_nodes > 1 or not facts.stores:
@@ -190,6 +176,28 @@ def needs_stores(facts: Facts) -> str | None:
 def needs_puts(facts: Facts) -> str | None:
     """Return why a call cannot go by puts, or None if it can."""
     return None if facts.puts else "needs NVSHMEM's puts, which memory of PyTorch's does not have; got "
+
+
+def half(capacity: int) -> int:
+    """Return the bytes of the inbox, and of the outbox, of a segment where a rank has to put from the context."""
+    return capacity // 32 * 16
+
+
+def staged_epoch(facts: Facts) -> int:
+    """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and go by the outbox
+    where a rank has to put."""
+    room = facts.capacity if needs_stores(facts) is None else half(facts.capacity)
+    return room // 128 * 128 or room // 16 * 16
+
+
+def per_segment(facts: Facts, plan: Plan) -> int:
+    """Thread blocks of an algorithm that has one for each chunk of each rank's segment."""
+    return plan.channels * facts.topology.world_size
+
+
+def per_channel(facts: Facts, plan: Plan) -> int:
+    """Thread blocks of a reduction by words: one for each block of words, or as many as the context allows."""
+    return min(plan.channels, facts.max_programs - 1)
 
 
 def most_channels(facts: Facts) -> int:
@@ -244,7 +252,8 @@ def is_word_chunk(nbytes: int, width: int = LL_WORD_BYTES) -> bool:
     return rest == 0 and 1 <= words <= LL_MOST_WORDS and words & (words - 1) == 0
 
 
-def _word_chunks(width: int) -> str:
+def word_chunks(width: int) -> str:
+    """Return, for messages, which chunks :func:`is_word_chunk` accepts."""
     return f"{width} times a power of two, at most {width * LL_MOST_WORDS},"
 
 
@@ -341,152 +350,3 @@ def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent
     words = words_of(extent.nbytes, extent.width)
     usual = max(64, min(512, _power(-(-words // REDUCING_PROGRAMS))))
     return cut_words(facts, entry, algorithm, extent, usual)
-
-
-# ---------------------------------------------------------------------- choosing
-
-_BY_THE_RULES = Entry(None, "")
-
-
-class Policy:
-    """The algorithms of one operation, and which of them a call takes.
-
-    Args:
-        operation: its name, which is also that of its sections in tuning tables.
-        rules: its algorithms.
-        seed: the name of the one to take where nothing was measured. If it does not admit the call, none does.
-        hand_over: whether tables may leave a call to torch.distributed.
-    """
-
-    def __init__(
-        self, operation: str, rules: Sequence[Rule], seed: Callable[[Facts], str], *, hand_over: bool = False
-    ) -> None:
-        self.operation, self.hand_over, self._seed = operation, hand_over, seed
-        self.rules = {rule.name: rule for rule in rules}
-        self.names = tuple(self.rules)
-        self.algorithms = ("auto", *self.names)
-
-    def rule(self, name: str, facts: Facts) -> Rule:
-        """The rule of this name.
-
-        Raises:
-            ValueError: it does not admit the call; says why.
-        """
-        rule = self.rules[name]
-        if (problem := rule.admit(facts)) is not None:
-            raise ValueError(f"algorithm={name!r} {problem}{facts.topology.describe()}. Use algorithm='auto'.")
-        return rule
-
-    def admits(self, name: str, facts: Facts) -> bool:
-        """Return whether such a call can have the algorithm."""
-        return self.rules[name].admit(facts) is None
-
-    def choose(self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()) -> Plan:
-        """The plan of a call; the same on all ranks of the group.
-
-        Args:
-            facts: of the call.
-            algorithm: one of ``self.algorithms``; or a plan, which is checked and taken as it is. ``"auto"`` takes what
-                the table says, if the call can have it, and else the seed.
-            sections: of a tuning table, for these GPUs. Chunks and warps are an entry's too, if it is of the algorithm
-                that is taken.
-
-        Raises:
-            ValueError: an unknown algorithm, one that such a call cannot have, a plan that cannot be launched.
-        """
-        if isinstance(algorithm, Plan):
-            self._check_plan(facts, algorithm)
-            return algorithm
-        if algorithm not in self.algorithms:
-            raise ValueError(f"algorithm must be one of {', '.join(self.algorithms)}; got {algorithm!r}")
-        entry, asked = self._entry(facts, sections), algorithm != "auto"
-        if algorithm == "auto":
-            if entry is not None and entry.algorithm == HANDED_OVER:
-                if facts.hand_over and facts.nbytes:
-                    return Plan(HANDED_OVER, 0, 0, 0)
-                entry = None
-            if entry is not None and self.admits(entry.algorithm, facts):
-                algorithm = entry.algorithm
-            else:
-                algorithm = self._seed(facts)
-        if not asked and (problem := self.rules[algorithm].admit(facts)) is not None:
-            raise ValueError(f"{self.operation} {problem}{facts.topology.describe()}")
-        rule = self.rule(algorithm, facts)
-        if entry is None or entry.algorithm != algorithm:
-            entry = _BY_THE_RULES
-        return rule.cut(facts, entry)
-
-    def _entry(self, facts: Facts, sections: Sequence[Section]) -> Entry | None:
-        """The first entry that holds for such a call."""
-        topology = facts.topology
-        kind = (self.operation, topology.ranks_per_node, topology.n_nodes, facts.in_place)
-        for section in sections:
-            if section.kind[1:] == kind:
-                for entry in section.entries:
-                    if entry.up_to is None or facts.nbytes <= entry.up_to:
-                        return entry
-        return None
-
-    def _check_plan(self, facts: Facts, plan: Plan) -> None:
-        """Raise unless the plan, which somebody has made by hand, can be launched."""
-        if plan.algorithm not in self.names:
-            raise ValueError(f"a Plan's algorithm must be one of {', '.join(self.names)}; got {plan.algorithm!r}")
-        rule = self.rule(plan.algorithm, facts)
-        words, extent = rule.words, rule.extent(facts)
-        for name in ("channels", "chunk", "num_warps"):
-            if type(value := getattr(plan, name)) is not int:
-                raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
-        check_warps(plan, facts)
-        aligned = is_word_chunk(plan.chunk, extent.width) if words else plan.chunk % 16 == 0
-        if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < extent.nbytes:
-            expected = _word_chunks(extent.width) if words else "a multiple of 16"
-            raise ValueError(
-                f"a Plan's chunks must be {expected} bytes and cover all {extent.nbytes} bytes; got {plan.channels} of "
-                f"{plan.chunk} bytes"
-            )
-        # No more blocks of words than carry something: others would wait for puts that nobody makes.
-        signalled = most_channels(replace(facts, channels=facts.channels // extent.signals))
-        most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
-        if not 1 <= plan.channels <= most:
-            raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
-        topology = facts.topology
-        if words and (plan.channels + 1) * extent.programs >= facts.max_programs:
-            raise ValueError(
-                f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
-                f"{topology.describe()}"
-            )
-
-    def sections(self, table: Sequence[Section], name: str) -> tuple[Section, ...]:
-        """The sections of a table that are of this operation.
-
-        Args:
-            name: of the table, for messages.
-
-        Raises:
-            ValueError: an entry names an algorithm, or has chunks, that there cannot be.
-        """
-        mine = tuple(section for section in table if section.operation == self.operation)
-        for section in mine:
-            for entry in section.entries:
-                if (problem := self._problem(entry)) is not None:
-                    raise ValueError(f"{name}: {section.where(entry)}: {problem}")
-        return mine
-
-    def _problem(self, entry: Entry) -> str | None:
-        """Return what was expected in an entry, and what is there; None if it is right."""
-        names, chunk = (*self.names, *([HANDED_OVER] if self.hand_over else [])), entry.chunk
-        if entry.algorithm not in names:
-            return f"algorithm: expected one of {', '.join(names)}, got {entry.algorithm}"
-        if chunk is None:
-            return None
-        if entry.algorithm == HANDED_OVER or not self.rules[entry.algorithm].words:
-            fits, expected = chunk % CHUNK_ALIGNMENT == 0, f"a multiple of {CHUNK_ALIGNMENT}"
-        else:
-            widths, least = self.rules[entry.algorithm].words, 32 * (entry.num_warps or 1)
-            fits = any(is_word_chunk(chunk, width) and chunk >= width * least for width in widths)
-            expected = " or ".join(
-                f"{width} times a power of two, from {width * least} (a word for each thread) to "
-                f"{width * LL_MOST_WORDS}"
-                for width in widths
-            )
-        return None if fits else f"chunk: expected {expected} bytes, got {chunk}"

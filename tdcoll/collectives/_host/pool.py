@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from tdcoll import runtime
 from tdcoll.capture import refuse
+from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.cuda import multiprocessors
 
-__all__ = ["Pool", "give_back_programs", "on", "take_programs"]
+__all__ = ["Pool", "give_back_programs", "on", "pooled", "strided_bytes", "take_programs"]
 
 _SMALLEST = 1 << 20
 
@@ -118,6 +120,10 @@ class Pool:
         self.context: CollectiveContext | None = None
         self._kept: list[CollectiveContext] = []
 
+    def holds(self, nbytes: int) -> bool:
+        """Return whether there is a context for ``nbytes`` per rank."""
+        return self.context is not None and nbytes <= self.context.max_bytes_per_rank
+
     def prepare(self, nbytes: int) -> bool:
         """Make a context for ``nbytes`` per rank if need be; return whether there is one. Collective when it is made.
 
@@ -127,8 +133,7 @@ class Pool:
             ContextError: it has to be made, and a CUDA graph is being captured.
             HeapExhaustedError: the heap has no room, and no limit was given. On all ranks; the context is as it was.
         """
-        old = self.context
-        if old is not None and nbytes <= old.max_bytes_per_rank:
+        if self.holds(nbytes):
             return True
         self.problem = self._without_room
         if self.problem is None and self.limit is not None and nbytes > self.limit:
@@ -231,3 +236,35 @@ class Pool:
         self._kept, self.context = [], None
         give_back_programs(self._owner, self._programs)
         self._programs = 0
+
+
+def pooled(spec: Collective, tensor: torch.Tensor, group: runtime.Group, operation: str = "") -> CollectiveContext:
+    """Return tdcoll's own context of a group for calls of a collective with such a tensor.
+
+    Collective when it is made or grows.
+
+    Args:
+        operation: what the calls are named in messages, if they are not the collective's; they have a context of
+            their own.
+
+    Raises:
+        NotInitializedError: before ``tdcoll.initialize()``.
+        ContextError: it has to be made, and a CUDA graph is being captured.
+        HeapExhaustedError: the heap has no room. On all ranks.
+    """
+    owner = runtime.current()
+    ranks = owner.ranks_of(group)
+    name = operation or spec.name
+    pool: Pool | None = owner.contexts.get((name, ranks))
+    if pool is None:
+        pool = Pool(owner, ranks, name, lamport_bytes=None if spec.reduces else 0)
+        owner.contexts[name, ranks] = pool
+    segment = spec.segment_bytes(strided_bytes(tensor), len(ranks))
+    pool.prepare(spec.inbox(segment, len(ranks), owner.heap.nbytes))
+    assert pool.context is not None
+    return pool.context
+
+
+def strided_bytes(tensor: Any) -> int:
+    """Return the bytes of a tensor; 0 of anything that is none, or has no strides."""
+    return tensor.nbytes if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided else 0

@@ -46,7 +46,7 @@ whose signal a 2D forwarder waits first.
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.all_gather.kernels_direct import used_bytes
+from tdcoll.collectives.exchange.kernels_direct import receive_chunk, used_bytes
 from tdcoll.language.jit import jit
 from tdcoll.primitives import ll, puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
@@ -101,34 +101,29 @@ def _push_local(peer, pe, g, window, target, source, size, signal, epoch, STORES
 
 
 @jit
-def _receive(i, channel, source, out, window, g, nbytes, chunk, epoch, BLOCK: tl.constexpr):
+def _receive(i, channel, source, out, out_stride, window, g, nbytes, chunk, epoch, BLOCK: tl.constexpr):
     """Copy out the chunk of the i-th rank after this one, or, in place, wait for that chunk of all ranks."""
     signals = row(g, epoch, channel)
     if window.slots == 1:
         tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, BLOCK)
     else:
-        peer = (g.rank + i) % g.world
+        frm = (g.rank + i) % g.world
         offset = tl.cast(channel, tl.int64) * chunk
         size = chunk_bytes(nbytes, chunk, channel)
-        target = out + tl.cast(peer, tl.int64) * nbytes + offset
-        if peer == g.rank:
-            tdl.copy_block(target, source + offset, size)
-        else:
-            if tdl.wait_signal(signals + peer, tdl.CMP_GE, epoch, g.monitor, peer, channel * g.world + peer) != 0:
-                tdl.copy_block(target, segment(window, g, epoch, peer) + offset, size)
+        receive_chunk(frm, channel, source, out, out_stride, window, g, offset, size, epoch)
 
 
 @jit
 def all_gather_1d(
-    source: tl.int64, out: tl.int64, window, g, routes, nbytes: tl.int64, chunk: tl.int64, channels: tl.int32,
-    BLOCK: tl.constexpr, COUNTED: tl.constexpr,
+    source: tl.int64, out: tl.int64, window, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
+    channels: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: every rank puts its segment to every other.
 
     Programs: ``channels`` times one remote sender if n_remote > 0, then ``channels`` times (n_local pushes, world
     receivers); in place an announcer first, n_remote remote senders per channel, and one receiver per channel.
 
-    Args: those of ``all_gather_direct``, and
+    Args: those of ``exchange_direct``, and
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks.
         channels: chunks.
         BLOCK: a power of two of at least ``world``.
@@ -156,13 +151,13 @@ def all_gather_1d(
                 i = given + n_senders
                 puts.push_remote(i, routes, g, window, mine, source + offset, size, signal, epoch)
         else:
-            _receive(given - routes.n_local, channel, source, out, window, g, nbytes, chunk, epoch, BLOCK)
+            _receive(given - routes.n_local, channel, source, out, out_stride, window, g, nbytes, chunk, epoch, BLOCK)
 
 
 @jit
 def all_gather_2d(
-    source: tl.int64, out: tl.int64, window, g, routes, nbytes: tl.int64, chunk: tl.int64, channels: tl.int32,
-    BLOCK: tl.constexpr, COUNTED: tl.constexpr, STORES: tl.constexpr,
+    source: tl.int64, out: tl.int64, window, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
+    channels: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: between nodes along rails, then forwarded inside each node.
 
@@ -216,20 +211,21 @@ def all_gather_2d(
                 target = segment(window, g, epoch, origin) + offset
                 _push_local(peer, pe, g, window, target, held, size, signals + origin, epoch, STORES)
         else:
-            _receive(given - n_local - n_forwards, channel, source, out, window, g, nbytes, chunk, epoch, BLOCK)
+            i = given - n_local - n_forwards
+            _receive(i, channel, source, out, out_stride, window, g, nbytes, chunk, epoch, BLOCK)
 
 
 @jit
 def all_gather_ll_2d(
-    source: tl.int64, out: tl.int64, window, words, g, routes, nbytes: tl.int64, chunk: tl.int64, channels: tl.int32,
-    blocks: tl.int32, BLOCK: tl.constexpr,
+    source: tl.int64, out: tl.int64, window, words, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
+    channels: tl.int32, blocks: tl.int32, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]`` over several nodes of ``n_local + 1`` ranks each, small messages.
 
     Programs: ``channels`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those of the
     rail, world - 1 - n_remote receivers).
 
-    Args: those of :func:`all_gather_2d` and ``all_gather_ll``, except
+    Args: those of :func:`all_gather_2d` and ``exchange_ll``, except
         routes: after them, the group ranks whose words come flagged.
         chunk: bytes of a put between nodes, a multiple of ``12 * BLOCK``; there are ``channels``.
         blocks: programs for each segment, of ``BLOCK`` words each.
@@ -267,10 +263,10 @@ def all_gather_ll_2d(
                 for k in tl.range(0, routes.n_local, disable_licm=True):
                     delta = tl.load(words.deltas + tl.load(routes.ranks + k))
                     ll.send(g, words, origin, delta, index, first, second, third, epoch, mask)
-                target = out + tl.cast(origin, tl.int64) * nbytes
+                target = out + tl.cast(origin, tl.int64) * out_stride
                 if target != at:  # not the own segment in place
                     ll.store(target, index, size, first, second, third, mask)
         else:
             origin = tl.load(elsewhere + routes.n_remote + task - 1)
             first, second, third, there = ll.receive(g, words, origin, index, epoch, mask)
-            ll.store(out + tl.cast(origin, tl.int64) * nbytes, index, size, first, second, third, there != 0)
+            ll.store(out + tl.cast(origin, tl.int64) * out_stride, index, size, first, second, third, there != 0)

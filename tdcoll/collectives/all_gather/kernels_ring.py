@@ -2,7 +2,7 @@
 """All-gather inside one node around a ring: every rank stores to its successor only, and passes on what it gets.
 
 For large messages: a rank then has one other GPU to store to at any time, and not all of them. On 4
-H200s it was the fastest at 64 MB per rank, and slower than :mod:`.kernels_direct` below 16 MB. On 8 GPUs it was not
+H200s it was the fastest at 64 MB per rank, and slower than ``exchange_direct`` below 16 MB. On 8 GPUs it was not
 measured, so only a caller or a tuning table chooses it.
 
 Data flow, seen from rank r of W with n = r + 1 and p = r - 1 (both modulo W) and a segment of ``nbytes`` bytes, cut
@@ -53,10 +53,12 @@ __all__ = ["all_gather_ring"]
 
 
 @jit
-def all_gather_ring(source: tl.int64, out: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64):
+def all_gather_ring(
+    source: tl.int64, out: tl.int64, window, g, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64
+):  # fmt: skip
     """``[nbytes] -> [world * nbytes]`` inside one node. Programs: ``world`` for each chunk.
 
-    Args: those of ``all_gather_direct``.
+    Args: those of ``exchange_direct``.
     """
     in_stream_order()
     channel = tl.program_id(0) // g.world
@@ -89,4 +91,4 @@ def all_gather_ring(source: tl.int64, out: tl.int64, window, g, nbytes: tl.int64
             if stores.may_write(g, window, after, epoch) != 0:
                 stores.push(landing, held, size, after_delta, signals + origin, after_signal_delta, epoch)
         if window.slots == 2:
-            tdl.copy_block(out + tl.cast(origin, tl.int64) * nbytes + offset, held, size)
+            tdl.copy_block(out + tl.cast(origin, tl.int64) * out_stride + offset, held, size)

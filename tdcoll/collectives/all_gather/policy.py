@@ -1,44 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which all-gather to launch, and how: the rules of :data:`POLICY`, see :mod:`tdcoll.collectives._host.plan`."""
+"""Which all-gather to launch where nothing was measured, and how it is cut: pure, see :mod:`.._host.plan`."""
 
 from __future__ import annotations
 
 from tdcoll.collectives._host import plan as plans
-from tdcoll.collectives._host.plan import (
-    Facts,
-    Plan,
-    Policy,
-    Rule,
-    cut_chunks,
-    cut_words,
-    needs_puts,
-    needs_stores,
-    needs_words,
-)
+from tdcoll.collectives._host.plan import Facts, Plan, cut_chunks, needs_puts, needs_words
 from tdcoll.tuning import Entry
 
-__all__ = ["POLICY", "put_chunks"]
+__all__ = ["LL_RESULT_BYTES", "blocks_of_puts", "cut_segments", "default", "epoch", "needs_even_nodes", "put_chunks"]
 
 LL_RESULT_BYTES = 512 << 10
 """Of all ranks together. Over several nodes LL is taken up to here: beyond, what comes from other nodes and is passed
-on with its flags costs more than the crossings that it saves against 2D. By the model of ``bench --project``; not
-measured. (Against 1D, which puts to more ranks, few bytes are worth it if a put costs its rank more than 0.03 us.)"""
+on with its flags costs more than the crossings that it saves against 2D. By a cost model that is no longer
+shipped; not measured. (Against 1D, which puts to more ranks, few bytes are worth it if a put costs its rank more than
+0.03 us.)"""
 
 
-def _needs_even_nodes(facts: Facts) -> str | None:
+def needs_even_nodes(facts: Facts) -> str | None:
+    """Return why a call cannot go by rails, or None if it can."""
     if facts.topology.ranks_per_node is None:
         return "needs the same number of ranks on every node; this group has "
     return needs_puts(facts)
 
 
-def put_chunks(nbytes: int, plan: Plan, channels: int) -> Plan:
-    """How LL's puts between nodes are cut: at most ``channels`` chunks, each of whole programs' words."""
+def epoch(facts: Facts) -> int:
+    """Return the bytes of a segment in each epoch: what the inbox holds, and all of a call in place."""
+    return facts.nbytes if facts.in_place else facts.capacity
+
+
+def cut_segments(facts: Facts, entry: Entry, algorithm: str) -> Plan:
+    """Cut segments into chunks; in place in one node into larger ones, since nothing is copied out. (But the ring
+    forwards chunks.)"""
+    large = facts.topology.n_nodes == 1 and facts.in_place and algorithm != "ring"
+    return cut_chunks(facts, entry, algorithm, large)
+
+
+def put_chunks(facts: Facts, plan: Plan) -> Plan:
+    """Return how LL's puts between nodes are cut: chunks of whole programs' words, as many as there are signals for."""
+    nbytes, channels = facts.nbytes, facts.channels
     chunk = -(-max(plans.TARGET_CHUNK_BYTES, -(-nbytes // channels)) // plan.chunk) * plan.chunk
     return Plan("2d", max(1, -(-nbytes // chunk)), chunk, plan.num_warps)
 
 
-def _seed(facts: Facts) -> str:
-    """The algorithm that is taken where no table says anything.
+def blocks_of_puts(facts: Facts, plan: Plan) -> int:
+    """Return the thread blocks of ``1d`` and ``2d``: see their kernels."""
+    topology = facts.topology
+    world, local = topology.world_size, len(topology.members[topology.node]) - 1
+    remote, pushes = world - 1 - local, local
+    if plan.algorithm == "2d":
+        remote = topology.n_nodes - 1
+        pushes += local * remote
+    if facts.in_place:
+        return plan.channels * (pushes + remote + 1) + 1
+    return plan.channels * (pushes + (remote > 0) + world)
+
+
+def default(facts: Facts) -> str:
+    """Return the algorithm that is taken where no table says anything.
 
     - LL where it can be had, in one node, and over nodes of several ranks each up to :data:`LL_RESULT_BYTES`; never in
       the simulator, which makes about a hundred block operations, some 20 ms, for every program of LL, and one copy for
@@ -58,29 +76,3 @@ def _seed(facts: Facts) -> str:
     if one_node and facts.stores and (facts.in_place or nbytes < plans.LARGE or not facts.puts):
         return "direct"
     return "2d" if in_two else "1d"
-
-
-def _rule(name: str, admit: object, words: tuple[int, ...] = ()) -> Rule:
-    def cut(facts: Facts, entry: Entry) -> Plan:
-        if words:
-            return cut_words(facts, entry, name)
-        # In place in one node nothing is copied out. But the ring forwards chunks.
-        large = facts.topology.n_nodes == 1 and facts.in_place and name != "ring"
-        return cut_chunks(facts, entry, name, large)
-
-    return Rule(name, admit, cut, words)  # type: ignore[arg-type]
-
-
-POLICY = Policy(
-    "all_gather",
-    [
-        _rule("ll", needs_words, words=(plans.LL_WORD_BYTES,)),
-        _rule("direct", needs_stores),
-        _rule("ring", needs_stores),
-        _rule("1d", needs_puts),
-        _rule("2d", _needs_even_nodes),
-    ],
-    _seed,
-    hand_over=True,
-)
-"""``"ll"``, ``"direct"``, ``"ring"``, ``"1d"`` and ``"2d"``."""

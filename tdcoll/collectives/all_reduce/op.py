@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from tdcoll import runtime
-from tdcoll.collectives._host.checks import check_context
-from tdcoll.collectives._host.drop_in import inbox, pooled_for, work_of
-from tdcoll.collectives._host.gradient import attach, linear, refuse
+from tdcoll.collectives._host.call import make
+from tdcoll.collectives._host.drop_in import drop_in
 from tdcoll.collectives._host.plan import Plan
-from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
+from tdcoll.collectives.all_reduce.spec import SPEC
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
 
-__all__ = ["all_reduce", "all_reduce_", "all_reduce_in_group", "pooled_context"]
+__all__ = ["all_reduce", "all_reduce_", "all_reduce_in_group"]
 
 
 def all_reduce(
@@ -80,47 +78,7 @@ def all_reduce(
     kernels of TensorRT-LLM) or carries a flag (NCCL's LL). Others go by stores (``"direct"``) or puts (``"1d"``) with a
     signal per chunk; between nodes of as many ranks each the sums of nodes go by rails (``"2d"``).
     """
-    if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
-        if out is not None:
-            return _all_reduce(tensor, ctx, out, op, algorithm, symmetric, refused=True)
-        made = _all_reduce(tensor.detach(), ctx, None, op, algorithm, symmetric, gradient=True)
-        name = operation_name(op)
-        return attach(tensor, made, lambda grad: all_reduce(grad, ctx, None, linear("all_reduce", name)))
-    return _all_reduce(tensor, ctx, out, op, algorithm, symmetric)
-
-
-def _all_reduce(
-    tensor: Any,
-    ctx: CollectiveContext | None,
-    out: Any,
-    op: Any,
-    algorithm: Any = "auto",
-    symmetric: Any = False,
-    refused: bool = False,
-    gradient: bool = False,
-) -> torch.Tensor:
-    """Make the call of :func:`all_reduce` without a gradient.
-
-    Args:
-        refused: raise, since the call cannot have a gradient; in debug mode on all ranks.
-        gradient: the result will have one, so there will be a backward pass; compared in debug mode.
-    """
-    if ctx is None:
-        ctx = pooled_context(tensor, None)
-    check_context(ctx)
-    name = operation_name(op)
-    wish = (algorithm, name)
-    if not refused and (made := ALL_REDUCE.at_once(tensor, ctx, out, wish, symmetric)) is not None:
-        return made
-
-    def options() -> tuple[torch.dtype, str]:
-        if refused:
-            refuse()
-        check_dtype("tensor", tensor)
-        return tensor.dtype, check_operation(op, tensor.dtype)
-
-    agree = {"op": name, "symmetric": symmetric, "requires_grad": gradient}
-    return ALL_REDUCE(tensor, ctx, out, algorithm, wish=wish, options=options, agree=agree, symmetric=symmetric)
+    return make(SPEC, tensor, ctx, out, algorithm, op, symmetric)
 
 
 def all_reduce_(
@@ -143,18 +101,7 @@ def all_reduce_(
     Raises:
         Errors as :func:`all_reduce`.
     """
-    refused = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
-    return _all_reduce(tensor, ctx, tensor, op, algorithm, symmetric, refused)
-
-
-def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
-    """Return the bytes per rank of tdcoll's own context for tensors of ``nbytes``; a call may be several epochs."""
-    return inbox(3 * (nbytes // world + 16), world, heap_bytes)  # three pieces between nodes
-
-
-def pooled_context(tensor: Any, group: runtime.Group) -> CollectiveContext:
-    """Return tdcoll's own context of a group."""
-    return pooled_for("all_reduce", "tensor", tensor, group, inbox_bytes)
+    return make(SPEC, tensor, ctx, tensor, algorithm, op, symmetric, names=("tensor", "tensor"))
 
 
 def all_reduce_in_group(
@@ -184,6 +131,4 @@ def all_reduce_in_group(
         BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
         Others: as :func:`tdcoll.all_reduce`.
     """
-    ctx = pooled_context(tensor, group)
-    _all_reduce(tensor, ctx, tensor, op)
-    return work_of(ctx, tensor) if async_op else None
+    return drop_in(SPEC, tensor, tensor, op, group, async_op, ("tensor", "tensor"))

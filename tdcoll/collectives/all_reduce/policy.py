@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which all-reduce to launch, and how: the rules of :data:`POLICY`, see :mod:`tdcoll.collectives._host.plan`."""
+"""Which all-reduce to launch where nothing was measured, and how it is cut: pure, see :mod:`.._host.plan`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tdcoll.collectives._host.plan import (
     CHUNK_ALIGNMENT,
-    LAMPORT_WORD_BYTES,
-    LL_WORD_BYTES,
     Extent,
     Facts,
     Plan,
-    Policy,
-    Rule,
     cut_chunks,
     cut_reduced_words,
     epoch_of_words,
@@ -29,7 +24,8 @@ from tdcoll.tuning import Entry
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["POLICY", "part_bytes", "parts"]
+__all__ = ["ONE_SHOT", "TWO_SHOT", "Words", "cut_parts", "default", "epoch_of_parts", "extent_of_parts"]
+__all__ += ["needs_direct", "needs_rails", "needs_signalled_puts", "part_bytes", "parts", "piece_bytes", "pieces"]
 
 _ONE_SHOT_BYTES = 1536 << 10
 """Most of a message by one-shot."""
@@ -54,42 +50,73 @@ def part_bytes(nbytes: int, parts: int) -> int:
     return max(1, -(-nbytes // (16 * parts))) * 16
 
 
-def _words(name: str, shots: int) -> Rule:
-    def pieces(facts: Facts) -> int:
-        return 1 if shots == 1 else facts.topology.world_size
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """How an all-reduce by words is cut: in one stage ("shot"), each of which sends all data, or in two, each of which
+    sends a part to each rank."""
 
-    def epoch(facts: Facts) -> int:
-        return facts.nbytes if shots == 1 else epoch_of_words(facts, pieces(facts), shots)
+    name: str
+    shots: int
 
-    def first(facts: Facts) -> Facts:
-        return dataclasses.replace(facts, nbytes=epoch(facts))
+    def _pieces(self, facts: Facts) -> int:
+        return 1 if self.shots == 1 else facts.topology.world_size
 
-    def extent(facts: Facts) -> Extent:
-        return reduced_words(first(facts), pieces(facts), shots)
+    def epoch(self, facts: Facts) -> int:
+        """Return the bytes of each epoch."""
+        return facts.nbytes if self.shots == 1 else epoch_of_words(facts, self._pieces(facts), self.shots)
 
-    def admit(facts: Facts) -> str | None:
-        return needs_reduced_words(first(facts), pieces(facts), shots)
+    def _first(self, facts: Facts) -> Facts:
+        return dataclasses.replace(facts, nbytes=self.epoch(facts))
 
-    def cut(facts: Facts, entry: Entry) -> Plan:
-        return cut_reduced_words(facts, entry, name, extent(facts))
+    def extent(self, facts: Facts) -> Extent:
+        """Return what blocks of words are cut from in the first epoch."""
+        return reduced_words(self._first(facts), self._pieces(facts), self.shots)
 
-    return Rule(name, admit, cut, (LAMPORT_WORD_BYTES, LL_WORD_BYTES), extent, epoch)
+    def supports(self, facts: Facts) -> str | None:
+        """Return why a call cannot have it, or None if it can."""
+        return needs_reduced_words(self._first(facts), self._pieces(facts), self.shots)
+
+    def cut(self, facts: Facts, entry: Entry) -> Plan:
+        """Return the plan of the first epoch."""
+        return cut_reduced_words(facts, entry, self.name, self.extent(facts))
 
 
-def _parts(name: str, admit: Callable[[Facts], str | None]) -> Rule:
-    def extent(facts: Facts) -> Extent:
-        topology = facts.topology
-        return Extent(part_bytes(facts.nbytes, parts(topology, name)), signals=2)
+ONE_SHOT, TWO_SHOT = Words("one_shot", 1), Words("two_shot", 2)
 
-    def cut(facts: Facts, entry: Entry) -> Plan:
-        whole = extent(facts)
-        channels = facts.channels // whole.signals
-        if name == "direct" and entry.channels is entry.chunk is None and whole.nbytes >= _DIRECT_CHUNK:
-            chunk = max(_DIRECT_CHUNK, -(-whole.nbytes // channels // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
-            entry = dataclasses.replace(entry, chunk=chunk, num_warps=entry.num_warps or 16)
-        return cut_chunks(dataclasses.replace(facts, nbytes=whole.nbytes, channels=channels), entry, name)
 
-    return Rule(name, admit, cut, extent=extent)
+def extent_of_parts(facts: Facts, algorithm: str) -> Extent:
+    """Return what chunks are cut from: a part, whose chunks have a signal in each of two stages."""
+    return Extent(part_bytes(facts.nbytes, parts(facts.topology, algorithm)), signals=2)
+
+
+def cut_parts(facts: Facts, entry: Entry, algorithm: str) -> Plan:
+    """Cut a part into chunks."""
+    whole = extent_of_parts(facts, algorithm)
+    channels = facts.channels // whole.signals
+    if algorithm == "direct" and entry.channels is entry.chunk is None and whole.nbytes >= _DIRECT_CHUNK:
+        chunk = max(_DIRECT_CHUNK, -(-whole.nbytes // channels // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
+        entry = dataclasses.replace(entry, chunk=chunk, num_warps=entry.num_warps or 16)
+    return cut_chunks(dataclasses.replace(facts, nbytes=whole.nbytes, channels=channels), entry, algorithm)
+
+
+def pieces(facts: Facts, algorithm: str) -> int:
+    """Into how many pieces a segment of the inbox is cut. The last is for what has been summed, the first for what has
+    not."""
+    if algorithm == "2d":  # a node's sum travels in the accumulator's type
+        return 1 + max(1, 4 // facts.itemsize)
+    if needs_stores(facts) is not None:  # an outbox between the two, where a rank has to put
+        return 3
+    return 1 if algorithm == "direct" and facts.symmetric else 2
+
+
+def piece_bytes(facts: Facts, algorithm: str) -> int:
+    """Bytes of a piece."""
+    return facts.capacity // (16 * pieces(facts, algorithm)) * 16
+
+
+def epoch_of_parts(facts: Facts, algorithm: str) -> int:
+    """Return the bytes of each epoch of a call that stages its parts."""
+    return parts(facts.topology, algorithm) * piece_bytes(facts, algorithm)
 
 
 def parts(topology: Topology, algorithm: str) -> int:
@@ -103,19 +130,22 @@ def _needs_signals(facts: Facts) -> str | None:
     return None
 
 
-def _needs_direct(facts: Facts) -> str | None:
+def needs_direct(facts: Facts) -> str | None:
+    """Return why a call cannot go by stores with signals, or None if it can."""
     return needs_stores(facts) or _needs_signals(facts)
 
 
-def _needs_puts(facts: Facts) -> str | None:
+def needs_signalled_puts(facts: Facts) -> str | None:
+    """Return why a call cannot go by puts, or None if it can."""
     return needs_puts(facts) or _needs_signals(facts)
 
 
-def _needs_rails(facts: Facts) -> str | None:
+def needs_rails(facts: Facts) -> str | None:
+    """Return why a call cannot go by rails, or None if it can."""
     topology = facts.topology
     if topology.n_nodes < 2 or (topology.ranks_per_node or 1) < 2 or not facts.stores:
         return "needs several nodes of the same number of ranks, which can store to each other; got "
-    return _needs_puts(facts)
+    return needs_signalled_puts(facts)
 
 
 def _one_crossing_pays(facts: Facts) -> bool:
@@ -124,40 +154,29 @@ def _one_crossing_pays(facts: Facts) -> bool:
 
 
 def _epochs_pay(facts: Facts) -> bool:
-    """Return whether two-shot, which admits the call, is taken before stores: in one epoch, or in several large ones.
+    """Return whether two-shot, which supports the call, is taken before stores: in one epoch, or in several large ones.
 
     It is not taken in several epochs where stores go straight into the result.
     """
-    epoch = POLICY.rules["two_shot"].epoch(facts)
+    epoch = TWO_SHOT.epoch(facts)
     return epoch == facts.nbytes or (epoch >= _LEAST_EPOCH and not facts.symmetric)
 
 
-def _seed(facts: Facts) -> str:
-    """Return the name of the algorithm.
+def default(facts: Facts) -> str:
+    """Return the algorithm that is taken where no table says anything.
 
     - Words where the context has room (not in the simulator, where they cost much more): one-shot for few bytes, else
       two-shot, also in several large epochs.
     - Else stores in one node, rails where all nodes have as many ranks, and puts elsewhere.
     """
-    one, two = (POLICY.rules[name].admit(facts) is None for name in ("one_shot", "two_shot"))
+    one, two = (words.supports(facts) is None for words in (ONE_SHOT, TWO_SHOT))
     if not facts.simulated:
         if one and _one_crossing_pays(facts):
             return "one_shot"
         if two and _epochs_pay(facts):
             return "two_shot"
-    others = ("direct", "2d", "1d", "one_shot", "two_shot")
-    return next((name for name in others if POLICY.rules[name].admit(facts) is None), "1d")  # which then says why not
-
-
-POLICY = Policy(
-    "all_reduce",
-    [
-        _words("one_shot", 1),
-        _words("two_shot", 2),
-        _parts("direct", _needs_direct),
-        _parts("1d", _needs_puts),
-        _parts("2d", _needs_rails),
-    ],
-    _seed,
-)
-"""``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"`` and ``"2d"``."""
+    others = (
+        ("direct", needs_direct(facts) is None), ("2d", needs_rails(facts) is None),
+        ("1d", needs_signalled_puts(facts) is None), ("one_shot", one), ("two_shot", two),
+    )  # fmt: skip
+    return next((name for name, supported in others if supported), "1d")  # which then says why not

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 
-from tdcoll import arguments, runtime
-from tdcoll.collectives._host.checks import check_context
-from tdcoll.collectives._host.drop_in import inbox, pooled, pooled_for, work_of
-from tdcoll.collectives._host.gradient import attach, linear, refuse
+from tdcoll import runtime
+from tdcoll.collectives._host.call import make
+from tdcoll.collectives._host.drop_in import drop_in
 from tdcoll.collectives._host.plan import Plan
-from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
+from tdcoll.collectives.reduce_scatter.spec import SPEC
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
 
-__all__ = ["pooled_context", "reduce_scatter", "reduce_scatter_tensor"]
+__all__ = ["reduce_scatter", "reduce_scatter_tensor"]
 
 
 def reduce_scatter(
@@ -39,9 +37,9 @@ def reduce_scatter(
     e4m3fn becomes its largest number, 448, with its sign, also where the sum is infinite; one that is too large for
     e5m2 becomes infinite. (So does ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
-    Differentiable for ``"sum"`` and ``"mean"``: the gradient is :func:`tdcoll.all_gather`'s on the same context, in
-    several calls if it is larger than ``ctx.max_bytes_per_rank``. So all ranks pass a tensor that requires grad, or
-    none does, and their backward passes make the same calls in the same order.
+    Differentiable for ``"sum"`` and ``"mean"``: the gradient is :func:`tdcoll.all_gather`'s on the same context.
+    So all ranks pass a tensor that requires grad, or none does, and their backward passes make the same calls in the
+    same order.
 
     Args:
         tensor: a part for each rank, contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn,
@@ -77,76 +75,7 @@ def reduce_scatter(
     with a signal per chunk (``"direct"``), or by puts (``"1d"``). ``"pull"`` is the same by loads, without a staging
     copy.
     """
-    given = ctx
-    if ctx is None:
-        ctx = pooled_context("tensor", tensor, None)
-    check_context(ctx)
-    if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
-        if out is not None:
-            return _reduce_scatter(tensor, ctx, out, op, algorithm, symmetric=symmetric, refused=True)
-        made = _reduce_scatter(tensor.detach(), ctx, None, op, algorithm, symmetric=symmetric, gradient=True)
-        return attach(tensor, made, lambda grad: _derivative(grad, given, op))
-    return _reduce_scatter(tensor, ctx, out, op, algorithm, symmetric=symmetric)
-
-
-def _derivative(grad: torch.Tensor, ctx: CollectiveContext | None, op: Any) -> torch.Tensor:
-    """``[n, ...] -> [world * n, ...]``: the gradient of the tensor that was reduced on ``ctx``."""
-    import tdcoll
-
-    mean = linear("reduce_scatter", operation_name(op)) == "mean"
-    if ctx is None:
-        ctx = pooled("all_gather", None, grad.nbytes)
-    if mean:
-        grad = grad / ctx.world_size
-    if grad.nbytes <= ctx.max_bytes_per_rank:
-        return tdcoll.all_gather(grad, ctx)
-    pieces = grad.view(-1).split(max(1, ctx.max_bytes_per_rank // grad.itemsize))
-    return torch.cat([tdcoll.all_gather(piece, ctx).view(ctx.world_size, -1) for piece in pieces], 1)
-
-
-def _reduce_scatter(
-    tensor: Any,
-    ctx: CollectiveContext,
-    out: Any,
-    op: Any,
-    algorithm: Any = "auto",
-    names: tuple[str, str] = ("tensor", "out"),
-    symmetric: bool = False,
-    refused: bool = False,
-    gradient: bool = False,
-) -> torch.Tensor:
-    """Make the call of :func:`reduce_scatter` without a gradient.
-
-    Args:
-        names: the caller's names of ``tensor`` and ``out``, for errors.
-        refused: raise, since the call cannot have a gradient; in debug mode on all ranks.
-        gradient: the result will have one, so there will be a backward pass; compared in debug mode.
-    """
-    name = operation_name(op)
-    wish = (algorithm, name)
-    if not refused and (made := REDUCE_SCATTER.at_once(tensor, ctx, out, wish, symmetric)) is not None:
-        return made
-
-    def options() -> tuple[torch.dtype, str]:
-        if refused:
-            refuse()
-        check_dtype(names[0], tensor)
-        return tensor.dtype, check_operation(op, tensor.dtype)
-
-    agree = {"op": name, "symmetric": symmetric, "requires_grad": gradient}
-    return REDUCE_SCATTER(
-        tensor, ctx, out, algorithm, wish=wish, options=options, agree=agree, names=names, symmetric=symmetric
-    )
-
-
-def inbox_bytes(nbytes: int, world: int, heap_bytes: int) -> int:
-    """Return the bytes per rank of tdcoll's own context for tensors of ``nbytes``; a call may be several epochs."""
-    return inbox(2 * nbytes // world, world, heap_bytes)  # half is to put from
-
-
-def pooled_context(name: str, tensor: Any, group: runtime.Group) -> CollectiveContext:
-    """Return tdcoll's own context of a group."""
-    return pooled_for("reduce_scatter", name, tensor, group, inbox_bytes)
+    return make(SPEC, tensor, ctx, out, algorithm, op, symmetric)
 
 
 def reduce_scatter_tensor(
@@ -178,7 +107,4 @@ def reduce_scatter_tensor(
         BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
         Others: as :func:`reduce_scatter`.
     """
-    ctx = pooled_context("input", input, group)
-    arguments.tensor("output", output)
-    _reduce_scatter(input, ctx, output, op, names=("input", "output"))
-    return work_of(ctx, output) if async_op else None
+    return drop_in(SPEC, output, input, op, group, async_op, ("input", "output"))

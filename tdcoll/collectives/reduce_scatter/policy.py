@@ -1,37 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which reduce-scatter to launch, and how: the rules of :data:`POLICY`, see :mod:`tdcoll.collectives._host.plan`."""
+"""Which reduce-scatter to launch where nothing was measured, and how it is cut: pure, see :mod:`.._host.plan`."""
 
 from __future__ import annotations
 
-from tdcoll.collectives._host.plan import (
-    LAMPORT_WORD_BYTES,
-    LL_WORD_BYTES,
-    Facts,
-    Plan,
-    Policy,
-    Rule,
-    cut_chunks,
-    cut_reduced_words,
-    needs_puts,
-    needs_reduced_words,
-    needs_stores,
-    reduced_words,
-)
-from tdcoll.tuning import Entry
+from tdcoll.collectives._host.plan import Facts, Plan, needs_reduced_words, needs_stores
 
-__all__ = ["POLICY"]
+__all__ = ["blocks", "default", "needs_symmetric", "reducers"]
+
+_REDUCED_BYTES = 16 << 10
+"""Bytes of a chunk that one thread block reduces."""
 
 
-def _cut_words(facts: Facts, entry: Entry) -> Plan:
-    return cut_reduced_words(facts, entry, "ll", reduced_words(facts))
-
-
-def _needs_symmetric(facts: Facts) -> str | None:
+def needs_symmetric(facts: Facts) -> str | None:
+    """Return why parts cannot be loaded where they lie on other ranks, or None if they can."""
     return needs_stores(facts) if facts.symmetric else "needs symmetric=True; got a tensor of any memory on "
 
 
-def _seed(facts: Facts) -> str:
-    """Return the name of the algorithm.
+def reducers(facts: Facts, plan: Plan) -> int:
+    """Return the thread blocks that reduce a chunk."""
+    return max(1, min(facts.topology.world_size, plan.chunk // _REDUCED_BYTES))
+
+
+def blocks(facts: Facts, plan: Plan) -> int:
+    """Return the thread blocks of ``direct`` and ``1d``: senders to each other rank, and reducers, for each chunk."""
+    return plan.channels * (facts.topology.world_size - 1 + reducers(facts, plan))
+
+
+def default(facts: Facts) -> str:
+    """Return the algorithm that is taken where no table says anything.
 
     - In one node words where the context has room (not in the simulator, where they cost much more), else loads from
       symmetric memory, else stores.
@@ -39,19 +35,6 @@ def _seed(facts: Facts) -> str:
     """
     if not facts.simulated and needs_reduced_words(facts) is None:
         return "ll"
-    if _needs_symmetric(facts) is None:
+    if needs_symmetric(facts) is None:
         return "pull"
     return "direct" if needs_stores(facts) is None else "1d"
-
-
-POLICY = Policy(
-    "reduce_scatter",
-    [
-        Rule("ll", needs_reduced_words, _cut_words, (LAMPORT_WORD_BYTES, LL_WORD_BYTES), reduced_words),
-        Rule("direct", needs_stores, lambda facts, entry: cut_chunks(facts, entry, "direct")),
-        Rule("pull", _needs_symmetric, lambda facts, entry: cut_chunks(facts, entry, "pull")),
-        Rule("1d", needs_puts, lambda facts, entry: cut_chunks(facts, entry, "1d")),
-    ],
-    _seed,
-)
-"""``"ll"``, ``"direct"``, ``"pull"`` and ``"1d"``."""

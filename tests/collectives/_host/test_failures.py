@@ -11,7 +11,8 @@ import torch
 
 import tdcoll
 from tdcoll.collectives._host.launch import Launch, Launcher
-from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
+from tdcoll.collectives._host.launches import launches_of
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.testing import World
 
 WORLD = 2
@@ -182,14 +183,14 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
         given, out = tensor(pe, 0, n), torch.empty(n)
         tdcoll.all_reduce(given, ctx, out, algorithm="direct")
         options = {"options": (torch.float32, "sum"), "dtype": torch.float32}
-        captured = ALL_REDUCE.launches(ctx, given.nbytes, "direct", **options)
+        captured = launches_of(ALL_REDUCE, ctx, given.nbytes, "direct", **options)
         interrupted.now = True
         other = tensor(pe, 1, n)
         try:
             tdcoll.all_reduce(other, ctx, out, algorithm="direct")
         except KeyboardInterrupt:
             interrupted.now = False
-            captured(given, out)  # as by a replay
+            captured(given.data_ptr(), out.data_ptr())  # as by a replay
             return "interrupted"
         try:
             ctx.check()
@@ -338,8 +339,7 @@ def test_a_repeated_fused_call_refuses_what_the_first_would(
 def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a choice looks at is the same on a rank that captures, and so is what is chosen: one rank may replay a
     graph while another calls eagerly."""
-    from tdcoll.collectives.all_gather.op import ALL_GATHER
-    from tdcoll.collectives.reduce_scatter.algorithms import REDUCE_SCATTER
+    from tdcoll.collectives._host import launches
     from tdcoll.fused import op as fused
     from tdcoll.gate import Gate
     from tdcoll.tuning import SIMULATOR, Entry, Section, Table
@@ -352,13 +352,13 @@ def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.M
         shown = {name: value for name, value in vars(facts).items() if name != "topology"}
         chosen[facts.topology.rank].append((shown, plan))
 
-    for collective in (ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER):
+    launches_by = launches.launches_by
 
-        def noted(ctx: Any, facts: Any, plan: Any, *more: Any, real: Any = collective.launches_of) -> Any:
-            note(facts, plan)
-            return real(ctx, facts, plan, *more)
+    def launching(spec: Any, ctx: Any, facts: Any, plan: Any, *more: Any) -> Any:
+        note(facts, plan)
+        return launches_by(spec, ctx, facts, plan, *more)
 
-        monkeypatch.setattr(collective, "launches_of", noted)
+    monkeypatch.setattr(launches, "launches_by", launching)
     choose = fused.choose
 
     def choosing(rows: Any, facts: Any, algorithm: Any) -> Any:

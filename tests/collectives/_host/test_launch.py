@@ -17,7 +17,8 @@ from triton.compiler import CompiledKernel
 import tdcoll
 from tdcoll.collectives._host import launch as launches
 from tdcoll.collectives._host.launch import Launch, Launcher, Packed
-from tdcoll.collectives.all_gather.op import ALL_GATHER
+from tdcoll.collectives._host.launches import launches_of
+from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.testing import World
 
 STREAM = 77
@@ -177,10 +178,10 @@ def test_launches_are_early_if_everything_allows_it(
     else:  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         assert driver.launches[0]["attributes"] == ([(6, 1)] if expected else [])
     launch = Launcher(early=allowed)
-    for _ in range(2):
-        launch(kernel, 1, (TENSOR, True, 7, Packed(PAIR)), (64,))
-    assert kernel.by_triton_early == expected
-    if not hooked:
+    launch(kernel, 1, (TENSOR, True, 7, Packed(PAIR)), (64,))
+    if hooked:
+        assert kernel.by_triton_early == expected
+    else:
         assert driver.launches[1]["attributes"] == driver.launches[0]["attributes"]
 
 
@@ -244,15 +245,16 @@ def test_kernels_that_want_more_of_a_launch_are_left_to_triton(
     assert kernel.notes[-1][0] == "triton"
 
 
-def test_a_launcher_gives_the_driver_all_arguments_from_the_second_launch_on(kernel: Kernel, driver: Driver) -> None:
+def test_a_launcher_gives_the_driver_all_arguments(kernel: Kernel, driver: Driver) -> None:
     launch = Launcher()
     kernel.signature["pair"] = "constexpr"
     launch(kernel, 5, (TENSOR, True, 7, None), (64,), num_warps=2)
     launch(kernel, (5, 6), (OTHER, False, -8, None), (64,), num_warps=2)
-    assert [note[:3] for note in kernel.notes] == [("triton", (5, 1, 1), 2)]
-    (only,) = driver.launches
-    assert (only["grid"], only["stream"], only["block"]) == ((5, 6, 1), STREAM + 3, (64, 1, 1))
-    assert only["values"] == [OTHER.data_ptr(), 0, 2**32 - 8, 0, 0, 0, 0]
+    assert [note[:3] for note in kernel.notes] == [("warmup", (5, 1, 1), 2)]
+    first, second = driver.launches
+    assert (first["grid"], first["values"]) == ((5, 1, 1), [TENSOR.data_ptr(), 1, 7, 0, 0, 0, 0])
+    assert (second["grid"], second["stream"], second["block"]) == ((5, 6, 1), STREAM + 3, (64, 1, 1))
+    assert second["values"] == [OTHER.data_ptr(), 0, 2**32 - 8, 0, 0, 0, 0]
 
 
 def test_a_launcher_takes_tuples_apart_once_and_leaves_their_constants_out(kernel: Kernel, driver: Driver) -> None:
@@ -262,10 +264,12 @@ def test_a_launcher_takes_tuples_apart_once_and_leaves_their_constants_out(kerne
     assert first.numbers == [near.data_ptr(), 1 << 40]
     launch(kernel, 5, (TENSOR, True, 7, first), (64,), num_warps=2)
     launch(kernel, 6, (OTHER, False, 16, second), (64,), num_warps=2)
-    (by_triton,) = kernel.notes
-    assert by_triton[3] == (TENSOR, True, 7, first.whole, 64)
-    (only,) = driver.launches
-    assert only["values"] == [OTHER.data_ptr(), 0, 16, far.data_ptr(), 2**64 - 1, 0, 0]
+    (compiled,) = kernel.notes
+    assert compiled[3] == {"tensor": TENSOR, "flag": True, "number": 7, "pair": first.whole, "BLOCK": 64}
+    assert [each["values"] for each in driver.launches] == [
+        [TENSOR.data_ptr(), 1, 7, near.data_ptr(), 1 << 40, 0, 0],
+        [OTHER.data_ptr(), 0, 16, far.data_ptr(), 2**64 - 1, 0, 0],
+    ]
 
 
 def test_a_constant_beside_a_tuple_does_not_shift_its_fields(kernel: Kernel, driver: Driver) -> None:
@@ -276,8 +280,7 @@ def test_a_constant_beside_a_tuple_does_not_shift_its_fields(kernel: Kernel, dri
     pair = Packed(Pair(OTHER, 1, tl.constexpr(8)))
     for _ in range(2):
         launch(kernel, 5, (TENSOR, True, 1, pair), (64,))
-    (only,) = driver.launches
-    assert only["values"] == [TENSOR.data_ptr(), 1, OTHER.data_ptr(), 1, 0, 0]
+    assert [each["values"] for each in driver.launches] == [[TENSOR.data_ptr(), 1, OTHER.data_ptr(), 1, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("change", [{"constants": (32,)}, {"variant": "unaligned"}, {"num_warps": 8}])
@@ -285,9 +288,9 @@ def test_other_kinds_of_launches_are_compiled_for_themselves(
     kernel: Kernel, driver: Driver, change: dict[str, Any]
 ) -> None:
     launch, usual = Launcher(), {"constants": (64,), "variant": None, "num_warps": 4}
-    launch(kernel, 1, (TENSOR, True, 7, PAIR), **usual)
-    launch(kernel, 1, (TENSOR, True, 7, PAIR), **(usual | change))
-    assert ([note[0] for note in kernel.notes], driver.launches) == (["triton", "triton"], [])
+    for given in (usual, usual | change, usual):
+        launch(kernel, 1, (TENSOR, True, 7, Packed(PAIR)), **given)
+    assert ([note[0] for note in kernel.notes], len(driver.launches)) == (["warmup", "warmup"], 3)
 
 
 def test_calls_that_are_launched_early_and_as_usual_are_of_two_kinds() -> None:
@@ -295,7 +298,7 @@ def test_calls_that_are_launched_early_and_as_usual_are_of_two_kinds() -> None:
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            kinds = [ALL_GATHER.launches(ctx, n << 20, "direct", in_place=True) for n in (1, 2, 3)]
+            kinds = [launches_of(ALL_GATHER, ctx, n << 20, "direct", in_place=True) for n in (1, 2, 3)]
             assert [kind._launches[0]._arguments["nbytes"] for kind in kinds] == [1 << 20, 2 << 20, 3 << 20]
             assert kinds[0]._variant == kinds[1]._variant != kinds[2]._variant
 

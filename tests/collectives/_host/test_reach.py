@@ -144,7 +144,7 @@ def test_puts_do_not_reach_it(memory: _Memory) -> None:
 def test_what_is_neither_is_refused(memory: _Memory) -> None:
     def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
         usual = torch.zeros(64)
-        with pytest.raises(tdcoll.NotSymmetricError, match=r"out must be made by tdcoll\.empty.*it is neither"):
+        with pytest.raises(tdcoll.NotSymmetricError, match=r"tensor must be made by tdcoll\.empty.*it is neither"):
             tdcoll.all_reduce_(usual, ctx, symmetric=True)
         ctx.group_name = None
         with pytest.raises(tdcoll.NotSymmetricError, match=r"made with its ProcessGroup.*for ranks \[0, 1\]"):
@@ -173,7 +173,7 @@ def test_the_ranks_compare_whose_memory_it_is(memory: _Memory, monkeypatch: pyte
         out = piece[:256].view(torch.float32)
         tdcoll.all_reduce_(out, ctx, symmetric=True)
         runtime.current().exchange(range(2), "both have called")
-        monkeypatch.setattr("tdcoll.collectives._host.collective.place_of", lambda tensor, ctx: ctx.rank)
+        monkeypatch.setattr("tdcoll.collectives._host.call.place_of", lambda tensor, ctx: ctx.rank)
         with pytest.raises(tdcoll.RankMismatchError, match="offset in the symmetric heap"):
             tdcoll.all_reduce_(out, ctx, symmetric=True)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import tdcoll
 from tdcoll.collectives._host.plan import Facts, Plan
-from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.collectives.all_gather.spec import SPEC
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
@@ -90,8 +91,8 @@ def section(
 
 
 def choose(nbytes: int, topology: Topology, algorithm: Any = "auto", sections: Any = (), **facts: Any) -> Plan:
-    """The plan for ``nbytes`` per rank."""
-    return POLICY.choose(Facts(nbytes, topology, **facts), algorithm, sections)
+    """The plan for ``nbytes`` per rank, without its thread blocks, which differ between ranks of uneven nodes."""
+    return replace(SPEC.choose(Facts(nbytes, topology, **facts), algorithm, sections), blocks=0)
 
 
 def nodes_of(*sizes: int, rank: int = 0) -> Topology:
@@ -107,7 +108,9 @@ def table_of(*entries: Entry) -> Table:
 EXAMPLE = Table(
     (
         section(
-            Entry(16 << 10, "ll", chunk=3072, num_warps=8), Entry((4 << 20) + 1, "1d", channels=16), Entry(None, "nccl")
+            Entry(16 << 10, "ll", chunk=3072, num_warps=8),
+            Entry((4 << 20) + 1, "1d", channels=16),
+            Entry(None, "direct"),
         ),
         section(Entry(1 << 20, "1d", num_warps=4), in_place=True, source="somewhere"),
         section(Entry(None, "1d", chunk=1 << 20), in_place=True, architecture="sm_90"),

@@ -283,7 +283,7 @@ MUTANTS = [
     ),
     Mutant(
         "ll: waits for the rank it sends to",
-        to("kernels_ll.all_gather_ll", "(g.rank - step + g.world) % g.world", "to"),
+        to("exchange.kernels_ll.exchange_ll", "(g.rank - step + g.world) % g.world", "to"),
         missing("flagged"),
         "ll",
         world=(("resident", 1),),
@@ -350,7 +350,7 @@ MUTANTS = [
     Mutant(
         "direct: the receiver does not wait",
         at_once(
-            "kernels_direct.all_gather_direct",
+            "exchange.kernels_direct.exchange_direct",
             "tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm)",
         ),
         WRONG,
@@ -371,7 +371,7 @@ MUTANTS = [
     Mutant("direct: forgotten signal", to("stores.push", RELEASE, "pass"), missing("signals"), "direct"),
     Mutant(
         "direct, in place: nobody says that it has entered",
-        to("kernels_direct.all_gather_direct", "stores.say_entered(g, frm_signal_delta, epoch)", "pass"),
+        to("exchange.kernels_direct.exchange_direct", "stores.say_entered(g, frm_signal_delta, epoch)", "pass"),
         missing("ready"),
         "direct",
         calls="iiii",

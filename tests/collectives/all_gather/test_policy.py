@@ -17,8 +17,9 @@ from tiers import second
 import tdcoll
 from tdcoll.collectives._host import plan as plans
 from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, TARGET_CHUNK_BYTES, Plan
-from tdcoll.collectives.all_gather import kernels_direct, policy
-from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.collectives.all_gather import policy
+from tdcoll.collectives.all_gather.spec import SPEC
+from tdcoll.collectives.exchange import kernels_direct
 from tdcoll.errors import RankMismatchError
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
@@ -257,8 +258,8 @@ def test_calls_in_the_simulator_are_planned_as_such() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             tdcoll.all_gather(torch.zeros(64, dtype=torch.uint8), ctx)
-            launch = ctx.known(("all_gather", 64, "auto", None, False, False))
-            assert launch.kernel is kernels_direct.all_gather_direct
+            launch = ctx.known[("all_gather", 64, "auto", None, False, False)]
+            assert launch.kernel is kernels_direct.exchange_direct
 
     World(2, heap_bytes=1 << 18).run(host)
 
@@ -304,7 +305,7 @@ def test_chunks_cover_the_bytes_and_none_is_empty(nbytes: int, nodes: list[int],
     assert (plan.channels - 1) * plan.chunk < max(nbytes, 1), "the last channel has nothing to carry"
 
 
-@given(SIZES, NODES, st.sampled_from(POLICY.algorithms), st.integers(-1, 1 << 20), st.data())
+@given(SIZES, NODES, st.sampled_from(("auto", *SPEC.names)), st.integers(-1, 1 << 20), st.data())
 def test_all_ranks_choose_the_same(
     nbytes: int, nodes: list[int], algorithm: str, ll_bytes: int, data: st.DataObject
 ) -> None:
@@ -339,7 +340,7 @@ def test_a_wish_is_granted_or_refused(nbytes: int, nodes: list[int], asked: str)
 
 
 def test_refusals_say_what_and_why() -> None:
-    with pytest.raises(ValueError, match=f"algorithm must be one of {', '.join(POLICY.algorithms)}; got '3d'"):
+    with pytest.raises(ValueError, match=f"algorithm must be one of {', '.join(('auto', *SPEC.names))}; got '3d'"):
         choose(1, nodes_of(4), "3d")
     with pytest.raises(
         ValueError, match=r"on every node and at most 64 bytes per rank; got 65 bytes on 4 rank\(s\) on 1 node"
@@ -359,9 +360,10 @@ def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     tree = [node for module in (policy, plans) for node in ast.walk(ast.parse(inspect.getsource(module)))]
     imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
     assert imported == {
-        *("__future__", "collections.abc", "dataclasses", "typing"),
+        *("__future__", "dataclasses", "typing"),
         *("tdcoll.collectives._host", "tdcoll.collectives._host.plan", "tdcoll.limits", "tdcoll.tuning"),
         "tdcoll.runtime.topology",  # for its type
     }
     assert not any(isinstance(node, ast.Import) for node in tree)
-    assert not {node.attr for node in tree if isinstance(node, ast.Attribute)} & {"rank", "node", "place"}
+    looked_at = {node.attr for node in tree if isinstance(node, ast.Attribute)}
+    assert looked_at & {"rank", "node", "place"} == {"node"}, "blocks_of_puts alone counts those of its own node"

@@ -15,12 +15,12 @@ from kernel_mutants import installed
 from tiers import second, seeds
 
 import tdcoll
-from tdcoll.collectives._host.plan import Plan
+from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.collectives.all_gather import kernels_puts, policy
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import World, explore, first_failure
 
-from .cases import Gathers
+from .cases import Gathers, nodes_of
 from .mutants import MUTANTS, Mutant
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -76,7 +76,7 @@ def test_two_dimensions_where_ranks_of_a_node_cannot_store_to_each_other(monkeyp
 def test_ll_over_nodes_in_many_pieces(nbytes: int) -> None:
     """4 words for each program, three programs' words for each put."""
     plan = Plan("ll", -(-nbytes // 48), 48, 1)
-    assert policy.put_chunks(nbytes, plan, 512).chunk == 144
+    assert policy.put_chunks(Facts(nbytes, nodes_of(2, 2)), plan).chunk == 144
     explore(Gathers(plan, "ooo", nbytes), n_pes=4, seeds=2, ranks_per_node=2, heap_bytes=HEAP)
 
 

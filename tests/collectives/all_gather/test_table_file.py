@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import tdcoll
-from tdcoll.collectives.all_gather.policy import POLICY
+from tdcoll.collectives.all_gather.spec import SPEC
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.testing import World
 from tdcoll.tuning import Entry, Table, shipped
 
@@ -27,7 +28,7 @@ def test_a_table_comes_back_as_it_was() -> None:
     lines = EXAMPLE.text().splitlines()
     assert '    {"up_to": "16 KB", "algorithm": "ll", "chunk": "3 KB", "num_warps": 8},' in lines
     assert '    {"up_to": 4194305, "algorithm": "1d", "channels": 16},' in lines
-    assert '    {"up_to": null, "algorithm": "nccl"}' in lines
+    assert '    {"up_to": null, "algorithm": "direct"}' in lines
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,6 @@ def test_a_table_comes_back_as_it_was() -> None:
         ((*FIRST, "nodes"), True, "tables[0]: nodes: expected a whole number of at least 1, got true"),
         ((*FIRST, "launch"), "graph", "tables[0]: expected no fields but architecture"),
         ((*FIRST, "in_place"), 0, "tables[0]: in_place: expected one of false, true, got 0"),
-        (("tables", 1, "operation"), "all_reduce", "tables[1]: in_place: expected one of false, got true"),
         ((*FIRST, "architecture"), 90, "tables[0]: architecture: expected a text, got 90"),
         ((*FIRST, "source"), 1, "tables[0]: source: expected a text"),
         (
@@ -54,7 +54,6 @@ def test_a_table_comes_back_as_it_was() -> None:
             False,
             "t.json: tables[1]: expected another architecture, operation, ranks_per_node, nodes",
         ),
-        ((*ENTRY, "algorithm"), "nccl", "entries[1]: expected no channels with algorithm 'nccl'"),
         ((*ENTRY, "up_to"), "much", 'entries[1]: up_to: expected a number of bytes, such as 65536 or "64 KB", got "mu'),
         ((*ENTRY, "up_to"), 16384, "entries[1]: up_to: expected more than the 16384 bytes of the entry before"),
         ((*ENTRY, "up_to"), None, "entries[1]: up_to: expected a number of bytes: null is for the last entry"),
@@ -72,7 +71,7 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str)
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ((*ENTRY, "algorithm"), "3d", "algorithm: expected one of ll, direct, ring, 1d, 2d, nccl, got 3d"),
+        ((*ENTRY, "algorithm"), "3d", "algorithm: expected one of ll, direct, ring, 1d, 2d, got 3d"),
         ((*ENTRY, "algorithm"), "auto", "entry up to 4194305: algorithm: expected one of ll, direct, ring, 1d"),
         ((*FIRST, "entries", 0, "chunk"), 4096, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
         ((*FIRST, "entries", 0, "chunk"), 1536, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
@@ -85,10 +84,10 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str)
     ],
 )
 def test_the_policy_knows_what_its_entries_may_say(path: tuple[Any, ...], value: Any, message: str) -> None:
-    assert POLICY.sections(EXAMPLE.sections, "t.json") == EXAMPLE.sections
+    assert SPEC.sections(EXAMPLE.sections, "t.json") == EXAMPLE.sections
     table = Table.parse(changed(path, value), "t.json")
     with pytest.raises(ValueError, match=re.escape(message)):
-        POLICY.sections(table.sections, table.name)
+        SPEC.sections(table.sections, table.name)
 
     def host(pe: int) -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=table_of(Entry(64, "3d")))
@@ -96,6 +95,12 @@ def test_the_policy_knows_what_its_entries_may_say(path: tuple[Any, ...], value:
             tdcoll.all_gather(torch.zeros(4), ctx)
 
     World(4).run(host)
+
+
+def test_only_a_collective_with_calls_in_place_has_sections_for_them() -> None:
+    table = Table.parse(changed(("tables", 1, "operation"), "all_reduce"), "t.json")
+    with pytest.raises(ValueError, match=r"t\.json: all_reduce has no sections for calls in place"):
+        ALL_REDUCE.sections(table.sections, table.name)
 
 
 def test_files_that_are_no_tables(tmp_path: Path) -> None:

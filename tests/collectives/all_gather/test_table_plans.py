@@ -33,14 +33,13 @@ from .cases import EXAMPLE, choose, nodes_of, section
         (16 << 10, {}, Plan("ll", 6, 3072, 8)),
         ((16 << 10) + 1, {}, Plan("1d", 15, 1152, 8)),
         (4 << 20, {}, Plan("1d", 16, 256 << 10, 16)),
-        ((4 << 20) + 2, {"hand_over": True}, Plan("nccl", 0, 0, 0)),
-        ((4 << 20) + 2, {}, choose((4 << 20) + 2, nodes_of(4))),  # nobody to hand over to
+        ((4 << 20) + 2, {}, choose((4 << 20) + 2, nodes_of(4))),  # by stores, which these ranks have not
+        ((4 << 20) + 2, {"stores": True}, Plan("direct", 65, 64640, 8)),
         (64, {"in_place": True, "ll_bytes": -1}, Plan("1d", 1, 128, 4)),
         (8 << 20, {"in_place": True, "ll_bytes": -1}, choose(8 << 20, nodes_of(4), in_place=True)),  # beyond the last
         (64, {"ll_bytes": -1}, Plan("1d", 1, 128, 8)),  # ranks that cannot store to each other
         (64, {"algorithm": "1d"}, Plan("1d", 1, 128, 8)),  # a wish goes before the table
         (1 << 20, {"algorithm": "1d"}, Plan("1d", 16, 64 << 10, 8)),  # whose chunks it gets
-        (8 << 20, {"algorithm": "1d", "hand_over": True}, choose(8 << 20, nodes_of(4))),
     ],
 )
 def test_what_a_table_makes_of_a_call(nbytes: int, facts: dict[str, Any], plan: Plan) -> None:
@@ -51,12 +50,6 @@ def test_what_a_table_makes_of_a_call(nbytes: int, facts: dict[str, Any], plan: 
 def test_a_table_of_another_shape_says_nothing() -> None:
     for sizes in ((8,), (4, 4), (4, 2), (2, 2)):
         assert choose(1 << 20, nodes_of(*sizes), sections=EXAMPLE.sections) == choose(1 << 20, nodes_of(*sizes))
-
-
-def test_nothing_is_handed_over_that_has_no_bytes() -> None:
-    sections = (section(Entry(None, "nccl")),)
-    assert choose(1, nodes_of(4), sections=sections, hand_over=True).algorithm == "nccl"
-    assert choose(0, nodes_of(4), sections=sections, hand_over=True).algorithm == "1d"
 
 
 @given(

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts go by a tuning table, the same one on all ranks, which may hand calls over to torch.distributed."""
+"""Contexts go by a tuning table, the same one on all ranks."""
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,77 +122,3 @@ def test_gpus_of_several_kinds_go_by_the_rules(monkeypatch: pytest.MonkeyPatch) 
     assert gathered(table) == [0] * 4
     names.clear()
     assert gathered(table) == [12] * 4
-
-
-# ---------------------------------------------------------------------- handing over
-
-
-@pytest.fixture
-def process_group(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A process group that works in a World; the bytes of its calls, of all ranks."""
-    calls: list[int] = []
-    group = SimpleNamespace(name=lambda: "fake")
-
-    def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, group: Any) -> None:
-        assert output.dtype == input.dtype == torch.uint8
-        calls.append(input.nbytes)
-        owner = runtime.current()
-        parts = owner.control.all_gather(range(owner.world_size), "fake", input.tolist())
-        output.copy_(torch.tensor(parts, dtype=torch.uint8).flatten())
-
-    monkeypatch.setattr(agreement, "_process_group", lambda group_, everybody, device: group)
-    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", all_gather_into_tensor)
-    return calls
-
-
-def test_calls_are_handed_over(process_group: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="tdcoll")
-    table = Table((section(Entry(32, "1d"), Entry(None, "nccl")), section(Entry(None, "nccl"), in_place=True)))
-
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1024, tuning=table) as ctx:
-            for call in range(3):
-                x = (pe * 1000 + call + torch.arange(32)).to(torch.int16)
-                for part in (x, x[:8].clone(), x[0].clone()):  # handed over, not handed over, no dimension
-                    y = tdcoll.all_gather(part, ctx)
-                    for rank, found in enumerate(y.view(4, -1)):
-                        assert torch.equal(found, part.reshape(-1) + (rank - pe) * 1000)
-            buffer = tdcoll.zeros((4, 6), torch.float64)
-            buffer[pe] = pe
-            tdcoll.all_gather_in_place(buffer, ctx)
-            assert buffer[:, 0].tolist() == [0, 1, 2, 3]
-            tdcoll.all_gather(x, ctx, algorithm="1d")
-            assert tdcoll.all_gather(torch.zeros(0), ctx).shape == (0,)
-            ctx.check()
-            tdcoll.free(buffer)
-
-    World(4).run(host)
-    assert sorted(process_group) == [48] * 4 + [64] * 12
-    said = [record.getMessage() for record in caplog.records]
-    where = "on 4 rank(s) on 1 node(s) (4)"
-    assert said == [f"all_gather: the tuning table leaves 64 bytes per rank {where} to torch.distributed (fake)"]
-
-
-def test_one_rank_without_a_process_group_is_enough(process_group: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    group = SimpleNamespace(name=lambda: "fake")
-    monkeypatch.setattr(
-        agreement, "_process_group", lambda given, everybody, device: group if runtime.current().rank else None
-    )
-    assert gathered(table_of(Entry(None, "nccl"))) == [0] * 4
-    assert process_group == []
-
-
-def test_which_process_group() -> None:
-    cpu = torch.device("cpu")
-    assert agreement._process_group(None, True, cpu) is None  # there is none
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        world = torch.distributed.group.WORLD
-        assert agreement._process_group(None, True, cpu) is world
-        assert agreement._process_group(world, False, cpu) is world
-        assert agreement._process_group([0], True, cpu) is world
-        assert agreement._process_group([0], False, cpu) is None  # ranks without a group of their own
-        assert agreement._process_group(None, True, torch.device("cuda")) is None  # gloo waits for the GPU
-    finally:
-        torch.distributed.destroy_process_group()

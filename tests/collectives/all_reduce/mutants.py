@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from kernel_mutants import Change
 
-import tdcoll.collectives.all_reduce.algorithms  # noqa: F401, which names the kernels: before one is replaced
+import tdcoll.collectives.all_reduce.spec  # noqa: F401, which names the kernels: before one is replaced
 
 from ..reduce_scatter.mutants import LATER, LOAD, OF_NODE, OWN, PART, SUM, SUM_OF_NODE, missing, to
 

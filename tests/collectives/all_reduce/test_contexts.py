@@ -8,8 +8,9 @@ import torch
 
 import tdcoll
 import tdcoll.distributed
+from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import MOST_EPOCHS, Plan
-from tdcoll.collectives.all_reduce.algorithms import ALL_REDUCE
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.testing import World
@@ -47,9 +48,7 @@ def test_a_context_says_what_it_must_be_made_with() -> None:
             assert tdcoll.all_reduce(torch.zeros(0, 3), ctx).shape == (0, 3)
             ctx.check()
         with tdcoll.CollectiveContext(max_bytes_per_rank=1064) as ctx:
-            tdcoll.collectives.all_reduce.algorithms.ALL_REDUCE.launches(
-                ctx, x.nbytes, "auto", options=(torch.float32, "sum"), dtype=torch.float32
-            )
+            launches_of(ALL_REDUCE, ctx, x.nbytes, "auto", options=(torch.float32, "sum"), dtype=torch.float32)
 
     World(2, ranks_per_node=1).run(host)
 
@@ -95,7 +94,7 @@ def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
         make = tdcoll.CollectiveContext
         with make(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=64, tuning=table) as ctx:
             options = {"options": (torch.float16, "sum"), "dtype": torch.float16}
-            one, same, two = (ALL_REDUCE.launches(ctx, n, "auto", **options) for n in (40, 38, 66))
+            one, same, two = (launches_of(ALL_REDUCE, ctx, n, "auto", **options) for n in (40, 38, 66))
             assert [len(each._launches) for each in (one, same, two)] == [1, 1, 2]
             assert one._variant == same._variant != two._variant
 

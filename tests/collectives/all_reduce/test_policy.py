@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan
-from tdcoll.collectives.all_reduce.policy import POLICY, part_bytes
+from tdcoll.collectives.all_reduce.policy import part_bytes
+from tdcoll.collectives.all_reduce.spec import SPEC
 from tdcoll.limits import lamport_bytes
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import SIMULATOR, Entry, Section, Table
@@ -27,7 +29,8 @@ def nodes_of(*sizes: int) -> Topology:
 
 
 def choose(nbytes: int, nodes: tuple[int, ...], algorithm: Any = "auto", sections: Any = (), **facts: Any) -> Plan:
-    return POLICY.choose(Facts(nbytes, nodes_of(*nodes), **{"itemsize": 4, **facts}), algorithm, sections)
+    facts = {"itemsize": 4, **facts}
+    return replace(SPEC.choose(Facts(nbytes, nodes_of(*nodes), **facts), algorithm, sections), blocks=0)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +97,12 @@ def test_plans_cover_the_data_and_fit(
         nbytes, nodes_of(world), flagged, stores=True, lamport_bytes=lamport, itemsize=itemsize, channels=channels
     )
     tried = 0
-    for name in POLICY.names:
-        if POLICY.admits(name, facts):
-            plan, tried = POLICY.choose(facts, name), tried + 1
-            assert POLICY.choose(facts, plan) == plan
+    for name in SPEC.names:
+        if SPEC.algorithm(name).supports(facts) is None:
+            plan, tried = SPEC.choose(facts, name), tried + 1
+            assert SPEC.choose(facts, plan) == plan
             if name in ("one_shot", "two_shot"):
-                epoch = POLICY.rules[name].epoch(facts)
+                epoch = SPEC.algorithm(name).epoch(facts)
                 assert epoch == nbytes or name == "two_shot"
                 width = 16 if plan.chunk % 16 == 0 and plan.chunk // 16 & (plan.chunk // 16 - 1) == 0 else 12
                 words = max(1, -(-epoch // width))
@@ -113,7 +116,7 @@ def test_plans_cover_the_data_and_fit(
                 assert nbytes <= world * part < nbytes + 16 * world + 16 * (nbytes == 0)
                 assert 2 * plan.channels <= channels
     assert tried >= 2
-    assert POLICY.choose(facts).algorithm in POLICY.names
+    assert SPEC.choose(facts).algorithm in SPEC.names
 
 
 @pytest.mark.parametrize(
@@ -185,7 +188,7 @@ def test_words_are_for_less_than_half_of_what_32_bits_count() -> None:
 
 def epochs(facts: Facts) -> list[int]:
     """Bytes of each epoch of a two-shot."""
-    each = POLICY.rules["two_shot"].epoch(facts)
+    each = SPEC.algorithm("two_shot").epoch(facts)
     return [min(each, facts.nbytes - begin) for begin in range(0, facts.nbytes, each)]
 
 
@@ -198,7 +201,7 @@ def epochs(facts: Facts) -> list[int]:
 def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamport: int, flagged: int) -> None:
     facts = Facts(nbytes, nodes_of(world), flagged, stores=True, lamport_bytes=lamport, itemsize=1)
     room = -(-lamport // 16) // 2 * world * 16
-    if not POLICY.admits("two_shot", facts):
+    if SPEC.algorithm("two_shot").supports(facts) is not None:
         assert nbytes > MOST_EPOCHS * room
         return
     first, *others = epochs(facts)
@@ -211,7 +214,7 @@ def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamp
     for each in (first, others[-1]):
         part = Facts(each, facts.topology, flagged, stores=True, lamport_bytes=lamport, itemsize=1)
         assert epochs(part) == [each]
-    assert POLICY.choose(facts, "two_shot") == POLICY.choose(
+    assert SPEC.choose(facts, "two_shot") == SPEC.choose(
         Facts(first, facts.topology, flagged, stores=True, lamport_bytes=lamport, itemsize=1), "two_shot"
     )
 
@@ -219,7 +222,7 @@ def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamp
 def test_entries_of_a_table() -> None:
     def plan(entry: Entry, nbytes: int = 100 * K, **facts: Any) -> Plan:
         table = Table((Section(SIMULATOR, "all_reduce", 4, 1, False, (entry,)),))
-        sections = POLICY.sections(Table.parse(table.text()).sections, "t.json")
+        sections = SPEC.sections(Table.parse(table.text()).sections, "t.json")
         return choose(nbytes, (4,), sections=sections, **{**USUAL, **facts})
 
     assert plan(Entry(None, "two_shot", chunk=64 * 16, num_warps=2)) == Plan("two_shot", 25, 64 * 16, 2)
@@ -230,7 +233,6 @@ def test_entries_of_a_table() -> None:
     assert plan(Entry(None, "two_shot"), nbytes=G + 1).algorithm == "direct"  # which cannot be had
     for entry, message in (
         (Entry(None, "ll"), "algorithm: expected one of one_shot, two_shot, direct, 1d, 2d, got ll"),
-        (Entry(None, "nccl"), "algorithm: expected one of one_shot, two_shot, direct, 1d, 2d, got nccl"),
         (Entry(None, "one_shot", chunk=640), "expected 16 times a power of two, from 512 .* or 12 times .* got 640"),
         (Entry(None, "direct", chunk=100), "chunk: expected a multiple of 128 bytes, got 100"),
     ):

@@ -34,7 +34,7 @@ def reduce_scatter(
     """``[world * n] -> [n]``: one launch. Tiles are small, and two programs reduce a chunk, to have many of all."""
     world, nbytes, size = ctx.world_size, out.nbytes, out.element_size()
     source, channels, reducers = tensor.data_ptr(), max(1, -(-out.nbytes // CHUNK)), 2
-    ctx.begin("reduce_scatter", nbytes)
+    ctx.begin("reduce_scatter")
     deltas = ctx.device_group.deltas
     known: dict[str, Any] = {
         "source": source,

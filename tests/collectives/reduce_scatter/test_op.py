@@ -11,8 +11,8 @@ from torch.distributed import ReduceOp
 
 import tdcoll
 from tdcoll.collectives._host.plan import Facts, Plan
-from tdcoll.collectives.reduce_scatter.policy import POLICY
 from tdcoll.collectives.reduce_scatter.reference import reduce_scatter_reference
+from tdcoll.collectives.reduce_scatter.spec import SPEC
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World, explore
@@ -41,11 +41,11 @@ def nodes_of(*sizes: int) -> Topology:
 def test_what_is_taken_where_nothing_was_measured(
     nbytes: int, nodes: tuple[int, ...], facts: dict[str, Any], algorithm: str
 ) -> None:
-    plan = POLICY.choose(Facts(nbytes, nodes_of(*nodes), **{"itemsize": 4, **facts}))
+    plan = SPEC.choose(Facts(nbytes, nodes_of(*nodes), **{"itemsize": 4, **facts}))
     assert plan.algorithm == algorithm
     assert plan.channels * plan.chunk >= nbytes
     programs = plan.channels * (2 * sum(nodes) + 1)
-    small = POLICY.choose(Facts(nbytes, nodes_of(*nodes), max_programs=100, **{"itemsize": 4, **facts}))
+    small = SPEC.choose(Facts(nbytes, nodes_of(*nodes), max_programs=100, **{"itemsize": 4, **facts}))
     assert small.algorithm == "ll" or small.channels * (2 * sum(nodes) + 1) < max(100, programs + 1)
 
 
@@ -61,7 +61,7 @@ def test_what_is_taken_where_nothing_was_measured(
 )
 def test_what_cannot_be_had(algorithm: Any, facts: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        POLICY.choose(Facts(64, nodes_of(4), **facts), algorithm)
+        SPEC.choose(Facts(64, nodes_of(4), **facts), algorithm)
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 2])

@@ -299,7 +299,7 @@ MUTANTS = [
     Mutant(
         "exchange: the receiver does not wait",
         at_once(
-            "kernels_direct.all_gather_direct",
+            "exchange.kernels_direct.exchange_direct",
             "tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm)",
         ),
         BAD_LISTS,
@@ -353,7 +353,7 @@ MUTANTS = [
     Mutant(
         "exchange: segments are as long as this rank's",
         to(
-            "kernels_direct.used_bytes",
+            "exchange.kernels_direct.used_bytes",
             "tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64)))",
             "0 * tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64)))",
         ),

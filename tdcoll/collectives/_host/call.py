@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a call is made: checked and prepared the first time, and found again when it is repeated.
+
+The time of a small call is the host's. A context therefore remembers a :class:`Ready` for each kind of call that it has
+made: one look-up finds it by everything that shapes, dtypes and arguments decide, and only the following may have
+changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); what ``place`` looks at, which
+is the overlap of two tensors (:func:`overlap`) and whether peers reach the memory (:class:`~.reach.Standing`); and the
+context (:meth:`~tdcoll.gate.Gate.enter`). This fast path raises no errors of its own. Any mismatch falls back to the
+slow path, which finds out what is wrong and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from tdcoll import arguments
+from tdcoll.collectives._host.gradient import attach, linear, refuse
+from tdcoll.collectives._host.launches import Launches, launches_of
+from tdcoll.collectives._host.pool import pooled, strided_bytes
+from tdcoll.collectives._host.reach import Standing, deltas_to, place_of
+from tdcoll.collectives._host.spec import Collective
+from tdcoll.context import CollectiveContext
+from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
+
+__all__ = ["Ready", "again", "check_context", "check_tensor", "make", "overlap", "spec_of", "unchecked", "usable"]
+
+_STRIDED = torch.strided
+
+
+# ---------------------------------------------------------------------- preconditions
+
+
+def usable(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether kernels on ``device`` can take the bytes of a tensor as they are."""
+    return (
+        tensor.device == device
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
+def overlap(tensor: int, nbytes: int, out: int, total: int, allowed: int | None) -> bool:
+    """Return whether a tensor of ``nbytes`` and a result of ``total`` bytes, at these addresses, overlap.
+
+    Args:
+        allowed: the result may begin this many bytes behind the tensor; None: they must not overlap at all.
+    """
+    return out < tensor + nbytes and tensor < out + total and out - tensor != allowed
+
+
+def check_context(ctx: Any) -> None:
+    """Raise unless ``ctx`` is a context."""
+    if not isinstance(ctx, CollectiveContext):
+        arguments.instance("ctx", ctx, CollectiveContext, "a tdcoll.CollectiveContext")
+
+
+def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
+    """Raise unless ``tensor`` is one that kernels on ``device`` can take."""
+    arguments.tensor(name, tensor)
+    if tensor.is_nested:  # and has no shape
+        raise ValueError(f"{name} must be an ordinary tensor; got a nested one")
+    if usable(tensor, device):
+        return
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, where the context is; got {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{name} must hold its values as they are; call resolve_conj() and resolve_neg() first")
+    how = f"in {tensor.layout}" if tensor.layout is not _STRIDED else f"with strides {tensor.stride()}"
+    raise ValueError(f"{name} must be contiguous; got shape {list(tensor.shape)} {how}")
+
+
+# ---------------------------------------------------------------------- the fast path
+
+
+class Ready(NamedTuple):
+    """A call that a context has made, as it is made again.
+
+    Attributes:
+        operation: its name, for errors.
+        place: ``(tensors) -> (result, what run takes)``; makes the results that the caller doesn't give. None if the
+            tensors don't lie as they must.
+        run: launches, given the handle of the stream.
+        registered: the tensors that peers may reach; None if they reach none.
+    """
+
+    operation: str
+    place: Callable[..., tuple[Any, tuple[Any, ...]] | None]
+    run: Callable[..., None]
+    registered: Standing | None = None
+
+
+def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
+    """Make a call like an earlier one, or nothing.
+
+    Args:
+        ready: of that call, found by the shapes and dtypes of these tensors.
+
+    Returns:
+        The result; None if something is not as it was, and then nothing has been done.
+    """
+    device = ctx.device
+    for tensor in tensors:
+        if not usable(tensor, device):
+            return None
+    operation, place, run, _ = ready
+    placed = place(*tensors)
+    if placed is None or (stream := ctx.enter()) is None:
+        return None
+    result, given = placed
+    try:
+        run(stream, *given)
+    except BaseException as error:
+        ctx.fail(operation, error)
+        raise
+    return result
+
+
+def make(
+    spec: Collective,
+    tensor: Any,
+    ctx: Any = None,
+    out: Any = None,
+    algorithm: Any = "auto",
+    op: Any = None,
+    symmetric: Any = False,
+    *,
+    in_place: bool = False,
+    names: tuple[str, str] = ("tensor", "out"),
+    gradient: bool = False,
+) -> torch.Tensor:
+    """Make a call of a dense collective, for its public functions, whose arguments come as the caller gave them.
+
+    Args:
+        out: None if the call makes the result.
+        op: of a reduction; None for others.
+        in_place: peers write to the caller's buffer, which is ``tensor``.
+        names: the caller's names of ``tensor`` and ``out``, for errors.
+        gradient: the result will have one, hence a backward pass; compared in debug mode.
+
+    Raises:
+        ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as the public functions say.
+    """
+    given = ctx
+    if ctx is None:
+        arguments.tensor(names[0], tensor)
+        ctx = pooled(spec, tensor, None)
+    check_context(ctx)
+    requiring = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
+    name = op if op is None or type(op) is str else operation_name(op)
+    key: Hashable = None
+    try:
+        if symmetric is False or symmetric is True:
+            shapes = (tensor.shape, tensor.dtype) if out is None else (tensor.shape, tensor.dtype, out.shape, out.dtype)
+            key = (spec.name, algorithm, name, symmetric, in_place, *shapes)
+        ready = ctx.known.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, one without a shape, or what can't be a key
+        key = ready = None
+    if ready is not None and not requiring:
+        made = again(ctx, ready, tensor) if out is None else again(ctx, ready, tensor, out)
+        if made is not None:
+            return made
+    if requiring and out is None and not in_place:
+        made = make(spec, tensor.detach(), ctx, None, algorithm, op, symmetric, names=names, gradient=True)
+        return attach(tensor, made, lambda grad: _derivative(spec, grad, given, name))
+    result, ready = _first(spec, tensor, ctx, out, algorithm, op, name, symmetric, in_place, names, gradient, requiring)
+    if key is not None:
+        _remember(ctx, key, ready, tensor if spec.reaches_tensor or in_place else out)
+    return result
+
+
+def spec_of(name: str) -> Collective:
+    """Return the dense collective of this name, see :data:`tdcoll.limits.COLLECTIVES`."""
+    spec: Collective = import_module(f"tdcoll.collectives.{name}.spec").SPEC
+    return spec
+
+
+def _derivative(spec: Collective, grad: torch.Tensor, ctx: CollectiveContext | None, op: Any) -> torch.Tensor:
+    """Return the gradient of a call's tensor, given that of its result: a call of the adjoint collective."""
+    adjoint = spec_of(spec.adjoint)
+    if spec.reduces:
+        op = linear(spec.name, op)
+    if not adjoint.reduces:
+        if op == "mean":
+            grad = grad / (ctx or pooled(adjoint, grad, None)).world_size
+        return make(adjoint, grad, ctx)
+    return make(adjoint, grad, ctx, op=op or "sum")
+
+
+# ---------------------------------------------------------------------- the slow path
+
+
+def _first(
+    spec: Collective,
+    tensor: Any,
+    ctx: CollectiveContext,
+    out: Any,
+    algorithm: Any,
+    op: Any,
+    name: Any,
+    symmetric: Any,
+    in_place: bool,
+    names: tuple[str, str],
+    gradient: bool,
+    refused: bool,
+) -> tuple[torch.Tensor, Ready]:
+    """Check and make a call; return its result, and what calls like it are made with."""
+    operation = f"{spec.name}_in_place" if in_place else spec.name
+    world = ctx.world_size
+    reaches_tensor = spec.reaches_tensor or in_place
+    shared = tensor if reaches_tensor else out
+
+    def prepare() -> tuple[Launches, Ready, torch.Tensor, tuple[int, int]]:
+        check_tensor(names[0], tensor, ctx.device)
+        if refused:
+            refuse()
+        options = None
+        if spec.reduces:
+            check_dtype(names[0], tensor)
+            options = tensor.dtype, check_operation(op, tensor.dtype)
+        _check_result(spec, tensor, out, ctx, names, in_place)
+        arguments.instance("symmetric", symmetric, bool, "a bool")
+        deltas = None
+        if symmetric or in_place:
+            if shared is None:
+                raise ValueError(f"{names[1]} must be given with symmetric=True: one that tdcoll.empty() has made")
+            deltas = deltas_to(names[not reaches_tensor], shared, ctx)
+        segment = tensor.nbytes // world if in_place else spec.segment_bytes(tensor.nbytes, world)
+        launches = launches_of(
+            spec,
+            ctx,
+            segment,
+            algorithm,
+            options=options,
+            dtype=tensor.dtype if spec.reduces else None,
+            in_place=in_place,
+            symmetric=symmetric,
+            deltas=deltas,
+        )
+        if in_place:
+            ready = _in_place(operation, ctx, segment, launches)
+            base = tensor.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
+            return launches, ready, tensor, (base + ctx.rank * segment, base)
+        shape = spec.results(tensor.shape, world)[0]
+        ready = _out_of_place(spec, ctx, tensor.dtype, shape, segment, launches, out is not None, symmetric)
+        result = torch.empty(shape, dtype=tensor.dtype, device=ctx.device) if out is None else out
+        return launches, ready, result, (tensor.data_ptr(), result.data_ptr())
+
+    facts = {
+        "bytes": strided_bytes(tensor),
+        "dtype": getattr(tensor, "dtype", None),
+        "algorithm": algorithm,
+        "offset in the symmetric heap": place_of(shared, ctx) if symmetric or in_place else None,
+        "symmetric": symmetric,
+        "requires_grad": gradient,
+        **({"op": name} if spec.reduces else {}),
+    }
+    with ctx.calling(operation, facts, prepare) as (launches, ready, result, addresses):
+        launches(*addresses)
+    return result, ready
+
+
+def _check_result(
+    spec: Collective, tensor: torch.Tensor, out: Any, ctx: CollectiveContext, names: tuple[str, str], in_place: bool
+) -> None:
+    """Raise unless ``tensor`` has a result, and ``out`` is None or can take it."""
+    world, (given, taken) = ctx.world_size, names
+    shapes = spec.results(tensor.shape, world)
+    if not shapes or (in_place and (not tensor.dim() or tensor.shape[0] % world)):
+        extents = list(tensor.shape)
+        raise ValueError(f"{given}'s first extent must be divisible by the {world} rank(s); got shape {extents}")
+    if out is None:
+        return
+    check_tensor(taken, out, ctx.device)
+    if out.dtype != tensor.dtype or tuple(out.shape) not in map(tuple, shapes):
+        allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
+        raise ValueError(f"{taken} must be {tensor.dtype} of shape {allowed}; got {out.dtype} of {list(out.shape)}")
+    segment = spec.segment_bytes(tensor.nbytes, world)
+    at = spec.may_overlap_at(segment, ctx.rank)
+    if overlap(tensor.data_ptr(), tensor.nbytes, out.data_ptr(), out.nbytes, at):
+        part, whole, begin = taken, given, out.data_ptr() - tensor.data_ptr()
+        if spec.gathers:
+            part, whole, begin = given, taken, -begin
+        allowed = f", except as {whole}'s own segment at byte {abs(at)}" if at is not None else ""
+        if not (spec.gathers or spec.scatters):
+            allowed = f", except to be {whole}"
+        raise ValueError(f"{part} must not overlap {whole}{allowed}; it lies at byte {begin} of {whole}")
+
+
+# ---------------------------------------------------------------------- what is remembered
+
+
+def _remember(ctx: CollectiveContext, key: Hashable, ready: Ready, shared: Any) -> None:
+    """Let the next call with this key, whose tensors have been found right, be made by :func:`again`."""
+    if ctx.capturing:
+        return
+    known: Ready = ctx.once(key, lambda: ready)
+    if known.registered is not None and shared is not None:
+        known.registered.add(shared)
+
+
+def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: Launches) -> Ready:
+    registered, own, in_buffer = Standing(ctx), ctx.rank * segment, launches.in_buffer
+
+    def place(buffer: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+        if not registered.holds(buffer):
+            return None
+        base = buffer.data_ptr()
+        return buffer, (base + own, 0, base) if in_buffer else (base + own, base)
+
+    return Ready(operation, place, launches.run, registered)
+
+
+def _out_of_place(
+    spec: Collective,
+    ctx: CollectiveContext,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    segment: int,
+    launches: Launches,
+    given: bool,
+    symmetric: bool = False,
+) -> Ready:
+    """Return what calls are made with whose result is given, or made with a shape and a dtype."""
+    registered, reaches_tensor = Standing(ctx) if symmetric else None, spec.reaches_tensor
+    if not given:
+        # Extents one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
+        empty = functools.partial(torch.empty, *(shape or [()]), dtype=dtype, device=ctx.device)
+
+        def place_and_make(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+            if registered is not None and not registered.holds(tensor):
+                return None
+            made = empty()
+            return made, (tensor.data_ptr(), made.data_ptr())
+
+        return Ready(spec.name, place_and_make, launches.run, registered)
+
+    world = ctx.world_size
+    nbytes, total = segment * world if spec.scatters else segment, spec.result_bytes(segment, world)
+    at = spec.may_overlap_at(segment, ctx.rank)
+
+    def place(tensor: torch.Tensor, out: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+        if registered is not None and not registered.holds(tensor if reaches_tensor else out):
+            return None
+        source, target = tensor.data_ptr(), out.data_ptr()
+        return None if overlap(source, nbytes, target, total, at) else (out, (source, target))
+
+    return Ready(spec.name, place, launches.run, registered)
+
+
+def unchecked(
+    spec: Collective, tensor: torch.Tensor, ctx: CollectiveContext, out: torch.Tensor, op: str | None = None
+) -> Ready:
+    """Make a call for a caller that has checked both tensors, which may have any shapes.
+
+    Returns:
+        What :func:`again` makes calls with, of tensors of the same numbers of elements and dtypes.
+    """
+    segment = spec.segment_bytes(tensor.nbytes, ctx.world_size)
+    options, dtype = ((tensor.dtype, op), tensor.dtype) if spec.reduces else (None, None)
+    facts = {"bytes": tensor.nbytes, "dtype": tensor.dtype, "op": op}
+    with ctx.calling(
+        spec.name, facts, lambda: launches_of(spec, ctx, segment, options=options, dtype=dtype)
+    ) as launches:
+        launches(tensor.data_ptr(), out.data_ptr())
+    return _out_of_place(spec, ctx, tensor.dtype, (), segment, launches, True)

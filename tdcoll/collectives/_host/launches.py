@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a plan to launches: arguments, which are bound by their names, and the epochs of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tdcoll import arguments, capture
+from tdcoll.collectives._host.launch import Launch
+from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, MOST_EPOCHS, Facts, Plan
+from tdcoll.collectives._host.spec import Algorithm, Collective
+from tdcoll.context import CollectiveContext
+from tdcoll.errors import ContextError
+from tdcoll.primitives.group import Window
+from tdcoll.primitives.puts import Routes
+from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
+from tdcoll.runtime.topology import Topology
+from tdcoll.tuning import Section
+
+__all__ = ["Launches", "Planned", "arithmetic", "facts_of", "is_prepared", "launches_by", "launches_of", "local_peers"]
+__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "routes_beside_stores", "successors", "tiles"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A kind of call, and what was decided about it.
+
+    Attributes:
+        ctx: the context.
+        facts: of the call; ``nbytes`` is what one launch moves of each segment.
+        plan: how.
+        options: what else the kernel depends on, such as dtype and operation.
+        stride: bytes from one segment of the caller's tensor to the next.
+        width: bytes of data in a word, where it goes by words that need no signal, which land in memory of their own;
+            else 0.
+        deltas: int64 ``[world]``: from an address in the caller's memory, where peers reach it, to the same on each.
+    """
+
+    ctx: CollectiveContext
+    facts: Facts
+    plan: Plan
+    options: Any
+    stride: int
+    width: int
+    deltas: torch.Tensor
+
+    @property
+    def in_buffer(self) -> bool:
+        """True where peers write to the caller's buffer."""
+        return self.facts.in_place and not self.width
+
+    @property
+    def window(self) -> Window:
+        """Where peers write to: the caller's buffer, or the context's inbox."""
+        ctx = self.ctx
+        if self.in_buffer:
+            return Window(0, self.facts.nbytes, self.deltas, tl.constexpr(1))
+        return Window(ctx.staging.data_ptr(), ctx.capacity, ctx.device_group.deltas, tl.constexpr(2))
+
+    @property
+    def words(self) -> Window:
+        """The context's flagged words."""
+        flagged = self.ctx.flagged
+        return Window(flagged.data_ptr(), 16 * flagged.shape[2], self.ctx.device_group.deltas, tl.constexpr(2))
+
+    def values(self) -> dict[str, Any]:
+        """Arguments that kernels of any collective may have, by the names of their parameters."""
+        plan, facts = self.plan, self.facts
+        return {
+            "window": self.window,
+            "words": self.words,
+            "g": self.ctx.device_group,
+            "nbytes": facts.nbytes,
+            "source_stride": self.stride,
+            "out_stride": self.stride,
+            "chunk": plan.chunk,
+            "channels": plan.channels,
+            "blocks": plan.channels,
+            "straight": self.deltas,
+        }
+
+
+def arithmetic(call: Planned) -> dict[str, Any]:
+    """The constants of a reduction's kernel. Options of such a call are its dtype and its operation."""
+    dtype, op = call.options
+    return {"DTYPE": triton_dtype(dtype), "ACC": accumulator(dtype), "OP": OPERATIONS[op]}
+
+
+def tiles(call: Planned) -> dict[str, Any]:
+    """Return the constants of a reduction by chunks: those of :func:`arithmetic`, ``COUNT`` and ``WAITED``.
+
+    A thread has 16 bytes of a tile. Of elements of one byte it has 4: with 8, of each of 8 ranks, it would run out of
+    registers.
+    """
+    size = call.options[0].itemsize
+    per_thread = 16 // size if size > 1 else 4
+    waited = triton.next_power_of_2(call.ctx.world_size)
+    return {**arithmetic(call), "COUNT": 32 * call.plan.num_warps * per_thread, "WAITED": waited}
+
+
+def of_words(call: Planned) -> dict[str, Any]:
+    """Return what kernels that reduce words take (:mod:`tdcoll.primitives.words`)."""
+    announced = call.width == LAMPORT_WORD_BYTES
+    inbox, block = call.ctx.device_lamport if announced else call.words, call.plan.chunk // call.width
+    looped = call.plan.blocks < call.plan.channels
+    return {**arithmetic(call), "inbox": inbox, "LAMPORT": announced, "BLOCK": block, "LOOPED": looped}
+
+
+def on_device(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return what ``make`` copies to the device, once for as long as the context lives."""
+    if key not in ctx.tables:
+        outside_of_graphs(ctx, operation)
+        ctx.tables[key] = make()
+    return ctx.tables[key]
+
+
+def outside_of_graphs(ctx: CollectiveContext, operation: str) -> None:
+    """Refuse to compile a kernel or to copy to the device while a CUDA graph is captured."""
+    capture.refuse(
+        ctx.device, operation,
+        "the first call of a kind on a context prepares what a CUDA graph cannot capture; make one such call, of about "
+        "the same size, on every rank before capturing",
+    )  # fmt: skip
+
+
+def local_peers(topology: Topology) -> list[int]:
+    """The other ranks of this node, the successor first, so that no rank is everybody's first target."""
+    mates = topology.members[topology.node]
+    return [mates[(topology.place + i) % len(mates)] for i in range(1, len(mates))]
+
+
+def successors(topology: Topology) -> list[int]:
+    """All other ranks, likewise."""
+    return [(topology.rank + i) % topology.world_size for i in range(1, topology.world_size)]
+
+
+def make_routes(ctx: CollectiveContext, local: list[int], remote: list[int], more: Sequence[int] = ()) -> Routes:
+    """:class:`Routes` to group ranks, on the device, with ``more`` numbers after them."""
+    pes = ctx.topology.pes
+    entries = [*local, *(pes[rank] for rank in local), *remote, *(pes[rank] for rank in remote), *more]
+    return Routes(torch.tensor(entries or [0], dtype=torch.int32, device=ctx.device), len(local), len(remote))
+
+
+def routes_beside_stores(ctx: CollectiveContext, operation: str) -> Routes:
+    """Return the :class:`Routes` to all other ranks: as local ones to those that can be stored to."""
+
+    def make() -> Routes:
+        local = local_peers(ctx.topology) if ctx.stores else []
+        return make_routes(ctx, local, [rank for rank in successors(ctx.topology) if rank not in local])
+
+    routes: Routes = on_device(ctx, operation, "routes beside stores", make)
+    return routes
+
+
+class Launches:
+    """The launches of one kind of call: one, or one for each epoch of a larger call.
+
+    Args:
+        operation: its name, for errors.
+        algorithm: of the calls.
+        calls: one for each epoch.
+
+    Attributes:
+        plan: of the first epoch.
+        in_buffer: peers write to the caller's buffer.
+        run: launches, given the handle of a stream and :meth:`addresses`.
+    """
+
+    def __init__(self, operation: str, algorithm: Algorithm, calls: list[Planned]) -> None:
+        first = calls[0]
+        self._context, self._operation, self.plan = first.ctx, operation, first.plan
+        self.in_buffer = in_buffer = first.in_buffer
+        changing = ("source", "out", "window.base") if in_buffer else ("source", "out")
+        self.kernel = kernel = algorithm.kernel(first.facts)
+        launches: dict[Planned, Launch] = {}
+        variant: set[Any] = set()
+        for call in dict.fromkeys(calls):
+            known = {**call.values(), **algorithm.values(call)}
+            given = {name: known[name] for name in kernel.arg_names if name in known}
+            warps, early = call.plan.num_warps, call.ctx.early and algorithm.early(call.facts)
+            launches[call] = Launch(kernel, call.plan.blocks, given, changing, num_warps=warps, early=early)
+            variant.update((name, value) for name, value in given.items() if name.isupper())
+            variant.add((warps, early))
+        self._launches = list(launches.values())
+        self._variant = (operation, kernel.__name__, frozenset(variant), in_buffer)
+        in_order = [launches[call] for call in calls]
+        only, room = in_order[0], first.facts.nbytes
+
+        def in_epochs(stream: int, source: int, out: int) -> None:
+            for epoch, launch in enumerate(in_order):
+                launch(stream, source + epoch * room, out + epoch * room)
+
+        self.run: Callable[..., None] = in_epochs if len(calls) > 1 else only.__call__
+
+    def __call__(self, source: int, out: int) -> None:
+        """Make the call on the current stream, given the addresses of tensor and result, or of segment and buffer."""
+        self._context.wait_for_loads(self._operation, self._variant)
+        self.run(self._context.current_stream(), *self.addresses(source, out))
+
+    def addresses(self, source: int, out: int) -> tuple[int, ...]:
+        """Return what :attr:`run` takes: a window of the caller's memory is a third address, and has no result."""
+        return (source, 0, out) if self.in_buffer else (source, out)
+
+    def prepare(self) -> None:
+        """Compile and load the kernels, before the call begins: what fails here leaves the context as it was.
+
+        Raises:
+            ContextError: a CUDA graph is being captured, and the context has made no call of this kind yet.
+        """
+        prepare(self._context, self._operation, self._variant, self._launches)
+
+
+def facts_of(
+    spec: Collective, ctx: CollectiveContext, nbytes: int, dtype: torch.dtype | None = None, **more: Any
+) -> Facts:
+    """Return the facts of a call on a context, of ``nbytes`` per segment; with its dtype if elements are reduced."""
+    announced = dtype is not None and dtype.is_floating_point and dtype.itemsize <= 4
+    return Facts(
+        nbytes,
+        ctx.topology,
+        capacity=ctx.capacity,
+        ll_bytes=ctx.ll_bytes,
+        stores=ctx.stores,
+        puts=ctx.job.heap.puts,
+        lamport_bytes=ctx.lamport_bytes if announced else 0,
+        itemsize=1 if dtype is None else dtype.itemsize,
+        channels=ctx.channels,
+        max_programs=ctx.max_programs,
+        simulated=ctx.job.simulated,
+        **more,
+    )
+
+
+def launches_of(
+    spec: Collective,
+    ctx: CollectiveContext,
+    nbytes: int,
+    algorithm: Any = "auto",
+    *,
+    options: Hashable = None,
+    dtype: torch.dtype | None = None,
+    in_place: bool = False,
+    symmetric: bool = False,
+    deltas: torch.Tensor | None = None,
+) -> Launches:
+    """Return what launches such calls, prepared. It is made once.
+
+    Args:
+        nbytes: of a segment.
+        algorithm: a name or a Plan, not checked yet.
+        options: what else the kernels depend on; of reductions dtype and operation.
+        dtype: if elements are reduced.
+        in_place: peers write to the caller's buffer.
+        symmetric: peers may reach the caller's tensor or result.
+        deltas: from addresses in the caller's memory to the same places on each rank, by :func:`~.reach.deltas_to`.
+
+    Raises:
+        TypeError, ValueError: ``algorithm`` is not one that such a call can have.
+        ContextError: the context is far too small; or a CUDA graph is being captured, before such a call was made.
+    """
+    if not isinstance(algorithm, (str, Plan)):
+        arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
+    key = _key(spec, nbytes, algorithm, options, in_place, symmetric)
+    elsewhere = deltas is not None and deltas is not ctx.device_group.deltas
+    if elsewhere:
+        key += (id(deltas),)  # the context keeps it
+
+    def make() -> Launches:
+        facts = facts_of(spec, ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
+        if elsewhere:
+            facts = replace(facts, puts=False)
+        return launches_by(spec, ctx, facts, plan_of(spec, ctx, facts, algorithm), options, deltas)
+
+    found: Launches = ctx.once(key, make)
+    return found
+
+
+def _key(
+    spec: Collective, nbytes: int, algorithm: str | Plan, options: Hashable, in_place: bool, symmetric: bool
+) -> tuple[Hashable, ...]:
+    return (spec.name, nbytes, algorithm, options, in_place, symmetric)
+
+
+def is_prepared(spec: Collective, ctx: CollectiveContext, nbytes: int, options: Hashable) -> bool:
+    """Return whether :func:`launches_of` has made the launches of such calls, by ``"auto"`` in ordinary memory."""
+    return _key(spec, nbytes, "auto", options, False, False) in ctx.known
+
+
+def launches_by(
+    spec: Collective,
+    ctx: CollectiveContext,
+    facts: Facts,
+    plan: Plan,
+    options: Hashable = None,
+    deltas: torch.Tensor | None = None,
+) -> Launches:
+    """Return what launches calls by a plan that was made for these facts, prepared."""
+    algorithm, calls = spec.algorithm(plan.algorithm), list[Planned]()
+    deltas = ctx.device_group.deltas if deltas is None else deltas
+    for nbytes in _epochs(spec, facts, algorithm):
+        part = replace(facts, nbytes=nbytes)
+        if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
+            plan = spec.choose(part, plan.algorithm, _sections(spec, ctx))
+        width = algorithm.extent(part).width if algorithm.words else 0
+        calls.append(Planned(ctx, part, plan, options, facts.nbytes, width, deltas))
+    made = Launches(spec.name, algorithm, calls)
+    made.prepare()
+    return made
+
+
+def plan_of(spec: Collective, ctx: CollectiveContext, facts: Facts, algorithm: str | Plan) -> Plan:
+    """Return the plan of a call, or of the first epoch of a larger one, whose algorithm is that of the whole."""
+    sections = _sections(spec, ctx)
+    plan = spec.choose(facts, algorithm, sections)
+    if len(epochs := _epochs(spec, facts, spec.algorithm(plan.algorithm))) == 1:
+        return plan
+    if isinstance(algorithm, Plan):
+        raise ValueError(
+            f"algorithm must be a name and no Plan for a call of several epochs: {facts.nbytes} bytes per rank are "
+            f"{len(epochs)} epochs of at most {epochs[0]} bytes on this context"
+        )
+    return spec.choose(replace(facts, nbytes=epochs[0]), plan.algorithm, sections)
+
+
+def _sections(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]:
+    """Return the sections of the context's tuning table for a collective."""
+    tuning = ctx.tuning
+    found: tuple[Section, ...] = ctx.once((spec.name, "sections"), lambda: spec.sections(tuning.sections, tuning.name))
+    return found
+
+
+def _epochs(spec: Collective, facts: Facts, algorithm: Algorithm) -> list[int]:
+    """Return the bytes of a segment in each epoch of a call."""
+    nbytes, room = facts.nbytes, algorithm.epoch(facts)
+    if nbytes > MOST_EPOCHS * room:
+        raise ContextError(
+            f"{spec.name}: {nbytes} bytes would take more than {MOST_EPOCHS} epochs of {room} bytes. "
+            f"Make the context with max_bytes_per_rank={nbytes // MOST_EPOCHS * 4 + 128} or more"
+        )
+    n = max(1, -(-nbytes // max(1, room)))
+    return [*(n - 1) * [room], nbytes - (n - 1) * room]
+
+
+def prepare(ctx: CollectiveContext, operation: str, variant: Hashable, launches: Iterable[Launch]) -> None:
+    """Compile and load the kernels of a call.
+
+    Args:
+        variant: names what is compiled.
+
+    Raises:
+        ContextError: a CUDA graph is being captured, and something has to be compiled or loaded.
+    """
+    for launch in launches:
+        if not launch.prepared:
+            if variant not in ctx.tables:
+                outside_of_graphs(ctx, operation)
+            launch.prepare()
+    ctx.tables[variant] = True

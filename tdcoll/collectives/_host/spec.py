@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dense collective is: one :class:`Collective`, which its folder exports as ``SPEC``.
+
+Everything that is not the same for all dense collectives stands in that record: calls, the backend, operators, tuning,
+benchmarks and tests read it there, and name no collective. This module needs neither torch nor triton.
+
+Three things are kept apart when an algorithm is chosen. An algorithm *supports* a call or says why it can't have it. A
+table says what was *measured* to be the fastest. The *default* says what to take if nothing was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tdcoll.collectives._host.plan import (
+    CHUNK_ALIGNMENT,
+    LL_MOST_WORDS,
+    Extent,
+    Facts,
+    Plan,
+    check_warps,
+    is_word_chunk,
+    most_channels,
+    word_chunks,
+)
+from tdcoll.tuning import Entry, Section
+
+if TYPE_CHECKING:
+    from tdcoll.runtime.topology import Topology
+
+__all__ = ["WORLD", "Algorithm", "Collective"]
+
+WORLD = "world"
+"""In :attr:`Collective.segments`: one segment for each rank of the group."""
+
+Shape = tuple[int, ...]
+
+_NOTHING_MEASURED = Entry(None, "")
+
+_MOST_INBOX_BYTES = 16 << 20
+"""The largest inbox, in bytes per rank and slot, of a context that tdcoll makes by itself."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to make the calls of a collective.
+
+    Attributes:
+        name: that callers and tables use.
+        supports: why such a call can't have it, as a sentence that begins with ``needs``; None if it can.
+        cut: the plan of such a call, given what an entry of a table says.
+        kernel: made by :func:`tdcoll.jit`. Its parameters begin with ``source`` and ``out``, addresses; the others say
+            by their names what they take.
+        blocks: thread blocks of a plan.
+        values: arguments beyond those that kernels of any collective may have, by name, of a
+            :class:`~tdcoll.collectives._host.launches.Planned` call.
+        words: bytes of data that a word may carry, for algorithms whose chunks are blocks of words without signals.
+        extent: what the chunks of a call are cut from.
+        epoch: bytes of a segment in each epoch of a call; the last may be shorter. If a call has several epochs,
+            ``cut`` and ``extent`` are of the first.
+        early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
+        differs: whether it does anything on these ranks that no other algorithm of the collective does; if it doesn't,
+            there is no need to measure it.
+    """
+
+    name: str
+    supports: Callable[[Facts], str | None]
+    cut: Callable[[Facts, Entry], Plan]
+    kernel: Callable[[Facts], Any]
+    blocks: Callable[[Facts, Plan], int]
+    values: Callable[[Any], Mapping[str, Any]] = lambda call: {}
+    words: tuple[int, ...] = ()
+    extent: Callable[[Facts], Extent] = lambda facts: Extent(facts.nbytes, programs=facts.topology.world_size)
+    epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
+    early: Callable[[Facts], bool] = lambda facts: True
+    differs: Callable[[Topology], bool] = lambda topology: True
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A dense collective.
+
+    Attributes:
+        name: of its public function, its folder, and its sections of tuning tables.
+        segments: how many segments the caller's tensor and the result have, ``(given, result)``: 1 or :data:`WORLD`.
+        algorithms: of its calls.
+        default: the name of the one to take if nothing was measured. If it doesn't support the call, none does.
+        torch: the name of the same function in ``torch.distributed``.
+        capacity: ``(bytes of a segment, ranks) ->`` the ``max_bytes_per_rank`` of a context on which a call is one
+            epoch, on any topology.
+        adjoint: the name of the collective that takes the gradient of the result to that of the tensor.
+        reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
+        in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_in_place``.
+        handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
+            to there, calls take no longer than NCCL's (``tests/gpu/backend_calls.py`` measures it).
+    """
+
+    name: str
+    segments: tuple[int | str, int | str]
+    algorithms: tuple[Algorithm, ...]
+    default: Callable[[Facts], str]
+    torch: str
+    capacity: Callable[[int, int], int]
+    adjoint: str
+    reduces: bool = False
+    in_place: bool = False
+    handled_bytes: int = 4 << 20
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the algorithms."""
+        return tuple(algorithm.name for algorithm in self.algorithms)
+
+    def algorithm(self, name: str) -> Algorithm:
+        """Return the algorithm of this name."""
+        return next(algorithm for algorithm in self.algorithms if algorithm.name == name)
+
+    # ------------------------------------------------------------------ shapes
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the caller's tensor has a segment for each rank."""
+        return self.segments[0] == WORLD
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the result has a segment of each rank."""
+        return self.segments[1] == WORLD
+
+    @property
+    def reaches_tensor(self) -> bool:
+        """Whether peers reach the caller's tensor, if it is symmetric, rather than the result."""
+        return self.scatters and not self.gathers
+
+    def segment_bytes(self, nbytes: int, world: int) -> int:
+        """Return the bytes of a segment of a tensor of ``nbytes``."""
+        return nbytes // world if self.scatters else nbytes
+
+    def result_bytes(self, segment: int, world: int) -> int:
+        """Return the bytes of a result of segments of so many bytes."""
+        return segment * world if self.gathers else segment
+
+    def results(self, shape: Shape, world: int) -> tuple[Shape, ...]:
+        """Return the shapes that the result of a tensor may have, of which the first is made; none if the tensor's
+        first extent must be divisible by the number of ranks and isn't."""
+        segments = [shape]
+        if self.scatters:
+            if not shape or shape[0] % world:
+                return ()
+            segments = [(shape[0] // world, *shape[1:]), *([shape[1:]] if shape[0] == world else [])]
+        if not self.gathers:
+            return tuple(segments)
+        first = segments[0]
+        whole = (world * first[0], *first[1:]) if first else (world,)
+        return shape if self.scatters else whole, (world, *first)
+
+    def inbox(self, segment: int, world: int, heap_bytes: int) -> int:
+        """Return the ``max_bytes_per_rank`` of a context that tdcoll makes by itself for such calls.
+
+        With its two slots it takes at most an eighth of the symmetric heap. Larger calls take several epochs.
+        """
+        return min(self.capacity(segment, world), _MOST_INBOX_BYTES, heap_bytes // (16 * world))
+
+    def may_overlap_at(self, segment: int, rank: int) -> int | None:
+        """Return how many bytes behind the caller's tensor the result may begin if the two share memory.
+
+        Where one of the two has a segment for each rank, the other may be this rank's; where neither has, they may be
+        the same. None: both have, and must not overlap.
+        """
+        if self.scatters:
+            return None if self.gathers else rank * segment
+        return -rank * segment if self.gathers else 0
+
+    # ------------------------------------------------------------------ the choice
+
+    def supported(self, name: str, facts: Facts) -> Algorithm:
+        """Return the algorithm of this name.
+
+        Raises:
+            ValueError: it doesn't support the call; says why.
+        """
+        algorithm = self.algorithm(name)
+        if (problem := algorithm.supports(facts)) is not None:
+            raise ValueError(f"algorithm={name!r} {problem}{facts.topology.describe()}. Use algorithm='auto'.")
+        return algorithm
+
+    def choose(self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()) -> Plan:
+        """Return the plan of a call; the same on all ranks of the group.
+
+        Args:
+            facts: of the call.
+            algorithm: ``"auto"``, or one of ``self.names``; or a plan, which is checked and taken as it is. ``"auto"``
+                takes what the table says if that supports the call, and the default otherwise.
+            sections: of a tuning table, for these GPUs. Chunks and warps are an entry's too, if it is of the algorithm
+                that is taken.
+
+        Raises:
+            ValueError: an unknown algorithm, one that doesn't support the call, a plan that can't be launched.
+        """
+        if isinstance(algorithm, Plan):
+            self._check_plan(facts, algorithm)
+            return self._with_blocks(facts, algorithm)
+        if algorithm not in ("auto", *self.names):
+            raise ValueError(f"algorithm must be one of auto, {', '.join(self.names)}; got {algorithm!r}")
+        entry = self._entry(facts, sections)
+        if algorithm != "auto":
+            chosen = self.supported(algorithm, facts)
+        else:
+            measured = None if entry is None else self.algorithm(entry.algorithm)
+            if measured is None or measured.supports(facts) is not None:
+                measured = self.algorithm(self.default(facts))
+                if (problem := measured.supports(facts)) is not None:
+                    raise ValueError(f"{self.name} {problem}{facts.topology.describe()}")
+            chosen = measured
+        if entry is None or entry.algorithm != chosen.name:
+            entry = _NOTHING_MEASURED
+        return self._with_blocks(facts, chosen.cut(facts, entry))
+
+    def _with_blocks(self, facts: Facts, plan: Plan) -> Plan:
+        return plan if plan.blocks else replace(plan, blocks=self.algorithm(plan.algorithm).blocks(facts, plan))
+
+    def _entry(self, facts: Facts, sections: Sequence[Section]) -> Entry | None:
+        """The first entry that holds for such a call."""
+        topology = facts.topology
+        kind = (self.name, topology.ranks_per_node, topology.n_nodes, facts.in_place)
+        for section in sections:
+            if section.kind[1:] == kind:
+                for entry in section.entries:
+                    if entry.up_to is None or facts.nbytes <= entry.up_to:
+                        return entry
+        return None
+
+    def _check_plan(self, facts: Facts, plan: Plan) -> None:
+        """Raise unless the plan, which somebody has made by hand, can be launched."""
+        if plan.algorithm not in self.names:
+            raise ValueError(f"a Plan's algorithm must be one of {', '.join(self.names)}; got {plan.algorithm!r}")
+        algorithm = self.supported(plan.algorithm, facts)
+        words, extent = algorithm.words, algorithm.extent(facts)
+        for name in ("channels", "chunk", "num_warps", "blocks"):
+            if type(value := getattr(plan, name)) is not int:
+                raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
+        check_warps(plan, facts)
+        aligned = is_word_chunk(plan.chunk, extent.width) if words else plan.chunk % 16 == 0
+        if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < extent.nbytes:
+            expected = word_chunks(extent.width) if words else "a multiple of 16"
+            raise ValueError(
+                f"a Plan's chunks must be {expected} bytes and cover all {extent.nbytes} bytes; got {plan.channels} of "
+                f"{plan.chunk} bytes"
+            )
+        # No more blocks of words than carry something: others would wait for puts that nobody makes.
+        signalled = most_channels(replace(facts, channels=facts.channels // extent.signals))
+        most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
+        if not 1 <= plan.channels <= most:
+            raise ValueError(f"a Plan's channels must be 1 to {most}, got {plan.channels}")
+        if words and (plan.channels + 1) * extent.programs >= facts.max_programs:
+            raise ValueError(
+                f"a Plan for {plan.algorithm!r} must have chunks of more than {plan.chunk} bytes for "
+                f"{facts.topology.describe()}"
+            )
+        if plan.blocks not in (0, blocks := algorithm.blocks(facts, plan)):
+            raise ValueError(f"a Plan's blocks must be 0 or {blocks} for {plan.algorithm!r}, got {plan.blocks}")
+
+    def sections(self, table: Sequence[Section], name: str) -> tuple[Section, ...]:
+        """Return the sections of a table that are of this collective.
+
+        Args:
+            name: of the table, for messages.
+
+        Raises:
+            ValueError: an entry names an algorithm, or has chunks, that there can't be.
+        """
+        mine = tuple(section for section in table if section.operation == self.name)
+        for section in mine:
+            if section.in_place and not self.in_place:
+                raise ValueError(f"{name}: {self.name} has no sections for calls in place")
+            for entry in section.entries:
+                if (problem := self._problem(entry)) is not None:
+                    raise ValueError(f"{name}: {section.where(entry)}: {problem}")
+        return mine
+
+    def _problem(self, entry: Entry) -> str | None:
+        """Return what was expected in an entry, and what is there; None if it is right."""
+        chunk = entry.chunk
+        if entry.algorithm not in self.names:
+            return f"algorithm: expected one of {', '.join(self.names)}, got {entry.algorithm}"
+        if chunk is None:
+            return None
+        if not (widths := self.algorithm(entry.algorithm).words):
+            fits, expected = chunk % CHUNK_ALIGNMENT == 0, f"a multiple of {CHUNK_ALIGNMENT}"
+        else:
+            least = 32 * (entry.num_warps or 1)
+            fits = any(is_word_chunk(chunk, width) and chunk >= width * least for width in widths)
+            expected = " or ".join(
+                f"{width} times a power of two, from {width * least} (a word for each thread) to "
+                f"{width * LL_MOST_WORDS}"
+                for width in widths
+            )
+        return None if fits else f"chunk: expected {expected} bytes, got {chunk}"

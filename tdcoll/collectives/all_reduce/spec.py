@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce as the rest of tdcoll sees it: :data:`SPEC`. Options of a call are its dtype and its operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from tdcoll.collectives._host.launches import (
+    Planned,
+    local_peers,
+    make_routes,
+    of_words,
+    on_device,
+    routes_beside_stores,
+    tiles,
+)
+from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, per_channel, several_nodes
+from tdcoll.collectives._host.spec import Algorithm, Collective
+from tdcoll.collectives.all_reduce import kernels_direct, kernels_nodes, kernels_puts, kernels_words
+from tdcoll.collectives.all_reduce.policy import (
+    ONE_SHOT,
+    TWO_SHOT,
+    Words,
+    cut_parts,
+    default,
+    epoch_of_parts,
+    extent_of_parts,
+    needs_direct,
+    needs_rails,
+    needs_signalled_puts,
+    part_bytes,
+    parts,
+    piece_bytes,
+    pieces,
+)
+from tdcoll.primitives.group import nodes_of
+from tdcoll.primitives.puts import Routes
+from tdcoll.runtime.topology import Topology
+
+__all__ = ["SPEC"]
+
+
+def _parts(call: Planned) -> dict[str, Any]:
+    facts, algorithm = call.facts, call.plan.algorithm
+    part = part_bytes(facts.nbytes, parts(facts.topology, algorithm))
+    piece = piece_bytes(facts, algorithm)
+    return {**tiles(call), "part": part, "outbox": piece, "second": (pieces(facts, algorithm) - 1) * piece}
+
+
+def _by_puts(call: Planned) -> dict[str, Any]:
+    ctx, topology, algorithm = call.ctx, call.ctx.topology, call.plan.algorithm
+
+    def rails() -> Routes:
+        local = local_peers(topology)
+        remote = [members[topology.place] for members in topology.members if members[topology.place] != topology.rank]
+        return make_routes(ctx, local, remote)
+
+    if algorithm == "2d":
+        routes = on_device(ctx, "all_reduce", "rails", rails)
+    else:
+        routes = routes_beside_stores(ctx, "all_reduce")
+    nodes = on_device(ctx, "all_reduce", "nodes", lambda: nodes_of(topology, ctx.device))
+    return {**_parts(call), "routes": routes, "nodes": nodes, "place": topology.place}
+
+
+def _direct_blocks(facts: Facts, plan: Plan) -> int:
+    world = facts.topology.world_size
+    return plan.channels * (world + 1 if facts.symmetric else 2 * world - 1)
+
+
+def _by_words(words: Words, kernel: Callable[[Facts], Any]) -> Algorithm:
+    return Algorithm(
+        words.name,
+        supports=words.supports,
+        cut=words.cut,
+        kernel=kernel,
+        blocks=per_channel,
+        values=of_words,
+        words=(LAMPORT_WORD_BYTES, LL_WORD_BYTES),
+        extent=words.extent,
+        epoch=words.epoch,
+    )
+
+
+def _by_parts(
+    name: str,
+    supports: Callable[[Facts], str | None],
+    kernel: Callable[[Facts], Any],
+    blocks: Callable[[Facts, Plan], int],
+    values: Callable[[Planned], Mapping[str, Any]],
+    differs: Callable[[Topology], bool] = lambda topology: True,
+) -> Algorithm:
+    return Algorithm(
+        name,
+        supports=supports,
+        cut=partial(cut_parts, algorithm=name),
+        kernel=kernel,
+        blocks=blocks,
+        values=values,
+        extent=partial(extent_of_parts, algorithm=name),
+        epoch=partial(epoch_of_parts, algorithm=name),
+        differs=differs,
+    )
+
+
+SPEC = Collective(
+    name="all_reduce",
+    segments=(1, 1),
+    algorithms=(
+        _by_words(ONE_SHOT, lambda facts: kernels_words.all_reduce_one_shot),
+        _by_words(TWO_SHOT, lambda facts: kernels_words.all_reduce_two_shot),
+        _by_parts(
+            "direct",
+            needs_direct,
+            lambda facts: kernels_direct.all_reduce_direct,
+            _direct_blocks,
+            lambda call: {**_parts(call), "STRAIGHT": call.facts.symmetric},
+        ),
+        _by_parts(
+            "1d",
+            needs_signalled_puts,
+            lambda facts: kernels_puts.all_reduce_puts,
+            lambda facts, plan: plan.channels * (2 * facts.topology.world_size - 1),
+            _by_puts,
+        ),
+        _by_parts(
+            "2d",
+            needs_rails,
+            lambda facts: kernels_nodes.all_reduce_nodes,
+            lambda facts, plan: plan.channels * (2 * len(facts.topology.members[0]) - 1),
+            _by_puts,
+            several_nodes,
+        ),
+    ),
+    default=default,
+    torch="all_reduce",
+    capacity=lambda segment, world: 3 * (segment // world + 16),  # three pieces between nodes
+    adjoint="all_reduce",
+    reduces=True,
+    handled_bytes=16 << 20,
+)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-gather and all-to-all of small messages inside one node: every word carries its own flag (LL).
+
+Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of an all-gather the same for all)::
+
+    source[p] --{data, data, data, flag} words--> words[slot, r] on rank p, for every other rank p
+    words[slot, s] --data--> out[s], for every other rank s;  source[r] --> out[r]
+
+A put with a signal crosses NVLink three times: the data, their acknowledgement (the signal may not overtake them), the
+signal. Here data and flag cross together, once: see :mod:`tdcoll.primitives.ll`, for the flags and the ordering too.
+Reuse of a slot is what :mod:`tdcoll.context` says: a rank that has all words of epoch e knows that everybody has
+started e. It is the same in place, since nothing lands in the caller's buffer but what this rank writes.
+
+Order of programs: program i of every rank sends to its i-th successor and then waits for its i-th predecessor, whose
+program i sends to it: no program waits for one of another index, so any number of resident blocks makes progress.
+"""
+
+import triton.language as tl
+
+from tdcoll.language.jit import jit
+from tdcoll.primitives import ll
+from tdcoll.primitives.group import in_stream_order, start
+
+__all__ = ["exchange_ll"]
+
+
+@jit
+def exchange_ll(
+    source: tl.int64, out: tl.int64, words, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
+    blocks: tl.int32, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Programs: ``world * blocks``.
+
+    Args:
+        source, out, source_stride, out_stride, g: as for ``exchange_direct``; of an all-gather, ``source`` may be this
+            rank's segment of ``out``.
+        words: :class:`~tdcoll.primitives.group.Window` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
+        blocks: programs per peer, of ``BLOCK`` words each.
+    """
+    in_stream_order()
+    block = tl.program_id(0) % blocks
+    step = tl.program_id(0) // blocks
+    to = (g.rank + step) % g.world
+    frm = (g.rank - step + g.world) % g.world
+    delta = tl.load(words.deltas + to)
+    size = tl.cast(nbytes, tl.int32)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    given = source + tl.cast(to, tl.int64) * source_stride
+    taken = out + tl.cast(frm, tl.int64) * out_stride
+    first, second, third = ll.load(given, index, size)
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    first, second, third = ll.repair(given, index, size, first, second, third)
+    mask = ll.carry(index, size)
+    if step == 0:
+        if taken != given:  # not in place
+            ll.store(taken, index, size, first, second, third, mask)
+    else:
+        ll.send(g, words, g.rank, delta, index, first, second, third, epoch, mask)
+        first, second, third, arrived = ll.receive(g, words, frm, index, epoch, mask)
+        ll.store(taken, index, size, first, second, third, arrived != 0)

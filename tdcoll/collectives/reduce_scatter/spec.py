@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter as the rest of tdcoll sees it: :data:`SPEC`. Options of a call are its dtype and its operation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import triton.language as tl
+
+from tdcoll.collectives._host.launches import Planned, of_words, on_device, routes_beside_stores, tiles
+from tdcoll.collectives._host.plan import (
+    LAMPORT_WORD_BYTES,
+    LL_WORD_BYTES,
+    cut_chunks,
+    cut_reduced_words,
+    half,
+    needs_puts,
+    needs_reduced_words,
+    needs_stores,
+    per_channel,
+    reduced_words,
+    staged_epoch,
+)
+from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
+from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_pull, kernels_puts, kernels_words
+from tdcoll.collectives.reduce_scatter.policy import blocks, default, needs_symmetric, reducers
+from tdcoll.primitives.group import Window, nodes_of
+
+__all__ = ["SPEC"]
+
+
+def _sums(call: Planned) -> dict[str, Any]:
+    return {**tiles(call), "reducers": reducers(call.facts, call.plan)}
+
+
+def _tables(call: Planned) -> dict[str, Any]:
+    ctx = call.ctx
+    nodes = on_device(ctx, "reduce_scatter", "nodes", lambda: nodes_of(ctx.topology, ctx.device))
+    return {"routes": routes_beside_stores(ctx, "reduce_scatter"), "nodes": nodes}
+
+
+SPEC = Collective(
+    name="reduce_scatter",
+    segments=(WORLD, 1),
+    algorithms=(
+        Algorithm(
+            "ll",
+            supports=needs_reduced_words,
+            cut=lambda facts, entry: cut_reduced_words(facts, entry, "ll", reduced_words(facts)),
+            kernel=lambda facts: kernels_words.reduce_scatter_words,
+            blocks=per_channel,
+            values=of_words,
+            words=(LAMPORT_WORD_BYTES, LL_WORD_BYTES),
+            extent=reduced_words,
+        ),
+        Algorithm(
+            "direct",
+            supports=needs_stores,
+            cut=partial(cut_chunks, algorithm="direct"),
+            kernel=lambda facts: kernels_direct.reduce_scatter_direct,
+            blocks=blocks,
+            values=_sums,
+            epoch=staged_epoch,
+        ),
+        Algorithm(
+            "pull",
+            supports=needs_symmetric,
+            cut=partial(cut_chunks, algorithm="pull"),
+            kernel=lambda facts: kernels_pull.reduce_scatter_pull,
+            blocks=lambda facts, plan: plan.channels + 1,
+            values=lambda call: {**tiles(call), "window": Window(0, 0, call.deltas, tl.constexpr(1))},
+        ),
+        Algorithm(
+            "1d",
+            supports=needs_puts,
+            cut=partial(cut_chunks, algorithm="1d"),
+            kernel=lambda facts: kernels_puts.reduce_scatter_puts,
+            blocks=blocks,
+            values=lambda call: {**_sums(call), **_tables(call), "outbox": half(call.ctx.capacity)},
+            epoch=staged_epoch,
+        ),
+    ),
+    default=default,
+    torch="reduce_scatter_tensor",
+    capacity=lambda segment, world: 2 * segment,  # half is to put from
+    adjoint="all_gather",
+    reduces=True,
+)

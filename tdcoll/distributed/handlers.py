@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handlers: for each kind of call and group, an object that makes such calls with tdcoll's kernels.
+
+A :class:`Handler` refuses a call or returns None, prepares it (contexts, which the ranks make together), runs it, and
+describes itself. :mod:`tdcoll.distributed.dispatch` does everything that is the same for all kinds: it picks the
+implementation and the stream, queues asynchronous calls, and counts. Dense collectives differ by their specs.
+
+A handler refuses a call only because of facts that are the same on all ranks, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from tdcoll.collectives._host.call import Ready, overlap, unchecked
+from tdcoll.collectives._host.launches import is_prepared
+from tdcoll.collectives._host.pool import Pool
+from tdcoll.collectives._host.spec import Collective
+from tdcoll.distributed.call import Call, check_pieces, write
+from tdcoll.distributed.options import Options
+from tdcoll.distributed.queues import Queue
+from tdcoll.gate import compare, debugging
+from tdcoll.primitives.reduce import OPERATIONS_OF
+from tdcoll.runtime import Runtime
+from tdcoll.runtime.control import ControlPlane
+
+__all__ = ["Barrier", "Dense", "Handler", "Lane", "Members"]
+
+PACKED_BYTES = 256 << 10
+"""Several tensors of one call are packed for one launch up to so many bytes in all: a copy costs less than a launch."""
+
+
+class Lane:
+    """The queue of the calls that use one context, in the order in which they are issued.
+
+    Calls of different lanes don't wait for each other, so ranks may issue them in different orders.
+
+    Attributes:
+        queue: makes asynchronous calls that wait on the host.
+        control: numbers the exchanges of this lane.
+    """
+
+    def __init__(self, control: ControlPlane) -> None:
+        self.queue, self.control = Queue(), control
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a process group, and what its handlers share.
+
+    Attributes:
+        job: that the ranks have joined.
+        ranks: global ranks, in the order of the group.
+        timeout_s: deadline of waits in kernels, seconds.
+        options: of the group.
+        debug: whether the ranks compare each call, as ``TDCOLL_DEBUG`` asks for.
+    """
+
+    job: Runtime
+    ranks: tuple[int, ...]
+    timeout_s: float
+    options: Options
+    debug: bool = field(default_factory=debugging)
+
+
+class Handler(ABC):
+    """Makes one kind of call of one group.
+
+    Attributes:
+        kind: its name, in options and messages.
+        alone: whether it handles groups of one rank, too.
+        waits: whether a call waits on the host, so that a queue has to make asynchronous ones.
+        blocks: whether ``wait()`` of an asynchronous call waits on the host.
+        members: of the group.
+        lane: of its calls.
+        stream: CUDA stream of asynchronous calls; made with the first.
+        before: event that the stream waits for before each call.
+        events: free events, which works take and give back.
+    """
+
+    kind: str
+    alone: ClassVar[bool] = False
+    waits: ClassVar[bool] = False
+    blocks: ClassVar[bool] = False
+
+    def __init__(self, members: Members, lane: Lane) -> None:
+        self.members, self.lane = members, lane
+        self.stream: Any = None
+        self.before: Any = None
+        self.events: list[Any] = []
+
+    @abstractmethod
+    def refuse(self, call: Call) -> str | None:
+        """Return why this call cannot be served, or None if it can, from what is the same on all ranks."""
+
+    @abstractmethod
+    def prepare(self, call: Call) -> str | None:
+        """Make what the call needs, which is collective; return why it cannot be had, the same everywhere; or None."""
+
+    @abstractmethod
+    def check_call(self, call: Call) -> None:
+        """Raise unless the call's tensors fit each other.
+
+        Raises:
+            TypeError, ValueError: they do not, on this rank.
+        """
+
+    def facts(self, call: Call) -> dict[str, Any]:
+        """Return what of a call must be the same on all ranks, for debug mode. Some of it decides who serves it."""
+        return {"op": call.op, "dtypes": [str(tensor.dtype) for tensor in call.inputs]}
+
+    def compare(self, call: Call) -> None:
+        """Raise on all ranks what is wrong with the call on one of them, or differs. Collective; for debug mode.
+
+        Raises:
+            RankMismatchError: something differs, or another rank's tensors do not fit each other.
+            TypeError, ValueError: those of this rank do not.
+        """
+        problem: Exception | None = None
+        try:
+            self.check_call(call)
+        except (TypeError, ValueError) as error:
+            problem = error
+        compare(self.members.job, self.members.ranks, self.kind, self.facts(call), problem)
+
+    def loaded(self, call: Call) -> bool:
+        """Return whether nothing has to be compiled or loaded before the call is launched."""
+        return True
+
+    @abstractmethod
+    def run(self, call: Call) -> list[torch.Tensor]:
+        """Make the call on the current stream, after :meth:`prepare`, under ``torch.no_grad()``; return its result."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return what is served, in words for people."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the error that finished kernels have left, if any.
+
+        Raises:
+            CollectiveTimeout: a wait has expired.
+        """
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """End the waits of its kernels. A process that ends calls this, from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it holds. Collective."""
+
+
+class Dense(Handler):
+    """Makes the calls of one dense collective, on a context that grows.
+
+    Args:
+        members, lane: see :class:`Handler`.
+        spec: the collective.
+
+    Attributes:
+        limit: the largest segment that it handles, in bytes.
+        pool: the context.
+    """
+
+    def __init__(self, members: Members, lane: Lane, spec: Collective) -> None:
+        super().__init__(members, lane)
+        self.kind, self.spec = spec.name, spec
+        self.limit = members.options.limits()[spec.name]
+        self.pool = Pool(
+            members.job,
+            members.ranks,
+            self.kind,
+            limit=self._inbox(self.limit),
+            timeout_s=members.timeout_s,
+            lamport_bytes=None if spec.reduces else 0,
+            programs=members.options.programs,
+        )
+
+    def _inbox(self, segment: int) -> int:
+        """Return the bytes per rank that a context needs for a call."""
+        return self.spec.inbox(segment, len(self.members.ranks), self.members.job.heap.nbytes)
+
+    def _segments(self, call: Call) -> list[int]:
+        """Return the bytes of a segment of each part of the call."""
+        if call.pieces:
+            return [max(piece.nbytes for piece in call.pieces)]
+        return [self.spec.segment_bytes(tensor.nbytes, len(self.members.ranks)) for tensor in call.inputs]
+
+    def facts(self, call: Call) -> dict[str, Any]:
+        strided = all(tensor.layout == torch.strided and not tensor.is_nested for tensor in call.touched)
+        return {**super().facts(call), "bytes": self._segments(call) if strided else "not strided"}
+
+    def refuse(self, call: Call) -> str | None:
+        for tensors in (call.inputs, call.outs, call.pieces):
+            for tensor in tensors:
+                if tensor.layout != torch.strided:
+                    return "not strided"
+        if self.spec.reduces:
+            for tensor in call.inputs:
+                if call.op not in OPERATIONS_OF.get(tensor.dtype, ()):
+                    return f"{call.op} of {tensor.dtype} is not among tdcoll's reductions"
+        if max(self._segments(call)) > self.limit:
+            return f"more than {self.limit} bytes per rank"
+        return None
+
+    def prepare(self, call: Call) -> str | None:
+        nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
+        if not self.pool.holds(nbytes):
+            self.lane.queue.drain()  # its calls use the context that is replaced
+        return None if self.pool.prepare(nbytes) else self.pool.problem
+
+    def check_call(self, call: Call) -> None:
+        world, spec, device = len(self.members.ranks), self.spec, call.device
+        if not call.outs and call.inputs:  # into a list
+            self._check_list(call)
+        for out, tensor in zip(call.outs, call.inputs, strict=bool(call.outs)):
+            if not (spec.scatters or spec.gathers):
+                _same_kind(f"{self.kind}: tensor", tensor, call.inputs[0], device, tensor.numel())
+            elif spec.gathers:
+                elements = tensor.numel() if spec.scatters else world * tensor.numel()
+                _same_kind(f"{self.kind}: output", out, tensor, device, elements)
+            else:
+                _same_kind(f"{self.kind}: input", tensor, out, device, world * out.numel())
+            if spec.scatters and tensor.numel() % world:
+                raise ValueError(
+                    f"{self.kind}: input must have {world} parts of one size; got {tensor.numel()} elements"
+                )
+
+    def _check_list(self, call: Call) -> None:
+        (tensor,), pieces = call.inputs, call.pieces
+        check_pieces(call, len(self.members.ranks))
+        own = pieces[self.members.ranks.index(self.members.job.rank)]
+        if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
+            raise ValueError(
+                f"{self.kind}: all tensors must be {tensor.dtype} on {tensor.device}, and the input ({tensor.numel()} "
+                f"elements) as large as its own place in the list ({own.numel()})"
+            )
+
+    def loaded(self, call: Call) -> bool:
+        """Return whether nothing has to be compiled or loaded before the call is launched."""
+        context, packed = self.pool.context, self._packed(call)
+        sizes = [packed] if packed else self._segments(call)
+        options = (call.inputs[0].dtype, call.op) if self.spec.reduces else None
+        return context is not None and all(is_prepared(self.spec, context, size, options) for size in sizes)
+
+    def _packed(self, call: Call) -> int:
+        """Return the bytes of a segment of all tensors of the call if one launch has them all, else 0."""
+        sizes = self._segments(call)
+        total = sum(sizes)
+        together = len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(set(map(_kind, call.inputs))) == 1
+        return total if together else 0
+
+    def run(self, call: Call) -> list[torch.Tensor]:
+        if call.pieces:
+            self._run_list(call)
+        elif self._packed(call):
+            self._run_packed(call)
+        else:
+            for out, tensor in zip(call.outs, call.inputs, strict=True):
+                call.ready = self._launch(out, tensor, call.op)
+        return call.results
+
+    def _run_list(self, call: Call) -> None:
+        """Make an all-gather into a list of tensors of any sizes."""
+        (tensor,), pieces = call.inputs, call.pieces
+        most = max(piece.numel() for piece in pieces)
+        own = tensor
+        if tensor.numel() != most:
+            own = tensor.new_empty(most)
+            own[: tensor.numel()] = tensor.reshape(-1)
+        out = tensor.new_empty((len(self.members.ranks), most))
+        self._launch(out, own, None)
+        for piece, row in zip(pieces, out, strict=True):
+            write(piece, row[: piece.numel()].view(piece.shape))
+
+    def _run_packed(self, call: Call) -> None:
+        """Make a call of several tensors with one launch: the segments for a rank follow each other."""
+        world, spec = len(self.members.ranks), self.spec
+        rows = (world, -1) if spec.scatters else (-1,)
+        given = torch.cat([tensor.reshape(rows) for tensor in call.inputs], -1)
+        made = given
+        if spec.scatters or spec.gathers:
+            made = given.new_empty((world, given.shape[-1]) if spec.gathers else given.shape[-1:])
+        self._launch(made, given, call.op)
+        sizes = [out.numel() // (world if spec.gathers else 1) for out in call.outs]
+        for out, part in zip(call.outs, made.split(sizes, -1), strict=True):
+            write(out, part.reshape(out.shape))
+
+    def _launch(self, out: torch.Tensor, tensor: torch.Tensor, op: str | None) -> Ready:
+        """Launch a call of tensors that fit each other, once or for each epoch, with the copies that it takes."""
+        context, spec = self.pool.context, self.spec
+        assert context is not None
+        as_it_is = out.is_contiguous() and not out.is_conj() and not out.is_neg()
+        target = out if as_it_is else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        source = tensor.resolve_conj().resolve_neg().contiguous()
+        at = spec.may_overlap_at(spec.segment_bytes(source.nbytes, context.world_size), context.rank)
+        if overlap(source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes, at):
+            source = source.clone()
+        ready = unchecked(spec, source, context, target, op)
+        if target is not out:
+            write(out, target)
+        return ready
+
+    def describe(self) -> str:
+        context = self.pool.context
+        held = (
+            "no context yet"
+            if context is None
+            else f"context of {context.max_bytes_per_rank} bytes per rank, launches of at most "
+            f"{context.max_programs} programs"
+        )
+        return f"up to {self.limit} bytes per rank, {held}"
+
+    def check(self) -> None:
+        self.pool.check()
+
+    def give_up(self) -> None:
+        self.pool.give_up()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+class Barrier(Handler):
+    """Barriers: all-gathers of no bytes, on the lane and the context of the group's all-gathers."""
+
+    kind = "barrier"
+    blocks = True
+
+    def __init__(self, members: Members, gathers: Dense) -> None:
+        super().__init__(members, gathers.lane)
+        self._gathers = gathers
+
+    def refuse(self, call: Call) -> str | None:
+        return None
+
+    def prepare(self, call: Call) -> str | None:
+        return None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
+
+    def run(self, call: Call) -> list[torch.Tensor]:
+        gathers, context = self._gathers, self._gathers.pool.context
+        assert context is not None
+        nothing = torch.empty(0, dtype=torch.uint8, device=context.device)
+        unchecked(gathers.spec, nothing, context, nothing)
+        return []
+
+    def describe(self) -> str:
+        return f"on the context of {self._gathers.kind}"
+
+    def check(self) -> None:
+        """Do nothing: a barrier has nothing of its own."""
+
+    give_up = close = check
+
+    def check_call(self, call: Call) -> None:
+        """Do nothing: there is no tensor."""
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+def _same_kind(name: str, tensor: torch.Tensor, other: torch.Tensor, device: torch.device, elements: int) -> None:
+    """Raise unless ``tensor`` is of the dtype of ``other``, on ``device``, and has so many elements."""
+    if _kind(tensor) != (other.dtype, device) or tensor.numel() != elements:
+        raise ValueError(
+            f"{name} must be {other.dtype} of {elements} elements on {device}; got {tensor.dtype} of {tensor.numel()} "
+            f"on {tensor.device}"
+        )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts of tests/gpu, which are given to machines with GPUs: the commands of measure.py are ones that there are, and
+its jobs end; the columns of backend_calls.py are named after the programs that the launches had."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tdcoll.__main__ import main
+from tdcoll.bench import case, sparse_all_reduce, tune
+from tdcoll.distributed.handlers import Dense
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "gpu"))
+measure: Any = importlib.import_module("measure")
+backend_calls: Any = importlib.import_module("backend_calls")
+
+
+@functools.cache
+def options_of(script: str) -> set[str]:
+    """Return the options that a script's --help names."""
+    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"--[\w-]+", done.stdout))
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 8])
+def test_benchmarks_can_be_given(nproc: int, tmp_path: Path, monkeypatch: Any) -> None:
+    parsed: list[argparse.Namespace] = []
+
+    def run(kind: Any, arguments: list[str], given: Any = None) -> int:
+        parsed.append(given or kind.parse(arguments))
+        return 0
+
+    monkeypatch.setattr(case, "run", run)
+    for module in (tune, sparse_all_reduce):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    files = set()
+    for jobs in measure.stages(nproc).values():
+        for job in jobs:
+            command = job.command(tmp_path / f"{job.name}.json")
+            if "tdcoll" in command:
+                assert main(command[command.index("tdcoll") + 1 :]) == 0
+                files.add(getattr(parsed[-1], "json", None) or parsed[-1].output)
+    assert len(parsed) == len(files) == 21
+    assert all(Path(file).parent == tmp_path for file in files)
+
+
+def test_scripts_have_the_options_that_they_are_given() -> None:
+    seen = set()
+    for jobs in measure.stages(2).values():
+        for job in jobs:
+            script = next(word for word in job.words if word.endswith(".py") or word == "-m" or word == "tests")
+            if script.startswith("tests/"):
+                given = {word for word in job.words[job.words.index(script) :] if word.startswith("--")}
+                assert given <= options_of(script), script
+                seen.add(script)
+            elif script == "-m":
+                assert job.words[-2:-1] in (["--json"], ["-o"])
+            else:
+                assert script == "tests" or (ROOT / script).is_file()
+    assert seen == {"tests/gpu/backend_calls.py", "tests/gpu/training.py", "tests/sanitizer/sanitize.py"}
+
+
+def test_heaps_differ_in_the_heap_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.main(["--nproc", "2", "--dry-run", str(tmp_path), "heaps", "tests"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines.pop()[4:6] == ["-k", "not shared"]
+    assert [line[0] for line in lines] == ["TDCOLL_HEAP=nvshmem", "TDCOLL_HEAP=torch"] * 6
+    assert all(one[1:-1] == other[1:-1] for one, other in zip(lines[::2], lines[1::2], strict=True))
+
+
+def test_a_wrong_command_line(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure, "_gpus", lambda: iter(()))
+    for wrong, said in (
+        (["FOLDER", "gather"], "invalid choice: 'gather'"),
+        (["--nproc", "2", "FOLDER", "tune"], "--nproc: expected at least 1 and at most the 0 GPUs of this host; got 2"),
+        (["FOLDER", "tune"], "the 0 GPUs of this host; got 0"),
+        (["--dry-run", "--nproc", "0", "FOLDER", "tune"], "got 0"),
+        (["--limit", "soon", "FOLDER", "tune"], "--limit"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            measure.main([word.replace("FOLDER", str(tmp_path / "made")) for word in wrong])
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "made").exists()
+
+
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    """Signal handlers as they were, but at first as in a shell's background job."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_a_job_that_takes_too_long_ends_with_all_it_has_started(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """It may write what it has; the next job runs, and the exit status tells."""
+    writes = "import sys, time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(sys.argv[1], 'w').write('rows')"
+    starts = "import subprocess, sys\njob = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])\n"
+    starts += "try: job.wait()\nexcept KeyboardInterrupt: job.wait()"  # subprocess.run would kill it after 0.25 s
+    jobs = {
+        "tests": [measure.Job("long", [sys.executable, "-c", starts, writes, "FILE"])],
+        "calls": [measure.Job("calls", ["sh", "-c", "echo $TDCOLL_HEAP; exit 3"], {"TDCOLL_HEAP": "torch"})],
+        "tune": [measure.Job("tune", ["true"])],
+    }
+    monkeypatch.setattr(measure, "stages", lambda nproc: jobs)
+    monkeypatch.setattr(measure, "_gpus", lambda: iter(["NVIDIA H200"]))
+    assert measure.main(["--limit", "5", str(tmp_path), "tests"]) == 1
+    assert (tmp_path / "long-1xH200.json").read_text() == "rows"
+    assert measure.main([str(tmp_path), "tune", "calls", "tune"]) == 1
+    assert measure.main([str(tmp_path), "tune"]) == 0
+    assert (tmp_path / "calls-1xH200.log").read_text() == "torch\n"
+    said = capsys.readouterr().out
+    assert re.sub(r"\d+ s$", "s", said, flags=re.MULTILINE).split("\n")[0] == "long-1xH200: status 124, s"
+    assert "calls-1xH200: status 3" in said
+
+
+class Group:
+    """A process group whose context is made in its first call, and gets a third of the programs that are left."""
+
+    left = 92
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted, self.context = wanted, None
+
+    def call(self) -> None:
+        if self.context is None:
+            granted = min(self.wanted, Group.left // 3)
+            Group.left -= granted
+            self.context = SimpleNamespace(max_bytes_per_rank=1 << 20, max_programs=granted)
+
+    def explain(self) -> str:
+        service = SimpleNamespace(pool=SimpleNamespace(context=self.context), limit=4096)
+        idle = SimpleNamespace(pool=SimpleNamespace(context=None), limit=4096)
+        said = {"all_gather": Dense.describe(service), "all_reduce": Dense.describe(idle)}  # type: ignore[arg-type]
+        return "\n".join(f"  {kind}: tdcoll; {text}" for kind, text in said.items())
+
+
+def test_columns_are_named_after_the_granted_programs(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(Group, "left", 92)
+    dist = SimpleNamespace(
+        new_group=lambda backend, pg_options: Group(pg_options.programs),
+        destroy_process_group=lambda group: None,
+        get_rank=lambda: 0,
+    )
+    monkeypatch.setattr(backend_calls, "dist", dist)
+    monkeypatch.setattr(backend_calls, "explain", Group.explain)
+    monkeypatch.setattr(backend_calls, "PLAIN", SimpleNamespace(call=lambda: None))
+    monkeypatch.setattr(backend_calls, "call_of", lambda kind, nbytes, group: group.call)
+    monkeypatch.setattr(backend_calls, "captured", lambda call: call())
+    monkeypatch.setattr(backend_calls, "device_us", lambda graph: 1.0)
+    (row,) = backend_calls.device_rows(["all_gather"], [4096], [32, 64, 128])
+    names = ["tdcoll 30 (of 32)", "tdcoll 20 (of 64)", "tdcoll 14 (of 128)"]
+    assert list(row["us"]) == ["nccl", *names]
+    assert list(row["explain"]) == names
+    shown = capsys.readouterr().out
+    assert all(f"{name} 1.0 [1.0, 1.0]" in shown for name in names)
+
+
+def test_a_group_that_serves_nothing_has_a_column_too() -> None:
+    assert backend_calls.column(32, Group(32).explain()) == "tdcoll none (of 32)"

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repeated calls take the fast path, and end like first calls whatever has changed since.
+
+Each :class:`Form` is a way to call. A form is called until the fast path knows it. Then one thing changes, and the call
+has to end as it does on a context that has never seen such a call: with the same result, or with the same error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import fused
+from tdcoll.testing import World
+
+WORLD = 2
+N = 8
+FP8 = torch.float8_e4m3fn
+
+Arguments = dict[str, Any]
+
+
+def mine(*shape: int, turn: int = 0) -> torch.Tensor:
+    """Return numbers of this rank and this turn, in ordinary memory."""
+    pe = tdcoll.runtime.current().rank
+    return torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * pe + 1000 * turn
+
+
+class Form(NamedTuple):
+    """A way to call: the function, and what makes its arguments."""
+
+    call: Callable[..., Any]
+    make: Callable[[], Arguments]
+
+
+def _symmetric(*shape: int) -> torch.Tensor:
+    tensor: torch.Tensor = tdcoll.zeros(shape)
+    tensor.copy_(mine(*shape))
+    return tensor
+
+
+def _norm(**more: Any) -> Arguments:
+    return {"x": mine(2, N), "residual": torch.ones(2, N), "weight": torch.ones(N), **more}
+
+
+FORMS = {
+    "all_gather": Form(tdcoll.all_gather, lambda: {"tensor": mine(N)}),
+    "all_gather into out": Form(tdcoll.all_gather, lambda: {"tensor": mine(N), "out": torch.empty(WORLD * N)}),
+    "all_gather_in_place": Form(tdcoll.all_gather_in_place, lambda: {"buffer": _symmetric(WORLD, N)}),
+    "reduce_scatter": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N)}),
+    "reduce_scatter into out": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N), "out": torch.empty(N)}),
+    "reduce_scatter, symmetric": Form(
+        tdcoll.reduce_scatter, lambda: {"tensor": _symmetric(WORLD, N), "symmetric": True}
+    ),
+    "all_reduce": Form(tdcoll.all_reduce, lambda: {"tensor": mine(N)}),
+    "all_reduce into out": Form(tdcoll.all_reduce, lambda: {"tensor": mine(N), "out": torch.empty(N)}),
+    "all_reduce_": Form(tdcoll.all_reduce_, lambda: {"tensor": mine(N)}),
+    "all_reduce, symmetric": Form(
+        tdcoll.all_reduce, lambda: {"tensor": mine(N), "out": _symmetric(N), "symmetric": True}
+    ),
+    "norm": Form(fused.all_reduce_rms_norm, _norm),
+    "norm, composed": Form(fused.all_reduce_rms_norm, lambda: _norm(algorithm="composed")),
+    "norm in place": Form(fused.all_reduce_rms_norm, lambda: _norm(in_place=True)),
+    "norm in fp8": Form(fused.all_reduce_rms_norm, lambda: _norm(out_dtype=FP8)),
+    "norm in fp8 with a scale": Form(fused.all_reduce_rms_norm, lambda: _norm(out_dtype=FP8, scale=torch.ones(1))),
+}
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_shown(one) for one in value]
+    return value.dtype, value.shape, value.float().tolist()
+
+
+def outcome(form: Form, ctx: Any, arguments: Arguments) -> Any:
+    """Return the call's result, or its error."""
+    try:
+        return _shown(form.call(ctx=ctx, **arguments))
+    except Exception as error:
+        return type(error), str(error)
+
+
+def _failed(outcome: Any) -> bool:
+    return isinstance(outcome, tuple) and isinstance(outcome[0], type)
+
+
+class Spy:
+    """Counts the calls on a context that don't take the fast path."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.slow, self._begin = 0, ctx.begin
+        ctx.begin = self
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.slow += 1
+        return self._begin(*given, **named)
+
+
+def context(**options: Any) -> Any:
+    return tdcoll.CollectiveContext(max_bytes_per_rank=1024, **options)
+
+
+def refill(arguments: Arguments, turn: int = 0) -> Arguments:
+    """Write this turn's numbers to where the arguments lie, on all ranks; return the arguments."""
+    tdcoll.barrier()
+    for key in {"tensor", "buffer", "x"} & set(arguments):
+        arguments[key].copy_(mine(*arguments[key].shape, turn=turn))
+    if "residual" in arguments:
+        arguments["residual"].fill_(1)
+    tdcoll.barrier()
+    return arguments
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_repeated_calls_take_the_fast_path_and_are_right(name: str) -> None:
+    form = FORMS[name]
+
+    def host(pe: int) -> None:
+        ctx, arguments = context(), form.make()
+        spy = Spy(ctx)
+        for turn in range(4):
+            expected = outcome(form, context(), refill(arguments, turn))  # closing it would release memory
+            assert not _failed(expected)
+            assert outcome(form, ctx, refill(arguments, turn)) == expected
+        assert spy.slow == 1
+
+    World(WORLD).run(host)
+
+
+# ---------------------------------------------------------------------- what may change
+
+Change = Callable[[Arguments], Arguments]
+
+
+def of(key: str, change: Callable[[torch.Tensor], Any]) -> Change:
+    """Return a change of one argument."""
+
+    def changed(arguments: Arguments) -> Arguments:
+        return {**arguments, key: change(arguments[key])}
+
+    return changed
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def _negative(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(torch.stack([tensor, tensor], -1)).conj().imag.contiguous().neg_()._neg_view()
+
+
+def _requiring(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def _around(key: str, other: str) -> Change:
+    """``key`` lies in the same memory as ``other``, 4 bytes further."""
+
+    def changed(arguments: Arguments) -> Arguments:
+        whole = torch.zeros(4 * WORLD * N)
+        first, second = arguments[other], arguments[key]
+        lower, upper = whole[: first.numel()], whole[1 : 1 + second.numel()]
+        lower.copy_(first.reshape(-1))
+        return {**arguments, other: lower.view(first.shape), key: upper.view(second.shape)}
+
+    return changed
+
+
+TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "strided": _strided,
+    "negative": _negative,
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "elsewhere": lambda tensor: tensor.to("meta"),
+    "of another dtype": lambda tensor: tensor.double(),
+    "of another shape": lambda tensor: tensor[..., : N // 2].contiguous(),
+    "nested": lambda tensor: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "no tensor": lambda tensor: tensor.tolist(),
+    "unaligned": lambda tensor: torch.cat([torch.zeros(1), tensor.reshape(-1)])[1:].view(tensor.shape),
+}
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "unknown algorithm": {"algorithm": "fast"},
+    "no algorithm": {"algorithm": ["direct"]},
+    "another algorithm": {"algorithm": "direct"},
+}
+REDUCED: dict[str, dict[str, Any]] = {
+    "unknown operation": {"op": "median"},
+    "no operation": {"op": ["sum"]},
+    "an operation's number": {"op": 0},
+    "another operation": {"op": "max"},
+    "torch's operation": {"op": torch.distributed.ReduceOp.MAX},
+    "symmetric, a number": {"symmetric": 1},
+    "not symmetric, a number": {"symmetric": 0},
+}
+FUSED: dict[str, dict[str, Any]] = {
+    "eps, a bool": {"eps": True},
+    "eps, a text": {"eps": "1e-6"},
+    "another eps": {"eps": 1e-3},
+    "in place, a number": {"in_place": 1},
+    "unknown dtype": {"out_dtype": torch.float16},
+    "no dtype": {"out_dtype": "fp8"},
+    "a scale": {"scale": torch.ones(1)},
+    "a scale of two": {"scale": torch.ones(2)},
+    "a scale, a number": {"scale": 1.0},
+}
+
+
+def _cases() -> list[Any]:
+    found = []
+    for name, form in FORMS.items():
+        keys = {"all_gather_in_place": ("buffer",)}.get(name, ("x", "residual", "weight") if "norm" in name else None)
+        keys = keys or (("tensor", "out") if "into out" in name or name == "all_reduce, symmetric" else ("tensor",))
+        changes: dict[str, Change] = {
+            f"{key} {how}": of(key, change) for key in keys for how, change in TENSORS.items()
+        }
+        others = dict(OTHERS)
+        if "norm" in name:
+            others |= FUSED
+            changes["residual overlaps x"] = _around("residual", "x")
+        elif "reduce" in name:
+            others |= REDUCED
+        if "into out" in name:
+            changes["out overlaps tensor"] = _around("out", "tensor")
+        if "buffer" not in keys:
+            changes |= {f"{key} requires grad": of(key, _requiring) for key in keys}
+        changes |= {how: functools.partial(lambda new, given: {**given, **new}, new) for how, new in others.items()}
+        found += [pytest.param(form, change, id=f"{name}: {how}") for how, change in changes.items()]
+    return found
+
+
+@pytest.mark.parametrize(("form", "change"), _cases())
+def test_a_repeated_call_ends_like_a_first_one_whatever_has_changed(form: Form, change: Change) -> None:
+    def host(pe: int) -> None:
+        ctx, arguments = context(), form.make()
+        for _ in range(2):
+            outcome(form, ctx, refill(arguments))
+        expected = outcome(form, context(), change(refill(arguments)))
+        assert outcome(form, ctx, change(refill(arguments))) == expected
+
+    World(WORLD, backend="thread").run(host)  # greenlets share grad mode
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_context_that_must_not_be_used_any_more_refuses_repeated_calls(name: str) -> None:
+    form = FORMS[name]
+
+    def host(pe: int) -> None:
+        for close in (lambda ctx: ctx.close(), lambda ctx: ctx.refuse("a test has used it up")):
+            ctx, arguments = context(), form.make()
+            for _ in range(2):
+                outcome(form, ctx, refill(arguments))
+            close(ctx)
+            kind, said = outcome(form, ctx, arguments)
+            assert kind is tdcoll.ContextError
+            assert "the context is closed" in said or "a test has used it up" in said
+            ctx.close()
+
+    World(WORLD).run(host)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A repeated call stays in few files: whoever looks for its time, or for its fault, reads no more than these."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdcoll
+from tdcoll import fused
+from tdcoll.testing import World
+
+PACKAGE = Path(tdcoll.__file__).parent
+MOST = 5
+
+
+def files_entered(call: Callable[[], Any]) -> list[str]:
+    """Return the package's files that ``call`` enters down to the launch, which the simulator would take further."""
+    found: list[str] = []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in path.parents:
+            name = path.relative_to(PACKAGE).as_posix()
+            if name not in found and "simulator" not in name:  # which counts the bytes of tensors
+                found.append(name)
+            if name.endswith("_host/launch.py"):
+                sys.settrace(None)
+        return None
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    assert any(name.endswith("launch.py") for name in found), found
+    return found
+
+
+CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "all_gather": lambda ctx, x: tdcoll.all_gather(x, ctx),
+    "all_gather_in_place": lambda ctx, x: tdcoll.all_gather_in_place(x, ctx),
+    "all_reduce": lambda ctx, x: tdcoll.all_reduce(x, ctx),
+    "all_reduce_": lambda ctx, x: tdcoll.all_reduce_(x, ctx),
+    "all_reduce, symmetric": lambda ctx, x: tdcoll.all_reduce(torch.ones_like(x), ctx, x, symmetric=True),
+    "norm": lambda ctx, x: fused.all_reduce_rms_norm(x, x, x[0], ctx),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_repeated_calls_enter_few_files(name: str) -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
+            x = tdcoll.zeros((2, 8))
+            for _ in range(2):
+                CALLS[name](ctx, x)
+            assert len(found := files_entered(lambda: CALLS[name](ctx, x))) <= MOST, found
+
+    World(1, backend="thread").run(host)
+
+
+if __name__ == "__main__":  # on a GPU, or as a job of one rank in the simulator
+    dist.init_process_group("tdcoll")
+    tensor = torch.ones(8, device=tdcoll.device())
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as context:
+        x = tdcoll.zeros((2, 8))
+        for key, make in CALLS.items():
+            for _ in range(2):
+                make(context, x)
+            print(key, files_entered(lambda make=make: make(context, x)))
+    for _ in range(2):
+        dist.all_reduce(tensor)
+    if dist.get_world_size() > 1:
+        print("backend", files_entered(lambda: dist.all_reduce(tensor)))
+    dist.destroy_process_group()
