@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of several streams of one PE at once: contexts whose programs fit together, and such that wait crosswise."""
+"""Streams of one PE: contexts whose programs fit together, and such that wait crosswise; copies in and out of order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
+from cases import Case, device, expect
 
 import tdcoll
+import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.collectives._host import pool
 from tdcoll.collectives._host.pool import Pool
 from tdcoll.errors import ContextError, TdcollError
+from tdcoll.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
 from tdcoll.testing import Deadlock, World, explore, first_failure
 
 N_PES, CALLS, HEAP = 2, 3, 16 << 20
@@ -145,3 +149,95 @@ def test_each_launch_has_rows_of_the_timeline() -> None:
     for row in spans.values():
         row.sort()
         assert all(first[1] <= second[0] for first, second in pairwise(row))
+
+
+def fill(source, out):
+    """Device code: 64 values for a peer; ``out`` is scratch."""
+    tl.store(source + tl.arange(0, 64), tl.arange(0, 64) + 1)
+
+
+def read(inbox, out):
+    """Device code: what has come from a peer."""
+    tl.store(out + tl.arange(0, 64), tl.load(inbox + tl.arange(0, 64)))
+
+
+def read_stamped(inbox, out):
+    """Device code: the same, when its stamp is there."""
+    tdl.signal_wait_until(inbox + 64, tdl.CMP_EQ, 1)
+    read(inbox, out)
+
+
+def exchange(elsewhere: str = "", joined: bool = False, stamp: str = "copy") -> Case:
+    """A PE fills a source, copies it to the other's inbox, and then a stamp, all on one stream.
+
+    The step ``elsewhere`` is on another one; ``joined``: they wait for each other. A third stream waits for the stamp
+    that comes here, and reads.
+    """
+
+    def case(world: World) -> None:
+        def host(pe: int) -> None:
+            source, inbox = (tdcoll.zeros(n, torch.int64, name=name) for n, name in ((64, "source"), (65, "inbox")))
+            theirs, out, one = peer_tensor(inbox, 1 - pe), torch.zeros(64, dtype=torch.int64), torch.ones(1).long()
+            main, other, reader = (world.stream() for _ in range(3))
+            steps: dict[str, Callable[[], None]] = {
+                "fill": lambda: device(fill, source, out),
+                "copy": lambda: copy_on_stream(theirs[:64], source),
+                "stamp": lambda: copy_on_stream(theirs[64:], one),
+            }
+            if stamp == "write":
+                steps["stamp"] = lambda: write_on_stream(theirs[64], 1)
+            for name, step in steps.items():
+                stream = other if name == elsewhere else main
+                if joined:
+                    stream.join(main if stream is other else other)
+                with stream:
+                    step()
+            with reader:
+                if stamp == "waited for":
+                    wait_on_stream(inbox[64], tdl.CMP_EQ, 1)
+                device(read if stamp in ("ignored", "waited for") else read_stamped, inbox, out)
+            for stream in (main, other, reader):
+                stream.synchronize()
+            tdcoll.barrier()
+            assert out.tolist() == list(range(1, 65)), "old data"
+
+        world.run(host)
+
+    return case
+
+
+@pytest.mark.parametrize("weak", [True, False])
+@pytest.mark.parametrize(
+    ("given", "clean"),
+    [
+        *(({"stamp": stamp}, True) for stamp in ("copy", "write", "waited for")),
+        *(({"elsewhere": step, "joined": joined}, joined) for step in ("fill", "stamp") for joined in (False, True)),
+        ({"elsewhere": "stamp", "stamp": "write"}, False),
+        ({"stamp": "ignored"}, False),
+    ],
+)
+def test_copies_come_late_and_in_order_on_one_stream_only(given: dict[str, Any], clean: bool, weak: bool) -> None:
+    expect(exchange(**given), clean, "old data", n_pes=2, seeds=20, weak=weak)
+
+
+def test_what_streams_refuse_and_what_needs_none() -> None:
+    world, made = World(2), []
+
+    def host(pe: int) -> None:
+        sums, stream = torch.zeros(2, 64).long(), world.stream()
+        with stream:
+            device(fill, sums[0], sums)
+        assert sums[0].sum() == 0  # the host has gone on
+        device(fill, sums[1], sums)
+        assert sums[1].sum() == 2080
+        stream.synchronize()
+        assert sums[0].sum() == 2080
+        made.append(stream)
+        tdcoll.barrier()
+        with pytest.raises(ValueError, match=rf"stream must be one of this PE \({pe}\), got stream 1 of PE {1 - pe}"):
+            next(other for other in made if other is not stream).__enter__()
+        with stream:
+            copy_on_stream(sums, torch.ones(2, 64).long())
+
+    with pytest.raises(ValueError, match=r"a copy of pe. stream 1 would read address .*, where no tensor lives"):
+        world.run(host)

@@ -10,7 +10,7 @@ From the bottom up:
 - :mod:`.transfers`, :mod:`.pointers` and :mod:`.waits` are what programs do on it;
 - :mod:`.interpreter` hooks it into Triton's interpreter: :mod:`.launcher` for launches, :mod:`.builder` for operations,
   :mod:`.branches` for conditions and threads;
-- :mod:`.world` puts all PEs into one process, :mod:`.process` is one process per rank.
+- :mod:`.world` puts all PEs into one process, with :mod:`.streams`; :mod:`.process` is one process per rank.
 
 Users meet this through :mod:`tdcoll.testing` and ``launch.sh``; ``docs/simulator.md`` describes the model.
 """

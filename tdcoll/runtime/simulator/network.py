@@ -11,6 +11,7 @@ there as operations:
 - ``quiet`` waits until all has arrived that the PE had in flight when it was called, but for other programs' stores;
 - a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave;
 - gets travel in channels of their own, which fences do not order; ``quiet`` waits for them;
+- copies of streams travel in those as well, and ``quiet`` does not wait for them;
 - an operation may be *held back* until no task can run but stragglers (see :mod:`tdcoll.runtime.simulator.policy`).
 
 Operations outlive the program that issued them, except stores: those are complete when the launch ends.
@@ -38,9 +39,9 @@ class Operation:
     """One message in flight.
 
     Attributes:
-        kind: ``"put"``, ``"get"``, ``"signal"`` or ``"store"``.
+        kind: ``"put"``, ``"get"``, ``"signal"``, ``"store"`` or ``"copy"``.
         issuer: program that issued it.
-        channel: from the program's PE to another; gets have channels of their own.
+        channel: from the program's PE to another, and whether it is one that fences do not order.
         pieces: bytes that have not arrived yet.
         signal: applied after the last piece; None when there is none, or when it has arrived.
         done: called when everything has arrived.
@@ -93,7 +94,7 @@ class Network:
     ) -> Operation:
         """Put a message of ``issuer`` into the channel to ``pe``; the rest as in Operation."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
-        channel = issuer.pe, pe, kind == "get"
+        channel = issuer.pe, pe, kind in ("get", "copy")
         operation = Operation(kind, issuer, channel, list(pieces), signal, done, move, late)
         issuer.in_flight += 1
         if operation.arrived:  # a put of no bytes
@@ -117,14 +118,16 @@ class Network:
 
     def fence(self, source_pe: int) -> None:
         """Deliver what ``source_pe`` sends to a PE from now on after what it has sent there already."""
-        for (sender, _, gets), epochs in self._channels.items():
-            if sender == source_pe and not gets and epochs[-1]:
+        for (sender, _, unordered), epochs in self._channels.items():
+            if sender == source_pe and not unordered and epochs[-1]:
                 epochs.append([])
 
     def outstanding(self, issuer: Task) -> list[Operation]:
         """Return what has to arrive before a ``quiet`` of ``issuer`` returns that is called now."""
         sent = self._sent_by(issuer.pe)
-        return [operation for operation in sent if operation.issuer is issuer or operation.kind != "store"]
+        return [
+            operation for operation in sent if operation.issuer is issuer or operation.kind not in ("store", "copy")
+        ]
 
     def _sent_by(self, source_pe: int) -> Iterator[Operation]:
         epochs = (epochs for (sender, *_), epochs in self._channels.items() if sender == source_pe)

@@ -62,6 +62,7 @@ class Task:
     wait: Wait | None = None
     handle: Any = None  # the switch's own
     thread: int | None = None  # of the host, that runs it
+    streams: list[Any] = field(default_factory=list)  # that a host has entered, by `with stream:`
     polls: int = 0
     polled: set[Hashable] = field(default_factory=set)
     progress_seen: int = -1

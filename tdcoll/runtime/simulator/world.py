@@ -22,6 +22,7 @@ from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
 from tdcoll.runtime.simulator.scheduler import Scheduler
+from tdcoll.runtime.simulator.streams import Stream, copy, host_of
 from tdcoll.runtime.simulator.tasks import Launch, Task
 from tdcoll.runtime.simulator.trace import Trace, slice_of
 from tdcoll.runtime.store import decode, encode
@@ -72,12 +73,21 @@ class _Control:
 
 
 class _View(MemoryView):
-    """A PE's memory in a world, whose scheduler tells host tasks when a word is written."""
+    """A PE's memory in a world, which has streams, and whose scheduler tells host tasks when a word is written."""
 
     def __init__(self, world: World, pe: int) -> None:
         reachable = tuple(node == world.node_ids[pe] for node in world.node_ids)
         super().__init__(world.memory, pe, reachable)
         self._world = world
+
+    def stream_wait(self, *given: Any) -> None:
+        self._world._in_order(partial(super().stream_wait, *given))
+
+    def stream_write(self, *given: Any) -> None:
+        self._world._in_order(partial(super().stream_write, *given))
+
+    def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
+        self._world._in_order(partial(copy, self._world._machine, dest, source, nbytes))
 
     def wait_on_host(
         self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float
@@ -191,6 +201,7 @@ class World:
         self._exchanges: dict[Any, dict[int, bytes]] = {}
         self._dead: set[int] = set()
         self._launches: list[list[Launch]] = []
+        self._streams = [0] * n_pes
         self._doomed: dict[int, tuple[int, bool]] = {}
         self.runtimes = [
             runtime.Runtime(
@@ -246,22 +257,37 @@ class World:
         Raises:
             TdcollError: called outside of a host function.
         """
-        scheduler = self.scheduler
-        caller = scheduler.current
-        if caller is None or caller.is_program:
-            raise TdcollError("streams() is for host functions of World.run()")
-        results: list[Any] = [None] * len(hosts)
-        running, key = list(range(len(hosts))), ("streams", caller, self.steps)
+        made, results = [self.stream() for _ in hosts], [None] * len(hosts)
 
         def run(number: int) -> None:
             results[number] = hosts[number]()
-            running.remove(number)
-            scheduler.notify(key)
 
-        for number in range(len(hosts)):
-            scheduler.spawn(f"pe{caller.pe} host, stream {number}", caller.pe, partial(run, number))
-        scheduler.wait(lambda: not running, lambda: f"waits for its streams {running}", [key])
+        for number, stream in enumerate(made):
+            stream.queue(partial(run, number))
+        for stream in made:
+            stream.synchronize()
         return results
+
+    def stream(self) -> Stream:
+        """Return a new stream of the calling PE, on which it queues launches, copies, waits and writes of words:
+        ``with stream: ...``.
+
+        Call it in a host function. Without a stream each of them is done before it returns.
+
+        Raises:
+            TdcollError: called outside of a host function.
+        """
+        pe = host_of(self.scheduler).pe
+        self._streams[pe] += 1
+        return Stream(self.scheduler, pe, f"stream {self._streams[pe]}")
+
+    def _in_order(self, operation: Callable[[], Any]) -> None:
+        """Carry out ``operation`` of the calling host in the stream that it has entered; at once if there is none."""
+        host = self.scheduler.current
+        if host is not None and host.streams:
+            host.streams[-1].queue(operation)
+        else:
+            operation()
 
     def pause(self, turns: int = 1) -> None:
         """The calling host task lets others go first, ``turns`` times: a host that is slow."""
@@ -325,7 +351,7 @@ class World:
                 self._doomed[task.pe] = (turns - 1, lose_messages)
 
     def _launch(self, launch: Launch) -> None:
-        scheduler, machine = self.scheduler, self._machine
+        scheduler = self.scheduler
         host = scheduler.current
         if host is None or host.is_program:
             raise TdcollError(
@@ -333,14 +359,18 @@ class World:
             )
         if host.killed:
             scheduler.turn()  # raises
-        machine.counts[host.pe].launches += 1
-        launches = self._launches[host.pe]
+        self._in_order(partial(self._carry_out, host.pe, launch))
+
+    def _carry_out(self, pe: int, launch: Launch) -> None:
+        """Run a launch until all its programs are done, in the calling task."""
+        scheduler, machine, launches = self.scheduler, self._machine, self._launches[pe]
+        machine.counts[pe].launches += 1
         if launches:
             launch.first_track = launches[-1].first_track + 1 + launches[-1].total
         if launch.total:
             launches.append(launch)
-            self._start_programs(host.pe)
-        with slice_of(self.trace, host.pe, launch.first_track, launch.kernel):
+            self._start_programs(pe)
+        with slice_of(self.trace, pe, launch.first_track, launch.kernel):
             scheduler.wait(lambda: launch.done == launch.total, launch.describe, [launch])
         for task in launch.tasks:
             if machine.network is not None:
