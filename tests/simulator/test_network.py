@@ -83,6 +83,7 @@ def fenced(first, second, pe=0, kind="put"):
         (fenced(("p", 1), ("p", 2)), False),  # nor a fence of other PEs
         (fenced(("p", 1), ("p", 1), pe=2), False),  # nor that of another PE
         (fenced(("p", 1), ("p", 1), kind="get"), False),
+        (fenced(("p", 1), ("p", 1), kind="copy"), False),
     ],
 )
 def test_what_a_fence_orders(scenario, ordered):
@@ -146,6 +147,7 @@ def test_quiet_is_for_all_that_the_pe_has_sent_but_stores_of_other_programs():
         wire.send(wire.q, 1, 3, b"d", signal="s"),
     ]
     other = wire.send(wire.q, 1, 4, b"e", kind="store")
+    wire.send(Task(0, "host", 0, print), 1, 6, b"g", kind="copy")
     wire.send(wire.r, 1, 5, b"f")
     assert set(wire.network.outstanding(wire.p)) == set(sent)
     assert set(wire.network.outstanding(wire.q)) == {sent[0], *sent[2:], other}
