@@ -11,8 +11,8 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-import tdcoll
 import tdcoll.language as tdl
+from tdcoll.errors import TdcollError
 from tdcoll.language.jit import jit
 from tdcoll.testing import World
 
@@ -139,7 +139,7 @@ def test_chained_comparisons():
         launch(chained, out, 4)
         assert out.tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
     else:
-        with pytest.raises(tdcoll.TdcollError, match=r"chained, line 3 .*no chained comparisons before 3\.9"):
+        with pytest.raises(TdcollError, match=r"chained, line 3 .*no chained comparisons before 3\.9"):
             launch(chained, out, 4)
 
 
@@ -274,25 +274,21 @@ REFUSED = [  # the body of a kernel, the error, and what it says
     ("if tl.arange(0, 8) < 4: pass", ValueError, BLOCK),
     ("while tl.load(out + tl.arange(0, 8)) < 4: pass", ValueError, BLOCK),
     ("tl.store(out, 1 if tl.arange(0, 8) < 4 else 2)", ValueError, BLOCK),
-    ("t = tdl.tid(0) + 1\ntl.store(out, t)", tdcoll.TdcollError, f"t {ONE_VALUE}"),
-    ("tl.store(out + tdl.tid(0), 1)", tdcoll.TdcollError, rf"tid\(\) {ONE_VALUE}"),
-    ("y = 0\nif tdl.tid(0) == 0: y = 1\ntl.store(out, y)", tdcoll.TdcollError, f"y has no value here: .*{GONE}"),
-    ("y = 0\nwhile y == 0:\n  if tdl.tid(0) == 0: y = 1", tdcoll.TdcollError, f"y has no value here: .*{GONE}"),
-    ("if tdl.tid(0) == 0: return\ntl.store(out, 1)", tdcoll.TdcollError, f"kernel, line 2 .*`return` {LEAVING}"),
-    ("for i in range(4):\n  if tdl.tid(0) == i: break", tdcoll.TdcollError, f"`break` {LEAVING}"),
+    ("t = tdl.tid(0) + 1\ntl.store(out, t)", TdcollError, f"t {ONE_VALUE}"),
+    ("tl.store(out + tdl.tid(0), 1)", TdcollError, rf"tid\(\) {ONE_VALUE}"),
+    ("y = 0\nif tdl.tid(0) == 0: y = 1\ntl.store(out, y)", TdcollError, f"y has no value here: .*{GONE}"),
+    ("y = 0\nwhile y == 0:\n  if tdl.tid(0) == 0: y = 1", TdcollError, f"y has no value here: .*{GONE}"),
+    ("if tdl.tid(0) == 0: return\ntl.store(out, 1)", TdcollError, f"kernel, line 2 .*`return` {LEAVING}"),
+    ("for i in range(4):\n  if tdl.tid(0) == i: break", TdcollError, f"`break` {LEAVING}"),
     (
         "for i in range(4):\n  if tdl.tid(0) > i:\n    for _ in range(2): continue\n    continue",
-        tdcoll.TdcollError,
+        TdcollError,
         f"line 5 .*`continue` {LEAVING}",
     ),
-    ("for _ in range(tdl.tid(0), 100, 32): return", tdcoll.TdcollError, f"`return` {LEAVING}"),
-    ("place = tdl.tid(0) + tl.arange(0, 4)", tdcoll.TdcollError, f"a block {ONE_VALUE}"),
-    (
-        "x = tl.sum(tl.load(out + tdl.tid(0) * 0 + tl.arange(0, 4)))",
-        tdcoll.TdcollError,
-        f"a block that is .*{ONE_VALUE}",
-    ),
-    ("x = tdl.putmem_block(out, out, tdl.tid(0), 0)", tdcoll.TdcollError, f"putmem_block: bytes {ONE_VALUE}"),
+    ("for _ in range(tdl.tid(0), 100, 32): return", TdcollError, f"`return` {LEAVING}"),
+    ("place = tdl.tid(0) + tl.arange(0, 4)", TdcollError, f"a block {ONE_VALUE}"),
+    ("x = tl.sum(tl.load(out + tdl.tid(0) * 0 + tl.arange(0, 4)))", TdcollError, f"a block that is .*{ONE_VALUE}"),
+    ("x = tdl.putmem_block(out, out, tdl.tid(0), 0)", TdcollError, f"putmem_block: bytes {ONE_VALUE}"),
 ]
 
 

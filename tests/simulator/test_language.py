@@ -48,14 +48,8 @@ def peer():
         (lambda r, own: device(PUT, r, peer(), 8, 1), "source must be memory of this PE"),
         (lambda r, own: device(signal, r, own, own), "sig_addr must lie in the symmetric heap"),
         (lambda r, own: device(signal, r, own, r.data_ptr() + 4), "sig_addr must be 8-byte aligned"),
-        (
-            lambda r, own: device(signal, r, own, r.view(torch.int32)),
-            r"putmem_signal_block: sig_addr must point to 64-bit integers \(int64 or uint64\), got a pointer to int32",
-        ),
-        (
-            lambda r, own: device(wait_once, r.view(torch.float64), 1, own, own),
-            "wait_signal: signal must point to 64-bit integers .* got a pointer to fp64",
-        ),
+        (lambda r, own: device(signal, r, own, r.int()), r"sig_addr must point to 64-bit integers .* pointer to int32"),
+        (lambda r, own: device(wait_once, r.double(), 1, own, own), "wait_signal: signal must point to 64-bit .* fp64"),
         (lambda r, own: device(wait_once, own, 1, own, own), "signal must lie in the symmetric heap"),
         (lambda r, own: device(wait_once, r, 1, 0, own), "monitor must be the words of an open .* at 0x0"),
         (lambda r, own: device(wait_once, r, 1, own, own), "monitor must be the words of an open"),

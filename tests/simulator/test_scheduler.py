@@ -75,17 +75,8 @@ def test_a_wait_for_many_words_is_asked_once_for_a_write(scheduler):
             words[begin : begin + 500] = [1] * 500
             scheduler.notify_words(8 * begin, 8 * 500)
 
-    run(scheduler, lambda: scheduler.wait(ready, lambda: "waits", range(0, 8000, 8)), writer)
+    run(scheduler, lambda: scheduler.wait(ready, lambda: "waits", range(8, 8000, 16)), writer)  # not the first words
     assert asked == 4  # at once, after each write, and when it runs on
-
-
-def test_deadlock_lists_every_blocked_task(scheduler):
-    def body(pe):
-        return lambda: scheduler.wait(lambda: False, lambda: f"waits for {pe}", [])
-
-    with pytest.raises(Deadlock, match=r"3 task\(s\) blocked") as raised:
-        run(scheduler, *map(body, range(3)))
-    assert [str(line) for line in raised.value.blocked] == [f"pe{pe} waits for {pe}" for pe in range(3)]
 
 
 def test_deadlines_expire_in_virtual_order_and_not_while_anything_can_run(scheduler):
