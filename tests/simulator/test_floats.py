@@ -80,10 +80,7 @@ FUNCTIONS = {
     "minimum": (lambda a, b: narrow(tl.minimum(a, b)), torch.minimum),
     "fma": (lambda a, b: tl.fma(a, b, b), lambda a, b: (a.double() * b.double() + b.double()).float().to(BF16)),
     "where": (lambda a, b: tl.where(a > b, a, b), lambda a, b: torch.where(a > b, a, b)),
-    "a scalar's comparison for all": (
-        lambda a, b: tl.where((tl.max(a, 0) > 0.5) & (a > b), a, b),
-        lambda a, b: torch.where(a > b, a, b),
-    ),
+    "for all": (lambda a, b: tl.where((tl.max(a, 0) > 0.5) & (a > b), a, b), lambda a, b: torch.where(a > b, a, b)),
     "full": (lambda a, b: tl.full((64,), 1.1, tl.bfloat16) + a, lambda a, b: torch.full((64,), 1.1, dtype=BF16) + a),
 }
 
