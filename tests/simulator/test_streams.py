@@ -25,6 +25,7 @@ from tdcoll.testing import Deadlock, World, explore, first_failure
 N_PES, CALLS, HEAP = 2, 3, 16 << 20
 NBYTES = 4096
 LEAST = 2 * N_PES + 2
+STAMP = 0x0101_0101_0101_0101
 
 
 def calls(kind: str, ctx: Any) -> Callable[[], None]:
@@ -155,7 +156,7 @@ def fill(source, flag, scope=""):
 def read(inbox, out, waits):
     """Device code: what a peer has copied here, when its stamp has come or at once."""
     if waits:
-        tdl.signal_wait_until(inbox + 64, tdl.CMP_EQ, 1)
+        tl.store(out + 64, tdl.signal_wait_until(inbox + 64, tdl.CMP_NE, 0).to(tl.int64))
     tl.store(out + tl.arange(0, 64), tl.load(inbox + tl.arange(0, 64)))
 
 
@@ -169,15 +170,15 @@ def exchange(elsewhere: str = "", link: str = "", stamp: str = "copy") -> Case:
     def case(world: World) -> None:
         def host(pe: int) -> None:
             source, inbox, flag = (tdcoll.zeros(n, torch.int64, name=f"words{n}") for n in (64, 65, 1))
-            theirs, out, one = peer_tensor(inbox, 1 - pe), torch.zeros(64).long(), torch.ones(1).long()
+            to, out, one = peer_tensor(inbox, 1 - pe), torch.zeros(65).long(), torch.tensor([STAMP])
             main, other, reader = (world.stream() for _ in range(3))
 
             def copy() -> None:
                 if link in ("gpu", "sys"):
                     wait_on_stream(flag, tdl.CMP_EQ, 1)
-                copy_on_stream(theirs[:64], source)
+                copy_on_stream(to[:64], source)
 
-            stamps = {"copy": lambda: copy_on_stream(theirs[64:], one), "write": lambda: write_on_stream(theirs[64], 1)}
+            stamps = {"copy": lambda: copy_on_stream(to[64:], one), "write": lambda: write_on_stream(to[64], STAMP)}
             for name, step in {
                 "fill": lambda: device(lambda *words: fill(*words, link.removeprefix("join")), source, flag),
                 "copy": copy,
@@ -193,7 +194,8 @@ def exchange(elsewhere: str = "", link: str = "", stamp: str = "copy") -> Case:
             for stream in (main, other, reader):
                 stream.synchronize()
             tdcoll.barrier()
-            assert out.tolist() == list(range(1, 65)), "old data"
+            assert out[:64].tolist() == list(range(1, 65)), "old data"
+            assert stamp == "ignored" or out[64] == STAMP, "a torn stamp"
 
         world.run(host)
 
