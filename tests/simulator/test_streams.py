@@ -222,12 +222,13 @@ def test_what_streams_refuse_and_what_needs_none() -> None:
     world, made = World(2), []
 
     def host(pe: int) -> None:
-        sums, stream = torch.zeros(2, 64).long(), world.stream()
+        sums, word, stream = torch.zeros(2, 64).long(), torch.zeros(1).long(), world.stream()
         with stream:
+            wait_on_stream(word, tdl.CMP_EQ, 1)
             device(fill, sums[0], sums)
-        assert sums[0].sum() == 0  # the host has gone on
         device(fill, sums[1], sums)
-        assert sums[1].sum() == 2080
+        assert sums.sum(1).tolist() == [0, 2080]  # the host has gone on
+        write_on_stream(word, 1)
         stream.synchronize()
         assert sums[0].sum() == 2080
         made.append(stream)
