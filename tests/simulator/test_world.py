@@ -81,7 +81,7 @@ PLACE = rf"{re.escape(__file__)}, line {see_grid.fn.__code__.co_firstlineno + 1}
     [
         (TypeError, rf"see_grid\(\): missing a required argument: 'y'; .*{PLACE}", (1,), (2,)),
         (TypeError, r"see_grid\(\): too many positional arguments", (1,), (2, 3, 4)),
-        (ValueError, "1 to 3 extents", (1, 1, 1, 1), (2, 3)),
+        *((ValueError, "1 to 3 extents of at least 0", grid, (2, 3)) for grid in ((1, 1, 1, 1), (1, -1))),
         (ValueError, "must be a CPU tensor", (1,), (2, torch.zeros(1, device="meta"))),
     ],
 )
@@ -310,7 +310,7 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
     assert sorted(e["id"] for e in by_phase["b"]) == sorted(e["id"] for e in by_phase["e"])
     assert {(e["name"], e["args"]["to"]) for e in by_phase["b"]} >= {("put+signal to pe1", "pe1.buffer[64]")}
     assert len(by_phase["i"]) == sum(count.signals for count in world.counts)
-    assert any(event["name"] == "pe1.signals[4] = 1" for event in by_phase["i"])
+    assert any((event["pid"], event["name"]) == (1, "pe1.signals[4] = 1") for event in by_phase["i"])
     assert any(event["name"].startswith("wait pe0.signals[1] and 2 more >= ") for event in by_phase["X"])
     for event in by_phase["X"]:
         rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
