@@ -180,7 +180,7 @@ def test_a_broadcast_with_acknowledgement_is_clean(stragglers: bool | None, seed
 @pytest.mark.parametrize("get", [False, True])
 @controls(
     ["//release", "//signal_block", "copy//signal_block", "/fence/signal", "/quiet/signal"],
-    ["//signal", "//relaxed", "//gpu release", "//put_signal"],
+    ["//signal", "copy//signal", "//relaxed", "//gpu release", "//put_signal"],
 )
 def test_own_stores_that_peers_read(how: str, clean: bool, get: bool) -> None:
     """A signal, of a call or of a put, says nothing of what its sender has stored to its own memory."""
