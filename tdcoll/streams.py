@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations that the host queues on a stream: a barrier of all ranks, waits, writes of words, copies between ranks.
 
-All of it is asynchronous on a GPU, in the order of the stream, and may be captured into a CUDA graph. On the simulator,
-which has no streams, each is done before it returns.
+All of it is asynchronous on a GPU, in the order of the stream, and may be captured into a CUDA graph. On the simulator
+each is done before it returns, unless the host has entered a stream that ``World.stream`` made.
 """
 
 from __future__ import annotations

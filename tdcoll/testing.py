@@ -178,11 +178,11 @@ def record(path: str | Path) -> Iterator[None]:
     heap = job.heap
     if not isinstance(heap, ProcessHeap):
         raise TdcollError("record() is for simulated jobs of one process per rank; a World has trace=True")
-    heap.trace = trace = Trace(lambda: time.monotonic_ns() / 1e3)
+    heap.machine.trace = trace = Trace(lambda: time.monotonic_ns() / 1e3)
     try:
         yield
     finally:
-        heap.trace = None
+        heap.machine.trace = None
     parts: Sequence[str] = job.control.all_gather(range(job.world_size), "record", trace.to_json())
     if job.rank == 0:
         events = [event for part in parts for event in json.loads(part)["traceEvents"]]

@@ -79,17 +79,23 @@ def imports(source: str, known: Mapping[str, str]) -> set[tuple[str, bool]]:
 
     def found() -> Iterator[tuple[str, bool]]:
         for node, inside in nodes:
-            if isinstance(node, ast.Import):
-                yield from ((alias.name, not inside) for alias in node.names if not (inside and alias.name == "tdcoll"))
-            elif isinstance(node, ast.ImportFrom):
-                assert not node.level, "imports are absolute"
-                for alias in node.names:
-                    name = f"{node.module}.{alias.name}"
-                    yield name if name in known else node.module or "", not inside
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != "tdcoll":
+            taken = inside and isinstance(node, ast.Import)
+            yield from ((name, not inside) for name in named(node, known) if not (taken and name == "tdcoll"))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != "tdcoll":
                 yield node.value, loads
 
     return {(name, at_once) for name, at_once in found() if name in known}
+
+
+def named(node: ast.AST, known: Mapping[str, str]) -> Iterator[str]:
+    """The modules that an import statement names."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert not node.level, "imports are absolute"
+        for alias in node.names:
+            name = f"{node.module}.{alias.name}"
+            yield name if name in known else node.module or ""
 
 
 def walk(node: ast.AST, inside: bool) -> Iterator[tuple[ast.AST, bool]]:
@@ -165,6 +171,33 @@ def test_there_are_no_circles() -> None:
         for module, found in IMPORTS.items()
     }
     assert circles(graph) == set()
+
+
+def looped(sources: Mapping[str, str]) -> set[tuple[str, ...]]:
+    """Files that name each other in a loop of import statements, those in functions and for type checkers included.
+
+    The package itself does not count: it gives out the names of all.
+    """
+    return circles(
+        {
+            module: {name for node in ast.walk(ast.parse(source)) for name in named(node, sources) if name in sources}
+            - {module, "tdcoll"}
+            for module, source in sources.items()
+        }
+    )
+
+
+def test_no_files_import_each_other_in_a_loop() -> None:
+    assert looped(SOURCES) == set()
+
+
+def test_what_a_loop_of_files_is() -> None:
+    late = "def f():\n from tdcoll.bench import b"
+    files = {"tdcoll": "import tdcoll.bench.a", "tdcoll.bench.a": late, "tdcoll.bench.b": "import tdcoll"}
+    assert looped(files) == set()
+    for back in ("import tdcoll.bench.a", "if TYPE_CHECKING:\n from tdcoll.bench import a"):
+        closed = {**files, "tdcoll.bench.b": back}
+        assert looped(closed | {"tdcoll.bench.c": "import tdcoll.bench.a"}) == {("tdcoll.bench.a", "tdcoll.bench.b")}
 
 
 ALONE = """

@@ -32,10 +32,12 @@ from tdcoll.language.simulator_arguments import (
     scalar,
 )
 from tdcoll.language.simulator_waits import *  # noqa: F403
+from tdcoll.runtime.simulator import transfers, waits
+from tdcoll.runtime.simulator.branches import thread_index
 from tdcoll.runtime.simulator.builder import numpy_dtype
+from tdcoll.runtime.simulator.current import pointers
 from tdcoll.runtime.simulator.extents import Address
-from tdcoll.runtime.simulator.lanes import thread_index
-from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.machine import BARRIERS, Machine
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import FUNCTIONS
 
@@ -49,7 +51,7 @@ def my_pe(running):
 
 @device
 def n_pes(running):
-    return int32(running.n_pes)
+    return int32(running.memory.n_pes)
 
 
 @blocks
@@ -67,14 +69,14 @@ def remote_ptr(running, local_ptr, pe):
 
 @device
 def int_p(running, dest, value, pe):
-    running.put_word(running.check_symmetric(dest, 4, "dest", pe), (value & 0xFFFF_FFFF).to_bytes(4, "little"), pe)
+    running.check_symmetric(dest, 4, "dest", pe)
+    transfers.put(running, dest, (value & 0xFFFF_FFFF).to_bytes(4, "little"), 4, pe, nbi=True)
 
 
 def _put(running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool, scope: str) -> None:
     running.check_symmetric(dest, nbytes, "dest", pe)
-    if nbytes:
-        running.check_local(source, nbytes, "source", pe)
-    running.put(dest, source, nbytes, pe, nbi=nbi)
+    running.check_local(source, nbytes, "source", pe)
+    transfers.put(running, dest, source, nbytes, pe, nbi=nbi)
 
 
 def _put_signal(
@@ -82,19 +84,17 @@ def _put_signal(
     *, nbi: bool, scope: str,
 ) -> None:  # fmt: skip
     running.check_symmetric(dest, nbytes, "dest", pe)
-    if nbytes:
-        running.check_local(source, nbytes, "source", pe)
+    running.check_local(source, nbytes, "source", pe)
     running.check_signal(sig_addr, "sig_addr", pe)
     if checked_operation(sig_op) == c.SIGNAL_ADD.value:
         signal *= multiplicity(running, scope)
-    running.put(dest, source, nbytes, pe, nbi=nbi, signal=(sig_addr, signal, sig_op))
+    transfers.put(running, dest, source, nbytes, pe, nbi=nbi, signal=(sig_addr, signal, sig_op))
 
 
 def _get(running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool, scope: str) -> None:
     running.check_symmetric(source, nbytes, "source", pe)
-    if nbytes:
-        running.check_local(dest, nbytes, "dest", pe)
-    running.get(dest, source, nbytes, pe, nbi=nbi)
+    running.check_local(dest, nbytes, "dest", pe)
+    transfers.get(running, dest, source, nbytes, pe, nbi=nbi)
 
 
 for _base, _transfer in (("putmem", _put), ("putmem_signal", _put_signal), ("getmem", _get)):
@@ -109,7 +109,7 @@ def signal_op(running, sig_addr, signal, sig_op, pe):
     running.check_signal(sig_addr, "sig_addr", pe)
     if checked_operation(sig_op) == c.SIGNAL_ADD.value:
         signal *= multiplicity(running, "")
-    running.signal(sig_addr, signal, sig_op, pe)
+    transfers.signal(running, sig_addr, signal, sig_op, pe)
 
 
 @device
@@ -118,17 +118,17 @@ def signal_block(running, sig_addr, signal, sig_op, pe):
     running.check_signal(sig_addr, "sig_addr", pe)
     operation = checked_operation(sig_op)
     syncthreads()
-    running.release()  # the one thread's fence, which also waits for the block's stores
-    running.fence()
-    running.signal(sig_addr, signal, operation, pe)
+    transfers.release(running)  # the one thread's fence, which also waits for the block's stores
+    transfers.fence(running)
+    transfers.signal(running, sig_addr, signal, operation, pe)
 
 
 @device
 def signal_wait_until(running, sig_addr, cmp_, cmp_val):
     running.check_signal(sig_addr, "sig_addr")
     comparison(cmp_, "cmp_")
-    seen = running.waits.until(sig_addr, cmp_, cmp_val)
-    return scalar(seen, np.uint64, tl.uint64)
+    seen, _ = waits.signals(running, [sig_addr], cmp_, cmp_val)
+    return scalar(seen[0], np.uint64, tl.uint64)
 
 
 # ---------------------------------------------------------------------- words of other PEs
@@ -165,12 +165,12 @@ def _as(kind: Any, function: str, parameter: str, value: Any) -> Any:
 
 
 def _p(running: Machine, address: int, kind: Any, pe: int, value: Any) -> None:
-    running.put_word(address, value.tobytes(), pe)
+    transfers.put(running, address, value.tobytes(), value.nbytes, pe, nbi=True)
 
 
 def _g(running: Machine, address: int, kind: Any, pe: int) -> Any:
     word = np.zeros(1, kind)
-    running.get(word.ctypes.data, address, kind.itemsize, pe, nbi=False)
+    transfers.get(running, word.ctypes.data, address, kind.itemsize, pe, nbi=False)
     return word[0]
 
 
@@ -178,7 +178,7 @@ def _atomic(change: Callable[..., Any], fetches: bool = True) -> Callable[..., A
     """Return an operation that makes ``change(old, *values)`` of a word and returns ``old``."""
 
     def operation(running: Machine, address: int, kind: Any, pe: int, *values: Any) -> Any:
-        return running.atomic(address, kind, pe, lambda old: change(old, *values), fetches=fetches)
+        return transfers.atomic(running, address, kind, pe, lambda old: change(old, *values), fetches=fetches)
 
     return operation
 
@@ -198,7 +198,7 @@ atomic_compare_swap = _typed("atomic_compare_swap", _atomic(lambda old, cond, va
 
 def _add(running: Machine, address: int, kind: Any, pe: int, value: Any) -> None:
     total = np.array([value]) * kind.type(multiplicity(running, ""))
-    running.atomic(address, kind, pe, lambda old: _sum(old, total[0]), fetches=False)
+    transfers.atomic(running, address, kind, pe, lambda old: _sum(old, total[0]), fetches=False)
 
 
 atomic_add = _typed("atomic_add", _add)
@@ -209,21 +209,17 @@ atomic_add = _typed("atomic_add", _add)
 
 @device
 def fence(running):
-    running.fence()
+    transfers.fence(running)
 
 
 @device
 def quiet(running):
-    running.quiet()
+    transfers.quiet(running)
 
 
-def _barrier(running: Machine, *, name: str) -> None:
-    running.barrier(name)
-
-
-for _base in ("barrier_all", "sync_all"):
+for _base in BARRIERS:
     for _scope in ("", "_warp", "_block"):
-        globals()[_base + _scope] = device(partial(_barrier, name=_base), _base + _scope)
+        globals()[_base + _scope] = device(partial(transfers.barrier, name=_base), _base + _scope)
 
 
 # ---------------------------------------------------------------------- threads
@@ -268,7 +264,7 @@ def st(running, ptr, val, scope, semantic):
     release = choice("semantic", semantic, ("relaxed", "release")) == "release"
     integer_pointee("st", ptr)
     if release:
-        running.release(system=system)
+        transfers.release(running, system=system)
     tl.store(ptr, val, _semantic=triton_interpreter.interpreter_semantic)
 
 
@@ -314,4 +310,4 @@ def block_and(running, flag):
 
 @device
 def copy_block(running, dst, src, nbytes):
-    running.pointers.copy(dst, src, nbytes)
+    pointers().copy(dst, src, nbytes)

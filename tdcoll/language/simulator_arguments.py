@@ -14,6 +14,7 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.errors import TdcollError
 from tdcoll.language.checks import require_64_bits
+from tdcoll.runtime.simulator.branches import differs, one_value
 from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import Address
 from tdcoll.runtime.simulator.machine import Machine
@@ -29,6 +30,8 @@ def number_of(function: str, parameter: str, value: Any) -> int:
         value = value.value
     if isinstance(value, tl.tensor):
         data = value.handle.data
+        if differs(value):
+            raise one_value(f"{function}: {parameter}")
         if data.size != 1 or value.type.is_block():
             raise ValueError(f"{function}: {parameter} must be a scalar, got a block of shape {list(data.shape)}")
         value = data.reshape(-1)[0].item()

@@ -12,11 +12,13 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.language.checks import comparison, consumed, integer_pointee, require_scalar
 from tdcoll.language.simulator_arguments import blocks, device, int32, number_of
+from tdcoll.runtime.simulator import transfers, waits
 from tdcoll.runtime.simulator.builder import numpy_dtype
+from tdcoll.runtime.simulator.current import pointers
 from tdcoll.runtime.simulator.extents import origin_of
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.memory import read_word
-from tdcoll.runtime.simulator.monitor import Monitor
+from tdcoll.runtime.simulator.waits import Monitor
 from tdcoll.spec import constants as c
 
 __all__ = ["consume_token", "grid_barrier", "load_words", "store_flagged", "store_words", "test_signal"]
@@ -28,7 +30,8 @@ __all__ += ["wait_words_of_all"]
 def wait_signal(running, signal, compare, value, monitor, peer, index):
     running.check_signal(signal, "signal")
     comparison(compare)
-    return int32(running.waits.all([(signal, peer, index)], compare, value, Monitor(monitor)))
+    _, came = waits.signals(running, [signal], compare, value, threads=[(peer, index)], monitor=Monitor(monitor))
+    return int32(came.all())
 
 
 @device
@@ -42,19 +45,26 @@ def consume_token(running, value, token):
     return value
 
 
-def _check_signals(running: Machine, function: str, signals: int, count: int, compare: int, block: int) -> None:
+def _wait_for_some(
+    running: Machine, function: str, signals: int, count: int, skip: int, compare: int, value: int, monitor: int,
+    block: int, **how: bool,
+) -> tuple[list[int], Any]:  # fmt: skip
+    """Wait for signals of an array; return the indices of those that are waited for, and which of them came."""
     if count > block or block & (block - 1) or block < 1:
         raise ValueError(f"{function}: BLOCK must be a power of two of at least count={count}, got {block}")
     running.check_signal(signals, "signals")
     running.check_symmetric(signals, 8 * max(count, 0), "signals")
     comparison(compare)
+    indices = [index for index in range(count) if index != skip]
+    threads, places = [(index, index) for index in indices], [signals + 8 * index for index in indices]
+    _, came = waits.signals(running, places, compare, value, threads=threads, monitor=Monitor(monitor), **how)
+    return indices, came
 
 
 @device
 def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
-    _check_signals(running, "wait_signals", signals, count, compare, BLOCK)
-    wanted = [(signals + 8 * index, index, index) for index in range(count) if index != skip]
-    return int32(running.waits.all(wanted, compare, value, Monitor(monitor)))
+    _, came = _wait_for_some(running, "wait_signals", signals, count, skip, compare, value, monitor, BLOCK)
+    return int32(came.all())
 
 
 @blocks
@@ -64,37 +74,39 @@ def wait_word(running, word, compare, value, monitor, peer, index):
     kind = numpy_dtype(pointee)
     wanted = int(np.array(number_of("wait_word", "value", value)).astype(kind))
     address = int(word.handle.data.reshape(-1)[0])
-    running.pointers.check_bytes(address, kind.itemsize, word.handle.origin, "load from")
+    pointers().check_bytes(address, kind.itemsize, word.handle.origin, "load from")
     number = number_of("wait_word", "compare", compare)
     comparison(number)
-    return int32(running.waits.word(address, kind, number, wanted, (peer, index), Monitor(monitor)))
+    held = Monitor(monitor)
+    _, came = waits.word(running, address, kind, number, wanted, threads=[(peer, index)], monitor=held)
+    return int32(bool(came[0]))
 
 
 @device
 def wait_until_any(running, signals, count, skip, compare, value, monitor, BLOCK):
-    _check_signals(running, "wait_until_any", signals, count, compare, BLOCK)
-    wanted = [(signals + 8 * index, index) for index in range(count) if index != skip]
-    return int32(running.waits.any(wanted, compare, value, Monitor(monitor)))
+    given = signals, count, skip, compare, value, monitor, BLOCK
+    indices, came = _wait_for_some(running, "wait_until_any", *given, one=True)
+    return int32(indices[came.argmax()] if came.any() else -1)
 
 
 @device
 def test_signal(running, signal, compare, value):
     running.check_signal(signal, "signal")
     comparison(compare)
-    return int32(running.waits.holds(signal, compare, value))
+    return int32(waits.holds(running, signal, compare, value))
 
 
 @device
 def grid_barrier(running, counter, monitor):
-    held = Monitor(monitor)
-    running.pointers.check_bytes(counter, 8, origin_of(counter), "store to")
+    held, kind = Monitor(monitor), np.dtype(np.int64)
+    pointers().check_bytes(counter, 8, origin_of(counter), "store to")
     x, y, z = running.program.grid_dim
     share = (1 << 32) - (x * y * z - 1) if running.program.grid_idx == (0, 0, 0) else 1
-    running.release(system=False)
-    before = running.pointers.change_word(running.program.pe, counter, np.dtype(np.int64), lambda old: old + share)
-    thread = read_word(monitor + 8 * c.MONITOR_RANK.value), 0
-    wanted = ((int(before) >> 32) + 1) << 32
-    return int32(running.waits.word(counter, np.dtype(np.int64), c.CMP_GE.value, wanted, thread, held))
+    transfers.release(running, system=False)
+    before = pointers().change_word(running.program.pe, counter, kind, lambda old: old + share)
+    thread, wanted = (read_word(monitor + 8 * c.MONITOR_RANK.value), 0), ((int(before) >> 32) + 1) << 32
+    _, came = waits.word(running, counter, kind, c.CMP_GE.value, wanted, threads=[thread], monitor=held)
+    return int32(came.all())
 
 
 def _words(words: Any, mask: Any) -> tuple[Any, Any]:
@@ -105,25 +117,26 @@ def _words(words: Any, mask: Any) -> tuple[Any, Any]:
 
 def _wait_for_words(
     running: Machine, words: Any, mask: Any, monitor: int, senders: Sequence[tuple[int, int]], n_parts: int,
-    wait: Callable[..., Any], *given: int,
+    wait: Callable[..., Any], *wanted: int,
 ) -> Any:  # fmt: skip
     """Wait for words of several senders; return blocks of their parts, and then 1 where they came in time.
 
     Each of ``senders`` is a rank and how many bytes after ``words`` its words lie. Of the four parts of a word the
-    first ``n_parts`` are returned. ``wait`` takes addresses, threads, ``given`` and a monitor.
+    first ``n_parts`` are returned. ``wait`` takes the machine, addresses and what is ``wanted``.
     """
     addresses, active = _words(words, mask)
     places, pending = np.flatnonzero(active), []
     for _, offset in senders:
         theirs = addresses + np.uint64(offset)
-        running.pointers.check(theirs, active, 16, words.handle.origin, "load from")
+        pointers().check_words(theirs, active, words.handle.origin, "load from")
         pending.append(theirs[places])
         for address in pending[-1][[0, -1]].tolist() if places.size else ():
-            running.check_flagged(address)
+            running.check_symmetric(address, 16, "words")
     threads = [(rank, place) for rank, _ in senders for place in places.tolist()]
-    seen, arrived = wait(np.concatenate(pending), threads, *given, Monitor(monitor))
+    held = Monitor(monitor)
+    seen, arrived = wait(running, np.concatenate(pending), *wanted, threads=threads, monitor=held)
     blocks = np.zeros((len(senders) * n_parts + 1, addresses.size), np.uint32)
-    seen = seen.view(np.uint32).reshape(len(senders), places.size, 4)[:, :, :n_parts]
+    seen = seen.reshape(len(senders), places.size, 4)[:, :, :n_parts]
     blocks[:-1, places] = seen.transpose(0, 2, 1).reshape(len(senders) * n_parts, places.size)
     blocks[-1] = 1
     blocks[-1, places] = arrived.reshape(len(senders), places.size).all(axis=0)
@@ -134,14 +147,12 @@ def _wait_for_words(
 
 @blocks
 def wait_flagged(running, words, flag, mask, monitor, peer):
-    wait = running.waits.flagged
-    return _wait_for_words(running, words, mask, monitor, [(peer, 0)], 3, wait, flag & 0xFFFF_FFFF)
+    return _wait_for_words(running, words, mask, monitor, [(peer, 0)], 3, waits.flagged, flag & 0xFFFF_FFFF)
 
 
 @blocks
 def wait_words(running, words, absent, mask, monitor, peer, call):
-    wait = running.waits.words
-    return _wait_for_words(running, words, mask, monitor, [(peer, 0)], 4, wait, absent & 0xFFFF_FFFF, call)
+    return _wait_for_words(running, words, mask, monitor, [(peer, 0)], 4, waits.words, absent & 0xFFFF_FFFF, call)
 
 
 @blocks
@@ -150,8 +161,8 @@ def wait_words_of_all(running, words, stride, count, skip, absent, mask, monitor
     if ranks < 2:
         raise ValueError(f"wait_words_of_all: count must be a constant of at least 2, got {ranks}")
     polled = [rank if rank != skip else (rank + 1) % ranks for rank in range(ranks)]
-    senders, wait = [(rank, rank * stride) for rank in polled], running.waits.words
-    return _wait_for_words(running, words, mask, monitor, senders, 4, wait, absent & 0xFFFF_FFFF, call)
+    senders = [(rank, rank * stride) for rank in polled]
+    return _wait_for_words(running, words, mask, monitor, senders, 4, waits.words, absent & 0xFFFF_FFFF, call)
 
 
 @blocks
@@ -160,21 +171,22 @@ def load_words(running, words, mask):
     return tuple(tl.load(parts + part, mask=mask, other=0) for part in range(4))
 
 
-def _store(running: Machine, words: Any, parts: Sequence[Any], mask: Any, store: Callable[..., None]) -> None:
-    """Let ``store`` take addresses, ``[n, 4]`` uint32 parts of words, and which of them count."""
+def _store(words: Any, parts: Sequence[Any], mask: Any, *, whole: bool) -> None:
+    """Store 128-bit words of four parts."""
     addresses, active = _words(words, mask)
-    running.pointers.check(addresses, active, 16, words.handle.origin, "store to")
+    pointers().check_words(addresses, active, words.handle.origin, "store to")
     columns = [np.broadcast_to(part, words.handle.data.shape).reshape(-1) for part in parts]
-    store(addresses, np.ascontiguousarray(np.stack(columns, axis=1)).astype(np.int32).view(np.uint32), active)
+    values = np.ascontiguousarray(np.stack(columns, axis=1)).astype(np.int32).view(np.uint32)
+    pointers().store_words(addresses, values, active, whole=whole)
 
 
 @blocks
 def store_flagged(running, words, first, second, third, flag, mask):
     parts = [*(part.handle.data for part in (first, second, third)), np.int64(flag)]
-    _store(running, words, parts, mask, running.pointers.store_flagged)
+    _store(words, parts, mask, whole=True)
 
 
 @blocks
 def store_words(running, words, first, second, third, fourth, mask):
     parts = [part.handle.data for part in (first, second, third, fourth)]
-    _store(running, words, parts, mask, running.pointers.store_words)
+    _store(words, parts, mask, whole=False)

@@ -1,17 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gathers of a few calls that check every byte: what the negative controls and their twins run."""
+"""All-gathers of a few calls that check every byte, and other cases; device code in lambdas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import protocols
 import torch
+import triton.language as tl
 
+import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
+from tdcoll.language.jit import jit
 from tdcoll.monitor import WaitMonitor
-from tdcoll.testing import World
+from tdcoll.testing import World, first_failure
+
+Case = Callable[[World], None]
+
+
+@jit
+def call(arguments, FUNCTION: tl.constexpr):
+    FUNCTION(*arguments)
+
+
+def device(function: Callable[..., Any], *arguments: Any, grid: tuple[int, ...] = (1,), **options: Any) -> None:
+    """Launch a kernel that calls ``function`` with these arguments."""
+    call[grid](arguments, FUNCTION=function, **options)
+
+
+def elementwise(function: Callable[..., Any], out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """Launch ``out[i] = function(*inputs[i])``, of one block."""
+    n = out.numel()
+
+    def kernel(out, *inputs):
+        i = tl.arange(0, n)
+        tl.store(out + i, function(*(tl.load(one + i) for one in inputs)))
+
+    device(kernel, out, *inputs)
+    return out
+
+
+def wait_once(signal, value, monitor, result):
+    """Device code: peer 7, index 9."""
+    tl.store(result, tdl.wait_signal(signal, tdl.CMP_GE, value, monitor, 7, 9))
+
+
+def add_to_0(word):
+    """Device code: to the word of PE 0, in two ways."""
+    tdl.signal_block(word, 1, tdl.SIGNAL_ADD, 0)
+    tl.atomic_add(tdl.remote_ptr(word, 0), 1)
+
+
+def on_rows(body: Callable[[torch.Tensor, torch.Tensor], Any], n_pes: int = 2, **options: Any) -> Any:
+    """``body(rows, after)`` on PE 0; both int64 ``[8]``, symmetric, ``after`` right behind ``rows`` and its padding."""
+
+    def host(pe: int) -> Any:
+        rows, after = (tdcoll.zeros(8, torch.int64, name=name) for name in ("rows", "after"))
+        return body(rows, after) if pe == 0 else None
+
+    return World(n_pes, **options).run(host)[0]
+
+
+def case(host: Callable[[int, int], None]) -> Case:
+    """The case that runs ``host(pe, n_pes)``."""
+    return lambda world: world.run(lambda pe: host(pe, world.n_pes))
+
+
+def expect(case: Case, clean: bool, report: str, **options: Any) -> None:
+    """A case must be clean, or fail with ``report``."""
+    failure = first_failure(case, **options)
+    assert (failure is None) == clean, failure
+    assert failure is None or report in failure.report
 
 
 def segment(rank: int, call: int, nbytes: int) -> torch.Tensor:
@@ -22,25 +83,20 @@ def segment(rank: int, call: int, nbytes: int) -> torch.Tensor:
 def check(gathered: torch.Tensor, call: int) -> None:
     """``gathered[rank]`` must be the segment of each rank."""
     for rank, got in enumerate(gathered):
-        wanted = segment(rank, call, got.numel())
-        wrong = (got != wanted).nonzero().flatten().tolist()
-        if wrong:
-            raise AssertionError(
-                f"call {call}: {len(wrong)} of {got.numel()} bytes of rank {rank} are wrong, first at {wrong[0]}"
-            )
+        wrong = (got != segment(rank, call, got.numel())).nonzero().flatten().tolist()
+        assert not wrong, f"call {call}: {len(wrong)} of {got.numel()} bytes of rank {rank} are wrong, first {wrong[0]}"
 
 
 def gathering(
     launch: Callable[..., None], *, calls: int = 3, slots: int = 2, signal_slots: int | None = None, nbytes: int = 16
-) -> Callable[[World], None]:
-    """A case: ``calls`` all-gathers on ``slots`` buffers; ``launch(buffer, signals, nbytes, call, monitor, n)``."""
+) -> Case:
+    """``calls`` all-gathers on ``slots`` buffers; ``launch(buffer, signals, nbytes, call, monitor, n)``."""
 
     def case(world: World) -> None:
         n = world.n_pes
 
         def host(pe: int) -> None:
-            job = runtime.current()
-            monitor = WaitMonitor()
+            job, monitor = runtime.current(), WaitMonitor()
             rows = slots if signal_slots is None else signal_slots
             buffers = job.allocate((slots, n, nbytes), torch.uint8, name="buffer")
             signals = job.allocate((rows, n), torch.int64, name="signals")
@@ -56,36 +112,19 @@ def gathering(
     return case
 
 
-def gather(how: str, compare: int = tdl.CMP_GE.value, **options: int) -> Callable[[World], None]:
-    """Return the case for ``protocols.gather``."""
+def gather(how: str = "//put_signal/", compare: int = tdl.CMP_GE.value, **options: int) -> Case:
+    """The case for ``protocols.gather``; ``how``: DATA/ORDER/TELL/END."""
 
-    def launch(
-        buffer: torch.Tensor, signals: torch.Tensor, nbytes: int, call: int, monitor: torch.Tensor, n: int
-    ) -> None:
-        protocols.gather[(n,)](buffer, signals, nbytes, call, monitor, n, how, compare)
+    def launch(buffer: Any, signals: Any, nbytes: int, call: int, monitor: Any, n: int) -> None:
+        protocols.gather[(n,)](buffer, signals, nbytes, call, monitor, n, how.split("/"), compare)
 
     return gathering(launch, **options)
 
 
-def broadcast(ack: bool, calls: int = 5, nbytes: int = 16) -> Callable[[World], None]:
-    """Return a case: ``calls`` broadcasts through two slots in turn, of which every rank reads every byte."""
+def spinning(forget: int) -> Case:
+    """Polling loops; one that cannot end if PE 2 is to ``forget`` PE 0."""
 
-    def case(world: World) -> None:
-        n = world.n_pes
+    def launch(buffer: Any, signals: Any, nbytes: int, call: int, monitor: Any, n: int) -> None:
+        protocols.gather_by_threads[(n,)](buffer, signals, nbytes, call, n, "spin", forget)
 
-        def host(pe: int) -> None:
-            job, monitor = runtime.current(), WaitMonitor()
-            buffers = job.allocate((2, nbytes), torch.uint8, name="buffer")
-            arrived = job.allocate((2,), torch.int64, name="arrived")
-            taken = job.allocate((n,), torch.int64, name="taken")
-            for call in range(1, calls + 1):
-                slot, wanted = call % 2, segment(0, call, nbytes)
-                if pe == 0:
-                    buffers[slot] = wanted
-                protocols.broadcast[(1,)](buffers[slot], arrived[slot:], taken, nbytes, call, monitor.words, n, ack)
-                monitor.check()
-                assert torch.equal(buffers[slot], wanted), f"call {call}: wrong bytes of rank 0"
-
-        world.run(host)
-
-    return case
+    return gathering(launch, calls=2)

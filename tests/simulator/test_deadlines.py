@@ -5,118 +5,109 @@ from __future__ import annotations
 
 import re
 
-import kernels
 import protocols
 import pytest
 import torch
+import triton.language as tl
+from cases import add_to_0, device, wait_once
 
 import tdcoll
+import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.errors import CollectiveTimeout, TdcollError
 from tdcoll.monitor import WaitMonitor
 from tdcoll.testing import Deadlock, World
 
 
-def _waits_for_dead(world, *, kill):
-    """PE 1 is to signal PE 0 and does not."""
+def result():
+    return torch.full((1,), -1, dtype=torch.int32)
+
+
+def _waits(world=None):
+    """PE 1 is to signal PE 0 and does not; it dies if there is a ``world``."""
 
     def host(pe):
-        job = runtime.current()
-        monitor = WaitMonitor(timeout_s=2.5)
-        signals = job.allocate((4,), torch.int64, name="signals")
-        result = torch.full((1,), -1, dtype=torch.int32)
+        signals, monitor, came = tdcoll.zeros(4, torch.int64, name="signals"), WaitMonitor(timeout_s=2.5), result()
         if pe == 1:
-            if kill:
+            if world is not None:
                 world.kill(1)
             return
-        kernels.wait_once[(1,)](signals[3:], 6, monitor.words, result)
-        assert result.item() == 0
+        device(wait_once, signals[3:], 6, monitor.words, came)
+        assert came.item() == 0
         monitor.check()
-        return
 
     return host
 
 
-def test_wait_for_a_killed_pe_expires():
-    world = World(2)
-    with pytest.raises(CollectiveTimeout) as raised:
-        world.run(_waits_for_dead(world, kill=True))
-    error = raised.value
-    assert (error.rank, error.peer, error.signal, error.epoch) == (0, 7, 9, 6)
-    assert (error.expected, error.seen, error.timeout_s) == (6, 0, 2.5)
-
-
 def test_wait_expires_or_raises_as_asked():
-    with pytest.raises(Deadlock, match=r"pe0 wait_once\(0,0,0\) waits for pe0\.signals\[3\] >= 6, is 0"):
-        World(2).run(_waits_for_dead(None, kill=False))
-    with pytest.raises(CollectiveTimeout):
-        World(2, on_timeout="expire").run(_waits_for_dead(None, kill=False))
+    with pytest.raises(Deadlock, match=r"pe0 call\(0,0,0\) waits for pe0\.signals\[3\] >= 6, is 0"):
+        World(2).run(_waits())
+    killing = World(2)
+    for world, host in ((World(2, on_timeout="expire"), _waits()), (killing, _waits(killing))):
+        with pytest.raises(CollectiveTimeout) as raised:
+            world.run(host)
+        error = raised.value
+        assert (error.rank, error.peer, error.signal, error.epoch) == (0, 7, 9, 6)
+        assert (error.expected, error.seen, error.timeout_s) == (6, 0, 2.5)
+
+
+def gather(buffer, signals, call, monitor, grid=4):
+    how = "", "", "put_signal", ""
+    protocols.gather[(grid,)](buffer, signals, 16, call, monitor.words, 4, how, tdl.CMP_GE.value)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_in_the_middle_all_others_name_it_or_each_other(seed):
-    world = World(4, seed=seed, weak=True)
-    outcomes = {}
+    world, errors = World(4, seed=seed, weak=True), []
 
     def host(pe):
-        job = runtime.current()
         monitor = WaitMonitor()
-        buffers = job.allocate((2, 4, 16), torch.uint8, name="buffer")
-        signals = job.allocate((2, 4), torch.int64, name="signals")
+        buffers = tdcoll.zeros((2, 4, 16), torch.uint8, name="buffer")
+        signals = tdcoll.zeros((2, 4), torch.int64, name="signals")
         if pe == 2:
             world.kill(2, after_turns=5 + 7 * seed)
         for call in range(1, 20):
-            protocols.gather[(4,)](buffers[call % 2], signals[call % 2], 16, call, monitor.words, 4, "put_signal", 5)
+            gather(buffers[call % 2], signals[call % 2], call, monitor)
             try:
                 monitor.check()
             except CollectiveTimeout as error:
-                outcomes[pe] = error
+                errors.append(error)
                 return "timeout"
         return "finished"
 
     assert world.run(host) == ["timeout", "timeout", None, "timeout"]
-    assert 2 in {error.peer for error in outcomes.values()}
-    assert all(error.peer != error.rank for error in outcomes.values())
-
-
-def _waits_for_late(results):
-    def host(pe):
-        job, monitor = runtime.current(), WaitMonitor()
-        signals = job.allocate((1,), torch.int64, name="signals")
-        result = torch.full((1,), -1, dtype=torch.int32)
-        if pe == 0:
-            kernels.wait_once[(1,)](signals, 1, monitor.words, result)
-        else:
-            job.world.pause(50)
-            kernels.add_to_0[(1,)](signals)
-        job.control.all_gather(range(2), "end", None)
-        results[pe] = result, monitor, signals
-
-    return host
+    assert 2 in {error.peer for error in errors}
+    assert all(error.peer != error.rank for error in errors)
 
 
 def test_waits_expire_early_while_their_peer_is_only_late():
     """With some seeds; whose schedules are until then what they are without. What comes later still arrives."""
     seen = set()
+
+    def host(world, results, pe):
+        signals, monitor, came = tdcoll.zeros(1, torch.int64, name="signals"), WaitMonitor(), result()
+        if pe == 0:
+            device(wait_once, signals, 1, monitor.words, came)
+        else:
+            world.pause(50)
+            device(add_to_0, signals)
+        runtime.current().control.all_gather(range(2), "end", None)
+        results[pe] = came, monitor, signals
+
     for seed in range(12):
-        worlds, results = [], {}
-        for on_timeout in ("expire", "early"):
-            world = World(2, seed=seed, weak=True, on_timeout=on_timeout)
-            for job in world.runtimes:
-                job.world = world
-            worlds.append(world)
-            world.run(_waits_for_late(results))
+        expired, early = worlds = [World(2, seed=seed, weak=True, on_timeout=how) for how in ("expire", "early")]
+        for world in worlds:
+            results = {}
+            world.run(lambda pe, world=world, results=results: host(world, results, pe))
+            came, monitor, signals = results[0]
             gave_up = bool(world.gave_up)
-            result, monitor, signals = results[0]
-            assert (result.item(), monitor.expired, signals.item()) == (0 if gave_up else 1, gave_up, 2)
-        expired, early = worlds
+            assert (came.item(), monitor.expired, signals.item()) == (0 if gave_up else 1, gave_up, 2)
         assert not expired.gave_up
         seen.add(gave_up)
         if gave_up:
             (report,) = early.gave_up
-            assert re.fullmatch(
-                r"pe0 wait_once\(0,0,0\) at step \d+, which waits for pe0\.signals\[0\] >= 1, is 0", report
-            )
+            waiting = r"pe0 call\(0,0,0\) at step \d+, which waits for pe0\.signals\[0\] >= 1, is 0"
+            assert re.fullmatch(waiting, report)
             assert f"impatient; gave up early: {report}" in early.describe()
         else:
             assert early.fingerprint == expired.fingerprint
@@ -125,20 +116,16 @@ def test_waits_expire_early_while_their_peer_is_only_late():
 
 def test_expired_wait_ends_the_others_of_its_monitor():
     def host(pe):
-        job = runtime.current()
-        monitor = WaitMonitor()
-        signals = job.allocate((2, 4), torch.int64, name="signals")
-        buffer = job.allocate((4, 16), torch.uint8)
-        protocols.gather[(1,)](buffer, signals[0], 16, 1, monitor.words, 4, "put_signal", 5)
+        monitor, signals = WaitMonitor(), tdcoll.zeros((2, 4), torch.int64, name="signals")
+        gather(tdcoll.zeros((4, 16), torch.uint8), signals[0], 1, monitor, grid=1)
         assert monitor.expired
-        result = torch.full((1,), -1, dtype=torch.int32)
-        kernels.wait_once[(3,)](signals[1], 1, monitor.words, result)  # returns at once
-        signals[1] = 1
-        first = result.item()
-        kernels.wait_once[(1,)](signals[1], 1, monitor.words, result)
-        return first, result.item()
+        came = result()
+        device(wait_once, signals[1], 1, monitor.words, came, grid=(3,))  # returns at once
+        signals[1], first = 1, came.item()
+        device(wait_once, signals[1], 1, monitor.words, came)
+        return first, came.item()
 
-    assert World(1, on_timeout="expire").run(lambda pe: host(pe)) == [(0, 1)]
+    assert World(1, on_timeout="expire").run(host) == [(0, 1)]
 
 
 @pytest.mark.parametrize("weak", [False, True])
@@ -146,12 +133,20 @@ def test_a_wait_for_words_of_which_some_come(weak):
     """Those are taken; the record names the first that is missing, and what is there instead."""
     out = torch.full((4, 8), -1, dtype=torch.int32)
 
+    def all_but_every_third(words, monitor, out):
+        place = tl.arange(0, 8)
+        if tdl.my_pe() == 0:
+            theirs = tdl.remote_ptr(words, 1) + 2 * place
+            tdl.store_flagged(theirs, place + 10, place - 10, place * place, 5, place % 3 != 1)
+        else:
+            for i, part in enumerate(tdl.wait_flagged(words + 2 * place, 5, place != 7, monitor, 0)):
+                tl.store(out + 8 * i + place, part)
+
     def host(pe):
         words, monitor = tdcoll.zeros((8, 2), torch.int64), WaitMonitor()
-        words[4, 1] = 3 << 32  # an older flag
-        words[1, 1] = 2 << 32
+        words[4, 1], words[1, 1] = 3 << 32, 2 << 32  # older flags
         tdcoll.barrier()
-        kernels.flagged_but_every_third[(1,)](words, 5, monitor.words, out)
+        device(all_but_every_third, words, monitor.words, out)
         if pe == 1:
             with pytest.raises(CollectiveTimeout) as expired:
                 monitor.check()
@@ -173,22 +168,24 @@ def test_exchange_with_a_killed_pe_raises_as_the_store_does():
         if pe == 1:
             world.kill(1)
         with pytest.raises(TdcollError, match=r"rank 0 waited 4 s in 'allocate rows' for rank\(s\) \[1\]"):
-            runtime.current().allocate((1,), torch.int64, name="rows")
+            tdcoll.zeros(1, torch.int64, name="rows")
         return "told"
 
     assert world.run(host) == ["told", None]
 
 
-def test_kill_loses_messages_or_not():
-    for lose, seen in ((True, 0), (False, 5)):
-        world = World(2, weak=True)
-        words = {}
+@pytest.mark.parametrize(("lose", "seen"), [(None, 5), (True, 0), (False, 5)])
+def test_messages_outlive_their_launch_but_not_always_their_pe(lose, seen):
+    """The end of a kernel does not complete its puts, and the end of a run does."""
+    world, words = World(2, weak=True), {}
 
-        def host(pe, world=world, words=words, lose=lose):
-            words[pe] = runtime.current().allocate((1,), torch.int64, name="word")
-            if pe == 0:
-                kernels.put[(1,)](words[0], torch.full((1,), 5), 8, 1)
+    def host(pe):
+        words[pe] = tdcoll.zeros(1, torch.int64, name="word")
+        if pe == 0:
+            device(tdl.putmem_block, words[0], torch.full((1,), 5), 8, 1)
+            assert words[1].item() == 0
+            if lose is not None:
                 world.kill(0, lose_messages=lose)
 
-        world.run(host)
-        assert words[1].item() == seen
+    world.run(host)
+    assert words[1].item() == seen

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,22 +12,24 @@ from hypothesis import strategies as st
 
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
+from tdcoll.runtime.simulator.tasks import Task
 
 
 class Wire:
-    """A network over a buffer of bytes, and a log of what arrived."""
+    """A network over a buffer of bytes, two programs of PE 0 and one of PE 1, and a log of what arrived."""
 
-    def __init__(self, policy):
+    def __init__(self, policy: Policy):
+        self.p, self.q, self.r = (Task(0, name, pe, print) for name, pe in (("p", 0), ("q", 0), ("r", 1)))
         self.memory = ctypes.create_string_buffer(256)
         self.base = ctypes.addressof(self.memory)
         self.log: list[object] = []
         self.arrived: list[object] = []
         self.network = Network(policy, lambda at, n: self.log.append((at - self.base, n)), self.arrived.append)
 
-    def send(self, issuer, pe, at, data, *, kind="put", signal=None, source_pe=0):
+    def send(self, issuer, pe, at, data, *, kind="put", signal=None):
         pieces = self.network.cut(self.base + at, data, len(data))
         update = None if signal is None else (lambda: self.log.append(signal))
-        return self.network.issue(issuer, pe, kind, pieces, source_pe=source_pe, signal=update)
+        return self.network.issue(issuer, pe, kind, pieces, signal=update)
 
     def settle(self):
         while self.network.deliver():
@@ -34,104 +37,65 @@ class Wire:
         return self.log
 
 
-def seeds(count=100):
-    return (RandomPolicy(seed, 4) for seed in range(count))
+def logs(scenario: Callable[[Wire], object], count: int = 100) -> list[list[object]]:
+    """What arrives, with many seeds."""
+    wires = [Wire(RandomPolicy(seed, 4)) for seed in range(count)]
+    for wire in wires:
+        scenario(wire)
+    return [wire.settle() for wire in wires]
 
 
 def test_fair_order_is_the_order_of_issue():
     wire = Wire(Policy())
-    wire.send("p", 1, 0, b"abcd", signal="first")
-    wire.send("p", 1, 8, b"efgh")
+    wire.send(wire.p, 1, 0, b"abcd", signal="first")
+    wire.send(wire.p, 1, 8, b"efgh")
     assert wire.memory.raw[:12] == bytes(12)
     assert wire.settle() == [(0, 4), (8, 4), "first"]
     assert wire.memory.raw[:12] == b"abcd\0\0\0\0efgh"
 
 
-def test_signal_comes_after_its_own_bytes():
-    for policy in seeds():
-        wire = Wire(policy)
-        wire.send("p", 1, 0, b"abcdefgh", signal="done")
-        log = wire.settle()
-        assert log[-1] == "done"
-        assert sum(n for _, n in log[:-1]) == 8
-
-
-def test_signal_says_nothing_of_other_puts():
-    orders = set()
-    for policy in seeds():
-        wire = Wire(policy)
-        wire.send("p", 1, 0, b"a")
-        wire.send("p", 1, 8, b"b", signal="done")
-        log = wire.settle()
-        orders.add(log.index("done") < log.index((0, 1)))
-    assert orders == {True, False}
-
-
-def test_pieces_come_in_any_order():
-    firsts = set()
-    for policy in seeds():
-        wire = Wire(policy)
-        wire.send("p", 1, 0, b"abcdefgh")
-        firsts.add(wire.settle()[0])
+def test_pieces_come_in_any_order_before_their_own_signal():
+    found = logs(lambda wire: wire.send(wire.p, 1, 0, b"abcdefgh", signal="done"))
+    assert all(log[-1] == "done" and sum(n for _, n in log[:-1]) == 8 for log in found)
+    firsts = {log[0] for log in found}
     assert (0, 8) not in firsts
-    assert any(at == 0 for at, _ in firsts)
-    assert any(at > 0 for at, _ in firsts)
+    assert {at > 0 for at, _ in firsts} == {True, False}
 
 
-def test_fence_orders_per_destination():
-    across = set()
-    for policy in seeds():
-        wire = Wire(policy)
-        wire.send("p", 1, 0, b"a")
-        wire.send("p", 2, 1, b"b")
-        wire.network.fence(0)
-        wire.send("p", 1, 2, b"c", signal="one")
-        log = wire.settle()
-        assert log.index((0, 1)) < log.index((2, 1)) < log.index("one")
-        across.add(log.index((1, 1)) < log.index((2, 1)))
-    assert across == {True, False}, "a fence says nothing about different PEs"
+def fenced(first, second, pe=0, kind="put"):
+    """Sends ``a``, fences, and sends ``b``, each by a program to a PE."""
+
+    def scenario(wire):
+        wire.send(getattr(wire, first[0]), first[1], 0, b"a", kind=kind)
+        if pe is not None:
+            wire.network.fence(pe)
+        wire.send(getattr(wire, second[0]), second[1], 1, b"b", kind=kind, signal="done")
+
+    return scenario
 
 
-def test_fence_orders_what_any_program_of_the_pe_sends():
-    for policy in seeds():
-        wire = Wire(policy)
-        wire.send("p", 1, 0, b"a")
-        wire.network.fence(0)
-        wire.send("q", 1, 1, b"b")
-        log = wire.settle()
-        assert log.index((0, 1)) < log.index((1, 1))
-
-
-def test_fence_is_the_pes_own():
-    orders = set()
-    for policy in seeds():
-        wire = Wire(policy)
-        wire.send("p", 1, 0, b"a")
-        wire.network.fence(2)
-        wire.send("p", 1, 1, b"b")
-        log = wire.settle()
-        orders.add(log.index((0, 1)) < log.index((1, 1)))
-    assert orders == {True, False}
-
-
-def test_fence_does_not_order_gets():
-    orders = set()
-    for policy in seeds():
-        wire = Wire(policy)
-        wire.send("p", 1, 0, b"a", kind="get")
-        wire.network.fence(0)
-        wire.send("p", 1, 1, b"b", kind="get")
-        log = wire.settle()
-        orders.add(log.index((0, 1)) < log.index((1, 1)))
-    assert orders == {True, False}
+@pytest.mark.parametrize(
+    ("scenario", "ordered"),
+    [
+        (fenced(("p", 1), ("p", 1)), True),
+        (fenced(("p", 1), ("q", 1)), True),  # whoever of the PE has sent it
+        (fenced(("p", 1), ("p", 1), pe=None), False),  # a signal says nothing of other puts
+        (fenced(("p", 1), ("p", 2)), False),  # nor a fence of other PEs
+        (fenced(("p", 1), ("p", 1), pe=2), False),  # nor that of another PE
+        (fenced(("p", 1), ("p", 1), kind="get"), False),
+        (fenced(("p", 1), ("p", 1), kind="copy"), False),
+    ],
+)
+def test_what_a_fence_orders(scenario, ordered):
+    before = {log.index((0, 1)) < min(log.index((1, 1)), log.index("done")) for log in logs(scenario)}
+    assert before == ({True} if ordered else {True, False})
 
 
 def test_bytes_of_an_nbi_put_are_read_when_they_leave():
-    wire = Wire(Policy())
-    source = ctypes.create_string_buffer(b"old!")
+    wire, source = Wire(Policy()), ctypes.create_string_buffer(b"old!")
     for nbi, at in ((True, 0), (False, 8)):
         payload = ctypes.addressof(source) if nbi else source.raw[:4]
-        wire.network.issue("p", 1, "put", wire.network.cut(wire.base + at, payload, 4), source_pe=0)
+        wire.network.issue(wire.p, 1, "put", wire.network.cut(wire.base + at, payload, 4))
     source.value = b"new!"
     wire.settle()
     assert wire.memory.raw[:12] == b"new!\0\0\0\0old!"
@@ -139,41 +103,37 @@ def test_bytes_of_an_nbi_put_are_read_when_they_leave():
 
 def test_flush_delivers_stores_and_what_a_fence_puts_before_them():
     wire = Wire(Policy())
-    wire.send("p", 1, 0, b"a")
+    wire.send(wire.p, 1, 0, b"a")
     wire.network.fence(0)
-    wire.send("p", 1, 1, b"b")
-    wire.send("p", 1, 2, b"c", kind="store")
-    wire.send("q", 1, 3, b"d", kind="store")
-    wire.network.flush_stores("p")
+    wire.send(wire.p, 1, 1, b"b")
+    wire.send(wire.p, 1, 2, b"c", kind="store")
+    wire.send(wire.p, 2, 4, b"e", kind="store")
+    wire.send(wire.q, 1, 3, b"d", kind="store")
+    wire.network.flush_stores(wire.p, (wire.base + 2, wire.base + 3))
     assert wire.log == [(0, 1), (2, 1)]
-    assert wire.network.in_flight("p") == 1
-    assert sorted(wire.settle()[2:]) == [(1, 1), (3, 1)]
-
-
-def test_flush_of_stores_to_some_addresses():
-    wire = Wire(Policy())
-    wire.send("p", 1, 0, b"a", kind="store")
-    wire.send("p", 1, 1, b"b", kind="store")
-    wire.network.flush_stores("p", (wire.base + 1, wire.base + 2))
-    assert wire.log == [(1, 1)]
+    wire.network.flush_stores(wire.p, to=1)
+    assert wire.p.in_flight == 2
+    wire.network.flush_stores(wire.p)
+    assert wire.log[2:] == [(4, 1)]
+    assert sorted(wire.settle()[3:]) == [(1, 1), (3, 1)]
 
 
 def test_drop_loses_what_a_pe_has_sent():
     wire = Wire(Policy())
-    wire.network.issue("p", 1, "put", [(wire.base, b"a", 1)], source_pe=2)
-    wire.send("q", 1, 1, b"b")
-    wire.network.drop(2)
+    wire.send(wire.r, 1, 0, b"a")
+    wire.send(wire.q, 1, 1, b"b")
+    wire.network.drop(1)
     assert wire.settle() == [(1, 1)]
-    assert wire.network.in_flight("p") == 0
+    assert wire.r.in_flight == 0
 
 
 def test_every_arrival_is_told():
     wire = Wire(Policy())
-    wire.send("p", 1, 0, b"")
+    wire.send(wire.p, 1, 0, b"")
     assert wire.arrived == [("arrived", 0)]
-    wire.send("p", 1, 0, b"ab", signal="s")
-    wire.send("p", 2, 8, b"c")
-    assert wire.network.in_flight("p") == 2
+    wire.send(wire.p, 1, 0, b"ab", signal="s")
+    wire.send(wire.p, 2, 8, b"c")
+    assert wire.p.in_flight == 2
     wire.settle()
     assert wire.arrived == [("arrived", 0)] * 3
 
@@ -181,15 +141,16 @@ def test_every_arrival_is_told():
 def test_quiet_is_for_all_that_the_pe_has_sent_but_stores_of_other_programs():
     wire = Wire(Policy())
     sent = [
-        wire.send("p", 1, 0, b"a"),
-        wire.send("p", 2, 1, b"b", kind="store"),
-        wire.send("q", 1, 2, b"c", kind="get"),
-        wire.send("q", 1, 3, b"d", signal="s"),
+        wire.send(wire.p, 1, 0, b"a"),
+        wire.send(wire.p, 2, 1, b"b", kind="store"),
+        wire.send(wire.q, 1, 2, b"c", kind="get"),
+        wire.send(wire.q, 1, 3, b"d", signal="s"),
     ]
-    other = wire.send("q", 1, 4, b"e", kind="store")
-    wire.send("r", 1, 5, b"f", source_pe=1)
-    assert set(wire.network.outstanding("p", 0)) == set(sent)
-    assert set(wire.network.outstanding("q", 0)) == {sent[0], *sent[2:], other}
+    other = wire.send(wire.q, 1, 4, b"e", kind="store")
+    wire.send(Task(0, "host", 0, print), 1, 6, b"g", kind="copy")
+    wire.send(wire.r, 1, 5, b"f")
+    assert set(wire.network.outstanding(wire.p)) == set(sent)
+    assert set(wire.network.outstanding(wire.q)) == {sent[0], *sent[2:], other}
 
 
 @settings(max_examples=200, deadline=None)
@@ -198,13 +159,8 @@ def test_everything_arrives_once_and_epochs_hold(seed, actions):
     wire = Wire(RandomPolicy(seed, 2))
     epoch, sent = 0, []
     for number, action in enumerate(actions):
-        if action == "put":
-            wire.send("p", 1, number, b"x", signal=("mark", epoch, number))
-            sent.append(number)
-        elif action == "signal":
-            wire.network.issue(
-                "p", 1, "signal", [], source_pe=0, signal=lambda mark=("mark", epoch, number): wire.log.append(mark)
-            )
+        if action in ("put", "signal"):
+            wire.send(wire.p, 1, number, b"x" if action == "put" else b"", signal=("mark", epoch, number))
             sent.append(number)
         elif action == "fence":
             wire.network.fence(0)
@@ -212,9 +168,9 @@ def test_everything_arrives_once_and_epochs_hold(seed, actions):
         elif action == "deliver":
             wire.network.deliver()
         else:
-            wire.network.flush_stores("p")
+            wire.network.flush_stores(wire.p)
     marks = [entry[1:] for entry in wire.settle() if entry[0] == "mark"]
-    assert wire.network.in_flight("p") == 0
+    assert wire.p.in_flight == 0
     assert wire.memory.raw.count(b"x") == actions.count("put")
     assert sorted(number for _, number in marks) == sent
     assert [epoch for epoch, _ in marks] == sorted(epoch for epoch, _ in marks)
@@ -222,9 +178,8 @@ def test_everything_arrives_once_and_epochs_hold(seed, actions):
 
 @pytest.mark.parametrize("unit", [1, 4, 8])
 def test_cuts_keep_units_whole(unit):
-    for policy in seeds(20):
-        network = Wire(policy).network
-        pieces = network.cut(1000, bytes(range(32)), 32, unit)
+    for seed in range(20):
+        pieces = Wire(RandomPolicy(seed, 4)).network.cut(1000, bytes(range(32)), 32, unit)
         assert 1 <= len(pieces) <= 3
         assert all(n % unit == 0 for _, _, n in pieces)
         assert b"".join(source for _, source, _ in pieces) == bytes(range(32))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tdcoll.errors import CollectiveTimeout, TdcollError
+from tdcoll.errors import TdcollError
 from tdcoll.runtime.simulator import polling
 from tdcoll.runtime.simulator.polling import PollingScheduler
 from tdcoll.runtime.simulator.tasks import Task, make_switch
@@ -22,7 +22,7 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def launch(scheduler: PollingScheduler, *bodies: Callable[[], object]) -> None:
-    scheduler.run([Task(i, f"program {i}", 0, body, slow=False) for i, body in enumerate(bodies)])
+    scheduler.run([Task(i, f"program {i}", 0, body) for i, body in enumerate(bodies)])
 
 
 def wait_for(scheduler: PollingScheduler, flags: list[str], flag: str) -> None:
@@ -63,12 +63,6 @@ def test_one_that_fails_leaves_the_other_alone(scheduler: PollingScheduler) -> N
         flags.append("first has failed")
         second.result()
     assert flags[-1] == "other has ended"
-
-
-def test_a_wait_is_given_up_at_its_deadline(scheduler: PollingScheduler) -> None:
-    scheduler._timeout_ns = 50_000_000
-    with pytest.raises(CollectiveTimeout, match="waits for nothing"):
-        launch(scheduler, lambda: wait_for(scheduler, [], "nothing"))
 
 
 def test_a_program_is_told_from_a_thread_of_the_host(scheduler: PollingScheduler) -> None:

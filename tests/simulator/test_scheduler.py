@@ -20,6 +20,13 @@ def scheduler(request):
     return Scheduler(Policy(), backend=request.param)
 
 
+def run(scheduler, *bodies):
+    """Run ``pe0``, ``pe1``, ..."""
+    for pe, body in enumerate(bodies):
+        scheduler.spawn(f"pe{pe}", pe, body)
+    scheduler.run()
+
+
 def test_tasks_take_turns(scheduler):
     log = []
 
@@ -28,28 +35,30 @@ def test_tasks_take_turns(scheduler):
             log.append(f"{name}{i}")
             scheduler.turn()
 
-    for pe, name in enumerate("ab"):
-        scheduler.spawn(name, pe, lambda name=name: body(name))
-    scheduler.run()
+    run(scheduler, lambda: body("a"), lambda: body("b"))
     assert log == ["a0", "b0", "a1", "b1", "a2", "b2"]
 
 
-def test_wait_ends_when_notified(scheduler):
-    box = []
+@pytest.mark.parametrize("value", [1, 2])
+def test_wait_ends_when_notified_of_a_value_that_stays(scheduler, value):
+    """One that came and went was not seen."""
+    word = [0]
 
     def waiter():
-        assert scheduler.wait(lambda: bool(box), lambda: "waits for the box", ["box"])
-        box.append("seen")
+        assert scheduler.wait(lambda: word[0] == value, lambda: f"waits for {value}, is {word[0]}", ["word"])
+        word.append("seen")
 
     def writer():
-        scheduler.turn()
-        box.append("full")
-        scheduler.notify("box")
+        for written in (1, 2):
+            word[0] = written
+            scheduler.notify("word")
 
-    scheduler.spawn("waiter", 0, waiter)
-    scheduler.spawn("writer", 1, writer)
-    scheduler.run()
-    assert box == ["full", "seen"]
+    if value == 2:
+        run(scheduler, waiter, writer)
+        assert word == [2, "seen"]
+    else:
+        with pytest.raises(Deadlock, match="pe0 waits for 1, is 2"):
+            run(scheduler, waiter, writer)
 
 
 def test_a_wait_for_many_words_is_asked_once_for_a_write(scheduler):
@@ -66,55 +75,17 @@ def test_a_wait_for_many_words_is_asked_once_for_a_write(scheduler):
             words[begin : begin + 500] = [1] * 500
             scheduler.notify_words(8 * begin, 8 * 500)
 
-    scheduler.spawn("waiter", 0, lambda: scheduler.wait(ready, lambda: "waits", range(0, 8000, 8)))
-    scheduler.spawn("writer", 1, writer)
-    scheduler.run()
+    run(scheduler, lambda: scheduler.wait(ready, lambda: "waits", range(8, 8000, 16)), writer)  # not the first words
     assert asked == 4  # at once, after each write, and when it runs on
 
 
-def test_value_that_came_and_went_was_not_seen(scheduler):
-    word = [0]
-
-    def waiter():
-        scheduler.wait(lambda: word[0] == 1, lambda: f"waits for 1, is {word[0]}", ["word"])
-
-    def writer():
-        for value in (1, 2):
-            word[0] = value
-            scheduler.notify("word")
-
-    scheduler.spawn("waiter", 0, waiter)
-    scheduler.spawn("writer", 1, writer)
-    with pytest.raises(Deadlock, match="waiter waits for 1, is 2"):
-        scheduler.run()
-
-
-def test_deadlock_lists_every_blocked_task(scheduler):
-    for pe in range(3):
-        scheduler.spawn(f"task {pe}", pe, lambda pe=pe: scheduler.wait(lambda: False, lambda: f"waits for {pe}", []))
-    with pytest.raises(Deadlock) as raised:
-        scheduler.run()
-    assert [str(line) for line in raised.value.blocked] == [f"task {pe} waits for {pe}" for pe in range(3)]
-    assert "3 task(s) blocked" in str(raised.value)
-
-
-def test_deadlines_expire_in_virtual_order(scheduler):
+def test_deadlines_expire_in_virtual_order_and_not_while_anything_can_run(scheduler):
     scheduler.expire = True
-    order = []
+    order, box = [], []
 
-    def body(timeout_ns):
+    def expires(timeout_ns):
         assert not scheduler.wait(lambda: False, lambda: "waits", [], timeout_ns)
-        order.append((timeout_ns, scheduler.now_ns))
-
-    for timeout_ns in (30, 10, 20):
-        scheduler.spawn("task", 0, lambda timeout_ns=timeout_ns: body(timeout_ns))
-    scheduler.run()
-    assert order == [(10, 10), (20, 20), (30, 30)]
-
-
-def test_deadline_does_not_expire_while_anything_can_run(scheduler):
-    scheduler.expire = True
-    box = []
+        order.append((timeout_ns, scheduler.now_ns, len(box)))
 
     def waiter():
         assert scheduler.wait(lambda: bool(box), lambda: "waits", ["box"], 1)
@@ -125,33 +96,11 @@ def test_deadline_does_not_expire_while_anything_can_run(scheduler):
         box.append(1)
         scheduler.notify("box")
 
-    scheduler.spawn("waiter", 0, waiter)
-    scheduler.spawn("worker", 0, worker)
-    scheduler.run()
+    run(scheduler, *(lambda t=t: expires(t) for t in (30, 10, 20)), waiter, worker)
+    assert order == [(10, 10, 1), (20, 20, 1), (30, 30, 1)]
 
 
-def test_error_names_its_task_and_ends_the_others(scheduler):
-    ended = []
-
-    def waits():
-        try:
-            scheduler.wait(lambda: False, lambda: "waits", [])
-        finally:
-            ended.append("waits")
-
-    def raises():
-        scheduler.turn()
-        raise KeyError("missing")
-
-    scheduler.spawn("pe0 host", 0, waits)
-    scheduler.spawn("pe1 host", 1, raises)
-    with pytest.raises(KeyError, match="missing") as raised:
-        scheduler.run()
-    assert raised.value.__notes__ == ["raised by pe1 host"]
-    assert ended == ["waits"]
-
-
-def test_killed_tasks_stop_and_cannot_wait_any_more(scheduler):
+def test_errors_and_kills_end_tasks_which_cannot_wait_any_more(scheduler):
     log = []
 
     def victim():
@@ -165,13 +114,19 @@ def test_killed_tasks_stop_and_cannot_wait_any_more(scheduler):
 
     def killer():
         scheduler.turn()
-        scheduler.kill(scheduler.live_tasks(1))
+        scheduler.kill(0)
         log.append("killed")
 
-    scheduler.spawn("victim", 1, victim)
-    scheduler.spawn("killer", 0, killer)
-    scheduler.run()
+    def raises():
+        scheduler.turn()
+        raise KeyError("missing")
+
+    run(scheduler, victim, killer)
     assert log == ["unwound", "killed"]
+    with pytest.raises(KeyError, match="missing") as raised:
+        run(scheduler, victim, raises)
+    assert raised.value.__notes__ == ["raised by pe1"]
+    assert log == ["unwound", "killed", "unwound"]
 
 
 def test_run_that_does_not_end_is_stopped():
@@ -181,41 +136,29 @@ def test_run_that_does_not_end_is_stopped():
         while True:
             scheduler.turn()
 
-    scheduler.spawn("forever", 0, forever)
     with pytest.raises(Deadlock, match="no end after 100 steps"):
-        scheduler.run()
-
-
-def test_unknown_backend():
+        run(scheduler, forever)
     with pytest.raises(ValueError, match=r"backend must be one of .*'thread'.*, got 'fiber'"):
         Scheduler(Policy(), backend="fiber")
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
 @pytest.mark.parametrize("weak", [False, True])
-def test_same_schedule_for_a_seed_on_both_backends_and_again(seed, weak):
+def test_one_schedule_for_each_seed_on_both_backends_and_again(weak):
     fingerprints = []
-    for backend in (*BACKENDS, "greenlet"):
-        world = World(4, seed=seed, weak=weak, backend=backend)
-        gather("put_signal", calls=2)(World(4, seed=seed))  # other work in between changes nothing
-        gather("put, fence, signal", calls=2)(world)
-        fingerprints.append((world.fingerprint, world.steps))
-    assert len(set(fingerprints)) == 1
-
-
-def test_seeds_differ():
-    fingerprints = set()
-    for seed in range(10):
-        world = World(4, seed=seed, weak=True)
-        gather("put_signal", calls=2)(world)
-        fingerprints.add(world.fingerprint)
-    assert len(fingerprints) == 10
+    for seed in (None, 0, 1, 2):
+        for backend in (*BACKENDS, "greenlet"):
+            world = World(4, seed=seed, weak=weak, backend=backend)
+            gather(calls=2)(World(4, seed=seed))  # other work in between changes nothing
+            gather("nbi put/fence/signal/quiet", calls=2)(world)
+            fingerprints.append((world.fingerprint, world.steps))
+        assert len(set(fingerprints[-3:])) == 1
+    assert len(set(fingerprints)) == 4
 
 
 def test_no_threads_are_left_behind():
     before = threading.active_count()
     with pytest.raises(Deadlock):
-        gather("PE 2 forgets PE 0")(World(4, backend="thread"))
+        gather("PE 2 forgets PE 0//put_signal/")(World(4, backend="thread"))
     for thread in threading.enumerate():
         if thread.name.startswith("pe"):
             thread.join(timeout=5)
@@ -237,7 +180,5 @@ def test_policy_habits_can_be_fixed_without_changing_the_rest():
     for seed in range(20):
         drawn = RandomPolicy(seed, 4)
         fixed = RandomPolicy(seed, 4, late_data=not drawn.late_data, stragglers=2)
-        assert fixed.rate == drawn.rate
-        assert fixed.slow_pe == 2
-        assert fixed.late_data is not drawn.late_data
+        assert (fixed.rate, fixed.slow_pe, fixed.late_data) == (drawn.rate, 2, not drawn.late_data)
         assert [fixed.cuts(9) for _ in range(5)] == [drawn.cuts(9) for _ in range(5)]

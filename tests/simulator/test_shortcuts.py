@@ -7,7 +7,7 @@ import inspect
 import itertools
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,24 +21,8 @@ from tdcoll.testing import World
 TYPES = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.bfloat16, tl.float32, tl.float64)
 SHAPES = ((), (4,), (4, 1))
 NUMBERS = (0, 5, 32, -7, 2**31, 2**63, True, 0.5, -0.0, tl.constexpr(3), tl.constexpr(70))
-OPERATORS = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "&": operator.and_,
-    "|": operator.or_,
-    "^": operator.xor,
-    "<<": operator.lshift,
-    ">>": operator.rshift,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
+NAMES = "add sub mul floordiv mod and_ or_ xor lshift rshift lt le gt ge eq ne"
+OPERATORS = [getattr(operator, name) for name in NAMES.split()]
 
 
 def block(values: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
@@ -61,50 +45,41 @@ def outcome(function: Any, *operands: Any) -> tuple[Any, ...]:
 
 
 @pytest.fixture
-def long_way(monkeypatch: pytest.MonkeyPatch):
-    """``long_way(function, *operands)``: its outcome without short ways."""
+def compare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``compare(function, cases)``: in a kernel, for each case of operands, with and without short ways."""
 
-    def compute(function: Any, *operands: Any) -> tuple[Any, ...]:
-        with monkeypatch.context() as patch:
-            for owner, name, _ in shortcuts.shortcuts(check_overflow=False):
-                patch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
-            return outcome(function, *operands)
+    def compare(function: Any, cases: Iterator[tuple[Any, ...]] | list[tuple[Any, ...]]) -> None:
+        compared = []
 
-    return compute
+        def host(pe: int) -> None:
+            for operands in cases:
+                short = outcome(function, *operands)
+                with monkeypatch.context() as patch:
+                    for owner, name, _ in shortcuts.shortcuts(check_overflow=False):
+                        patch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+                    assert short == outcome(function, *operands), operands
+                compared.append(operands)
 
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            World(1).run(host)
+        assert len(compared) > 50
 
-def in_kernel(body: Any) -> None:
-    """Run ``body`` where Triton's language is as in kernels."""
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        World(1).run(lambda pe: body())
-
-
-def operands(dtype: Any) -> Iterator[tuple[Any, Any]]:
-    """A tensor of ``dtype`` and another operand, both ways around."""
-    some = (3, 200, 0, 9) if dtype in (tl.uint32, tl.uint64, tl.int1) else (3, -200, 0, 9)
-    for shape in SHAPES:
-        for number in NUMBERS:
-            yield block(some, dtype, shape), number
-            if not isinstance(number, tl.constexpr):
-                yield number, block(some, dtype, shape)
-        for other, shape_of_other in itertools.product(TYPES, SHAPES):
-            yield block(some, dtype, shape), block((2, 7, 1, 31), other, shape_of_other)
+    return compare
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("sign", OPERATORS)
-def test_operators(sign: str, dtype: Any, long_way) -> None:
-    compared = []
+@pytest.mark.parametrize("compute", OPERATORS, ids=NAMES.split())
+def test_operators(compute: Any, dtype: Any, compare: Any) -> None:
+    def operands() -> Iterator[tuple[Any, Any]]:
+        some = (3, 200, 0, 9) if dtype in (tl.uint32, tl.uint64, tl.int1) else (3, -200, 0, 9)
+        for shape in SHAPES:
+            tensor = block(some, dtype, shape)
+            yield from ((tensor, number) for number in NUMBERS)
+            yield from ((number, tensor) for number in NUMBERS if not isinstance(number, tl.constexpr))
+            yield from ((tensor, block((2, 7, 1, 31), other, size)) for other in TYPES for size in SHAPES)
 
-    def body() -> None:
-        for lhs, rhs in operands(dtype):
-            short = outcome(OPERATORS[sign], lhs, rhs)
-            assert short == long_way(OPERATORS[sign], lhs, rhs), f"{lhs} {sign} {rhs}"
-            compared.append(short)
-
-    in_kernel(body)
-    assert len(compared) > 100
+    compare(compute, operands())
 
 
 def test_an_operator_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,45 +88,25 @@ def test_an_operator_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*operands: Any) -> None:
         raise AssertionError("the long way")
 
-    def body() -> None:
+    def host(pe: int) -> None:
         monkeypatch.setattr(type(triton_interpreter.interpreter_semantic), "binary_op_type_checking_impl", refuse)
         one, four, wide = block(3, tl.int32, ()), block((1, 2, 3, 4), tl.int32, (4,)), block(5, tl.int64, ())
         for lhs, rhs in itertools.product((one, four, wide), (one, four, wide, 5, tl.constexpr(5))):
-            for compute in OPERATORS.values():
+            for compute in OPERATORS:
                 compute(lhs, rhs)
         with pytest.raises(AssertionError, match="the long way"):
             block(3, tl.int8, ()) + 1
 
-    in_kernel(body)
+    World(1).run(host)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pointers(shape: tuple[int, ...], long_way) -> None:
-    compared = []
-
-    def body() -> None:
-        pointer = block((4096, 8192, 64, 1 << 40), tl.pointer_type(tl.int32), shape)
-        others = [*NUMBERS, *(block((2, 7, 1, 31), other, size) for other in TYPES for size in SHAPES)]
-        for other in others:
-            assert outcome(operator.add, pointer, other) == long_way(operator.add, pointer, other), str(other)
-            compared.append(other)
-
-    in_kernel(body)
-    assert compared
-
-
-def test_casts(long_way) -> None:
-    compared = []
-
-    def body() -> None:
-        for source, target, shape in itertools.product(TYPES, TYPES, SHAPES):
-            value = block((3, 200, 0, 9), source, shape)
-            short = outcome(lambda tensor, target=target: tensor.to(target), value)
-            assert short == long_way(lambda tensor, target=target: tensor.to(target), value), f"{source} to {target}"
-            compared.append(short)
-
-    in_kernel(body)
-    assert len(compared) == len(TYPES) ** 2 * len(SHAPES)
+def test_pointers_and_casts(compare: Any) -> None:
+    others = [*NUMBERS, *(block((2, 7, 1, 31), other, size) for other in TYPES for size in SHAPES)]
+    address = tl.pointer_type(tl.int32)
+    pointers = [block((4096, 8192, 64, 1 << 40), address, shape) for shape in SHAPES]
+    compare(operator.add, list(itertools.product(pointers, others)))
+    values = [block((3, 200, 0, 9), source, shape) for source in TYPES for shape in SHAPES]
+    compare(lambda value, target: value.to(target), list(itertools.product(values, TYPES)))
 
 
 def test_everything_is_put_back() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of several streams of one PE at once: contexts whose programs fit together, and such that wait crosswise."""
+"""Streams of one PE: contexts whose programs fit together, and such that wait crosswise; copies in and out of order."""
 
 from __future__ import annotations
 
@@ -10,59 +10,52 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
+from cases import Case, device, expect
 
 import tdcoll
+import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.collectives._host import pool
 from tdcoll.collectives._host.pool import Pool
 from tdcoll.errors import ContextError, TdcollError
+from tdcoll.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
 from tdcoll.testing import Deadlock, World, explore, first_failure
 
 N_PES, CALLS, HEAP = 2, 3, 16 << 20
 NBYTES = 4096
 LEAST = 2 * N_PES + 2
+STAMP = 0x0101_0101_0101_0101
 
 
-def data(rank: int, call: int) -> torch.Tensor:
-    return torch.arange(NBYTES // 4, dtype=torch.int32) * 3 + 1000 * rank + call
+def calls(kind: str, ctx: Any) -> Callable[[], None]:
+    """Some calls of a collective, which check their results."""
 
-
-def gathers(ctx: Any) -> Callable[[], None]:
     def run() -> None:
         for call in range(CALLS):
-            got = tdcoll.all_gather(data(ctx.rank, call), ctx, algorithm="direct")
-            assert got.equal(torch.cat([data(rank, call) for rank in range(N_PES)]))
+            of_all = [torch.arange(NBYTES // 4, dtype=torch.int32) * 3 + 1000 * rank + call for rank in range(N_PES)]
+            got = getattr(tdcoll, kind)(of_all[ctx.rank], ctx, algorithm="direct")
+            total = sum(of_all)
+            wanted = {"all_gather": torch.cat(of_all), "reduce_scatter": total.chunk(N_PES)[ctx.rank]}
+            assert got.equal(wanted.get(kind, total))
 
     return run
 
 
-def scatters(ctx: Any) -> Callable[[], None]:
-    def run() -> None:
-        for call in range(CALLS):
-            got = tdcoll.reduce_scatter(data(ctx.rank, call), ctx, algorithm="direct")
-            assert got.equal(sum(data(rank, call) for rank in range(N_PES)).chunk(N_PES)[ctx.rank])
-
-    return run
+def on_streams(world: World, contexts: list[Any]) -> None:
+    """An all-gather, a reduce-scatter and an all-reduce on a stream each."""
+    kinds = "all_gather", "reduce_scatter", "all_reduce"
+    world.streams(*map(calls, kinds, contexts))
 
 
-def reduces(ctx: Any) -> Callable[[], None]:
-    def run() -> None:
-        for call in range(CALLS):
-            got = tdcoll.all_reduce(data(ctx.rank, call), ctx, algorithm="direct")
-            assert got.equal(sum(data(rank, call) for rank in range(N_PES)))
-
-    return run
-
-
-def on_streams(programs: int | None) -> Callable[[World], None]:
-    """An all-gather, a reduce-scatter and an all-reduce on a stream each, with launches of at most so many programs."""
+def contexts_of(programs: int | None) -> Callable[[World], None]:
+    """Three contexts, whose launches have at most so many programs."""
 
     def case(world: World) -> None:
         def host(pe: int) -> None:
-            made = [
-                tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES, channels=8, max_programs=programs) for _ in range(3)
-            ]
-            world.streams(*(kind(ctx) for kind, ctx in zip((gathers, scatters, reduces), made, strict=True)))
+            given = {"max_bytes_per_rank": NBYTES, "channels": 8, "max_programs": programs}
+            made = [tdcoll.CollectiveContext(**given) for _ in range(3)]
+            on_streams(world, made)
             for ctx in made:
                 ctx.close()
 
@@ -73,54 +66,43 @@ def on_streams(programs: int | None) -> Callable[[World], None]:
 
 @pytest.mark.parametrize("programs", [LEAST, 12])
 def test_contexts_whose_programs_fit_together_are_clean(programs: int) -> None:
-    explore(on_streams(programs), n_pes=N_PES, seeds=6, heap_bytes=HEAP, room=3 * programs)
+    explore(contexts_of(programs), n_pes=N_PES, seeds=6, heap_bytes=HEAP, room=3 * programs)
 
 
 def test_contexts_that_do_not_fit_together_wait_crosswise() -> None:
     """Each launch alone goes on with any number of resident programs, and together they do not."""
-    failure = first_failure(on_streams(12), n_pes=N_PES, seeds=40, heap_bytes=HEAP, room=2)
+    failure = first_failure(contexts_of(12), n_pes=N_PES, seeds=40, heap_bytes=HEAP, room=2)
     assert failure is not None
     assert isinstance(failure.error, Deadlock)
-    waiting: dict[str, set[str]] = {"pe0": set(), "pe1": set()}
-    for line in failure.error.blocked:
-        pe, _, task = line.task.partition(" ")
-        if "host" not in task:
-            waiting[pe].add(task.partition("(")[0])
-    assert all(waiting.values()), failure.report
-    assert waiting["pe0"] != waiting["pe1"], failure.report
+    programs = [line.task for line in failure.error.blocked if "host" not in line.task]
+    waiting = [{task.split("(")[0] for task in programs if task.startswith(f"pe{pe}")} for pe in range(N_PES)]
+    assert all(waiting), failure.report
+    assert len({frozenset(name.split()[1] for name in names) for names in waiting}) == 2, failure.report
     assert "not started for lack of room" in str(failure.error)
     assert "room=2" in failure.report
 
 
-def pools(programs: int, made: list[int]) -> Callable[[World], None]:
-    """As tdcoll's own contexts are made, one for each kind; the programs of each go to ``made``."""
+def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tdcoll makes them, one for each kind."""
+    monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 12)
 
     def case(world: World) -> None:
-        made.clear()
-
         def host(pe: int) -> None:
             owner = runtime.current()
-            kinds = [Pool(owner, range(N_PES), f"kind {i}", limit=NBYTES, programs=programs) for i in range(3)]
+            kinds = [Pool(owner, range(N_PES), f"kind {i}", limit=NBYTES, programs=20) for i in range(3)]
             for kind in kinds:
                 assert kind.prepare(NBYTES), kind.problem
             contexts = [kind.context for kind in kinds]
-            assert owner.programs_taken == sum(context.max_programs for context in contexts)
-            made.extend(context.max_programs for context in contexts if pe == 0)
-            world.streams(*(kind(ctx) for kind, ctx in zip((gathers, scatters, reduces), contexts, strict=True)))
+            assert [context.max_programs for context in contexts] == [8, 6, 6]
+            assert owner.programs_taken == 20
+            on_streams(world, contexts)
             for kind in kinds:
                 kind.close()
             assert owner.programs_taken == 0
 
         world.run(host)
 
-    return case
-
-
-def test_contexts_of_tdcolls_own_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_SIMULATED_MULTIPROCESSORS", 12)
-    made: list[int] = []
-    explore(pools(20, made), n_pes=N_PES, seeds=4, heap_bytes=HEAP, room=24)
-    assert made == [8, 6, 6]
+    explore(case, n_pes=N_PES, seeds=4, heap_bytes=HEAP, room=24)
 
 
 def test_a_context_for_which_no_programs_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,20 +128,14 @@ def test_results_and_wrong_places() -> None:
     assert world.run(lambda pe: world.streams()) == [[]]
     with pytest.raises(TdcollError, match="for host functions"):
         world.streams(lambda: 0)
-    with pytest.raises(ValueError, match="room must be at least 1"):
-        World(1, room=0)
-
-    def fail() -> None:
-        raise ValueError("this one")
-
-    with pytest.raises(ValueError, match="this one"):
-        world.run(lambda pe: world.streams(lambda: world.pause(3), fail))
+    with pytest.raises(KeyError, match="this one"):
+        world.run(lambda pe: world.streams(lambda: world.pause(3), lambda: {}["this one"]))
 
 
 def test_each_launch_has_rows_of_the_timeline() -> None:
     """Programs of two launches at once are not drawn over each other."""
     world = World(N_PES, seed=1, weak=True, heap_bytes=HEAP, trace=True)
-    on_streams(None)(world)
+    contexts_of(None)(world)
     spans: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in json.loads(world.trace.to_json())["traceEvents"]:
         if event["ph"] == "X" and "(" in event["name"] and not event["name"].startswith("wait"):
@@ -168,3 +144,99 @@ def test_each_launch_has_rows_of_the_timeline() -> None:
     for row in spans.values():
         row.sort()
         assert all(first[1] <= second[0] for first, second in pairwise(row))
+
+
+def fill(source, flag, scope=""):
+    """Device code: 64 values for a peer, and then a flag, if that has a ``scope``."""
+    tl.store(source + tl.arange(0, 64), tl.arange(0, 64) + 1)
+    if scope:
+        tdl.st_release(flag, 1, scope)
+
+
+def read(inbox, out, waits):
+    """Device code: what a peer has copied here, when its stamp has come or at once."""
+    if waits:
+        tl.store(out + 64, tdl.signal_wait_until(inbox + 64, tdl.CMP_NE, 0).to(tl.int64))
+    tl.store(out + tl.arange(0, 64), tl.load(inbox + tl.arange(0, 64)))
+
+
+def exchange(elsewhere: str = "", link: str = "", stamp: str = "copy") -> Case:
+    """A PE fills a source, copies it to the other's inbox, and then a stamp. A reader there waits for the stamp.
+
+    All is on one stream, but for the step ``elsewhere``. The ``link`` of the two streams is a join in each step, or a
+    flag of some scope, for which the copy waits.
+    """
+
+    def case(world: World) -> None:
+        def host(pe: int) -> None:
+            source, inbox, flag = (tdcoll.zeros(n, torch.int64, name=f"words{n}") for n in (64, 65, 1))
+            to, out, one = peer_tensor(inbox, 1 - pe), torch.zeros(65).long(), torch.tensor([STAMP])
+            main, other, reader = (world.stream() for _ in range(3))
+
+            def copy() -> None:
+                if link in ("gpu", "sys"):
+                    wait_on_stream(flag, tdl.CMP_EQ, 1)
+                copy_on_stream(to[:64], source)
+
+            stamps = {"copy": lambda: copy_on_stream(to[64:], one), "write": lambda: write_on_stream(to[64], STAMP)}
+            for name, step in {
+                "fill": lambda: device(lambda *words: fill(*words, link.removeprefix("join")), source, flag),
+                "copy": copy,
+                "stamp": stamps.get(stamp, stamps["copy"]),
+            }.items():
+                stream = other if name == elsewhere else main
+                if link == "join":
+                    stream.join(main if stream is other else other)
+                with stream:
+                    step()
+            with reader:
+                device(lambda *words: read(*words, stamp != "ignored"), inbox, out)
+            for stream in (main, other, reader):
+                stream.synchronize()
+            tdcoll.barrier()
+            assert out[:64].tolist() == list(range(1, 65)), "old data"
+            assert stamp == "ignored" or out[64] == STAMP, "a torn stamp"
+
+        world.run(host)
+
+    return case
+
+
+@pytest.mark.parametrize("weak", [True, False])
+@pytest.mark.parametrize(
+    ("given", "clean"),
+    [
+        *((("", "", stamp), True) for stamp in ("copy", "write")),
+        *(((step, link), bool(link)) for step in ("fill", "stamp") for link in ("", "join")),
+        (("fill", "sys"), True),
+        (("fill", "gpu"), False),
+        (("stamp", "", "write"), False),
+        (("", "", "ignored"), False),
+    ],
+)
+def test_copies_come_late_and_in_order_on_one_stream_only(given: tuple[str, ...], clean: bool, weak: bool) -> None:
+    expect(exchange(*given), clean or (not weak and "gpu" in given), "old data", n_pes=2, seeds=20, weak=weak)
+
+
+def test_what_streams_refuse_and_what_needs_none() -> None:
+    world, made = World(2), []
+
+    def host(pe: int) -> None:
+        sums, word, stream = torch.zeros(2, 64).long(), torch.zeros(1).long(), world.stream()
+        with stream:
+            wait_on_stream(word, tdl.CMP_EQ, 1)
+            device(fill, sums[0], sums)
+        device(fill, sums[1], sums)
+        assert sums.sum(1).tolist() == [0, 2080]  # the host has gone on
+        write_on_stream(word, 1)
+        stream.synchronize()
+        assert sums[0].sum() == 2080
+        made.append(stream)
+        tdcoll.barrier()
+        with pytest.raises(ValueError, match=rf"stream must be one of this PE \({pe}\), got stream 1 of PE {1 - pe}"):
+            next(other for other in made if other is not stream).__enter__()
+        with stream:
+            copy_on_stream(sums, torch.ones(2, 64).long())
+
+    with pytest.raises(ValueError, match=r"a copy of pe. stream 1 would read address .*, where no tensor lives"):
+        world.run(host)

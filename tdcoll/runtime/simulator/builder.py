@@ -17,11 +17,12 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.runtime.simulator import libdevice
-from tdcoll.runtime.simulator.current import machine
+from tdcoll.runtime.simulator import libdevice, transfers
+from tdcoll.runtime.simulator.current import machine, pointers
 from tdcoll.runtime.simulator.extents import MIXED, joined
 from tdcoll.runtime.simulator.floats import from_float32, is_fp8, is_narrow, narrowed, to_float32
 from tdcoll.runtime.simulator.memory import NULL_PAGE
+from tdcoll.runtime.simulator.pointers import replace_word
 from tdcoll.runtime.simulator.shortcuts import block_type
 
 __all__ = ["MachineBuilder", "StockBuilder", "is_narrow_handle", "moved_from", "numpy_dtype"]
@@ -32,6 +33,8 @@ _SYSTEM = triton_interpreter._ir.MEM_SYNC_SCOPE.SYSTEM
 _RELEASES = (_SEMANTIC.RELEASE, _SEMANTIC.ACQUIRE_RELEASE)
 _BITS = "HB"
 """Codes of the numpy types that hold the bits of bf16 and fp8."""
+_MOVING = "addptr ashr bitcast broadcast expand_dims gather idiv int_to_ptr ptr_to_int reshape trans unsplat"
+"""Operations whose first operand is where their result comes from."""
 
 
 def _flat(handle: Any) -> np.ndarray[Any, Any]:
@@ -40,7 +43,9 @@ def _flat(handle: Any) -> np.ndarray[Any, Any]:
 
 def _flat_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     data = mask if isinstance(mask, np.ndarray) else mask.data  # triton passes a handle or, for descriptors, an array
-    return np.ascontiguousarray(np.broadcast_to(data, shape)).reshape(-1).astype(bool, copy=False)
+    if data.shape != shape:
+        data = np.broadcast_to(data, shape)
+    return np.ascontiguousarray(data).reshape(-1).astype(bool, copy=False)
 
 
 class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
@@ -54,68 +59,51 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
     def grid_dim(self) -> Any:
         return machine().program.grid_dim
 
-    # ------------------------------------------------------------------ memory
-
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
         volatile = named.get("is_volatile", options[-1] if options else False)
         addresses, wanted = _flat(ptrs), _flat_mask(mask, ptrs.data.shape)
-        pointers = machine().pointers
-        symmetric = pointers.check(addresses, wanted, _itemsize(ptrs), ptrs.origin, "load from")
-        pointers.before_load(addresses, wanted, polls=volatile is True, symmetric=symmetric)
-        if not symmetric:
-            return super().create_masked_load(ptrs, mask, other, *options, **named)
-        touched = addresses[wanted]
-        with pointers.as_seen(int(touched.min()), int(touched.max()) + _itemsize(ptrs)):
+        with pointers().loading(addresses, wanted, _itemsize(ptrs), ptrs.origin, polls=volatile is True):
             return super().create_masked_load(ptrs, mask, other, *options, **named)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *options: Any, **named: Any) -> Any:
         shape = ptrs.data.shape
         addresses, wanted = _flat(ptrs), _flat_mask(mask, shape)
-        pointers = machine().pointers
-        if not pointers.check(addresses, wanted, _itemsize(ptrs), ptrs.origin, "store to"):
+        access = pointers()
+        if not access.check(addresses, wanted, _itemsize(ptrs), ptrs.origin, "store to"):
             super().create_masked_store(ptrs, value, mask, *options, **named)
             machine().scheduler.progress += 1
             return
         values = np.ascontiguousarray(np.broadcast_to(value.data, shape)).reshape(-1)
-        local = pointers.store_weakly(addresses, values, wanted)
+        local = access.store_weakly(addresses, values, wanted)
         if local is not wanted:
             mask = triton_interpreter.TensorHandle(local.reshape(shape), tl.int1)
         super().create_masked_store(ptrs, value, mask, *options, **named)
-        pointers.stored(addresses, wanted)
+        access.stored(addresses, wanted)
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        shape = ptr.data.shape
-        addresses, mask = _flat(ptr), np.ones(ptr.data.size, dtype=bool)
-        with self._atomic(ptr, addresses, mask, sem, scope):
-            old = super().create_atomic_cas(ptr, cmp, val, sem, scope)
-        swapped = np.broadcast_to(old.data == cmp.data, shape) & np.broadcast_to(cmp.data != val.data, shape)
-        machine().pointers.after_atomic(addresses, mask, changed=bool(swapped.any()))
-        return old
+        with self._atomic(ptr, np.ones(ptr.data.size, dtype=bool), sem, scope):
+            return super().create_atomic_cas(ptr, cmp, val, sem, scope)
 
     def create_atomic_rmw(self, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        addresses, wanted = _flat(ptr), _flat_mask(mask, ptr.data.shape)
-        with self._atomic(ptr, addresses, wanted, sem, scope):
+        wanted = _flat_mask(mask, ptr.data.shape)
+        with self._atomic(ptr, wanted, sem, scope):
             if is_narrow_handle(val):
-                old = _add_narrow(ptr, val, wanted)
-            else:
-                old = super().create_atomic_rmw(rmw, ptr, val, mask, sem, scope)
-            new = triton_interpreter._interpreter.load(ptr.data, mask.data, np.zeros_like(old.data), old.data.dtype)
-        machine().pointers.after_atomic(addresses, wanted, changed=not np.array_equal(new, old.data))
-        return old
+                return _add_narrow(ptr, val, wanted)
+            return super().create_atomic_rmw(rmw, ptr, val, mask, sem, scope)
 
     def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:  # triton >= 3.9
-        if sem in _RELEASES:
-            machine().release(system=scope == _SYSTEM)
+        self._release(sem, scope)
         super().create_atomic_store(ptr, val, mask, sem, scope)
 
-    def _atomic(self, ptr: Any, addresses: Any, wanted: Any, sem: Any, scope: Any) -> AbstractContextManager[None]:
-        pointers = machine().pointers
-        symmetric = pointers.check(addresses, wanted, _itemsize(ptr), ptr.origin, "store to")
-        if sem in _RELEASES:
-            machine().release(system=scope == _SYSTEM)
-        return pointers.atomic(addresses, wanted, symmetric=symmetric)
+    def _atomic(self, ptr: Any, wanted: Any, sem: Any, scope: Any) -> AbstractContextManager[None]:
+        addresses, nbytes = _flat(ptr), _itemsize(ptr)
+        symmetric = pointers().check(addresses, wanted, nbytes, ptr.origin, "store to")
+        self._release(sem, scope)
+        return pointers().atomic(addresses, wanted, nbytes, symmetric=symmetric)
 
-    # ------------------------------------------------------------------ arithmetic, of narrow types and of addresses
+    def _release(self, sem: Any, scope: Any) -> None:
+        if sem in _RELEASES:
+            transfers.release(machine(), system=scope == _SYSTEM)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         target = dst_type.scalar
@@ -162,12 +150,7 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
         return _computed(lambda x, y, z: x.astype(np.float64) * y + z, x, y, z)
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        wide = [
-            triton_interpreter.TensorHandle(to_float32(h.data, h.dtype.scalar), tl.float32)
-            if is_narrow_handle(h)
-            else h
-            for h in (a, b)
-        ]
+        wide = (self.cast_impl(operand, tl.float32) if is_narrow_handle(operand) else operand for operand in (a, b))
         return super().create_dot(*wide, d, *options)
 
     def create_extern_elementwise(
@@ -180,11 +163,6 @@ class MachineBuilder(StockBuilder):  # type: ignore[misc, valid-type]
 
     def get_bf16(self, value: float) -> Any:
         return triton_interpreter.TensorHandle(narrowed(np.array([value], np.float64), tl.bfloat16), tl.bfloat16)
-
-    # ------------------------------------------------------------------ what only moves values
-
-    def create_addptr(self, ptr: Any, offset: Any) -> Any:
-        return moved_from(ptr, super().create_addptr(ptr, offset))
 
     def create_splat(self, ret_ty: Any, arg: Any) -> Any:
         return moved_from(arg, super().create_splat(ret_ty, arg))
@@ -208,20 +186,8 @@ def _passing_on(name: str) -> Any:
     return move
 
 
-for _name in (
-    "create_ashr",
-    "create_bitcast",
-    "create_broadcast",
-    "create_expand_dims",
-    "create_gather",
-    "create_idiv",
-    "create_int_to_ptr",
-    "create_ptr_to_int",
-    "create_reshape",
-    "create_trans",
-    "create_unsplat",
-):
-    setattr(MachineBuilder, _name, _passing_on(_name))
+for _name in _MOVING.split():
+    setattr(MachineBuilder, f"create_{_name}", _passing_on(f"create_{_name}"))
 
 
 def moved_from(source: Any, result: Any) -> Any:
@@ -260,18 +226,14 @@ def _computed(op: Callable[..., Any], *operands: Any) -> Any:
 
 def _add_narrow(ptr: Any, val: Any, wanted: Any) -> Any:
     """An atomic addition of bf16, which the interpreter does not have; what was there before."""
-    atomics, kind = triton_interpreter._interpreter, val.dtype.scalar
-    order = atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
-    summands = np.broadcast_to(val.data, ptr.data.shape).reshape(-1)
-    before = np.zeros(ptr.data.size, np.uint16)
-    for place in np.flatnonzero(wanted):
-        at = _flat(ptr)[place : place + 1]
-        while True:
-            old = atomics.load(at, np.ones(1, bool), np.zeros(1, np.uint16), np.dtype(np.uint16))
-            new = from_float32(to_float32(old, kind) + to_float32(summands[place : place + 1], kind), kind)
-            if atomics.atomic_cas(at, old, new, order)[0] == old[0]:
-                break
-        before[place] = old[0]
+    kind, addresses, before = val.dtype.scalar, _flat(ptr), np.zeros(ptr.data.size, np.uint16)
+    summands = to_float32(np.broadcast_to(val.data, ptr.data.shape).reshape(-1), kind)
+    for place in np.flatnonzero(wanted).tolist():
+
+        def add(old: Any, summand: Any = summands[place]) -> Any:
+            return from_float32(to_float32(old, kind) + summand, kind)
+
+        before[place] = replace_word(int(addresses[place]), before.dtype, add)
     return triton_interpreter.TensorHandle(before.reshape(ptr.data.shape), kind)
 
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from tdcoll.errors import NotInitializedError
+from tdcoll.errors import NotInitializedError, TdcollError
 from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.pointers import PointerAccess
 
-__all__ = ["machine", "machine_or_none", "put"]
+__all__ = ["machine", "pointers", "put"]
 
 _machine: Machine | None = None
 
@@ -25,12 +26,18 @@ def machine() -> Machine:
     return _machine
 
 
-def machine_or_none() -> Machine | None:
-    """The machine that kernels run on, or None."""
-    return _machine
+def pointers() -> PointerAccess:
+    """Loads and stores on that machine."""
+    return PointerAccess(machine())
 
 
 def put(wanted: Machine | None) -> None:
-    """Let kernels run on this machine; None: on none."""
+    """Let kernels run on this machine; None: on none.
+
+    Raises:
+        TdcollError: they run on another one.
+    """
     global _machine
+    if wanted is not None and _machine is not None:
+        raise TdcollError("a simulated machine is active in this process already; only one can be")
     _machine = wanted

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 from bisect import bisect_right, insort
+from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,13 +24,13 @@ from tdcoll.runtime.simulator.memory import NULL_PAGE, Allocation, Memory
 __all__ = ["MIXED", "Address", "Extents", "Origin", "joined", "origin_of"]
 
 
+@dataclass(slots=True, eq=False)
 class Storage:
     """The bytes ``[begin, end)`` of an ordinary tensor's storage; ``name`` is that of the kernel's argument."""
 
-    __slots__ = ("begin", "end", "name")
-
-    def __init__(self, begin: int, nbytes: int, name: str) -> None:
-        self.begin, self.end, self.name = begin, begin + nbytes, name
+    begin: int
+    end: int
+    name: str
 
 
 class _Mixed:
@@ -60,9 +61,6 @@ def joined(one: Origin, other: Origin) -> Origin:
     return other if one is None else MIXED
 
 
-_KEPT = 1024
-
-
 class _Storages:
     """Storages of ordinary tensors by address, for addresses that came without their tensor.
 
@@ -73,7 +71,7 @@ class _Storages:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, StorageWeakRef]] = {}  # begin -> end, and whether it lives
         self._begins: list[int] = []  # sorted
-        self._most = _KEPT  # entries before those of dead storages go
+        self._most = 1024  # entries before those of dead storages go
         self._lock = threading.RLock()  # threads of the host ask tensors for their addresses
 
     def remember(self, tensor: torch.Tensor) -> None:
@@ -86,17 +84,15 @@ class _Storages:
         if storage.device.type == "cpu" and nbytes:
             with self._lock:
                 known = self._seen.get(begin)
-                if known is None or known[0] != begin + nbytes or known[1].expired():
-                    self._seen[begin] = begin + nbytes, StorageWeakRef(storage)
-                    if known is None:
-                        insort(self._begins, begin)
-                    if len(self._begins) > self._most:
-                        self._forget_the_dead()
-
-    def _forget_the_dead(self) -> None:
-        self._seen = {begin: entry for begin, entry in self._seen.items() if not entry[1].expired()}
-        self._begins = sorted(self._seen)
-        self._most = max(_KEPT, 2 * len(self._begins))
+                if known is None:
+                    insort(self._begins, begin)
+                elif known[0] == begin + nbytes and not known[1].expired():
+                    return
+                self._seen[begin] = begin + nbytes, StorageWeakRef(storage)
+                if len(self._begins) > self._most:  # the dead are forgotten
+                    self._seen = {begin: entry for begin, entry in self._seen.items() if not entry[1].expired()}
+                    self._begins = sorted(self._seen)
+                    self._most = max(1024, 2 * len(self._begins))
 
     def around(self, begin: int, end: int) -> tuple[int, int] | None:
         """The live storage that holds bytes ``[begin, end)``; or, if none does, one that holds the first of them."""
@@ -137,59 +133,47 @@ class Extents:
         """The origin of a kernel's argument ``name``."""
         first, memory = tensor.data_ptr(), self._memory
         if memory.owns(first):
-            return memory.allocation(*divmod(first - memory.base, memory.nbytes))
+            return memory.allocations[memory.pe_of(first)].at((first - memory.base) % memory.nbytes)
         storage = tensor.untyped_storage()
-        return Storage(storage.data_ptr(), storage.nbytes(), name)
+        begin = storage.data_ptr()
+        return Storage(begin, begin + storage.nbytes(), name)
 
-    def remember(self, tensor: torch.Tensor, first: int) -> None:
+    def remember(self, tensor: torch.Tensor, first: int) -> int:
         """``first``, an address of ``tensor``, was asked for: it may come to a kernel as a number."""
         if first and not self._memory.owns(first):
             self._storages.remember(tensor)
+        return first
 
-    def holds(self, begin: int, end: int, origin: Origin, pe: int) -> bool:
-        """Return whether a program of ``pe`` may access bytes ``[begin, end)`` by a pointer from ``origin``."""
-        memory = self._memory
-        if type(origin) is Storage:
-            return origin.begin <= begin and end <= origin.end
-        if not memory.owns(begin):
-            if type(origin) is Allocation or begin < NULL_PAGE:
-                return False
-            found = self._storages.around(begin, end)
-            return found is not None and end <= found[1]
-        there, first = divmod(begin - memory.base, memory.nbytes)
-        allocation = origin if type(origin) is Allocation else memory.allocation(pe, first)
-        return (
-            allocation is not None
-            and allocation.live
-            and allocation.begin <= first
-            and first + end - begin <= allocation.end
-            and there in allocation.pes
-        )
-
-    def problem(self, begin: int, end: int, origin: Origin, pe: int) -> str:
-        """Return what is wrong with an access that is not permitted: ``bytes 320..328 of pe0.a, which has 8 bytes``."""
+    def problem(self, begin: int, end: int, origin: Origin, pe: int) -> str | None:
+        """Return why a program of ``pe`` may not access bytes ``[begin, end)`` by a pointer from ``origin``; None if it
+        may. Such as ``bytes 320..328 of pe0.a, which has 8 bytes``."""
         memory = self._memory
         if begin < NULL_PAGE:
             return "a null pointer: remote_ptr() gives one for PEs on other nodes, which only puts and gets reach"
-        if isinstance(origin, Storage):
+        if type(origin) is Storage:
             return _beyond(begin, end, origin.begin, origin.end, f"`{origin.name}`")
-        if not memory.owns(begin) and not isinstance(origin, Allocation):
+        symmetric = memory.owns(begin)
+        if type(origin) is Allocation:
+            allocation: Allocation | None = origin
+        elif symmetric:
+            allocation = memory.allocations[pe].at((begin - memory.base) % memory.nbytes)
+        else:
             storage = self._storages.around(begin, end)
             if storage is None:
                 return f"address {begin:#x}, where no tensor lives"
             return _beyond(begin, end, *storage, f"a tensor at {storage[0]:#x}")
-        where = memory.pe_of(begin) if memory.owns(begin) else pe
-        first = begin - memory.block(where)
-        allocation = origin if isinstance(origin, Allocation) else memory.allocation(pe, first)
         if allocation is None:
             return f"{memory.describe(begin)}, where no symmetric tensor lives"
-        name = f"pe{where}.{allocation.name}"
+        there = memory.pe_of(begin) if symmetric else pe
         if not allocation.live:
-            return f"{name}, which was freed"
-        if where not in allocation.pes:
-            return f"pe{where}, which has no part in {allocation.name}: PEs {sorted(allocation.pes)} made it"
-        return _beyond(first, first + end - begin, allocation.begin, allocation.end, name)
+            return f"pe{there}.{allocation.name}, which was freed"
+        if there not in allocation.pes:
+            return f"pe{there}, which has no part in {allocation.name}: PEs {sorted(allocation.pes)} made it"
+        first = begin - memory.block(there)
+        return _beyond(first, first + end - begin, allocation.begin, allocation.end, f"pe{there}.{allocation.name}")
 
 
-def _beyond(begin: int, end: int, first: int, last: int, name: str) -> str:
+def _beyond(begin: int, end: int, first: int, last: int, name: str) -> str | None:
+    if first <= begin and end <= last:
+        return None
     return f"bytes {begin - first}..{end - first} of {name}, which has {last - first} bytes"

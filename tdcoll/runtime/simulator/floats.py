@@ -11,20 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 
 __all__ = ["from_float32", "is_fp8", "is_narrow", "narrowed", "to_float32"]
 
 Array = np.ndarray[Any, Any]
 
-_FP8 = {
-    "fp8e4nv": torch.float8_e4m3fn,
-    "fp8e5": torch.float8_e5m2,
-    "fp8e4b8": torch.float8_e4m3fnuz,
-    "fp8e5b16": torch.float8_e5m2fnuz,
-}
-_SATURATING = ("fp8e4nv", "fp8e5")
-_fp8_values: dict[str, Array] = {}
+_SATURATING = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+_FP8 = {**_SATURATING, "fp8e4b8": torch.float8_e4m3fnuz, "fp8e5b16": torch.float8_e5m2fnuz}
+_NARROW = {**_FP8, "bf16": torch.bfloat16}
+_BITS = {1: torch.uint8, 2: torch.uint16}
 
 
 def is_fp8(kind: Any) -> bool:
@@ -34,31 +29,21 @@ def is_fp8(kind: Any) -> bool:
 
 def is_narrow(kind: Any) -> bool:
     """Return whether a scalar Triton type is bf16 or fp8."""
-    return kind is tl.bfloat16 or kind.name in _FP8
+    return kind.name in _NARROW
 
 
 def to_float32(bits: Array, kind: Any) -> Array:
     """The values of bits of a narrow type."""
-    if kind is tl.bfloat16:
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    values = _fp8_values.get(kind.name)
-    if values is None:
-        every = torch.arange(256, dtype=torch.uint8).view(_FP8[kind.name])
-        values = _fp8_values[kind.name] = every.to(torch.float32).numpy()
-    return values[bits]
+    return torch.from_numpy(np.array(bits)).view(_NARROW[kind.name]).to(torch.float32).numpy()
 
 
 def from_float32(values: Array, kind: Any) -> Array:
     """fp32 rounded to a narrow type, to nearest even; its bits."""
-    if kind is tl.bfloat16:
-        bits = np.ascontiguousarray(values).view(np.uint32)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)
-    target = _FP8[kind.name]
+    target = _NARROW[kind.name]
     if kind.name in _SATURATING:
         limit = torch.finfo(target).max
         values = np.clip(values, -limit, limit)  # leaves NaN as it is
-    return torch.from_numpy(np.array(values, np.float32)).to(target).view(torch.uint8).numpy()
+    return torch.from_numpy(np.array(values, np.float32)).to(target).view(_BITS[target.itemsize]).numpy()
 
 
 def narrowed(values: Array, kind: Any) -> Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA's ``libdevice`` in simulated kernels: the functions that numpy and PyTorch compute as well.
+"""CUDA's ``libdevice`` in simulated kernels: the functions that PyTorch computes as well.
 
 ``triton.language.extra.libdevice`` holds empty functions, which the compiler replaces by those of
 ``triton.language.extra.cuda.libdevice``. The interpreter doesn't, and takes ``None`` for their results. Here they are
@@ -28,40 +28,28 @@ from tdcoll.errors import TdcollError
 
 __all__ = ["computed", "replacements"]
 
-Array = np.ndarray[Any, Any]
+
+def _half_away_from_zero(x: torch.Tensor) -> torch.Tensor:
+    whole = torch.trunc(x)
+    return torch.where((x - whole).abs() >= 0.5, whole + torch.sign(x), whole)
 
 
-def _torchs(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array], Array]:
-    return lambda x: function(torch.from_numpy(np.array(x))).numpy()
-
-
-def _half_away_from_zero(x: Array) -> Array:
-    whole = np.trunc(x)
-    return np.where(np.abs(x - whole) >= 0.5, whole + np.sign(x), whole)
-
-
-_NUMPYS = (
-    "ceil copysign cos cosh exp exp2 expm1 fabs floor fmod hypot isinf isnan log log10 log1p log2 rint signbit "
-    "sin sinh sqrt tan tanh trunc"
+_PYTORCHS = (
+    "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmod hypot "
+    "isfinite isinf isnan lgamma log log10 log1p log2 pow rsqrt signbit sin sinh sqrt tan tanh trunc"
 )
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(np, name) for name in _NUMPYS.split()},
-    **{f"a{name}": getattr(np, f"arc{name}") for name in ("cos", "cosh", "sin", "sinh", "tan", "tan2", "tanh")},
-    **{name: _torchs(getattr(torch, name)) for name in ("erf", "erfc", "erfinv", "lgamma")},
-    "add_rn": np.add,
-    "div_rn": np.divide,
-    "mul_rn": np.multiply,
-    "sub_rn": np.subtract,
-    "sqrt_rn": np.sqrt,
-    **dict.fromkeys(("finite", "isfinite"), np.isfinite),
-    **dict.fromkeys(("pow", "powi"), np.power),
-    "cbrt": np.cbrt,
-    "exp10": lambda x: np.power(10.0, x),
-    "fdivide": np.divide,
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    **{name: getattr(torch, name) for name in _PYTORCHS.split()},
+    **{f"{name}_rn": getattr(torch, name) for name in ("add", "div", "mul", "sqrt", "sub")},
+    "cbrt": lambda x: torch.from_numpy(np.cbrt(x.numpy())),
+    "exp10": lambda x: torch.pow(10.0, x),
+    "fabs": torch.abs,
+    "fdivide": torch.div,
+    "finite": torch.isfinite,
     "fmaf": lambda x, y, z: x * y + z,  # the product of two fp32 is exact in fp64; fp64 would be rounded twice
-    "nearbyint": np.rint,
+    **dict.fromkeys(("nearbyint", "rint"), torch.round),
+    "powi": torch.pow,
     "round": _half_away_from_zero,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
 }
 """By name, as a rule without the type, which symbols end or begin with: ``expf``, ``isnand``, ``fadd_rn``."""
 
@@ -80,8 +68,8 @@ def computed(symbol: str, operands: list[Any], kind: Any) -> Any:
             f"the simulator doesn't have the library function {symbol}. Write it with functions of triton.language, or "
             f"with those of libdevice that the simulator has: {', '.join(sorted(_FUNCTIONS))}"
         )
+    result = function(*(torch.from_numpy(operand.data.astype(np.float64)) for operand in operands)).numpy()
     with np.errstate(all="ignore"):
-        result = np.asarray(function(*(operand.data.astype(np.float64) for operand in operands)))
         return triton_interpreter.TensorHandle(result.astype(triton_interpreter._get_np_dtype(kind)), kind)
 
 

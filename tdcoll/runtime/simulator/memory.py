@@ -6,7 +6,8 @@ from __future__ import annotations
 import ctypes
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,6 @@ from tdcoll.errors import CollectiveTimeout
 from tdcoll.runtime.heap import ALIGNMENT
 
 __all__ = ["NULL_PAGE", "Allocation", "Memory", "MemoryView", "aligned", "read_word", "write_word"]
-
-_LOOK_S = 2e-5
-"""Seconds between two looks of a host that waits for a word."""
 
 NULL_PAGE = 4096
 """No memory lies below this address: a pointer there is null, or null plus an offset."""
@@ -39,6 +37,7 @@ def write_word(address: int, value: int) -> None:
     ctypes.c_uint64.from_address(address).value = value & 0xFFFF_FFFF_FFFF_FFFF
 
 
+@dataclass(slots=True, eq=False)
 class Allocation:
     """Symmetric memory that ranks have allocated together: bytes ``[begin, end)`` of the block of each.
 
@@ -50,40 +49,32 @@ class Allocation:
         live: False once it is freed.
     """
 
-    __slots__ = ("begin", "end", "itemsize", "live", "name", "pes")
-
-    def __init__(self, begin: int, nbytes: int, name: str, itemsize: int, pes: Iterable[int]) -> None:
-        self.begin, self.end, self.name, self.itemsize = begin, begin + nbytes, name, itemsize
-        self.pes, self.live = frozenset(pes), True
+    begin: int
+    end: int
+    name: str
+    itemsize: int
+    pes: frozenset[int]
+    live: bool = True
 
 
 class _Allocations:
     """What one PE has allocated, by offset."""
 
     def __init__(self) -> None:
-        self._by_offset: dict[int, Allocation] = {}
-        self._offsets: list[int] = []  # sorted
+        self._held: list[Allocation] = []
+        self._begins: list[int] = []  # sorted
 
-    def add(self, allocation: Allocation) -> None:
-        self.remove(allocation.begin, allocation.end)
-        if allocation.end > allocation.begin:
-            self._by_offset[allocation.begin] = allocation
-        self._offsets = sorted(self._by_offset)
-
-    def remove(self, begin: int, end: int) -> None:
-        """Whatever has one of the bytes ``[begin, end)`` is gone."""
-        for gone in [a for a in self._by_offset.values() if a.begin < end and begin < a.end]:
-            gone.live = False
-            del self._by_offset[gone.begin]
-        self._offsets = sorted(self._by_offset)
+    def replace(self, begin: int, end: int, by: Sequence[Allocation] = ()) -> None:
+        """Whatever has one of the bytes ``[begin, end)`` is gone, and ``by`` is there."""
+        for held in self._held:
+            held.live = not (held.begin < end and begin < held.end)
+        self._held = sorted((a for a in (*self._held, *by) if a.live), key=lambda a: a.begin)
+        self._begins = [a.begin for a in self._held]
 
     def at(self, offset: int) -> Allocation | None:
-        place = bisect_right(self._offsets, offset)
-        if place:
-            found = self._by_offset[self._offsets[place - 1]]
-            if offset < found.end:
-                return found
-        return None
+        """Return what lies at ``offset``, if anything."""
+        found = self._held[place - 1] if (place := bisect_right(self._begins, offset)) else None
+        return found if found is not None and offset < found.end else None
 
 
 class Memory:
@@ -96,6 +87,9 @@ class Memory:
         one_view: only one PE says what it has allocated, and that stands for all of them: it is what a process knows
             that is one PE of several.
         puts: whether NVSHMEM's functions work in kernels.
+
+    Attributes:
+        allocations: what each PE has allocated.
     """
 
     def __init__(
@@ -104,10 +98,9 @@ class Memory:
         self.nbytes, self.n_pes, self.total, self.puts = nbytes, n_pes, nbytes * n_pes, puts
         self.tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=self.total, offset=begin)
         self.base = self.tensor.data_ptr()
-        self._words = buffer[begin : begin + self.total].cast("Q")
-        self._array = np.asarray(self._words)
+        self._words = np.frombuffer(buffer, np.uint64, self.total // 8, begin)
         shared = _Allocations()
-        self._allocations = [shared if one_view else _Allocations() for _ in range(n_pes)]
+        self.allocations = [shared if one_view else _Allocations() for _ in range(n_pes)]
 
     def owns(self, address: int) -> bool:
         """Return whether ``address`` lies in some PE's symmetric block."""
@@ -121,38 +114,16 @@ class Memory:
         """Address of ``pe``'s block."""
         return self.base + pe * self.nbytes
 
-    def word(self, address: int) -> int:
-        """The unsigned 64-bit word at an aligned symmetric address."""
-        return self._words[(address - self.base) >> 3]
-
     def words(self, addresses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The unsigned 64-bit words at aligned symmetric addresses (uint64), each as one load."""
-        return self._array[(addresses - np.uint64(self.base)) >> np.uint64(3)]
-
-    def set_word(self, address: int, value: int) -> None:
-        """Write a 64-bit word at an aligned symmetric address, as one store."""
-        self._words[(address - self.base) >> 3] = value & 0xFFFF_FFFF_FFFF_FFFF
-
-    # ------------------------------------------------------------------ allocations
-
-    def label(self, pe: int, allocation: Allocation) -> None:
-        """``pe`` has allocated this."""
-        self._allocations[pe].add(allocation)
-
-    def unlabel(self, pe: int, offset: int) -> None:
-        """``pe`` has freed what it had at ``offset``."""
-        self._allocations[pe].remove(offset, offset + 1)
-
-    def allocation(self, pe: int, offset: int) -> Allocation | None:
-        """Return what ``pe`` has at ``offset`` of its block, if anything."""
-        return self._allocations[pe].at(offset)
+        return self._words[(addresses - np.uint64(self.base)) >> np.uint64(3)]
 
     def describe(self, address: int) -> str:
         """``pe3.signals[0]`` for an address in an allocation, else the PE and the offset."""
         if not self.owns(address):
             return f"address {address:#x}"
         pe, offset = divmod(address - self.base, self.nbytes)
-        found = self.allocation(pe, offset)
+        found = self.allocations[pe].at(offset)
         if found is None:
             return f"pe{pe}.heap[{offset:#x}]"
         index, rest = divmod(offset - found.begin, found.itemsize)
@@ -177,8 +148,7 @@ class MemoryView:
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + nbytes} do not lie in the heap of {self.nbytes} bytes")
-        begin = self.pe * self.nbytes + offset
-        return self._memory.tensor[begin : begin + nbytes]
+        return self.peer_view(self.pe, offset, nbytes)
 
     def peer_base(self, pe: int) -> int:
         if not 0 <= pe < self.n_pes:
@@ -190,11 +160,8 @@ class MemoryView:
         return self._memory.tensor[begin : begin + nbytes]
 
     def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
-        kind = ctypes.c_uint32 if bits == 32 else ctypes.c_uint64
-        word, what = (
-            kind.from_address(address),
-            f"{self._memory.describe(address)} {'>=' if at_least else '=='} {value}",
-        )
+        word = (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64).from_address(address)
+        what = f"{self._memory.describe(address)} {'>=' if at_least else '=='} {value}"
 
         def ready() -> bool:
             return word.value >= value if at_least else word.value == value
@@ -223,17 +190,18 @@ class MemoryView:
         while not ready():
             if time.monotonic() > end:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(2e-5)
         return True
 
     def written_by_host(self, address: int, nbytes: int) -> None:
         """Tell waits on the host that it has written these bytes. Those that poll need not be told."""
 
     def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:
-        self._memory.label(self.pe, Allocation(offset, nbytes, name, itemsize, pes))
+        made = Allocation(offset, offset + nbytes, name, itemsize, frozenset(pes))
+        self._memory.allocations[self.pe].replace(offset, offset + nbytes, [made] if nbytes else [])
 
     def unlabel(self, offset: int) -> None:
-        self._memory.unlabel(self.pe, offset)
+        self._memory.allocations[self.pe].replace(offset, offset + 1)
 
     def close(self) -> None:
         """Nothing to give back: the buffer goes with the last tensor that views it."""

@@ -7,13 +7,11 @@ there as operations:
 - an operation's bytes are cut into one to three pieces, which arrive in any order and interleaved with those
   of other operations; its signal, if it has one, arrives after its own pieces and says nothing of others;
 - a fence, by whatever program, opens a new *epoch* in each of the PE's channels; only operations of a channel's oldest
-  epoch arrive. NVSHMEM's fence orders what the PE has issued, and leaves it to the program that "before" and "after"
-  mean anything between threads;
-- ``quiet`` waits until everything has arrived that the PE had in flight when it was called, but for other programs'
-  stores;
-- a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave, so that
-  overwriting the source before ``quiet`` shows;
+  epoch arrive;
+- ``quiet`` waits until all has arrived that the PE had in flight when it was called, but for other programs' stores;
+- a blocking put captures its bytes when it is called; an ``nbi`` put reads them when they leave;
 - gets travel in channels of their own, which fences do not order; ``quiet`` waits for them;
+- copies of streams travel in those as well, and ``quiet`` does not wait for them;
 - an operation may be *held back* until no task can run but stragglers (see :mod:`tdcoll.runtime.simulator.policy`).
 
 Operations outlive the program that issued them, except stores: those are complete when the launch ends.
@@ -22,11 +20,13 @@ Operations outlive the program that issued them, except stores: those are comple
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 from tdcoll.runtime.simulator.policy import Policy
+from tdcoll.runtime.simulator.tasks import Task
 
 __all__ = ["Network", "Operation", "Piece"]
 
@@ -34,35 +34,29 @@ Piece = tuple[int, "int | bytes", int]
 """Destination address, source address (read on delivery) or captured bytes, byte count."""
 
 
+@dataclass(slots=True, eq=False)
 class Operation:
     """One message in flight.
 
     Attributes:
-        kind: ``"put"``, ``"get"``, ``"signal"`` or ``"store"``.
+        kind: ``"put"``, ``"get"``, ``"signal"``, ``"store"`` or ``"copy"``.
         issuer: program that issued it.
-        source_pe: the program's PE.
+        channel: from the program's PE to another, and whether it is one that fences do not order.
         pieces: bytes that have not arrived yet.
         signal: applied after the last piece; None when there is none, or when it has arrived.
         done: called when everything has arrived.
         move: called with destination, source and length of each piece when it arrives.
+        late: held back until no task can run but stragglers.
     """
 
-    __slots__ = ("channel", "done", "issuer", "kind", "late", "move", "pieces", "signal", "source_pe")
-
-    def __init__(
-        self,
-        kind: str,
-        issuer: Any,
-        source_pe: int,
-        pieces: Sequence[Piece],
-        signal: Callable[[], None] | None,
-        done: Callable[[], None] | None,
-        move: Callable[[int, Any, int], Any],
-        late: bool,
-    ) -> None:
-        self.kind, self.issuer, self.source_pe, self.pieces, self.signal = kind, issuer, source_pe, list(pieces), signal
-        self.done, self.move, self.late = done, move, late
-        self.channel: _Channel
+    kind: str
+    issuer: Task
+    channel: tuple[int, int, bool]
+    pieces: list[Piece]
+    signal: Callable[[], None] | None
+    done: Callable[[], None] | None
+    move: Callable[[int, Any, int], Any]
+    late: bool
 
     @property
     def arrived(self) -> bool:
@@ -70,67 +64,45 @@ class Operation:
         return not self.pieces and self.signal is None
 
 
-class _Channel:
-    """Operations of one PE to one PE, oldest epoch first."""
-
-    __slots__ = ("epochs", "key")
-
-    def __init__(self, key: tuple[int, object]) -> None:
-        self.key = key
-        self.epochs: list[list[Operation]] = []
-
-
 class Network:
-    """Messages in flight, and which of them may arrive next.
+    """Messages in flight, and which of them may arrive next, which ``policy`` chooses.
 
-    Args:
-        policy: chooses.
-        written: called with address and length of bytes that have arrived.
-        arrived: called with ``("arrived", PE)`` when an operation of that PE has arrived.
+    ``written`` is called with address and length of bytes that have arrived, and ``arrived`` with ``("arrived", PE)``
+    when an operation of that PE has.
     """
 
     def __init__(
         self, policy: Policy, written: Callable[[int, int], None], arrived: Callable[[tuple[str, int]], None]
     ) -> None:
         self._policy, self._written, self._arrived = policy, written, arrived
-        self._channels: dict[tuple[int, object], _Channel] = {}
-        self._in_flight: dict[Any, int] = {}  # issuer -> operations
-        self._eager: list[Operation] = []  # may arrive now
+        self._channels: dict[tuple[int, int, bool], list[list[Operation]]] = {}  # epochs, the oldest first
+        self.eager: list[Operation] = []  # may arrive now
         self._late: list[Operation] = []  # may arrive when no task can run but stragglers
         self._released: dict[Operation, None] = {}  # stores, to the other programs of their PE
 
-    # ------------------------------------------------------------------ issuing
-
     def issue(
         self,
-        issuer: Any,
+        issuer: Task,
         pe: int,
         kind: str,
         pieces: Sequence[Piece],
         *,
-        source_pe: int,
         signal: Callable[[], None] | None = None,
         done: Callable[[], None] | None = None,
         move: Callable[[int, Any, int], Any] = ctypes.memmove,
         is_flag: bool = False,
     ) -> Operation:
-        """Put a message of ``issuer`` (any hashable) into the channel from ``source_pe`` to ``pe``; the rest as in
-        Operation."""
+        """Put a message of ``issuer`` into the channel to ``pe``; the rest as in Operation."""
         late = self._policy.holds_back(has_signal=signal is not None, is_flag=is_flag)
-        operation = Operation(kind, issuer, source_pe, pieces, signal, done, move, late)
-        key = (source_pe, ("get", pe) if kind == "get" else pe)
-        channel = self._channels.get(key)
-        if channel is None:
-            channel = self._channels[key] = _Channel(key)
-        operation.channel = channel
-        self._in_flight[issuer] = self._in_flight.get(issuer, 0) + 1
+        channel = issuer.pe, pe, kind in ("get", "copy")
+        operation = Operation(kind, issuer, channel, list(pieces), signal, done, move, late)
+        issuer.in_flight += 1
         if operation.arrived:  # a put of no bytes
             self._finish(operation)
             return operation
-        if not channel.epochs:
-            channel.epochs.append([])
-        channel.epochs[-1].append(operation)
-        if len(channel.epochs) == 1:
+        epochs = self._channels.setdefault(channel, [[]])
+        epochs[-1].append(operation)
+        if len(epochs) == 1:
             self._open(operation)
         return operation
 
@@ -146,35 +118,24 @@ class Network:
 
     def fence(self, source_pe: int) -> None:
         """Deliver what ``source_pe`` sends to a PE from now on after what it has sent there already."""
-        for (sender, destination), channel in self._channels.items():
-            if sender == source_pe and isinstance(destination, int) and channel.epochs and channel.epochs[-1]:
-                channel.epochs.append([])
+        for (sender, _, unordered), epochs in self._channels.items():
+            if sender == source_pe and not unordered and epochs[-1]:
+                epochs.append([])
 
-    def outstanding(self, issuer: Any, source_pe: int) -> list[Operation]:
+    def outstanding(self, issuer: Task) -> list[Operation]:
         """Return what has to arrive before a ``quiet`` of ``issuer`` returns that is called now."""
+        sent = self._sent_by(issuer.pe)
         return [
-            operation
-            for (sender, _), channel in self._channels.items()
-            if sender == source_pe
-            for epoch in channel.epochs
-            for operation in epoch
-            if operation.issuer is issuer or operation.kind != "store"
+            operation for operation in sent if operation.issuer is issuer or operation.kind not in ("store", "copy")
         ]
 
-    def in_flight(self, issuer: Any) -> int:
-        """Operations of ``issuer`` that have not arrived completely."""
-        return self._in_flight.get(issuer, 0)
-
-    # ------------------------------------------------------------------ arriving
-
-    @property
-    def eager(self) -> int:
-        """Operations that may arrive now and are not held back."""
-        return len(self._eager)
+    def _sent_by(self, source_pe: int) -> Iterator[Operation]:
+        epochs = (epochs for (sender, *_), epochs in self._channels.items() if sender == source_pe)
+        return chain.from_iterable(chain.from_iterable(epochs))
 
     def deliver(self) -> bool:
         """One piece or one signal of some operation arrives; False if nothing is in flight."""
-        queue = self._eager or self._late
+        queue = self.eager or self._late
         if not queue:
             return False
         operation = self._policy.take(queue)
@@ -185,47 +146,41 @@ class Network:
             queue.append(operation)
         return True
 
-    def flush_stores(self, issuer: Any, touching: tuple[int, int] | None = None, to: int | None = None) -> None:
+    def flush_stores(self, issuer: Task, touching: tuple[int, int] | None = None, to: int | None = None) -> None:
         """Stores of ``issuer`` arrive now, in the order of issue, and before them whatever a fence orders first.
 
-        Args:
-            issuer: whose.
-            touching: only those that have yet to write to addresses ``[first, end)``.
-            to: only those to this PE.
+        Only those that have yet to write to addresses ``touching``, ``[first, end)``, and only those to the PE ``to``.
         """
 
-        def wanted(operation: Operation) -> bool:
-            return (operation.issuer is issuer and operation.kind == "store") and (
-                touching is None
-                or any(dest < touching[1] and touching[0] < dest + n for dest, _, n in operation.pieces)
-            )
+        first, end = touching or (0, 1 << 64)
 
-        for (_, destination), channel in list(self._channels.items()):
-            if to in (None, destination):
+        def wanted(operation: Operation) -> bool:
+            inside = any(dest < end and first < dest + nbytes for dest, _, nbytes in operation.pieces)
+            return inside and operation.issuer is issuer and operation.kind == "store"
+
+        for channel in list(self._channels) if issuer.in_flight else ():
+            if channel[0] == issuer.pe and to in (None, channel[1]):
                 self._flush(channel, wanted)
 
-    def release_stores(self, issuer: Any) -> None:
+    def release_stores(self, issuer: Task) -> None:
         """Stores of ``issuer`` so far come before what other programs of its PE do when they have heard of it."""
-        if self.in_flight(issuer):
-            for channel in self._channels.values():
-                for epoch in channel.epochs:
-                    stores = (op for op in epoch if op.issuer is issuer and op.kind == "store")
-                    self._released.update(dict.fromkeys(stores))
+        if issuer.in_flight:
+            stores = (op for op in self._sent_by(issuer.pe) if op.issuer is issuer and op.kind == "store")
+            self._released.update(dict.fromkeys(stores))
 
     def flush_released(self, source_pe: int) -> None:
         """Stores that programs of ``source_pe`` have released to each other arrive now, as in :meth:`flush_stores`."""
-        for channel in {op.channel: None for op in self._released if op.source_pe == source_pe}:
+        for channel in {op.channel: None for op in self._released if op.issuer.pe == source_pe}:
             self._flush(channel, self._released.__contains__)
 
     def flush_fenced(self, source_pe: int, pe: int) -> None:
         """Deliver now what ``source_pe`` has sent to ``pe`` before its last fence."""
-        channel = self._channels.get((source_pe, pe))
-        if channel is not None:
-            fenced = [operation for epoch in channel.epochs[:-1] for operation in epoch]
-            self._flush(channel, fenced.__contains__)
+        channel = source_pe, pe, False
+        fenced = list(chain.from_iterable(self._channels.get(channel, [])[:-1]))
+        self._flush(channel, fenced.__contains__)
 
-    def _flush(self, channel: _Channel, wanted: Callable[[Operation], bool]) -> None:
-        epochs = channel.epochs
+    def _flush(self, channel: tuple[int, int, bool], wanted: Callable[[Operation], bool]) -> None:
+        epochs = self._channels.get(channel, [])
         last = max((i for i, epoch in enumerate(epochs) if any(map(wanted, epoch))), default=-1)
         chosen = [
             operation
@@ -241,11 +196,10 @@ class Network:
 
     def drop(self, source_pe: int) -> None:
         """Lose everything that ``source_pe`` has sent and that has not arrived yet."""
-        for channel in list(self._channels.values()):
-            for operation in [op for epoch in channel.epochs for op in epoch if op.source_pe == source_pe]:
-                operation.done = None
-                self._withdraw(operation)
-                self._close(operation)
+        for operation in list(self._sent_by(source_pe)):
+            operation.done = None
+            self._withdraw(operation)
+            self._close(operation)
 
     def _deliver_part(self, operation: Operation, in_order: bool = False) -> None:
         pieces = operation.pieces
@@ -258,36 +212,30 @@ class Network:
             signal()
 
     def _open(self, operation: Operation) -> None:
-        (self._late if operation.late else self._eager).append(operation)
+        (self._late if operation.late else self.eager).append(operation)
 
     def _withdraw(self, operation: Operation) -> None:
-        queue = self._late if operation.late else self._eager
+        queue = self._late if operation.late else self.eager
         if operation in queue:
             queue.remove(operation)
 
     def _close(self, operation: Operation) -> None:
         """Everything of ``operation`` has arrived; if it was the last of its epoch, the next one opens."""
-        channel = operation.channel
-        for epoch in channel.epochs:
-            if operation in epoch:
-                epoch.remove(operation)
-                break
-        was_oldest = not channel.epochs[0]
-        while channel.epochs and not channel.epochs[0]:
-            channel.epochs.pop(0)
-        if not channel.epochs:
-            del self._channels[channel.key]
+        epochs = self._channels[operation.channel]
+        next(epoch for epoch in epochs if operation in epoch).remove(operation)
+        was_oldest = not epochs[0]
+        while epochs and not epochs[0]:
+            epochs.pop(0)
+        if not epochs:
+            del self._channels[operation.channel]
         elif was_oldest:
-            for waiting in channel.epochs[0]:
+            for waiting in epochs[0]:
                 self._open(waiting)
         self._finish(operation)
 
     def _finish(self, operation: Operation) -> None:
         self._released.pop(operation, None)
-        issuer = operation.issuer
-        self._in_flight[issuer] -= 1
-        if not self._in_flight[issuer]:
-            del self._in_flight[issuer]
+        operation.issuer.in_flight -= 1
         if operation.done is not None:
             operation.done()
-        self._arrived(("arrived", operation.source_pe))
+        self._arrived(("arrived", operation.issuer.pe))

@@ -11,8 +11,7 @@ seldom drives one part far enough behind the others:
 - *stragglers*: one PE, or some programs, hardly ever get their turn while another task can run or a message can
   arrive. A kernel that relies on ranks being about equally fast is caught.
 
-By default the seed decides, too, whether a run has late data and stragglers: seeds 0 to 3 have late data, stragglers,
-both and neither, and so on with each four seeds that follow. Seeds 0 and 1 therefore show both habits.
+By default the seed decides, too: of four in a row, from 0 on, one has late data, one stragglers, one both, one neither.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ class Policy:
         return False
 
     def holds_back(self, *, has_signal: bool, is_flag: bool) -> bool:
-        """Return whether a new message is held back until no task can run but stragglers.
-
-        ``has_signal``: it carries a signal. ``is_flag``: it is one word, such as a flag written by a store.
-        """
+        """Return whether a new message is held back until no task can run but stragglers. A flag is one word."""
         return False
 
     def cuts(self, units: int) -> list[int]:
@@ -86,21 +82,19 @@ class RandomPolicy(Policy):
         stragglers: bool | int | None = None,
         impatient: bool = False,
     ) -> None:
-        self._random = random.Random(seed)
-        self._patience = random.Random(f"patience {seed}")
+        self._random, self._patience = random.Random(seed), random.Random(f"patience {seed}")
         self.gives_up_rate = self._patience.choice((0.001, 0.005, 0.02)) if impatient else 0.0
-        draw = self._random.random
         # always draw the same numbers, so that fixing one habit leaves the others as they were
-        which, rate = int(draw() * n_pes), draw()
+        which, self.rate = int(self._random.random() * n_pes), (0.1, 0.3, 0.6)[int(self._random.random() * 3)]
         self.late_data = seed % 4 in (0, 2) if late_data is None else late_data
-        if stragglers is None or isinstance(stragglers, bool):
-            straggling = seed % 4 in (1, 2) if stragglers is None else stragglers
-            one_pe = (seed + seed // 4) % 2 == 1  # in turn, with late data and without
-            self.slow_pe = which if straggling and one_pe else None
-            self.slow_share = 0.3 if straggling and not one_pe else 0.0
-        else:
-            self.slow_pe, self.slow_share = stragglers, 0.0
-        self.rate = (0.1, 0.3, 0.6)[int(rate * 3)]
+        self.slow_pe, self.slow_share = None, 0.0
+        if stragglers is not None and not isinstance(stragglers, bool):
+            self.slow_pe = stragglers
+        elif seed % 4 in (1, 2) if stragglers is None else stragglers:
+            if (seed + seed // 4) % 2:  # in turn, with late data and without
+                self.slow_pe = which
+            else:
+                self.slow_share = 0.3
 
     def take(self, items: MutableSequence[Item]) -> Item:
         index = int(self._random.random() * len(items))
@@ -135,13 +129,10 @@ class RandomPolicy(Policy):
         return self.gives_up_rate > 0 and self._patience.random() < self.gives_up_rate
 
     def describe(self) -> str:
-        words = [f"delivery rate {self.rate}"]
-        if self.late_data:
-            words.append("late data")
-        if self.slow_pe is not None:
-            words.append(f"pe{self.slow_pe} slow")
-        if self.slow_share:
-            words.append("some programs slow")
-        if self.gives_up_rate:
-            words.append("impatient")
-        return ", ".join(words)
+        habits = {
+            "late data": self.late_data,
+            f"pe{self.slow_pe} slow": self.slow_pe is not None,
+            "some programs slow": self.slow_share,
+            "impatient": self.gives_up_rate,
+        }
+        return ", ".join([f"delivery rate {self.rate}", *(habit for habit, has in habits.items() if has)])

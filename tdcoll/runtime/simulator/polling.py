@@ -34,13 +34,10 @@ class PollingScheduler:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_ns = int(timeout_s * 1e9)
         self._spinning_since: dict[Task, int] = {}
-        self._switch: Switch | None = None  # of the launch whose turn it is
+        self._switch: Switch  # of the launch whose turn it is
         self._turn = threading.Lock()
         self.current: Task | None = None
         self.progress = 0
-        self.steps = 0
-
-    # ------------------------------------------------------------------ called by the host
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Run these programs until all are done.
@@ -49,16 +46,14 @@ class PollingScheduler:
             CollectiveTimeout: a program waits for longer than the timeout; it is named, and so is what it waits
             for. Exception: whatever a program raised, with a note that names it.
         """
-        switch, left = make_switch(None), list(tasks)
+        switch, left, idle = make_switch(None), list(tasks), 0
         for task in tasks:
             switch.start(task)
-        idle = 0
         try:
             while left:
                 with self._turn:
                     self._switch = switch
-                    busy = self._round(switch, left)
-                idle = 0 if busy else idle + 1
+                    idle = 0 if self._round(switch, left) else idle + 1
                 if idle > _YIELDS:
                     time.sleep(min(2e-5 * (idle - _YIELDS), _LONGEST_SLEEP_S))
                 elif idle:
@@ -71,7 +66,6 @@ class PollingScheduler:
                     switch.unwind(task)
                 for task in tasks:
                     self._spinning_since.pop(task, None)
-                self._switch = None
 
     def in_a_kernel(self) -> bool:
         """Return whether the caller is a kernel's program, not host code."""
@@ -82,12 +76,8 @@ class PollingScheduler:
         """Resume every task that is left and does not wait; return whether one of them got on."""
         busy = False
         for task in list(left):
-            wait = task.wait
-            if wait is not None:
-                if not wait.ready() and not _over(wait):
-                    continue
-                task.wait = None
-            self.steps += 1
+            if task.wait is not None and not (task.wait.ready() or self._over(task.wait)):
+                continue
             self.current = task
             try:
                 switch.resume(task)
@@ -100,8 +90,6 @@ class PollingScheduler:
             busy = busy or task.polls < SUSPECT_POLLS
         return busy
 
-    # ------------------------------------------------------------------ called by the running task
-
     @property
     def now_ns(self) -> int:
         """Wall time."""
@@ -110,7 +98,7 @@ class PollingScheduler:
     def turn(self) -> None:
         task = self._running()
         task.polls = 0
-        self._suspend(task)
+        self._switch.suspend(task)
 
     def wait(
         self,
@@ -121,27 +109,22 @@ class PollingScheduler:
     ) -> bool:
         task = self._running()
         task.polls = 0
-        if ready():
-            self._suspend(task)
-            return True
-        deadline_ns = time.monotonic_ns() + (self._timeout_ns if timeout_ns is None else timeout_ns)
-        while True:
-            task.wait = wait = Wait(ready, describe, keys, deadline_ns)
-            self._suspend(task)
-            if ready():
-                return True
-            if _over(wait):
-                if timeout_ns is not None:
-                    return False
-                raise self._gave_up(task, describe)
+        task.wait = Wait(ready, describe, keys, self.now_ns + (self._timeout_ns if timeout_ns is None else timeout_ns))
+        self._switch.suspend(task)
+        while not (came := ready()) and not self._over(task.wait):
+            self._switch.suspend(task)
+        task.wait = None
+        if not came and timeout_ns is None:
+            raise self._gave_up(task, describe)
+        return came
 
     def poll(self, key: Hashable, describe: Callable[[], str]) -> None:
-        task, now = self._running(), time.monotonic_ns()
+        task, now = self._running(), self.now_ns
         if count_poll(task, key, self.progress) == 0:
             self._spinning_since[task] = now
         elif now - self._spinning_since[task] > self._timeout_ns:
             raise self._gave_up(task, describe)
-        self._suspend(task)
+        self._switch.suspend(task)
 
     def notify(self, key: Hashable) -> None:
         self.progress += 1
@@ -154,13 +137,8 @@ class PollingScheduler:
             raise TdcollError("this call needs a running program: make it inside a kernel")
         return self.current
 
+    def _over(self, wait: Wait) -> bool:
+        return wait.deadline_ns is not None and self.now_ns >= wait.deadline_ns
+
     def _gave_up(self, task: Task, describe: Callable[[], str]) -> CollectiveTimeout:
         return CollectiveTimeout(f"in {task.name}, which {describe()}", rank=task.pe, timeout_s=self._timeout_ns / 1e9)
-
-    def _suspend(self, task: Task) -> None:
-        assert self._switch is not None
-        self._switch.suspend(task)
-
-
-def _over(wait: Wait) -> bool:
-    return wait.deadline_ns is not None and time.monotonic_ns() >= wait.deadline_ns

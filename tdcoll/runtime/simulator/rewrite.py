@@ -2,74 +2,47 @@
 """The source of kernels, rewritten for the interpreter: truth of tensors, and branches on the thread index.
 
 Python's ``and``, ``or``, ``not`` and chained comparisons ask for the truth of a tensor; Triton computes with it. Here
-they do as the compiler does: every tensor is evaluated, and only compile-time values cut an expression short. What does
-ask for the truth of a tensor (``if``, ``while``) wants a scalar.
+they do as the compiler does. What asks for the truth of a tensor (``if``, ``while``) wants a scalar.
 
 Names that may differ from thread to thread are found (those assigned from ``tid``, or where a branch or loop on it
-leads), and what is done with them goes through :mod:`.lanes`.
+leads), and what is done with them goes through :mod:`.branches`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll.errors import TdcollError
 
-__all__ = ["ALL", "AND", "ASSIGN", "EVERY", "NOT", "OR", "READ", "SPLIT", "TRUTH", "UNSET", "KernelTransformer"]
+__all__ = ["KernelTransformer"]
 
-AND, OR, NOT = "_tdcoll_and", "_tdcoll_or", "_tdcoll_not"
-TRUTH, EVERY = "_tdcoll_truth", "_tdcoll_every"
-READ, ASSIGN, SPLIT, ALL, UNSET = (
-    "_tdcoll_read",
-    "_tdcoll_assign",
-    "_tdcoll_split",
-    "_tdcoll_all",
-    "_tdcoll_unset",
-)
-
-_ELEMENTWISE = frozenset(["tid", "ntid", "program_id", "num_programs", "cast", "to", "minimum", "maximum", "where"])
-"""Calls that do the same to the values of all threads at once as to each of them."""
-_ELEMENTWISE_NODES = (
-    ast.Attribute,
-    ast.BinOp,
-    ast.BoolOp,
-    ast.Compare,
-    ast.Constant,
-    ast.Name,
-    ast.UnaryOp,
-    ast.expr_context,
-    ast.operator,
-    ast.unaryop,
-    ast.boolop,
-    ast.cmpop,
-)
 _CHAINS = hasattr(triton_interpreter.ASTTransformer, "visit_Compare")
 """Whether this Triton has comparisons such as ``a < b < c`` (3.9 and later)."""
 
 
 def _call(function: str, *arguments: ast.expr) -> ast.Call:
-    return ast.Call(ast.Name(function, ast.Load()), list(arguments), [])
+    return ast.Call(ast.Name(f"_tdcoll_{function}", ast.Load()), list(arguments), [])
 
 
 def _lambda(body: ast.expr) -> ast.Lambda:
     return ast.Lambda(ast.arguments([], [], None, [], [], None, []), body)
 
 
-def _names(target: ast.expr) -> list[str]:
-    """Names that an assignment to ``target`` binds."""
-    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+def _tuple(names: list[str]) -> str:
+    """The source of a tuple of these names."""
+    return f"({''.join(f'{name}, ' for name in names)})"
 
 
-def _called(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
-
-
-def _values(names: Iterable[str]) -> ast.Lambda:
-    return _lambda(ast.Tuple([ast.Name(name, ast.Load()) for name in names], ast.Load()))
+def _statements(source: str, node: ast.stmt) -> Any:
+    """Statements in the place of ``node``."""
+    made = ast.parse(source)
+    for inner in ast.walk(made):
+        ast.copy_location(inner, node)
+    return made.body
 
 
 class KernelTransformer(triton_interpreter.ASTTransformer):
@@ -79,25 +52,23 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         self._function = ""
         self._threaded: set[str] = set()
         """Names that may differ from thread to thread."""
-        self._tests = 0
-
-    # ------------------------------------------------------------------ truth
+        self._splits = 0
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         values = [_lambda(self.visit(value)) for value in node.values]
-        return _call(AND if isinstance(node.op, ast.And) else OR, *values)
+        return _call("and" if isinstance(node.op, ast.And) else "or", *values)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         self.generic_visit(node)
-        return _call(NOT, node.operand) if isinstance(node.op, ast.Not) else node
+        return _call("not", node.operand) if isinstance(node.op, ast.Not) else node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         return self._asked(node)
 
     def visit_Assert(self, node: ast.Assert) -> Any:
-        return self._asked(node, EVERY)
+        return self._asked(node, "every")
 
-    def _asked(self, node: Any, how: str = TRUTH) -> Any:
+    def _asked(self, node: Any, how: str = "truth") -> Any:
         """A node with a ``test``, the truth of which is asked for."""
         self.generic_visit(node)
         node.test = _call(how, node.test)
@@ -108,22 +79,14 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
             raise self._refused(node, "Triton has no chained comparisons before 3.9: write `(a < b) & (b < c)`")
         return super().visit_Compare(node) if _CHAINS else self.generic_visit(node)
 
-    # ------------------------------------------------------------------ threads
-
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        self._function, self._threaded, self._tests = node.name, set(), 0
-        while True:
-            found = set(self._assigned_by_threads(node.body, within=False))
-            if found <= self._threaded:
-                break
+        self._function, self._threaded, self._splits = node.name, set(), 0
+        while not (found := set(self._assigned_by_threads(node.body, within=False))) <= self._threaded:
             self._threaded |= found
         self.generic_visit(node)
-        arguments = {argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
-        unset = [
-            ast.Assign([ast.Name(name, ast.Store())], ast.Name(UNSET, ast.Load()))
-            for name in sorted(self._threaded - arguments)
-        ]
-        node.body = [*unset, *node.body]
+        given = {argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+        unset = "\n".join(f"{name} = _tdcoll_unset" for name in sorted(self._threaded - given))
+        node.body = [*_statements(unset, node.body[0]), *node.body]
         return node
 
     def _assigned_by_threads(self, statements: list[ast.stmt], within: bool) -> Iterator[str]:
@@ -133,139 +96,105 @@ class KernelTransformer(triton_interpreter.ASTTransformer):
         """
         for statement in statements:
             if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
                 if within or (statement.value is not None and self._depends(statement.value)):
-                    for target in targets:
-                        yield from _names(target)
+                    yield from _bound(statement)
                 continue
-            inside = within
-            if isinstance(statement, (ast.If, ast.While)):
-                inside = within or self._depends(statement.test)
-            elif isinstance(statement, ast.For):
-                inside = within or self._depends(statement.iter)
-            for field in ("body", "orelse"):
-                yield from self._assigned_by_threads(getattr(statement, field, []), inside)
+            decides = getattr(statement, "test", getattr(statement, "iter", None))
+            inside = within or (decides is not None and self._depends(decides))
+            for part in ("body", "orelse"):
+                yield from self._assigned_by_threads(getattr(statement, part, []), inside)
 
     def _depends(self, node: ast.AST) -> bool:
         """Return whether the value of ``node`` may differ from thread to thread."""
-        return self._calls_tid(node) or any(True for _ in self._threaded_names(node))
+        return _calls_tid(node) or bool(self._names(node))
 
-    def _calls_tid(self, node: ast.AST) -> bool:
-        return any(isinstance(inner, ast.Call) and _called(inner) == "tid" for inner in ast.walk(node))
-
-    def _threaded_names(self, node: ast.AST) -> Iterator[str]:
-        return (i.id for i in ast.walk(node) if isinstance(i, ast.Name) and i.id in self._threaded)
-
-    def _described(self, node: ast.expr) -> list[ast.expr]:
-        """An expression as :mod:`.lanes` wants it: to evaluate; whether it calls ``tid``; the values of names that may
-        differ; and those of all other names if it does the same to the values of all threads at once, else None."""
-        elementwise = all(
-            isinstance(inner, _ELEMENTWISE_NODES) or (isinstance(inner, ast.Call) and _called(inner) in _ELEMENTWISE)
-            for inner in ast.walk(node)
-        )
-        used = dict.fromkeys(inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name))
-        others = [name for name in used if name not in self._threaded]
-        described: list[ast.expr] = [
-            ast.Constant(self._calls_tid(node)),
-            _values(name for name in used if name in self._threaded),
-            _values(others) if elementwise else ast.Constant(None),
-        ]
-        return [_lambda(self.visit(node)), *described]
+    def _names(self, *nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
+        """The names in ``nodes`` that may differ from thread to thread."""
+        found = (i for node in nodes for i in ast.walk(node) if isinstance(i, ast.Name) and isinstance(i.ctx, context))
+        return sorted({name.id for name in found} & self._threaded)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in self._threaded and isinstance(node.ctx, ast.Load):
-            return _call(READ, ast.Constant(node.id), node)
+            return _call("read", ast.Constant(node.id), node)
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        if len(node.targets) > 1:
-            raise self._refused(node, "Triton has no assignment to several targets: write one after the other")
-        (target,) = node.targets
-        names = _names(target)
-        if any(name in self._threaded for name in names):
-            before: list[ast.expr] = [ast.Name(name, ast.Load()) for name in names]
-            several = isinstance(target, ast.Tuple)
-            old = ast.Tuple(before, ast.Load()) if several else before[0]
-            node.value = _call(ASSIGN, ast.Constant(several), old, *self._described(node.value))
-            return node
-        node.value = ast.Call(
-            ast.Attribute(ast.Name("interpreter_semantic", ast.Load()), "to_tensor", ast.Load()),
-            [self.visit(node.value), ast.Constant(False)],
-            [],
-        )
-        return node
+        node.value = self.visit(node.value)
+        if not self._threaded.isdisjoint(_bound(node)):
+            node.value = _call("assigned", _lambda(node.value))
+        return super().visit_Assign(node)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        if not (isinstance(node.target, ast.Name) and node.target.id in self._threaded):
+    def _other_assignment(self, node: Any) -> ast.AST:
+        if node.value is None or self._threaded.isdisjoint(_bound(node)):
             return self.generic_visit(node)
-        value = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
-        return self.visit_Assign(ast.copy_location(ast.Assign([node.target], value), node))
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        if node.value is None or not (isinstance(node.target, ast.Name) and node.target.id in self._threaded):
-            return self.generic_visit(node)
+        if isinstance(node, ast.AugAssign):
+            node.value = ast.BinOp(ast.Name(_bound(node)[0], ast.Load()), node.op, node.value)
         return self.visit_Assign(ast.copy_location(ast.Assign([node.target], node.value), node))
 
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
-        if node.target.id in self._threaded or self._depends(node.value):
-            raise self._refused(node, f"`{node.target.id} := ...` depends on tid(): assign it before")
-        return self.generic_visit(node)
+    visit_AugAssign = visit_AnnAssign = _other_assignment
 
     def visit_If(self, node: ast.If) -> Any:
+        """A branch on the thread index runs for one thread after the other; so does its ``else``."""
         if not self._depends(node.test):
             return self._asked(node)
-        self._refuse_leaving(node)
-        name = f"_tdcoll_test_{self._tests}"
-        self._tests += 1
-        result: list[ast.stmt] = [ast.Assign([ast.Name(name, ast.Store())], _call(SPLIT, *self._described(node.test)))]
-        for branch, statements in (("where_true", node.body), ("where_false", node.orelse)):
-            if statements:
-                threads = ast.Attribute(ast.Name(name, ast.Load()), branch, ast.Load())
-                result.append(_for_each(ast.Call(threads, [], []), self._visited(statements)))
-        return result
+        self._refuse_leaving(node, in_loop=False)
+        split, assigned, names = self._new_split(*node.body, *node.orelse)
+        made = _statements(
+            f"{split} = _tdcoll_split(lambda: 0, {assigned}, {names})\n"
+            f"for {names} in {split}.threads(True): pass\n"
+            f"for {names} in {split}.threads(False): pass\n"
+            f"{names} = {split}.after{names}",
+            node,
+        )
+        made[0].value.args[0].body, node.test = self.visit(node.test), ast.Constant(True)
+        self.generic_visit(node)
+        made[1].body, made[2].body = node.body, node.orelse
+        return [statement for statement in made if getattr(statement, "body", True)]
 
-    def visit_For(self, node: ast.For) -> Any:
-        for name in _names(node.target):
-            if name in self._threaded:
-                raise self._refused(node, f"{name} depends on tid(): give the loop's variable another name")
-        return self._loop(node, node.iter, self.generic_visit)
-
-    def visit_While(self, node: ast.While) -> Any:
-        return self._loop(node, node.test, self._asked)
-
-    def _loop(self, node: Any, decides: ast.expr, visit: Callable[[Any], Any]) -> Any:
-        """Every thread runs a loop on the thread index by itself."""
+    def _loop(self, node: Any) -> Any:
+        """A loop on the thread index runs for one thread after the other."""
+        decides, visit = (node.iter, self.generic_visit) if isinstance(node, ast.For) else (node.test, self._asked)
         if not self._depends(decides):
             return visit(node)
-        names = list(dict.fromkeys(self._threaded_names(decides)))
-        threads = _call(ALL, ast.Constant(self._calls_tid(decides)), _values(names))
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Return):
-                raise self._refused(inner, "`return` in a loop on tid() would end the other threads as well")
-        return _for_each(threads, [visit(node)])
+        self._refuse_leaving(node, in_loop=True)
+        (split, assigned, names), deciding = self._new_split(node), _tuple(self._names(decides))
+        made = _statements(
+            f"{split} = _tdcoll_split_all({_calls_tid(decides)}, {deciding}, {assigned}, {names})\n"
+            f"for {names} in {split}.threads(True): pass\n"
+            f"{names} = {split}.after{names}",
+            node,
+        )
+        made[1].body = [visit(node)]
+        return made
 
-    def _visited(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        visited: list[ast.stmt] = []
-        for statement in statements:
-            result = self.visit(statement)
-            visited += result if isinstance(result, list) else [result]
-        return visited
+    visit_For = visit_While = _loop
 
-    def _refuse_leaving(self, branch: ast.If) -> None:
-        """The other threads stay when one leaves a loop or the kernel from a branch on the thread index."""
+    def _new_split(self, *nodes: ast.AST) -> tuple[str, int, str]:
+        """The name of a split, how many names of ``nodes`` are assigned there, and these and then the others."""
+        self._splits += 1
+        assigned = self._names(*nodes, context=ast.Store)
+        others = [name for name in self._names(*nodes) if name not in assigned]
+        return f"_tdcoll_split_{self._splits}", len(assigned), _tuple([*assigned, *others])
 
-        def look(node: ast.AST, in_loop: bool) -> None:
-            if isinstance(node, ast.Return) or (isinstance(node, (ast.Break, ast.Continue)) and not in_loop):
-                what = type(node).__name__.lower()
-                raise self._refused(node, f"`{what}` in a branch on tid() would take the other threads along")
-            for child in ast.iter_child_nodes(node):
-                look(child, in_loop or isinstance(node, (ast.For, ast.While)))
-
-        look(branch, False)
+    def _refuse_leaving(self, node: ast.AST, in_loop: bool) -> None:
+        """The other threads stay when one leaves a loop or the kernel from a branch or loop on the thread index."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Return) or (isinstance(child, (ast.Break, ast.Continue)) and not in_loop):
+                what = type(child).__name__.lower()
+                raise self._refused(child, f"`{what}` in a branch or loop on tid() would take the other threads along")
+            self._refuse_leaving(child, in_loop or isinstance(child, (ast.For, ast.While)))
 
     def _refused(self, node: ast.AST, why: str) -> TdcollError:
         return TdcollError(f"{self._function}, line {getattr(node, 'lineno', '?')} from its `def`: {why}")
 
 
-def _for_each(threads: ast.expr, body: list[ast.stmt]) -> ast.For:
-    return ast.For(ast.Name("_tdcoll_thread", ast.Store()), threads, body, [])
+def _bound(statement: Any) -> list[str]:
+    """Names that an assignment binds."""
+    targets = getattr(statement, "targets", None) or [statement.target]
+    nodes = (node for target in targets for node in ast.walk(target))
+    return [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+
+
+def _calls_tid(node: ast.AST) -> bool:
+    calls = (inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call))
+    return any(getattr(called, "attr", getattr(called, "id", "")) == "tid" for called in calls)

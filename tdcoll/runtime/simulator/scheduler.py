@@ -17,18 +17,20 @@ Tasks are greenlets or threads (:mod:`.tasks`); both give the same schedule for 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from tdcoll.errors import TdcollError
+from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy
 from tdcoll.runtime.simulator.tasks import Task, TaskKilled, Wait, count_poll, make_switch
 
-__all__ = ["SUSPECT_POLLS", "Blocked", "Deadlock", "Mailbox", "Scheduler", "with_note"]
+__all__ = ["SUSPECT_POLLS", "Blocked", "Deadlock", "Scheduler", "with_note"]
 
 SUSPECT_POLLS = 3
 """So many fruitless polls in a row make a task a suspected spinner: messages go first."""
 
 
+@dataclass(frozen=True)
 class Blocked:
     """One line of a deadlock report.
 
@@ -38,8 +40,9 @@ class Blocked:
         reason: what it waits for, such as ``waits for pe3.signals[0] >= 2, is 1``.
     """
 
-    def __init__(self, task: str, pe: int, reason: str) -> None:
-        self.task, self.pe, self.reason = task, pe, reason
+    task: str
+    pe: int
+    reason: str
 
     def __str__(self) -> str:
         return f"{self.task} {self.reason}"
@@ -57,21 +60,8 @@ class Deadlock(TdcollError):
         super().__init__("\n  ".join([headline, *map(str, blocked)]))
 
 
-class Mailbox(Protocol):
-    """Messages in flight: the part of the network that the scheduler needs."""
-
-    @property
-    def eager(self) -> int:
-        """How many messages may be delivered now and are not held back."""
-        ...
-
-    def deliver(self) -> bool:
-        """Deliver something, held back or not; False if nothing is in flight."""
-        ...
-
-
 class Scheduler:
-    """Runs tasks until all are done.
+    """Runs tasks until all are done. Its tasks belong to the thread that made it, or called :meth:`renew`.
 
     Args:
         policy: chooses the next task and the moment of a delivery.
@@ -91,16 +81,17 @@ class Scheduler:
         max_steps: int = 10_000_000,
         spin_limit: int = 1000,
     ) -> None:
-        self.policy, self.expire = policy, expire
+        self.policy, self.expire, self.backend = policy, expire, backend
         self.max_steps, self.spin_limit = max_steps, spin_limit
         self.current: Task | None = None
-        self.mailbox: Mailbox | None = None
+        self.network: Network | None = None
         self.before_turn: Callable[[Task], None] | None = None
         """Called with each task before it runs on; may kill it."""
         self.steps = 0
-        self.clock_ns = 0
+        self.now_ns = 0
+        """Virtual time."""
         self.gave_up: list[str] = []
-        """The waits that an impatient policy has let expire."""
+        """The waits that an impatient policy has let expire since the latest :meth:`renew`."""
         self.progress = 0
         """Counts everything that may end somebody's spinning: writes, deliveries, tasks that end."""
         self.fingerprint = 0
@@ -112,12 +103,10 @@ class Scheduler:
         self._waiters: dict[Hashable, list[Task]] = {}
         self._switch = make_switch(backend)
 
-    # ------------------------------------------------------------------ called by anyone
-
-    @property
-    def now_ns(self) -> int:
-        """Virtual time."""
-        return self.clock_ns
+    def renew(self, network: Network | None) -> None:
+        """Begin another run, for tasks of the calling thread, with ``network`` for their messages."""
+        self._switch, self.network = make_switch(self.backend), network
+        self._spawned, self.gave_up = 0, []
 
     def spawn(self, name: str, pe: int, body: Callable[[], None]) -> Task:
         """A new task, ready to run."""
@@ -149,28 +138,19 @@ class Scheduler:
         for task in [task for task in waiting if task.wait is not None and task.wait.ready()]:
             self._unblock(task)
 
-    def kill(self, tasks: Sequence[Task]) -> None:
-        """End these tasks where they are. If the running task is among them, it ends with this call."""
-        suicide = False
+    def kill(self, pe: int) -> None:
+        """End the tasks of ``pe`` where they are. If the running task is among them, it ends with this call."""
+        tasks = [task for task in self._live if task.pe == pe]
         for task in tasks:
             task.killed = True
-            if task is self.current:
-                suicide = True
-            else:
+            if task is not self.current:
                 self._unwind(task)
-        if suicide:
+        if self.current in tasks:
             raise TaskKilled
-
-    def live_tasks(self, pe: int) -> list[Task]:
-        """Tasks of ``pe`` that are not done."""
-        return [task for task in self._live if task.pe == pe]
-
-    # ------------------------------------------------------------------ called by the running task
 
     def turn(self) -> None:
         """A schedule point: others may go first."""
-        task = self._running()
-        self._switch.suspend(task)
+        self._switch.suspend(self._running())
 
     def wait(
         self,
@@ -189,7 +169,7 @@ class Scheduler:
         if ready():
             self._switch.suspend(task)
             return True
-        wait = Wait(ready, describe, keys, None if timeout_ns is None else self.clock_ns + timeout_ns)
+        wait = Wait(ready, describe, keys, None if timeout_ns is None else self.now_ns + timeout_ns)
         task.expired = False
         while True:
             task.wait = wait
@@ -209,8 +189,6 @@ class Scheduler:
         task.spins_on = describe
         self._switch.suspend(task)
 
-    # ------------------------------------------------------------------ the loop
-
     def run(self) -> None:
         """Run until every task is done and every message is delivered.
 
@@ -218,10 +196,11 @@ class Scheduler:
             Deadlock: tasks are left that can never run again.
             BaseException: whatever a task raised, with a note that names the task.
         """
+        most = self.steps + self.max_steps
         try:
             while self._step():
                 self.steps += 1
-                if self.steps > self.max_steps:
+                if self.steps > most:
                     raise Deadlock(f"no end after {self.max_steps} steps; still at work:", self._report())
         finally:
             for task in list(self._live):
@@ -234,7 +213,7 @@ class Scheduler:
         if self.policy.gives_up_now():
             self._give_up_one()
         if self._ready or self._slow:
-            if self.mailbox is not None and self.mailbox.eager and self.policy.deliver_now():
+            if self.network is not None and self.network.eager and self.policy.deliver_now():
                 self._deliver()
                 return True
             straggler = bool(self._slow) and self.policy.slow_now()
@@ -245,18 +224,9 @@ class Scheduler:
                 if self._deliver() or (self._only_spinners(task, self.spin_limit) and self._expire_one()):
                     self._enqueue(task)
                     return True
-                if self._only_spinners(task, self.spin_limit):
-                    self._enqueue(task)
-                    raise self._deadlock()
             self._resume(task)
             return True
-        if self._deliver():
-            return True
-        if not self._live:
-            return False
-        if self._expire_one():
-            return True
-        raise self._deadlock()
+        return self._deliver() or (bool(self._live) and self._expire_one())
 
     def _resume(self, task: Task) -> None:
         if self.before_turn is not None:
@@ -276,7 +246,7 @@ class Scheduler:
             self._enqueue(task)
 
     def _deliver(self) -> bool:
-        if self.mailbox is None or not self.mailbox.deliver():
+        if self.network is None or not self.network.deliver():
             return False
         self.progress += 1
         self.fingerprint = (self.fingerprint * 1_000_003) & 0xFFFF_FFFF_FFFF
@@ -284,37 +254,33 @@ class Scheduler:
 
     def _expire_one(self) -> bool:
         """Let the wait with the earliest deadline expire; of several, the one that began first."""
-        if not self.expire:
-            return False
-        waits = [
-            (task.wait.deadline_ns, task.index, task)
-            for task in self._live
-            if task.wait is not None and task.wait.deadline_ns is not None
-        ]
+        waits = self._deadlines() if self.expire else []
         if not waits:
-            return False
-        deadline, _, task = min(waits, key=lambda item: item[:2])
+            report = self._report()
+            raise Deadlock(f"deadlock, {len(report)} task(s) blocked:", report)
+        task, _, deadline = min(waits, key=lambda item: (item[2], item[0].index))
         self._let_expire(task, deadline)
         return True
 
     def _give_up_one(self) -> None:
         """Let some kernel's wait expire, if one has a deadline, though it might be satisfied yet."""
-        waits = [
-            (task, task.wait, task.wait.deadline_ns)
-            for task in self._live
-            if task.is_program and task.wait is not None and task.wait.deadline_ns is not None
-        ]
+        waits = [item for item in self._deadlines() if item[0].is_program]
         if waits:
             task, wait, deadline = self.policy.take(waits)
             self.gave_up.append(f"{task.name} at step {self.steps}, which {wait.describe()}")
             self._let_expire(task, deadline)
 
+    def _deadlines(self) -> list[tuple[Task, Wait, int]]:
+        return [
+            (task, task.wait, task.wait.deadline_ns)
+            for task in self._live
+            if task.wait is not None and task.wait.deadline_ns is not None
+        ]
+
     def _let_expire(self, task: Task, deadline_ns: int) -> None:
-        self.clock_ns = max(self.clock_ns, deadline_ns)
+        self.now_ns = max(self.now_ns, deadline_ns)
         task.expired = True
         self._unblock(task)
-
-    # ------------------------------------------------------------------ bookkeeping
 
     def _running(self) -> Task:
         task = self.current
@@ -342,19 +308,16 @@ class Scheduler:
 
     def _unwind(self, task: Task) -> None:
         """End a killed task where it is; its ``finally`` clauses run, and find that they cannot wait."""
-        self._retire(task)
-        running, self.current = self.current, task
-        try:
-            self._switch.unwind(task)
-        finally:
-            self.current = running
-
-    def _retire(self, task: Task) -> None:
         self._forget_wait(task)
         self._live.pop(task, None)
         for queue in (self._ready, self._slow):
             if task in queue:
                 queue.remove(task)
+        running, self.current = self.current, task
+        try:
+            self._switch.unwind(task)
+        finally:
+            self.current = running
 
     def _only_spinners(self, picked: Task, polls: int) -> bool:
         progress = self.progress
@@ -362,27 +325,19 @@ class Scheduler:
             task.polls >= polls and task.progress_seen == progress for task in (picked, *self._ready, *self._slow)
         )
 
-    def _deadlock(self) -> Deadlock:
-        report = self._report()
-        return Deadlock(f"deadlock, {len(report)} task(s) blocked:", report)
-
     def _report(self) -> list[Blocked]:
-        lines = []
-        for task in sorted(self._live, key=lambda task: (not task.is_program, task.pe)):
+        def reason(task: Task) -> str:
             if task.wait is not None:
-                lines.append(Blocked(task.name, task.pe, task.wait.describe()))
-            elif task.polls and task.spins_on is not None:
-                lines.append(Blocked(task.name, task.pe, task.spins_on()))
-            else:
-                lines.append(Blocked(task.name, task.pe, "runs"))
-        return lines
+                return task.wait.describe()
+            return task.spins_on() if task.polls and task.spins_on is not None else "runs"
+
+        tasks = sorted(self._live, key=lambda task: (not task.is_program, task.pe))
+        return [Blocked(task.name, task.pe, reason(task)) for task in tasks]
 
 
 def with_note(error: BaseException, note: str) -> BaseException:
     """``error`` with ``note`` among its notes, which tracebacks show from Python 3.11 on."""
-    notes = getattr(error, "__notes__", None)
-    if notes is None:
-        notes = error.__notes__ = []  # type: ignore[attr-defined]
+    notes = error.__dict__.setdefault("__notes__", [])
     if note not in notes:
         notes.append(note)
     return error

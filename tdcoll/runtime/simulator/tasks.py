@@ -7,86 +7,68 @@ them runs at a time: the same schedules, several times slower.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 try:
     import greenlet
 except ImportError:  # the threads below do the same, slower
     greenlet = None
 
-__all__ = ["Switch", "Task", "TaskKilled", "Wait", "count_poll", "make_switch"]
+from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace, slice_of
+
+__all__ = ["Launch", "Switch", "Task", "TaskKilled", "Wait", "count_poll", "make_switch"]
 
 
 class TaskKilled(BaseException):
     """Unwinds a task whose PE was killed or whose run has ended. Not an ``Exception``: nobody handles it."""
 
 
+@dataclass(slots=True)
 class Wait:
     """What a blocked task waits for."""
 
-    __slots__ = ("deadline_ns", "describe", "keys", "ready")
-
-    def __init__(
-        self,
-        ready: Callable[[], bool],
-        describe: Callable[[], str],
-        keys: Sequence[Hashable],
-        deadline_ns: int | None,
-    ) -> None:
-        self.ready, self.describe, self.keys, self.deadline_ns = ready, describe, keys, deadline_ns
+    ready: Callable[[], bool]
+    describe: Callable[[], str]
+    keys: Sequence[Hashable]
+    deadline_ns: int | None
 
 
+@dataclass(slots=True, eq=False)
 class Task:
-    """One thread of control. The simulator's other parts keep their per-program state here, too."""
+    """One thread of control: the host of a PE, or a program of a kernel, which has a place in its grid.
 
-    __slots__ = (
-        "body",
-        "done",
-        "error",
-        "expired",
-        "grid_dim",
-        "grid_idx",
-        "handle",
-        "index",
-        "killed",
-        "lane",
-        "linked",
-        "name",
-        "pe",
-        "polled",
-        "polls",
-        "progress_seen",
-        "quiet_loads",
-        "slow",
-        "spins_on",
-        "thread",
-        "threads",
-        "track",
-        "wait",
-    )
+    The simulator's other parts keep their per-program state here, too.
+    """
 
-    def __init__(self, index: int, name: str, pe: int, body: Callable[[], None], slow: bool) -> None:
-        self.index, self.name, self.pe, self.body, self.slow = index, name, pe, body, slow
-        self.done = self.killed = self.expired = False
-        self.error: BaseException | None = None
-        self.wait: Wait | None = None
-        self.handle: Any = None  # the backend's own
-        self.thread: int | None = None  # of the host, that runs it
-        # a kernel's program
-        self.grid_idx: tuple[int, int, int] | None = None
-        self.grid_dim: tuple[int, int, int] | None = None
-        self.threads = 0  # threads of the block
-        self.lane: int | None = None  # the thread that runs, inside `if <test on tid>`
-        self.linked = True  # NVSHMEM would be linked into the kernel on a GPU
-        self.track = 0  # timeline row
-        # spinning
-        self.polls = 0
-        self.polled: set[Hashable] = set()
-        self.progress_seen = -1
-        self.spins_on: Callable[[], str] | None = None
-        self.quiet_loads = 0
+    index: int
+    name: str
+    pe: int
+    body: Callable[[], None]
+    slow: bool = False
+    grid_idx: tuple[int, int, int] | None = None
+    grid_dim: tuple[int, int, int] | None = None
+    threads: int = 0  # threads of the block
+    track: int = 0  # timeline row
+    lane: int | None = None  # the thread that runs, inside `if <test on tid>`
+    linked: bool = True  # NVSHMEM would be linked into the kernel on a GPU
+    done: bool = False
+    killed: bool = False
+    expired: bool = False
+    error: BaseException | None = None
+    wait: Wait | None = None
+    handle: Any = None  # the switch's own
+    thread: int | None = None  # of the host, that runs it
+    streams: list[Any] = field(default_factory=list)  # that a host has entered, by `with stream:`
+    polls: int = 0
+    polled: set[Hashable] = field(default_factory=set)
+    progress_seen: int = -1
+    spins_on: Callable[[], str] | None = None
+    quiet_loads: int = 0
+    in_flight: int = 0  # messages that it has sent and that have not arrived
 
     @property
     def is_program(self) -> bool:
@@ -103,6 +85,63 @@ class Task:
         except BaseException as error:  # raised again by Scheduler.run
             self.error = error
         self.done = True
+
+
+@dataclass(eq=False)
+class Launch:
+    """One grid on its way.
+
+    Attributes:
+        first_track: its row of the timeline; those of its programs follow.
+        tasks: programs that have started.
+        done: how many of them have ended.
+    """
+
+    kernel: str
+    program: Callable[[], None]
+    grid: tuple[int, int, int]
+    threads: int
+    first_track: int = HOST_TRACK
+    tasks: list[Task] = field(default_factory=list)
+    done: int = 0
+
+    @property
+    def total(self) -> int:
+        """Programs of the grid."""
+        return math.prod(self.grid)
+
+    @property
+    def running(self) -> int:
+        """Programs in flight."""
+        return len(self.tasks) - self.done
+
+    def start(
+        self,
+        pe: int,
+        spawn: Callable[[str, int, Callable[[], None]], Task],
+        trace: Trace | None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the next program, x fastest, as a GPU does; ``ended`` is called at its end."""
+        number = len(self.tasks)
+        rest, x = divmod(number, self.grid[0])
+        z, y = divmod(rest, self.grid[1])
+        name, track = f"{self.kernel}({x},{y},{z})", self.first_track + 1 + number
+
+        def body() -> None:
+            with slice_of(trace, pe, track, name):
+                self.program()
+            self.done += 1
+            ended()
+
+        task = spawn(f"pe{pe} {name}", pe, body)
+        task.grid_idx, task.grid_dim, task.threads, task.track = (x, y, z), self.grid, self.threads, track
+        self.tasks.append(task)
+
+    def describe(self) -> str:
+        waiting = self.total - len(self.tasks)
+        rest = f", {waiting} not started for lack of room" if waiting else ""
+        return f"waits for its launch of {self.kernel}: {self.done} of {self.total} programs done{rest}"
 
 
 def count_poll(task: Task, key: Hashable, progress: int) -> int:
@@ -122,77 +161,56 @@ def count_poll(task: Task, key: Hashable, progress: int) -> int:
     return task.polls
 
 
-class Switch(Protocol):
-    """Starts, resumes and suspends tasks."""
-
-    def start(self, task: Task) -> None:
-        """Prepare a task; it begins with its first :meth:`resume`."""
-        ...
-
-    def resume(self, task: Task) -> None:
-        """Called by the scheduler: run the task until it suspends or ends."""
-        ...
-
-    def suspend(self, task: Task) -> None:
-        """Called by the running task: back to the scheduler. Raises TaskKilled if unwound meanwhile."""
-        ...
-
-    def unwind(self, task: Task) -> None:
-        """Called by the scheduler, or by another task: end a task where it is."""
-        ...
-
-
 class _Greenlets:
-    """Tasks as greenlets of the thread that calls :meth:`Scheduler.run`."""
+    """Tasks as greenlets of the thread that makes this object."""
 
     def __init__(self) -> None:
         self._main = greenlet.getcurrent()
 
     def start(self, task: Task) -> None:
+        """Prepare a task; it begins with its first :meth:`resume`."""
         task.handle = greenlet.greenlet(task.run, self._main)  # explicit parent: a host task spawns programs
 
     def resume(self, task: Task) -> None:
+        """Called by the scheduler: run the task until it suspends or ends."""
         task.handle.switch()
 
     def suspend(self, task: Task) -> None:
+        """Called by the running task: back to the scheduler. Raises TaskKilled if unwound meanwhile."""
         self._main.switch()
 
     def unwind(self, task: Task) -> None:
+        """Called by the scheduler, or by another task: end a task where it is."""
         if not task.done and task.handle:  # a greenlet that has not started is False
             task.handle.parent = greenlet.getcurrent()  # come back here when it is dead
             task.handle.throw(TaskKilled)
         task.done = True
 
 
-class _Baton:
-    """What a task's thread and whoever resumes it hand to and fro."""
-
-    def __init__(self) -> None:
-        self.to_task, self.to_resumer = threading.Semaphore(0), threading.Semaphore(0)
-
-
 class _Threads:
-    """Tasks as threads, of which only the one that holds the baton runs."""
+    """The same with threads, of which only the one that holds the baton runs."""
 
     def start(self, task: Task) -> None:
-        baton = task.handle = _Baton()
+        to_task, to_resumer = task.handle = threading.Semaphore(0), threading.Semaphore(0)
 
         def run() -> None:
-            baton.to_task.acquire()
+            to_task.acquire()
             if not task.killed:
                 task.run()
             task.done = True
-            baton.to_resumer.release()
+            to_resumer.release()
 
         threading.Thread(target=run, daemon=True, name=task.name).start()
 
     def resume(self, task: Task) -> None:
-        task.handle.to_task.release()
-        task.handle.to_resumer.acquire()
+        to_task, to_resumer = task.handle
+        to_task.release()
+        to_resumer.acquire()
 
     def suspend(self, task: Task) -> None:
-        task.handle.to_resumer.release()
-        task.handle.to_task.acquire()
+        to_task, to_resumer = task.handle
+        to_resumer.release()
+        to_task.acquire()
         if task.killed:
             raise TaskKilled
 
@@ -200,6 +218,9 @@ class _Threads:
         if not task.done:
             task.killed = True
             self.resume(task)
+
+
+Switch = _Greenlets | _Threads
 
 
 def make_switch(backend: str | None) -> Switch:

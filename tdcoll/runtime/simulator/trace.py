@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Trace"]
+__all__ = ["HOST_TRACK", "Trace", "slice_of"]
 
 HOST_TRACK = 0
-SIGNAL_TRACK = 1_000_000
+_SIGNAL_TRACK = 1_000_000
 
 
 class Trace:
@@ -31,55 +31,28 @@ class Trace:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._events: list[dict[str, Any]] = []
-        self._named: set[tuple[int, int]] = set()
+        self._rows: set[tuple[int, int]] = set()
         self._transfers = 0
 
     @contextmanager
-    def slice(self, pe: int, track: int, name: str, **details: Any) -> Iterator[None]:
+    def slice(self, pe: int, track: int, name: str) -> Iterator[None]:
         """A span of time on a row; spans on one row nest, unless several threads of the host launch."""
-        self._name(pe, track)
         begin = self._clock()
         try:
             yield
         finally:
-            self._events.append(
-                {
-                    "ph": "X",
-                    "name": name,
-                    "pid": pe,
-                    "tid": track,
-                    "ts": begin,
-                    "dur": max(self._clock() - begin, 0),
-                    "args": details,
-                }
-            )
+            self._add("X", pe, track, name, ts=begin, dur=max(self._clock() - begin, 0))
 
     def transfer(self, pe: int, track: int, name: str, details: dict[str, Any]) -> Callable[[], None]:
         """Begin a transfer; the result ends it."""
-        self._name(pe, track)
         self._transfers += 1
-        event = {"cat": "transfer", "id": f"{pe}.{self._transfers}", "name": name, "pid": pe, "tid": track}
-        self._events.append({"ph": "b", "ts": self._clock(), "args": details, **event})
-
-        def end() -> None:
-            self._events.append({"ph": "e", "ts": self._clock(), "args": {}, **event})
-
-        return end
+        this = {"cat": "transfer", "id": f"{pe}.{self._transfers}"}
+        self._add("b", pe, track, name, args=details, **this)
+        return lambda: self._add("e", pe, track, name, **this)
 
     def instant(self, pe: int, name: str, details: dict[str, Any]) -> None:
         """A mark on the PE's row of signals."""
-        self._name(pe, SIGNAL_TRACK)
-        self._events.append(
-            {
-                "ph": "i",
-                "s": "t",
-                "name": name,
-                "pid": pe,
-                "tid": SIGNAL_TRACK,
-                "ts": self._clock(),
-                "args": details,
-            }
-        )
+        self._add("i", pe, _SIGNAL_TRACK, name, s="t", args=details)
 
     def to_json(self) -> str:
         """The trace as JSON text."""
@@ -89,13 +62,20 @@ class Trace:
         """Write the trace to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
-    def _name(self, pe: int, track: int) -> None:
-        if (pe, track) in self._named:
-            return
-        self._named.add((pe, track))
-        name = {HOST_TRACK: "host", SIGNAL_TRACK: "signals"}.get(track, f"program {track - 1}")
-        for what, value in (("process_name", f"pe{pe}"), ("thread_name", name)):
-            self._events.append({"ph": "M", "name": what, "pid": pe, "tid": track, "args": {"name": value}})
-        self._events.append(
-            {"ph": "M", "name": "thread_sort_index", "pid": pe, "tid": track, "args": {"sort_index": track}}
-        )
+    def _add(self, phase: str, pe: int, track: int, name: str, **rest: Any) -> None:
+        where = {"pid": pe, "tid": track}
+        if (pe, track) not in self._rows:
+            self._rows.add((pe, track))
+            row = {HOST_TRACK: "host", _SIGNAL_TRACK: "signals"}.get(track, f"program {track - 1}")
+            for what, key, value in (
+                ("process_name", "name", f"pe{pe}"),
+                ("thread_name", "name", row),
+                ("thread_sort_index", "sort_index", track),
+            ):
+                self._events.append({"ph": "M", "name": what, **where, "args": {key: value}})
+        self._events.append({"ph": phase, "name": name, **where, "ts": self._clock(), "args": {}, **rest})
+
+
+def slice_of(trace: Trace | None, pe: int, track: int, name: str) -> AbstractContextManager[None]:
+    """:meth:`Trace.slice`, if there is a trace."""
+    return nullcontext() if trace is None else trace.slice(pe, track, name)

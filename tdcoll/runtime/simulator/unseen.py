@@ -20,7 +20,10 @@ _NOTHING_HIDDEN = nullcontext()
 
 
 class HiddenStore:
-    """One store: who made it, the span of addresses that it lies in, and what lies beneath it, by address."""
+    """One store: who made it, the span of addresses that it lies in, and what lies beneath it, by address.
+
+    ``runs``: address and length of each stretch of bytes, ascending.
+    """
 
     def __init__(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> None:
         self.issuer = issuer
@@ -36,17 +39,13 @@ class HiddenStore:
 
 
 class Unseen:
-    """The stores that other PEs do not see."""
+    """The stores that other PEs do not see. No two of them are to the same bytes."""
 
     def __init__(self) -> None:
         self._stores: dict[HiddenStore, None] = {}
 
     def hide(self, issuer: Task, runs: Sequence[tuple[int, int]]) -> HiddenStore:
-        """``issuer`` is about to store to its PE's memory, none of which is hidden.
-
-        Args:
-            runs: address and length of each stretch of bytes, ascending.
-        """
+        """``issuer`` is about to store to its PE's memory, none of which is hidden. ``runs``: as for HiddenStore."""
         store = HiddenStore(issuer, runs)
         self._stores[store] = None
         return store
@@ -55,28 +54,32 @@ class Unseen:
         """The store has landed, on top of what came before."""
         del self._stores[store]
 
+    def _at(self, begin: int, end: int) -> list[HiddenStore]:
+        return [store for store in self._stores if store.begin < end and begin < store.end]
+
     def issuers(self, begin: int, end: int) -> set[Task]:
         """Who has stored to ``[begin, end)`` unseen."""
-        return {store.issuer for store in self._stores if store.begin < end and begin < store.end}
+        return {store.issuer for store in self._at(begin, end)}
 
     def as_seen_by(self, pe: int, begin: int, end: int) -> AbstractContextManager[None]:
         """Meanwhile the memory has what ``pe`` sees of the bytes ``[begin, end)``, and what is written there comes from
         ``pe``: it lies beneath the stores that ``pe`` does not see."""
-        hidden = [s for s in self._stores if s.begin < end and begin < s.end and s.issuer.pe != pe]
-        return self._swapped(hidden) if hidden else _NOTHING_HIDDEN
+        hidden = [store for store in self._at(begin, end) if store.issuer.pe != pe]
+        return _swapped(hidden) if hidden else _NOTHING_HIDDEN
 
     def write_from(self, pe: int, dest: int, source: int | bytes, nbytes: int) -> None:
         """Bytes that ``pe`` has sent arrive at ``dest``."""
         with self.as_seen_by(pe, dest, dest + nbytes):
             ctypes.memmove(dest, source, nbytes)
 
-    @contextmanager
-    def _swapped(self, stores: list[HiddenStore]) -> Iterator[None]:
-        """Meanwhile these stores have not happened. No two of them are to the same bytes."""
+
+@contextmanager
+def _swapped(stores: list[HiddenStore]) -> Iterator[None]:
+    """Meanwhile these stores have not happened."""
+    for store in stores:
+        store.swap()
+    try:
+        yield
+    finally:
         for store in stores:
             store.swap()
-        try:
-            yield
-        finally:
-            for store in stores:
-                store.swap()

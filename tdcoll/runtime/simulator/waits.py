@@ -1,288 +1,232 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How programs wait for signals and for flagged words, and give up when a deadline expires."""
+"""How programs wait for signals and for words, and give up when a deadline expires.
+
+The waits return ``[n]`` values that were seen, and ``[n]`` bool, whether they are what was waited for: not all, if the
+monitor's deadline has expired. Each value has a thread, given by its peer and index, for the record of such a wait.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from operator import eq, ge, gt, le, lt, ne
+from typing import Any
 
 import numpy as np
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.runtime.simulator.monitor import Monitor
+from tdcoll import runtime
+from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.memory import read_word, write_word
+from tdcoll.runtime.simulator.pointers import PointerAccess
 from tdcoll.spec import constants as c
+from tdcoll.spec.functions import not_a_monitor
 
-if TYPE_CHECKING:
-    from tdcoll.runtime.simulator.machine import Machine
+__all__ = ["Monitor", "flagged", "holds", "signals", "word", "words"]
 
-__all__ = ["COMPARE", "Waits"]
-
-COMPARE: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
-    ("==", lambda seen, wanted: seen == wanted),
-    ("!=", lambda seen, wanted: seen != wanted),
-    (">", lambda seen, wanted: seen > wanted),
-    ("<=", lambda seen, wanted: seen <= wanted),
-    ("<", lambda seen, wanted: seen < wanted),
-    (">=", lambda seen, wanted: seen >= wanted),
-)
-"""Sign and meaning of each ``CMP_*``, by value; of ints, and of arrays element by element."""
+_SIGNS, _MEANINGS = ("==", "!=", ">", "<=", "<", ">="), (eq, ne, gt, le, lt, ge)
+_COMPARE = tuple(zip(_SIGNS, _MEANINGS, strict=True))
+"""Sign and meaning of each ``CMP_*``, by value."""
 
 _GROWING = (c.CMP_GT.value, c.CMP_GE.value)
-_FLAG_SHIFT = np.uint64(32)
-
-_interpreter = triton_interpreter._interpreter
 
 Array = np.ndarray[Any, Any]
+Threads = Sequence[tuple[int, int]]
 
 
-class Waits:
-    """The waits of programs on ``machine``."""
+@dataclass
+class Monitor:
+    """A kernel's view of the four words that bounded waits share with the host; see :mod:`tdcoll.monitor`."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    address: int
 
-    def until(self, address: int, compare: int, value: int) -> int:
-        """Wait without a deadline until the signal at ``address`` compares true; its value."""
-        machine, (_, true) = self._machine, COMPARE[compare]
-        memory, scheduler = machine.memory, machine.scheduler
-        seen = 0
+    def __post_init__(self) -> None:
+        if self.address not in runtime.current().monitors:
+            raise ValueError(not_a_monitor(self.address))
 
-        def ready() -> bool:
-            nonlocal seen
-            seen = memory.word(address)
-            return true(seen, value)
+    @property
+    def aborted(self) -> bool:
+        """Whether some wait of this monitor has expired."""
+        return read_word(self.address + 8 * c.MONITOR_ABORTED.value) != 0
 
-        machine.counts[machine.program.pe].waits += 1
-        what = f"{memory.describe(address)} {COMPARE[compare][0]} {value}"
-        machine.timed(
-            f"wait {what}",
-            lambda: scheduler.wait(ready, lambda: f"waits for {what}, is {memory.word(address)}", [address]),
-        )
-        return seen
+    @property
+    def timeout_ns(self) -> int:
+        """Deadline of each wait."""
+        return read_word(self.address + 8 * c.MONITOR_TIMEOUT_NS.value)
 
-    def all(self, signals: Sequence[tuple[int, int, int]], compare: int, value: int, monitor: Monitor) -> bool:
-        """Wait until every signal compares true with ``value``; False when the monitor's deadline expires.
+    def give_up(self, peer: int, signal: int, expected: int, seen: int, epoch: int) -> None:
+        """Set the aborted word and write the record, unless another wait did so first."""
+        if self.aborted:
+            return
+        write_word(self.address + 8 * c.MONITOR_ABORTED.value, 1)
+        record = read_word(self.address + 8 * c.MONITOR_RECORD.value)
+        for place, value in (
+            (c.RECORD_RANK, read_word(self.address + 8 * c.MONITOR_RANK.value)),
+            (c.RECORD_PEER, peer),
+            (c.RECORD_SIGNAL, signal),
+            (c.RECORD_EPOCH, epoch),
+            (c.RECORD_EXPECTED, expected),
+            (c.RECORD_SEEN, seen),
+            (c.RECORD_VALID, 1),
+        ):
+            write_word(record + 8 * place.value, value)
 
-        Args:
-            signals: address, peer and index of each; the latter two for the record.
-        """
-        sign, true = COMPARE[compare]
-        return self._wait_for(
-            np.array([address for address, _, _ in signals], np.uint64),
-            [(peer, index) for _, peer, index in signals],
-            lambda words: true(words, np.uint64(value)),
-            monitor,
-            # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow
-            # may as well be looked at all together.
-            enough=np.all if compare in _GROWING else np.any,
-            what=lambda address, word: f"{self._machine.memory.describe(address)} {sign} {value}, is {word}",
-            name=f"wait {len(signals)} signal(s) {sign} {value}",
-            expected=value,
-        )
 
-    def holds(self, address: int, compare: int, value: int) -> bool:
-        """Return whether the signal at ``address`` compares true now. A schedule point, since it may be in a loop."""
-        machine, (sign, true) = self._machine, COMPARE[compare]
-        what = f"{machine.memory.describe(address)} {sign} {value}"
-        machine.scheduler.poll(address, lambda: f"asks for {what}, is {machine.memory.word(address)}")
-        return bool(true(machine.memory.word(address), value))
+def signals(
+    machine: Machine,
+    addresses: Sequence[int],
+    compare: int,
+    value: int,
+    *,
+    threads: Threads = (),
+    monitor: Monitor | None = None,
+    one: bool = False,
+) -> tuple[Array, Array]:
+    """Wait until signals compare true with ``value``: all, or ``one`` of them. Without ``monitor``, wait for ever."""
+    sign, true = _COMPARE[compare]
+    return _wait(
+        machine,
+        np.array(addresses, np.uint64),
+        f"{sign} {value}",
+        read=machine.memory.words,
+        true=lambda seen: true(seen, np.uint64(value)),
+        # Each thread polls its own signal, and is content once it has seen the value. Signals that only grow are looked
+        # at all together.
+        enough=np.all if compare in _GROWING and not one else np.any,
+        one=one,
+        monitor=monitor,
+        threads=threads,
+        expected=value,
+    )
 
-    def word(
-        self, address: int, kind: Any, compare: int, value: int, thread: tuple[int, int], monitor: Monitor
-    ) -> bool:
-        """Wait until the integer at ``address`` compares true with ``value``; return False when a deadline expires.
 
-        Args:
-            address: of any memory, on any PE; a multiple of the integer's size.
-            kind: the integer's numpy type.
-            thread: peer and index, for the record.
-        """
-        machine, (sign, true) = self._machine, COMPARE[compare]
-        pe, unseen = machine.program.pe, machine.pointers.unseen
-        if address % kind.itemsize:
-            raise ValueError(f"word must be a multiple of {kind.itemsize}, got {address:#x}")
-        at, everything = np.array([address], np.uint64), np.ones(1, bool)
-        machine.pointers.before_load(at, everything, polls=True, symmetric=machine.memory.owns(address))
+def word(machine: Machine, address: int, kind: Any, compare: int, value: int, **given: Any) -> tuple[Array, Array]:
+    """Wait until an integer of the numpy type ``kind``, which may lie in any memory, compares true with ``value``."""
+    (sign, true), pe, nbytes = _COMPARE[compare], machine.program.pe, kind.itemsize
+    if address % nbytes:
+        raise ValueError(f"word must be a multiple of {nbytes}, got {address:#x}")
+    at, symmetric = np.array([address], np.uint64), machine.memory.owns(address)
+    PointerAccess(machine).before_load(at, np.ones(1, bool), polls=True, symmetric=symmetric)
 
-        def read(addresses: Array) -> Array:
-            places = np.full(addresses.size, address, np.uint64)
-            with unseen.as_seen_by(pe, address, address + kind.itemsize):
-                return _interpreter.load(places, np.ones(places.size, bool), np.zeros(places.size, kind), kind)
+    def read(addresses: Array) -> Array:
+        with machine.unseen.as_seen_by(pe, address, address + nbytes):
+            return triton_interpreter._interpreter.load(addresses, np.ones(1, bool), np.zeros(1, kind), kind)
 
-        return self._wait_for(
-            at,
-            [thread],
-            lambda words: true(words, kind.type(value)),
-            monitor,
-            enough=np.all if compare in _GROWING else np.any,
-            what=lambda place, seen: f"{machine.memory.describe(place)} {sign} {value}, is {seen}",
-            name=f"wait {machine.memory.describe(address)} {sign} {value}",
-            expected=value,
-            read=read,
-        )
+    return _wait(
+        machine,
+        at,
+        f"{sign} {value}",
+        read=read,
+        true=lambda seen: true(seen, kind.type(value)),
+        expected=value,
+        **given,
+    )
 
-    def any(self, signals: Sequence[tuple[int, int]], compare: int, value: int, monitor: Monitor) -> int:
-        """Wait until one of the signals compares true with ``value``.
 
-        Args:
-            signals: address and index of each.
+def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
+    """Return whether the signal at ``address`` compares true now. A schedule point, since it may be in a loop."""
+    (sign, true), memory = _COMPARE[compare], machine.memory
+    machine.scheduler.poll(
+        address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}"
+    )
+    return bool(true(read_word(address), value))
 
-        Returns:
-            The index of the first that does; -1 if the monitor's deadline expires or there are no signals.
-        """
-        if not signals:
-            return -1
-        machine, (sign, true) = self._machine, COMPARE[compare]
-        memory, scheduler = machine.memory, machine.scheduler
 
-        def found() -> int:
-            return next((index for address, index in signals if true(memory.word(address), value)), -1)
+def flagged(machine: Machine, addresses: Array, flag: int, **given: Any) -> tuple[Array, Array]:
+    """Wait until the last of the four 32-bit parts of every word is ``flag``. The values are ``[n, 4]`` uint32."""
+    return _wait(
+        machine,
+        addresses,
+        f"flagged {flag}",
+        read=lambda addresses: _parts(machine, addresses),
+        true=lambda parts: parts[:, 3] == flag,
+        number=lambda parts: int(parts[3]),
+        nbytes=16,
+        expected=flag,
+        **given,
+    )
 
-        def describe() -> str:
-            seen = (f"{memory.describe(address)} is {memory.word(address)}" for address, _ in signals)
-            return f"waits for one {sign} {value}: {', '.join(seen)}"
 
-        def wait() -> int:
-            keys: list[Hashable] = [address for address, _ in signals]
-            keys.append(("monitor", monitor.address))
-            scheduler.wait(lambda: found() >= 0 or monitor.aborted, describe, keys, monitor.timeout_ns)
-            return found()
+def words(machine: Machine, addresses: Array, absent: int, call: int, **given: Any) -> tuple[Array, Array]:
+    """Wait until none of the four 32-bit parts of every word is ``absent``. The values are ``[n, 4]`` uint32.
 
-        machine.counts[machine.program.pe].waits += 1
-        index = int(machine.timed(f"wait for one of {len(signals)} signal(s) {sign} {value}", wait))
-        if index < 0:
-            address, first = signals[0]
-            monitor.give_up(first, first, value, memory.word(address), value)
-            scheduler.notify(("monitor", monitor.address))
-        return index
+    ``call`` is for the record.
+    """
+    return _wait(
+        machine,
+        addresses,
+        f"with 4 parts of call {call}",
+        read=lambda addresses: _parts(machine, addresses),
+        true=lambda parts: (parts != absent).all(axis=1),
+        number=lambda parts: int(np.count_nonzero(parts != absent)),
+        nbytes=16,
+        expected=4,
+        epoch=call,
+        **given,
+    )
 
-    def flagged(
-        self, words: Array, threads: Sequence[tuple[int, int]], flag: int, monitor: Monitor
-    ) -> tuple[Array, Array]:
-        """Wait until the last 32 of the 128 bits of every word are ``flag``, or the monitor's deadline expires.
 
-        Args:
-            words: ``[n]`` uint64, addresses.
-            threads: peer and index of each, for the record.
+def _parts(machine: Machine, addresses: Array) -> Array:
+    """``[n, 4]`` uint32: 128-bit words."""
+    # A flag is in the upper half, which is written last (PointerAccess.store_words), and so read first.
+    upper = machine.memory.words(addresses + np.uint64(8))
+    return np.stack((machine.memory.words(addresses), upper), axis=-1).view(np.uint32)
 
-        Returns:
-            ``[n, 2]`` uint64, the halves of each word that had the flag, and ``[n]``, which had.
-        """
-        memory = self._machine.memory
-        seen, arrived = np.zeros((words.size, 2), np.uint64), np.zeros(words.size, bool)
 
-        def take(places: Array, halves: Array) -> None:
-            # The flag is in the upper half, which is written last (PointerAccess.store_flagged), and so read first.
-            seen[places, 1], seen[places, 0], arrived[places] = halves, memory.words(words[places]), True
+def _wait(
+    machine: Machine,
+    addresses: Array,
+    condition: str,
+    *,
+    read: Callable[[Array], Array],
+    true: Callable[[Array], Array],
+    number: Callable[[Any], int] = int,
+    enough: Callable[[Array], Any] = np.all,
+    one: bool = False,
+    nbytes: int = 8,
+    monitor: Monitor | None,
+    threads: Threads,
+    expected: int,
+    epoch: int | None = None,
+) -> tuple[Array, Array]:
+    """A thread polls ``nbytes`` bytes at each address until what it reads is ``true``; ``one`` is enough to end.
 
-        self._wait_for(
-            words,
-            threads,
-            lambda halves: halves >> _FLAG_SHIFT == flag,
-            monitor,
-            enough=np.all,
-            what=lambda address, half: f"{memory.describe(address)} flagged {flag}, is {half >> 32}",
-            name=f"wait {words.size} word(s) flagged {flag}",
-            expected=flag,
-            nbytes=16,
-            read=lambda addresses: memory.words(addresses + np.uint64(8)),
-            shift=32,
-            take=take,
-        )
-        return seen, arrived
+    Threads look again when ``enough`` of them would be content. In reports stands ``condition``, and in them and in the
+    record the ``number`` that is made of what a thread sees.
+    """
+    scheduler, describe, n = machine.scheduler, machine.memory.describe, addresses.size
+    machine.counts[machine.program.pe].waits += 1
+    if not n:
+        return np.zeros(0, np.uint64), np.zeros(0, bool)
+    seen, content, left = read(addresses), np.zeros(n, bool), np.arange(n)
 
-    def words(
-        self, words: Array, threads: Sequence[tuple[int, int]], absent: int, call: int, monitor: Monitor
-    ) -> tuple[Array, Array]:
-        """Wait until none of the four 32-bit parts of every word is ``absent``, or the monitor's deadline expires.
+    def over() -> bool:
+        return monitor is not None and monitor.aborted
 
-        Arguments and results as for :meth:`flagged`; ``call`` is for the record.
-        """
-        memory = self._machine.memory
-        seen, arrived = np.zeros((words.size, 2), np.uint64), np.zeros(words.size, bool)
+    def ready() -> bool:
+        return bool(enough(true(read(addresses[left])))) or over()
 
-        def halves(addresses: Array) -> Array:
-            return np.stack((memory.words(addresses), memory.words(addresses + np.uint64(8))), axis=-1)
+    def missing() -> str:
+        now = read(addresses[left])
+        absent = [
+            f"{describe(int(addresses[left[i]]))} {condition}, is {number(now[i])}" for i in np.flatnonzero(~true(now))
+        ]
+        return f"waits for {'one of ' if one else ''}{', '.join(absent)}"
 
-        def parts_there(addresses: Array) -> Array:
-            return np.count_nonzero(halves(addresses).view(np.uint32) != absent, axis=-1).astype(np.uint64)
-
-        def take(places: Array, _: Array) -> None:
-            seen[places], arrived[places] = halves(words[places]), True  # what has come stays
-
-        self._wait_for(
-            words,
-            threads,
-            lambda there: there == 4,
-            monitor,
-            enough=np.all,
-            what=lambda address, there: f"{memory.describe(address)}, of which {there} of 4 parts are there",
-            name=f"wait {words.size} word(s) of call {call}",
-            expected=4,
-            epoch=call,
-            nbytes=16,
-            read=parts_there,
-            take=take,
-        )
-        return seen, arrived
-
-    def _wait_for(
-        self,
-        words: Array,
-        threads: Sequence[tuple[int, int]],
-        true: Callable[[Array], Array],
-        monitor: Monitor,
-        *,
-        enough: Callable[[Array], Any],
-        what: Callable[[int, int], str],
-        name: str,
-        expected: int,
-        epoch: int | None = None,
-        nbytes: int = 8,
-        read: Callable[[Array], Array] | None = None,
-        shift: int = 0,
-        take: Callable[[Array, Array], None] = lambda places, seen: None,
-    ) -> bool:
-        """Every element is a thread that polls its own word until ``true``, and then takes it: ``take`` is called with
-        the places of such threads and what they saw. ``read`` gives what they see; the words, if None. A thread
-        looks at ``nbytes`` from its word on."""
-        machine = self._machine
-        scheduler, read = machine.scheduler, read or machine.memory.words
-        machine.counts[machine.program.pe].waits += 1
-        left = np.arange(words.size)
-
-        def look() -> None:
-            nonlocal left
-            seen = read(words[left])
-            satisfied = true(seen)
-            take(left[satisfied], seen[satisfied])
-            left = left[~satisfied]
-
-        def describe() -> str:
-            seen = read(words[left])
-            missing = np.flatnonzero(~true(seen))
-            return "waits for " + ", ".join(what(int(words[left[i]]), int(seen[i])) for i in missing)
-
-        def worth_a_look() -> bool:
-            return bool(enough(true(read(words[left])))) or monitor.aborted
-
-        def wait() -> bool:
-            deadline_ns = scheduler.now_ns + monitor.timeout_ns
-            while True:
-                places = words[left].tolist()
-                keys: list[Hashable] = [(place & ~7) + half for place in places for half in range(0, nbytes, 8)]
+    deadline_ns = None if monitor is None else scheduler.now_ns + monitor.timeout_ns
+    in_time = True
+    with machine.slice(f"wait {describe(int(addresses[0]))}{f' and {n - 1} more' if n > 1 else ''} {condition}"):
+        while left.size and in_time and not (one and content.any()):
+            keys: list[Hashable] = [(at & ~7) + i for at in addresses[left].tolist() for i in range(0, nbytes, 8)]
+            if monitor is not None:
                 keys.append(("monitor", monitor.address))
-                in_time = scheduler.wait(worth_a_look, describe, keys, deadline_ns - scheduler.now_ns)
-                look()
-                if not left.size:
-                    return True
-                if monitor.aborted or not in_time:
-                    return False
-
-        satisfied = not words.size or machine.timed(name, wait)
-        if not satisfied:
-            peer, index = threads[left[0]]
-            seen = int(read(words[left[:1]])[0]) >> shift
-            monitor.give_up(peer, index, expected, seen, expected if epoch is None else epoch)
-            scheduler.notify(("monitor", monitor.address))
-        return satisfied
+            timeout_ns = None if deadline_ns is None else deadline_ns - scheduler.now_ns
+            in_time = scheduler.wait(ready, missing, keys, timeout_ns) and not over()
+            seen[left] = read(addresses[left])
+            content[left] = true(seen[left])
+            left = np.flatnonzero(~content)
+    if monitor is not None and not (content.any() if one else content.all()):
+        peer, index = threads[left[0]]
+        monitor.give_up(peer, index, expected, number(seen[left[0]]), expected if epoch is None else epoch)
+        scheduler.notify(("monitor", monitor.address))
+    return seen, content

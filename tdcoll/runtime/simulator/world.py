@@ -9,9 +9,7 @@ suspends its host task until all programs of the grid are done.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -19,26 +17,19 @@ from tdcoll import arguments, runtime
 from tdcoll.errors import RankMismatchError, TdcollError
 from tdcoll.runtime.control import missing_ranks
 from tdcoll.runtime.simulator.interpreter import Installed
-from tdcoll.runtime.simulator.machine import Counts, Machine
+from tdcoll.runtime.simulator.machine import BARRIERS, Counts, Machine
 from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
 from tdcoll.runtime.simulator.network import Network
 from tdcoll.runtime.simulator.policy import Policy, RandomPolicy
 from tdcoll.runtime.simulator.scheduler import Scheduler
-from tdcoll.runtime.simulator.tasks import Task
-from tdcoll.runtime.simulator.trace import HOST_TRACK, Trace
+from tdcoll.runtime.simulator.streams import Stream, copy, host_of
+from tdcoll.runtime.simulator.tasks import Launch, Task
+from tdcoll.runtime.simulator.trace import Trace, slice_of
 from tdcoll.runtime.store import decode, encode
 
 __all__ = ["World"]
 
 Result = TypeVar("Result")
-
-
-@dataclass
-class _Exchange:
-    """One exchange of the control plane."""
-
-    answers: dict[int, bytes] = field(default_factory=dict)
-    readers: int = 0
 
 
 class _Control:
@@ -52,27 +43,25 @@ class _Control:
         world, group = self._world, tuple(ranks)
         number = self._count[group] = self._count.get(group, -1) + 1
         key = ("control", self._name, group, number)
-        exchange = world._exchanges.setdefault(key, _Exchange())
-        exchange.answers[self._pe] = encode(tag, value)
+        values = world._exchanges.setdefault(key, {})
+        values[self._pe] = encode(tag, value)
         world.scheduler.notify(key)
 
         def missing() -> list[int]:
-            return [rank for rank in group if rank not in exchange.answers]
+            return [rank for rank in group if rank not in values]
 
         if timeout_s is None:
             timeout_s = world.runtimes[self._pe].timeout_s
         world.scheduler.wait(
-            lambda: len(exchange.answers) == len(group),
+            lambda: not missing(),
             lambda: f"waits in '{tag}' for rank(s) {missing()}",
             [key],
             int(timeout_s * 1e9),
         )
         if missing():
             raise missing_ranks(self._pe, tag, missing(), timeout_s)
-        exchange.readers += 1
-        if exchange.readers == len(group):
-            del world._exchanges[key]
-        answers = [decode(exchange.answers[rank], f"PE {rank}") for rank in group]
+        world._exchanges.pop((*key[:-1], number - 2), None)  # all have read it
+        answers = [decode(values[rank], f"PE {rank}") for rank in group]
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
         if others:
             raise RankMismatchError(f"rank {self._pe} is in '{tag}', but {others} are elsewhere")
@@ -84,12 +73,21 @@ class _Control:
 
 
 class _View(MemoryView):
-    """A PE's memory in a world, whose scheduler tells host tasks when a word is written."""
+    """A PE's memory in a world, which has streams, and whose scheduler tells host tasks when a word is written."""
 
     def __init__(self, world: World, pe: int) -> None:
         reachable = tuple(node == world.node_ids[pe] for node in world.node_ids)
         super().__init__(world.memory, pe, reachable)
         self._world = world
+
+    def stream_wait(self, *given: Any) -> None:
+        self._world._in_order(partial(super().stream_wait, *given))
+
+    def stream_write(self, *given: Any) -> None:
+        self._world._in_order(partial(super().stream_write, *given))
+
+    def stream_copy(self, stream: int, dest: int, source: int, nbytes: int) -> None:
+        self._world._in_order(partial(copy, self._world._machine, dest, source, nbytes))
 
     def wait_on_host(
         self, address: int, ready: Callable[[], bool], describe: Callable[[], str], timeout_s: float
@@ -171,8 +169,7 @@ class World:
         if on_timeout == "early" and seed is None:
             raise ValueError("on_timeout='early' needs a seed, which says when waits expire; got seed=None")
         self.n_pes, self.seed, self.resident, self.room = n_pes, seed, resident, room
-        self._weak, self._on_timeout = weak, on_timeout
-        self._backend, self._max_steps, self._spin_limit = backend, max_steps, spin_limit
+        self._weak = weak
         self._policy = (
             Policy()
             if seed is None
@@ -183,24 +180,28 @@ class World:
         block = aligned(arguments.byte_count("heap_bytes", heap_bytes))
         buffer = memoryview(mmap.mmap(-1, block * n_pes))  # zeros that cost nothing until touched
         self.memory = Memory(buffer, 0, block, n_pes, puts=puts)
-        self._steps_before = 0
-        self.trace = Trace(self._now) if trace else None
-        self.scheduler = self._new_scheduler()
+        self.scheduler = Scheduler(
+            self._policy,
+            backend=backend,
+            expire=on_timeout != "raise",
+            max_steps=max_steps,
+            spin_limit=spin_limit,
+        )
+        self.scheduler.before_turn = self._count_turn
+        self.trace = Trace(lambda: self.scheduler.steps) if trace else None
         self._machine = Machine(
             memory=self.memory,
             scheduler=self.scheduler,
             node_ids=self.node_ids,
             launch=self._launch,
-            barrier=self._barrier,
-            atomic_add=lambda address, value: self.memory.set_word(address, self.memory.word(address) + value),
+            arrivals={barrier: [0] * n_pes for barrier in BARRIERS},
             trace=self.trace,
             check_overflow=check_overflow,
         )
-        self._renew()
-        self._exchanges: dict[Any, _Exchange] = {}
-        self._arrivals: dict[str, list[int]] = {}
+        self._exchanges: dict[Any, dict[int, bytes]] = {}
         self._dead: set[int] = set()
-        self._launches: list[list[_Launch]] = [[] for _ in range(n_pes)]
+        self._launches: list[list[Launch]] = []
+        self._streams = [0] * n_pes
         self._doomed: dict[int, tuple[int, bool]] = {}
         self.runtimes = [
             runtime.Runtime(
@@ -214,8 +215,6 @@ class World:
             )
             for pe in range(n_pes)
         ]
-
-    # ------------------------------------------------------------------ running
 
     def run(self, host: Callable[[int], Result]) -> list[Result | None]:
         """Run ``host(pe)`` on every PE that lives; their results, None for those that were killed.
@@ -231,15 +230,18 @@ class World:
         def store_result(pe: int) -> None:
             results[pe] = host(pe)
 
-        self._renew()
-        alive = [pe for pe in range(self.n_pes) if pe not in self._dead]
-        for pe in alive:
-            self.scheduler.spawn(f"pe{pe} host", pe, partial(store_result, pe))
+        scheduler = self.scheduler
+        network = Network(self._policy, scheduler.notify_words, scheduler.notify) if self._weak else None
+        scheduler.renew(network)
+        self._machine.network = network
+        self._launches = [[] for _ in range(self.n_pes)]
+        for pe in sorted(set(range(self.n_pes)) - self._dead):
+            scheduler.spawn(f"pe{pe} host", pe, partial(store_result, pe))
         hooks = Installed(self._machine)
         previous = runtime._resolver
-        runtime.install_resolver(self._runtime_of_task)
+        runtime.install_resolver(lambda: self.runtimes[task.pe] if (task := scheduler.current) else None)
         try:
-            self.scheduler.run()
+            scheduler.run()
         finally:
             runtime.install_resolver(previous)
             hooks.remove()
@@ -255,22 +257,37 @@ class World:
         Raises:
             TdcollError: called outside of a host function.
         """
-        scheduler = self.scheduler
-        caller = scheduler.current
-        if caller is None or caller.is_program:
-            raise TdcollError("streams() is for host functions of World.run()")
-        results: list[Any] = [None] * len(hosts)
-        running, key = list(range(len(hosts))), ("streams", caller, self.steps)
+        made, results = [self.stream() for _ in hosts], [None] * len(hosts)
 
         def run(number: int) -> None:
             results[number] = hosts[number]()
-            running.remove(number)
-            scheduler.notify(key)
 
-        for number in range(len(hosts)):
-            scheduler.spawn(f"pe{caller.pe} host, stream {number}", caller.pe, partial(run, number))
-        scheduler.wait(lambda: not running, lambda: f"waits for its streams {running}", [key])
+        for number, stream in enumerate(made):
+            stream.queue(partial(run, number))
+        for stream in made:
+            stream.synchronize()
         return results
+
+    def stream(self) -> Stream:
+        """Return a new stream of the calling PE, on which it queues launches, copies, waits and writes of words:
+        ``with stream: ...``.
+
+        Call it in a host function. Without a stream each of them is done before it returns.
+
+        Raises:
+            TdcollError: called outside of a host function.
+        """
+        pe = host_of(self.scheduler).pe
+        self._streams[pe] += 1
+        return Stream(self.scheduler, pe, f"stream {self._streams[pe]}")
+
+    def _in_order(self, operation: Callable[[], Any]) -> None:
+        """Carry out ``operation`` of the calling host in the stream that it has entered; at once if there is none."""
+        host = self.scheduler.current
+        if host is not None and host.streams:
+            host.streams[-1].queue(operation)
+        else:
+            operation()
 
     def pause(self, turns: int = 1) -> None:
         """The calling host task lets others go first, ``turns`` times: a host that is slow."""
@@ -296,7 +313,7 @@ class World:
         self.scheduler.expire = True
         if lose_messages and self._machine.network is not None:
             self._machine.network.drop(pe)
-        self.scheduler.kill(self.scheduler.live_tasks(pe))
+        self.scheduler.kill(pe)
 
     @property
     def counts(self) -> list[Counts]:
@@ -306,7 +323,7 @@ class World:
     @property
     def steps(self) -> int:
         """Scheduler steps so far: the logical time of traces."""
-        return int(self._now())
+        return self.scheduler.steps
 
     @property
     def fingerprint(self) -> int:
@@ -317,46 +334,13 @@ class World:
         """Return what decides this world's schedule, for reports; and which waits expired that need not have."""
         words = [f"seed {self.seed}", "weak" if self._weak else "strong", self._policy.describe()]
         words += [f"{name}={most}" for name in ("resident", "room") if (most := getattr(self, name)) is not None]
-        gave_up = self.scheduler.gave_up
-        return ", ".join(words) + (f"; gave up early: {'; '.join(gave_up)}" if gave_up else "")
+        return ", ".join(words) + (f"; gave up early: {'; '.join(self.gave_up)}" if self.gave_up else "")
 
     @property
     def gave_up(self) -> tuple[str, ...]:
         """The waits that ``on_timeout="early"`` has let expire in the latest :meth:`run`: program, step, and what each
         waited for."""
         return tuple(self.scheduler.gave_up)
-
-    # ------------------------------------------------------------------ internals
-
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(
-            self._policy,
-            backend=self._backend,
-            expire=self._on_timeout != "raise",
-            max_steps=self._max_steps,
-            spin_limit=self._spin_limit,
-        )
-
-    def _renew(self) -> None:
-        """A scheduler for the next run: its tasks belong to the thread that runs them."""
-        old = self.scheduler
-        self._steps_before += old.steps
-        self.scheduler = scheduler = self._new_scheduler()
-        scheduler.expire = old.expire
-        scheduler.fingerprint = old.fingerprint
-        scheduler.before_turn = self._count_turn
-        self._machine.scheduler = scheduler
-        self._launches = [[] for _ in range(self.n_pes)]
-        if self._weak:
-            network = Network(self._policy, scheduler.notify_words, scheduler.notify)
-            self._machine.network = scheduler.mailbox = network
-
-    def _now(self) -> float:
-        return self._steps_before + self.scheduler.steps
-
-    def _runtime_of_task(self) -> runtime.Runtime | None:
-        task = self.scheduler.current
-        return None if task is None else self.runtimes[task.pe]
 
     def _count_turn(self, task: Task) -> None:
         if task.pe in self._doomed:
@@ -366,25 +350,30 @@ class World:
             else:
                 self._doomed[task.pe] = (turns - 1, lose_messages)
 
-    def _launch(self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int) -> None:
-        scheduler, machine = self.scheduler, self._machine
+    def _launch(self, launch: Launch) -> None:
+        scheduler = self.scheduler
         host = scheduler.current
         if host is None or host.is_program:
-            raise TdcollError(f"{kernel} was launched {'outside a host task' if host is None else 'by a kernel'}")
+            raise TdcollError(
+                f"{launch.kernel} was launched {'outside a host task' if host is None else 'by a kernel'}"
+            )
         if host.killed:
             scheduler.turn()  # raises
-        pe = host.pe
+        self._in_order(partial(self._carry_out, host.pe, launch))
+
+    def _carry_out(self, pe: int, launch: Launch) -> None:
+        """Run a launch until all its programs are done, in the calling task."""
+        scheduler, machine, launches = self.scheduler, self._machine, self._launches[pe]
         machine.counts[pe].launches += 1
-        launches = self._launches[pe]
-        launch = _Launch(kernel, program, grid, threads, launches[-1].tracks.stop if launches else HOST_TRACK)
+        if launches:
+            launch.first_track = launches[-1].first_track + 1 + launches[-1].total
         if launch.total:
             launches.append(launch)
             self._start_programs(pe)
-        span = nullcontext() if self.trace is None else self.trace.slice(pe, launch.tracks.start, kernel)
-        with span:
+        with slice_of(self.trace, pe, launch.first_track, launch.kernel):
             scheduler.wait(lambda: launch.done == launch.total, launch.describe, [launch])
-        if machine.network is not None:
-            for task in launch.tasks:
+        for task in launch.tasks:
+            if machine.network is not None:
                 machine.network.flush_stores(task)
 
     def _start_programs(self, pe: int) -> None:
@@ -392,78 +381,18 @@ class World:
         launches = self._launches[pe]
         running = sum(launch.running for launch in launches)
         for launch in launches:
-            while launch.waiting and (self.resident is None or launch.running < self.resident):
+            while len(launch.tasks) < launch.total and (self.resident is None or launch.running < self.resident):
                 if self.room is not None and running >= self.room:
                     return
-                self._start_program(pe, launch)
+                launch.start(pe, self.scheduler.spawn, self.trace, partial(self._ended, pe, launch))
                 running += 1
 
-    def _start_program(self, pe: int, launch: _Launch) -> None:
-        position = next(launch.positions)
-        name = f"pe{pe} {launch.kernel}({position[0]},{position[1]},{position[2]})"
-        launch.started += 1
-        track = launch.tracks.start + launch.started
-
-        def body() -> None:
-            span = nullcontext() if self.trace is None else self.trace.slice(pe, track, name.split(" ", 1)[1])
-            with span:
-                launch.program()
-            launch.done += 1
-            if launch.done == launch.total:
-                self._launches[pe].remove(launch)
-                self.scheduler.notify(launch)
-            self._start_programs(pe)
-
-        task = self.scheduler.spawn(name, pe, body)
-        task.grid_idx, task.grid_dim, task.threads, task.track = position, launch.grid, launch.threads, track
-        launch.tasks.append(task)
-
-    def _barrier(self, name: str) -> None:
-        arrivals = self._arrivals.setdefault(name, [0] * self.n_pes)
-        pe = self._machine.program.pe
-        arrivals[pe] += 1
-        generation = arrivals[pe]
-        self.scheduler.notify(("barrier", name))
-
-        def missing() -> Iterator[str]:
-            return (f"pe{other}" for other, count in enumerate(arrivals) if count < generation)
-
-        self.scheduler.wait(
-            lambda: min(arrivals) >= generation,
-            lambda: f"waits in {name} number {generation} for {', '.join(missing())}",
-            [("barrier", name)],
-        )
-
-
-class _Launch:
-    """One grid on its way."""
-
-    def __init__(
-        self, kernel: str, program: Callable[[], None], grid: tuple[int, int, int], threads: int, first_track: int
-    ) -> None:
-        x, y, z = grid
-        self.kernel, self.program, self.grid, self.threads = kernel, program, grid, threads
-        self.total = x * y * z
-        self.positions = ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
-        self.tracks = range(first_track, first_track + 1 + self.total)
-        """Tracks of the timeline: the launch's own, and one for each program."""
-        self.started = self.done = 0
-        self.tasks: list[Task] = []
-
-    @property
-    def waiting(self) -> int:
-        """Programs that have not started."""
-        return self.total - self.started
-
-    @property
-    def running(self) -> int:
-        """Programs in flight."""
-        return self.started - self.done
-
-    def describe(self) -> str:
-        waiting = self.waiting
-        rest = f", {waiting} not started for lack of room" if waiting else ""
-        return f"waits for its launch of {self.kernel}: {self.done} of {self.total} programs done{rest}"
+    def _ended(self, pe: int, launch: Launch) -> None:
+        """One of its programs has."""
+        if launch.done == launch.total:
+            self._launches[pe].remove(launch)
+            self.scheduler.notify(launch)
+        self._start_programs(pe)
 
 
 def _nodes(n_pes: int, ranks_per_node: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rewritten kernels (:mod:`.rewrite`) call: the truth of tensors, and branches on the thread index.
+
+Every tensor of ``and``, ``or`` and ``not`` is evaluated, and only compile-time values cut an expression short, as in
+compiled Triton.
+
+A program is one thread of control, so a test on the thread index cannot branch. Instead the body runs once for each
+thread that the test selects, one after another, and ``tid(0)`` in it is that thread's index:
+
+- ``if tid(0) < n: ... else: ...``, also nested;
+- ``for i in range(tid(0), n, ntid(0))`` and ``while``: every thread runs its loop.
+
+A name whose value differs from thread to thread, as of ``t = tid(0) // 32``, has a block of all values, of a shape that
+no other block has. Each thread that runs gets its own in such names. What it assigns there is gone when the next runs.
+
+Not possible: ``tid``, or a name that depends on it, anywhere else, since a program has one value there; and races
+between threads of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as triton_interpreter
+
+from tdcoll.errors import TdcollError
+from tdcoll.runtime.simulator.current import machine
+from tdcoll.runtime.simulator.tasks import Task
+
+__all__ = ["FUNCTIONS", "differs", "of_threads", "one_value", "thread_index"]
+
+_ALL = -2
+"""``Task.lane`` while an expression is evaluated for all threads at once."""
+
+_EACH = (1, 1, 1, 1)
+"""A block of the values of n threads has the shape ``[n, 1, 1, 1, 1]``."""
+
+
+_UNSET: Any = object()
+"""What a name is that has no value."""
+
+
+def thread_index(task: Task, axis: int) -> Any:
+    """``tid(axis)`` of the thread that ``task`` runs as."""
+    if axis == 0 and task.lane is None:
+        raise one_value("tid()")
+    if axis == 0 and task.lane == _ALL:
+        return _tensor(np.arange(task.threads, dtype=np.int32), tl.int32)
+    return _tensor(np.array([task.lane if axis == 0 else 0], np.int32), tl.int32)
+
+
+def one_value(what: str) -> TdcollError:
+    """The error for something that has to be the same for all threads, and isn't."""
+    return TdcollError(
+        f"{what} is different in each thread, and the simulator runs a program as one: use it in the test of an `if`, "
+        "in the range of a `for`, or inside of them"
+    )
+
+
+def of_threads(value: Any) -> bool:
+    """Return whether ``value`` has a scalar or a block for each thread."""
+    data = getattr(value.handle, "data", None) if isinstance(value, tl.tensor) else None
+    return data is not None and data.ndim == 1 + len(_EACH) and data.shape[1] == 1
+
+
+def differs(value: Any) -> bool:
+    """Return whether ``value`` has a scalar for each thread."""
+    return of_threads(value) and value.handle.data.shape[1:] == _EACH
+
+
+def _tensor(data: Any, kind: Any, origin: Any = None) -> Any:
+    """A scalar, or the values of all threads."""
+    handle = triton_interpreter.TensorHandle(data if data.size == 1 else data.reshape(-1, *_EACH), kind)
+    handle.origin = origin
+    return tl.tensor(handle, kind if data.size == 1 else tl.block_type(kind, list(handle.data.shape)))
+
+
+def _own(value: Any, lane: int | None) -> Any:
+    """What ``value`` is in one thread; in the program as a whole, for None."""
+    if lane is None or not differs(value):
+        return value
+    return _tensor(value.handle.data[lane].reshape(1), value.type.scalar, value.handle.origin)
+
+
+def _read(name: str, value: Any) -> Any:
+    """The value of a name that may differ from thread to thread."""
+    if value is _UNSET:
+        raise TdcollError(f"{name} has no value here: what a branch or loop on tid() assigns is gone at its end")
+    if differs(value) and machine().program.lane is None:
+        raise one_value(name)
+    return value
+
+
+def _assigned(evaluate: Callable[[], Any]) -> Any:
+    """The value of an expression: of all threads, outside of branches and loops on the thread index."""
+    task = machine().program
+    if task.lane is not None:
+        return evaluate()
+    task.lane = _ALL
+    try:
+        value = evaluate()
+    finally:
+        task.lane = None
+    if of_threads(value) and not differs(value):
+        raise one_value("a block")
+    return value
+
+
+def _split(test: Callable[[], Any], assigned: int, values: tuple[Any, ...]) -> _Split:
+    """For which threads a test holds. ``values``: those of the names in the branches; so many of them are assigned."""
+    task, held = machine().program, _assigned(test)
+    if task.lane is None and differs(held):
+        holds: dict[int | None, bool] = dict(enumerate(held.handle.data.reshape(-1).astype(bool).tolist()))
+        return _Split(task, holds, assigned, values)
+    return _Split(task, {task.lane: _truth(held)}, assigned, values)
+
+
+def _split_all(each: bool, deciding: tuple[Any, ...], assigned: int, values: tuple[Any, ...]) -> _Split:
+    """The threads that run a loop: all, if it runs in ``each`` or names that decide it differ, or the one that runs."""
+    task = machine().program
+    each = task.lane is None and (each or any(map(differs, deciding)))
+    return _Split(task, dict.fromkeys(range(task.threads) if each else [task.lane], True), assigned, values)
+
+
+class _Split:
+    """Threads that run one after another, for each whether a test holds; None is the program as a whole."""
+
+    def __init__(self, task: Task, holds: dict[int | None, bool], assigned: int, values: tuple[Any, ...]) -> None:
+        self._task, self._holds, self._assigned, self._values = task, holds, assigned, values
+
+    def threads(self, wanted: bool) -> Iterator[tuple[Any, ...]]:
+        """The values of the names in each thread for which the test is ``wanted``, while that thread runs."""
+        outer = self._task.lane
+        try:
+            for lane in [lane for lane, holds in self._holds.items() if holds is wanted]:
+                self._task.lane = lane
+                yield tuple(_own(value, lane) for value in self._values)
+        finally:
+            self._task.lane = outer
+
+    def after(self, *values: Any) -> tuple[Any, ...]:
+        """What is in the names now, given what is in them where the last thread has ended."""
+        if len(self._holds) == 1:
+            return values
+        return (*[_UNSET] * self._assigned, *self._values[self._assigned :])
+
+
+def _truth(value: Any) -> bool:
+    """Return the truth that ``if`` and ``while`` ask for: of a tensor of one value only."""
+    if isinstance(value, tl.tensor) and value.handle.data.size != 1:
+        raise ValueError(
+            f"a block of shape {list(value.handle.data.shape)} is neither true nor false: `if` and `while` take "
+            "scalars; use a mask, tl.where, or a reduction such as tl.max"
+        )
+    return bool(value)
+
+
+def _every(value: Any) -> bool:
+    """Return the truth that ``assert`` asks for: of a block, that of every value."""
+    return bool(value.handle.data.all()) if isinstance(value, tl.tensor) else bool(value)
+
+
+def _logical(sign: str, ends: bool, *values: Callable[[], Any]) -> Any:
+    """``and`` and ``or``: a compile-time value that is ``ends`` decides; tensors are all evaluated and combined."""
+    tensors, last = [], None
+    for evaluate in values:
+        last = evaluate()
+        if isinstance(last, tl.tensor):
+            tensors.append(last)
+        elif bool(last) is ends:
+            return last
+    if not tensors:
+        return last
+    if len(tensors) > 1:
+        for operand in tensors:
+            _require_truth(operand, sign)
+    combined = tensors.pop()
+    while tensors:
+        combined = getattr(tensors.pop(), f"logical_{sign}")(combined)
+    return combined
+
+
+def _not(value: Any) -> Any:
+    if not isinstance(value, tl.tensor):
+        return not value
+    _require_truth(value, "not")
+    return value.__not__()
+
+
+def _require_truth(operand: Any, sign: str) -> None:
+    """Raise ``TypeError`` unless ``operand`` is boolean, or a pointer, which is true if it isn't null."""
+    kind = operand.type.scalar
+    if not (kind.is_int1() or kind.is_ptr()):
+        raise TypeError(
+            f"`{sign}` of {kind}: Triton has it for booleans and pointers only; compare first, such as `x != 0`"
+        )
+
+
+FUNCTIONS: dict[str, Any] = {
+    "and": partial(_logical, "and", False),
+    "or": partial(_logical, "or", True),
+    "not": _not,
+    "truth": _truth,
+    "every": _every,
+    "read": _read,
+    "assigned": _assigned,
+    "split": _split,
+    "split_all": _split_all,
+    "unset": _UNSET,
+}
+"""By name."""

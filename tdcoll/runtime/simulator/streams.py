@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams in a World: what a PE's host queues on one is carried out in order, by a task that belongs to the stream.
+
+The host goes on at once. Streams are independent of each other, and of the host, unless one joins another. Copies
+travel through the network as copy engines would carry them: late, in pieces, and read when the bytes leave. The next
+operation of the stream begins when all of them have arrived.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tdcoll.errors import TdcollError
+from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.polling import PollingScheduler
+from tdcoll.runtime.simulator.scheduler import Scheduler
+from tdcoll.runtime.simulator.tasks import Task
+
+__all__ = ["Stream", "copy", "host_of"]
+
+_ENGINE = -1
+"""Sees memory as no PE does: without any store that has not landed yet."""
+
+
+def host_of(scheduler: Scheduler | PollingScheduler) -> Task:
+    """Return the host task that runs.
+
+    Raises:
+        TdcollError: none does.
+    """
+    task = scheduler.current
+    if task is None or task.is_program:
+        raise TdcollError("streams are for host functions of World.run()")
+    return task
+
+
+class Stream:
+    """Operations of one PE's host, in order. Inside ``with stream:`` the host queues its launches here, and its copies,
+    waits and writes of :mod:`tdcoll.streams`.
+
+    Args:
+        scheduler: runs the stream's task.
+        pe: the PE.
+        name: for reports.
+    """
+
+    def __init__(self, scheduler: Scheduler, pe: int, name: str) -> None:
+        self._scheduler, self._pe, self._name = scheduler, pe, name
+        self._queue: deque[Callable[[], Any]] = deque()
+        self._queued = self._done = 0
+
+    def queue(self, operation: Callable[[], Any]) -> None:
+        """Carry out ``operation`` after everything that has been queued before. Returns at once."""
+        self._queued += 1
+        self._queue.append(operation)
+        if len(self._queue) == 1:
+            self._scheduler.spawn(f"pe{self._pe} {self._name}", self._pe, self._run)
+
+    def join(self, other: Stream) -> None:
+        """Let what is queued from now on wait for what ``other`` has been given so far, as for an event."""
+        number = other._queued
+        self.queue(lambda: other._wait(number))
+
+    def synchronize(self) -> None:
+        """Let the calling host wait until everything that has been queued so far is done."""
+        self._wait(self._queued)
+
+    def __enter__(self) -> Stream:
+        host = host_of(self._scheduler)
+        if host.pe != self._pe:
+            raise ValueError(f"stream must be one of this PE ({host.pe}), got {self._name} of PE {self._pe}")
+        host.streams.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        host_of(self._scheduler).streams.pop()
+
+    def _run(self) -> None:
+        while self._queue:
+            self._queue[0]()
+            self._queue.popleft()
+            self._done += 1
+            self._scheduler.notify(self)
+
+    def _wait(self, number: int) -> None:
+        def describe() -> str:
+            return f"waits for {self._name}, which has done {self._done} of {number} operations"
+
+        self._scheduler.wait(lambda: self._done >= number, describe, [self])
+
+
+def copy(machine: Machine, dest: int, source: int, nbytes: int) -> None:
+    """Copy bytes by an engine of the calling host's PE, and wait until they have arrived. Aligned words stay whole."""
+    memory, network, scheduler = machine.memory, machine.network, machine.scheduler
+    task = host_of(scheduler)
+
+    def move(to: int, at: int, length: int) -> None:
+        for what, begin in (("read", at), ("write", to)):  # its tensors may be gone by now
+            problem = machine.extents.problem(begin, begin + length, None, task.pe)
+            if problem is not None:
+                raise ValueError(f"a copy of {task.name} would {what} {problem}")
+        with machine.unseen.as_seen_by(_ENGINE, at, at + length):
+            data = ctypes.string_at(at, length)
+        machine.unseen.write_from(_ENGINE, to, data, length)
+
+    if network is None:
+        move(dest, source, nbytes)
+        scheduler.notify_words(dest, nbytes)
+        scheduler.turn()
+        return
+    unit = next(unit for unit in (8, 4, 1) if dest % unit == nbytes % unit == 0)
+    pieces, to = network.cut(dest, source, nbytes, unit), memory.pe_of(dest) if memory.owns(dest) else task.pe
+    operation = network.issue(task, to, "copy", pieces, move=move, is_flag=nbytes <= 8)
+    what = f"waits for a copy of {nbytes} bytes to {memory.describe(dest)}"
+    scheduler.wait(lambda: operation.arrived, lambda: what, [("arrived", task.pe)])

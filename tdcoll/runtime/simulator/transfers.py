@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts, gets and signals of programs, their order, and barriers: NVSHMEM's functions on the simulated machine."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tdcoll.runtime.simulator.machine import Machine
+from tdcoll.runtime.simulator.memory import write_word
+from tdcoll.runtime.simulator.network import Operation
+from tdcoll.runtime.simulator.pointers import PointerAccess, replace_word
+from tdcoll.spec import constants as c
+
+__all__ = ["atomic", "barrier", "fence", "get", "put", "quiet", "release", "signal"]
+
+_SIGNAL_ADD = c.SIGNAL_ADD.value
+
+
+def _send(
+    machine: Machine,
+    pe: int,
+    kind: str,
+    dest: int = 0,
+    source: int | bytes = 0,
+    nbytes: int = 0,
+    *,
+    signal: Callable[[], None] | None = None,
+    done: Callable[[], None] | None = None,
+    move: Callable[[int, Any, int], Any] | None = None,
+    is_flag: bool = False,
+) -> Operation | None:
+    """Give a message of the running program to the network; without one it arrives at once. See :class:`Operation`."""
+    program, network, scheduler = machine.program, machine.network, machine.scheduler
+    if network is not None:
+        pieces = [(dest, source, nbytes)] if is_flag and nbytes else network.cut(dest, source, nbytes)
+        move = move or partial(machine.unseen.write_from, program.pe)
+        return network.issue(program, pe, kind, pieces, signal=signal, done=done, move=move, is_flag=is_flag)
+    if nbytes:
+        ctypes.memmove(dest, source, nbytes)
+        scheduler.notify_words(dest, nbytes)
+    if signal is not None:
+        if nbytes:
+            scheduler.turn()
+        signal()
+    if done is not None:
+        done()
+    return None
+
+
+def put(
+    machine: Machine,
+    dest: int,
+    source: int | bytes,
+    nbytes: int,
+    pe: int,
+    *,
+    nbi: bool,
+    signal: tuple[int, int, int] | None = None,
+) -> None:
+    """Copy to ``pe``, then update the signal ``(address, value, operation)`` there.
+
+    A ``source`` of bytes is a word, which arrives whole. What is at an address is read when the bytes leave if ``nbi``.
+    """
+    remote, counts = machine.on(pe, dest) if nbytes else 0, machine.counts[machine.program.pe]
+    counts.puts += 1
+    counts.put_bytes += nbytes
+    if not machine.reachable(pe):
+        counts.inter_node_puts += 1
+        counts.inter_node_bytes += nbytes
+    update = None if signal is None else _update(machine, pe, *signal)
+    done = machine.span("put" if signal is None else "put+signal", pe, nbytes, remote)
+    is_word = isinstance(source, bytes)
+    payload = source if nbi or isinstance(source, bytes) else ctypes.string_at(source, nbytes)
+    _send(machine, pe, "put", remote, payload, nbytes, signal=update, done=done, is_flag=is_word)
+    machine.scheduler.turn()
+
+
+def get(machine: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool) -> None:
+    """Copy from ``pe``. Returns when the bytes are here, or at once if ``nbi``."""
+    program, remote = machine.program, machine.on(pe, source) if nbytes else 0
+    counts = machine.counts[program.pe]
+    counts.gets += 1
+    counts.get_bytes += nbytes
+    done = machine.span("get", pe, nbytes, remote)
+
+    def fetch(to: int, source: int, length: int) -> None:
+        with machine.unseen.as_seen_by(program.pe, source, source + length):
+            data = ctypes.string_at(source, length)
+        ctypes.memmove(to, data, length)
+
+    operation = _send(machine, pe, "get", dest, remote, nbytes, done=done, move=fetch)
+    if nbi or operation is None:
+        machine.scheduler.turn()
+    else:
+        what = f"waits for a get of {nbytes} bytes from pe{pe}"
+        machine.scheduler.wait(lambda: operation.arrived, lambda: what, [("arrived", program.pe)])
+
+
+def signal(machine: Machine, address: int, value: int, operation: int, pe: int) -> None:
+    """Update a signal of ``pe``."""
+    _send(machine, pe, "signal", signal=_update(machine, pe, address, value, operation))
+    machine.scheduler.turn()
+
+
+def _update(machine: Machine, pe: int, address: int, value: int, operation: int) -> Callable[[], None]:
+    """The update of ``pe``'s signal, to be made when it arrives."""
+    program, memory, remote = machine.program, machine.memory, machine.on(pe, address)
+    machine.counts[program.pe].signals += 1
+
+    def update() -> None:
+        with machine.unseen.as_seen_by(program.pe, remote, remote + 8):
+            if operation == _SIGNAL_ADD:
+                replace_word(remote, np.dtype(np.uint64), lambda old: (int(old) + value) & 0xFFFF_FFFF_FFFF_FFFF)
+            else:
+                write_word(remote, value)
+        machine.scheduler.notify(remote)
+        if machine.trace is not None:
+            sign = "+=" if operation == _SIGNAL_ADD else "="
+            machine.trace.instant(pe, f"{memory.describe(remote)} {sign} {value}", {"from": program.name})
+
+    return update
+
+
+def atomic(machine: Machine, address: int, kind: Any, pe: int, change: Callable[[Any], Any], *, fetches: bool) -> Any:
+    """Replace a word of ``pe`` by ``change(word)``, atomically.
+
+    Args:
+        address: of the word here, a multiple of its size.
+        kind: its numpy type.
+        fetches: make the change at once, and return the old word. Else it travels as a signal does.
+    """
+    program, network, remote = machine.program, machine.network, machine.on(pe, address)
+    update = partial(PointerAccess(machine).change_word, program.pe, remote, kind, change)
+    if not fetches:
+        _send(machine, pe, "signal", signal=update, is_flag=True)
+        machine.scheduler.turn()
+        return None
+    if network is not None:
+        network.flush_fenced(program.pe, pe)
+    before = update()
+    machine.scheduler.poll(remote, lambda: f"asks for {machine.memory.describe(remote)}")  # maybe in a loop
+    return before
+
+
+def fence(machine: Machine) -> None:
+    """Order what the PE sends to each PE, before and after."""
+    program, network = machine.program, machine.network
+    if network is not None:
+        # NVSHMEM's fence is a membar as well: other PEs see what this one has stored to its own memory.
+        network.flush_stores(program, to=program.pe)
+        network.flush_released(program.pe)
+        network.fence(program.pe)
+
+
+def quiet(machine: Machine) -> None:
+    """Wait until what the PE has sent so far has arrived, but for the stores of other programs."""
+    program, network = machine.program, machine.network
+    if network is None:
+        machine.scheduler.turn()
+        return
+    network.flush_released(program.pe)
+    sent = network.outstanding(program)
+    machine.scheduler.wait(
+        lambda: all(operation.arrived for operation in sent),
+        lambda: f"waits in quiet for {sum(not operation.arrived for operation in sent)} operation(s)",
+        [("arrived", program.pe)],
+    )
+
+
+def release(machine: Machine, *, system: bool = True) -> None:
+    """Order the running program's earlier stores before what follows; says nothing of its puts.
+
+    With them come the stores that other programs of the PE have released: whoever acquired them passes that on.
+
+    Args:
+        system: for all PEs; else for the programs of this one.
+    """
+    program, network = machine.program, machine.network
+    if network is None:
+        return
+    if system:
+        network.flush_stores(program)
+        network.flush_released(program.pe)
+    else:
+        network.release_stores(program)
+
+
+def barrier(machine: Machine, name: str) -> None:
+    """Wait for every PE; ``barrier_all`` completes what the PE has sent first."""
+    if name == "barrier_all":
+        quiet(machine)
+    arrivals, pe, scheduler = machine.arrivals[name], machine.program.pe, machine.scheduler
+    arrivals[pe] += 1
+    generation = arrivals[pe]
+    scheduler.notify(("barrier", name))
+
+    def describe() -> str:
+        missing = [f"pe{other}" for other, count in enumerate(arrivals) if count < generation]
+        return f"waits in {name} number {generation} for {', '.join(missing)}"
+
+    with machine.slice(name):
+        scheduler.wait(lambda: min(arrivals) >= generation, describe, [("barrier", name)])

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`and`, `or`, `not` and `if` of tensors, and branches and loops of threads, in simulated kernels."""
+
+from __future__ import annotations
+
+import runpy
+import textwrap
+
+import pytest
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+import tdcoll.language as tdl
+from tdcoll.errors import TdcollError
+from tdcoll.language.jit import jit
+from tdcoll.testing import World
+
+
+def launch(kernel, *arguments):
+    World(1).run(lambda pe: kernel[(1,)](*arguments, num_warps=2))
+
+
+def zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+# ---------------------------------------------------------------------- truth
+
+
+@jit
+def blocks(out, m, n):
+    i = tl.arange(0, 8)
+    tl.store(out + i, 1, mask=(i < m) and (i < n))
+    tl.store(out + 8 + i, 1, mask=(i < m) or (i >= n))
+    tl.store(out + 16 + i, 1, mask=not (i < m))
+    inside = (i > 0) and (i < n) and (not (i > 1) or (m == 7) or i > 2)
+    tl.store(out + 24 + i, 1, mask=inside)
+
+
+def test_blocks_are_combined_element_by_element():
+    out = zeros(4, 8)
+    launch(blocks, out, 2, 6)
+    assert ["".join(map(str, row)) for row in out.tolist()] == ["11000000", "11000011", "00111111", "01011100"]
+
+
+@jit
+def scalars(out, x, y, FLAG: tl.constexpr, NOTHING: tl.constexpr):
+    if x > 1 and y > 1:
+        tl.store(out, 1)
+    if x > 1 or y > 1:
+        tl.store(out + 1, 1)
+    if not (x > 1):
+        tl.store(out + 2, 1)
+    if FLAG and x > 1:
+        tl.store(out + 3, 1)
+    if not FLAG or x > 1:
+        tl.store(out + 4, 1)
+    if NOTHING is not None and tl.load(NOTHING) > 0:  # a compile-time value cuts it short
+        tl.store(out + 5, 1)
+    z = 3 if x > 1 and FLAG else 4
+    tl.store(out + 6, z)
+    n = 0
+    while n < x and n < 5:
+        n += 1
+    tl.store(out + 7, n)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "flag", "expected"),
+    [
+        (2, 2, True, [1, 1, 0, 1, 1, 0, 3, 2]),
+        (2, 0, False, [0, 1, 0, 0, 1, 0, 4, 2]),
+        (0, 2, True, [0, 1, 1, 0, 0, 0, 4, 0]),
+        (9, 0, True, [0, 1, 0, 1, 1, 0, 3, 5]),
+    ],
+)
+def test_scalars(x, y, flag, expected):
+    out = zeros(8)
+    launch(scalars, out, x, y, flag, None)
+    assert out.tolist() == expected
+
+
+@jit
+def pointers(out, p, n):
+    if p and n != 3:
+        tl.store(out, 1)
+    if n == 3 or p:
+        tl.store(out + 1, 1)
+    if not p:
+        tl.store(out + 2, 1)
+    i = tl.arange(0, 4)
+    some = tl.where(i < 2, p, p - p.to(tl.int64) // 4)  # the others are null
+    tl.store(out + 4 + i, 1, mask=some and i > 0)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_pointer_is_true_if_it_is_not_null(there, n):
+    """`truth_of_pointers` of stores_and_waits_checks.py shows the same on GPUs, and `tests/compile` compiles it."""
+    out = zeros(8)
+    launch(pointers, out, zeros(4 * there), n)
+    assert out.tolist() == [there and n != 3, there or n == 3, not there, 0, 0, there, 0, 0]
+
+
+@jit
+def guarded(out, pointer):
+    if pointer.to(tl.int64) != 0 and tl.load(pointer) > 0:
+        tl.store(out, 1)
+
+
+@jit
+def asserted(n):
+    assert tl.arange(0, 8) < n
+
+
+@jit
+def chained(out, n):
+    i = tl.arange(0, 8)
+    tl.store(out + i, 1, mask=1 <= i < n)
+
+
+def test_both_sides_are_evaluated_and_every_value_is_asserted():
+    """Compiled Triton loads from the null pointer; so does the simulator, and says so."""
+    out = zeros(1)
+    launch(guarded, out, torch.ones(1, dtype=torch.int32))
+    assert out.item() == 1
+    with pytest.raises(ValueError, match="would load from a null pointer"):
+        launch(guarded, out, zeros(0))
+    launch(asserted, 8)
+    with pytest.raises(AssertionError):
+        launch(asserted, 4)
+
+
+def test_chained_comparisons():
+    """The compiler has them from 3.9 on."""
+    out = zeros(8)
+    if hasattr(interpreter.ASTTransformer, "visit_Compare"):
+        launch(chained, out, 4)
+        assert out.tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+    else:
+        with pytest.raises(TdcollError, match=r"chained, line 3 .*no chained comparisons before 3\.9"):
+            launch(chained, out, 4)
+
+
+# ---------------------------------------------------------------------- threads
+
+
+@jit
+def names(out):
+    if tdl.tid(0) < 3:
+        tl.atomic_add(out, 1)
+    else:
+        tl.atomic_add(out + 1, 1)
+    if not (tdl.tid(0) < 3 or tdl.tid(0) > 5):
+        tl.atomic_add(out + 2, 1)
+    t = tdl.tid(0)
+    t = t // 32
+    if t == 1:
+        tl.atomic_add(out + 3, 1)
+    x = tdl.tid(0)
+    x += 1
+    x: tl.int32 = x * 2
+    if x < 9:
+        tl.atomic_add(out + 4, x)
+    if t == 0 and not (x > 4):
+        tl.atomic_add(out + 5, 1)
+    half = _half(tdl.tid(0))
+    if half == 3:
+        tl.atomic_add(out + 6, tdl.tid(0))
+    offset = 0
+    later = tdl.tid(0) + offset
+    offset = 50
+    if later == 3:
+        tl.store(out + 7, later + offset)
+
+
+@jit
+def _half(value):
+    if value.dtype == tl.int32:
+        value = value // 2
+    return value
+
+
+@jit
+def assigned_in_branches(out):
+    y = 0
+    base = 100
+    if tdl.tid(0) < 4:
+        y = tdl.tid(0) * 2
+        z = y + base
+        tl.atomic_add(out, z)
+        if y > 3:
+            tl.atomic_add(out + 1, 1)
+    else:
+        y = y + 1  # what other threads have assigned is not there
+        if y == 1:
+            tl.atomic_add(out + 2, 1)
+    y = 7  # the same in all threads again
+    tl.store(out + 3, y)
+
+
+@jit
+def loops(out, n):
+    i = tdl.tid(0)
+    while i < n:
+        i += tdl.ntid(0)
+        tl.atomic_add(out, i)
+    for k in range(tdl.tid(0), n, tdl.ntid(0)):
+        total = k * 2
+        if tdl.tid(0) == 5:
+            tl.atomic_add(out + 1, total)
+    last = tdl.tid(0)
+    for _ in range(3):  # a loop of the program
+        last = last + 100
+    if last == 310:
+        tl.atomic_add(out + 2, 1)
+
+
+@jit
+def loaded(out, values):
+    mine = tl.load(values + tdl.tid(0))
+    here, there = tdl.tid(0), mine + 1
+    if mine == 7:
+        tl.store(out, here)
+        tl.store(out + 1, there)
+    if tl.load(values + tdl.tid(0)) == 7:
+        tl.atomic_add(out + 2, 1)
+    else:
+        tl.atomic_add(out + 3, 1)
+    place = out + 4 + tdl.tid(0) % 2
+    if tdl.tid(0) < 10:
+        tl.atomic_add(place, 1)
+
+
+@jit
+def of_one_value(out, n):
+    """Assigned in a branch on the thread, and elsewhere: what all threads have in common needs no thread."""
+    where = out
+    if tdl.tid(0) < n:
+        where = out + 1
+        tl.atomic_add(where, 1)
+    where = out + 2 + tl.arange(0, 2)
+    if n > 0:
+        tl.store(where, 5)
+    seen = tl.load(where)
+    tl.store(where, seen + 1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "expected"),
+    [
+        (names, [], [3, 61, 3, 32, 2 + 4 + 6 + 8, 2, 6 + 7, 53]),
+        (assigned_in_branches, [], [100 + 102 + 104 + 106, 2, 60, 7]),
+        (loops, [100], [sum(i + 64 for i in range(64)) + sum(i + 128 for i in range(36)), 2 * (5 + 69), 1]),
+        (loaded, [torch.eye(64, dtype=torch.int32)[33] * 7], [33, 8, 1, 63, 5, 5]),
+        (of_one_value, [4], [0, 4, 6, 6]),
+        (of_one_value, [0], [0, 0, 1, 1]),
+    ],
+)
+def test_what_threads_compute(kernel, arguments, expected):
+    out = zeros(len(expected))
+    launch(kernel, out, *arguments)
+    assert out.tolist() == expected
+
+
+TRUTH, BLOCK = ": Triton has it for booleans and pointers only", r"a block of shape \[8\] is neither true nor false"
+LEAVING, GONE = r"in a branch or loop on tid\(\) would take the other threads along", r"assigns is gone at its end"
+ONE_VALUE = "is different in each thread, and the simulator runs a program as one: use it in the test"
+
+REFUSED = [  # the body of a kernel, the error, and what it says
+    ("if tl.load(out) and tl.load(out) == 0: pass", TypeError, f"`and` of int32{TRUTH}"),
+    ("if not tl.load(out): pass", TypeError, f"`not` of int32{TRUTH}"),
+    ("if tl.arange(0, 8) < 4: pass", ValueError, BLOCK),
+    ("while tl.load(out + tl.arange(0, 8)) < 4: pass", ValueError, BLOCK),
+    ("tl.store(out, 1 if tl.arange(0, 8) < 4 else 2)", ValueError, BLOCK),
+    ("t = tdl.tid(0) + 1\ntl.store(out, t)", TdcollError, f"t {ONE_VALUE}"),
+    ("tl.store(out + tdl.tid(0), 1)", TdcollError, rf"tid\(\) {ONE_VALUE}"),
+    ("y = 0\nif tdl.tid(0) == 0: y = 1\ntl.store(out, y)", TdcollError, f"y has no value here: .*{GONE}"),
+    ("y = 0\nwhile y == 0:\n  if tdl.tid(0) == 0: y = 1", TdcollError, f"y has no value here: .*{GONE}"),
+    ("if tdl.tid(0) == 0: return\ntl.store(out, 1)", TdcollError, f"kernel, line 2 .*`return` {LEAVING}"),
+    ("for i in range(4):\n  if tdl.tid(0) == i: break", TdcollError, f"`break` {LEAVING}"),
+    (
+        "for i in range(4):\n  if tdl.tid(0) > i:\n    for _ in range(2): continue\n    continue",
+        TdcollError,
+        f"line 5 .*`continue` {LEAVING}",
+    ),
+    ("for _ in range(tdl.tid(0), 100, 32): return", TdcollError, f"`return` {LEAVING}"),
+    ("place = tdl.tid(0) + tl.arange(0, 4)", TdcollError, f"a block {ONE_VALUE}"),
+    ("x = tl.sum(tl.load(out + tdl.tid(0) * 0 + tl.arange(0, 4)))", TdcollError, f"a block that is .*{ONE_VALUE}"),
+    ("x = tdl.putmem_block(out, out, tdl.tid(0), 0)", TdcollError, f"putmem_block: bytes {ONE_VALUE}"),
+]
+
+
+@pytest.mark.parametrize(("body", "error", "message"), REFUSED)
+def test_what_is_refused_says_what_to_write(body, error, message, tmp_path):
+    file = tmp_path / "refused.py"  # a file, because Triton reads the source of kernels
+    header = "import triton.language as tl\nimport tdcoll.language as tdl\nfrom tdcoll import jit\n\n\n@jit\n"
+    file.write_text(f"{header}def kernel(out):\n{textwrap.indent(body, '    ')}\n")
+    kernel = runpy.run_path(str(file))["kernel"]
+    with pytest.raises(error, match=message):
+        launch(kernel, zeros(8))
