@@ -13,11 +13,11 @@ from tdcoll_torch import register as _register
 
 if TYPE_CHECKING:
     from tdcoll.collectives._host.plan import Plan
-    from tdcoll.collectives.all_gather import all_gather, all_gather_in_place, all_gather_into_tensor
-    from tdcoll.collectives.all_reduce import all_reduce, all_reduce_
-    from tdcoll.collectives.all_to_all import all_to_all, all_to_all_single
+    from tdcoll.collectives.all_gather.op import all_gather, all_gather_in_place, all_gather_into_tensor
+    from tdcoll.collectives.all_reduce.op import all_reduce, all_reduce_
+    from tdcoll.collectives.all_to_all.op import all_to_all, all_to_all_single
     from tdcoll.collectives.index_match import match_indices, match_lists
-    from tdcoll.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
+    from tdcoll.collectives.reduce_scatter.op import reduce_scatter, reduce_scatter_tensor
     from tdcoll.collectives.sparse_all_reduce import (
         PaddedRows,
         SparseContext,
@@ -99,11 +99,11 @@ __all__ = [
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for a public one
     _NAMES = {
-        "collectives.all_gather": "all_gather all_gather_in_place all_gather_into_tensor",
-        "collectives.all_reduce": "all_reduce all_reduce_",
-        "collectives.all_to_all": "all_to_all all_to_all_single",
+        "collectives.all_gather.op": "all_gather all_gather_in_place all_gather_into_tensor",
+        "collectives.all_reduce.op": "all_reduce all_reduce_",
+        "collectives.all_to_all.op": "all_to_all all_to_all_single",
         "collectives.index_match": "match_indices match_lists",
-        "collectives.reduce_scatter": "reduce_scatter reduce_scatter_tensor",
+        "collectives.reduce_scatter.op": "reduce_scatter reduce_scatter_tensor",
         "collectives.sparse_all_reduce": (
             "PaddedRows SparseContext sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
         ),

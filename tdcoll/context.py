@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import triton.language as tl
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["CollectiveContext"]
+
+_Made = TypeVar("_Made")
 
 KEPT = 2048
 """Entries that a context remembers of call shapes: how to launch them, and what the arguments must look like."""
@@ -320,12 +322,13 @@ class CollectiveContext(Gate):
             f"{self.max_bytes_per_rank} bytes per rank, {state}>"
         )
 
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """Return what a collective's host side computes once per ``key``: its name and a call shape.
 
         The oldest entry goes when there are more than :data:`KEPT`.
         """
-        if (found := self.known.get(key)) is None:
+        found: _Made | None = self.known.get(key)
+        if found is None:
             if len(self.known) >= KEPT:
                 del self.known[next(iter(self.known))]
             found = self.known[key] = make()

@@ -82,13 +82,19 @@ def _world(name: str) -> int:
 def _operator(name: str) -> Any:
     """Make the operator of a dense collective: its call, the shape of its result, and its derivative."""
     spec = spec_of(name)
+    options, defaults = ("str op='sum', ", ("sum", "")) if spec.reduces else ("", ("",))
 
-    def result_of(x: torch.Tensor, group: str) -> torch.Tensor:
-        return x.new_empty(spec.results(x.shape, _world(group))[0])
+    def op_and_group(*given: str) -> tuple[str | None, str]:
+        *op, group = (*given, *defaults[len(given) :])  # PyTorch leaves out what is as its default says
+        return op[0] if op else None, group
 
-    def call(x: torch.Tensor, op: str | None, group: str) -> torch.Tensor:
+    def call(x: torch.Tensor, *given: str) -> torch.Tensor:
+        op, group = op_and_group(*given)
         x = x.detach().contiguous()  # the operator has the derivative
         return make(spec, x, pooled(spec, x, _named(group)), None, "auto", op)
+
+    def shaped(x: torch.Tensor, *given: str) -> torch.Tensor:
+        return x.new_empty(spec.results(x.shape, _world(op_and_group(*given)[1]))[0])
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         group, adjoint = ctx.group, operators[spec.adjoint]
@@ -99,23 +105,12 @@ def _operator(name: str) -> Any:
         return (adjoint(grad, op, group), *ctx.others)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op, ctx.group = inputs[1:] if spec.reduces else (None, inputs[1])
+        ctx.op, ctx.group = op_and_group(*inputs[1:])
         ctx.others = (None,) * (len(inputs) - 1)
 
-    if spec.reduces:
-
-        def reduction(x: torch.Tensor, op: str = "sum", group: str = "") -> torch.Tensor:
-            return call(x, op, group)
-
-        made: Any = torch.library.custom_op(f"tdcoll::{name}", reduction, mutates_args=())
-        made.register_fake(lambda x, op="sum", group="": result_of(x, group))
-    else:
-
-        def exchange(x: torch.Tensor, group: str = "") -> torch.Tensor:
-            return call(x, None, group)
-
-        made = torch.library.custom_op(f"tdcoll::{name}", exchange, mutates_args=())
-        made.register_fake(lambda x, group="": result_of(x, group))
+    schema = f"(Tensor x, {options}str group='') -> Tensor"
+    made: Any = torch.library.custom_op(f"tdcoll::{name}", call, mutates_args=(), schema=schema)
+    made.register_fake(shaped)
     made.register_autograd(backward, setup_context=remember)
     return made
 

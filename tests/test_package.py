@@ -74,8 +74,9 @@ for statement in sys.argv[1:]:
 def test_anything_may_be_the_first() -> None:
     """No order of imports hides in ``import tdcoll``: the language and the simulator, say, import each other."""
     modules = [
-        *("testing", "context", "memory", "runtime.lifecycle", "language.jit", "distributed", "collectives.all_gather"),
-        *("runtime.simulator.machine", "runtime.simulator.process", "collectives.sparse_all_reduce", "bench.engine"),
+        *("testing", "context", "memory", "runtime.lifecycle", "language.jit", "distributed", "bench.engine"),
+        *("runtime.simulator.machine", "runtime.simulator.process", "collectives.sparse_all_reduce"),
+        "collectives.all_gather.op",
     ]
     attributes = (
         "import tdcoll; tdcoll.runtime.current_or_none, tdcoll.errors.TdcollError, tdcoll.language.CMP_GE",

@@ -20,7 +20,7 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.bench.arithmetic import summarize
-from tdcoll.collectives.all_gather import all_gather
+from tdcoll.collectives.all_gather.op import all_gather
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import TdcollError
 

@@ -20,9 +20,17 @@ from types import ModuleType
 
 from tdcoll.compat.missing import NotProvidedError
 
-__all__ = ["NotProvidedError", "activate", "is_active"]
+__all__ = ["NotProvidedError", "activate"]
 
 _HERE = "tdcoll.compat.triton_dist"
+
+_ALIASES = {
+    "triton_dist.kernels.common_ops": "triton_dist.kernels.nvidia.common_ops",
+    "triton_dist.language.extra.cuda": "triton_dist.language.extra",
+    "triton_dist.language.extra.cuda.language_extra": "triton_dist.language.extra.language_extra",
+    "triton_dist.language.extra.cuda.libnvshmem_device": "triton_dist.language.extra.libshmem_device",
+}
+"""Modules that are another name of one that has their functions."""
 
 
 class _Loader(importlib.abc.Loader):
@@ -45,67 +53,52 @@ class _Finder(importlib.abc.MetaPathFinder):
     """A finder of ``triton_dist``, of what lies below it, and of the parts of ``nvshmem`` that tdcoll stands in for."""
 
     def __init__(self, without_nvshmem: bool) -> None:
-        self._nvshmem = {"nvshmem.core": f"{_HERE}.nvshmem_core"}
-        if without_nvshmem:
-            self._nvshmem |= {
-                "nvshmem": f"{_HERE}.nvshmem_package",
-                "nvshmem.bindings": f"{_HERE}.nvshmem_package",
-                "nvshmem.bindings.nvshmem": f"{_HERE}.nvshmem_bindings",
-            }
+        packages = ("nvshmem", "nvshmem.bindings", "nvshmem.bindings.nvshmem") if without_nvshmem else ()
+        self._nvshmem = {"nvshmem.core", *packages}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        ours = self._nvshmem.get(fullname)
-        if ours is None:
-            if fullname.partition(".")[0] != "triton_dist":
-                return None
-            ours = _HERE + fullname.removeprefix("triton_dist")
+        if fullname in self._nvshmem:
+            ours = f"{_HERE}.nvshmem"
+        elif fullname.partition(".")[0] == "triton_dist":
+            ours = _HERE + _ALIASES.get(fullname, fullname).removeprefix("triton_dist")
+        else:
+            return None
         try:
-            package = importlib.util.find_spec(ours)
+            found = importlib.util.find_spec(ours)
         except ModuleNotFoundError:  # of what is around it
-            package = None
-        if package is None:
+            found = None
+        if found is None:
             raise NotProvidedError.of_module(fullname)
-        is_package = package.submodule_search_locations is not None
+        is_package = found.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, _Loader(ours), is_package=is_package)
-
-
-_finder: _Finder | None = None
-
-
-def is_active() -> bool:
-    """Return whether ``import triton_dist`` resolves to tdcoll in this process."""
-    return _finder is not None
 
 
 def activate() -> None:
     """Let ``import triton_dist`` and its submodules resolve to tdcoll in this process, and ``nvshmem.core`` as well.
 
     Idempotent. On the simulator it also puts stand-ins for ``torch.cuda`` in place, and lets the device ``"cuda"`` be
-    the CPU (:mod:`tdcoll.compat.cuda`). There, and where ranks share GPUs, collectives of process groups are complete
-    when they return (:mod:`tdcoll.compat.groups`). Where ``TDCOLL_EMULATE_NODES`` is set, ``LOCAL_WORLD_SIZE`` and
-    ``LOCAL_RANK`` become those of the emulated node.
+    the CPU. There, and where ranks share GPUs, collectives of process groups are complete when they return. Where
+    ``TDCOLL_EMULATE_NODES`` is set, ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK`` become those of the emulated node.
 
     Raises:
         ImportError: a real Triton-distributed is imported already, or installed; says where it is.
     """
-    global _finder
-    if _finder is not None:
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     _refuse_the_real_one()
     from tdcoll.language import INTERPRETED
 
-    _finder = _Finder(INTERPRETED or importlib.util.find_spec("nvshmem") is None)
-    sys.meta_path.insert(0, _finder)
-    from tdcoll.compat import cuda, groups, nodes
+    sys.meta_path.insert(0, _Finder(INTERPRETED or importlib.util.find_spec("nvshmem") is None))
+    from tdcoll.compat import stand_ins
     from tdcoll.runtime import lifecycle
 
-    nodes.emulate()
+    stand_ins.emulate_nodes()
     if INTERPRETED:
-        cuda.install()
+        stand_ins.replace_cuda()
     if INTERPRETED or lifecycle.may_share_gpus():
-        groups.install()
+        stand_ins.wait_for_collectives()
 
 
 def _refuse_the_real_one() -> None:

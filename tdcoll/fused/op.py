@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,50 +33,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of rows that can be reduced and normalized."""
 
 
-class _Asked(NamedTuple):
-    """The arguments of a call as they came, which may be anything."""
-
-    x: Any
-    residual: Any
-    weight: Any
-    eps: Any
-    in_place: Any
-    out_dtype: Any
-    scale: Any
-    algorithm: Any
-
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """The tensors that are given."""
-        tensors = self.x, self.residual, self.weight
-        return tensors if self.scale is None else (*tensors, self.scale)
-
-    @property
-    def key(self) -> Hashable:
-        """All that a call's launches depend on but where the tensors lie; ``True == 1``, so types belong to it."""
-        x, residual, weight, eps, in_place, out_dtype, scale, algorithm = self
-        shapes = x.shape, residual.shape, weight.shape, x.dtype, residual.dtype, weight.dtype
-        return (_NAME, *shapes, type(eps), eps, type(in_place), in_place, type(scale), out_dtype, algorithm)
-
-
-class _Tensors(NamedTuple):
-    """The tensors of a launch, those that are aligned to 16 bytes.
-
-    Attributes:
-        summed: where a composed call's all-reduce puts its result; of other calls None.
-        result: the caller's ``new``, where that is not aligned; else ``new``.
-    """
-
-    x: torch.Tensor
-    residual: torch.Tensor
-    weight: torch.Tensor
-    new: torch.Tensor
-    out: torch.Tensor
-    scale: torch.Tensor | None
-    summed: torch.Tensor | None
-    result: torch.Tensor
-
-
 def all_reduce_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -92,8 +48,7 @@ def all_reduce_rms_norm(
     """``[..., hidden] -> [..., hidden]``, twice: ``new = all_reduce(x) + residual``, and ``new`` normalized.
 
     ``normalized = new / sqrt(mean(new ** 2) + eps) * weight`` over the last dimension, from ``new`` as it is rounded to
-    its dtype. Collective over ``ctx``'s group; one kernel inside a node. Asynchronous on the context's stream, with no
-    synchronisation, and CUDA-graph safe after one eager call of the shape.
+    its dtype. Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.all_gather`; one kernel inside a node.
 
     It has no derivative: ``x``, ``residual`` and ``weight`` must not require grad, unless under ``torch.no_grad()``.
     The operator ``torch.ops.tdcoll.all_reduce_rms_norm`` has one (:mod:`tdcoll.ops`).
@@ -108,8 +63,7 @@ def all_reduce_rms_norm(
         residual: what is added, of the same shape and dtype, with the same values on all ranks: where there are
             many rows, only one rank reads each.
         weight: ``[hidden]``, of the same dtype or fp32; the same on all ranks.
-        ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
-            Making one is collective and synchronises.
+        ctx: as for :func:`tdcoll.all_gather`.
         eps: added to the mean of squares.
         in_place: write ``new`` over ``residual``.
         out_dtype: ``torch.float8_e4m3fn`` for a quantized ``normalized``; else None or the dtype of ``x``.
@@ -124,12 +78,8 @@ def all_reduce_rms_norm(
         fp32 ``[..., 1]``. A tensor whose address is no multiple of 16 is copied first.
 
     Raises:
-        ContextError: the context is closed, or bound to another stream.
-        CollectiveTimeout: an earlier wait on the context expired.
         RankMismatchError: (``debug``) ranks pass different shapes, dtypes or algorithms.
-        NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
-        HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
-        TypeError, ValueError: an argument is not as described.
+        Others: as :func:`tdcoll.all_gather`.
 
     Algorithms: one-shot and two-stage all-reduces by data that announces itself, followed by the norm in the same
     kernel, are TensorRT-LLM's; the fixed order of the sums, and rows of several programs, are tdcoll's.
@@ -137,13 +87,19 @@ def all_reduce_rms_norm(
     if ctx is None:
         ctx = pooled_context(x, None)
     check_context(ctx)
-    asked = _Asked(x, residual, weight, eps, in_place, out_dtype, scale, algorithm)
+    tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
+    key: Hashable = None
+    ready = None
     try:
-        ready = ctx.known.get(asked.key)
+        # All that the launches depend on but where the tensors lie; ``True == 1``, so types belong to it.
+        shapes = x.shape, residual.shape, weight.shape, x.dtype, residual.dtype, weight.dtype
+        scaling = None if scale is None else (scale.shape, scale.dtype)
+        key = (_NAME, *shapes, type(eps), eps, type(in_place), in_place, scaling, out_dtype, algorithm)
+        ready = ctx.known.get(key)
     except (AttributeError, TypeError, RuntimeError):  # no tensors, nested ones, or what cannot be a key
-        ready = None
-    made = None if ready is None else again(ctx, ready, *asked.tensors)
-    return _first(ctx, asked) if made is None else made
+        pass
+    made = None if ready is None else again(ctx, ready, *tensors)
+    return _first(ctx, key, tensors, eps, in_place, out_dtype, algorithm) if made is None else made
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,43 +112,49 @@ def _requiring(*tensors: Any) -> list[str]:
     return [name for name, tensor in pairs if getattr(tensor, "requires_grad", False)]
 
 
-def _scalar(scale: Any) -> bool:
-    return isinstance(scale, torch.Tensor) and scale.numel() == 1 and scale.dtype is torch.float32
-
-
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two contiguous tensors share memory."""
     return overlap(first.data_ptr(), first.nbytes, second.data_ptr(), second.nbytes, None)
 
 
-def _first(ctx: CollectiveContext, asked: _Asked) -> tuple[torch.Tensor, ...]:
+def _first(
+    ctx: CollectiveContext,
+    key: Hashable,
+    tensors: tuple[Any, ...],
+    eps: Any,
+    in_place: Any,
+    out_dtype: Any,
+    algorithm: Any,
+) -> tuple[torch.Tensor, ...]:
     """Check everything, and make the call; return its result. Calls like it are then made by :func:`again`."""
-    x = asked.x
+    x = tensors[0]
 
     def checked() -> tuple[Ready, Any]:
-        _check(ctx, asked)
-        ready: Ready = ctx.once(asked.key, lambda: _ready(ctx, asked))
-        return ready, ready.place(*asked.tensors)
+        _check(ctx, *tensors, eps=eps, in_place=in_place, out_dtype=out_dtype, algorithm=algorithm)
+        ready = ctx.once(key, lambda: _ready(ctx, tensors, eps, in_place, out_dtype, algorithm))
+        return ready, ready.place(*tensors)
 
     facts = {
         "bytes": strided_bytes(x),
         "dtype": getattr(x, "dtype", None),
         "shape": "nested" if getattr(x, "is_nested", False) else str(tuple(getattr(x, "shape", ()))),
-        "eps": asked.eps,
-        "out_dtype": str(asked.out_dtype),
-        "scale": asked.scale is not None,
-        "algorithm": asked.algorithm,
+        "eps": eps,
+        "out_dtype": str(out_dtype),
+        "scale": len(tensors) > 3,
+        "algorithm": algorithm,
     }
     with ctx.calling(_NAME, facts, checked) as (ready, (result, given)):
-        ctx.wait_for_loads(_NAME, asked.key)
+        ctx.wait_for_loads(_NAME, key)
         ready.run(ctx.current_stream(), *given)
     made: tuple[torch.Tensor, ...] = result
     return made
 
 
-def _check(ctx: CollectiveContext, asked: _Asked) -> None:
+def _check(
+    ctx: CollectiveContext, x: Any, residual: Any, weight: Any, scale: Any = None,
+    *, eps: Any, in_place: Any, out_dtype: Any, algorithm: Any,
+) -> None:  # fmt: skip
     """Raise unless such a call can be made."""
-    x, residual, weight, eps, in_place, out_dtype, scale, algorithm = asked
     device = ctx.device
     check_tensor("x", x, device)
     if x.dtype not in DTYPES:
@@ -230,23 +192,25 @@ def _check(ctx: CollectiveContext, asked: _Asked) -> None:
         if out_dtype is not _FP8:
             raise ValueError(f"scale is for out_dtype={_FP8}; got out_dtype={out_dtype}")
         check_tensor("scale", scale, device)
-        if not _scalar(scale):
+        if scale.numel() != 1 or scale.dtype is not torch.float32:
             raise ValueError(f"scale must be one torch.float32; got {scale.dtype} of shape {list(scale.shape)}")
     arguments.instance("algorithm", algorithm, (str, Plan), "a str or a Plan")
 
 
-def _ready(ctx: CollectiveContext, asked: _Asked) -> Ready:
+def _ready(
+    ctx: CollectiveContext, tensors: tuple[Any, ...], eps: Any, in_place: bool, out_dtype: Any, algorithm: Any
+) -> Ready:
     """Return what calls like this one are made with; its kernel is compiled and loaded."""
-    x, _, weight, eps, in_place, out_dtype, scale, algorithm = asked
+    x, _, weight = tensors[:3]
     hidden, shape = x.shape[-1], x.shape
     rows = Rows(shape.numel() // hidden, hidden, x.dtype.itemsize)
-    plan = choose(rows, facts_of(ALL_REDUCE, ctx, 0, x.dtype), algorithm)
-    composed, by_rows = plan.algorithm == COMPOSED, out_dtype is _FP8 and scale is None
+    plan = choose(rows, facts_of(ctx, 0, x.dtype), algorithm)
+    composed, by_rows = plan.algorithm == COMPOSED, out_dtype is _FP8 and len(tensors) == 3
 
     def place(x: Any, residual: Any, weight: Any, scale: Any = None) -> tuple[Any, tuple[Any, ...]] | None:
         if torch.is_grad_enabled() and _requiring(x, residual, weight):
             return None
-        if (scale is not None and not _scalar(scale)) or (in_place and _overlap(x, residual)):
+        if in_place and _overlap(x, residual):
             return None
         given, residual = residual, _aligned(residual)
         new = residual if in_place else torch.empty_like(x)
@@ -255,13 +219,13 @@ def _ready(ctx: CollectiveContext, asked: _Asked) -> Ready:
             scale = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=x.device)
         summed = torch.empty_like(x) if composed else None
         result = given if in_place else new
-        tensors = _Tensors(_aligned(x), residual, _aligned(weight), new, out, scale, summed, result)
-        return (out, result) if out_dtype is not _FP8 else (out, result, scale), (tensors,)
+        made = (out, result) if out_dtype is not _FP8 else (out, result, scale)
+        return made, (_aligned(x), residual, _aligned(weight), new, out, scale, summed, result)
 
     if not rows.rows:
-        return Ready(_NAME, place, lambda stream, tensors: None)
+        return Ready(_NAME, place, lambda *given: None)
     (bits,) = struct.unpack("<i", struct.pack("<f", eps))
-    scaling = arithmetic.NONE if out_dtype is not _FP8 else arithmetic.PER_ROW if scale is None else arithmetic.GIVEN
+    scaling = arithmetic.NONE if out_dtype is not _FP8 else arithmetic.PER_ROW if by_rows else arithmetic.GIVEN
     given: dict[str, Any] = {
         "eps": bits,
         "HIDDEN": hidden,
@@ -285,8 +249,9 @@ def _ready(ctx: CollectiveContext, asked: _Asked) -> Ready:
         ctx, _NAME, (_NAME, plan.algorithm, *(v for k, v in given.items() if k.isupper()), plan.num_warps), [launch]
     )
 
-    def run(stream: int, tensors: _Tensors) -> None:
-        x, residual, weight, new, out, scale, summed, result = tensors
+    def run(
+        stream: int, x: Any, residual: Any, weight: Any, new: Any, out: Any, scale: Any, summed: Any, result: Any
+    ) -> None:
         if summed is not None:
             reduce(x.data_ptr(), summed.data_ptr())
             x = summed

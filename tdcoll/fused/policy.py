@@ -10,7 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES as WORD
-from tdcoll.collectives._host.plan import WARPS, Facts, Plan, check_warps, most_warps, needs_stores
+from tdcoll.collectives._host.plan import (
+    WARPS,
+    Facts,
+    Plan,
+    check_numbers,
+    check_warps,
+    is_word_chunk,
+    most_warps,
+    needs_stores,
+    power,
+)
 
 __all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "programs", "takes"]
 
@@ -66,10 +76,6 @@ def takes(hidden: int, itemsize: int) -> bool:
     return 0 < hidden <= MOST_HIDDEN and hidden * itemsize % WORD == 0
 
 
-def _power(least: int) -> int:
-    return 1 << max(0, least - 1).bit_length()
-
-
 def _owned(rows: Rows, world: int) -> int:
     """Return the most rows that a rank owns."""
     return -(-rows.rows // world)
@@ -118,7 +124,7 @@ def _cut(rows: Rows, algorithm: str, facts: Facts) -> Plan:
     """Cut rows into the smallest pieces with which a stage has no more programs than are worth having."""
     world = facts.topology.world_size
     stage = rows.rows if algorithm == ONE_SHOT else _owned(rows, world)
-    whole = _power(rows.words)
+    whole = power(rows.words)
     block = min(whole, _FEWEST_WORDS)
     if algorithm == COMPOSED or facts.simulated:  # there, few large blocks cost the least
         block = whole
@@ -166,18 +172,15 @@ def _check(rows: Rows, plan: Plan, facts: Facts) -> None:
     """Raise unless the plan, which somebody has made by hand, fits the rows."""
     if plan.algorithm not in ALGORITHMS[1:]:
         raise ValueError(f"a Plan's algorithm must be one of {', '.join(ALGORITHMS[1:])}; got {plan.algorithm!r}")
-    for name in ("channels", "chunk", "num_warps"):
-        if type(value := getattr(plan, name)) is not int:
-            raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
+    check_numbers(plan)
     if plan.algorithm != COMPOSED or plan.num_warps not in WARPS:
         check_warps(plan, facts)
-    block, rest = divmod(plan.chunk, WORD)
     most = _MOST_WORDS * _warps(plan.algorithm, facts)
-    if rest or block < 1 or block != _power(block) or block > most:
+    if not is_word_chunk(plan.chunk, WORD) or plan.chunk > WORD * most:
         raise ValueError(
             f"a Plan's chunk must be {WORD} times a power of two, up to {WORD * most} bytes; got {plan.chunk}"
         )
-    if plan.channels != (pieces := -(-rows.words // block)):
+    if plan.channels != (pieces := -(-rows.words * WORD // plan.chunk)):
         raise ValueError(
             f"a Plan's channels must be the {pieces} pieces of {plan.chunk} bytes that a row of {WORD * rows.words} "
             f"bytes has; got {plan.channels}"

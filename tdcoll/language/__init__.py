@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel may say: ``import tdcoll.language as tdl``.
+"""Communication functions for Triton kernels: ``import tdcoll.language as tdl``.
 
 The functions of :data:`tdcoll.spec.functions.FUNCTIONS`, implemented three ways. The choice is made here, once, at
 import, because Triton makes its own at that moment:

@@ -92,19 +92,9 @@ def _named(function: JITFunction, tree: ast.AST) -> Iterator[Any]:
     """Every global that a part of a Triton function's source names, dotted or not."""
     scope = {**function.fn.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield scope.get(node.id)
-        elif isinstance(node, ast.Attribute):
-            path = [node.attr]
-            inner: ast.AST = node.value
-            while isinstance(inner, ast.Attribute):
-                path.append(inner.attr)
-                inner = inner.value
-            if isinstance(inner, ast.Name):
-                found = scope.get(inner.id)
-                for name in reversed(path):
-                    found = getattr(found, name, None)
-                yield found
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            first, *rest = ast.unparse(node).split(".")
+            yield functools.reduce(lambda found, name: getattr(found, name, None), rest, scope.get(first))
 
 
 def _reach(value: Any) -> Iterator[Any]:
@@ -139,19 +129,13 @@ def needs_nvshmem(value: Any) -> bool:
 
 
 _MAY_HOLD_FUNCTIONS = (JITFunction, tl.constexpr, tuple, list, dict, types.FunctionType)
-_data_types: set[type] = {int, float, bool, str, type(None)}
-"""Types of arguments that cannot bring a function into a kernel; those that were seen are added."""
-_functions_that_need: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_data_types: set[type] = set()
+"""Types of arguments that were seen and cannot bring a function into a kernel."""
 
 
-def _argument_needs_nvshmem(value: Any) -> bool:
-    """As :func:`needs_nvshmem`, with a memory for functions."""
-    if not isinstance(value, (JITFunction, types.FunctionType)):
-        return needs_nvshmem(value)
-    known = _functions_that_need.get(value)
-    if known is None:
-        known = _functions_that_need[value] = needs_nvshmem(value)
-    return known
+@functools.lru_cache
+def _function_needs_nvshmem(function: Any) -> bool:
+    return needs_nvshmem(function)
 
 
 def _arguments_need_nvshmem(values: Iterable[Any]) -> bool:
@@ -162,7 +146,10 @@ def _arguments_need_nvshmem(values: Iterable[Any]) -> bool:
             continue
         if not issubclass(kind, _MAY_HOLD_FUNCTIONS):
             _data_types.add(kind)
-        elif _argument_needs_nvshmem(value):
+        elif issubclass(kind, (JITFunction, types.FunctionType)):
+            if _function_needs_nvshmem(value):
+                return True
+        elif needs_nvshmem(value):
             return True
     return False
 
@@ -398,38 +385,20 @@ def _checked_interpreted(function: Any) -> Any:
     return function
 
 
-def jit(
-    fn: Callable[..., Any] | None = None,
-    *,
-    version: Any = None,
-    repr: Callable[..., Any] | None = None,
-    launch_metadata: Callable[..., Any] | None = None,
-    do_not_specialize: Any = None,
-    do_not_specialize_on_alignment: Any = None,
-    debug: bool | None = None,
-    noinline: bool | None = None,
-) -> Any:
+def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Like ``triton.jit``, for kernels that call :mod:`tdcoll.language`.
 
     Helpers called by a kernel may be decorated with this or with ``triton.jit``; the kernel that is launched wants
     this one. Options are ``triton.jit``'s. Integers that are annotated with their type (``rank: tl.int32``), as
     parameters or as fields of a ``NamedTuple``, are not specialised: one compilation serves all values.
     """
-    options = {
-        "version": version,
-        "repr": repr,
-        "launch_metadata": launch_metadata,
-        "do_not_specialize": do_not_specialize,
-        "do_not_specialize_on_alignment": do_not_specialize_on_alignment,
-        "debug": debug,
-        "noinline": noinline,
-    }
+    inspect.signature(triton.jit).bind(fn, **options)  # raises TypeError for an option that there is not
 
     def decorate(function: Callable[..., Any]) -> Any:
         typed = [name for name, of in function.__annotations__.items() if isinstance(of, tl.dtype)]
-        options["do_not_specialize"] = [*(do_not_specialize or ()), *typed]
+        given = {**options, "do_not_specialize": [*(options.get("do_not_specialize") or ()), *typed]}
         if INTERPRETED:
-            return _checked_interpreted(triton.jit(**options)(function))
-        return TdcollJITFunction(function, **options)
+            return _checked_interpreted(triton.jit(**given)(function))
+        return TdcollJITFunction(function, **given)
 
     return decorate if fn is None else decorate(fn)

@@ -10,39 +10,28 @@ int64, which makes one signature serve pointers to anything. What is PTX is in `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.language import core
 
+from tdcoll.language.checks import WORDS, require_64_bits, require_scalar, word_type
 from tdcoll.language.ptx import *  # noqa: F403
-from tdcoll.language.ptx import acquired, require_ptr64, syncthreads, tid
+from tdcoll.language.ptx import acquired, asm, require_ptr64, syncthreads, tid
 from tdcoll.language.waits import *  # noqa: F403
 from tdcoll.language.words import *  # noqa: F403
-from tdcoll.spec.functions import FUNCTIONS, LIBRARY, not_linked, not_typed
+from tdcoll.spec.entry import LIBRARY, DeviceFunction, not_linked
+from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 
 _TYPES = {"ptr": tl.int64, "ptr64": tl.int64, "size": tl.int64, "pe": tl.int32, "int": tl.int32, "u64": tl.uint64}
 _RETURNS = {"int32": tl.int32, "uint64": tl.uint64, "pointer": tl.int64, None: tl.int32}
 _PURE = {"my_pe", "n_pes", "remote_ptr"}
 
 
-_TYPED = {
-    tl.int32: "int",
-    tl.uint32: "uint",
-    tl.int64: "long",
-    tl.uint64: "ulong",
-    tl.float32: "float",
-    tl.float64: "double",
-}
-"""NVSHMEM's names of the types of words."""
-
-
-def _declared(name: str, argument_types: Callable[..., tuple[Any, Any, str]]) -> Callable[..., Any]:
-    """Return the extern call for an NVSHMEM function of :data:`FUNCTIONS`. ``argument_types`` gives, for the arguments
-    of a call, their types, that of the result, and the symbol."""
-    spec = FUNCTIONS[name]
+def _lowered(spec: DeviceFunction) -> Any:
+    """Return the extern call for one of NVSHMEM's functions."""
+    name = spec.name
     signature = inspect.Signature(
         [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n, _ in spec.parameters]
     )
@@ -51,17 +40,18 @@ def _declared(name: str, argument_types: Callable[..., tuple[Any, Any, str]]) ->
         given = signature.bind(*args, **kwargs).args
         if LIBRARY not in dict(_semantic.builder.options.extern_libs):
             raise ValueError(not_linked(name))
+        kinds, symbol, returns = dict(_TYPES), str(spec.symbol), _RETURNS.get(spec.returns)
+        if spec.types:
+            word = word_type(spec, given[0])
+            kinds["value"], symbol = word, symbol.replace("TYPE", WORDS[word])
+            returns = word if spec.returns else tl.int32
+        lowered = []
         for (parameter, kind), value in zip(spec.parameters, given, strict=True):
             if kind == "ptr64":
-                require_ptr64(name, parameter, value, _semantic=_semantic)
-        types, returns, symbol = argument_types(*given)
-        lowered = [
-            core.cast(_semantic.to_tensor(arg), wanted, _semantic=_semantic)
-            for arg, wanted in zip(given, types, strict=True)
-        ]
-        for (parameter, _), value in zip(spec.parameters, lowered, strict=True):
-            if value.type.is_block():
-                raise ValueError(f"{name}: {parameter} must be a scalar, got a block of shape {value.shape}")
+                require_64_bits(name, parameter, value)
+            lowered.append(core.cast(_semantic.to_tensor(value), kinds[kind], _semantic=_semantic))
+            require_scalar(name, parameter, lowered[-1])
+        types = tuple(kinds[kind] for _, kind in spec.parameters)
         # A void function is declared with an int result: Triton wants one, and nobody reads it.
         result = core.extern_elementwise(
             "", "", lowered, {types: (symbol, returns)}, name in _PURE, _semantic=_semantic
@@ -83,69 +73,9 @@ def _declared(name: str, argument_types: Callable[..., tuple[Any, Any, str]]) ->
     return extern
 
 
-def _lower(name: str) -> Callable[..., Any]:
-    """Return the function ``name``, whose types are those of the table."""
-    spec = FUNCTIONS[name]
-    types = tuple(_TYPES[kind] for _, kind in spec.parameters)
-    return _declared(name, lambda *given: (types, _RETURNS[spec.returns], str(spec.symbol)))
-
-
-def _lower_typed(name: str) -> Callable[..., Any]:
-    """Return the function ``name`` of words, whose type is that of the first argument's pointee."""
-    spec = FUNCTIONS[name]
-
-    def argument_types(pointer: Any, *rest: Any) -> tuple[Any, Any, str]:
-        kind = pointer.dtype if isinstance(pointer, core.tensor) else None
-        pointee = kind.element_ty if kind is not None and kind.is_ptr() else None
-        if pointee is None or _TYPED.get(pointee) not in spec.types:
-            raise ValueError(not_typed(spec, pointer.type if kind is not None else repr(pointer)))
-        types = (tl.int64, *[pointee] * (len(rest) - 1), tl.int32)
-        symbol = str(spec.symbol).replace("TYPE", _TYPED[pointee])
-        return types, pointee if spec.returns else tl.int32, symbol
-
-    return _declared(name, argument_types)
-
-
-my_pe = _lower("my_pe")
-n_pes = _lower("n_pes")
-remote_ptr = _lower("remote_ptr")
-int_p = _lower("int_p")
-p = _lower_typed("p")
-g = _lower_typed("g")
-atomic_fetch = _lower_typed("atomic_fetch")
-atomic_set = _lower_typed("atomic_set")
-atomic_add = _lower_typed("atomic_add")
-atomic_fetch_add = _lower_typed("atomic_fetch_add")
-atomic_swap = _lower_typed("atomic_swap")
-atomic_compare_swap = _lower_typed("atomic_compare_swap")
-putmem = _lower("putmem")
-putmem_warp = _lower("putmem_warp")
-putmem_block = _lower("putmem_block")
-putmem_nbi = _lower("putmem_nbi")
-putmem_nbi_warp = _lower("putmem_nbi_warp")
-putmem_nbi_block = _lower("putmem_nbi_block")
-putmem_signal = _lower("putmem_signal")
-putmem_signal_warp = _lower("putmem_signal_warp")
-putmem_signal_block = _lower("putmem_signal_block")
-putmem_signal_nbi = _lower("putmem_signal_nbi")
-putmem_signal_nbi_warp = _lower("putmem_signal_nbi_warp")
-putmem_signal_nbi_block = _lower("putmem_signal_nbi_block")
-getmem = _lower("getmem")
-getmem_warp = _lower("getmem_warp")
-getmem_block = _lower("getmem_block")
-getmem_nbi = _lower("getmem_nbi")
-getmem_nbi_warp = _lower("getmem_nbi_warp")
-getmem_nbi_block = _lower("getmem_nbi_block")
-signal_op = _lower("signal_op")
-signal_wait_until = _lower("signal_wait_until")
-fence = _lower("fence")
-quiet = _lower("quiet")
-barrier_all = _lower("barrier_all")
-barrier_all_warp = _lower("barrier_all_warp")
-barrier_all_block = _lower("barrier_all_block")
-sync_all = _lower("sync_all")
-sync_all_warp = _lower("sync_all_warp")
-sync_all_block = _lower("sync_all_block")
+_functions = {function.name: _lowered(function) for function in NVSHMEM_FUNCTIONS}
+globals().update(_functions)
+_fence, _signal_op = _functions["fence"], _functions["signal_op"]
 
 
 # ---------------------------------------------------------------------- by the block
@@ -156,8 +86,8 @@ def signal_block(sig_addr, signal, sig_op, pe):
     require_ptr64("signal_block", "sig_addr", sig_addr)
     syncthreads()
     if tid(0) == 0:
-        fence()
-        signal_op(sig_addr, signal, sig_op, pe)
+        _fence()
+        _signal_op(sig_addr, signal, sig_op, pe)
 
 
 @triton.jit
@@ -187,9 +117,7 @@ def _size_of_copy(nbytes, _semantic=None):
     constant = core._unwrap_if_constexpr(nbytes)
     if not isinstance(constant, int) or constant >= 16:
         return size
-    return core.inline_asm_elementwise(
-        "mov.b64 $0, $1;", "=l,l", [size], tl.int64, is_pure=True, pack=1, _semantic=_semantic
-    )
+    return asm(_semantic, "mov.b64 $0, $size;", tl.int64, True, size=(size, tl.int64))
 
 
 @triton.jit

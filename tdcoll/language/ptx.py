@@ -18,10 +18,41 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from tdcoll.spec.functions import not_64_bits
+from tdcoll.language.checks import axis_letter, choice, integer_pointee, require_64_bits, require_scalar
 
-__all__ = ["acquired", "atom_add", "atom_cas", "cast_all", "descriptors", "integer_pointee", "ld", "ld_acquire", "ntid"]
-__all__ += ["proxy_fence", "require_ptr64", "st", "st_release", "stream_order", "syncthreads", "tid"]
+__all__ = ["acquired", "asm", "atom_add", "atom_cas", "descriptors", "ld", "ld_acquire", "ntid", "proxy_fence"]
+__all__ += ["require_ptr64", "st", "st_release", "stream_order", "syncthreads", "tid"]
+
+
+def asm(semantic: Any, text: str, results: Any = tl.int32, pure: bool = False, /, **operands: Any) -> Any:
+    """Let every thread execute PTX, and return its results.
+
+    Args:
+        text: in which ``$0``, ``$1`` and so on are the results, and ``$name`` is an operand.
+        results: a type, or a tuple of types.
+        pure: without effects, and a function of the operands.
+        operands: ``(value, type)`` by name. A value is a scalar or a block, of which each thread has its elements.
+    """
+    kinds = results if isinstance(results, tuple) else (results,)
+    places = {name: f"${len(kinds) + place}" for place, name in enumerate(operands)}
+    given = [core.cast(semantic.to_tensor(value), kind, _semantic=semantic) for value, kind in operands.values()]
+    registers = [f"=&{_register(kind)}" for kind in kinds] + [_register(kind) for _, kind in operands.values()]
+    return core.inline_asm_elementwise(
+        re.sub(r"\$([a-z]\w*)", lambda name: places[name[1]], text),
+        ",".join(registers if pure else [*registers, "~{memory}"]),
+        given,
+        results,
+        is_pure=pure,
+        pack=1,
+        _semantic=semantic,
+    )
+
+
+def _register(kind: tl.dtype) -> str:
+    return "l" if kind.is_ptr() or kind.primitive_bitwidth == 64 else "r"
+
+
+# ---------------------------------------------------------------------- acquiring
 
 
 @triton.jit
@@ -50,47 +81,27 @@ def proxy_fence(semantic: Any) -> str:
 def acquired(_semantic=None, _generator=None):
     """End a function that acquires: loads that follow see what it has seen, and stay behind it."""
     if fence := proxy_fence(_semantic):
-        core.inline_asm_elementwise(
-            f"{fence}mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=_semantic
-        )
+        asm(_semantic, f"{fence}mov.u32 $0, 0;")
     _generator.call_JitFunction(_hold_loads, (), {})
 
 
 @core.extern
 def require_ptr64(function, parameter, value, _semantic=None):
     """Refuse a pointer to anything but 64-bit integers; an address is as good."""
-    if isinstance(value, core.tensor) and value.dtype.is_ptr():
-        pointee = value.dtype.element_ty
-        if not pointee.is_int() or pointee.primitive_bitwidth != 64:
-            names = core._unwrap_if_constexpr(function), core._unwrap_if_constexpr(parameter)
-            raise ValueError(not_64_bits(*names, pointee))
-
-
-def cast_all(semantic: Any, *typed: tuple[Any, Any]) -> list[Any]:
-    """Arguments of an asm block, each cast to its type."""
-    return [core.cast(semantic.to_tensor(value), wanted, _semantic=semantic) for value, wanted in typed]
+    require_64_bits(core._unwrap_if_constexpr(function), core._unwrap_if_constexpr(parameter), value)
 
 
 # ---------------------------------------------------------------------- threads
 
 
-def _special_register(register: str, axis: Any, semantic: Any) -> Any:
-    number = core._unwrap_if_constexpr(axis)
-    if number not in (0, 1, 2):
-        raise ValueError(f"axis must be 0, 1 or 2, got {number!r}")
-    return core.inline_asm_elementwise(
-        f"mov.u32 $0, %{register}.{'xyz'[number]};", "=r", [], tl.int32, is_pure=True, pack=1, _semantic=semantic
-    )
-
-
 @core.extern
 def tid(axis, _semantic=None):
-    return _special_register("tid", axis, _semantic)
+    return asm(_semantic, f"mov.u32 $0, %tid.{axis_letter(axis)};", tl.int32, True)
 
 
 @core.extern
 def ntid(axis, _semantic=None):
-    return _special_register("ntid", axis, _semantic)
+    return asm(_semantic, f"mov.u32 $0, %ntid.{axis_letter(axis)};", tl.int32, True)
 
 
 @core.extern
@@ -103,52 +114,22 @@ def stream_order(_semantic=None):
     """Make :func:`tdcoll.primitives.group.in_stream_order`: nothing, unless the kernel is compiled with ``launch_pdl``.
     So one that is launched early has the wait."""
     if getattr(_semantic.builder.options, "launch_pdl", False):
-        core.inline_asm_elementwise(
-            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-            _semantic=_semantic,
-        )
+        asm(_semantic, "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 
 stream_order.in_stream_order = True
 
-# ---------------------------------------------------------------------- loads and stores with an order
+# ---------------------------------------------------------------------- loads, stores and atomics with an order
 
-
-def _choice(what: str, value: Any, allowed: tuple[str, ...]) -> str:
-    chosen = core._unwrap_if_constexpr(value)
-    if chosen not in allowed:
-        raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {chosen!r}")
-    return str(chosen)
-
-
-def integer_pointee(function: str, ptr: Any) -> tuple[Any, str]:
-    """Pointee type and asm constraint of a pointer to 32- or 64-bit integers."""
-    kind = ptr.dtype if isinstance(ptr, core.tensor) else None
-    pointee = kind.element_ty if kind is not None and kind.is_ptr() else None
-    if pointee is None or not pointee.is_int() or pointee.primitive_bitwidth not in (32, 64):
-        raise ValueError(f"{function}: ptr must point to 32- or 64-bit integers, got {kind or repr(ptr)}")
-    return pointee, {32: "r", 64: "l"}[pointee.primitive_bitwidth]
+_SCOPES = ("gpu", "sys")
 
 
 @core.extern
 def ld(ptr, scope="gpu", semantic="relaxed", _semantic=None, _generator=None):
-    scope = _choice("scope", scope, ("gpu", "sys"))
-    order = _choice("semantic", semantic, ("relaxed", "acquire"))
-    pointee, constraint = integer_pointee("ld", ptr)
-    value = core.inline_asm_elementwise(
-        f"ld.{order}.{scope}.global.b{pointee.primitive_bitwidth} $0, [$1];",
-        f"={constraint},l,~{{memory}}",
-        [ptr],
-        pointee,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
+    scope, order = choice("scope", scope, _SCOPES), choice("semantic", semantic, ("relaxed", "acquire"))
+    kind = integer_pointee("ld", ptr)
+    text = f"ld.{order}.{scope}.global.b{kind.primitive_bitwidth} $0, [$ptr];"
+    value = asm(_semantic, text, kind, ptr=(ptr, ptr.dtype))
     if order == "acquire":
         acquired(_semantic=_semantic, _generator=_generator)
     return value
@@ -159,24 +140,12 @@ def ld_acquire(ptr, scope="gpu", _semantic=None, _generator=None):
     return ld(ptr, scope, "acquire", _semantic=_semantic, _generator=_generator)
 
 
-ld_acquire.acquires = True
-
-
 @core.extern
 def st(ptr, val, scope="gpu", semantic="relaxed", _semantic=None):
-    scope = _choice("scope", scope, ("gpu", "sys"))
-    order = _choice("semantic", semantic, ("relaxed", "release"))
-    pointee, constraint = integer_pointee("st", ptr)
-    value = core.cast(_semantic.to_tensor(val), pointee, _semantic=_semantic)
-    core.inline_asm_elementwise(
-        f"{{ st.{order}.{scope}.global.b{pointee.primitive_bitwidth} [$1], $2; mov.u32 $0, 0; }}",
-        f"=r,l,{constraint},~{{memory}}",
-        [ptr, value],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
+    scope, order = choice("scope", scope, _SCOPES), choice("semantic", semantic, ("relaxed", "release"))
+    kind = integer_pointee("st", ptr)
+    text = f"{{ st.{order}.{scope}.global.b{kind.primitive_bitwidth} [$ptr], $val; mov.u32 $0, 0; }}"
+    asm(_semantic, text, ptr=(ptr, ptr.dtype), val=(val, kind))
 
 
 @core.extern
@@ -184,44 +153,33 @@ def st_release(ptr, val, scope="gpu", _semantic=None):
     return st(ptr, val, scope, "release", _semantic=_semantic)
 
 
-# ---------------------------------------------------------------------- atomics by the thread
-
-
-def _atom(
-    function: str, operation: str, ptr: Any, values: tuple[Any, ...], scope: Any, order: Any, semantic: Any
-) -> Any:
+def _atom(name: str, operation: str, ptr: Any, scope: Any, order: Any, _semantic: Any, _generator: Any, **values: Any):
     """Have every thread that gets here make an ``atom``; return what was there before."""
-    scope = _choice("scope", scope, ("gpu", "sys"))
-    order = _choice("semantic", order, ("relaxed", "acquire", "release", "acq_rel"))
-    pointee, constraint = integer_pointee(function, ptr)
-    if ptr.type.is_block():
-        raise ValueError(
-            f"{function}: ptr must be a scalar, got a block of shape {ptr.shape} (tl.atomic_* take blocks)"
-        )
-    operands = ", ".join(f"${2 + place}" for place in range(len(values)))
-    return core.inline_asm_elementwise(
-        f"atom.{order}.{scope}.global.{operation}{pointee.primitive_bitwidth} $0, [$1], {operands};",
-        f"={constraint},l,{','.join([constraint] * len(values))},~{{memory}}",
-        [ptr, *cast_all(semantic, *[(value, pointee) for value in values])],
-        pointee,
-        is_pure=False,
-        pack=1,
-        _semantic=semantic,
+    scope = choice("scope", scope, _SCOPES)
+    order = choice("semantic", order, ("relaxed", "acquire", "release", "acq_rel"))
+    kind = integer_pointee(name, ptr)
+    require_scalar(name, "ptr", ptr)
+    before = asm(
+        _semantic,
+        f"atom.{order}.{scope}.global.{operation}{kind.primitive_bitwidth} $0, [$ptr], "
+        + ", ".join(f"${value}" for value in values)
+        + ";",
+        kind,
+        ptr=(ptr, ptr.dtype),
+        **{value: (given, kind) for value, given in values.items()},
     )
+    acquired(_semantic=_semantic, _generator=_generator)
+    return before
 
 
 @core.extern
 def atom_add(ptr, val, scope="gpu", semantic="relaxed", _semantic=None, _generator=None):
-    before = _atom("atom_add", "add.u", ptr, (val,), scope, semantic, _semantic)
-    acquired(_semantic=_semantic, _generator=_generator)
-    return before
+    return _atom("atom_add", "add.u", ptr, scope, semantic, _semantic, _generator, val=val)
 
 
 @core.extern
 def atom_cas(ptr, cmp, val, scope="gpu", semantic="relaxed", _semantic=None, _generator=None):
-    before = _atom("atom_cas", "cas.b", ptr, (cmp, val), scope, semantic, _semantic)
-    acquired(_semantic=_semantic, _generator=_generator)
-    return before
+    return _atom("atom_cas", "cas.b", ptr, scope, semantic, _semantic, _generator, cmp=cmp, val=val)
 
 
-atom_add.acquires = atom_cas.acquires = True
+ld_acquire.acquires = atom_add.acquires = atom_cas.acquires = True

@@ -13,33 +13,31 @@ adds once for each thread (or warp) that would have called.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
+from tdcoll.language.checks import axis_letter, choice, comparison, integer_pointee, require_scalar, word_type
 from tdcoll.language.simulator_arguments import (
-    checked_compare,
+    blocks,
     checked_operation,
-    choice,
     device,
     int32,
-    integer_pointee,
     multiplicity,
-    named,
     number_of,
     require_nvshmem,
     scalar,
 )
 from tdcoll.language.simulator_waits import *  # noqa: F403
 from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import Address
 from tdcoll.runtime.simulator.lanes import thread_index
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.spec import constants as c
-from tdcoll.spec.functions import FUNCTIONS, not_typed
+from tdcoll.spec.functions import FUNCTIONS
 
 # ---------------------------------------------------------------------- PEs and addresses
 
@@ -54,19 +52,14 @@ def n_pes(running):
     return int32(running.n_pes)
 
 
-def remote_ptr(local_ptr: Any, pe: Any, _semantic: Any = None) -> Any:
-    running = machine()
-    require_nvshmem(running, "remote_ptr")
-    target = running.check_pe(number_of("remote_ptr", "pe", pe))
+@blocks
+def remote_ptr(running, local_ptr, pe):
     address = number_of("remote_ptr", "local_ptr", local_ptr)
     running.check_symmetric(address, 0, "local_ptr")
-    remote = running.on(target, address) if running.reachable(target) else 0
+    remote = running.on(pe, address) if running.reachable(pe) else 0
     handle = triton_interpreter.TensorHandle(np.array([remote], np.uint64), local_ptr.handle.dtype)
     handle.origin = local_ptr.handle.origin
     return tl.tensor(handle, local_ptr.type)
-
-
-remote_ptr.__doc__ = FUNCTIONS["remote_ptr"].doc
 
 
 # ---------------------------------------------------------------------- puts, gets, signals
@@ -77,66 +70,38 @@ def int_p(running, dest, value, pe):
     running.put_word(running.check_symmetric(dest, 4, "dest", pe), (value & 0xFFFF_FFFF).to_bytes(4, "little"), pe)
 
 
-def _put(nbi: bool) -> Callable[..., None]:
-    def put(running: Machine, dest: int, source: int, nbytes: int, pe: int) -> None:
-        running.check_symmetric(dest, nbytes, "dest", pe)
-        if nbytes:
-            running.check_local(source, nbytes, "source", pe)
-        running.put(dest, source, nbytes, pe, nbi=nbi)
-
-    return put
+def _put(running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool, scope: str) -> None:
+    running.check_symmetric(dest, nbytes, "dest", pe)
+    if nbytes:
+        running.check_local(source, nbytes, "source", pe)
+    running.put(dest, source, nbytes, pe, nbi=nbi)
 
 
-def _put_signal(nbi: bool, scope: str) -> Callable[..., None]:
-    def put_signal(
-        running: Machine,
-        dest: int,
-        source: int,
-        nbytes: int,
-        sig_addr: int,
-        signal: int,
-        sig_op: int,
-        pe: int,
-    ) -> None:
-        running.check_symmetric(dest, nbytes, "dest", pe)
-        if nbytes:
-            running.check_local(source, nbytes, "source", pe)
-        running.check_signal(sig_addr, "sig_addr", pe)
-        if checked_operation(sig_op) == c.SIGNAL_ADD.value:
-            signal *= multiplicity(running, scope)
-        running.put(dest, source, nbytes, pe, nbi=nbi, signal=(sig_addr, signal, sig_op))
-
-    return put_signal
+def _put_signal(
+    running: Machine, dest: int, source: int, nbytes: int, sig_addr: int, signal: int, sig_op: int, pe: int,
+    *, nbi: bool, scope: str,
+) -> None:  # fmt: skip
+    running.check_symmetric(dest, nbytes, "dest", pe)
+    if nbytes:
+        running.check_local(source, nbytes, "source", pe)
+    running.check_signal(sig_addr, "sig_addr", pe)
+    if checked_operation(sig_op) == c.SIGNAL_ADD.value:
+        signal *= multiplicity(running, scope)
+    running.put(dest, source, nbytes, pe, nbi=nbi, signal=(sig_addr, signal, sig_op))
 
 
-def _get(nbi: bool) -> Callable[..., None]:
-    def get(running: Machine, dest: int, source: int, nbytes: int, pe: int) -> None:
-        running.check_symmetric(source, nbytes, "source", pe)
-        if nbytes:
-            running.check_local(dest, nbytes, "dest", pe)
-        running.get(dest, source, nbytes, pe, nbi=nbi)
-
-    return get
+def _get(running: Machine, dest: int, source: int, nbytes: int, pe: int, *, nbi: bool, scope: str) -> None:
+    running.check_symmetric(source, nbytes, "source", pe)
+    if nbytes:
+        running.check_local(dest, nbytes, "dest", pe)
+    running.get(dest, source, nbytes, pe, nbi=nbi)
 
 
-putmem = named("putmem", _put(nbi=False))
-putmem_warp = named("putmem_warp", _put(nbi=False))
-putmem_block = named("putmem_block", _put(nbi=False))
-putmem_nbi = named("putmem_nbi", _put(nbi=True))
-putmem_nbi_warp = named("putmem_nbi_warp", _put(nbi=True))
-putmem_nbi_block = named("putmem_nbi_block", _put(nbi=True))
-putmem_signal = named("putmem_signal", _put_signal(False, ""))
-putmem_signal_warp = named("putmem_signal_warp", _put_signal(False, "_warp"))
-putmem_signal_block = named("putmem_signal_block", _put_signal(False, "_block"))
-putmem_signal_nbi = named("putmem_signal_nbi", _put_signal(True, ""))
-putmem_signal_nbi_warp = named("putmem_signal_nbi_warp", _put_signal(True, "_warp"))
-putmem_signal_nbi_block = named("putmem_signal_nbi_block", _put_signal(True, "_block"))
-getmem = named("getmem", _get(nbi=False))
-getmem_warp = named("getmem_warp", _get(nbi=False))
-getmem_block = named("getmem_block", _get(nbi=False))
-getmem_nbi = named("getmem_nbi", _get(nbi=True))
-getmem_nbi_warp = named("getmem_nbi_warp", _get(nbi=True))
-getmem_nbi_block = named("getmem_nbi_block", _get(nbi=True))
+for _base, _transfer in (("putmem", _put), ("putmem_signal", _put_signal), ("getmem", _get)):
+    for _mode in ("", "_nbi"):
+        for _scope in ("", "_warp", "_block"):
+            _name = f"{_base}{_mode}{_scope}"
+            globals()[_name] = device(partial(_transfer, nbi=bool(_mode), scope=_scope), _name)
 
 
 @device
@@ -161,7 +126,8 @@ def signal_block(running, sig_addr, signal, sig_op, pe):
 @device
 def signal_wait_until(running, sig_addr, cmp_, cmp_val):
     running.check_signal(sig_addr, "sig_addr")
-    seen = running.waits.until(sig_addr, checked_compare("cmp_", cmp_), cmp_val)
+    comparison(cmp_, "cmp_")
+    seen = running.waits.until(sig_addr, cmp_, cmp_val)
     return scalar(seen, np.uint64, tl.uint64)
 
 
@@ -173,16 +139,12 @@ def _typed(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
     the machine, the address, the type, the PE and the values."""
     spec = FUNCTIONS[name]
     first = spec.parameters[0][0]
-    floats = not name.startswith("atomic")
-    kinds = (tl.int32, tl.uint32, tl.int64, tl.uint64, *((tl.float32, tl.float64) if floats else ()))
 
     def call(running: Machine, pointer: Any, *rest: Any) -> Any:
-        kind = pointer.dtype if isinstance(pointer, tl.tensor) else None
-        pointee = kind.element_ty if kind is not None and kind.is_ptr() else None
-        if pointee not in kinds:
-            raise ValueError(not_typed(spec, pointer.type if kind is not None else repr(pointer)))
-        pe, of = running.check_pe(number_of(name, "pe", rest[-1])), numpy_dtype(pointee)
-        values = [_as(of, name, spec.parameters[1 + i][0], value) for i, value in enumerate(rest[:-1])]
+        *given, pe = rest
+        pointee = word_type(spec, pointer)
+        of = numpy_dtype(pointee)
+        values = [_as(of, name, spec.parameters[1 + i][0], value) for i, value in enumerate(given)]
         address = Address(number_of(name, first, pointer))
         address.origin = pointer.handle.origin
         if address % of.itemsize:
@@ -191,16 +153,13 @@ def _typed(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         found = operation(running, address, of, pe, *values)
         return scalar(found, of, pointee) if spec.returns else None
 
-    return named(name, call, as_given=True)
+    return blocks(call, name)
 
 
 def _as(kind: Any, function: str, parameter: str, value: Any) -> Any:
     """Return a scalar argument as a number of the type ``kind``."""
     if isinstance(value, tl.tensor):
-        if value.type.is_block() or value.handle.data.size != 1:
-            raise ValueError(
-                f"{function}: {parameter} must be a scalar, got a block of shape {list(value.handle.data.shape)}"
-            )
+        require_scalar(function, parameter, value)
         value = value.handle.data.reshape(-1)[0]
     return np.array(getattr(value, "value", value)).astype(kind)[()]
 
@@ -258,35 +217,27 @@ def quiet(running):
     running.quiet()
 
 
-def _barrier(name: str) -> Callable[[Machine], None]:
-    return lambda running: running.barrier(name)
+def _barrier(running: Machine, *, name: str) -> None:
+    running.barrier(name)
 
 
-barrier_all = named("barrier_all", _barrier("barrier_all"))
-barrier_all_warp = named("barrier_all_warp", _barrier("barrier_all"))
-barrier_all_block = named("barrier_all_block", _barrier("barrier_all"))
-sync_all = named("sync_all", _barrier("sync_all"))
-sync_all_warp = named("sync_all_warp", _barrier("sync_all"))
-sync_all_block = named("sync_all_block", _barrier("sync_all"))
+for _base in ("barrier_all", "sync_all"):
+    for _scope in ("", "_warp", "_block"):
+        globals()[_base + _scope] = device(partial(_barrier, name=_base), _base + _scope)
 
 
 # ---------------------------------------------------------------------- threads
 
 
-def _checked_axis(axis: int) -> int:
-    if axis not in (0, 1, 2):
-        raise ValueError(f"axis must be 0, 1 or 2, got {axis!r}")
-    return axis
-
-
 @device
 def tid(running, axis):
-    return thread_index(running.program, _checked_axis(axis))
+    axis_letter(axis)
+    return thread_index(running.program, axis)
 
 
 @device
 def ntid(running, axis):
-    return int32(running.program.threads if _checked_axis(axis) == 0 else 1)
+    return int32(running.program.threads if axis_letter(axis) == "x" else 1)
 
 
 @device
@@ -298,20 +249,21 @@ def syncthreads(running):
 # ---------------------------------------------------------------------- loads and stores with an order
 
 
-def ld(ptr: Any, scope: Any = "gpu", semantic: Any = "relaxed", _semantic: Any = None) -> Any:
-    machine()
+@blocks
+def ld(running, ptr, scope, semantic):
     choice("scope", scope, ("gpu", "sys"))
     choice("semantic", semantic, ("relaxed", "acquire"))
     integer_pointee("ld", ptr)
     return tl.load(ptr, volatile=True, _semantic=triton_interpreter.interpreter_semantic)
 
 
-def ld_acquire(ptr: Any, scope: Any = "gpu", _semantic: Any = None) -> Any:
+@blocks
+def ld_acquire(running, ptr, scope):
     return ld(ptr, scope, "acquire")
 
 
-def st(ptr: Any, val: Any, scope: Any = "gpu", semantic: Any = "relaxed", _semantic: Any = None) -> None:
-    running = machine()
+@blocks
+def st(running, ptr, val, scope, semantic):
     system = choice("scope", scope, ("gpu", "sys")) == "sys"
     release = choice("semantic", semantic, ("relaxed", "release")) == "release"
     integer_pointee("st", ptr)
@@ -320,43 +272,35 @@ def st(ptr: Any, val: Any, scope: Any = "gpu", semantic: Any = "relaxed", _seman
     tl.store(ptr, val, _semantic=triton_interpreter.interpreter_semantic)
 
 
-def st_release(ptr: Any, val: Any, scope: Any = "gpu", _semantic: Any = None) -> None:
+@blocks
+def st_release(running, ptr, val, scope):
     st(ptr, val, scope, "release")
 
 
-def _atom(function: str, ptr: Any, scope: Any, semantic: Any) -> dict[str, Any]:
-    """Check an atomic by the thread; return the scope and the order as arguments of Triton's own."""
-    running = machine()
+def _atom(running: Machine, name: str, ptr: Any, scope: Any, semantic: Any, *values: Any) -> Any:
+    """Make Triton's own atomic, which acts once for the block, for one thread."""
     order = choice("semantic", semantic, ("relaxed", "acquire", "release", "acq_rel"))
-    integer_pointee(function, ptr)
-    if ptr.type.is_block():
-        shape = list(ptr.handle.data.shape)
-        raise ValueError(f"{function}: ptr must be a scalar, got a block of shape {shape}; tl.atomic_* take blocks")
+    kind = integer_pointee(name, ptr)
+    require_scalar(name, "ptr", ptr)
     if running.program.lane is None:
         raise ValueError(
-            f"{function}: every thread of the block would do it; call it in a branch on tid(), or tl.atomic_*, which "
+            f"{name}: every thread of the block would do it; call it in a branch on tid(), or tl.atomic_*, which "
             "acts once for the block"
         )
-    return {
-        "sem": order,
-        "scope": choice("scope", scope, ("gpu", "sys")),
-        "_semantic": triton_interpreter.interpreter_semantic,
-    }
+    interpreter = triton_interpreter.interpreter_semantic
+    given = [tl.cast(value, kind, _semantic=interpreter) for value in values]
+    atomic = getattr(tl, name.replace("atom", "atomic"))
+    return atomic(ptr, *given, sem=order, scope=choice("scope", scope, ("gpu", "sys")), _semantic=interpreter)
 
 
-def atom_add(ptr: Any, val: Any, scope: Any = "gpu", semantic: Any = "relaxed", _semantic: Any = None) -> Any:
-    return tl.atomic_add(ptr, val, **_atom("atom_add", ptr, scope, semantic))
+@blocks
+def atom_add(running, ptr, val, scope, semantic):
+    return _atom(running, "atom_add", ptr, scope, semantic, val)
 
 
-def atom_cas(ptr: Any, cmp: Any, val: Any, scope: Any = "gpu", semantic: Any = "relaxed", _semantic: Any = None) -> Any:
-    order = _atom("atom_cas", ptr, scope, semantic)
-    kind = integer_pointee("atom_cas", ptr)
-    cmp, val = (tl.cast(value, kind, _semantic=order["_semantic"]) for value in (cmp, val))
-    return tl.atomic_cas(ptr, cmp, val, **order)
-
-
-for _function in (ld, ld_acquire, st, st_release, atom_add, atom_cas):
-    _function.__doc__ = FUNCTIONS[_function.__name__].doc
+@blocks
+def atom_cas(running, ptr, cmp, val, scope, semantic):
+    return _atom(running, "atom_cas", ptr, scope, semantic, cmp, val)
 
 
 # ---------------------------------------------------------------------- by the block

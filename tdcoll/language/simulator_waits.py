@@ -10,46 +10,24 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tdcoll.language.simulator_arguments import (
-    MASK64,
-    address64,
-    checked_compare,
-    device,
-    int32,
-    integer_pointee,
-    number_of,
-)
+from tdcoll.language.checks import comparison, consumed, integer_pointee, require_scalar
+from tdcoll.language.simulator_arguments import blocks, device, int32, number_of
 from tdcoll.runtime.simulator.builder import numpy_dtype
-from tdcoll.runtime.simulator.current import machine
 from tdcoll.runtime.simulator.extents import origin_of
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.memory import read_word
 from tdcoll.runtime.simulator.monitor import Monitor
 from tdcoll.spec import constants as c
-from tdcoll.spec.functions import FUNCTIONS
 
-__all__ = [
-    "consume_token",
-    "grid_barrier",
-    "load_words",
-    "store_flagged",
-    "store_words",
-    "test_signal",
-    "wait_flagged",
-    "wait_signal",
-    "wait_signals",
-    "wait_token",
-    "wait_until_any",
-    "wait_word",
-    "wait_words",
-    "wait_words_of_all",
-]
+__all__ = ["consume_token", "grid_barrier", "load_words", "store_flagged", "store_words", "test_signal"]
+__all__ += ["wait_flagged", "wait_signal", "wait_signals", "wait_token", "wait_until_any", "wait_word", "wait_words"]
+__all__ += ["wait_words_of_all"]
 
 
 @device
 def wait_signal(running, signal, compare, value, monitor, peer, index):
     running.check_signal(signal, "signal")
-    checked_compare("compare", compare)
+    comparison(compare)
     return int32(running.waits.all([(signal, peer, index)], compare, value, Monitor(monitor)))
 
 
@@ -58,18 +36,9 @@ def wait_token(running, signal, compare, value, monitor, peer, index):
     return wait_signal(signal, compare, value, monitor, peer, index)
 
 
-def consume_token(value: Any, token: Any, _semantic: Any = None) -> Any:
-    machine()
-    if isinstance(value, tl.core.tensor_descriptor_base):
-        raise ValueError(
-            "consume_token: value must be a pointer or an offset, got a descriptor: give an offset of its load"
-        )
-    semantic = triton_interpreter.interpreter_semantic
-    value, token = semantic.to_tensor(value), semantic.to_tensor(token)
-    if not (value.dtype.is_ptr() or value.dtype.is_int()):
-        raise ValueError(f"consume_token: value must be a pointer or an integer offset, got {value.type}")
-    if token.type != tl.int32:
-        raise ValueError(f"consume_token: token must be what wait_token returned, an int32; got {token.type}")
+@blocks
+def consume_token(running, value, token):
+    value, _ = consumed(value, token, triton_interpreter.interpreter_semantic)
     return value
 
 
@@ -78,7 +47,7 @@ def _check_signals(running: Machine, function: str, signals: int, count: int, co
         raise ValueError(f"{function}: BLOCK must be a power of two of at least count={count}, got {block}")
     running.check_signal(signals, "signals")
     running.check_symmetric(signals, 8 * max(count, 0), "signals")
-    checked_compare("compare", compare)
+    comparison(compare)
 
 
 @device
@@ -88,18 +57,17 @@ def wait_signals(running, signals, count, skip, compare, value, monitor, BLOCK):
     return int32(running.waits.all(wanted, compare, value, Monitor(monitor)))
 
 
-def wait_word(word: Any, compare: Any, value: Any, monitor: Any, peer: Any, index: Any, _semantic: Any = None) -> Any:
-    running, pointee = machine(), integer_pointee("wait_word", word)
-    if word.type.is_block():
-        raise ValueError(f"wait_word: word must be a scalar, got a block of shape {list(word.handle.data.shape)}")
+@blocks
+def wait_word(running, word, compare, value, monitor, peer, index):
+    pointee = integer_pointee("wait_word", word)
+    require_scalar("wait_word", "word", word)
     kind = numpy_dtype(pointee)
     wanted = int(np.array(number_of("wait_word", "value", value)).astype(kind))
     address = int(word.handle.data.reshape(-1)[0])
     running.pointers.check_bytes(address, kind.itemsize, word.handle.origin, "load from")
-    thread = number_of("wait_word", "peer", peer), number_of("wait_word", "index", index)
-    held = Monitor(address64("wait_word", "monitor", monitor))
-    number = checked_compare("compare", number_of("wait_word", "compare", compare))
-    return int32(running.waits.word(address, kind, number, wanted, thread, held))
+    number = number_of("wait_word", "compare", compare)
+    comparison(number)
+    return int32(running.waits.word(address, kind, number, wanted, (peer, index), Monitor(monitor)))
 
 
 @device
@@ -112,7 +80,8 @@ def wait_until_any(running, signals, count, skip, compare, value, monitor, BLOCK
 @device
 def test_signal(running, signal, compare, value):
     running.check_signal(signal, "signal")
-    return int32(running.waits.holds(signal, checked_compare("compare", compare), value))
+    comparison(compare)
+    return int32(running.waits.holds(signal, compare, value))
 
 
 @device
@@ -128,17 +97,14 @@ def grid_barrier(running, counter, monitor):
     return int32(running.waits.word(counter, np.dtype(np.int64), c.CMP_GE.value, wanted, thread, held))
 
 
-def _words(words: Any, mask: Any, what: str | None = None) -> tuple[Any, Any]:
-    """Return the flat uint64 addresses of 128-bit words, and which of them count. ``what``: check them for that use."""
-    addresses = words.handle.data.reshape(-1).astype(np.uint64)
+def _words(words: Any, mask: Any) -> tuple[Any, Any]:
+    """Return the flat uint64 addresses of 128-bit words, and which of them count."""
     active = np.broadcast_to(mask.handle.data, words.handle.data.shape).reshape(-1).astype(bool)
-    if what is not None:
-        machine().pointers.check(addresses, active, 16, words.handle.origin, what)
-    return addresses, active
+    return words.handle.data.reshape(-1).astype(np.uint64), active
 
 
 def _wait_for_words(
-    function: str, words: Any, mask: Any, monitor: Any, senders: Sequence[tuple[int, int]], n_parts: int,
+    running: Machine, words: Any, mask: Any, monitor: int, senders: Sequence[tuple[int, int]], n_parts: int,
     wait: Callable[..., Any], *given: int,
 ) -> Any:  # fmt: skip
     """Wait for words of several senders; return blocks of their parts, and then 1 where they came in time.
@@ -147,16 +113,15 @@ def _wait_for_words(
     first ``n_parts`` are returned. ``wait`` takes addresses, threads, ``given`` and a monitor.
     """
     addresses, active = _words(words, mask)
-    places, pending, running = np.flatnonzero(active), [], machine()
+    places, pending = np.flatnonzero(active), []
     for _, offset in senders:
         theirs = addresses + np.uint64(offset)
         running.pointers.check(theirs, active, 16, words.handle.origin, "load from")
         pending.append(theirs[places])
         for address in pending[-1][[0, -1]].tolist() if places.size else ():
             running.check_flagged(address)
-    held = Monitor(address64(function, "monitor", monitor))
     threads = [(rank, place) for rank, _ in senders for place in places.tolist()]
-    seen, arrived = wait(np.concatenate(pending), threads, *given, held)
+    seen, arrived = wait(np.concatenate(pending), threads, *given, Monitor(monitor))
     blocks = np.zeros((len(senders) * n_parts + 1, addresses.size), np.uint32)
     seen = seen.view(np.uint32).reshape(len(senders), places.size, 4)[:, :, :n_parts]
     blocks[:-1, places] = seen.transpose(0, 2, 1).reshape(len(senders) * n_parts, places.size)
@@ -167,68 +132,49 @@ def _wait_for_words(
     return tuple(tl.tensor(triton_interpreter.TensorHandle(block, tl.int32), kind) for block in shaped)
 
 
-def _parts(words: Any, parts: Sequence[Any]) -> Any:
-    """``[n, len(parts)]`` uint32: parts of 128-bit words."""
-    shape = words.handle.data.shape
-    columns = [np.broadcast_to(part.handle.data, shape).reshape(-1) for part in parts]
-    return np.ascontiguousarray(np.stack(columns, axis=1)).astype(np.int32).view(np.uint32)
+@blocks
+def wait_flagged(running, words, flag, mask, monitor, peer):
+    wait = running.waits.flagged
+    return _wait_for_words(running, words, mask, monitor, [(peer, 0)], 3, wait, flag & 0xFFFF_FFFF)
 
 
-def wait_flagged(words: Any, flag: Any, mask: Any, monitor: Any, peer: Any, _semantic: Any = None) -> Any:
-    wanted, senders = number_of("wait_flagged", "flag", flag), [(number_of("wait_flagged", "peer", peer), 0)]
-    wait = machine().waits.flagged
-    return _wait_for_words("wait_flagged", words, mask, monitor, senders, 3, wait, wanted & 0xFFFF_FFFF)
+@blocks
+def wait_words(running, words, absent, mask, monitor, peer, call):
+    wait = running.waits.words
+    return _wait_for_words(running, words, mask, monitor, [(peer, 0)], 4, wait, absent & 0xFFFF_FFFF, call)
 
 
-def store_flagged(words: Any, first: Any, second: Any, third: Any, flag: Any, mask: Any, _semantic: Any = None) -> None:
-    addresses, active = _words(words, mask, "store to")
-    last = np.full(addresses.size, number_of("store_flagged", "flag", flag) & 0xFFFF_FFFF, np.uint32)
-    parts = np.column_stack([_parts(words, (first, second, third)), last])
-    machine().pointers.store_flagged(addresses, parts, active)
-
-
-def _wait_for_data(
-    function: str, words: Any, senders: Sequence[tuple[int, int]], absent: Any, mask: Any, monitor: Any, call: Any
-) -> Any:
-    missing, number = number_of(function, "absent", absent) & 0xFFFF_FFFF, number_of(function, "call", call) & MASK64
-    return _wait_for_words(function, words, mask, monitor, senders, 4, machine().waits.words, missing, number)
-
-
-def wait_words(words: Any, absent: Any, mask: Any, monitor: Any, peer: Any, call: Any, _semantic: Any = None) -> Any:
-    senders = [(number_of("wait_words", "peer", peer), 0)]
-    return _wait_for_data("wait_words", words, senders, absent, mask, monitor, call)
-
-
-def wait_words_of_all(
-    words: Any, stride: Any, count: Any, skip: Any, absent: Any, mask: Any, monitor: Any, call: Any,
-    _semantic: Any = None,
-) -> Any:  # fmt: skip
-    name = "wait_words_of_all"
-    step, own, ranks = number_of(name, "stride", stride), number_of(name, "skip", skip), number_of(name, "count", count)
+@blocks
+def wait_words_of_all(running, words, stride, count, skip, absent, mask, monitor, call):
+    ranks = number_of("wait_words_of_all", "count", count)
     if ranks < 2:
-        raise ValueError(f"{name}: count must be a constant of at least 2, got {ranks}")
-    polled = [rank if rank != own else (rank + 1) % ranks for rank in range(ranks)]
-    return _wait_for_data(name, words, [(rank, rank * step) for rank in polled], absent, mask, monitor, call)
+        raise ValueError(f"wait_words_of_all: count must be a constant of at least 2, got {ranks}")
+    polled = [rank if rank != skip else (rank + 1) % ranks for rank in range(ranks)]
+    senders, wait = [(rank, rank * stride) for rank in polled], running.waits.words
+    return _wait_for_words(running, words, mask, monitor, senders, 4, wait, absent & 0xFFFF_FFFF, call)
 
 
-def load_words(words: Any, mask: Any, _semantic: Any = None) -> Any:
+@blocks
+def load_words(running, words, mask):
     parts = words.to(tl.pointer_type(tl.int32))
     return tuple(tl.load(parts + part, mask=mask, other=0) for part in range(4))
 
 
-def store_words(words: Any, first: Any, second: Any, third: Any, fourth: Any, mask: Any, _semantic: Any = None) -> None:
-    addresses, active = _words(words, mask, "store to")
-    machine().pointers.store_words(addresses, _parts(words, (first, second, third, fourth)), active)
+def _store(running: Machine, words: Any, parts: Sequence[Any], mask: Any, store: Callable[..., None]) -> None:
+    """Let ``store`` take addresses, ``[n, 4]`` uint32 parts of words, and which of them count."""
+    addresses, active = _words(words, mask)
+    running.pointers.check(addresses, active, 16, words.handle.origin, "store to")
+    columns = [np.broadcast_to(part, words.handle.data.shape).reshape(-1) for part in parts]
+    store(addresses, np.ascontiguousarray(np.stack(columns, axis=1)).astype(np.int32).view(np.uint32), active)
 
 
-for _name in (
-    "consume_token",
-    "wait_word",
-    "wait_flagged",
-    "store_flagged",
-    "wait_words",
-    "wait_words_of_all",
-    "load_words",
-    "store_words",
-):
-    globals()[_name].__doc__ = FUNCTIONS[_name].doc
+@blocks
+def store_flagged(running, words, first, second, third, flag, mask):
+    parts = [*(part.handle.data for part in (first, second, third)), np.int64(flag)]
+    _store(running, words, parts, mask, running.pointers.store_flagged)
+
+
+@blocks
+def store_words(running, words, first, second, third, fourth, mask):
+    parts = [part.handle.data for part in (first, second, third, fourth)]
+    _store(running, words, parts, mask, running.pointers.store_words)

@@ -9,37 +9,24 @@ flagged word is its thread's own.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.language import core
 
-from tdcoll.language.ptx import acquired, cast_all, integer_pointee, proxy_fence, require_ptr64, syncthreads
-from tdcoll.spec.constants import (
-    CMP_GE,
-    MONITOR_ABORTED,
-    MONITOR_RANK,
-    MONITOR_RECORD,
-    MONITOR_TIMEOUT_NS,
-    RECORD_EPOCH,
-    RECORD_EXPECTED,
-    RECORD_PEER,
-    RECORD_RANK,
-    RECORD_SEEN,
-    RECORD_SIGNAL,
-    RECORD_VALID,
-)
+from tdcoll.language.checks import comparison, consumed, integer_pointee, require_scalar
+from tdcoll.language.ptx import acquired, asm, proxy_fence, require_ptr64, syncthreads
+from tdcoll.spec import constants
 
 __all__ = ["block_and", "consume_token", "grid_barrier", "test_signal", "wait_signal", "wait_signals", "wait_token"]
 __all__ += ["wait_until_any", "wait_word"]
 
-_COMPARISONS = ("eq", "ne", "gt", "le", "lt", "ge")  # by CMP_* value
-
 # A thread polls until `look` has set the predicate `done`, or another wait of the monitor has expired, or its own
-# deadline has passed: the first of all threads for which it has leaves the record. `ok`, `monitor`, `active`, `peer`,
-# `index`, `epoch` and `expected` are operands of the asm; `prepare`, `look`, and `see`, which leaves in `word` what was
-# seen last, are PTX.
+# deadline has passed: the first of all threads for which it has leaves the record. `ok` is a result, `active`, `peer`,
+# `index`, `epoch` and `expected` are operands or registers; `prepare`, `look`, and `see`, which leaves in `word` what
+# was seen last, are PTX.
 _POLL = """
 .reg .pred done, again;
 .reg .b32 misses, phase, flag;
@@ -59,29 +46,29 @@ setp.ne.u64 again, begin, 0;
 @again bra CHECK;
 mov.b64 begin, now;
 CHECK:
-ld.relaxed.gpu.global.b64 aborted, [{monitor}+{aborted_at}];
+ld.relaxed.gpu.global.b64 aborted, [$monitor+{MONITOR_ABORTED}];
 setp.ne.u64 done, aborted, 0;
 @done bra GIVE_UP;
-ld.relaxed.gpu.global.b64 limit, [{monitor}+{timeout_at}];
+ld.relaxed.gpu.global.b64 limit, [$monitor+{MONITOR_TIMEOUT_NS}];
 sub.u64 now, now, begin;
 setp.lt.u64 again, now, limit;
 @again bra {again};
-atom.relaxed.gpu.global.cas.b64 aborted, [{monitor}+{aborted_at}], 0, 1;
+atom.relaxed.gpu.global.cas.b64 aborted, [$monitor+{MONITOR_ABORTED}], 0, 1;
 setp.ne.u64 done, aborted, 0;
 @done bra GIVE_UP;
 {see}
-ld.global.b64 record, [{monitor}+{record_at}];
-ld.global.b64 now, [{monitor}+{rank_at}];
-st.global.b64 [record+{RANK}], now;
+ld.global.b64 record, [$monitor+{MONITOR_RECORD}];
+ld.global.b64 now, [$monitor+{MONITOR_RANK}];
+st.global.b64 [record+{RECORD_RANK}], now;
 cvt.s64.s32 now, {peer};
-st.global.b64 [record+{PEER}], now;
+st.global.b64 [record+{RECORD_PEER}], now;
 cvt.s64.s32 now, {index};
-st.global.b64 [record+{SIGNAL}], now;
-st.global.b64 [record+{EPOCH}], {epoch};
-st.global.b64 [record+{EXPECTED}], {expected};
-st.global.b64 [record+{SEEN}], word;
+st.global.b64 [record+{RECORD_SIGNAL}], now;
+st.global.b64 [record+{RECORD_EPOCH}], {epoch};
+st.global.b64 [record+{RECORD_EXPECTED}], {expected};
+st.global.b64 [record+{RECORD_SEEN}], word;
 mov.b64 now, 1;
-st.release.sys.global.b64 [record+{VALID}], now;
+st.release.sys.global.b64 [record+{RECORD_VALID}], now;
 GIVE_UP:
 mov.b32 {ok}, 0;
 END:
@@ -93,136 +80,71 @@ setp.ne.u32 again, phase, 0;
 @again bra POLL;"""
 """The clock is read on every 256th miss."""
 
-_PLACES = {
-    name: 8 * word.value
-    for name, word in {
-        "aborted_at": MONITOR_ABORTED,
-        "timeout_at": MONITOR_TIMEOUT_NS,
-        "record_at": MONITOR_RECORD,
-        "rank_at": MONITOR_RANK,
-        "RANK": RECORD_RANK,
-        "PEER": RECORD_PEER,
-        "SIGNAL": RECORD_SIGNAL,
-        "EPOCH": RECORD_EPOCH,
-        "EXPECTED": RECORD_EXPECTED,
-        "SEEN": RECORD_SEEN,
-        "VALID": RECORD_VALID,
-    }.items()
-}
+_PLACES = {name: 8 * word.value for name, word in vars(constants).items() if re.match("MONITOR_|RECORD_", name)}
 """Bytes from the start of the monitor's words, and of the record."""
 
 
 def _polling(**pieces: str) -> str:
-    pieces = {"prepare": "", "see": "", "epoch": pieces["expected"], "pace": _PACE, "again": "POLL", **pieces}
-    return "{" + _POLL.format(**pieces, **_PLACES) + "}"
+    """Return PTX that polls. Operands are called as the pieces that are left out; ``$monitor`` is always one."""
+    usual = {name: f"${name}" for name in ("active", "peer", "index")}
+    usual |= {"ok": "$0", "prepare": "", "see": "", "epoch": pieces["expected"], "pace": _PACE, "again": "POLL"}
+    return "{" + _POLL.format(**(usual | pieces), **_PLACES) + "}"
 
 
-def _comparison(compare: Any) -> str:
-    """Return PTX's name of a ``CMP_*`` constant."""
-    number = core._unwrap_if_constexpr(compare)
-    if number not in range(len(_COMPARISONS)):
-        raise ValueError(f"compare must be a CMP_* constant, got {number!r}")
-    return _COMPARISONS[number]
+def _report(monitor: Any, peer: Any, index: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the operands of a wait that say who reports what."""
+    return {"monitor": (monitor, tl.int64), "peer": (peer, tl.int32), "index": (index, tl.int32)}
 
 
 @core.extern
 def _poll(signal, compare, value, monitor, active, peer, index, _semantic=None):
     """Per element: 1 once ``*signal compare value`` holds (or ``active`` is 0), 0 after the monitor's deadline."""
-    look = f"ld.acquire.sys.global.b64 word, [$1];\nsetp.{_comparison(compare)}.u64 done, word, $2;"
-    asm = _polling(look=look, ok="$0", monitor="$3", active="$4", peer="$5", index="$6", expected="$2")
-    args = cast_all(
-        _semantic,
-        (signal, tl.int64),
-        (value, tl.uint64),
-        (monitor, tl.int64),
-        (active, tl.int32),
-        (peer, tl.int32),
-        (index, tl.int32),
-    )
-    return core.inline_asm_elementwise(
-        asm, "=&r,l,l,l,r,r,r,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
-    )
-
-
-_poll.bounded = True
+    look = f"ld.acquire.sys.global.b64 word, [$signal];\nsetp.{comparison(compare)}.u64 done, word, $value;"
+    operands = {"signal": (signal, tl.int64), "value": (value, tl.uint64), "active": (active, tl.int32)}
+    return asm(_semantic, _polling(look=look, expected="$value"), **operands, **_report(monitor, peer, index))
 
 
 @core.extern
 def _poll_word(word, compare, value, monitor, peer, index, _semantic=None):
     """Return 1 once ``*word compare value`` holds, as integers of the pointee's type; 0 after the deadline."""
-    number = _comparison(compare)
-    pointee, constraint = integer_pointee("wait_word", word)
+    number, pointee = comparison(compare), integer_pointee("wait_word", word)
+    require_scalar("wait_word", "word", word)
     bits, sign = pointee.primitive_bitwidth, "s" if pointee.is_int_signed() else "u"
-    seen = {32: "half", 64: "word"}[bits]
-    convert = f"cvt.{sign}64.{sign}32" if bits == 32 else "mov.b64"
-    asm = _polling(
-        prepare=f".reg .b64 wanted;\n.reg .b32 half;\n{convert} wanted, $2;",
-        look=f"ld.acquire.sys.global.b{bits} {seen}, [$1];\nsetp.{number}.{sign}{bits} done, {seen}, $2;",
+    seen, convert = ("half", f"cvt.{sign}64.{sign}32") if bits == 32 else ("word", "mov.b64")
+    text = _polling(
+        prepare=f".reg .b64 wanted;\n.reg .b32 half;\n{convert} wanted, $value;",
+        look=f"ld.acquire.sys.global.b{bits} {seen}, [$word];\nsetp.{number}.{sign}{bits} done, {seen}, $value;",
         see="" if bits == 64 else f"{convert} word, half;",
-        ok="$0",
-        monitor="$3",
         active="1",
-        peer="$4",
-        index="$5",
         expected="wanted",
     )
-    if word.type.is_block():
-        raise ValueError(f"wait_word: word must be a scalar, got a block of shape {word.shape}")
-    args = cast_all(
-        _semantic, (word, tl.int64), (value, pointee), (monitor, tl.int64), (peer, tl.int32), (index, tl.int32)
-    )
-    return core.inline_asm_elementwise(
-        asm, f"=&r,l,{constraint},l,r,r,~{{memory}}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
-    )
-
-
-_poll_word.bounded = True
+    operands = {"word": (word, tl.int64), "value": (value, pointee), **_report(monitor, peer, index)}
+    return asm(_semantic, text, **operands)
 
 
 @core.extern
 def _time_left(signals, value, monitor, index, begin, _semantic=None):
     """Return 1 while the monitor's deadline, counted from ``begin``, has not passed; then 0, and the record names
     ``signals[index]``."""
-    asm = _polling(
-        prepare="mov.b64 begin, $5;",
-        look="ld.relaxed.sys.global.b64 word, [$1];\nsetp.ne.u32 done, 0, 0;",
+    text = _polling(
+        prepare="mov.b64 begin, $begin;",
+        look="ld.relaxed.sys.global.b64 word, [$signals];\nsetp.ne.u32 done, 0, 0;",
         pace="",
         again="END",
-        ok="$0",
-        monitor="$3",
         active="1",
-        peer="$4",
-        index="$4",
-        expected="$2",
+        expected="$value",
     )
-    args = cast_all(
-        _semantic,
-        (signals, tl.int64),
-        (value, tl.uint64),
-        (monitor, tl.int64),
-        (index, tl.int32),
-        (begin, tl.uint64),
-    )
-    return core.inline_asm_elementwise(
-        asm, "=&r,l,l,l,r,l,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
-    )
+    operands = {"signals": (signals, tl.int64), "value": (value, tl.uint64), "begin": (begin, tl.uint64)}
+    return asm(_semantic, text, **operands, **_report(monitor, index, index))
 
 
-_time_left.bounded = True
+_poll.bounded = _poll_word.bounded = _time_left.bounded = True
 
 
 def _all_threads(flag: Any, then: str, semantic: Any) -> Any:
     """A barrier of the block's threads, which then execute ``then``: 1 if ``flag`` is not 0 in all of them, else 0."""
-    return core.inline_asm_elementwise(
-        "{ .reg .pred mine, all; setp.ne.u32 mine, $1, 0; barrier.cta.red.and.pred all, 0, mine; "
-        f"{then}selp.u32 $0, 1, 0, all; }}",
-        "=r,r,~{memory}",
-        [core.cast(semantic.to_tensor(flag), tl.int32, _semantic=semantic)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=semantic,
-    )
+    text = "{ .reg .pred mine, all; setp.ne.u32 mine, $flag, 0; barrier.cta.red.and.pred all, 0, mine; "
+    return asm(semantic, f"{text}{then}selp.u32 $0, 1, 0, all; }}", flag=(flag, tl.int32))
 
 
 @core.extern
@@ -268,34 +190,30 @@ def wait_word(word, compare: tl.constexpr, value, monitor, peer, index):
 def _look(signals, count, skip, compare, value, none, _semantic=None):
     """Return the lowest of the indices in ``signals[0:count]`` that fall to this thread and whose signal compares true;
     else ``none``."""
-    asm = f"""{{
+    text = f"""{{
 .reg .pred more, holds, skipped;
 .reg .b32 step;
 .reg .b64 at, seen;
 mov.u32 $0, %tid.x;
 mov.u32 step, %ntid.x;
 NEXT:
-setp.ge.s32 more, $0, $2;
+setp.ge.s32 more, $0, $count;
 @more bra NONE;
-mad.wide.u32 at, $0, 8, $1;
+mad.wide.u32 at, $0, 8, $signals;
 ld.acquire.sys.global.b64 seen, [at];
-setp.eq.s32 skipped, $0, $3;
-setp.{_comparison(compare)}.u64 holds, seen, $4;
+setp.eq.s32 skipped, $0, $skip;
+setp.{comparison(compare)}.u64 holds, seen, $value;
 @skipped bra ON;
 @holds bra END;
 ON:
 add.s32 $0, $0, step;
 bra NEXT;
 NONE:
-mov.b32 $0, $5;
+mov.b32 $0, $none;
 END:
 }}"""
-    args = cast_all(
-        _semantic, (signals, tl.int64), (count, tl.int32), (skip, tl.int32), (value, tl.uint64), (none, tl.int32)
-    )
-    return core.inline_asm_elementwise(
-        asm, "=&r,l,r,r,l,r,~{memory}", args, tl.int32, is_pure=False, pack=1, _semantic=_semantic
-    )
+    operands = {"signals": (signals, tl.int64), "count": (count, tl.int32), "skip": (skip, tl.int32)}
+    return asm(_semantic, text, **operands, value=(value, tl.uint64), none=(none, tl.int32))
 
 
 @core.extern
@@ -303,31 +221,21 @@ def _lowest(value, BITS, _semantic=None):
     """Return the lowest ``value`` of the block's threads, each of ``BITS`` bits. It is found bit by bit: of the threads
     that are left, those with a 0 stay, if there are any. So no shared memory is needed."""
     bits = int(core._unwrap_if_constexpr(BITS))
-    step = """and.b32 bit, $1, {mask};
+    step = """and.b32 bit, $value, {mask};
 setp.eq.and.u32 zero, bit, 0, left;
 barrier.cta.red.or.pred some, 0, zero;
 setp.ne.and.u32 gone, bit, 0, some;
 @gone setp.ne.u32 left, 0, 0;
 @!some or.b32 $0, $0, {mask};
 """
-    asm = "{ .reg .pred left, zero, some, gone; .reg .b32 bit; mov.b32 $0, 0; setp.eq.u32 left, 0, 0;\n"
-    asm += "".join(step.format(mask=1 << bit) for bit in reversed(range(bits))) + "}"
-    return core.inline_asm_elementwise(
-        asm,
-        "=&r,r,~{memory}",
-        [core.cast(_semantic.to_tensor(value), tl.int32, _semantic=_semantic)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
+    text = "{ .reg .pred left, zero, some, gone; .reg .b32 bit; mov.b32 $0, 0; setp.eq.u32 left, 0, 0;\n"
+    text += "".join(step.format(mask=1 << bit) for bit in reversed(range(bits))) + "}"
+    return asm(_semantic, text, value=(value, tl.int32))
 
 
 @core.extern
 def _clock(_semantic=None):
-    return core.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], tl.uint64, is_pure=False, pack=1, _semantic=_semantic
-    )
+    return asm(_semantic, "mov.u64 $0, %globaltimer;", tl.uint64)
 
 
 @triton.jit
@@ -350,16 +258,9 @@ def wait_until_any(signals, count, skip, compare: tl.constexpr, value, monitor, 
 
 @core.extern
 def _holds(signal, compare, value, _semantic=None):
-    return core.inline_asm_elementwise(
-        "{ .reg .pred holds; .reg .b64 seen; ld.acquire.sys.global.b64 seen, [$1]; "
-        f"setp.{_comparison(compare)}.u64 holds, seen, $2; selp.u32 $0, 1, 0, holds; }}",
-        "=r,l,l,~{memory}",
-        cast_all(_semantic, (signal, tl.int64), (value, tl.uint64)),
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
+    text = "{ .reg .pred holds; .reg .b64 seen; ld.acquire.sys.global.b64 seen, [$signal]; "
+    text += f"setp.{comparison(compare)}.u64 holds, seen, $value; selp.u32 $0, 1, 0, holds; }}"
+    return asm(_semantic, text, signal=(signal, tl.int64), value=(value, tl.uint64))
 
 
 @triton.jit
@@ -380,8 +281,8 @@ def grid_barrier(counter, monitor):
         share = (tl.cast(1, tl.int64) << 32) - (programs - 1)
     syncthreads()
     before = tl.atomic_add(word, share, sem="acq_rel", scope="gpu")
-    me = tl.load(monitor.to(tl.pointer_type(tl.int64)) + MONITOR_RANK)
-    return wait_word(word, CMP_GE, ((before >> 32) + 1) << 32, monitor, me, 0)
+    me = tl.load(monitor.to(tl.pointer_type(tl.int64)) + constants.MONITOR_RANK)
+    return wait_word(word, constants.CMP_GE, ((before >> 32) + 1) << 32, monitor, me, 0)
 
 
 @triton.jit
@@ -398,15 +299,7 @@ def wait_token(signal, compare: tl.constexpr, value, monitor, peer, index):
 
 @core.extern
 def consume_token(value, token, _semantic=None):
-    if isinstance(value, core.tensor_descriptor_base):
-        raise ValueError(
-            "consume_token: value must be a pointer or an offset, got a descriptor: give an offset of its load"
-        )
-    value, token = _semantic.to_tensor(value), _semantic.to_tensor(token)
-    if not (value.dtype.is_ptr() or value.dtype.is_int()):
-        raise ValueError(f"consume_token: value must be a pointer or an integer offset, got {value.type}")
-    if token.type != tl.int32:
-        raise ValueError(f"consume_token: token must be what wait_token returned, an int32; got {token.type}")
+    value, token = consumed(value, token, _semantic)
     # A token is 0 or 1, which the compiler does not know either. Of a pointer it still has to know the alignment.
     nothing = core.cast(
         token.__rshift__(1, _semantic=_semantic), tl.int64 if value.dtype.is_ptr() else value.dtype, _semantic=_semantic

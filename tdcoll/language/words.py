@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from tdcoll.language.ptx import acquired, cast_all, require_ptr64
-from tdcoll.language.waits import _polling
+from tdcoll.language.ptx import acquired, asm, require_ptr64
+from tdcoll.language.waits import _polling, _report
 
 __all__ = ["load_words", "store_flagged", "store_words", "wait_flagged", "wait_words", "wait_words_of_all"]
 
@@ -20,75 +20,35 @@ def _poll_flagged(words, flag, monitor, active, peer, index, _semantic=None):
     The load is volatile, which PTX orders as it does a relaxed one of the system. A relaxed one whose data are not all
     used is divided by ptxas into loads of the parts that are, and the flag may then be newer than the data.
     """
-    prepare = (
-        ".reg .b128 wide;\n.reg .b64 low, high, wanted;\ncvt.u64.u32 wanted, $5;\n"
-        "mov.b32 $0, 0;\nmov.b32 $1, 0;\nmov.b32 $2, 0;"
-    )
-    look = (
-        "ld.volatile.global.b128 wide, [$4];\nmov.b128 {low, high}, wide;\n"
-        "mov.b64 {$0, $1}, low;\nmov.b64 {$2, flag}, high;\nsetp.eq.b32 done, flag, $5;"
-    )
-    asm = _polling(
-        prepare=prepare,
-        look=look,
+    prepare = ".reg .b128 wide;\n.reg .b64 low, high, wanted;\ncvt.u64.u32 wanted, $flag;\n"
+    look = "ld.volatile.global.b128 wide, [$words];\nmov.b128 {low, high}, wide;\nmov.b64 {$0, $1}, low;\n"
+    text = _polling(
+        prepare=prepare + "mov.b32 $0, 0;\nmov.b32 $1, 0;\nmov.b32 $2, 0;",
+        look=look + "mov.b64 {$2, flag}, high;\nsetp.eq.b32 done, flag, $flag;",
         see="cvt.u64.u32 word, flag;",
         ok="$3",
-        monitor="$6",
-        active="$7",
-        peer="$8",
-        index="$9",
         expected="wanted",
     )
-    args = cast_all(
-        _semantic,
-        (words, tl.int64),
-        (flag, tl.int32),
-        (monitor, tl.int64),
-        (active, tl.int32),
-        (peer, tl.int32),
-        (index, tl.int32),
-    )
-    outputs = "=&r,=&r,=&r,=&r,l,r,l,r,r,r,~{memory}"
-    return core.inline_asm_elementwise(asm, outputs, args, (tl.int32,) * 4, is_pure=False, pack=1, _semantic=_semantic)
-
-
-_poll_flagged.bounded = True
+    operands = {"words": (words, tl.int64), "flag": (flag, tl.int32), "active": (active, tl.int32)}
+    return asm(_semantic, text, (tl.int32,) * 4, **operands, **_report(monitor, peer, index))
 
 
 @core.extern
 def _poll_words(words, absent, monitor, active, peer, index, call, _semantic=None):
     """Per element: (data, data, data, data, 1) once no part of the word is ``absent``; (any, 0) after the deadline."""
     parts = ("$0", "$1", "$2", "$3")
-    look = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$5];\nsetp.ne.b32 done, $0, $6;\n"
-    look += "\n".join(f"setp.ne.and.b32 done, {part}, $6, done;" for part in parts[1:])
-    count = "setp.ne.b32 again, {}, $6;\nselp.u64 now, 1, 0, again;\nadd.u64 word, word, now;"
-    asm = _polling(
+    look = "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$words];\nsetp.ne.b32 done, $0, $absent;\n"
+    count = "setp.ne.b32 again, {}, $absent;\nselp.u64 now, 1, 0, again;\nadd.u64 word, word, now;"
+    text = _polling(
         prepare=".reg .b64 four;\nmov.b64 four, 4;\n" + "\n".join(f"mov.b32 {part}, 0;" for part in parts),
-        look=look,
+        look=look + "\n".join(f"setp.ne.and.b32 done, {part}, $absent, done;" for part in parts[1:]),
         see="mov.b64 word, 0;\n" + "\n".join(map(count.format, parts)),
         ok="$4",
-        monitor="$7",
-        active="$8",
-        peer="$9",
-        index="$10",
-        epoch="$11",
+        epoch="$call",
         expected="four",
     )
-    args = cast_all(
-        _semantic,
-        (words, tl.int64),
-        (absent, tl.int32),
-        (monitor, tl.int64),
-        (active, tl.int32),
-        (peer, tl.int32),
-        (index, tl.int32),
-        (call, tl.uint64),
-    )
-    outputs = "=&r,=&r,=&r,=&r,=&r,l,r,l,r,r,r,l,~{memory}"
-    return core.inline_asm_elementwise(asm, outputs, args, (tl.int32,) * 5, is_pure=False, pack=1, _semantic=_semantic)
-
-
-_poll_words.bounded = True
+    operands = {"words": (words, tl.int64), "absent": (absent, tl.int32), "active": (active, tl.int32)}
+    return asm(_semantic, text, (tl.int32,) * 5, **operands, **_report(monitor, peer, index), call=(call, tl.uint64))
 
 
 @core.extern
@@ -99,9 +59,6 @@ def _poll_words_of_all(words, stride, count, skip, absent, monitor, active, inde
     if not isinstance(n, int) or n < 2:
         raise ValueError(f"wait_words_of_all: count must be a constant of at least 2, got {n!r}")
     parts = [[f"${4 * rank + part}" for part in range(4)] for rank in range(n)]
-    at, stride_at, skip_at, absent_at, monitor_at, active_at, index_at, call_at = (
-        f"${4 * n + 1 + i}" for i in range(8)
-    )
     prepare = [
         f".reg .b64 place<{n}>, four, there;",
         f".reg .b32 differ<{4 * n}>, who;",
@@ -109,12 +66,12 @@ def _poll_words_of_all(words, stride, count, skip, absent, monitor, active, inde
         "mov.b64 four, 4;",
         "mov.b32 who, 0;",
         *(f"mov.b32 {part}, 0;" for rank in parts for part in rank),
-        *(f"mad.lo.s64 place{rank}, {stride_at}, {rank}, {at};" for rank in range(n)),
+        *(f"mad.lo.s64 place{rank}, $stride, {rank}, $words;" for rank in range(n)),
     ]
     for rank in range(n):
-        prepare += [f"setp.eq.s32 own, {skip_at}, {rank};", f"@own mov.b64 place{rank}, place{(rank + 1) % n};"]
+        prepare += [f"setp.eq.s32 own, $skip, {rank};", f"@own mov.b64 place{rank}, place{(rank + 1) % n};"]
     look = [f"ld.relaxed.sys.global.v4.b32 {{{', '.join(parts[rank])}}}, [place{rank}];" for rank in range(n)]
-    look += [f"xor.b32 differ{4 * r + p}, {parts[r][p]}, {absent_at};" for r in range(n) for p in range(4)]
+    look += [f"xor.b32 differ{4 * r + p}, {parts[r][p]}, $absent;" for r in range(n) for p in range(4)]
     width = 1
     while width < 4 * n:  # the least of all is 0 if a part is absent
         pairs = range(0, 4 * n - width, 2 * width)
@@ -125,42 +82,18 @@ def _poll_words_of_all(words, stride, count, skip, absent, monitor, active, inde
     for rank in reversed(range(n)):
         see.append("mov.b64 there, 0;")
         for part in parts[rank]:
-            see += [
-                f"setp.ne.b32 again, {part}, {absent_at};",
-                "selp.u64 now, 1, 0, again;",
-                "add.u64 there, there, now;",
-            ]
-        see += ["setp.ne.u64 again, there, 4;", f"setp.ne.and.s32 again, {skip_at}, {rank}, again;"]
+            see += [f"setp.ne.b32 again, {part}, $absent;", "selp.u64 now, 1, 0, again;", "add.u64 there, there, now;"]
+        see += ["setp.ne.u64 again, there, 4;", f"setp.ne.and.s32 again, $skip, {rank}, again;"]
         see += ["selp.b64 word, there, word, again;", f"selp.b32 who, {rank}, who, again;"]
-    asm = _polling(
-        prepare="\n".join(prepare),
-        look="\n".join(look),
-        see="\n".join(see),
-        ok=f"${4 * n}",
-        monitor=monitor_at,
-        active=active_at,
-        peer="who",
-        index=index_at,
-        epoch=call_at,
-        expected="four",
-    )
-    args = cast_all(
-        _semantic,
-        (words, tl.int64),
-        (stride, tl.int64),
-        (skip, tl.int32),
-        (absent, tl.int32),
-        (monitor, tl.int64),
-        (active, tl.int32),
-        (index, tl.int32),
-        (call, tl.uint64),
-    )
-    outputs = "=&r," * (4 * n + 1) + "l,l,r,r,l,r,r,l,~{memory}"
-    kinds = (tl.int32,) * (4 * n + 1)
-    return core.inline_asm_elementwise(asm, outputs, args, kinds, is_pure=False, pack=1, _semantic=_semantic)
+    prepared, looked, seen = map("\n".join, (prepare, look, see))
+    text = _polling(prepare=prepared, look=looked, see=seen, ok=f"${4 * n}", peer="who", epoch="$call", expected="four")
+    operands = {"words": (words, tl.int64), "stride": (stride, tl.int64), "skip": (skip, tl.int32)}
+    operands |= {"absent": (absent, tl.int32), "active": (active, tl.int32), "call": (call, tl.uint64)}
+    operands |= {"monitor": (monitor, tl.int64), "index": (index, tl.int32)}
+    return asm(_semantic, text, (tl.int32,) * (4 * n + 1), **operands)
 
 
-_poll_words_of_all.bounded = True
+_poll_flagged.bounded = _poll_words.bounded = _poll_words_of_all.bounded = True
 
 
 @triton.jit
@@ -170,23 +103,6 @@ def wait_flagged(words, flag, mask, monitor, peer):
     found = _poll_flagged(words, flag, monitor, mask.to(tl.int32), peer, place)
     acquired()
     return found
-
-
-@core.extern
-def store_flagged(words, first, second, third, flag, mask, _semantic=None):
-    data = [(part, tl.int32) for part in (first, second, third, flag)]
-    args = cast_all(_semantic, (words, tl.int64), *data, (mask, tl.int32))
-    core.inline_asm_elementwise(
-        "{ .reg .pred active; .reg .b64 low, high; .reg .b128 wide; setp.ne.b32 active, $6, 0; "
-        "mov.b64 low, {$2, $3}; mov.b64 high, {$4, $5}; mov.b128 wide, {low, high}; "
-        "@active st.relaxed.sys.global.b128 [$1], wide; mov.b32 $0, 0; }",
-        "=r,l,r,r,r,r,r,~{memory}",
-        args,
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
 
 
 @triton.jit
@@ -207,31 +123,41 @@ def wait_words_of_all(words, stride, count: tl.constexpr, skip, absent, mask, mo
     return found
 
 
+def _parts(first, second, third, fourth, words, mask):
+    """Return the operands of a store of words."""
+    parts = {"first": first, "second": second, "third": third, "fourth": fourth, "mask": mask}
+    return {"words": (words, tl.int64), **{name: (part, tl.int32) for name, part in parts.items()}}
+
+
 @core.extern
-def load_words(words, mask, _semantic=None):
-    return core.inline_asm_elementwise(
-        "{ .reg .pred active; setp.ne.b32 active, $5, 0; "
-        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-        "@active ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-        "=&r,=&r,=&r,=&r,l,r,~{memory}",
-        cast_all(_semantic, (words, tl.int64), (mask, tl.int32)),
-        (tl.int32,) * 4,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
+def store_flagged(words, first, second, third, flag, mask, _semantic=None):
+    asm(
+        _semantic,
+        "{ .reg .pred active; .reg .b64 low, high; .reg .b128 wide; setp.ne.b32 active, $mask, 0; "
+        "mov.b64 low, {$first, $second}; mov.b64 high, {$third, $fourth}; mov.b128 wide, {low, high}; "
+        "@active st.relaxed.sys.global.b128 [$words], wide; mov.b32 $0, 0; }",
+        **_parts(first, second, third, flag, words, mask),
     )
 
 
 @core.extern
 def store_words(words, first, second, third, fourth, mask, _semantic=None):
-    data = [(part, tl.int32) for part in (first, second, third, fourth)]
-    core.inline_asm_elementwise(
-        "{ .reg .pred active; setp.ne.b32 active, $6, 0; "
-        "@active st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
-        "=r,l,r,r,r,r,r,~{memory}",
-        cast_all(_semantic, (words, tl.int64), *data, (mask, tl.int32)),
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
+    asm(
+        _semantic,
+        "{ .reg .pred active; setp.ne.b32 active, $mask, 0; "
+        "@active st.relaxed.sys.global.v4.b32 [$words], {$first, $second, $third, $fourth}; mov.b32 $0, 0; }",
+        **_parts(first, second, third, fourth, words, mask),
+    )
+
+
+@core.extern
+def load_words(words, mask, _semantic=None):
+    return asm(
+        _semantic,
+        "{ .reg .pred active; setp.ne.b32 active, $mask, 0; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@active ld.global.v4.b32 {$0, $1, $2, $3}, [$words]; }",
+        (tl.int32,) * 4,
+        words=(words, tl.int64),
+        mask=(mask, tl.int32),
     )

@@ -29,7 +29,8 @@ Ordering: that of the kernels of one stream, and nothing else.
 A call of no bytes sends one word all the same (:func:`carry`), so that every call hears from every peer.
 
 Data may have any alignment and length. Where all of it is aligned to 128 bits it is loaded without a branch, before the
-call is known; other data is loaded anew after it (:func:`repair`).
+call is known; other data is loaded anew after it (:func:`repair`). What words carry is a tuple of four blocks of int32,
+their *parts*.
 """
 
 from typing import Any, NamedTuple
@@ -105,12 +106,13 @@ def load(source, word, nbytes):
 
 
 @jit
-def repair(source, word, nbytes, first, second, third, fourth):
+def repair(source, word, nbytes, parts):
     """Return what :func:`load` gave, loaded anew if that was not aligned.
 
     Bytes in a loop at run time: a kernel repairs once for each rank, and the time to compile it grows faster than the
     number of its accesses.
     """
+    first, second, third, fourth = parts
     if (source | nbytes) % 16 != 0:
         if (source | nbytes) % 4 == 0:
             first = load_words(source, 4 * word, nbytes)
@@ -133,22 +135,21 @@ def repair(source, word, nbytes, first, second, third, fourth):
 
 
 @jit
-def store(out, word, nbytes, first, second, third, fourth, mask):
+def store(out, word, nbytes, parts, mask):
     """The inverse of :func:`load`, for any alignment, where ``mask`` is true.
 
     All in the one dimension of ``word``: a mask of two, made of what :func:`receive` says has arrived, would have the
     compiler repeat its waits in the layout of that mask.
     """
+    first, second, third, fourth = parts
     if (out | nbytes) % 16 == 0:
         at = out + 16 * tl.cast(word, tl.int64)
         tdl.store_words(at, first, second, third, fourth, mask & (word < nbytes // 16))
     elif (out | nbytes) % 4 == 0:
-        parts = out.to(tl.pointer_type(tl.int32)) + 4 * word
+        place = out.to(tl.pointer_type(tl.int32)) + 4 * word
         left = nbytes // 4 - 4 * word
-        tl.store(parts, first, mask=mask & (0 < left))
-        tl.store(parts + 1, second, mask=mask & (1 < left))
-        tl.store(parts + 2, third, mask=mask & (2 < left))
-        tl.store(parts + 3, fourth, mask=mask & (3 < left))
+        for part in tl.static_range(4):
+            tl.store(place + part, parts[part], mask=mask & (part < left))
     else:
         # A loop at run time: a kernel stores once for each rank, and its bytes in a row would double what is compiled.
         bytes = out.to(tl.pointer_type(tl.uint8))
@@ -173,8 +174,9 @@ def _present(part):
 
 
 @jit
-def send(g, lamport, origin, peer_delta, word, first, second, third, fourth, call, mask):
-    """Words of rank ``origin``'s segment to a peer: the blocks of int32 ``first`` to ``fourth``."""
+def send(g, lamport, origin, peer_delta, word, parts, call, mask):
+    """Words of rank ``origin``'s segment to a peer."""
+    first, second, third, fourth = parts
     theirs = segment(g, lamport, call, origin) + peer_delta + 16 * tl.cast(word, tl.int64)
     tdl.store_words(theirs, _present(first), _present(second), _present(third), _present(fourth), mask)
 

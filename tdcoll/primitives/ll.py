@@ -17,6 +17,8 @@ is the load that polls it. A call of no bytes sends one word all the same, so th
 
 Data may have any alignment and length. The accesses by 32 bits are made without a branch, before the epoch is known;
 what is not aligned is loaded anew after it (:func:`repair`).
+
+What words carry is a tuple of four blocks of int32, as in :mod:`tdcoll.primitives.lamport`; the last is not used.
 """
 
 import triton.language as tl
@@ -35,25 +37,25 @@ def load(source, word, nbytes):
     first = load_words(source, 3 * word, nbytes)
     second = load_words(source, 3 * word + 1, nbytes)
     third = load_words(source, 3 * word + 2, nbytes)
-    return first, second, third
+    return first, second, third, first
 
 
 @jit
-def repair(source, word, nbytes, first, second, third):
+def repair(source, word, nbytes, parts):
     """Return what :func:`load` gave, loaded anew if that was not aligned."""
+    first, second, third, _ = parts
     if (source | nbytes) % 4 != 0:
         first = load_bytes(source, 3 * word, nbytes)
         second = load_bytes(source, 3 * word + 1, nbytes)
         third = load_bytes(source, 3 * word + 2, nbytes)
-    return first, second, third
+    return first, second, third, first
 
 
 @jit
-def store(out, word, nbytes, first, second, third, mask):
+def store(out, word, nbytes, parts, mask):
     """The inverse of :func:`load`, for any alignment, where ``mask`` is true."""
-    store_any(out, 3 * word, nbytes, first, mask)
-    store_any(out, 3 * word + 1, nbytes, second, mask)
-    store_any(out, 3 * word + 2, nbytes, third, mask)
+    for part in tl.static_range(3):
+        store_any(out, 3 * word + part, nbytes, parts[part], mask)
 
 
 @jit
@@ -69,10 +71,10 @@ def flag(epoch):
 
 
 @jit
-def send(g, window, origin, peer_delta, word, first, second, third, epoch, mask):
+def send(g, window, origin, peer_delta, word, parts, epoch, mask):
     """Words of rank ``origin``'s segment to a peer."""
     theirs = segment(window, g, epoch, origin) + peer_delta + 16 * word
-    tdl.store_flagged(theirs, first, second, third, flag(epoch), mask)
+    tdl.store_flagged(theirs, parts[0], parts[1], parts[2], flag(epoch), mask)
 
 
 @jit

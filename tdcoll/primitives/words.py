@@ -3,8 +3,7 @@
 
 ``LAMPORT`` says which: words that announce themselves (:mod:`tdcoll.primitives.lamport`), which hold 16 bytes, or words
 that carry a flag (:mod:`tdcoll.primitives.ll`), which hold 12. Their memory is called the *inbox*: a
-:class:`~tdcoll.primitives.lamport.Lamport` or a :class:`~tdcoll.primitives.group.Window`. Here words are a tuple of
-four blocks of int32; of those with a flag the last is not used.
+:class:`~tdcoll.primitives.lamport.Lamport` or a :class:`~tdcoll.primitives.group.Window`.
 
 What takes time on the way is begun before it is needed. A kernel that sends each rank a share of its data loads the
 shares for all (:func:`load_shares`), and the addresses of the peers (:func:`deltas_of`), before the number of the call
@@ -37,61 +36,43 @@ AT_ONCE = tl.constexpr(8)
 @jit
 def load(source, word, nbytes, LAMPORT: tl.constexpr):
     """Return what the words ``word`` carry of ``nbytes`` at ``source``, where all is aligned: see :func:`repair`."""
-    if LAMPORT:
-        parts = lamport.load(source, word, nbytes)
-    else:
-        first, second, third = ll.load(source, word, nbytes)
-        parts = (first, second, third, first)
-    return parts
+    return lamport.load(source, word, nbytes) if LAMPORT else ll.load(source, word, nbytes)
 
 
 @jit
 def repair(source, word, nbytes, parts, LAMPORT: tl.constexpr):
     """Return what :func:`load` gave, loaded anew if that was not aligned."""
-    if LAMPORT:
-        parts = lamport.repair(source, word, nbytes, parts[0], parts[1], parts[2], parts[3])
-    else:
-        first, second, third = ll.repair(source, word, nbytes, parts[0], parts[1], parts[2])
-        parts = (first, second, third, first)
-    return parts
+    return lamport.repair(source, word, nbytes, parts) if LAMPORT else ll.repair(source, word, nbytes, parts)
 
 
 @jit
 def store(out, word, nbytes, parts, mask, LAMPORT: tl.constexpr):
     """The inverse of :func:`load`, for any alignment, where ``mask`` is true."""
     if LAMPORT:
-        lamport.store(out, word, nbytes, parts[0], parts[1], parts[2], parts[3], mask)
+        lamport.store(out, word, nbytes, parts, mask)
     else:
-        ll.store(out, word, nbytes, parts[0], parts[1], parts[2], mask)
+        ll.store(out, word, nbytes, parts, mask)
 
 
 @jit
 def carry(word, nbytes, LAMPORT: tl.constexpr):
     """Return which of the words carry something of ``nbytes``; the first always does."""
-    if LAMPORT:
-        mask = lamport.carry(word, nbytes)
-    else:
-        mask = ll.carry(word, nbytes)
-    return mask
+    return lamport.carry(word, nbytes) if LAMPORT else ll.carry(word, nbytes)
 
 
 @jit
 def start(g, inbox, LAMPORT: tl.constexpr):
     """``(number of this call, alive)``. Every program of the launch calls it exactly once."""
-    if LAMPORT:
-        call, alive = lamport.start(g, inbox)
-    else:
-        call, alive = group_start(g)
-    return call, alive
+    return lamport.start(g, inbox) if LAMPORT else group_start(g)
 
 
 @jit
 def send(g, inbox, peer_delta, word, parts, call, mask, LAMPORT: tl.constexpr):
     """Words of this rank to a peer."""
     if LAMPORT:
-        lamport.send(g, inbox, g.rank, peer_delta, word, parts[0], parts[1], parts[2], parts[3], call, mask)
+        lamport.send(g, inbox, g.rank, peer_delta, word, parts, call, mask)
     else:
-        ll.send(g, inbox, g.rank, peer_delta, word, parts[0], parts[1], parts[2], call, mask)
+        ll.send(g, inbox, g.rank, peer_delta, word, parts, call, mask)
 
 
 @jit
@@ -124,8 +105,7 @@ def load_shares(source, stride, total, most, word, g, LAMPORT: tl.constexpr):
     shares = ()
     for step in tl.static_range(1, g.world + 1):
         at, size = _share(source, stride, total, most, g, step)
-        first, second, third, fourth = load(at, word, size, LAMPORT)
-        shares += (first, second, third, fourth)  # type: ignore[assignment]
+        shares += (load(at, word, size, LAMPORT),)  # type: ignore[assignment]
     return shares
 
 
@@ -136,8 +116,7 @@ def send_shares(
     """Store what :func:`load_shares` gave to those whom it is for; return this rank's own."""
     for step in tl.static_range(1, g.world + 1):
         at, size = _share(source, stride, total, most, g, step)
-        given = (shares[4 * step - 4], shares[4 * step - 3], shares[4 * step - 2], shares[4 * step - 1])
-        given = repair(at, word, size, given, LAMPORT)
+        given = repair(at, word, size, shares[step - 1], LAMPORT)
         if step < g.world:
             send(g, inbox, deltas[step - 1], word, given, call, mask, LAMPORT)
     return given
@@ -147,19 +126,19 @@ def send_shares(
 def receive(g, inbox, word, mine, call, mask, LAMPORT: tl.constexpr):
     """``(words, arrived)``: those of every rank, and which of them came in time from all.
 
-    ``words`` has four blocks for each rank, in rank order; this rank's are ``mine``.
+    ``words`` is a tuple of the ranks' words, in rank order; this rank's are ``mine``.
     """
     found = ()
     arrived = mask
     if LAMPORT and g.world > 1 and g.world <= AT_ONCE:
         landed = lamport.segment(g, inbox, call, 0) + 16 * tl.cast(word, tl.int64)
-        came = tdl.wait_words_of_all(
-            landed, inbox.stride, g.world, g.rank, lamport.SENTINEL, mask, g.monitor, call
-        )  # fmt: skip
+        came = tdl.wait_words_of_all(landed, inbox.stride, g.world, g.rank, lamport.SENTINEL, mask, g.monitor, call)
         arrived = mask & (came[4 * g.world] != 0)
         for r in tl.static_range(g.world):
+            theirs = ()
             for part in tl.static_range(4):
-                found += (tl.where(r == g.rank, mine[part], came[4 * r + part]),)  # type: ignore[assignment]
+                theirs += (tl.where(r == g.rank, mine[part], came[4 * r + part]),)  # type: ignore[assignment]
+            found += (theirs,)  # type: ignore[assignment]
     else:
         for r in tl.static_range(g.world):
             first, second, third, fourth = mine
@@ -170,18 +149,18 @@ def receive(g, inbox, word, mine, call, mask, LAMPORT: tl.constexpr):
                     first, second, third, here = ll.receive(g, inbox, r, word, call, mask)
                     fourth = first
                 arrived = arrived & (here != 0)
-            found += (first, second, third, fourth)  # type: ignore[assignment]
+            found += ((first, second, third, fourth),)  # type: ignore[assignment]
     return found, arrived
 
 
 @jit
 def _reduced(words, PART: tl.constexpr, world, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr):
     """The part ``PART`` of the result, of the same part of all ranks' words."""
-    result = tl.zeros_like(words[PART])
+    result = tl.zeros_like(words[0][PART])
     for place in tl.static_range(32 // DTYPE.primitive_bitwidth):
         sum = tl.zeros(result.shape, ACC)
         for r in tl.static_range(world):
-            sum = accumulate(sum, element(words[4 * r + PART], place, DTYPE, ACC), r == 0, OP)
+            sum = accumulate(sum, element(words[r][PART], place, DTYPE, ACC), r == 0, OP)
         result |= placed(rounded(finish(sum, world, OP), DTYPE, OP), place)
     return result
 

@@ -7,39 +7,6 @@ prefix. Values: ``nvshmemi_cmp_type`` and ``nvshmemi_amo_t`` in NVSHMEM's device
 
 import triton.language as tl
 
-__all__ = [
-    "CMP_EQ",
-    "CMP_GE",
-    "CMP_GT",
-    "CMP_LE",
-    "CMP_LT",
-    "CMP_NE",
-    "GAVE_UP",
-    "MONITOR_ABORTED",
-    "MONITOR_RANK",
-    "MONITOR_RECORD",
-    "MONITOR_TIMEOUT_NS",
-    "MONITOR_WORDS",
-    "NVSHMEM_CMP_EQ",
-    "NVSHMEM_CMP_GE",
-    "NVSHMEM_CMP_GT",
-    "NVSHMEM_CMP_LE",
-    "NVSHMEM_CMP_LT",
-    "NVSHMEM_CMP_NE",
-    "NVSHMEM_SIGNAL_ADD",
-    "NVSHMEM_SIGNAL_SET",
-    "RECORD_EPOCH",
-    "RECORD_EXPECTED",
-    "RECORD_PEER",
-    "RECORD_RANK",
-    "RECORD_SEEN",
-    "RECORD_SIGNAL",
-    "RECORD_VALID",
-    "RECORD_WORDS",
-    "SIGNAL_ADD",
-    "SIGNAL_SET",
-]
-
 CMP_EQ = NVSHMEM_CMP_EQ = tl.constexpr(0)
 CMP_NE = NVSHMEM_CMP_NE = tl.constexpr(1)
 CMP_GT = NVSHMEM_CMP_GT = tl.constexpr(2)
@@ -69,3 +36,5 @@ RECORD_EPOCH = tl.constexpr(4)
 RECORD_EXPECTED = tl.constexpr(5)
 RECORD_SEEN = tl.constexpr(6)
 RECORD_WORDS = tl.constexpr(8)
+
+__all__ = [name for name in dir() if name.isupper()]

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["LIBRARY", "LINKED", "DeviceFunction", "Kind"]
-__all__ += ["no_puts", "not_64_bits", "not_a_monitor", "not_linked", "not_typed"]
+__all__ = ["LIBRARY", "LINKED", "DeviceFunction", "declared", "no_puts", "not_a_monitor", "not_linked"]
 
 LIBRARY = "libnvshmem_device"
 """NVSHMEM's bitcode library, as its file and Triton's ``extern_libs`` name it."""
 
 LINKED = "linked_by_tdcoll_jit"
 """A launch option by which ``tdcoll.jit`` tells the simulator that a compiled kernel would have NVSHMEM linked in."""
-
-Kind = Literal["ptr", "ptr64", "size", "pe", "int", "u64", "value", "constant"]
 
 
 @dataclass(frozen=True)
@@ -26,27 +25,30 @@ class DeviceFunction:
         name: as a kernel writes it.
         parameters: ``(name, kind)``: ``ptr`` an address or pointer, ``ptr64`` an address or a pointer to 64-bit
             integers, ``size`` bytes (int64), ``pe`` a PE (int32), ``int`` an int32, ``u64`` an unsigned 64-bit value,
-            ``value`` of the pointee's type, ``constant`` a compile-time constant.
+            ``value`` of the pointee's type, or a block, ``constant`` a compile-time constant.
         defaults: default values of the last parameters.
-        symbol: NVSHMEM's device function, in which TYPE stands for that of the pointee; or None where PTX or Triton
-            itself does the work.
         returns: what it returns, or None.
         prototype: what it stands for: NVSHMEM's C prototype, or the PTX instruction.
         doc: meaning, units, who must call it, ordering.
-        types: what NVSHMEM calls the types that TYPE may be.
         acquires: loads that follow it in the program see what others have written, so the compiler must not move
             them above it.
+        types: what NVSHMEM calls the types that TYPE in the prototype may be.
     """
 
     name: str
-    parameters: tuple[tuple[str, Kind], ...]
-    symbol: str | None
+    parameters: tuple[tuple[str, str], ...]
+    defaults: tuple[object, ...]
     returns: Literal["int32", "uint64", "pointer", "value"] | None
     prototype: str
     doc: str
-    defaults: tuple[object, ...] = ()
-    acquires: bool = False
-    types: tuple[str, ...] = ()
+    acquires: bool
+    types: tuple[str, ...]
+
+    @property
+    def symbol(self) -> str | None:
+        """NVSHMEM's device function; None where PTX or Triton itself does the work."""
+        found = re.search(r"\b(nvshmemx?_\w+)\(", self.prototype)
+        return found and found[1]
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -64,12 +66,21 @@ class DeviceFunction:
         return f"{self.name}({', '.join(shown)})"
 
 
-def not_64_bits(function: str, parameter: str, pointee: object) -> str:
-    """Return the error for a pointer to ``pointee`` where ``parameter`` of ``function`` is of kind ``ptr64``."""
-    return (
-        f"{function}: {parameter} must point to 64-bit integers (int64 or uint64), got a pointer to {pointee}; 64 bits "
-        "there take in the neighbour"
-    )
+def declared(
+    declaration: str, prototype: str, doc: str, *, acquires: bool = False, types: tuple[str, ...] = ()
+) -> DeviceFunction:
+    """Return the entry of a function.
+
+    Args:
+        declaration: such as ``"ld(ptr: ptr, scope: constant = 'gpu') -> value"``, with kinds in the place of types.
+        prototype, doc, acquires, types: as they are in the entry.
+    """
+    function = ast.parse(f"def {declaration}: ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    parameters = tuple((one.arg, ast.unparse(one.annotation)) for one in function.args.args if one.annotation)
+    defaults = tuple(ast.literal_eval(default) for default in function.args.defaults)
+    returns: Any = function.returns and ast.unparse(function.returns)
+    return DeviceFunction(function.name, parameters, defaults, returns, prototype, doc, acquires, types)
 
 
 def not_a_monitor(address: int) -> str:
@@ -94,9 +105,3 @@ def no_puts(caller: str) -> str:
         f"{caller} calls NVSHMEM, and the symmetric heap of this job is PyTorch's, which has loads and stores only: "
         "tdcoll.initialize(heap='nvshmem') or TDCOLL_HEAP=nvshmem"
     )
-
-
-def not_typed(function: DeviceFunction, got: object) -> str:
-    """Return the error for ``got`` where the first parameter of ``function`` must point to one of its types."""
-    allowed = "integers of 32 or 64 bits" + (", or to fp32 or fp64" if "float" in function.types else "")
-    return f"{function.name}: {function.parameters[0][0]} must be a pointer to {allowed}, got {got}"

@@ -1,37 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuning table, in a JSON file: sections of entries.
+"""The tuning table, in a JSON file: a section for each kind of call that was measured, with entries by size.
 
-A table has a section for each kind of call that was measured. Where there is none, the seed of the operation's policy
-decides::
-
-    {
-     "tuning": "tdcoll",
-     "version": 4,
-     "tables": [
-      {
-       "architecture": "NVIDIA H200",      the GPU's name, or its compute capability, such as "sm_90"
-       "operation": "all_gather",
-       "ranks_per_node": 8,
-       "nodes": 1,
-       "in_place": false,                  true: all_gather_in_place
-       "source": "where it comes from",    optional
-       "entries": [                        ascending; the first that is large enough holds
-        {"up_to": "16 KB", "algorithm": "ll", "chunk": "6 KB", "num_warps": 8},
-        {"up_to": null, "algorithm": "1d", "channels": 16}
-       ]
-      }
-     ]
-    }
-
-``up_to`` is bytes of a segment (of an all-gather, what one rank contributes), null for all sizes. ``channels`` (chunks
-that a segment is cut into) or ``chunk`` (bytes of one), and ``num_warps``, are the policy's where they are missing.
-
-A section says nothing of CUDA graphs: one rank may replay a graph while another calls eagerly, and both need the same
-plan. For the same reason only collectives that have a separate function for it, such as all-gather, have sections for
-calls in place. For the others, one rank may pass ``out=input`` while another doesn't.
-
-``tdcoll tune`` measures and writes one. A context takes the one it is given, else that of the file
-that ``TDCOLL_TUNING`` names, else tdcoll's own, which has what was measured for ``docs/results``.
+``docs/benchmarks.md`` has the format, and why a section says nothing of CUDA graphs. If there is no section for a call,
+the default of the collective decides.
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ def main() -> None:
     CUDA_CHECK(cuda.cuStreamWriteValue32(stream.cuda_stream, word.data_ptr(), 7, default)[0])
     check("a word", word, torch.tensor([7], dtype=torch.int32))
 
-    context = create_ag_gemm_context(4 * world, 8 * world, 16, torch.float16, rank, world, local_world)
+    part, weights = torch.ones(4, 16, dtype=torch.float16), torch.ones(16, 8, dtype=torch.float16)
+    context = create_ag_gemm_context(part, weights, rank, world, max_M=4 * world, BLOCK_M=64, stages=3)
     assert context.symm_workspace.shape == (4 * world, 16)
     assert context.symm_barrier.dtype == (torch.int64 if world > local_world else torch.int32)
     context.finalize()

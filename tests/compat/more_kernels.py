@@ -9,12 +9,10 @@ from triton_dist.language.extra.cuda.language_extra import (
     __shfl_down_sync_i32,
     __shfl_sync_i32,
     __shfl_up_sync_i32,
-    __shfl_xor_sync_i32,
     atomic_add_per_warp,
     laneid,
     load_v4_u32,
     pack_b32_v2,
-    smid,
     st_v4_b32,
     tid,
 )
@@ -25,12 +23,16 @@ from triton_dist.language.extra.language_extra import num_warps, threads_per_war
 def extras(words, counter, out):
     me = tid(0)
     value = __shfl_sync_i32(0xFFFFFFFF, me, 0) + __shfl_up_sync_i32(0xFFFFFFFF, me, 1)
-    value += __shfl_down_sync_i32(0xFFFFFFFF, me, 1) + __shfl_xor_sync_i32(0xFFFFFFFF, me, 2)
-    value += __ballot_sync(0xFFFFFFFF, me) + laneid() + num_warps() * threads_per_warp()
+    value += (
+        __shfl_down_sync_i32(0xFFFFFFFF, me, 1)
+        + __ballot_sync(0xFFFFFFFF, me)
+        + laneid()
+        + num_warps() * threads_per_warp()
+    )
     first, second, third, fourth = load_v4_u32(words + 4 * me)
     st_v4_b32(out + 4 * me, first, second, third, fourth, "sys", "relaxed")
     atomic_add_per_warp(counter, value, "gpu", "release")
-    tl.store(out, pack_b32_v2(first, second).to(tl.int32) + smid().to(tl.int32))
+    tl.store(out, pack_b32_v2(first, second).to(tl.int32))
 
 
 @triton_dist.jit

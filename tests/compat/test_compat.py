@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +19,7 @@ from tiers import second
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll.compat import NotProvidedError, _Finder
-from tdcoll.compat.missing import ATTRIBUTES, MODULES
-from tdcoll.compat.triton_dist import nvshmem_core
+from tdcoll.compat.triton_dist import nvshmem
 from tdcoll.language.jit import jit
 from tdcoll.testing import World
 
@@ -110,6 +108,7 @@ def test_nothing_is_on_the_path_by_itself() -> None:
         ("triton_dist.kernels.nvidia.ep_a2a", "what its tutorials import"),
         ("triton_dist.language.extra.cuda.tma_language", "operations that Triton-distributed's compiler adds"),
         ("triton_dist.kernels.amd.common_ops", "other vendors' GPUs"),
+        ("triton_dist.tools.profiler.language", "compiles ahead of time"),
         ("triton_dist.nothing", "not among the modules that tdcoll knows"),
     ],
 )
@@ -120,21 +119,59 @@ def test_modules_that_are_not_provided_say_why(module: str, reason: str) -> None
     assert _Finder(without_nvshmem=True).find_spec("torch", None) is None
 
 
-def test_names_that_are_not_provided_say_why() -> None:
-    count = 0
-    for module, reasons in ATTRIBUTES.items():
-        ours = importlib.import_module("tdcoll.compat." + module)
-        for name, reason in reasons.items():
-            with pytest.raises(NotProvidedError) as caught:
-                getattr(ours, name)
-            assert str(caught.value) == f"tdcoll.compat does not provide {module}.{name}: {reason}"
-            count += 1
-        with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
-            ours.no_such_name  # noqa: B018
-    assert count > 100
-    for module in MODULES:
-        if module != "triton_dist.kernels":
-            assert importlib.util.find_spec("tdcoll.compat." + module) is None
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("tune", "tdcoll has no counterpart of it"),
+        ("language.simt_exec_region", "stock Triton's `with` cannot bind two names"),
+        ("language.make_vector", "its vectors of a thread belong to simt_exec_region"),
+        ("language.extra.language_extra.pack", "its vectors of a thread belong to simt_exec_region"),
+        ("language.smem_load", "it needs operations that Triton-distributed's compiler adds"),
+        ("language.SharedMemoryDesc", "it needs operations that Triton-distributed's compiler adds"),
+        ("language.extra.libshmem_device.remote_mc_ptr", "tdcoll never uses NVLink multicast"),
+        ("language.extra.libshmem_device.team_my_pe", "tdcoll's groups are host-side"),
+        ("language.extra.libshmem_device.barrier_block", "tdcoll's groups are host-side"),
+        ("language.extra.libshmem_device.fcollectmem_warp", "NVSHMEM's collectives have no deadline"),
+        ("language.extra.libshmem_device.putmem_rma_nbi", "NVSHMEM's internal interface needs a bitcode library"),
+        ("language.extra.libshmem_device.getmem_nbi_wave", "it is for other vendors' GPUs"),
+        ("language.extra.libshmem_device.ulong_put_signal", "use putmem_signal, which counts bytes"),
+        ("language.extra.language_extra.red_release", "use atomic_add with release order"),
+        ("kernels.nvidia.common_ops.bisect_left_kernel", "tdcoll has no counterpart of it"),
+        ("kernels.nvidia.reduce_scatter.reduce_scatter_ring_push_1d_intra_node_ce", "use tdcoll.reduce_scatter"),
+        ("utils.HIP_CHECK", "it is for other vendors' GPUs"),
+        ("utils.NVSHMEMLazyAllocator", "tdcoll has no counterpart of it"),
+        ("utils.get_nvshmem_hash", "it compiles ahead of time"),
+        ("profiler_utils.group_profile", "use torch.profiler"),
+    ],
+)
+def test_names_that_are_not_provided_say_why(name: str, reason: str) -> None:
+    module, _, attribute = f"triton_dist.{name}".rpartition(".")
+    ours = importlib.import_module("tdcoll.compat." + module)
+    with pytest.raises(NotProvidedError, match=f"does not provide triton_dist.{name}: {reason}"):
+        getattr(ours, attribute)
+    assert not hasattr(ours, "__no_such_name__")
+
+
+def test_names_that_nobody_knows_are_no_attributes() -> None:
+    with pytest.raises(AttributeError, match=r"'triton_dist\.utils' of tdcoll.compat has no attribute 'no_such_name'"):
+        importlib.import_module("tdcoll.compat.triton_dist.utils").no_such_name  # noqa: B018
+
+
+def test_modules_that_are_other_names_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "from triton_dist.language.extra.cuda import language_extra, libnvshmem_device\n"
+        "from triton_dist.language.extra.cuda.libnvshmem_device import putmem_block\n"
+        "from triton_dist.language.extra import language_extra as one, libshmem_device\n"
+        "from triton_dist.kernels import common_ops\n"
+        "import triton_dist.kernels.common_ops as again, nvshmem.core, nvshmem.bindings.nvshmem\n"
+        "assert language_extra is one and libnvshmem_device is libshmem_device and again is common_ops\n"
+        "assert putmem_block is libshmem_device.putmem_block\n"
+        "assert common_ops.wait_eq is common_ops._wait_eq_cuda\n"
+        "assert nvshmem.core.n_pes is nvshmem.bindings.nvshmem.n_pes\n"
+    )
+    done = run(path, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_from_import_says_why(tmp_path: Path) -> None:
@@ -143,19 +180,6 @@ def test_from_import_says_why(tmp_path: Path) -> None:
     done = run(path, tmp_path)
     assert done.returncode == 1
     assert "does not provide triton_dist.language.simt_exec_region: stock Triton's `with` cannot" in done.stderr
-
-
-def test_a_barrier_is_on_the_stream_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on one that is another package's; it was on the current one then."""
-    seen: list[Any] = []
-    monkeypatch.setattr(tdcoll, "barrier_on_stream", seen.append)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
-    foreign = SimpleNamespace(__cuda_stream__=lambda: (0, 42))
-    for stream in (None, foreign, SimpleNamespace(pt_stream=foreign)):
-        nvshmem_core.barrier(nvshmem_core.Teams.TEAM_WORLD, stream)
-    assert seen == [None, "stream 42", "stream 42"]
-    with pytest.raises(TypeError, match=r"stream must be torch\.cuda\.Stream, .* or None; got int"):
-        nvshmem_core.barrier(nvshmem_core.Teams.TEAM_WORLD, 42)
 
 
 @jit
@@ -168,25 +192,25 @@ def test_tensors_take_whole_cells_of_the_heap() -> None:
     """NVSHMEM pads its allocations, so programs get away with signals behind the end of one."""
 
     def cells(pe: int) -> None:
-        signals, other = nvshmem_core.tensor((1,), torch.int64), nvshmem_core.tensor((5, 3), torch.float16)
+        signals, other = nvshmem.tensor((1,), torch.int64), nvshmem.tensor((5, 3), torch.float16)
         assert (signals.shape, other.shape, other.is_contiguous()) == ((1,), (5, 3), True)
         signals_behind[(1,)](signals, 63)
-        assert nvshmem_core.get_peer_tensor(signals, pe).shape == (1,)
+        assert nvshmem.get_peer_tensor(signals, pe).shape == (1,)
         assert signals.as_strided((64,), (1,)).tolist() == [0] * 63 + [7]
         for tensor in (signals, other):
-            nvshmem_core.free_tensor(tensor)
+            nvshmem.free_tensor(tensor)
         assert tdcoll.heap_info().used == 0
 
     World(2).run(cells)
     beyond = "sig_addr must stay within one tensor; got bytes 512..520 of pe[01].tensor, which has 512 bytes"
     with pytest.raises(ValueError, match=beyond):
-        World(2).run(lambda pe: signals_behind[(1,)](nvshmem_core.tensor((1,), torch.int64), 64))
+        World(2).run(lambda pe: signals_behind[(1,)](nvshmem.tensor((1,), torch.int64), 64))
 
 
 @pytest.mark.parametrize("shape", [(-1,), "3", (2.0,)])
 def test_shapes_of_tensors_are_checked(shape: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="shape must"):
-        World(1).run(lambda pe: nvshmem_core.tensor(shape, torch.int64))
+        World(1).run(lambda pe: nvshmem.tensor(shape, torch.int64))
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +228,7 @@ def test_kernels_in_its_style_compile(compiled: dict[str, Any]) -> None:
     assert set(kernels) == {"pass_on", "by_threads", "rounds", "extras"}
     waits = kernels["pass_on"]["counts"]
     assert waits == {"wait": 2, "warp": 2, "proxy": 2, "release": 1, "add": 0, "shuffle": 0}
-    assert kernels["extras"]["counts"]["shuffle"] == 5
+    assert kernels["extras"]["counts"]["shuffle"] == 4
     assert kernels["extras"]["spilled_bytes"] == 0
 
 

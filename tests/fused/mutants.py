@@ -59,8 +59,8 @@ PUBLISHED = "_published(g, inbox, row * PIECES, call, PIECES, ROOM)"
 REDUCED = "words.reduce(parts, g.world, DTYPE, tl.float32, SUM, True)"
 WAIT = "words.receive(g, inbox, word, mine, call, mask, True)"
 NO_WAIT = (
-    "(tuple(part for r in range(g.world) for part in (mine if r == g.rank else "
-    "lamport.load(lamport.segment(g, inbox, call, r), word, inbox.stride))), mask)"
+    "(tuple(mine if r == g.rank else lamport.load(lamport.segment(g, inbox, call, r), word, inbox.stride) "
+    "for r in range(g.world)), mask)"
 )
 STORED_EARLY = (
     "if sends:\n"
@@ -116,7 +116,7 @@ MUTANTS = [
     *(
         Mutant(
             f"{name}: the sum begins with the own rank",
-            to(f"{KERNELS}._new", REDUCED, REDUCED.replace("parts", "parts[4 * g.rank :] + parts[: 4 * g.rank]")),
+            to(f"{KERNELS}._new", REDUCED, REDUCED.replace("parts", "parts[g.rank :] + parts[: g.rank]")),
             WRONG,
             name,
             (("dtype", torch.float32),),

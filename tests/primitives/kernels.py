@@ -30,7 +30,7 @@ def all_reduce_of_words(source: tl.int64, out: tl.int64, g, lamport, count: tl.i
         return
     for step in range(1, g.world):
         delta = tl.load(g.deltas + (g.rank + step) % g.world)
-        send(g, lamport, g.rank, delta, word, first, second, third, fourth, call, mask)
+        send(g, lamport, g.rank, delta, word, (first, second, third, fourth), call, mask)
     clear(g, lamport, call, 4 * count, BLOCK)
     fp32: tl.constexpr = tl.float32
     sum0 = tl.zeros([BLOCK], fp32)

@@ -41,7 +41,7 @@ BY_A_BLOCK = 2
 
 def algorithms(of: Collective, ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype | None) -> list[str]:
     """Return those that serve segments of so many bytes; ``dtype``: None where they are moved as they are."""
-    facts = facts_of(of, ctx, nbytes, dtype)
+    facts = facts_of(ctx, nbytes, dtype)
     found = [each.name for each in of.algorithms if each.supports(facts) is None]
     expect(found, f"no algorithm serves {nbytes} bytes")
     return found

@@ -57,7 +57,7 @@ def wanted(tensors: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
 
 def algorithms(ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype) -> list[str]:
     """Those that serve so many bytes on all ranks of this context."""
-    facts = facts_of(ALL_REDUCE, ctx, nbytes, dtype)
+    facts = facts_of(ctx, nbytes, dtype)
     return [each.name for each in SPEC.algorithms if each.supports(facts) is None]
 
 

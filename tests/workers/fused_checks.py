@@ -10,7 +10,6 @@ from tensors import given, same_bits
 import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.launches import facts_of
-from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 from tdcoll.fused.policy import ALGORITHMS, COMPOSED, Rows, choose
 from tdcoll.fused.reference import norm_reference
@@ -38,7 +37,7 @@ def algorithms(ctx: tdcoll.CollectiveContext, rows: int, hidden: int, dtype: tor
             pieces = [plan for plan in pieces if plan.channels <= 8]  # its code is repeated for each; 64 take minutes
         for asked in (name, *pieces):
             try:
-                choose(shape, facts_of(ALL_REDUCE, ctx, 0, dtype), asked)
+                choose(shape, facts_of(ctx, 0, dtype), asked)
             except ValueError:
                 continue
             found.append(asked)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tdcoll import arguments
-from tdcoll.collectives._host.gradient import attach, linear, refuse
+from tdcoll.collectives._host.gradient import attach, linear
 from tdcoll.collectives._host.launches import Launches, launches_of
 from tdcoll.collectives._host.pool import pooled, strided_bytes
 from tdcoll.collectives._host.reach import Standing, deltas_to, place_of
@@ -218,7 +218,11 @@ def _first(
     def prepare() -> tuple[Launches, Ready, torch.Tensor, tuple[int, int]]:
         check_tensor(names[0], tensor, ctx.device)
         if refused:
-            refuse()
+            raise ValueError(
+                f"{names[0]} must not require grad where the call writes into a given tensor, which would have no "
+                f"gradient; let the call make its result, pass {names[0]}.detach(), or make the call under "
+                "torch.no_grad()"
+            )
         options = None
         if spec.reduces:
             check_dtype(names[0], tensor)
@@ -246,9 +250,12 @@ def _first(
             ready = _in_place(operation, ctx, segment, launches)
             base = tensor.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
             return launches, ready, tensor, (base + ctx.rank * segment, base)
-        shape = spec.results(tensor.shape, world)[0]
-        ready = _out_of_place(spec, ctx, tensor.dtype, shape, segment, launches, out is not None, symmetric)
-        result = torch.empty(shape, dtype=tensor.dtype, device=ctx.device) if out is None else out
+        registered, result = Standing(ctx) if symmetric else None, out
+        if out is None:
+            result = torch.empty(spec.results(tensor.shape, world)[0], dtype=tensor.dtype, device=ctx.device)
+            ready = _making(spec, ctx, result, launches, registered)
+        else:
+            ready = _filling(spec, ctx, segment, launches, registered)
         return launches, ready, result, (tensor.data_ptr(), result.data_ptr())
 
     facts = {
@@ -299,7 +306,7 @@ def _remember(ctx: CollectiveContext, key: Hashable, ready: Ready, shared: Any) 
     """Let the next call with this key, whose tensors have been found right, be made by :func:`again`."""
     if ctx.capturing:
         return
-    known: Ready = ctx.once(key, lambda: ready)
+    known = ctx.once(key, lambda: ready)
     if known.registered is not None and shared is not None:
         known.registered.add(shared)
 
@@ -316,32 +323,28 @@ def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: La
     return Ready(operation, place, launches.run, registered)
 
 
-def _out_of_place(
-    spec: Collective,
-    ctx: CollectiveContext,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    segment: int,
-    launches: Launches,
-    given: bool,
-    symmetric: bool = False,
+def _making(
+    spec: Collective, ctx: CollectiveContext, result: torch.Tensor, launches: Launches, registered: Standing | None
 ) -> Ready:
-    """Return what calls are made with whose result is given, or made with a shape and a dtype."""
-    registered, reaches_tensor = Standing(ctx) if symmetric else None, spec.reaches_tensor
-    if not given:
-        # Extents one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
-        empty = functools.partial(torch.empty, *(shape or [()]), dtype=dtype, device=ctx.device)
+    """Return what calls are made with that make a result like ``result``."""
+    # Extents one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
+    empty = functools.partial(torch.empty, *(result.shape or [()]), dtype=result.dtype, device=ctx.device)
 
-        def place_and_make(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-            if registered is not None and not registered.holds(tensor):
-                return None
-            made = empty()
-            return made, (tensor.data_ptr(), made.data_ptr())
+    def place(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+        if registered is not None and not registered.holds(tensor):
+            return None
+        made = empty()
+        return made, (tensor.data_ptr(), made.data_ptr())
 
-        return Ready(spec.name, place_and_make, launches.run, registered)
+    return Ready(spec.name, place, launches.run, registered)
 
-    world = ctx.world_size
-    nbytes, total = segment * world if spec.scatters else segment, spec.result_bytes(segment, world)
+
+def _filling(
+    spec: Collective, ctx: CollectiveContext, segment: int, launches: Launches, registered: Standing | None = None
+) -> Ready:
+    """Return what calls are made with whose result is given."""
+    world, reaches_tensor = ctx.world_size, spec.reaches_tensor
+    nbytes, total = (segment * world if whole else segment for whole in (spec.scatters, spec.gathers))
     at = spec.may_overlap_at(segment, ctx.rank)
 
     def place(tensor: torch.Tensor, out: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
@@ -368,4 +371,4 @@ def unchecked(
         spec.name, facts, lambda: launches_of(spec, ctx, segment, options=options, dtype=dtype)
     ) as launches:
         launches(tensor.data_ptr(), out.data_ptr())
-    return _out_of_place(spec, ctx, tensor.dtype, (), segment, launches, True)
+    return _filling(spec, ctx, segment, launches)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["attach", "linear", "refuse"]
+__all__ = ["attach", "linear"]
 
 
 class _Attached(torch.autograd.Function):
@@ -43,18 +43,6 @@ def attach(
     """
     result: torch.Tensor = _Attached.apply(tensor, made, derivative)
     return result
-
-
-def refuse() -> None:
-    """Raise because a result that was given cannot have a gradient.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        "tensor must not require grad where the call writes into a given tensor, which would have no gradient; let the "
-        "call make its result, pass tensor.detach(), or make the call under torch.no_grad()"
-    )
 
 
 def linear(name: str, op: Any) -> str:

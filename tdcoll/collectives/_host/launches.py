@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -25,6 +25,8 @@ from tdcoll.tuning import Section
 
 __all__ = ["Launches", "Planned", "arithmetic", "facts_of", "is_prepared", "launches_by", "launches_of", "local_peers"]
 __all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "routes_beside_stores", "successors", "tiles"]
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,13 @@ def of_words(call: Planned) -> dict[str, Any]:
     return {**arithmetic(call), "inbox": inbox, "LAMPORT": announced, "BLOCK": block, "LOOPED": looped}
 
 
-def on_device(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], Any]) -> Any:
+def on_device(ctx: CollectiveContext, operation: str, key: Hashable, make: Callable[[], _Made]) -> _Made:
     """Return what ``make`` copies to the device, once for as long as the context lives."""
     if key not in ctx.tables:
         outside_of_graphs(ctx, operation)
         ctx.tables[key] = make()
-    return ctx.tables[key]
+    made: _Made = ctx.tables[key]
+    return made
 
 
 def outside_of_graphs(ctx: CollectiveContext, operation: str) -> None:
@@ -154,8 +157,7 @@ def routes_beside_stores(ctx: CollectiveContext, operation: str) -> Routes:
         local = local_peers(ctx.topology) if ctx.stores else []
         return make_routes(ctx, local, [rank for rank in successors(ctx.topology) if rank not in local])
 
-    routes: Routes = on_device(ctx, operation, "routes beside stores", make)
-    return routes
+    return on_device(ctx, operation, "routes beside stores", make)
 
 
 class Launches:
@@ -216,9 +218,7 @@ class Launches:
         prepare(self._context, self._operation, self._variant, self._launches)
 
 
-def facts_of(
-    spec: Collective, ctx: CollectiveContext, nbytes: int, dtype: torch.dtype | None = None, **more: Any
-) -> Facts:
+def facts_of(ctx: CollectiveContext, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
     """Return the facts of a call on a context, of ``nbytes`` per segment; with its dtype if elements are reduced."""
     announced = dtype is not None and dtype.is_floating_point and dtype.itemsize <= 4
     return Facts(
@@ -272,13 +272,12 @@ def launches_of(
         key += (id(deltas),)  # the context keeps it
 
     def make() -> Launches:
-        facts = facts_of(spec, ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
+        facts = facts_of(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
         if elsewhere:
             facts = replace(facts, puts=False)
         return launches_by(spec, ctx, facts, plan_of(spec, ctx, facts, algorithm), options, deltas)
 
-    found: Launches = ctx.once(key, make)
-    return found
+    return ctx.once(key, make)
 
 
 def _key(
@@ -330,9 +329,7 @@ def plan_of(spec: Collective, ctx: CollectiveContext, facts: Facts, algorithm: s
 
 def _sections(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]:
     """Return the sections of the context's tuning table for a collective."""
-    tuning = ctx.tuning
-    found: tuple[Section, ...] = ctx.once((spec.name, "sections"), lambda: spec.sections(tuning.sections, tuning.name))
-    return found
+    return ctx.once((spec.name, "sections"), lambda: spec.sections(ctx.tuning.sections, ctx.tuning.name))
 
 
 def _epochs(spec: Collective, facts: Facts, algorithm: Algorithm) -> list[int]:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
-    *("TARGET_CHUNK_BYTES", "Extent", "Facts", "Plan", "check_warps", "cut_chunks", "cut_reduced_words"),
-    *("cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps", "needs_puts"),
-    *("needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "reduced_words"),
-    *("several_nodes", "staged_epoch", "warps", "word_chunks", "words_of"),
+    *("TARGET_CHUNK_BYTES", "Extent", "Facts", "Plan", "check_numbers", "check_warps", "cut_chunks"),
+    *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps"),
+    *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "power"),
+    *("reduced_words", "several_nodes", "staged_epoch", "warps", "word_chunks", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
@@ -216,6 +216,13 @@ def most_warps(facts: Facts) -> int:
     return max(WARPS) if facts.max_programs == MAX_PROGRAMS else SHARED_WARPS
 
 
+def check_numbers(plan: Plan) -> None:
+    """Raise unless what somebody has made a plan of by hand are whole numbers."""
+    for name in ("channels", "chunk", "num_warps", "blocks"):
+        if type(value := getattr(plan, name)) is not int:
+            raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
+
+
 def check_warps(plan: Plan, facts: Facts) -> None:
     """Raise unless programs may have as many warps as a plan says that somebody has made by hand."""
     allowed = [warps for warps in WARPS if warps <= most_warps(facts)]
@@ -262,7 +269,7 @@ def words_of(nbytes: int, width: int = LL_WORD_BYTES) -> int:
     return max(1, -(-nbytes // width))
 
 
-def _power(number: int) -> int:
+def power(number: int) -> int:
     """The least power of two of at least ``number``, which is positive."""
     return 1 << (number - 1).bit_length()
 
@@ -270,7 +277,7 @@ def _power(number: int) -> int:
 def _fewest_words(extent: Extent, max_programs: int) -> int:
     """Words of each chunk, so that there are no more programs than the context may have."""
     blocks = max(1, (max_programs - 1) // extent.programs - 1)
-    return _power(-(-words_of(extent.nbytes, extent.width) // blocks))
+    return power(-(-words_of(extent.nbytes, extent.width) // blocks))
 
 
 def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent | None = None, usual: int = LL_BLOCK) -> Plan:
@@ -284,9 +291,9 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent | None 
     fewest = _fewest_words(extent, facts.max_programs) if extent.programs else 1
     words = words_of(extent.nbytes, extent.width)
     if entry.chunk is not None:
-        block = _power(entry.chunk // extent.width + 1) // 2  # at most so much
+        block = power(entry.chunk // extent.width + 1) // 2  # at most so much
     elif entry.channels is not None:
-        block = min(LL_MOST_WORDS, max(LL_BLOCK, _power(-(-words // entry.channels))))
+        block = min(LL_MOST_WORDS, max(LL_BLOCK, power(-(-words // entry.channels))))
     else:
         # The interpreter takes as long for a block of few words as for one of many.
         block = LL_MOST_WORDS if facts.simulated else usual
@@ -348,5 +355,5 @@ def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent
     """Blocks of words that are reduced, a word for each thread: about :data:`REDUCING_PROGRAMS` of them, and then
     larger ones, of up to 16 warps."""
     words = words_of(extent.nbytes, extent.width)
-    usual = max(64, min(512, _power(-(-words // REDUCING_PROGRAMS))))
+    usual = max(64, min(512, power(-(-words // REDUCING_PROGRAMS))))
     return cut_words(facts, entry, algorithm, extent, usual)

@@ -20,6 +20,7 @@ from tdcoll.collectives._host.plan import (
     Extent,
     Facts,
     Plan,
+    check_numbers,
     check_warps,
     is_word_chunk,
     most_channels,
@@ -138,10 +139,6 @@ class Collective:
         """Return the bytes of a segment of a tensor of ``nbytes``."""
         return nbytes // world if self.scatters else nbytes
 
-    def result_bytes(self, segment: int, world: int) -> int:
-        """Return the bytes of a result of segments of so many bytes."""
-        return segment * world if self.gathers else segment
-
     def results(self, shape: Shape, world: int) -> tuple[Shape, ...]:
         """Return the shapes that the result of a tensor may have, of which the first is made; none if the tensor's
         first extent must be divisible by the number of ranks and isn't."""
@@ -238,9 +235,7 @@ class Collective:
             raise ValueError(f"a Plan's algorithm must be one of {', '.join(self.names)}; got {plan.algorithm!r}")
         algorithm = self.supported(plan.algorithm, facts)
         words, extent = algorithm.words, algorithm.extent(facts)
-        for name in ("channels", "chunk", "num_warps", "blocks"):
-            if type(value := getattr(plan, name)) is not int:
-                raise TypeError(f"a Plan's {name} must be an int, got {value!r}")
+        check_numbers(plan)
         check_warps(plan, facts)
         aligned = is_word_chunk(plan.chunk, extent.width) if words else plan.chunk % 16 == 0
         if plan.chunk < 1 or not aligned or plan.channels * plan.chunk < extent.nbytes:

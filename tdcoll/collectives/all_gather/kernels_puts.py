@@ -258,15 +258,14 @@ def all_gather_ll_2d(
                 signal = row(g, epoch, channel) + origin
                 arrived = tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, origin, channel * g.world + origin)
             if arrived != 0:
-                first, second, third = ll.load(at, index, size)
-                first, second, third = ll.repair(at, index, size, first, second, third)
+                parts = ll.repair(at, index, size, ll.load(at, index, size))
                 for k in tl.range(0, routes.n_local, disable_licm=True):
                     delta = tl.load(words.deltas + tl.load(routes.ranks + k))
-                    ll.send(g, words, origin, delta, index, first, second, third, epoch, mask)
+                    ll.send(g, words, origin, delta, index, parts, epoch, mask)
                 target = out + tl.cast(origin, tl.int64) * out_stride
                 if target != at:  # not the own segment in place
-                    ll.store(target, index, size, first, second, third, mask)
+                    ll.store(target, index, size, parts, mask)
         else:
             origin = tl.load(elsewhere + routes.n_remote + task - 1)
             first, second, third, there = ll.receive(g, words, origin, index, epoch, mask)
-            ll.store(out + tl.cast(origin, tl.int64) * out_stride, index, size, first, second, third, there != 0)
+            ll.store(out + tl.cast(origin, tl.int64) * out_stride, index, size, (first, second, third), there != 0)

@@ -26,8 +26,8 @@ def all_gather(
     Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
     eager call of the size. Bytes are moved as they are, so any dtype will do; each rank gives the same number.
 
-    Differentiable: the gradient is :func:`tdcoll.reduce_scatter`'s sum on the same context. So all ranks pass a tensor
-    that requires grad, or none does, and their backward passes make the same calls in the same order.
+    Differentiable: the gradient is :func:`tdcoll.reduce_scatter`'s sum on the same context. All ranks therefore pass a
+    tensor that requires grad, or none does, and their backward passes make the same calls in the same order.
 
     Args:
         tensor: this rank's contribution, contiguous, on the context's device; of any size.
@@ -46,7 +46,7 @@ def all_gather(
     Raises:
         ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
         CollectiveTimeout: an earlier wait on the context expired.
-        RankMismatchError: (``debug``) ranks differ in size, dtype, algorithm or ``requires_grad``.
+        RankMismatchError: (``debug``) ranks differ in size, dtype, operation, algorithm or ``requires_grad``.
         NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
         HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
         TypeError, ValueError: an argument is not as described.

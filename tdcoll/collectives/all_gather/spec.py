@@ -64,8 +64,7 @@ def _routes(call: Planned) -> Routes:
         flagged = [rank for rank in successors(topology) if rank not in remote] if algorithm == "ll" else []
         return make_routes(ctx, local_peers(topology), remote, flagged)
 
-    routes: Routes = on_device(ctx, "all_gather", ("all_gather", "routes", algorithm), make)
-    return routes
+    return on_device(ctx, "all_gather", ("all_gather", "routes", algorithm), make)
 
 
 def _puts(call: Planned) -> dict[str, Any]:
@@ -73,20 +72,16 @@ def _puts(call: Planned) -> dict[str, Any]:
     return {"routes": _routes(call), "BLOCK": block, "COUNTED": bool(call.options)}
 
 
-def _several(facts: Facts) -> bool:
-    return facts.topology.n_nodes > 1
-
-
 def _ll(call: Planned) -> dict[str, Any]:
     block = {"BLOCK": call.plan.chunk // LL_WORD_BYTES, "source_stride": 0}
-    if not _several(call.facts):
+    if not several_nodes(call.facts.topology):
         return block
     puts = put_chunks(call.facts, call.plan)
     return {**block, "routes": _routes(call), "chunk": puts.chunk, "channels": puts.channels}
 
 
 def _blocks_of_ll(facts: Facts, plan: Plan) -> int:
-    return per_segment(facts, plan) + (put_chunks(facts, plan).channels if _several(facts) else 0)
+    return per_segment(facts, plan) + (put_chunks(facts, plan).channels if several_nodes(facts.topology) else 0)
 
 
 def _early(facts: Facts) -> bool:
@@ -101,7 +96,9 @@ SPEC = Collective(
             "ll",
             supports=needs_words,
             cut=partial(cut_words, algorithm="ll"),
-            kernel=lambda facts: kernels_puts.all_gather_ll_2d if _several(facts) else kernels_ll.exchange_ll,
+            kernel=lambda facts: (
+                kernels_puts.all_gather_ll_2d if several_nodes(facts.topology) else kernels_ll.exchange_ll
+            ),
             blocks=_blocks_of_ll,
             values=_ll,
             words=(LL_WORD_BYTES,),
@@ -174,9 +171,8 @@ def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
     """
 
     def make() -> Launches:
-        facts = facts_of(SPEC, ctx, nbytes, in_place=True)
+        facts = facts_of(ctx, nbytes, in_place=True)
         plan = SPEC.choose(dataclasses.replace(facts, ll_bytes=-1))
         return launches_by(SPEC, ctx, facts, plan, "counted")
 
-    launches: Launches = ctx.once(("all_gather", "counted", nbytes), make)
-    return launches
+    return ctx.once(("all_gather", "counted", nbytes), make)

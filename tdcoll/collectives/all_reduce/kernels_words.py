@@ -119,8 +119,7 @@ def _sum_and_hand_on(
     words.store(out, g.rank * part + place, size, result, summed, LAMPORT)
     sums, came = words.receive(g, inbox, part + place, result, call, mask, LAMPORT)
     for r in tl.static_range(g.world):
-        theirs = (sums[4 * r], sums[4 * r + 1], sums[4 * r + 2], sums[4 * r + 3])
-        words.store(out, r * part + place, size, theirs, came & (r != g.rank), LAMPORT)
+        words.store(out, r * part + place, size, sums[r], came & (r != g.rank), LAMPORT)
 
 
 @jit

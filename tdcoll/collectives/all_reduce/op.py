@@ -27,10 +27,10 @@ def all_reduce(
 ) -> torch.Tensor:
     """``[...] -> the same``: the reduction of all ranks' tensors, with the same bits on every rank.
 
-    Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
-    eager call of the size. A call whose parts (one for each rank) are over half of ``ctx.max_bytes_per_rank``, between
-    nodes over a third, is several epochs, one launch each. By ``"two_shot"`` a call of floating point is several epochs
-    if its parts are over half of ``ctx.lamport_bytes`` (and do not go by words that carry a flag).
+    Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.all_gather`. A call whose parts (one for each rank)
+    are over half of ``ctx.max_bytes_per_rank``, between nodes over a third, is several epochs, one launch each. By
+    ``"two_shot"`` a call of floating point is several epochs if its parts are over half of ``ctx.lamport_bytes`` (and
+    do not go by words that carry a flag).
 
     Sums are in fp32 for fp8, fp16 and bf16, in rank order inside each node, then in node order; a mean is the sum
     divided once; what comes out is rounded once. So the bits are the same on all ranks and in every run, for every
@@ -39,18 +39,15 @@ def all_reduce(
     its sign, also where the sum is infinite; one that is too large for e5m2 becomes infinite. (So does
     ``tensor.to(dtype)`` from PyTorch 2.12 on.)
 
-    Differentiable for ``"sum"`` and ``"mean"``: the gradient is the same all-reduce of the result's, on the same
-    context. So all ranks pass a tensor that requires grad, or none does, and their backward passes make the same calls
-    in the same order.
+    Differentiable for ``"sum"`` and ``"mean"``, under the rules of :func:`tdcoll.all_gather`: the gradient is the same
+    all-reduce of the result's.
 
     Args:
         tensor: contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn, e5m2), int32, int64, int8
             or uint8; the same shape on all ranks, any number of elements.
-        ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
-            Making one is collective and synchronises.
-        out: where the result goes: contiguous, of the same shape and dtype. Made if None. May be ``tensor``, and must
-            not overlap it otherwise. It has no gradient: ``tensor`` must not require grad then, unless under
-            ``torch.no_grad()``.
+        ctx: as for :func:`tdcoll.all_gather`.
+        out: where the result goes: contiguous, of the same shape and dtype; made, and without a gradient, as there. May
+            be ``tensor``, and must not overlap it otherwise.
         op: ``"sum"``, ``"mean"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"`` (not of fp8); of int8 and
             uint8 ``"max"`` or ``"min"``. Or the same as ``torch.distributed.ReduceOp``.
         algorithm: ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"1d"``, ``"2d"`` or ``"auto"``, or a
@@ -65,13 +62,9 @@ def all_reduce(
         ``out``, or a new ordinary tensor.
 
     Raises:
-        ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
-        CollectiveTimeout: an earlier wait on the context expired.
         NotSymmetricError: (``symmetric``) ``out`` is not symmetric memory of the context's group.
-        RankMismatchError: (``debug``) ranks differ in size, dtype, operation, algorithm or ``requires_grad``.
-        NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
-        HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
-        TypeError, ValueError: an argument is not as described; in a backward pass, ``op`` is neither sum nor mean.
+        ValueError: (in a backward pass) ``op`` is neither sum nor mean.
+        Others: as :func:`tdcoll.all_gather`.
 
     Algorithms: one-shot, every rank reduces what all have sent it; two-shot, a reduce-scatter and an all-gather in one
     kernel (Rabenseifner, 2004). Small messages go by words that need no signal: data that announces itself (the Lamport
@@ -112,23 +105,16 @@ def all_reduce_in_group(
 ) -> torch.distributed.Work | None:
     """Drop-in for ``torch.distributed.all_reduce``, in place, in the order of the current stream.
 
-    The context is tdcoll's own, see :func:`tdcoll.all_reduce`; ``tdcoll.finalize()`` frees it. Make the first and the
-    largest call before capturing a CUDA graph. Public as ``tdcoll.distributed.all_reduce``.
+    Public as ``tdcoll.distributed.all_reduce``.
 
     Args:
         tensor: contiguous, as for :func:`tdcoll.all_reduce`.
-        op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``; or its name, ``"sum"`` for instance.
-        group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
-        async_op: return a ``torch.distributed.Work``. The call is queued on the current stream in any case; ``wait()``
-            makes the stream that is current then wait for it.
+        op, group, async_op: as for :func:`tdcoll.reduce_scatter_tensor`.
 
     Returns:
         None, or the ``Work``.
 
     Raises:
-        NotInitializedError: before ``tdcoll.initialize()``.
-        ValueError: ``op`` is another one, or not of this dtype.
-        BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
-        Others: as :func:`tdcoll.all_reduce`.
+        Errors as :func:`tdcoll.all_reduce` and :func:`tdcoll.reduce_scatter_tensor`.
     """
     return drop_in(SPEC, tensor, tensor, op, group, async_op, ("tensor", "tensor"))

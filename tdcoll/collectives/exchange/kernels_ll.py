@@ -47,16 +47,16 @@ def exchange_ll(
     index = block * BLOCK + tl.arange(0, BLOCK)
     given = source + tl.cast(to, tl.int64) * source_stride
     taken = out + tl.cast(frm, tl.int64) * out_stride
-    first, second, third = ll.load(given, index, size)
+    parts = ll.load(given, index, size)
     epoch, alive = start(g)
     if alive == 0:
         return
-    first, second, third = ll.repair(given, index, size, first, second, third)
+    parts = ll.repair(given, index, size, parts)
     mask = ll.carry(index, size)
     if step == 0:
         if taken != given:  # not in place
-            ll.store(taken, index, size, first, second, third, mask)
+            ll.store(taken, index, size, parts, mask)
     else:
-        ll.send(g, words, g.rank, delta, index, first, second, third, epoch, mask)
+        ll.send(g, words, g.rank, delta, index, parts, epoch, mask)
         first, second, third, arrived = ll.receive(g, words, frm, index, epoch, mask)
-        ll.store(taken, index, size, first, second, third, arrived != 0)
+        ll.store(taken, index, size, (first, second, third), arrived != 0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from tdcoll.collectives.all_gather import counted_launches, exchange_counted
+from tdcoll.collectives.all_gather.spec import counted_launches, exchange_counted
 from tdcoll.collectives.index_match.kernels import TOTAL, UNION
 from tdcoll.collectives.sparse_all_reduce import (
     kernels_lists,

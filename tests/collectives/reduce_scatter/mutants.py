@@ -197,8 +197,7 @@ MUTANTS = [
     *(
         Mutant(
             f"{name}: words are received before they are sent",
-            to(WORDS, f"mine = {SENT}", "mine = (shares[12], shares[13], shares[14], shares[15])")
-            + to(WORDS, SUMMED, f"{SUMMED}\n{SENT}"),
+            to(WORDS, f"mine = {SENT}", "mine = shares[3]") + to(WORDS, SUMMED, f"{SUMMED}\n{SENT}"),
             missing(memory),
             name,
             resident=1,

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist.language``: what its compiler adds to Triton, as functions of stock Triton.
-
-Who waits and who notifies:
-
-- :func:`notify` is one thread's release (``gpu``, ``intra_node``) or NVSHMEM's signal (``inter_node``). It has no
-  barrier of the block before it; the kernel writes ``__syncthreads()``, as in Triton-distributed.
-- :func:`wait` acquires in the lanes of each warp, and its warp goes on together. Loads that follow it in the program
-  stay behind it: stock Triton does not pipeline a loop that has one. So :func:`consume_token` has nothing to do.
-"""
+"""``triton_dist.language``: what its compiler adds to Triton, as functions of stock Triton."""
 
 import triton
 import triton.language as tl
+from triton.language import core
 
 import tdcoll.language as tdl
 from tdcoll.compat.missing import attributes_of
-from tdcoll.compat.triton_dist.language._wait import wait
+from tdcoll.language import INTERPRETED
 from tdcoll.language import SIGNAL_ADD as _ADD
 from tdcoll.language import SIGNAL_SET as _SET
 
@@ -46,6 +39,63 @@ def symm_at(ptr, rank):
     return tdl.remote_ptr(ptr, rank)
 
 
+if INTERPRETED:
+
+    @triton.jit
+    def _until_equal(words, count, value, scope: tl.constexpr, semantic: tl.constexpr):
+        for i in range(count):
+            while tdl.ld(words + i, scope, semantic) != value:
+                pass
+
+else:
+    from tdcoll.language.checks import choice, integer_pointee
+    from tdcoll.language.ptx import acquired, asm
+
+    @core.extern
+    def _until_equal(words, count, value, scope, semantic, _semantic=None, _generator=None):
+        kind = integer_pointee("dl.wait", words)
+        where = choice("dl.wait: scope", scope, ("cta", "gpu", "sys"))
+        order = choice("dl.wait: semantic", semantic, ("acquire", "relaxed"))
+        hopper = int("".join(filter(str.isdigit, _semantic.builder.options.arch))) >= 90
+        bits = kind.primitive_bitwidth
+        # Each lane of a warp polls the words that fall to it; what descriptors load goes through the async proxy.
+        text = f"""{{
+.reg .pred more, differs;
+.reg .b32 lane;
+.reg .b64 at;
+.reg .b{bits} seen;
+mov.u32 lane, %laneid;
+NEXT:
+setp.lt.s32 more, lane, $count;
+@!more bra DONE;
+mad.wide.s32 at, lane, {bits // 8}, $words;
+AGAIN:
+ld.{order}.{where}.global.b{bits} seen, [at];
+setp.ne.b{bits} differs, seen, $value;
+@differs bra AGAIN;
+add.s32 lane, lane, 32;
+bra NEXT;
+DONE:
+bar.warp.sync 0xffffffff;
+{"fence.proxy.async.global;" if hopper else ""}
+mov.u32 $0, 0;
+}}"""
+        asm(_semantic, text, words=(words, tl.int64), count=(count, tl.int32), value=(value, kind))
+        acquired(_semantic=_semantic, _generator=_generator)
+
+
+@triton.jit
+def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, waitValue=1):
+    """Return a token, once each of ``numBarriers`` words from ``barrierPtrs`` on is ``waitValue``.
+
+    The words have 32 or 64 bits, and are of this rank or, through ``symm_at``, of a peer. The lanes of each warp wait,
+    and the warp goes on together. Loads that follow in the program stay behind the wait, because stock Triton does not
+    pipeline a loop that has one. It has no deadline on a GPU; on the simulator a job's deadline ends it.
+    """
+    _until_equal(barrierPtrs, numBarriers, waitValue, scope, semantic)
+    return tl.cast(0, tl.int32)
+
+
 @triton.jit
 def consume_token(value, token):
     """Return ``value`` unchanged: loads through it are already behind the :func:`wait` that gave ``token``."""
@@ -61,6 +111,8 @@ def notify(
     comm_scope: tl.constexpr = _DEFAULT_SCOPE,
 ):
     """Set a 64-bit signal of ``rank``, or add to it, after what this thread has written.
+
+    It has no barrier of the block before it; the kernel writes ``__syncthreads()``, as in Triton-distributed.
 
     ``comm_scope``: ``gpu``, this rank's own signal, for its other programs; ``intra_node``, by a store to the peer's
     memory; ``inter_node``, by NVSHMEM after its fence, which reaches every rank.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``triton_dist.kernels.nvidia.common_ops``: barriers inside a node and inside a grid, and words on streams.
+"""``triton_dist.kernels.common_ops`` and ``.nvidia.common_ops``: barriers of a node and a grid, words on streams.
 
 The barrier of a node, by tokens: ``flags[r]`` on rank p is where rank r leaves a token for p::
 
@@ -12,6 +12,7 @@ token first waits until the last one was taken, which needs only ranks that have
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -22,22 +23,11 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.compat.missing import attributes_of
-from tdcoll.compat.triton_dist import utils
+from tdcoll.compat.triton_dist.language.extra.language_extra import pack_b32_v2
 
-__all__ = [
-    "BarrierAllContext",
-    "_memcpy_async_cuda",
-    "_set_signal_cuda",
-    "_wait_eq_cuda",
-    "barrier_all_intra_node_atomic_cas_block",
-    "barrier_all_intra_node_non_atomic",
-    "barrier_all_intra_node_non_atomic_block",
-    "barrier_all_on_stream",
-    "barrier_on_this_grid",
-    "log2",
-    "next_power_of_2",
-    "unsafe_barrier_on_this_grid",
-]
+__all__ = ["BarrierAllContext", "barrier_all_intra_node_atomic_cas_block", "barrier_all_intra_node_non_atomic"]
+__all__ += ["barrier_all_intra_node_non_atomic_block", "barrier_all_on_stream", "barrier_on_this_grid"]
+__all__ += ["pack_b32_v2", "set_signal", "wait_eq"]
 
 __getattr__ = attributes_of("triton_dist.kernels.nvidia.common_ops")
 
@@ -85,7 +75,7 @@ def barrier_all_intra_node_non_atomic_block(local_rank, rank, num_ranks, symm_fl
 
 
 @triton.jit
-def unsafe_barrier_on_this_grid(ptr):
+def barrier_on_this_grid(ptr, use_cooperative: tl.constexpr):
     """Wait for all programs of the launch, which must be on the GPU at once. ``ptr``: int32, 0 at first.
 
     The top bit of the word turns over when the last program has come: the shares of all add up to it.
@@ -103,12 +93,6 @@ def unsafe_barrier_on_this_grid(ptr):
     tdl.syncthreads()
 
 
-@triton.jit
-def barrier_on_this_grid(ptr, use_cooperative: tl.constexpr):
-    """Wait as :func:`unsafe_barrier_on_this_grid` does, whether the launch is cooperative or not."""
-    unsafe_barrier_on_this_grid(ptr)
-
-
 @tdcoll.jit(do_not_specialize=["local_rank", "rank", "num_ranks", "target_value"])
 def barrier_all_intra_node_non_atomic(
     local_rank, rank, num_ranks, symm_flags, target_value, use_cooperative: tl.constexpr
@@ -119,22 +103,10 @@ def barrier_all_intra_node_non_atomic(
     """
     if tl.program_id(0) == 0:
         _meet_once(local_rank, rank, num_ranks, symm_flags, target_value)
-    unsafe_barrier_on_this_grid(symm_flags + 2 * num_ranks)
+    barrier_on_this_grid(symm_flags + 2 * num_ranks, use_cooperative)
     if tl.program_id(0) == 0:
         _meet_once(local_rank, rank, num_ranks, symm_flags + num_ranks, target_value)
-    unsafe_barrier_on_this_grid(symm_flags + 2 * num_ranks)
-
-
-@triton.constexpr_function
-def log2(n):
-    """Return the exponent of a power of two."""
-    return n.bit_length() - 1
-
-
-@triton.constexpr_function
-def next_power_of_2(n):
-    """Return the least power of two of at least ``n``."""
-    return triton.next_power_of_2(n)
+    barrier_on_this_grid(symm_flags + 2 * num_ranks, use_cooperative)
 
 
 class BarrierAllContext:
@@ -149,7 +121,7 @@ class BarrierAllContext:
         self.target_value = 1
         if is_intra_node:
             self.rank = runtime.current().rank
-            self.num_local_ranks = utils.get_triton_dist_local_world_size()
+            self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.local_rank = self.rank % self.num_local_ranks
             self.symm_barrier = tdcoll.zeros(2 * self.num_local_ranks, torch.int32)
 
@@ -162,15 +134,13 @@ class BarrierAllContext:
 def barrier_all_on_stream(ctx: BarrierAllContext | None, stream: torch.cuda.Stream | None = None) -> None:
     """Let a stream, by default the current one, wait for the ranks that ``ctx`` is of; None: for all."""
     if ctx is None or not ctx.is_intra_node:
-        utils.nvshmem_barrier_all_on_stream(stream)
+        tdcoll.barrier_on_stream(stream)
         return
-    who = ctx.local_rank, ctx.rank, ctx.num_local_ranks, ctx.symm_barrier
     with torch.cuda.stream(stream or torch.cuda.current_stream()):
-        if utils.supports_p2p_native_atomic():
-            barrier_all_intra_node_atomic_cas_block[(1,)](*who)
-        else:
-            barrier_all_intra_node_non_atomic_block[(1,)](*who, ctx.target_value)
-            ctx.target_value += 1
+        barrier_all_intra_node_non_atomic_block[(1,)](
+            ctx.local_rank, ctx.rank, ctx.num_local_ranks, ctx.symm_barrier, ctx.target_value
+        )
+    ctx.target_value += 1
 
 
 # ---------------------------------------------------------------------- words on streams
@@ -179,7 +149,7 @@ def barrier_all_on_stream(ctx: BarrierAllContext | None, stream: torch.cuda.Stre
 def _word(signal: torch.Tensor | int, require_i64: bool) -> tuple[int, int]:
     """Return the address and the bits of a signal. Older programs give the address instead of the tensor."""
     if isinstance(signal, torch.Tensor):
-        if signal.dtype not in (torch.int32, utils.NVSHMEM_SIGNAL_DTYPE):
+        if signal.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"signal_tensor must be of int32 or int64, got {signal.dtype}")
         return signal.data_ptr(), 8 * signal.itemsize
     return int(signal), 64 if require_i64 else 32
@@ -189,23 +159,17 @@ def _handle(stream: Any) -> int:
     return int((stream or torch.cuda.current_stream()).cuda_stream)
 
 
-def _wait_eq_cuda(
-    signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False
-) -> None:
+def wait_eq(signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False) -> None:
     """Let a stream wait until a word is ``signal``. ``require_i64`` is for addresses: they have no type."""
     address, bits = _word(signal_tensor, require_i64)
     job = runtime.current()
     job.heap.stream_wait(_handle(stream), address, bits, False, signal, job.timeout_s)
 
 
-def _set_signal_cuda(
-    signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False
-) -> None:
+def set_signal(signal_tensor: torch.Tensor | int, signal: int, stream: Any = None, require_i64: bool = False) -> None:
     """Let a stream write ``signal`` to a word. ``require_i64`` is for addresses: they have no type."""
     address, bits = _word(signal_tensor, require_i64)
     runtime.current().heap.stream_write(_handle(stream), address, bits, signal)
 
 
-def _memcpy_async_cuda(dst: torch.Tensor, src: torch.Tensor, nbytes: int, stream: Any = None) -> None:
-    """Let a stream copy ``nbytes`` bytes."""
-    runtime.current().heap.stream_copy(_handle(stream), dst.data_ptr(), src.data_ptr(), nbytes)
+_wait_eq_cuda, _set_signal_cuda = wait_eq, set_signal

@@ -27,7 +27,7 @@ import tdcoll
 import tdcoll.language as tdl
 from tdcoll.compat.missing import attributes_of
 from tdcoll.compat.triton_dist import utils
-from tdcoll.compat.triton_dist.kernels.nvidia import common_ops
+from tdcoll.compat.triton_dist.kernels.nvidia.common_ops import wait_eq
 
 __all__ = ["ReduceScatter2DContext", "create_reduce_scater_2d_ctx", "reduce_scatter_2d_op", "ring_reduce"]
 
@@ -113,14 +113,12 @@ class ReduceScatter2DContext:
         self.rs_per_node_bufs = utils.nvshmem_create_tensors((rows, self.N), self.dtype, *where)
         self.p2p_bufs = utils.nvshmem_create_tensors((rows, self.N), self.dtype, *where)
         self.scatter_signal_buf = tdcoll.zeros(self.world_size, utils.NVSHMEM_SIGNAL_DTYPE)
-        self.barrier = common_ops.BarrierAllContext(False)
-        self.num_sync_sms, self.num_p2p_sms = 0, 1
         utils.nvshmem_barrier_all_on_stream()
 
     @property
     def num_rs_sms(self) -> int:
         """Return how many programs run beside the matmul: none on one node, where copy engines do the work."""
-        return self.num_sync_sms + self.num_p2p_sms + self.num_reduction_sms if self.nnodes > 1 else 0
+        return 1 + self.num_reduction_sms if self.nnodes > 1 else 0
 
     def reset_barriers(self) -> None:
         """Set the signals back, in the order of the current stream."""
@@ -134,17 +132,7 @@ class ReduceScatter2DContext:
         utils.nvshmem_free_tensor_sync(self.scatter_signal_buf)
 
 
-def create_reduce_scater_2d_ctx(
-    max_M: int,
-    N: int,
-    rank: int,
-    world_size: int,
-    local_world_size: int,
-    dtype: torch.dtype,
-    num_reduction_sms: int = 15,
-) -> ReduceScatter2DContext:
-    """Make a :class:`ReduceScatter2DContext`. Collective."""
-    return ReduceScatter2DContext(max_M, N, rank, world_size, local_world_size, dtype, num_reduction_sms)
+create_reduce_scater_2d_ctx = ReduceScatter2DContext
 
 
 def reduce_scatter_2d_op(
@@ -173,7 +161,7 @@ def reduce_scatter_2d_op(
         for i in range(ctx.local_world_size):
             peer = (mine + i + 1) % ctx.local_world_size
             target = node * ctx.local_world_size + peer
-            common_ops._wait_eq_cuda(ctx.scatter_signal_buf[target], 1, stream)
+            wait_eq(ctx.scatter_signal_buf[target], 1, stream)
             place = ctx.scatter_bufs[peer][node * per_node + mine * rows :][:rows]
             tdcoll.copy_on_stream(place, input[target * rows :][:rows], stream)
     utils.nvshmem_barrier_all_on_stream(stream)

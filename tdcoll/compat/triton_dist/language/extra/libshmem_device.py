@@ -5,19 +5,12 @@ import triton.language as tl
 
 import tdcoll.language as _tdl
 from tdcoll.compat.missing import attributes_of
-from tdcoll.spec.constants import __all__ as _constants
 from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 
 _names = [function.name for function in NVSHMEM_FUNCTIONS]
-__all__ = [*_names, *(name for name in _constants if name.startswith("NVSHMEM_"))]
-__all__ += ["NVSHMEMX_TEAM_NODE", "NVSHMEM_TEAM_SHARED", "NVSHMEM_TEAM_WORLD"]
+_names += [name for name in vars(_tdl) if name.startswith("NVSHMEM_")]
+globals().update({name: getattr(_tdl, name) for name in _names})
 
-for _name in __all__:
-    if hasattr(_tdl, _name):
-        globals()[_name] = getattr(_tdl, _name)
-
-NVSHMEM_TEAM_WORLD = tl.constexpr(0)
-NVSHMEM_TEAM_SHARED = tl.constexpr(1)
-NVSHMEMX_TEAM_NODE = tl.constexpr(2)
+NVSHMEM_TEAM_WORLD, NVSHMEM_TEAM_SHARED, NVSHMEMX_TEAM_NODE = (tl.constexpr(team) for team in range(3))
 
 __getattr__ = attributes_of("triton_dist.language.extra.libshmem_device")
