@@ -72,7 +72,7 @@ KEPT = 2048
 
 
 def _group_name(group: runtime.Group, topology: Topology) -> str | None:
-    dist = torch.distributed
+    dist, group = torch.distributed, runtime.group_of(group)
     if not dist.is_available() or not dist.is_initialized():
         return None
     if not isinstance(group, dist.ProcessGroup):
