@@ -154,7 +154,8 @@ def sparse_all_reduce(
         tensor: ``torch.sparse_coo`` with one sparse dimension and any dense ones, coalesced or not; fp16, bf16, fp32,
             fp64, int32 or int64; on the context's device. The ranks may bring different numbers of rows, also none.
         op: ``"sum"``, ``"mean"`` or ``"avg"`` (each part is divided by the number of ranks, of the group and not of the
-            row, before it is added), ``"max"``, ``"min"``, ``"prod"`` or ``"product"``, or a ``torch.distributed.ReduceOp``.
+            row, before it is added), ``"max"``, ``"min"``, ``"prod"`` or ``"product"``, or a
+            ``torch.distributed.ReduceOp``.
         group: as for :func:`tdcoll.all_gather`. The call uses a context of tdcoll's own, which grows when needed.
         ctx: a :class:`SparseContext` of yours, instead of ``group``.
         algorithm: ``"owner"`` (one contributor reduces each row), ``"gather"`` (every rank is sent everything; for few

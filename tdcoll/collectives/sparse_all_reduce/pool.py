@@ -62,5 +62,4 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
             if most == _FEWEST_ROWS:
                 raise
             made = SparseContext(group, max_rows_per_rank=_FEWEST_ROWS, **options)
-    made.follows_stream = True
     return made
