@@ -13,11 +13,11 @@ from tdcoll_torch import register as _register
 
 if TYPE_CHECKING:
     from tdcoll.collectives._host.plan import Plan
-    from tdcoll.collectives.all_gather.op import all_gather, all_gather_in_place, all_gather_into_tensor
+    from tdcoll.collectives.all_gather.op import all_gather, all_gather_
     from tdcoll.collectives.all_reduce.op import all_reduce, all_reduce_
-    from tdcoll.collectives.all_to_all.op import all_to_all, all_to_all_single
+    from tdcoll.collectives.all_to_all.op import all_to_all
     from tdcoll.collectives.index_match import match_indices, match_lists
-    from tdcoll.collectives.reduce_scatter.op import reduce_scatter, reduce_scatter_tensor
+    from tdcoll.collectives.reduce_scatter.op import reduce_scatter
     from tdcoll.collectives.sparse_all_reduce import (
         PaddedRows,
         SparseContext,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         TdcollError,
     )
     from tdcoll.language.jit import jit
-    from tdcoll.memory import barrier, device, empty, free, heap_info, topology, zeros
+    from tdcoll.memory import barrier, device, empty, free, heap_info, rank, topology, world_size, zeros
     from tdcoll.monitor import WaitMonitor
     from tdcoll.primitives.group import begin_epoch
     from tdcoll.runtime.lifecycle import finalize, initialize, is_initialized
@@ -65,12 +65,10 @@ __all__ = [
     "WaitMonitor",
     "__version__",
     "all_gather",
-    "all_gather_in_place",
-    "all_gather_into_tensor",
+    "all_gather_",
     "all_reduce",
     "all_reduce_",
     "all_to_all",
-    "all_to_all_single",
     "barrier",
     "barrier_on_stream",
     "begin_epoch",
@@ -86,24 +84,25 @@ __all__ = [
     "match_indices",
     "match_lists",
     "peer_tensor",
+    "rank",
     "reduce_scatter",
-    "reduce_scatter_tensor",
     "sparse_all_reduce",
     "sparse_all_reduce_padded",
     "sparse_all_reduce_rows",
     "topology",
     "wait_on_stream",
+    "world_size",
     "write_on_stream",
     "zeros",
 ]
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for a public one
     _NAMES = {
-        "collectives.all_gather.op": "all_gather all_gather_in_place all_gather_into_tensor",
+        "collectives.all_gather.op": "all_gather all_gather_",
         "collectives.all_reduce.op": "all_reduce all_reduce_",
-        "collectives.all_to_all.op": "all_to_all all_to_all_single",
+        "collectives.all_to_all.op": "all_to_all",
         "collectives.index_match": "match_indices match_lists",
-        "collectives.reduce_scatter.op": "reduce_scatter reduce_scatter_tensor",
+        "collectives.reduce_scatter.op": "reduce_scatter",
         "collectives.sparse_all_reduce": (
             "PaddedRows SparseContext sparse_all_reduce sparse_all_reduce_padded sparse_all_reduce_rows"
         ),
@@ -114,7 +113,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
             "NotSymmetricError RankMismatchError TdcollError"
         ),
         "language.jit": "jit",
-        "memory": "barrier device empty free heap_info topology zeros",
+        "memory": "barrier device empty free heap_info rank topology world_size zeros",
         "monitor": "WaitMonitor",
         "primitives.group": "begin_epoch",
         "runtime.lifecycle": "finalize initialize is_initialized",

@@ -3,16 +3,34 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from tdcoll.errors import ContextError
 
-__all__ = ["capturing", "refuse"]
+__all__ = ["capture_of", "capturing", "refuse"]
 
 
 def capturing(device: torch.device) -> bool:
     """Return whether the current stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def capture_of(stream: int) -> int:
+    """Return the id of the capture that a stream, given by its handle, takes part in; 0 if it isn't captured.
+
+    CUDA Driver API, ``cuStreamGetCaptureInfo``. CUDA's default stream can't be captured.
+    """
+    if not stream:
+        return 0
+    status, ident = ctypes.c_int(), ctypes.c_uint64()
+    failed = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(ident), None, None, None
+    )
+    if failed:
+        raise RuntimeError(f"cuStreamGetCaptureInfo failed: {failed}")
+    return ident.value if status.value == 1 else 0  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
 def refuse(device: torch.device, operation: str, why: str) -> None:

@@ -72,7 +72,7 @@ KEPT = 2048
 
 
 def _group_name(group: runtime.Group, topology: Topology) -> str | None:
-    dist = torch.distributed
+    dist, group = torch.distributed, runtime.group_of(group)
     if not dist.is_available() or not dist.is_initialized():
         return None
     if not isinstance(group, dist.ProcessGroup):
@@ -83,17 +83,29 @@ def _group_name(group: runtime.Group, topology: Topology) -> str | None:
 
 
 class CollectiveContext(Gate):
-    """Symmetric slots, signals and the epoch for the collectives of one group on one stream.
+    """Symmetric slots, signals and the epoch for the collectives of one group.
+
+    >>> with tdcoll.CollectiveContext() as ctx:
+    ...     y = tdcoll.all_reduce(x, ctx=ctx)
+    ...     ctx.check()  # raise here if a wait has expired, rather than at the next call
 
     Collective over the group to make and to close; a context manager. Several may be alive at once, over the same or
     different ranks. After a wait has expired (:class:`~tdcoll.CollectiveTimeout`) the context refuses every call, and
     launches that are queued already do nothing. A ``with`` block that is left by an exception does not close it, since
     the other ranks may be elsewhere: it refuses calls, and can still be closed.
 
+    Calls of a context come one after the other. It follows the caller: if a call is made on another stream than the
+    last one, it waits there for the last one, eagerly and inside one capture of a CUDA graph. No event leads into a
+    capture or out of it, and the host doesn't see replays. You therefore order the replays of a graph and other calls
+    on the same context, for example by making them on one stream.
+
+    The sizes (``max_bytes_per_rank`` to ``lamport_bytes``) are for experts; the defaults serve calls of any size.
+
     Args:
-        group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks.
         max_bytes_per_rank: the most that one rank sends to another in one epoch, in bytes; a larger call takes several
-            epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the symmetric heap.
+            epochs. Takes ``2 * world_size * max_bytes_per_rank`` bytes of the symmetric heap. Default:
+            :func:`tdcoll.limits.inbox_bytes`.
         channels: the most chunks that one rank's data is cut into. Each takes 16 bytes of symmetric heap per
             rank of the group. A large message is copied out while it arrives, the better the more chunks it has.
         flagged_bytes: the most of one rank's data that flagged words (LL) carry, in bytes; takes ``8/3 * world_size``
@@ -112,8 +124,8 @@ class CollectiveContext(Gate):
         timeout_s: deadline of waits, seconds. Default: that of :func:`tdcoll.initialize`.
         debug: check on every call that the ranks agree on its arguments, at the cost of a host-side exchange.
             Default: whether ``TDCOLL_DEBUG`` is set to something other than 0.
-        stream: the CUDA stream that all calls are made on. Default: the current one. Calls made while a CUDA graph is
-            being captured are not checked: replay the graph on this stream.
+        stream: bind the context to this CUDA stream: eager calls on another one raise ContextError. Calls made while a
+            CUDA graph is being captured are not checked: replay the graph on this stream.
         tuning: a :class:`~tdcoll.Table` that says which algorithms are the fastest, or
             the path of its file. Default: that of the file ``TDCOLL_TUNING``, else tdcoll's own.
 
@@ -128,7 +140,7 @@ class CollectiveContext(Gate):
         self,
         group: runtime.Group = None,
         *,
-        max_bytes_per_rank: int,
+        max_bytes_per_rank: int | None = None,
         channels: int = CHANNELS,
         flagged_bytes: int | None = None,
         lamport_bytes: int | None = None,
@@ -139,7 +151,8 @@ class CollectiveContext(Gate):
         stream: Any = None,
         tuning: Any = None,
     ) -> None:
-        arguments.whole("max_bytes_per_rank", max_bytes_per_rank, 0)
+        if max_bytes_per_rank is not None:
+            arguments.whole("max_bytes_per_rank", max_bytes_per_rank, 0)
         arguments.whole("channels", channels, 1, CHANNELS)
         if flagged_bytes is not None:
             arguments.whole("flagged_bytes", flagged_bytes, 0)
@@ -159,6 +172,8 @@ class CollectiveContext(Gate):
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
         super().__init__(job, topology, monitor, debug, stream)
+        if max_bytes_per_rank is None:
+            max_bytes_per_rank = limits.inbox_bytes(topology.world_size, job.heap.nbytes)
         self.max_bytes_per_rank = max_bytes_per_rank
         """The most that one rank sends to another in one epoch, in bytes."""
         self.channels = channels
@@ -367,7 +382,9 @@ class CollectiveContext(Gate):
         if self.job.closed:
             return
         if self._cuda:
-            self._stream.synchronize()
+            torch.cuda.synchronize(
+                self.device
+            ) if self.captured else self._stream.synchronize()  # replays may be anywhere
         if self.monitor.expired and not self.monitor.reported:
             self.monitor.raise_if_expired()
         if self.job.failed:

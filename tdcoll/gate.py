@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tdcoll.capture import capture_of
 from tdcoll.errors import ContextError, NotInitializedError, RankMismatchError
 from tdcoll.monitor import WaitMonitor
 from tdcoll.runtime import Runtime
@@ -71,7 +72,7 @@ class Gate:
         job, topology: of the context.
         monitor: of the waits in its kernels.
         debug: compare the ranks' arguments on every call. None: whether ``TDCOLL_DEBUG`` is set to other than 0.
-        stream: that calls are made on. None: the current one.
+        stream: that calls are made on. None: the context follows the caller from stream to stream.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Gate:
         self.debug = debugging() if debug is None else bool(debug)
         self.staging: torch.Tensor
         """Of the context; where it lies in the symmetric heap says which context it is."""
-        self.follows_stream = False
+        self.follows_stream = stream is None
         """Whether calls may come on any stream, whichever is the current one; each then waits for the one before."""
         self.capturing = False
         """Whether the last call was made while a CUDA graph was being captured."""
@@ -98,13 +99,17 @@ class Gate:
         self._calls = 0
         self._cuda = self.device.type == "cuda"
         self._stream = stream
+        self._captured: tuple[int, Any] | None = None
+        """The capture and the stream of the last call that was captured."""
         if self._cuda and stream is None:
             self._stream = torch.cuda.current_stream(self.device)
         self._index: int = self.device.index if self._cuda else 0
         self._handle: int = self._stream.cuda_stream if self._cuda else 0
 
     def check(self) -> None:
-        """Wait for this context's stream and raise if a wait in one of its kernels has expired.
+        """Wait for the context's last eager call, and raise if a wait in one of its kernels has expired.
+
+        The host doesn't see replays of CUDA graphs: synchronise their stream first.
 
         Raises:
             CollectiveTimeout: naming rank, peer, signal and epoch.
@@ -243,6 +248,8 @@ class Gate:
         if obstacle == _OTHER_STREAM:
             self._change_stream(operation)
         self.capturing = obstacle == _CAPTURING
+        if self.capturing and self.follows_stream:
+            self._follow_in_capture()
         self.captured = self.captured or self.capturing
 
     def _agree(self, operation: str, agree: Mapping[str, Any], prepare: Callable[[], Any], obstacle: str | None) -> Any:
@@ -268,8 +275,21 @@ class Gate:
         stream = torch.cuda.current_stream(self.device)
         if not self.follows_stream:
             raise ContextError(
-                f"{operation}: the context is bound to {self._stream}, and the current stream is {stream}. Make one "
-                "context per stream, or enter `with torch.cuda.stream(...)`."
+                f"{operation}: the context is bound to {self._stream}, and the current stream is {stream}. Enter `with "
+                "torch.cuda.stream(...)`, or make the context without stream=."
+            )
+        if capture_of(self._handle):
+            raise ContextError(
+                f"{operation}: the context's last eager call was on {self._stream}, which is being captured now, and "
+                f"{stream} is not; make the call after the capture has ended"
             )
         stream.wait_stream(self._stream)
         self._stream, self._handle = stream, stream.cuda_stream
+
+    def _follow_in_capture(self) -> None:
+        """Order a call that is captured after the last one of the same capture, if that was on another stream."""
+        stream = torch.cuda.current_stream(self.device)
+        capture = capture_of(stream.cuda_stream)
+        if self._captured is not None and self._captured[0] == capture and self._captured[1] != stream:
+            stream.wait_stream(self._captured[1])
+        self._captured = capture, stream

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What policies, contexts, tables and kernels share: numbers, and the names of the dense collectives."""
 
-__all__ = ["CHANNELS", "COLLECTIVES", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "lamport_bytes"]
+__all__ = ["CHANNELS", "COLLECTIVES", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "inbox_bytes"]
+__all__ += ["lamport_bytes"]
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 """The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
@@ -19,6 +20,7 @@ others. A multiprocessor always has room for two such programs, whose threads ha
 _SENT_BYTES = 1 << 20
 _BYTES_BETWEEN_NODES = 16 << 10
 _ANNOUNCED_BYTES = 32 << 20
+_INBOX_BYTES = 16 << 20
 
 
 def flagged_bytes(world_size: int, n_nodes: int) -> int:
@@ -28,6 +30,15 @@ def flagged_bytes(world_size: int, n_nodes: int) -> int:
     in a group on several nodes each rank's data has 16 KiB, whatever the number of ranks.
     """
     return _BYTES_BETWEEN_NODES if n_nodes > 1 else _SENT_BYTES // max(1, world_size - 1)
+
+
+def inbox_bytes(world_size: int, heap_bytes: int) -> int:
+    """Return the ``max_bytes_per_rank`` of a context, if nothing is specified.
+
+    The inbox, with its two slots, takes at most an eighth of the symmetric heap, and there is no use in more than
+    16 MiB per rank: larger calls take several epochs.
+    """
+    return min(_INBOX_BYTES, heap_bytes // (16 * world_size) // 128 * 128)
 
 
 def lamport_bytes(world_size: int, n_nodes: int) -> int:

@@ -12,7 +12,7 @@ from tdcoll.errors import NotSymmetricError
 from tdcoll.runtime.heap import HeapInfo
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["barrier", "device", "empty", "free", "heap_info", "topology", "zeros"]
+__all__ = ["barrier", "device", "empty", "free", "heap_info", "rank", "topology", "world_size", "zeros"]
 
 
 def empty(
@@ -98,6 +98,33 @@ def free(tensor: torch.Tensor) -> None:
 def heap_info() -> HeapInfo:
     """Use of this rank's symmetric heap: total, used, free and largest free piece, in bytes, and allocations."""
     return runtime.current().heap_info
+
+
+def rank(group: runtime.Group = None) -> int:
+    """Return this process's rank in ``group``, of 0 to ``world_size(group) - 1``; in the job, if it is None.
+
+    >>> tdcoll.rank()  # on the second of two ranks
+    1
+
+    Raises:
+        NotInitializedError: before ``tdcoll.initialize()``.
+        TypeError, ValueError: ``group`` is not as :func:`tdcoll.all_gather` takes it, or this process is not in it.
+    """
+    owner = runtime.current()
+    return owner.rank if group is None else owner.ranks_of(group).index(owner.rank)
+
+
+def world_size(group: runtime.Group = None) -> int:
+    """Return the number of ranks in ``group``; in the job, if it is None.
+
+    >>> tdcoll.world_size()  # on 2 ranks
+    2
+
+    Raises:
+        Errors as :func:`rank`.
+    """
+    owner = runtime.current()
+    return owner.world_size if group is None else len(owner.ranks_of(group))
 
 
 def topology(group: runtime.Group = None) -> Topology:

@@ -22,10 +22,8 @@ from torch import fx
 from tdcoll import arguments, runtime
 from tdcoll.collectives._host.call import make, spec_of
 from tdcoll.collectives._host.gradient import linear
-from tdcoll.collectives._host.pool import pooled
 from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
-from tdcoll.fused.op import pooled_context as _pooled_for_norm
 from tdcoll.fused.policy import takes
 from tdcoll.limits import COLLECTIVES
 
@@ -91,7 +89,7 @@ def _operator(name: str) -> Any:
     def call(x: torch.Tensor, *given: str) -> torch.Tensor:
         op, group = op_and_group(*given)
         x = x.detach().contiguous()  # the operator has the derivative
-        return make(spec, x, pooled(spec, x, _named(group)), None, "auto", op)
+        return make(spec, x, op=op, group=_named(group))
 
     def shaped(x: torch.Tensor, *given: str) -> torch.Tensor:
         return x.new_empty(spec.results(x.shape, _world(op_and_group(*given)[1]))[0])
@@ -128,8 +126,7 @@ def all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., hidden] -> (normalized, new residual)``; see :func:`tdcoll.fused.all_reduce_rms_norm`."""
     x, residual, weight = (tensor.detach().contiguous() for tensor in (x, residual, weight))
-    context = _pooled_for_norm(x, _named(group))
-    normalized, new = _all_reduce_rms_norm(x, residual, weight, context, eps)
+    normalized, new = _all_reduce_rms_norm(x, residual, weight, eps=eps, group=_named(group))
     return normalized, new
 
 

@@ -75,7 +75,9 @@ class _Calls:
         """Return the fused call."""
         residual, weight, ctx = self.residual, self.weight, self.context
         x = [given.view_as(residual) for given in self.buffers.inputs]
-        return self._subject(lambda i: all_reduce_rms_norm(x[i], residual, weight, ctx, _EPS, algorithm=algorithm))
+        return self._subject(
+            lambda i: all_reduce_rms_norm(x[i], residual, weight, ctx=ctx, eps=_EPS, algorithm=algorithm)
+        )
 
     def peer(self, name: str) -> Subject:
         """Return a peer's calls. Raises the reason for which it cannot run."""
@@ -89,7 +91,7 @@ class _Calls:
                 raise RuntimeError("needs GPUs")
             norm = torch.compile(_norm, dynamic=False)
         if name.startswith("tdcoll"):
-            return self._subject(lambda i: norm(tdcoll.all_reduce(x[i], ctx), residual, weight))
+            return self._subject(lambda i: norm(tdcoll.all_reduce(x[i], ctx=ctx), residual, weight))
         require_nccl(residual.device)
         totals = [result.view_as(residual) for result in self.buffers.results]
 

@@ -163,14 +163,14 @@ class Dense(case.Case):
         symmetric: bool = False,
     ) -> Subject:
         """Return the subject of tdcoll's calls."""
-        spec, how = self.spec, (*self.more, algorithm, *([True] if symmetric else []))
+        spec, how = self.spec, {"ctx": context, "algorithm": algorithm, **({"symmetric": True} if symmetric else {})}
         buffers = stock.in_heap if symmetric or (in_place and spec.in_heap) else stock.plain
         inputs, results = buffers.inputs, buffers.results
         if in_place:
             call = getattr(tdcoll, spec.in_place or "")
-            return subject_of(buffers, lambda i: call(results[i], context, *how), in_place=True)
+            return subject_of(buffers, lambda i: call(results[i], *self.more, **how), in_place=True)
         call = getattr(tdcoll, spec.name)
-        return subject_of(buffers, lambda i: call(inputs[i], context, results[i], *how))
+        return subject_of(buffers, lambda i: call(inputs[i], *self.more, out=results[i], **how))
 
     def by_torch(self, buffers: Buffers, close: Callable[[], object] = nothing, group: Any = None) -> Subject:
         """Return the subject of torch.distributed's calls."""

@@ -397,12 +397,12 @@ def _ours(name: str, form: str, copy: bool, data: SparseData, context: tdcoll.Sp
     calls = calls_of(data.tensors[0]._values().nbytes * context.world_size)
 
     def reduce(number: int) -> torch.Tensor:
-        return tdcoll.sparse_all_reduce(data.tensors[number], context, algorithm=name, copy=copy)
+        return tdcoll.sparse_all_reduce(data.tensors[number], ctx=context, algorithm=name, copy=copy)
 
     def reduce_padded(number: int) -> Any:
         given = data.tensors[number]
         what = given._indices()[0], given._values(), data.shape[0]
-        return tdcoll.sparse_all_reduce_padded(*what, context, coalesced=data.coalesced, algorithm=name)
+        return tdcoll.sparse_all_reduce_padded(*what, ctx=context, coalesced=data.coalesced, algorithm=name)
 
     def errors_padded(number: int, result: Any) -> tuple[int, str]:
         count = int(result.count)

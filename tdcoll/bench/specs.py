@@ -27,7 +27,7 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """The name of its public function in `tdcoll`: ``(tensor, context, out, [op,] algorithm)``."""
+        """The name of its public function in `tdcoll`: ``(tensor, [op,] *, out, ctx, algorithm)``."""
         return self.collective.name
 
     @property
@@ -52,10 +52,8 @@ class Spec:
 
     @property
     def in_place(self) -> str | None:
-        """The name of its function in place in `tdcoll`, if it has one: ``(tensor, context, [op,] algorithm)``."""
-        if self.in_heap:
-            return f"{self.name}_in_place"
-        return f"{self.name}_" if self.one_tensor else None
+        """The name of its function in place in `tdcoll`, if it has one: ``(tensor, [op,] *, ctx, algorithm)``."""
+        return f"{self.name}_" if self.in_heap or self.one_tensor else None
 
     @property
     def in_heap(self) -> bool:

@@ -56,7 +56,7 @@ class LineUp:
         """Line up, not before about ``head_start_us`` microseconds: for the host to issue what comes next."""
         if head_start_us:
             pause(head_start_us)
-        all_gather(self._token, self._context, self._tokens, algorithm="1d")
+        all_gather(self._token, ctx=self._context, out=self._tokens, algorithm="1d")
 
     def check(self) -> None:
         """Wait for the stream; raise if a rank did not come."""

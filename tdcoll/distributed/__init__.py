@@ -5,13 +5,13 @@
 ``docs/distributed.md``.
 """
 
-from tdcoll.collectives.all_reduce.op import all_reduce_in_group as all_reduce
 from tdcoll.distributed.backend import TdcollProcessGroup
 from tdcoll.distributed.clip import clip_grad_norm_
 from tdcoll.distributed.ddp import SparseGradientReducer, sparse_hook
 from tdcoll.distributed.describe import explain
+from tdcoll.distributed.functions import all_gather_into_tensor, all_reduce, all_to_all_single, reduce_scatter_tensor
 from tdcoll.distributed.options import Options
 from tdcoll.work import BackendTimeout
 
-__all__ = ["BackendTimeout", "Options", "SparseGradientReducer", "TdcollProcessGroup", "all_reduce", "clip_grad_norm_"]
-__all__ += ["explain", "sparse_hook"]
+__all__ = ["BackendTimeout", "Options", "SparseGradientReducer", "TdcollProcessGroup", "all_gather_into_tensor"]
+__all__ += ["all_reduce", "all_to_all_single", "clip_grad_norm_", "explain", "reduce_scatter_tensor", "sparse_hook"]

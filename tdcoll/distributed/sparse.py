@@ -127,7 +127,9 @@ class SparseAllReduce(Handler):
         if len(extents) > 1:
             flat = sum(index * stride for index, stride in zip(indices, strides, strict=True))
         with self.members.job.through(self.lane.control):  # the context may grow
-            flat, values = sparse_all_reduce_rows(flat, values, extents.numel(), self.context, op, coalesced=coalesced)
+            flat, values = sparse_all_reduce_rows(
+                flat, values, extents.numel(), ctx=self.context, op=op, coalesced=coalesced
+            )
         if tensor.device.type == "cpu":
             self.context.monitor.raise_if_expired()
         found = flat.unsqueeze(0)

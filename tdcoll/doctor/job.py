@@ -126,7 +126,7 @@ def run(timeout_s: float) -> str:
     with tdcoll.CollectiveContext(max_bytes_per_rank=source.nbytes) as ctx:
         for algorithm in algorithms:
             _say(stage=f"all_gather by {algorithm}")
-            gathered = tdcoll.all_gather(source, ctx, algorithm=algorithm)
+            gathered = tdcoll.all_gather(source, ctx=ctx, algorithm=algorithm)
             ctx.check()
             for sender, got in enumerate(gathered.view(owner.world_size, _WORDS)):
                 if wrong := int((got != sender * 1_000_000 + place).sum()):

@@ -23,7 +23,7 @@ from tdcoll.fused import kernels_rows as arithmetic
 from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, ONE_SHOT, Rows, choose, takes
 from tdcoll.primitives.reduce import triton_dtype
 
-__all__ = ["DTYPES", "all_reduce_rms_norm", "pooled_context"]
+__all__ = ["DTYPES", "all_reduce_rms_norm"]
 
 _NAME = "all_reduce_rms_norm"
 _FP8 = torch.float8_e4m3fn
@@ -37,9 +37,10 @@ def all_reduce_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
-    ctx: CollectiveContext | None = None,
-    eps: float = 1e-6,
     *,
+    eps: float = 1e-6,
+    group: runtime.Group = None,
+    ctx: CollectiveContext | None = None,
     in_place: bool = False,
     out_dtype: torch.dtype | None = None,
     scale: torch.Tensor | None = None,
@@ -63,8 +64,8 @@ def all_reduce_rms_norm(
         residual: what is added, of the same shape and dtype, with the same values on all ranks: where there are
             many rows, only one rank reads each.
         weight: ``[hidden]``, of the same dtype or fp32; the same on all ranks.
-        ctx: as for :func:`tdcoll.all_gather`.
         eps: added to the mean of squares.
+        group, ctx: as for :func:`tdcoll.all_gather`.
         in_place: write ``new`` over ``residual``.
         out_dtype: ``torch.float8_e4m3fn`` for a quantized ``normalized``; else None or the dtype of ``x``.
         scale: with fp8: what ``normalized`` is divided by, one fp32 on the device. None: each row has its own, by which
@@ -85,7 +86,10 @@ def all_reduce_rms_norm(
     kernel, are TensorRT-LLM's; the fixed order of the sums, and rows of several programs, are tdcoll's.
     """
     if ctx is None:
-        ctx = pooled_context(x, None)
+        arguments.tensor("x", x)
+        ctx = pooled(ALL_REDUCE, x, group, _NAME)
+    elif group is not None:
+        raise ValueError(f"{_NAME}: group must be None with ctx, which has a group already; got {group!r}")
     check_context(ctx)
     tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
     key: Hashable = None
@@ -261,12 +265,3 @@ def _ready(
             result.copy_(new)
 
     return Ready(_NAME, place, run)
-
-
-def pooled_context(x: Any, group: runtime.Group) -> CollectiveContext:
-    """Return tdcoll's own context for fused calls of a group, with room for rows such as ``x``.
-
-    Collective when the context is made or grows.
-    """
-    arguments.tensor("x", x)
-    return pooled(ALL_REDUCE, x, group, _NAME)

@@ -47,6 +47,9 @@ TORCH_OPERATIONS = {
 }
 """tdcoll's names of torch.distributed's operations."""
 
+ALIASES = {**dict(zip(OPERATIONS, OPERATIONS, strict=True)), "avg": "mean", "product": "prod"}
+"""tdcoll's names of operations, by those names and by torch's."""
+
 NAMES_BY_HASH = {hash(ReduceOp(kind)): name for kind, name in TORCH_OPERATIONS.items()}
 """Maps an operation's hash, which is its number, to tdcoll's name. Comparing operations takes three times as long."""
 
@@ -103,7 +106,9 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 
 def operation_name(op: Any) -> Any:
-    """Return the name of a ``torch.distributed.ReduceOp`` in :data:`TORCH_OPERATIONS`; other values as they are."""
+    """Return tdcoll's name of an operation that is given by a name or as a ``ReduceOp``; other values as they are."""
+    if type(op) is str:
+        return ALIASES.get(op, op)
     if type(op) is ReduceOp or type(op) is ReduceOp.RedOpType:
         return NAMES_BY_HASH.get(hash(op)) or getattr(op, "op", op)
     return op

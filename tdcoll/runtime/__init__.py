@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +26,31 @@ from tdcoll.runtime.heap import Arena, HeapInfo, SymmetricHeap, agree
 from tdcoll.runtime.store import StoreLost
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Group", "Runtime", "current", "current_or_none", "failing_with_the_store", "install", "install_resolver"]
+__all__ = ["Group", "Runtime", "current", "current_or_none", "failing_with_the_store", "group_of", "install"]
+__all__ += ["install_resolver"]
 
 Group = Any
-"""A ``torch.distributed.ProcessGroup``, a sequence of global ranks, or None for all ranks of the job."""
+"""A ``torch.distributed.ProcessGroup``, a one-dimensional ``DeviceMesh``, a sequence of global ranks, or None for all
+ranks of the job."""
 
 
 _PAUSE_S = 0.005
+
+
+def group_of(group: Group) -> Group:
+    """Return the ProcessGroup of a DeviceMesh; anything else as it is.
+
+    Raises:
+        ValueError: the mesh has several dimensions.
+    """
+    mesh = sys.modules.get("torch.distributed.device_mesh")
+    if mesh is None or not isinstance(group, mesh.DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"group must be a DeviceMesh of one dimension, as mesh[name] is; got one of {list(group.mesh.shape)}"
+        )
+    return group.get_group()
 
 
 @dataclass
@@ -95,14 +114,15 @@ class Runtime:
         """
         if group is None:
             return tuple(range(self.world_size))
+        group = group_of(group)
         if isinstance(group, torch.distributed.ProcessGroup):
             ranks = tuple(torch.distributed.get_process_group_ranks(group))
         elif isinstance(group, Sequence) and all(hasattr(rank, "__index__") for rank in group):
             ranks = tuple(rank.__index__() for rank in group)
         else:
             raise TypeError(
-                "group must be a ProcessGroup that this rank belongs to, a sequence of global ranks, or None; "
-                f"got {group!r}"
+                "group must be a ProcessGroup that this rank belongs to, a DeviceMesh, a sequence of global ranks, or "
+                f"None; got {group!r}"
             )
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
             raise ValueError(

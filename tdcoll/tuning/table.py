@@ -69,7 +69,7 @@ class Section:
         operation: such as ``"all_gather"``.
         ranks_per_node, nodes: the group that it was measured on.
         in_place: whether the calls are those of the form whose peers write into the caller's buffer, such as
-            :func:`tdcoll.all_gather_in_place`.
+            :func:`tdcoll.all_gather_`.
         entries: ascending.
         source: where it comes from.
     """

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tdcoll import arguments
+from tdcoll import arguments, runtime
 from tdcoll.collectives._host.gradient import attach, linear
 from tdcoll.collectives._host.launches import Launches, launches_of
 from tdcoll.collectives._host.pool import pooled, strided_bytes
@@ -124,12 +124,13 @@ def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
 def make(
     spec: Collective,
     tensor: Any,
-    ctx: Any = None,
-    out: Any = None,
-    algorithm: Any = "auto",
-    op: Any = None,
-    symmetric: Any = False,
     *,
+    op: Any = None,
+    out: Any = None,
+    group: runtime.Group = None,
+    ctx: Any = None,
+    algorithm: Any = "auto",
+    symmetric: Any = False,
     in_place: bool = False,
     names: tuple[str, str] = ("tensor", "out"),
     gradient: bool = False,
@@ -137,8 +138,8 @@ def make(
     """Make a call of a dense collective, for its public functions, whose arguments come as the caller gave them.
 
     Args:
-        out: None if the call makes the result.
         op: of a reduction; None for others.
+        out: None if the call makes the result.
         in_place: peers write to the caller's buffer, which is ``tensor``.
         names: the caller's names of ``tensor`` and ``out``, for errors.
         gradient: the result will have one, hence a backward pass; compared in debug mode.
@@ -149,10 +150,12 @@ def make(
     given = ctx
     if ctx is None:
         arguments.tensor(names[0], tensor)
-        ctx = pooled(spec, tensor, None)
+        ctx = pooled(spec, tensor, group)
+    elif group is not None:
+        raise ValueError(f"{spec.name}: group must be None with ctx, which has a group already; got {group!r}")
     check_context(ctx)
     requiring = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
-    name = op if op is None or type(op) is str else operation_name(op)
+    name = op if op is None else operation_name(op)
     key: Hashable = None
     try:
         if symmetric is False or symmetric is True:
@@ -166,8 +169,9 @@ def make(
         if made is not None:
             return made
     if requiring and out is None and not in_place:
-        made = make(spec, tensor.detach(), ctx, None, algorithm, op, symmetric, names=names, gradient=True)
-        return attach(tensor, made, lambda grad: _derivative(spec, grad, given, name))
+        plain = {"op": op, "ctx": ctx, "algorithm": algorithm, "symmetric": symmetric}
+        made = make(spec, tensor.detach(), **plain, names=names, gradient=True)
+        return attach(tensor, made, lambda grad: _derivative(spec, grad, group, given, name))
     result, ready = _first(spec, tensor, ctx, out, algorithm, op, name, symmetric, in_place, names, gradient, requiring)
     if key is not None:
         _remember(ctx, key, ready, tensor if spec.reaches_tensor or in_place else out)
@@ -180,16 +184,18 @@ def spec_of(name: str) -> Collective:
     return spec
 
 
-def _derivative(spec: Collective, grad: torch.Tensor, ctx: CollectiveContext | None, op: Any) -> torch.Tensor:
+def _derivative(
+    spec: Collective, grad: torch.Tensor, group: runtime.Group, ctx: CollectiveContext | None, op: Any
+) -> torch.Tensor:
     """Return the gradient of a call's tensor, given that of its result: a call of the adjoint collective."""
     adjoint = spec_of(spec.adjoint)
     if spec.reduces:
         op = linear(spec.name, op)
     if not adjoint.reduces:
         if op == "mean":
-            grad = grad / (ctx or pooled(adjoint, grad, None)).world_size
-        return make(adjoint, grad, ctx)
-    return make(adjoint, grad, ctx, op=op or "sum")
+            grad = grad / (ctx or pooled(adjoint, grad, group)).world_size
+        return make(adjoint, grad, group=group, ctx=ctx)
+    return make(adjoint, grad, op=op or "sum", group=group, ctx=ctx)
 
 
 # ---------------------------------------------------------------------- the slow path
@@ -210,7 +216,7 @@ def _first(
     refused: bool,
 ) -> tuple[torch.Tensor, Ready]:
     """Check and make a call; return its result, and what calls like it are made with."""
-    operation = f"{spec.name}_in_place" if in_place else spec.name
+    operation = f"{spec.name}_" if in_place else spec.name
     world = ctx.world_size
     reaches_tensor = spec.reaches_tensor or in_place
     shared = tensor if reaches_tensor else out

@@ -107,7 +107,7 @@ class Facts:
         channels: the most chunks that the context has signals for.
         max_programs: the most programs of a launch on the context.
         itemsize: bytes of an element; 1 where bytes are moved as they are.
-        in_place: whether peers write to the caller's buffer, as in :func:`tdcoll.all_gather_in_place`. Passing
+        in_place: whether peers write to the caller's buffer, as in :func:`tdcoll.all_gather_`. Passing
             ``out=input`` doesn't set this, because one rank may do so while another doesn't.
         symmetric: of a reduction: whether peers may read or write the caller's tensor.
         simulated: whether the kernels run in the simulator, where each block operation of a program costs the same,

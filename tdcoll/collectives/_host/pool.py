@@ -209,7 +209,6 @@ class Pool:
             except HeapExhaustedError as error:  # on all ranks
                 problem = error
             else:
-                made.follows_stream = True
                 return made
         assert problem is not None
         raise problem

@@ -26,6 +26,7 @@ from tdcoll.collectives._host.plan import (
     most_channels,
     word_chunks,
 )
+from tdcoll.limits import inbox_bytes
 from tdcoll.tuning import Entry, Section
 
 if TYPE_CHECKING:
@@ -39,9 +40,6 @@ WORLD = "world"
 Shape = tuple[int, ...]
 
 _NOTHING_MEASURED = Entry(None, "")
-
-_MOST_INBOX_BYTES = 16 << 20
-"""The largest inbox, in bytes per rank and slot, of a context that tdcoll makes by itself."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Collective:
             epoch, on any topology.
         adjoint: the name of the collective that takes the gradient of the result to that of the tensor.
         reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
-        in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_in_place``.
+        in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
             to there, calls take no longer than NCCL's (``tests/gpu/backend_calls.py`` measures it).
     """
@@ -154,11 +152,8 @@ class Collective:
         return shape if self.scatters else whole, (world, *first)
 
     def inbox(self, segment: int, world: int, heap_bytes: int) -> int:
-        """Return the ``max_bytes_per_rank`` of a context that tdcoll makes by itself for such calls.
-
-        With its two slots it takes at most an eighth of the symmetric heap. Larger calls take several epochs.
-        """
-        return min(self.capacity(segment, world), _MOST_INBOX_BYTES, heap_bytes // (16 * world))
+        """Return the ``max_bytes_per_rank`` of a context that tdcoll makes by itself for such calls."""
+        return min(self.capacity(segment, world), inbox_bytes(world, heap_bytes))
 
     def may_overlap_at(self, segment: int, rank: int) -> int | None:
         """Return how many bytes behind the caller's tensor the result may begin if the two share memory.

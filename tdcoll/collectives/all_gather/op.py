@@ -1,113 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gather: what users call."""
+"""All-gather: the public functions."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from tdcoll import runtime
 from tdcoll.collectives._host.call import make
-from tdcoll.collectives._host.drop_in import drop_in
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_gather.spec import SPEC
 from tdcoll.context import CollectiveContext
 
-__all__ = ["all_gather", "all_gather_in_place", "all_gather_into_tensor"]
+__all__ = ["all_gather", "all_gather_"]
 
 
 def all_gather(
     tensor: torch.Tensor,
-    ctx: CollectiveContext | None = None,
+    *,
     out: torch.Tensor | None = None,
+    group: runtime.Group = None,
+    ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
+    symmetric: bool = False,
 ) -> torch.Tensor:
-    """``[n, ...] -> [world * n, ...]``: the tensors of all ranks, concatenated in rank order.
+    """``[n, ...] -> [world * n, ...]``: concatenate the tensors of all ranks, in rank order.
 
-    Collective over ``ctx``'s group; asynchronous on its stream, with no synchronisation, and CUDA-graph safe after one
-    eager call of the size. Bytes are moved as they are, so any dtype will do; each rank gives the same number.
+    Collective over the group. Asynchronous on the current stream, without any synchronisation, and safe in CUDA graphs
+    after one eager call of the size. Any dtype will do, because bytes are moved as they are.
 
-    Differentiable: the gradient is :func:`tdcoll.reduce_scatter`'s sum on the same context. All ranks therefore pass a
-    tensor that requires grad, or none does, and their backward passes make the same calls in the same order.
+    >>> tdcoll.all_gather(torch.tensor([tdcoll.rank()]))  # on 2 ranks
+    tensor([0, 1])
+
+    Differentiable: the gradient is the sum of a :func:`tdcoll.reduce_scatter`. All ranks therefore pass a tensor that
+    requires grad, or none does, and their backward passes make the same calls in the same order.
 
     Args:
-        tensor: this rank's contribution, contiguous, on the context's device; of any size.
-        ctx: None: a context of tdcoll's own of all ranks, which is made at the first call and when a larger one comes.
-            Making one is collective and synchronises.
+        tensor: contiguous, on the context's device; of the same size on all ranks.
         out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
-            May hold ``tensor`` as its own segment, and must not overlap it otherwise.
-            It has no gradient: ``tensor`` must not require grad then, unless under ``torch.no_grad()``.
-        algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which chooses by the context's
-            tuning table, size and topology (see :mod:`tdcoll.collectives._host.plan`). A
-            :class:`~tdcoll.Plan` fixes chunks and warps as well.
+            May hold ``tensor`` as its own segment, and must not overlap it otherwise. It gets no gradient, hence
+            ``tensor`` must not require grad, unless under ``torch.no_grad()``.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks. The call
+            uses a context of tdcoll's own, which it makes at the first call and enlarges for a larger one. That is
+            collective and synchronises.
+        ctx: a context of yours, instead of ``group``.
+        algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which decides by the tuning
+            table, size and topology. A :class:`~tdcoll.Plan` fixes chunks and warps as well.
+        symmetric: ``out`` is symmetric memory that peers may write to, as for :func:`all_gather_`.
 
     Returns:
         ``out``, or a new ordinary tensor.
 
     Raises:
-        ContextError: the context is closed, bound to another stream, or far too small (the message has the number).
-        CollectiveTimeout: an earlier wait on the context expired.
+        ContextError: the context is closed or bound to another stream, or ``max_bytes_per_rank`` is far too small.
+        CollectiveTimeout: an earlier wait on the context expired. (``ctx.check()`` waits for this call's own waits.)
         RankMismatchError: (``debug``) ranks differ in size, dtype, operation, algorithm or ``requires_grad``.
-        NotInitializedError: (without ``ctx``) before ``tdcoll.initialize()``.
-        HeapExhaustedError: (without ``ctx``) the symmetric heap has no room.
+        NotInitializedError, HeapExhaustedError: (without ``ctx``) before ``tdcoll.initialize()``; the heap is full.
         TypeError, ValueError: an argument is not as described.
 
-    Algorithms: direct all-gather by one-sided puts, each with a signal of its own (NVSHMEM documentation, *Signaling
-    Operations*), or by stores and a released flag inside a node; the 2D form is the usual hierarchical exchange by
-    rails; LL puts a flag beside every 96 bits (after NCCL's protocol of that name); the ring passes on by stores.
+    Algorithms: one-sided puts, each with a signal (NVSHMEM documentation, *Signaling Operations*), or stores with a
+    released flag inside a node; a hierarchical exchange between nodes; LL (after NCCL's protocol) for small sizes.
     """
-    return make(SPEC, tensor, ctx, out, algorithm)
+    if (
+        symmetric is True
+        and isinstance(out, torch.Tensor)
+        and (own := _own_segment(tensor, out, group, ctx)) is not None
+    ):
+        if own.data_ptr() != tensor.data_ptr():
+            own.copy_(tensor)
+        return all_gather_(out, group=group, ctx=ctx, algorithm=algorithm)
+    return make(SPEC, tensor, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)
 
 
-def all_gather_in_place(buffer: torch.Tensor, ctx: CollectiveContext, algorithm: str | Plan = "auto") -> torch.Tensor:
-    """``[world * n, ...] -> the same``, without a copy: ``buffer`` is symmetric, each rank has filled its own segment.
-
-    Peers put or store straight into ``buffer``. What they overwrite there may still be read by this rank's earlier
-    work, so a rank first says that it has entered the call, and is not written to before: one more crossing (about 1 us
-    over NVLink), and no staging, no copy and no limit by ``ctx.max_bytes_per_rank``. It pays for messages of megabytes.
-    Small ones go by LL through the context's own memory, as out of place.
-
-    Args:
-        buffer: made by :func:`tdcoll.empty` over the context's group, at the same offset on all ranks, or, in one node,
-            PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its ProcessGroup; contiguous; its
-            first extent is divisible by the number of ranks. Rank r's segment is ``buffer.chunk(world)[r]``. After a
-            timeout, peers that are only late may still write to it.
-        algorithm: as for :func:`all_gather`.
-
-    Returns:
-        ``buffer``.
-
-    Raises:
-        NotSymmetricError: ``buffer`` is not symmetric memory of the context's group.
-        ContextError, CollectiveTimeout, RankMismatchError, TypeError, ValueError: as for :func:`all_gather`.
-    """
-    return make(SPEC, buffer, ctx, None, algorithm, in_place=True, names=("buffer", "buffer"))
-
-
-def all_gather_into_tensor(
-    output_tensor: torch.Tensor,
-    input_tensor: torch.Tensor,
+def all_gather_(
+    tensor: torch.Tensor,
+    *,
     group: runtime.Group = None,
-    async_op: bool = False,
-) -> torch.distributed.Work | None:
-    """Drop-in for ``torch.distributed.all_gather_into_tensor``, in the order of the current stream.
+    ctx: CollectiveContext | None = None,
+    algorithm: str | Plan = "auto",
+) -> torch.Tensor:
+    """``[world * n, ...] -> the same``: gather in place, in symmetric memory, without any copy.
 
-    Uses a context that tdcoll makes for the group at the first call and replaces by a larger one when a larger message
-    comes; ``tdcoll.finalize()`` frees what is left. Making one is collective and synchronises, so make the first and
-    the largest call before capturing a CUDA graph.
+    Each rank has filled its own segment, ``tensor.chunk(world)[rank]``. Peers put or store straight into the others.
+    Because this rank's earlier work may still read them, a rank is written to only after it has entered the call, which
+    costs one hop (about 1 us over NVLink). It pays off for messages of megabytes. Small ones use LL through the
+    context's own memory, as out of place.
+
+    >>> buffer = tdcoll.empty(2, torch.int64)  # on 2 ranks
+    >>> buffer[tdcoll.rank()] = tdcoll.rank()
+    >>> tdcoll.all_gather_(buffer)
+    tensor([0, 1])
 
     Args:
-        output_tensor: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input_tensor``.
-        input_tensor: ``[n, ...]``, contiguous.
-        group: a ProcessGroup, a sequence of global ranks, or None for all ranks.
-        async_op: return a ``torch.distributed.Work``. The call is queued on the current stream in any case; ``wait()``
-            makes the stream that is current then wait for it.
+        tensor: made by :func:`tdcoll.empty` over the same group, at the same offset on all ranks, or, in one node,
+            PyTorch's symmetric memory (``torch.distributed._symmetric_memory``) of its ProcessGroup; contiguous; its
+            first extent is divisible by the number of ranks. After a timeout, peers that are only late may still write
+            to it.
+        group, ctx, algorithm: as for :func:`all_gather`.
 
     Returns:
-        None, or the ``Work``.
+        ``tensor``.
 
     Raises:
-        NotInitializedError: before ``tdcoll.initialize()``.
-        BackendTimeout: (``async_op``) a wait expired. ``Work.wait(timeout)`` raises it; in the simulator, the call.
-        Others: as :func:`all_gather`.
+        NotSymmetricError: ``tensor`` is not symmetric memory of the group.
+        Others: as for :func:`all_gather`.
     """
-    return drop_in(SPEC, output_tensor, input_tensor, None, group, async_op, ("input_tensor", "output_tensor"))
+    return make(SPEC, tensor, group=group, ctx=ctx, algorithm=algorithm, in_place=True, names=("tensor", "tensor"))
+
+
+def _own_segment(tensor: Any, out: torch.Tensor, group: runtime.Group, ctx: Any) -> torch.Tensor | None:
+    """Return the segment of ``out`` that is for ``tensor``; None if the call is wrong, which :func:`make` then says."""
+    if not isinstance(tensor, torch.Tensor) or not (tensor.layout is out.layout is torch.strided):
+        return None
+    if tensor.dtype != out.dtype or not out.is_contiguous() or (tensor.requires_grad and torch.is_grad_enabled()):
+        return None
+    if ctx is None:
+        ctx = runtime.current().topology(group)
+    elif group is not None or not isinstance(ctx, CollectiveContext):
+        return None
+    if tuple(out.shape) not in map(tuple, SPEC.results(tensor.shape, ctx.world_size)):
+        return None
+    return out.view(ctx.world_size, *tensor.shape)[ctx.rank]

@@ -1,42 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-all: what users call."""
+"""All-to-all: the public function."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from tdcoll import runtime
 from tdcoll.collectives._host.call import make
-from tdcoll.collectives._host.drop_in import drop_in
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.all_to_all.spec import SPEC
 from tdcoll.context import CollectiveContext
 
-__all__ = ["all_to_all", "all_to_all_single"]
+__all__ = ["all_to_all"]
 
 
 def all_to_all(
     tensor: torch.Tensor,
-    ctx: CollectiveContext | None = None,
+    *,
     out: torch.Tensor | None = None,
+    group: runtime.Group = None,
+    ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
+    symmetric: bool = False,
 ) -> torch.Tensor:
-    """``[world * n, ...] -> [world * n, ...]``: part r of the result is what rank r has for this rank.
+    """``[world * n, ...] -> [world * n, ...]``: send segment r to rank r; segment r of the result comes from rank r.
 
-    Collective, asynchronous, CUDA-graph safe and for any dtype as :func:`tdcoll.all_gather`. All parts have one size. A
-    call whose parts are larger than ``ctx.max_bytes_per_rank`` (between nodes, than half of it) takes several epochs.
+    Collective, asynchronous, safe in CUDA graphs, and for any dtype as :func:`tdcoll.all_gather`. All segments have one
+    size. Differentiable, under the rules given there: the gradient is the same all-to-all of the result's.
 
-    Differentiable, under the rules of :func:`tdcoll.all_gather`: the gradient is the same all-to-all of the result's.
-
-    >>> tdcoll.all_to_all(torch.arange(4.0) + 10 * rank, ctx)  # on rank 1 of 2: tensor([ 2.,  3., 12., 13.])
+    >>> tdcoll.all_to_all(torch.arange(4.0) + 10 * tdcoll.rank())  # on 2 ranks; rank 1 gets
+    tensor([ 2.,  3., 12., 13.])
 
     Args:
-        tensor: a part for each rank, contiguous, on the context's device; its first extent is divisible by the number
-            of ranks.
-        ctx, out: as for :func:`tdcoll.all_gather`; ``out`` must not overlap ``tensor``.
+        tensor: a segment for each rank, contiguous, on the context's device; its first extent is divisible by the
+            number of ranks.
+        out: where the result goes: of the same shape and dtype, contiguous. Made if None. Must not overlap ``tensor``,
+            and gets no gradient.
+        group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"ll"``, ``"direct"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
+        symmetric: ``out`` is symmetric memory, as for :func:`tdcoll.all_gather_`. No algorithm makes use of it yet.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -44,40 +46,7 @@ def all_to_all(
     Raises:
         Errors as :func:`tdcoll.all_gather`.
 
-    Algorithms: every rank sends each part to the rank that it is for (pairwise exchange; Thakur, Rabenseifner and
-    Gropp, 2005): small parts with a flag beside every 96 bits (``"ll"``, after NCCL's protocol of that name), larger
-    ones by stores with a signal per chunk (``"direct"``), and between nodes by puts (``"1d"``).
+    Algorithms: every rank sends each segment to the rank that it is for (pairwise exchange; Thakur, Rabenseifner and
+    Gropp, 2005): by LL (after NCCL's protocol of that name), by stores with a signal per chunk, or by puts.
     """
-    return make(SPEC, tensor, ctx, out, algorithm)
-
-
-def all_to_all_single(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    group: runtime.Group = None,
-    async_op: bool = False,
-) -> torch.distributed.Work | None:
-    """Drop-in for ``torch.distributed.all_to_all_single`` with equal parts, in the order of the current stream.
-
-    Args:
-        output: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype as ``input``.
-        input: ``[world * n, ...]``, contiguous.
-        output_split_sizes, input_split_sizes: None, or ``n`` for each rank.
-        group, async_op: as for :func:`tdcoll.all_gather_into_tensor`, whose context is of the same kind.
-
-    Returns:
-        None, or the ``Work``.
-
-    Raises:
-        ValueError: parts have different sizes, for which there is ``torch.distributed.all_to_all_single``.
-        Others: as :func:`tdcoll.all_gather_into_tensor`.
-    """
-    for name, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
-        if sizes and len(set(sizes)) > 1:
-            raise ValueError(
-                f"{name} must be None or the same for each rank; got {list(sizes)}. Use torch.distributed's "
-                "all_to_all_single for parts of different sizes"
-            )
-    return drop_in(SPEC, output, input, None, group, async_op, ("input", "output"))
+    return make(SPEC, tensor, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)

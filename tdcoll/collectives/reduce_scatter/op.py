@@ -1,87 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter: what users call."""
+"""Reduce-scatter: the public function."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from tdcoll import runtime
 from tdcoll.collectives._host.call import make
-from tdcoll.collectives._host.drop_in import drop_in
 from tdcoll.collectives._host.plan import Plan
 from tdcoll.collectives.reduce_scatter.spec import SPEC
 from tdcoll.context import CollectiveContext
 
-__all__ = ["reduce_scatter", "reduce_scatter_tensor"]
+__all__ = ["reduce_scatter"]
 
 
 def reduce_scatter(
     tensor: torch.Tensor,
-    ctx: CollectiveContext | None = None,
-    out: torch.Tensor | None = None,
     op: str | torch.distributed.ReduceOp = "sum",
+    *,
+    out: torch.Tensor | None = None,
+    group: runtime.Group = None,
+    ctx: CollectiveContext | None = None,
     algorithm: str | Plan = "auto",
     symmetric: bool = False,
 ) -> torch.Tensor:
-    """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction of all ranks' tensors.
+    """``[world * n, ...] -> [n, ...]``: reduce the tensors of all ranks, and keep this rank's segment.
 
-    Collective, asynchronous and CUDA-graph safe as :func:`tdcoll.all_gather`. A call of more than
-    ``ctx.max_bytes_per_rank`` bytes per part (between nodes, of half as many) is several epochs, one launch each.
+    Collective, asynchronous and safe in CUDA graphs as :func:`tdcoll.all_gather`.
 
-    The bits are those that :func:`tdcoll.all_reduce` gives, which says how elements are reduced. Differentiable for
-    ``"sum"`` and ``"mean"``, under the rules of :func:`tdcoll.all_gather`, which makes the gradient.
+    >>> tdcoll.reduce_scatter(torch.arange(4.0))  # on 2 ranks; rank 1 gets
+    tensor([4., 6.])
+
+    The bits are those of :func:`tdcoll.all_reduce`. Differentiable for ``"sum"`` and ``"mean"``, under the rules of
+    :func:`tdcoll.all_gather`, which makes the gradient.
 
     Args:
-        tensor: a part for each rank, contiguous, on the context's device, of fp16, bf16, fp32, fp64, fp8 (e4m3fn,
-            e5m2), int32, int64, int8 or uint8. With ``out`` it may be ``[world, n, ...]`` as well; without, the first
-            extent is what is divided.
-        ctx: as for :func:`tdcoll.all_gather`.
-        out: where the result goes, contiguous, same dtype; made, and without a gradient, as there. May be this rank's
-            own part of ``tensor``, and must not overlap it otherwise.
+        tensor: a segment for each rank, contiguous, on the context's device, of a dtype that :func:`tdcoll.all_reduce`
+            takes. With ``out`` it may be ``[world, n, ...]`` as well; without, the first extent is what is divided.
         op: as for :func:`tdcoll.all_reduce`.
+        out: where the result goes: contiguous, same dtype. Made if None. May be this rank's own segment of ``tensor``,
+            and must not overlap it otherwise. It gets no gradient.
+        group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"ll"``, ``"direct"``, ``"pull"``, ``"1d"`` or ``"auto"``, or a :class:`~tdcoll.Plan`.
-        symmetric: ``tensor`` is symmetric memory, which peers may read during the call; of which kinds, see
-            :func:`tdcoll.all_reduce`. All ranks pass the same. ``"pull"`` needs it.
+        symmetric: ``tensor`` is symmetric memory, which peers may read during the call, on all ranks; of the kinds that
+            :func:`tdcoll.all_gather_` takes. ``"pull"`` needs it.
 
     Returns:
         ``out``, or a new ordinary tensor.
 
     Raises:
-        NotSymmetricError: (``symmetric``) ``tensor`` is not symmetric memory of the context's group.
+        NotSymmetricError: (``symmetric``) ``tensor`` is not symmetric memory of the group.
         ValueError: (in a backward pass) ``op`` is neither sum nor mean.
-        Others: as :func:`tdcoll.all_gather`.
+        Others: as for :func:`tdcoll.all_gather`.
 
-    Algorithms: one stage, in which every rank sends each part to the rank that reduces it (direct reduce-scatter;
-    Thakur, Rabenseifner and Gropp, 2005, call its pattern pairwise exchange); by words that need no signal (``"ll"``:
-    data that announces itself, as in TensorRT-LLM's Lamport kernels, or carries a flag, as in NCCL's LL), by stores
-    with a signal per chunk (``"direct"``), or by puts (``"1d"``). ``"pull"`` is the same by loads, without a staging
-    copy.
+    Algorithms: every rank sends each segment to the rank that reduces it (pairwise exchange; Thakur, Rabenseifner and
+    Gropp, 2005), by the Lamport protocol or LL, by stores with a signal per chunk, or by puts. ``"pull"`` is the same
+    by loads, without a staging copy.
     """
-    return make(SPEC, tensor, ctx, out, algorithm, op, symmetric)
-
-
-def reduce_scatter_tensor(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: Any = torch.distributed.ReduceOp.SUM,
-    group: runtime.Group = None,
-    async_op: bool = False,
-) -> torch.distributed.Work | None:
-    """Drop-in for ``torch.distributed.reduce_scatter_tensor``, in the order of the current stream.
-
-    Args:
-        output: ``[n, ...]``, contiguous, same dtype as ``input``.
-        input: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous.
-        op: ``ReduceOp.SUM``, ``AVG``, ``MAX``, ``MIN`` or ``PRODUCT``; or its name, ``"sum"`` for instance.
-        group, async_op: as for :func:`tdcoll.all_gather_into_tensor`, whose context is of the same kind.
-
-    Returns:
-        None, or the ``Work``.
-
-    Raises:
-        ValueError: ``op`` is another one, or not of this dtype.
-        Others: as :func:`reduce_scatter` and :func:`tdcoll.all_gather_into_tensor`.
-    """
-    return drop_in(SPEC, output, input, op, group, async_op, ("input", "output"))
+    return make(SPEC, tensor, op=op, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)

@@ -43,9 +43,13 @@ class PaddedRows:
     count: torch.Tensor
 
 
-def _context(given: SparseContext | None, operation: str, values: Any, num_rows: Any = None) -> SparseContext:
-    """The context of a call whose result has any size: the given one, or tdcoll's own."""
+def _context(
+    given: SparseContext | None, group: runtime.Group, operation: str, values: Any, num_rows: Any = None
+) -> SparseContext:
+    """Return the context of a call whose result has any size: the given one, or tdcoll's own of the group."""
     if given is not None:
+        if group is not None:
+            raise ValueError(f"{operation}: group must be None with ctx, which has a group already; got {group!r}")
         arguments.instance("ctx", given, SparseContext, "a tdcoll.SparseContext or None")
     refuse(
         runtime.current().device if given is None else given.device,
@@ -53,7 +57,7 @@ def _context(given: SparseContext | None, operation: str, values: Any, num_rows:
         "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
         "sparse_all_reduce_padded",
     )
-    return default_context(values, num_rows) if given is None else given
+    return default_context(group, values, num_rows) if given is None else given
 
 
 @contextlib.contextmanager
@@ -128,9 +132,10 @@ def _run(
 
 def sparse_all_reduce(
     tensor: torch.Tensor,
-    ctx: SparseContext | None = None,
     op: str | torch.distributed.ReduceOp = "sum",
     *,
+    group: runtime.Group = None,
+    ctx: SparseContext | None = None,
     algorithm: str = "auto",
     copy: bool = True,
 ) -> torch.Tensor:
@@ -148,9 +153,11 @@ def sparse_all_reduce(
     Args:
         tensor: ``torch.sparse_coo`` with one sparse dimension and any dense ones, coalesced or not; fp16, bf16, fp32,
             fp64, int32 or int64; on the context's device. The ranks may bring different numbers of rows, also none.
-        ctx: a :class:`SparseContext`, or None for tdcoll's own of all ranks, which grows as needed.
-        op: ``"sum"``, ``"mean"`` (each part is divided by the number of ranks, of the group and not of the row, before
-            it is added), ``"max"``, ``"min"`` or ``"prod"``. Or the same as ``torch.distributed.ReduceOp``.
+        op: ``"sum"``, ``"mean"`` or ``"avg"`` (each part is divided by the number of ranks, of the group and not of the
+            row, before it is added), ``"max"``, ``"min"``, ``"prod"`` or ``"product"``, or a
+            ``torch.distributed.ReduceOp``.
+        group: as for :func:`tdcoll.all_gather`. The call uses a context of tdcoll's own, which grows when needed.
+        ctx: a :class:`SparseContext` of yours, instead of ``group``.
         algorithm: ``"owner"`` (one contributor reduces each row), ``"gather"`` (every rank is sent everything; for few
             rows), ``"dense"`` (through torch.distributed's all-reduce; the sum is in the order that it takes), or
             ``"auto"``: see :func:`tdcoll.collectives.sparse_all_reduce.policy.choose`.
@@ -170,7 +177,7 @@ def sparse_all_reduce(
     :mod:`tdcoll.collectives.sparse_all_reduce`.
     """
     name = "sparse_all_reduce"
-    context = _context(ctx, name, tensor)
+    context = _context(ctx, group, name, tensor)
 
     facts = _facts("shape", tensor)
     with _calling(context, name, lambda: rows_of_tensor(tensor, context.device), op, algorithm, **facts) as rows:
@@ -183,9 +190,10 @@ def sparse_all_reduce_rows(
     indices: torch.Tensor,
     values: torch.Tensor,
     num_rows: int,
-    ctx: SparseContext | None = None,
     op: str | torch.distributed.ReduceOp = "sum",
     *,
+    group: runtime.Group = None,
+    ctx: SparseContext | None = None,
     coalesced: bool = False,
     algorithm: str = "auto",
     copy: bool = True,
@@ -196,7 +204,7 @@ def sparse_all_reduce_rows(
         indices: int64 ``[n]``, each in ``0..num_rows - 1``; any order, and repeated, unless ``coalesced``.
         values: ``[n, ...]``, the rows.
         num_rows: of the table, the same on all ranks.
-        ctx, op, algorithm, copy: as for :func:`sparse_all_reduce`.
+        op, group, ctx, algorithm, copy: as for :func:`sparse_all_reduce`.
         coalesced: ``indices`` are ascending and all different, which saves sorting them. Checked, on all ranks.
 
     Returns:
@@ -206,7 +214,7 @@ def sparse_all_reduce_rows(
         As :func:`sparse_all_reduce`.
     """
     name = "sparse_all_reduce_rows"
-    context = _context(ctx, name, values, num_rows)
+    context = _context(ctx, group, name, values, num_rows)
 
     def prepare() -> Rows:
         return rows_of_pair(indices, values, num_rows, coalesced, context.device)
@@ -220,9 +228,9 @@ def sparse_all_reduce_padded(
     indices: torch.Tensor,
     values: torch.Tensor,
     num_rows: int,
-    ctx: SparseContext,
     op: str | torch.distributed.ReduceOp = "sum",
     *,
+    ctx: SparseContext,
     coalesced: bool = False,
     algorithm: str = "auto",
 ) -> PaddedRows:

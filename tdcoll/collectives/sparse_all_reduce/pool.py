@@ -19,11 +19,13 @@ __all__ = ["default_context", "growing_context"]
 _FEWEST_ROWS = 256
 
 
-def default_context(values: Any, num_rows: Any = None) -> SparseContext:
-    """tdcoll's own context of all ranks: it grows, follows the stream, and lives until ``finalize``. ``values`` are the
-    rows, or the sparse tensor, of this rank's first call, not checked yet."""
+def default_context(group: runtime.Group, values: Any, num_rows: Any = None) -> SparseContext:
+    """Return tdcoll's own context of a group: it grows, follows the stream, and lives until ``finalize``.
+
+    ``values`` are the rows, or the sparse tensor, of this rank's first call, not checked yet.
+    """
     owner = runtime.current()
-    key = ("sparse", owner.ranks_of(None))
+    key = ("sparse", owner.ranks_of(group))
     if key not in owner.contexts:
         n, row_bytes = 0, 0
         if isinstance(values, torch.Tensor) and values.layout == torch.sparse_coo:
@@ -31,7 +33,7 @@ def default_context(values: Any, num_rows: Any = None) -> SparseContext:
         if isinstance(values, torch.Tensor) and values.layout == torch.strided and values.dim():
             n, row_bytes = values.shape[0], values.shape[1:].numel() * values.dtype.itemsize
         n = min(n, num_rows) if isinstance(num_rows, int) else n  # repeated rows count once
-        owner.contexts[key] = growing_context(owner, key[1], n, row_bytes)
+        owner.contexts[key] = growing_context(owner, key[1], n, row_bytes, group=group)
     found: SparseContext = owner.contexts[key]
     return found
 
@@ -44,7 +46,7 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
 
     Args:
         rows, row_bytes: what this rank brings to the first call.
-        options: others of :class:`SparseContext`.
+        options: others of :class:`SparseContext`; its ``group`` if that is a ProcessGroup, for the dense algorithm.
 
     Raises:
         HeapExhaustedError: the heap has no room for either. On all ranks.
@@ -52,12 +54,12 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
     asked = owner.exchange(ranks, "sparse all-reduce: rows, row bytes", (rows, row_bytes))
     most, widest = max(_FEWEST_ROWS, *(n for n, _ in asked)), max(nbytes for _, nbytes in asked)
     options |= {"max_row_bytes": widest, "grow": True}
+    group = options.pop("group", None) or ranks
     with on(owner.device):
         try:
-            made = SparseContext(ranks, max_rows_per_rank=most, **options)
+            made = SparseContext(group, max_rows_per_rank=most, **options)
         except HeapExhaustedError:  # on all ranks alike
             if most == _FEWEST_ROWS:
                 raise
-            made = SparseContext(ranks, max_rows_per_rank=_FEWEST_ROWS, **options)
-    made.follows_stream = True
+            made = SparseContext(group, max_rows_per_rank=_FEWEST_ROWS, **options)
     return made
