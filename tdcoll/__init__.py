@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tdcoll.collectives._host.plan import Plan
     from tdcoll.collectives.all_gather import all_gather, all_gather_in_place, all_gather_into_tensor
     from tdcoll.collectives.all_reduce import all_reduce, all_reduce_
+    from tdcoll.collectives.all_to_all import all_to_all, all_to_all_single
     from tdcoll.collectives.index_match import match_indices, match_lists
     from tdcoll.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
     from tdcoll.collectives.sparse_all_reduce import (
@@ -68,6 +69,8 @@ __all__ = [
     "all_gather_into_tensor",
     "all_reduce",
     "all_reduce_",
+    "all_to_all",
+    "all_to_all_single",
     "barrier",
     "barrier_on_stream",
     "begin_epoch",
@@ -98,6 +101,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
     _NAMES = {
         "collectives.all_gather": "all_gather all_gather_in_place all_gather_into_tensor",
         "collectives.all_reduce": "all_reduce all_reduce_",
+        "collectives.all_to_all": "all_to_all all_to_all_single",
         "collectives.index_match": "match_indices match_lists",
         "collectives.reduce_scatter": "reduce_scatter reduce_scatter_tensor",
         "collectives.sparse_all_reduce": (

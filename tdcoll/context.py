@@ -328,6 +328,11 @@ class CollectiveContext(Gate):
             found = self.known[key] = make()
         return found
 
+    @property
+    def loads_together(self) -> bool:
+        """Whether ranks wait for each other to load kernels: see :meth:`wait_for_loads`."""
+        return self.max_programs != MAX_PROGRAMS and not INTERPRETED
+
     def wait_for_loads(self, operation: str, variant: Hashable) -> None:
         """Wait, before the first launch of a kernel, until all ranks have loaded it. Collective, once per ``variant``.
 
@@ -335,7 +340,7 @@ class CollectiveContext(Gate):
         rank may have to wait for one that waits for a peer, which in turn waits for this rank. No rank therefore
         launches what another has yet to load. Contexts without ``max_programs`` don't need this.
         """
-        if INTERPRETED or self.max_programs == MAX_PROGRAMS or variant in self._loaded:
+        if variant in self._loaded or not self.loads_together:
             return
         self.job.exchange(self._group, f"{operation}: its kernels are loaded")
         self._loaded.add(variant)

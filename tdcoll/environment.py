@@ -56,12 +56,9 @@ PUBLIC = frozenset(
 
 INTERNAL = frozenset(
     {
-        "TDCOLL_GPUS",
         "TDCOLL_LAST_WORDS",
-        "TDCOLL_MODE",
         "TDCOLL_OFFLINE",
         "TDCOLL_PYTHON",
-        "TDCOLL_RDZV",
         "TDCOLL_SETENV",
     }
 )

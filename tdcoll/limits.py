@@ -3,7 +3,7 @@
 
 __all__ = ["CHANNELS", "COLLECTIVES", "MAX_PROGRAMS", "SHARED_WARPS", "flagged_bytes", "lamport_bytes"]
 
-COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 """The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
 
 CHANNELS = 512

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """tdcoll's collectives as operators of PyTorch's, which ``torch.compile`` traces: ``import tdcoll.ops``.
 
-``torch.ops.tdcoll.all_gather``, the other dense collectives and ``all_reduce_rms_norm`` are functional: they return new tensors and write to none of their arguments. The group is a string (:func:`group_name`), and the contexts
-are tdcoll's own. See ``docs/fused.md``.
+``torch.ops.tdcoll.all_gather``, the other dense collectives and ``all_reduce_rms_norm`` are functional: they return new
+tensors and write to none of their arguments. The group is a string (:func:`group_name`), and the contexts are tdcoll's
+own. See ``docs/fused.md``.
 
 :func:`fusing` is a backend for ``torch.compile`` which replaces an all-reduce, the addition of a residual and an
 RMSNorm by ``all_reduce_rms_norm``, and leaves the rest to Inductor.

@@ -75,7 +75,7 @@ def test_anything_may_be_the_first() -> None:
     """No order of imports hides in ``import tdcoll``: the language and the simulator, say, import each other."""
     modules = [
         *("testing", "context", "memory", "runtime.lifecycle", "language.jit", "distributed", "collectives.all_gather"),
-        *("runtime.simulator.machine", "runtime.simulator.process", "collectives.sparse_all_reduce", "bench.job"),
+        *("runtime.simulator.machine", "runtime.simulator.process", "collectives.sparse_all_reduce", "bench.engine"),
     ]
     attributes = (
         "import tdcoll; tdcoll.runtime.current_or_none, tdcoll.errors.TdcollError, tdcoll.language.CMP_GE",

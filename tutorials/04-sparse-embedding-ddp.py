@@ -179,7 +179,7 @@ def train(model, optimizer, batches):
 #
 # The comparison needs both. A process has one *default* process group, made by `init_process_group`, and as many
 # others as it likes, each with a backend of its own. So tdcoll is the default, and the other run gets a group that is
-# NCCL's (gloo's on CPUs) and nothing else: PyTorch's own, not the inner group that tdcoll hands calls over to.
+# NCCL's (gloo's on CPUs) and nothing else: PyTorch's own, not the fallback backend that tdcoll hands calls over to.
 # The two train one after the other, so that neither disturbs the other.
 #
 # `gradient_as_bucket_view` spares DDP a copy of the dense gradients, 4 GB for the large table. The dense run shall be
@@ -198,9 +198,9 @@ def distribute(model, group):
 # after the first run, and means:
 #
 # * `all_gather`, `all_reduce`, `reduce_scatter`, `sparse_all_reduce`, `barrier`: tdcoll's kernels, with the memory that
-#   they have reserved; or, where they cannot run, the inner group and why. (That is the thing to look at where a job is
+#   they have reserved; or, where they cannot run, the fallback backend and why. (That is the thing to look at where a job is
 #   slower than expected: a missing NVSHMEM does not end it.)
-# * everything else goes to the inner group, NCCL for tensors on GPUs and gloo for those on CPUs. So do calls that are
+# * everything else goes to the fallback backend, NCCL for tensors on GPUs and gloo for those on CPUs. So do calls that are
 #   larger than a kind's limit. DDP puts the gradients of the dense layers into buckets and all-reduces those: tdcoll
 #   serves a bucket up to the limit of `all_reduce`, and hands a larger one over.
 # * how often each was called so far: one sparse all-reduce per step, which is checked.

@@ -5,18 +5,15 @@ One engine measures everything:
 
 - :mod:`.timing` times launches on GPUs; ``graph_time_us`` is for everybody's use;
 - :mod:`.engine` prepares, measures in turns and checks subjects, of which it knows no more than their calls;
-- :mod:`.case` says what a benchmark has of its own, and has the command around it; :mod:`.job` are its ranks,
-  :mod:`.options` its command line, :mod:`.table` what it shows, :mod:`.provenance` what it was measured with.
+- :mod:`.case` has the command around a benchmark, :mod:`.options` its command line, :mod:`.rows` what it measured and
+  how that is shown, :mod:`.provenance` what it was measured with.
 
-The cases:
+The benchmarks:
 
-- :mod:`.all_gather`, :mod:`.all_reduce` and :mod:`.reduce_scatter`, which share :mod:`.dense`, against :mod:`.peers`
-  and :mod:`.reduction_peers`, on :mod:`.data`, of which every misplaced or stale word shows;
-- :mod:`.sparse_all_reduce` against :mod:`.sparse_peers`, on :mod:`.sparse_data`;
-- :mod:`.index_match` on one GPU, also against a kernel of :mod:`.kernels`;
-- :mod:`.signal`, with the other kernels there.
+- :mod:`.dense` of every collective in :mod:`.specs`, against :mod:`.peers`, on :mod:`.data`, of which every misplaced
+  or stale element shows;
+- :mod:`.all_reduce_rms_norm`, :mod:`.sparse_all_reduce`, and :mod:`.signal` with the kernels there.
 
-:mod:`.tune` measures what dense collectives could do, and makes a tuning table by :mod:`.choosing`.
-:mod:`.projection` turns the simulator's counts into the time of a cluster. :mod:`.arithmetic` is what is computed from
-sizes and times; pure, as are :mod:`.rows` and :mod:`.report`.
+:mod:`.tune` measures plans of dense collectives, and makes a tuning table by :mod:`.choosing`. :mod:`.report` and
+:mod:`.plots` show files of rows. :mod:`.arithmetic`, :mod:`.rows`, :mod:`.specs`, :mod:`.report` are pure.
 """

@@ -4,21 +4,25 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 
+from tdcoll.bench.specs import SPECS
 from tdcoll.output import unless_the_reader_goes
 
-BENCHMARKS = {
-    "all_gather": "the all-gather against its peers",
-    "all_reduce": "the all-reduce, likewise",
-    "all_reduce_rms_norm": "all-reduce + residual + RMSNorm, fused and not",
-    "reduce_scatter": "the reduce-scatter, likewise",
-    "sparse_all_reduce": "the sum of row-sparse tensors against what NCCL and gloo can do",
-    "index_match": "matching lists of row numbers, on one GPU (--nproc 1)",
-    "signal": "how long a signal takes, one-way and all-to-all",
+_OTHERS = {
+    "all_reduce_rms_norm": ("AllReduceNorm", "all-reduce + residual + RMSNorm, fused and not"),
+    "sparse_all_reduce": ("SparseAllReduce", "the sum of row-sparse tensors against what NCCL can do"),
+    "signal": ("Signalling", "how long a signal takes, one-way and all-to-all"),
 }
-"""Name of each benchmark, which is also its module's, and what it measures."""
+"""Module, class, and what is measured, of the benchmarks that are not of a dense collective."""
+
+BENCHMARKS = {
+    **{name: f"{spec.title.lower()}s against their peers" for name, spec in SPECS.items()},
+    **{name: what for name, (_, what) in _OTHERS.items()},
+}
+"""The name of each benchmark, and what it measures."""
 
 _USAGE = "usage: bash launch.sh [--nproc N] -m tdcoll bench BENCHMARK [options]"
 
@@ -37,8 +41,11 @@ Each benchmark has a --help of its own. On the simulator they check results and 
 def main(arguments: Sequence[str]) -> int:
     """Run one benchmark; its exit status."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
-    if name in BENCHMARKS:
-        return int(importlib.import_module(f"tdcoll.bench.{name}").main(rest))
+    if name in SPECS:
+        return int(importlib.import_module("tdcoll.bench.dense").main(name, rest))
+    if name in _OTHERS:
+        kind = pkgutil.resolve_name(f"tdcoll.bench.{name}:{_OTHERS[name][0]}")
+        return int(importlib.import_module("tdcoll.bench.case").run(kind, rest))
     if name in ("-h", "--help"):
         print(_HELP)
         return 0

@@ -1,268 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers whose contents say where they belong: every word depends on rank, index, call and round.
+"""Inputs and results of dense collectives, and the check of results.
 
-A *round* is one launch of all calls; the inputs change between rounds on the device, in stream order, so a launch that
-shows an earlier round's data is found out. Words are integers, and compared exactly. Every call of a launch has an
-input and a result of its own (a *set*), so each of them is checked after the launch.
+Inputs are whole numbers, drawn by seeded generators: every rank can draw the input of any rank and call. They are
+small enough that every reduction over all ranks is exact in the dtype, in any order, and never 0.
 
-:class:`Buffers` are those of an all-gather, whose words are of any value. :class:`Reduced` are those of a
-reduce-scatter, and :class:`ReducedAlike` of an all-reduce, whose words are so small that sums over all ranks are exact
-in any order.
+A *round* is one launch of all calls. From one round to the next all numbers change on the device, in stream order,
+which shows results of an earlier launch. Consecutive calls of a launch use different buffers (*sets*).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
+from tdcoll.bench.specs import Spec
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 
-__all__ = ["EXACT", "Buffers", "Pattern", "Reduced", "ReducedAlike"]
+__all__ = ["Buffers", "buffer_bytes", "exact"]
 
 _ALIGNMENT = 256
-_RANK, _CALL, _ROUND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
-"""Large odd numbers: sums of few multiples of them and of an index do not meet."""
-
-EXACT = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
-"""Whole numbers up to this are exact."""
-
-_INDEX, _MIX = 0x27D4EB2F, 0x2C1B3C6D
-"""Odd numbers that scatter bits."""
-
-_CHECKED = 1 << 24
-"""Words of a sum that are compared at once."""
+_MOST_DRAWN, _MOST_ROUNDS = 1 << 30, 1 << 10
 
 
-class Pattern:
-    """``[words]`` integers for each rank, call and round. Wraps around.
-
-    Args:
-        nbytes: bytes of one rank's data.
-        device: where.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.word = torch.int32 if nbytes % 4 == 0 else torch.uint8
-        count = nbytes // self.word.itemsize
-        self._index = torch.arange(count, dtype=torch.int64, device=device).to(self.word)
-
-    def number(self, value: int) -> int:
-        """``value`` modulo the words' range."""
-        return _signed(value) if self.word == torch.int32 else value % 256
-
-    @property
-    def step(self) -> int:
-        """What is added from one round to the next."""
-        return self.number(_ROUND)
-
-    def words(self, rank: int, call: int, round_: int) -> torch.Tensor:
-        """Return what ``rank`` contributes to a call of a round."""
-        return self._index + self.number(rank * _RANK + call * _CALL + round_ * _ROUND)
+def exact(dtype: torch.dtype) -> int:
+    """Return the number up to which ``dtype`` has all whole numbers."""
+    return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max + 1
 
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def buffer_bytes(spec: Spec, nbytes: int, world: int, sets: int) -> int:
+    """Return the bytes of all inputs and results of :class:`Buffers`."""
+    return sets * sum(map(_padded, spec.extents(nbytes, world)))
+
+
 class Buffers:
-    """Inputs and results of the calls of one launch: of an all-gather.
+    """Inputs and results of the calls of one launch.
 
     Args:
-        nbytes: bytes per rank.
-        world, rank: of the group.
-        sets: number of calls.
-        dtype: as which the calls see their data.
-        device: where.
-        storage: bytes for results that hold their inputs as their own segments, as calls in place have them;
-            None: inputs lie elsewhere.
-        allocate: makes bytes, where it is not ``torch.empty``.
-        separate: each input is an allocation of its own.
+        spec: the collective.
+        nbytes: bytes of a segment.
+        nodes: the node of each rank.
+        rank: whose inputs and results these are.
+        dtype: of the data.
+        device: where they are.
+        sets: how many inputs and results there are.
         calls: of a launch, which take the sets in turn; None: as many as there are sets.
+        op: how the collective reduces; None: it does not.
+        allocate: ``bytes -> [bytes]`` uint8, where it is not ordinary memory of the device.
+        separate: each input and each result is an allocation.
+
+    Attributes:
+        inputs: ``[segments * n]`` for each set.
+        results: ``[segments * n]`` for each set.
+
+    Raises:
+        ValueError: ``dtype`` has no exact reductions of different numbers over so many ranks.
     """
 
     def __init__(
         self,
+        spec: Spec,
         nbytes: int,
-        world: int,
+        nodes: Sequence[int],
         rank: int,
-        sets: int,
         dtype: torch.dtype,
         device: torch.device,
-        storage: torch.Tensor | None = None,
+        *,
+        sets: int,
+        calls: int | None = None,
+        op: str | None = None,
         allocate: Callable[[int], torch.Tensor] | None = None,
         separate: bool = False,
-        *,
-        calls: int | None = None,
     ) -> None:
-        def plain(size: int) -> torch.Tensor:
-            return torch.empty(size, dtype=torch.uint8, device=device)
-
-        make = allocate or plain
-        self.world, self.rank, self.sets, self.round = world, rank, sets, 0
-        self.calls = calls or sets
-        self._nbytes = nbytes
-        given_bytes, result_bytes = self.extents(nbytes, world)
-        stride, given_stride = _padded(result_bytes), _padded(given_bytes)
-        if storage is not None:
-            self._results = storage[: sets * stride]
-            own = self._results.view(sets, stride)[:, rank * nbytes : (rank + 1) * nbytes]
-            self._inputs, self._changing = [*own], [own]
-        elif separate:
-            self._results = plain(sets * stride)
-            self._inputs = [make(given_bytes) for _ in range(sets)]
-            self._changing = self._inputs
-        else:
-            self._results = make(sets * stride)
-            given = make(sets * given_stride)
-            self._inputs = [*given.view(sets, given_stride)[:, :given_bytes]]
-            self._changing = [given]
-        results = self._results.view(sets, stride)[:, :result_bytes]
-        self.inputs = [self._inputs[i].view(dtype) for i in range(sets)]
-        """Inputs of this rank, one for each call: ``[n]``; of a reduce-scatter ``[world * n]``."""
-        self.results = [results[i].view(dtype) for i in range(sets)]
-        """Results, one for each call: ``[n]``; of an all-gather ``[world * n]``."""
-        self._begin(dtype, device)
-
-    def _begin(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Make what the words follow from."""
-        self._pattern = Pattern(self._nbytes, device)
-        self._changing = [part.view(self._pattern.word) for part in self._changing]
-
-    @staticmethod
-    def extents(nbytes: int, world: int) -> tuple[int, int]:
-        """Bytes of an input and of a result."""
-        return nbytes, world * nbytes
-
-    @classmethod
-    def storage_bytes(cls, nbytes: int, world: int, sets: int) -> int:
-        """Bytes of ``storage`` that the calls of one launch need."""
-        return sets * _padded(cls.extents(nbytes, world)[1])
-
-    @classmethod
-    def whole_bytes(cls, nbytes: int, world: int, sets: int) -> int:
-        """Bytes of all inputs and results."""
-        return sets * sum(map(_padded, cls.extents(nbytes, world)))
-
-    def fill(self, round_: int) -> None:
-        """Inputs of ``round_``, and results that are wrong everywhere."""
-        self._results.fill_(0xA5)
-        self.round = round_
-        for call in range(self.sets):
-            self._inputs[call].view(self._pattern.word).copy_(self._pattern.words(self.rank, call, round_))
-
-    def advance(self) -> None:
-        """The inputs of the next round, by one addition on the current stream."""
-        self.round += 1
-        for words in self._changing:
-            words.add_(self._pattern.step)
-
-    def errors(self, call: int, result: torch.Tensor) -> tuple[int, str]:
-        """Number of wrong words in a call's result, and where the first is."""
-        parts = [part.view(self._pattern.word) for part in result.view(torch.uint8).chunk(self.world)]
-        wrong = [(part != self._pattern.words(peer, call, self.round)).sum() for peer, part in enumerate(parts)]
-        total = int(torch.stack(wrong).sum())
-        if not total:
-            return 0, ""
-        peer = next(peer for peer, count in enumerate(wrong) if int(count))
-        expected = self._pattern.words(peer, call, self.round)
-        return total, self._said(total, call, f"rank {peer}'s word", parts[peer], expected)
-
-    def _said(
-        self, total: int, call: int, what: str, found: torch.Tensor, expected: torch.Tensor, first: int = 0
-    ) -> str:
-        index = int((found != expected).nonzero()[0])
-        return (
-            f"rank {self.rank}: {total} wrong word(s), first: call {call}, {what} {first + index}: "
-            f"expected {expected[index].item()}, got {found[index].item()}"
-        )
-
-
-class Reduced(Buffers):
-    """Those of a reduce-scatter: element i of a rank's input to a call is a whole number of [0, heads + rounds).
-
-    It is ``head(rank, call, i) + round % rounds``; the heads are pseudo-random.
-
-    Args:
-        op: how the parts are reduced; ``nodes``: the node of each rank.
-        Others: as for :class:`Buffers`, but that a result has no place for its input: there is no ``storage``.
-
-    Raises:
-        ValueError: sums over so many ranks, of sums where calls take the same buffer, are not exact in ``dtype``.
-    """
-
-    def __init__(self, *arguments: Any, op: str = "sum", nodes: Sequence[int], **named: Any) -> None:
-        self._op, self._nodes = op, nodes
-        super().__init__(*arguments, **named)
-
-    def _begin(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec, self.nodes, self.rank, self.sets, self.op = spec, nodes, rank, sets, op
+        self.world, self.calls, self.round = len(nodes), calls or sets, 0
+        self._segment = nbytes // dtype.itemsize
         # Calls in place that take a buffer again add up sums, and round each time that they add two.
-        most = self.world if self.calls == self.sets else self.world**2
-        room = EXACT.get(dtype, 1 << 24) // (most if self._op in ("sum", "mean") else 1)
+        terms = self.world if self.calls == sets else self.world**2
+        room = exact(dtype) // (terms if op in ("sum", "mean") else 1)
         if room < 4:
             name = str(dtype).removeprefix("torch.")
             raise ValueError(f"{name} has no exact sums of different numbers over {self.world} ranks; take another")
-        self._heads = min(1 << 12, 1 << (room // 2).bit_length() - 1)
-        self._rounds = min(1 << 10, room // 2)
-        self._dtype = dtype
-        self._index = torch.arange(self.inputs[0].numel(), dtype=torch.int32, device=device) * _signed(_INDEX)
-        self._changing = [part.view(dtype) for part in self._changing]
+        self._drawn, self._rounds = min(room // 2, _MOST_DRAWN), min(room // 2, _MOST_ROUNDS)
+        self._generator = torch.Generator(device)
+        make = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
-    @staticmethod
-    def extents(nbytes: int, world: int) -> tuple[int, int]:
-        return world * nbytes, nbytes
+        def buffers(size: int) -> list[torch.Tensor]:
+            stride = _padded(size)
+            made = [make(size) for _ in range(sets)] if separate else [*make(sets * stride).view(sets, stride)]
+            return [one[:size].view(dtype) for one in made]
 
-    def first_of_result(self) -> int:
-        """The element of an input that the result begins with."""
-        return self.rank * self.results[0].numel()
+        given, result = spec.extents(nbytes, self.world)
+        self.results, self.inputs = buffers(result), buffers(given)
 
-    def _values(self, rank: int, call: int, begin: int, end: int) -> torch.Tensor:
-        """Elements ``begin`` to before ``end`` of what ``rank`` gives to a call of this round."""
-        bits = self._index[begin:end] + _signed(rank * _RANK + call * _CALL)
-        bits = (bits ^ (bits >> 15)) * _signed(_MIX)
-        return ((bits >> 12) & (self._heads - 1)).add_(self.round % self._rounds).to(self._dtype)
+    def own(self, call: int) -> torch.Tensor:
+        """Return the part of a result that a call in place takes its input from."""
+        result = self.results[call]
+        return result if self.spec.one_tensor else result.chunk(self.world)[self.rank]
+
+    def growth(self) -> int:
+        """Return the factor by which another call in place on the same buffer multiplies the result.
+
+        Raises:
+            ValueError: a launch has such calls (``--buffers``), and their results are not exact.
+        """
+        world, dtype = self.world, self.inputs[0].dtype
+        if self.op != "sum" or self.sets == self.calls:
+            return 1
+        most = float(world) ** -(-self.calls // self.sets)
+        if world & (world - 1) or not dtype.is_floating_point or exact(dtype) * most > torch.finfo(dtype).max:
+            raise ValueError(
+                f"adds up its own results with --buffers {self.sets}, which of {dtype} over {world} ranks is inexact"
+            )
+        return world
+
+    def _values(self, rank: int, call: int, segment: int) -> torch.Tensor:
+        """``[n]``: a segment of the input that ``rank`` gives to a call in this round."""
+        generator = self._generator.manual_seed((call * self.world + rank) * self.world + segment)
+        drawn = torch.empty_like(self.inputs[0][: self._segment]).random_(1, self._drawn + 1, generator=generator)
+        return drawn.add_(self.round % self._rounds)
 
     def fill(self, round_: int) -> None:
-        self._results.fill_(0xA5)
+        """Set the inputs of ``round_``, and results that are wrong everywhere."""
         self.round = round_
-        for call, given in enumerate(self.inputs):
-            given.copy_(self._values(self.rank, call, 0, given.numel()))
+        for call, (given, result) in enumerate(zip(self.inputs, self.results, strict=True)):
+            result.view(torch.uint8).fill_(0xA5)
+            for segment, part in enumerate(given.split(self._segment)):
+                part.copy_(self._values(self.rank, call, segment))
 
     def advance(self) -> None:
+        """Set the inputs of the next round, by an addition on the current stream."""
         before = self.round % self._rounds
         self.round += 1
-        for values in self._changing:
-            values.add_(self.round % self._rounds - before)
+        for given in self.inputs:
+            given.add_(self.round % self._rounds - before)
+
+    def expected(self, call: int) -> torch.Tensor:
+        """``[segments * n]``: the result of a call in this round."""
+        own = self.rank if self.spec.segment_of_each[0] else 0
+        parts = [self._values(rank, call, own) for rank in range(self.world)]
+        return reduce_parts(parts, self.nodes, self.op or "sum") if self.spec.reduces else torch.cat(parts)
 
     def errors(self, call: int, result: torch.Tensor) -> tuple[int, str]:
-        count = self.results[0].numel()
-        own = self.first_of_result()
-
-        def expected(begin: int, end: int) -> torch.Tensor:
-            parts = [self._values(rank, call, own + begin, own + end) for rank in range(self.world)]
-            return reduce_parts(parts, self._nodes, self._op)
-
-        parts = [(begin, min(begin + _CHECKED, count)) for begin in range(0, count, _CHECKED)]
-        wrong = [(result[begin:end] != expected(begin, end)).sum() for begin, end in parts]
-        total = int(torch.stack(wrong).sum())
-        if not total:
+        """Return how many elements of a call's result are wrong, and where the first is."""
+        expected = self.expected(call)
+        wrong = result != expected
+        if not (total := int(wrong.sum())):
             return 0, ""
-        begin, end = next(part for part, errors in zip(parts, wrong, strict=True) if int(errors))
-        return total, self._said(total, call, "element", result[begin:end], expected(begin, end), begin)
-
-
-class ReducedAlike(Reduced):
-    """Those of an all-reduce: :class:`Reduced` whose results are as large as the inputs."""
-
-    @staticmethod
-    def extents(nbytes: int, world: int) -> tuple[int, int]:
-        return nbytes, nbytes
-
-    def first_of_result(self) -> int:
-        return 0
-
-
-def _signed(value: int) -> int:
-    """The int32 with the low 32 bits of ``value``."""
-    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+        place = int(wrong.nonzero()[0])
+        values = f"expected {expected[place].item()}, got {result[place].item()}"
+        return total, f"rank {self.rank}: {total} wrong element(s), first: call {call}, element {place}: {values}"

@@ -16,6 +16,8 @@ timed path. What can be checked depends on the subject:
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +25,14 @@ from typing import Any
 
 import torch
 
-from tdcoll.bench.arithmetic import Summary, summarize
-from tdcoll.bench.job import Job
-from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_call, time_launches
+from tdcoll import runtime
+from tdcoll.bench.arithmetic import summarize
+from tdcoll.bench.rows import Row
+from tdcoll.bench.timing import Launch, LineUp, Straggler, capture, time_launches
+from tdcoll.errors import CollectiveTimeout, HeapExhaustedError
 from tdcoll.language import INTERPRETED
 
-__all__ = ["CALLS", "TURNS", "Entry", "Found", "Plan", "Subject", "measure_entries", "nothing", "simulate_entry"]
+__all__ = ["CALLS", "TURNS", "Entry", "Found", "Job", "Subject", "Wanted", "calls_of", "measure", "nothing", "simulate"]
 
 TURNS = 4
 """Turns that each entry takes per size; even, so that both launches are the last of as many turns."""
@@ -36,12 +40,67 @@ TURNS = 4
 CALLS = (2, 3) if INTERPRETED else (20, 21)
 """Calls timed together: an odd number shows protocols that mix up their buffers. Fewer where nothing is timed."""
 
+_RESULT_BYTES = 1 << 30
+"""About as much memory as the results of one launch take, each call having a result of its own."""
+
 Found = tuple[int, str]
 """How much is wrong, and where it begins."""
 
 
+def calls_of(nbytes: int) -> tuple[int, int]:
+    """Return the calls timed together whose results have so many bytes each: fewer than usual if they are large."""
+    even = min(CALLS[0], max(2, _RESULT_BYTES // nbytes // 2 * 2))
+    return even, even + 1
+
+
 def nothing(*_: Any) -> None:
     """For subjects that need nothing done."""
+
+
+class Job:
+    """The ranks of a benchmark, and what they agree on."""
+
+    def __init__(self) -> None:
+        self.owner = runtime.current()
+        self.topology = self.owner.topology()
+        self.device = self.owner.device
+        self.rounds = itertools.count(10_007, 10_007)
+        """Where the rounds of inputs begin: far from all before, those of other subjects included."""
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """``value`` of every rank; also a barrier between hosts."""
+        return self.owner.control.all_gather(range(self.owner.world_size), what, value)
+
+    def agree(self, what: str, action: Callable[[], Any], peer: bool) -> tuple[Any, str | None]:
+        """``(result, None)`` if the action works on every rank, else ``(None, why not)``, on every rank.
+
+        A peer may fail as it likes. What tdcoll does not support is a ValueError, what does not fit a
+        HeapExhaustedError; anything else is raised.
+        """
+        result, problem = None, None
+        try:
+            result = action()
+        except Exception as error:
+            if isinstance(error, CollectiveTimeout) or not (
+                peer or isinstance(error, (ValueError, HeapExhaustedError))
+            ):
+                raise
+            problem = " ".join(f"{error}".split())[:300] or type(error).__name__
+        for rank, other in enumerate(self.gather(what, problem)):
+            if other is not None:
+                return None, other if rank == self.topology.rank or problem else f"rank {rank}: {other}"
+        return result, None
+
+    def count(self, action: Callable[[], Any], calls: int = 1) -> dict[str, list[float]]:
+        """Return what the simulator counts while ``action`` makes ``calls`` calls: per call, of each rank."""
+        from tdcoll.runtime.simulator.current import machine
+
+        counted = machine().counts[self.topology.pes[self.topology.rank]]
+        before = dataclasses.asdict(counted)
+        action()
+        own = {key: (value - before[key]) / calls for key, value in dataclasses.asdict(counted).items()}
+        counts = self.gather("counts", own)
+        return {key: [of_rank[key] for of_rank in counts] for key in own}
 
 
 @dataclass(frozen=True)
@@ -58,10 +117,7 @@ class Subject:
         parts: what a call counts as; times are of a part.
         alone: see the module.
         takes_part: whether this rank does; times of others do not count.
-        most_iterations: where a call takes long.
-        data: what it works on, if that is not what was asked for.
         notes: what has to be known of it; may grow while it runs.
-        captured: after its graphs were captured and before the first replay; collective.
         close: gives back what it owns; collective.
     """
 
@@ -74,10 +130,7 @@ class Subject:
     parts: int = 1
     alone: bool = False
     takes_part: bool = True
-    most_iterations: int | None = None
-    data: Any = None
     notes: list[str] = field(default_factory=list)
-    captured: Callable[[], object] = nothing
     close: Callable[[], object] = nothing
 
     def numbers(self, calls: int) -> list[int]:
@@ -85,48 +138,63 @@ class Subject:
         return [position % self.inputs for position in range(calls)]
 
 
-@dataclass
-class Entry:
-    """A subject in one way of launching it, or why there is none.
+@dataclass(frozen=True)
+class Wanted:
+    """Something to measure, of one size.
 
     Attributes:
-        fields: what its row has besides.
-        summary, wall_us: once it is measured.
+        name, peer: of its rows.
+        make: makes the subject; raises the reason for which it cannot run. Collective.
+        launches: in which ways.
+        facts: of its rows, besides those of all rows of the size.
     """
 
     name: str
     peer: bool
+    make: Callable[[], Subject]
+    launches: Sequence[str]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Entry:
+    """A subject in one way of launching it, or the reason for which there is none."""
+
+    wanted: Wanted
     launch: str
-    subject: Subject | None = None
+    subject: Any = None
     problem: str | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
-    summary: Summary | None = None
-    wall_us: float | None = None
+    times: dict[str, float] = field(default_factory=dict)
     counts: dict[str, list[float]] | None = None
     calls: tuple[int, ...] = (1,)
     launches: list[Launch] = field(default_factory=list)
     results: list[list[Any]] = field(default_factory=list)
     times_us: list[float] = field(default_factory=list)
-    walls_us: list[float] = field(default_factory=list)
     errors: int = 0
     where: str | None = None
 
-    def common(self, job: Job, straggler: bool) -> dict[str, Any]:
-        """Return what every benchmark's row has of it."""
-        return {
-            "ranks": job.topology.world_size,
-            "nodes": job.topology.n_nodes,
-            "algorithm": self.name,
-            "peer": self.peer,
-            "launch": self.launch,
-            "check": "not run" if self.problem else "WRONG" if self.errors else "ok",
-            "note": self.problem or self.where or "; ".join(self.subject.notes if self.subject else ()) or None,
-            "straggler": straggler and not job.owner.simulated,
-            "counts": self.counts,
-            "calls": self.calls,
-            "iterations": len(self.times_us),
-            **self.fields,
-        }
+    def row(self, job: Job, facts: dict[str, Any], straggler: bool) -> Row:
+        """Return what was measured; ``facts`` are those of all rows of the size."""
+        return Row(
+            ranks=job.topology.world_size,
+            nodes=job.topology.n_nodes,
+            algorithm=self.wanted.name,
+            peer=self.wanted.peer,
+            launch=self.launch,
+            check="not run" if self.problem else "WRONG" if self.errors else "ok",
+            note=self.problem or self.where or "; ".join(self.subject.notes if self.subject else ()) or None,
+            straggler=straggler,
+            counts=self.counts,
+            calls=self.calls,
+            iterations=len(self.times_us),
+            facts={**facts, **self.wanted.facts},
+            **self.times,
+        )
+
+    def tried(self, job: Job, what: str, action: Callable[[], Any]) -> Any:
+        """Return what an action gives that may not work here; None after one that did not."""
+        result, self.problem = job.agree(f"{what} {self.wanted.name}", action, self.wanted.peer)
+        return result
 
     def checked(self, job: Job, found: Sequence[Found]) -> None:
         """Take note, on all ranks, of what was wrong on any."""
@@ -136,34 +204,21 @@ class Entry:
             self.where = self.where or where
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How to measure.
-
-    Attributes:
-        iterations, warmup: timed and untimed launches.
-        straggler: delays a rank in each iteration.
-    """
-
-    iterations: int
-    warmup: int
-    straggler: Straggler | None = None
-
-
 def _calls(subject: Subject, calls: int) -> list[Found]:
-    """So many calls, and what was wrong with each."""
-    found = []
-    for number in subject.numbers(calls):
-        subject.before([number])
-        found.append(subject.errors(number, subject.call(number)))
+    """At least so many calls, and what was wrong with each. Unless they are alone, as many as there are inputs are made
+    before the first is checked."""
+    found, step = [], 1 if subject.alone else subject.inputs
+    for first in range(0, calls, step):
+        numbers = [(first + place) % subject.inputs for place in range(step)]
+        subject.before(numbers)
+        results = [subject.call(number) for number in numbers]
+        found += [subject.errors(number, result) for number, result in zip(numbers, results, strict=True)]
     return found
 
 
-# ---------------------------------------------------------------------- on GPUs
-
-
-def _prepare(job: Job, entry: Entry, subject: Subject, plan: Plan) -> None:
+def _prepare(job: Job, entry: Entry, warmup: int) -> None:
     """Call it, and capture it if that is asked: what a launch needs before it can be timed."""
+    subject = entry.subject
 
     def launch(calls: int) -> Launch:
         results: list[Any] = [None] * calls
@@ -180,111 +235,116 @@ def _prepare(job: Job, entry: Entry, subject: Subject, plan: Plan) -> None:
         return capture(one, calls) if entry.launch == "graph" else Launch(run, calls)
 
     def run() -> list[Found]:
-        found = _calls(subject, max(subject.inputs, plan.warmup))
+        found = _calls(subject, max(subject.inputs, warmup))
         if entry.launch == "graph" or not subject.alone:
             entry.launches = [launch(calls) for calls in subject.calls]
             entry.calls = subject.calls
         return found
 
     subject.begin(next(job.rounds))
-    found, entry.problem = job.agree(f"prepare {entry.name}", run, entry.peer)
+    found = entry.tried(job, "prepare", run)
     if entry.problem is None:
         entry.checked(job, found)
-        if entry.launch == "graph" and subject.captured is not nothing:
-            _, entry.problem = job.agree(f"captured {entry.name}", subject.captured, entry.peer)
     if subject.alone:
         torch.cuda.empty_cache()  # a dense tensor needs what others would keep
 
 
-def _turn(job: Job, entry: Entry, subject: Subject, plan: Plan, line_up: LineUp, turn: int) -> None:
+def _time_alone(subject: Subject, number: int, line_up: LineUp, straggler: Straggler | None) -> tuple[Any, list[float]]:
+    """Return the result and the time of a call that may wait for the GPU, from an idle GPU.
+
+    The first line-up lets the hosts go on together. That of the launch, behind which the first event is, lets the
+    streams, so a rank that enters late is waited for before the others' first event.
+    """
+    results: list[Any] = []
+
+    def before(_: int) -> None:
+        subject.before([number])
+        line_up()
+        torch.cuda.synchronize()
+
+    launch = Launch(lambda: results.append(subject.call(number)), 1)
+    times_us = time_launches([launch], 1, line_up, before, straggler)
+    return results.pop(), times_us
+
+
+def _turn(
+    job: Job, entry: Entry, line_up: LineUp, turn: int, iterations: int, warmup: int, straggler: Straggler | None
+) -> None:
     """One turn of one entry: new data, launches, check."""
-    most = min(plan.iterations, subject.most_iterations or plan.iterations)
-    iterations = most // TURNS + (turn < most % TURNS)
-    if not iterations:
-        return
+    subject, launches = entry.subject, entry.launches
     subject.begin(next(job.rounds))
     torch.cuda.synchronize()
     job.gather("turn", None)
-    if entry.launches:
-        last = turn % len(entry.launches)
+    if launches:
+        last = turn % len(launches)
 
         def before(calls: int) -> None:
             subject.before(subject.numbers(calls))
 
-        time_launches(entry.launches, plan.warmup if turn == 0 else 1, line_up, before, last=last)
-        entry.times_us += time_launches(entry.launches, iterations, line_up, before, plan.straggler, last)
+        time_launches(launches, warmup if turn == 0 else 1, line_up, before, last=last)
+        entry.times_us += time_launches(launches, iterations, line_up, before, straggler, last)
         results = list(zip(subject.numbers(len(entry.results[last])), entry.results[last], strict=True))
         found = [subject.errors(number, result) for number, result in results[-1 if subject.alone else 0 :]]
     else:
         found = _calls(subject, 1)  # takes again the memory that was given back
         for iteration in range(iterations):
             number = (iteration + turn) % subject.inputs
-            subject.before([number])
-            result, time_us, wall_us = time_call(partial(subject.call, number), line_up, plan.straggler)
+            result, times_us = _time_alone(subject, number, line_up, straggler)
             found.append(subject.errors(number, result))
             del result  # before the next one needs as much
-            entry.times_us.append(time_us)
-            entry.walls_us.append(wall_us)
-        line_up.check()
+            entry.times_us += times_us
     entry.checked(job, found)
     if subject.alone:
         torch.cuda.empty_cache()
 
 
-def measure_entries(
-    job: Job, entries: Sequence[Entry], plan: Plan, line_up: LineUp, look: Callable[[], object] = nothing
+def measure(
+    job: Job,
+    entries: Sequence[Entry],
+    line_up: LineUp,
+    iterations: int,
+    warmup: int,
+    straggler: Straggler | None = None,
+    look: Callable[[], object] = nothing,
 ) -> None:
-    """Measure those that can be, and put into each what came out. Collective; ``look`` comes after every turn."""
+    """Measure those entries that can run, and put into each what came out. Collective.
+
+    Args:
+        iterations, warmup: timed and untimed launches.
+        straggler: delays a rank in each iteration.
+        look: is called after every turn.
+    """
     for entry in entries:
-        if entry.subject is not None and entry.problem is None:
-            _prepare(job, entry, entry.subject, plan)
-    for turn in range(TURNS):
-        for entry in entries:
-            if entry.subject is not None and entry.problem is None:
-                _turn(job, entry, entry.subject, plan, line_up, turn)
-                look()
+        if entry.problem is None:
+            _prepare(job, entry, warmup)
+    right = [entry for entry in entries if entry.problem is None]
+    for turn in range(min(TURNS, iterations)):
+        for entry in right:
+            share = iterations // TURNS + (turn < iterations % TURNS)
+            _turn(job, entry, line_up, turn, share, warmup, straggler)
+            look()
+    for entry in right:
+        times = [us / entry.subject.parts for us in entry.times_us]
+        of_ranks = job.gather("times", times if entry.subject.takes_part else None)
+        entry.times = summarize([of_rank for of_rank in of_ranks if of_rank is not None])
     for entry in entries:
-        if entry.subject is not None and entry.times_us:
-            times = [us / entry.subject.parts for us in entry.times_us]
-            of_ranks = job.gather("times", times if entry.subject.takes_part else None)
-            entry.summary = summarize([of_rank for of_rank in of_ranks if of_rank is not None])
-        if entry.walls_us:
-            entry.wall_us = summarize(job.gather("walls", entry.walls_us)).median_us
         entry.launches, entry.results = [], []  # graphs go before what they use
     torch.cuda.synchronize()
 
 
-# ---------------------------------------------------------------------- on the simulator
-
-
-def simulate_entry(job: Job, entry: Entry) -> None:
+def simulate(job: Job, entry: Entry) -> None:
     """Every input twice, or one of them twice if its calls are alone: checked, and counted.
 
     The second time data of the first that was left behind is found.
     """
-    subject = entry.subject
-    if subject is None or entry.problem is not None:
+    if entry.problem is not None:
         return
-    batches = [subject.numbers(subject.inputs)] * 2
-    if subject.alone:
-        batches = [[number] for number in subject.numbers(subject.inputs + 1)]
+    subject = entry.subject
+    calls = subject.inputs + 1 if subject.alone else 2 * subject.inputs
     found: list[Found] = []
-
-    def run(numbers: Sequence[int]) -> list[Any]:
-        return [subject.call(number) for number in numbers]
-
-    def agreed() -> None:
-        subject.begin(next(job.rounds))
-        for numbers in batches:
-            subject.before(numbers)
-            job.gather("turn", None)
-            results, entry.problem = job.agree(f"run {entry.name}", partial(run, numbers), entry.peer)
-            if entry.problem is not None:
-                return
-            found.extend(subject.errors(number, result) for number, result in zip(numbers, results, strict=True))
-
-    counts = job.count(agreed, sum(map(len, batches)))
+    subject.begin(next(job.rounds))
+    job.gather("begin", None)
+    counts = job.count(lambda: found.extend(entry.tried(job, "run", partial(_calls, subject, calls)) or ()), calls)
     if entry.problem is None:
         entry.checked(job, found)
-        entry.counts = None if entry.peer else counts
-        entry.calls = (len(batches[0]),)
+        entry.counts = None if entry.wanted.peer else counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that only the benchmarks need: signals back and forth, and something to compare index matching with.
+"""Kernels of the benchmark of signals.
 
 Signals count up for as long as their memory lives: ``counter``, in device memory, holds the last value, so a replay of
 a captured launch goes on where the one before ended. Waits are bounded and compare with >=.
@@ -10,7 +10,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 
-__all__ = ["match_by_equality", "ping_pong", "signal_all"]
+__all__ = ["ping_pong", "signal_all"]
 
 
 @jit
@@ -78,24 +78,3 @@ def signal_all(
                     tdl.signal_block(signals + row + rank, value, tdl.SIGNAL_SET, pe)
             alive = tdl.wait_signals(signals + row, WORLD, rank, tdl.CMP_GE, value, monitor, BLOCK)
     tl.store(counter, before + rounds)
-
-
-@jit(do_not_specialize=["size", "count"])
-def match_by_equality(
-    local, size: tl.int64, ids, count: tl.int64, out, OWN: tl.constexpr, OTHERS: tl.constexpr
-):  # fmt: skip
-    """``out[i]`` = place of ``local[i]`` in the ``count`` ``ids``, or -1.
-
-    A program compares ``OWN`` of the ``size`` local ids with all others, ``OTHERS`` at a time: O(size * count), where a
-    search takes O(size * log count).
-    """
-    i = tl.program_id(0).to(tl.int64) * OWN + tl.arange(0, OWN)
-    own = tl.load(local + i, mask=i < size, other=-1)
-    found = tl.full((OWN,), -1, tl.int64)
-    for start in tl.range(0, count, OTHERS):
-        j = start + tl.arange(0, OTHERS)
-        others = tl.load(ids + j, mask=j < count, other=-2)
-        equal = (own[:, None] == others[None, :]).to(tl.int32)
-        place = start + tl.argmax(equal, axis=1)
-        found = tl.where(tl.max(equal, axis=1) > 0, place.to(tl.int64), found)
-    tl.store(out + i, found, mask=i < size)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -11,11 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tdcoll.language import INTERPRETED
+import torch
+
+from tdcoll.arguments import parse_bytes, parse_whole
+from tdcoll.bench.arithmetic import distinct
 
 __all__ = [
-    *("Parser", "add_common", "add_launches", "add_project", "at_least", "check_common", "each", "names", "percent"),
-    *("positive", "positive_number"),
+    *("Parser", "add_common", "add_launches", "add_sizes", "at_least", "dtype", "each", "new_file", "number", "one_of"),
+    "read_sizes",
 ]
 
 
@@ -27,9 +31,6 @@ class Parser(argparse.ArgumentParser):
         example: options that its help shows in use.
     """
 
-    patience_s = 10.0
-    """Seconds that the others leave rank 0 to say what is wrong: the launcher ends all ranks when one has failed."""
-
     def __init__(self, *, prog: str, example: str = "--json result.json", **rest: Any) -> None:
         command = prog.replace("[--nproc N] ", "")
         super().__init__(prog=prog, epilog=f"example: {command} {example}", **rest)
@@ -38,89 +39,77 @@ class Parser(argparse.ArgumentParser):
         if os.environ.get("RANK", "0") == "0":
             super()._print_message(message, file)
         elif file is sys.stderr:
-            time.sleep(self.patience_s)
+            time.sleep(10.0)  # the launcher ends all ranks when one has failed: rank 0 may speak before
 
-    def option(self, name: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
+    def option(self, name: str, kind: Kind, default: Any, metavar: str, text: str) -> None:
         """An option with a value; its help says what it is by default."""
         self.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{text} (default %(default)s)")
 
     def some(self, name: str, known: Sequence[str], default: str | None = None) -> None:
         """An option that takes some of these names, by default all."""
         usual = ",".join(known) if default is None else default
-        self.option(name, names(known), usual, "A,B", f"some of {', '.join(known)}, or ''")
+        self.option(name, each(one_of(known), 0), usual, "A,B", f"some of {', '.join(known)}, or ''")
 
 
-# ---------------------------------------------------------------------- types for argparse
+Kind = Callable[[str], Any]
+"""What argparse takes as a type."""
 
 
-def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """``"a,b"``, all of them known."""
+def each(kind: Kind, least: int = 1) -> Kind:
+    """``"a,b"``, each of this kind, and at least so many."""
 
-    def parse_names(text: str) -> list[str]:
-        given = [name for name in text.split(",") if name]
-        if unknown := [name for name in given if name not in known]:
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}; got {', '.join(unknown)}")
-        return list(dict.fromkeys(given))
-
-    return parse_names
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """A whole number."""
-
-    def parse_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
-        return int(text)
-
-    return parse_number
-
-
-def positive(text: str) -> list[int]:
-    """``"1,2"``, whole numbers of at least 1."""
-    numbers = list(dict.fromkeys(at_least(1)(part) for part in text.split(",") if part))
-    if not numbers:
-        raise argparse.ArgumentTypeError("expected at least one number, got none")
-    return numbers
-
-
-def _number(text: str, fits: Callable[[float], bool], expected: str) -> float:
-    try:
-        if fits(value := float(text)):
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-
-
-def positive_number(unit: str) -> Callable[[str], float]:
-    """A number above 0."""
-    return lambda text: _number(text, lambda value: value > 0, f"a positive number of {unit}")
-
-
-def percent(text: str) -> float:
-    """``"3"`` is 0.03."""
-    return _number(text, lambda value: 0 <= value < 100, "a number of percent from 0 to below 100") / 100
-
-
-def each(check: Callable[[str], object]) -> Callable[[str], list[str]]:
-    """``"a,b"``, none of which ``check`` refuses with a ValueError."""
-
-    def parse_list(text: str) -> list[str]:
-        given = list(dict.fromkeys(part for part in text.split(",") if part))
-        if not given:
+    def parse_list(text: str) -> list[Any]:
+        try:
+            given = distinct(kind(part) for part in text.split(",") if part)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        if len(given) < least:
             raise argparse.ArgumentTypeError("expected at least one, got none")
-        for part in given:
-            try:
-                check(part)
-            except ValueError as error:
-                raise argparse.ArgumentTypeError(str(error)) from error
         return given
 
     return parse_list
 
 
-# ---------------------------------------------------------------------- options that benchmarks share
+def one_of(known: Sequence[str]) -> Kind:
+    """One of these names."""
+
+    def parse_name(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}; got {text}")
+        return text
+
+    return parse_name
+
+
+def number(kind: Kind, fits: Callable[[Any], bool], expected: str) -> Kind:
+    """A number for which ``fits`` is true."""
+
+    def parse_number(text: str) -> Any:
+        try:
+            if fits(value := kind(text)):
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+    return parse_number
+
+
+def dtype(known: Sequence[str]) -> Kind:
+    """The name of one of these dtypes."""
+    return lambda text: getattr(torch, one_of(known)(text))
+
+
+def at_least(least: int) -> Kind:
+    """A whole number."""
+    return number(int, lambda value: value >= least, f"a whole number of at least {least}")
+
+
+def new_file(text: str) -> Path:
+    """A file in a directory that there is."""
+    if not (file := Path(text)).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {file.parent}")
+    return file
 
 
 def add_common(parser: Parser, iterations: int, warmup: int = 5) -> None:
@@ -128,10 +117,10 @@ def add_common(parser: Parser, iterations: int, warmup: int = 5) -> None:
     what = "timed launches, or calls that are timed one at a time"
     parser.option("--iterations", at_least(2), iterations, "N", what)
     parser.option("--warmup", at_least(1), warmup, "N", "untimed ones before")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and how they were measured")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows and how they were measured")
 
 
-def add_launches(parser: argparse.ArgumentParser, default: str, straggler: bool = True) -> None:
+def add_launches(parser: argparse.ArgumentParser, default: str) -> None:
     """The options that say how to launch: ``launches``, of which ``default`` (``"graph"``, ``"both"``)."""
     group = parser.add_mutually_exclusive_group()
     for name, launches, what in (
@@ -143,32 +132,29 @@ def add_launches(parser: argparse.ArgumentParser, default: str, straggler: bool 
         group.add_argument(f"--{name}", dest="launches", action="store_const", const=launches, help=f"{what}{usual}")
         if usual:
             parser.set_defaults(launches=launches)
-    if straggler:
-        parser.add_argument(
-            "--straggler", action="store_true", help="delay a random rank in each iteration; times hold the waiting"
-        )
+    what = "delay a random rank in each iteration; times hold the waiting"
+    parser.add_argument("--straggler", action="store_true", help=what)
 
 
-def add_project(parser: argparse.ArgumentParser) -> None:
-    """The option that asks for a projection."""
-
-    def cluster(text: str) -> Any:
-        from tdcoll.bench import projection  # which most runs do without
-
-        return projection.cluster(text)
-
-    parser.add_argument(
-        "--project",
-        type=cluster,
-        metavar="nodes=N,ranks=N,latency_us=X,GBps=X[,intra_latency_us=X,intra_GBps=X,put_us=X]",
-        help="on the simulator: from the counts, the time that a cluster of this shape would take (alpha-beta model; "
-        "ranks of all nodes together; latency and rate of a rank between nodes, and inside)",
-    )
+def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str) -> None:
+    """The options that say which sizes."""
+    for name, usual, what in (
+        ("begin", begin, "first size"),
+        ("end", end, "last size, such as 64M"),
+        ("factor", "4", "from one size to the next"),
+    ):
+        parser.add_argument(f"-{name[0]}", f"--{name}", default=usual, help=f"{what} (default %(default)s)")
 
 
-def check_common(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """End with status 2 unless ``--json`` can be written, and there are counts to project from."""
-    if given.json is not None and not given.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no directory {given.json.parent}")
-    if getattr(given, "project", None) is not None and not INTERPRETED:
-        parser.error("--project needs the counts of the simulator: start with launch.sh --simulate")
+def read_sizes(parser: argparse.ArgumentParser, given: argparse.Namespace, itemsize: int) -> list[int]:
+    """The sizes in bytes, such as 1024, 1K or 64M; wrong ones end the process with status 2."""
+    try:
+        first, last = parse_bytes(given.begin, "-b"), parse_bytes(given.end, "-e")
+        step = parse_whole(given.factor, "-f", 2)
+    except ValueError as error:
+        parser.error(str(error))
+    if first > last:
+        parser.error(f"-b must be at most -e, got {given.begin} and {given.end}")
+    if first % itemsize:
+        parser.error(f"-b must be a multiple of the dtype's {itemsize} bytes, got {given.begin}")
+    return list(itertools.takewhile(lambda size: size <= last, (first * step**power for power in itertools.count())))

@@ -1,96 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other libraries' dense collectives, to compare with.
+"""Other libraries' dense collectives, to compare with: of NCCL, torch's symmetric memory, NVSHMEM and TensorRT-LLM.
 
-Each is made by a function of what makes buffers, the device, and the call of ``torch.distributed``, which raises what
-keeps it from running. They are collective.
+Each is made by a function of a :class:`Stock` of buffers, the device, and what makes the call of `torch.distributed`.
+It raises the reason for which the peer cannot run. All of them are collective.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Any, Protocol
+import contextlib
+import functools
+import importlib
+import io
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import tdcoll
+from tdcoll import runtime
+from tdcoll.bench.arithmetic import format_bytes
 from tdcoll.bench.data import Buffers
-from tdcoll.bench.engine import Subject, nothing
+from tdcoll.bench.engine import Found, Subject, nothing
 from tdcoll.bench.timing import pause
-from tdcoll.errors import HeapExhaustedError
 
 __all__ = [
-    *("ALL_GATHERS", "FCOLLECT", "MakeBuffers", "let_nvshmem_have_nccl", "nccl", "nccl_symmetric", "require_joined"),
-    *("require_nccl", "subject_of", "symmetric_buffers", "symmetric_memory"),
+    *("FCOLLECT", "PEERS", "ByTorch", "Make", "Peer", "Stock", "require_joined"),
+    *("require_nccl", "subject_of", "tensorrt_rms_norm"),
 ]
 
 FCOLLECT = "fcollect"
 
 
-class MakeBuffers(Protocol):
-    """Buffers from an allocator of bytes, or from None: ordinary ones, which subjects may share."""
+class Stock:
+    """Buffers for the calls of one size, some of which subjects share.
 
-    def __call__(self, allocate: Callable[[int], torch.Tensor] | None, separate: bool = False) -> Buffers: ...
+    Args:
+        new: makes buffers, given ``allocate`` and ``separate`` of :class:`~tdcoll.bench.data.Buffers`.
+    """
+
+    def __init__(self, new: Callable[..., Buffers]) -> None:
+        self.new = new
+        self._held: list[torch.Tensor] = []
+
+    @cached_property
+    def plain(self) -> Buffers:
+        """Ordinary memory."""
+        return self.new()
+
+    @cached_property
+    def in_heap(self) -> Buffers:
+        """tdcoll's symmetric memory. The first use is collective."""
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            self._held.append(tdcoll.empty((nbytes,), torch.uint8))
+            return self._held[-1]
+
+        return self.new(allocate=allocate)
+
+    def close(self) -> None:
+        """Free what lies in tdcoll's heap. Collective."""
+        while self._held:
+            tdcoll.free(self._held.pop())
 
 
-ByTorch = Callable[..., object]
-"""``(result, given, group=None)``: the call of ``torch.distributed``."""
+ByTorch = Callable[..., Subject]
+"""``(buffers, close=...)``: makes the subject of torch.distributed's call on the default group."""
+
+Make = Callable[[Stock, torch.device, ByTorch], Subject]
 
 
-def subject_of(buffers: Buffers, call: Callable[[int], torch.Tensor], close: Callable[[], object] = nothing) -> Subject:
-    """A subject whose calls have inputs, and mostly results, of these buffers."""
+@dataclass(frozen=True)
+class Peer:
+    """What makes a peer's subject, and the collective that it does, with sums only; None: every collective."""
+
+    make: Make
+    of: str | None = None
+
+
+def subject_of(
+    buffers: Buffers,
+    call: Callable[[int], Any],
+    close: Callable[[], object] = nothing,
+    in_place: bool = False,
+) -> Subject:
+    """Return a subject whose calls have inputs, and mostly results, of these buffers.
+
+    Args:
+        in_place: calls take their input from their result, where it is put before every launch, untimed.
+    """
+    growth = buffers.growth() if in_place else 1
+    times: Counter[int] = Counter()
+
+    def before(numbers: Sequence[int]) -> None:
+        buffers.advance()
+        times.clear()
+        times.update(numbers)
+        for number in times if in_place else ():
+            buffers.own(number).copy_(buffers.inputs[number])
+
+    def errors(number: int, result: torch.Tensor) -> Found:
+        grown = growth ** (times[number] - 1)
+        return buffers.errors(number, result if grown == 1 else result / grown)
+
     return Subject(
         call,
-        buffers.errors,
+        errors,
         inputs=buffers.sets,
         begin=buffers.fill,
-        before=lambda numbers: buffers.advance(),
+        before=before,
         calls=(buffers.calls - 1, buffers.calls),
-        data=buffers,
         close=close,
     )
 
 
 def require_nccl(device: torch.device) -> Any:
-    """The default group's NCCL backend.
+    """Return the default group's NCCL backend.
 
     Raises:
         RuntimeError: there is none.
     """
     if device.type != "cuda":
         raise RuntimeError("needs GPUs")
-    if not dist.is_nccl_available():
-        raise RuntimeError("this PyTorch has no NCCL")
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
-    if not isinstance(backend, dist.ProcessGroupNCCL):
+    if not dist.is_nccl_available() or not isinstance(backend, dist.ProcessGroupNCCL):
         raise RuntimeError(f"the default process group uses {type(backend).__name__} for GPUs, not NCCL")
     return backend
 
 
-def torch_call(buffers: Buffers, by_torch: ByTorch, **named: Any) -> Callable[[int], torch.Tensor]:
-    """The call of ``torch.distributed``."""
-    inputs, results = buffers.inputs, buffers.results
-
-    def call(i: int) -> torch.Tensor:
-        by_torch(results[i], inputs[i], **named)
-        return results[i]
-
-    return call
-
-
-def nccl(make_buffers: MakeBuffers, device: torch.device, by_torch: ByTorch) -> Subject:
-    """The call of ``torch.distributed``."""
+def _nccl(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
     require_nccl(device)
-    buffers = make_buffers(None)
-    return subject_of(buffers, torch_call(buffers, by_torch))
+    return by_torch(stock.plain)
 
 
-def nccl_symmetric(make_buffers: MakeBuffers, device: torch.device, by_torch: ByTorch) -> Subject:
-    """The same on buffers that NCCL allocated and registered as symmetric windows."""
+def _nccl_symmetric(stock: Stock, device: torch.device, by_torch: ByTorch) -> Subject:
+    """The call of `torch.distributed` on buffers that NCCL allocated and registered as symmetric windows."""
     backend = require_nccl(device)
-    if not hasattr(backend, "register_mem_pool"):
-        raise RuntimeError("this PyTorch cannot register memory with NCCL")
     dist.all_reduce(torch.zeros(1, device=device))  # windows are registered with a communicator that exists
     pool = torch.cuda.MemPool(backend.mem_allocator)
 
@@ -98,7 +146,7 @@ def nccl_symmetric(make_buffers: MakeBuffers, device: torch.device, by_torch: By
         with torch.cuda.use_mem_pool(pool):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    buffers = make_buffers(allocate)
+    buffers = stock.new(allocate=allocate)
     torch.cuda.synchronize()
     backend.register_mem_pool(pool, symm=True)
 
@@ -106,16 +154,14 @@ def nccl_symmetric(make_buffers: MakeBuffers, device: torch.device, by_torch: By
         torch.cuda.synchronize()
         backend.deregister_mem_pool(pool)
 
-    return subject_of(buffers, torch_call(buffers, by_torch), close)
-
-
-# ---------------------------------------------------------------------- torch's symmetric memory
+    return by_torch(buffers, close)
 
 
 def require_joined(call: Callable[[int], object], stream: Any) -> None:
-    """Raise unless what ``call`` does on ``stream``, a stream of its own, is waited for by the current stream.
+    """Raise unless the current stream waits for what ``call`` does on ``stream``, a stream of its own.
 
-    Else it would go on when the clock has stopped. The stream is kept busy before, so its work ends late for certain.
+    Otherwise that work would go on when the clock has stopped. The stream is kept busy before, so its work ends late
+    for certain.
     """
     with torch.cuda.stream(stream):
         pause(2000.0)
@@ -127,51 +173,62 @@ def require_joined(call: Callable[[int], object], stream: Any) -> None:
         raise RuntimeError("its work goes on when the stream that it is timed on is through: it cannot be timed")
 
 
-def symmetric_memory(device: torch.device) -> Any:
-    """The module, where it can be used."""
-    if device.type != "cuda":
-        raise RuntimeError("needs GPUs")
-    require_nccl(device)
-    import torch.distributed._symmetric_memory as symmetric
-
-    return symmetric
+Bind = Callable[[Any, str, Buffers], Callable[[int], torch.Tensor]]
+"""``(torch's module, the group's name, buffers in symmetric memory)``: makes the call by its number."""
 
 
-def symmetric_buffers(symmetric: Any, make_buffers: MakeBuffers, device: torch.device) -> Buffers:
-    """Inputs in torch's symmetric memory: an allocation each, because handles speak of whole allocations."""
+def _on_symmetric(bind: Bind, in_place: bool = False, apart: bool = False) -> Make:
+    """Return what makes a peer of torch's symmetric memory.
 
-    def allocate(nbytes: int) -> torch.Tensor:
-        made: torch.Tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(made, dist.group.WORLD)
-        return made
-
-    return make_buffers(allocate, separate=True)
-
-
-def _torch_low_contention(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
-    """``torch.ops.symm_mem._low_contention_all_gather``: copy engines pull from symmetric inputs, on torch's stream.
-
-    It makes its result itself.
+    Args:
+        in_place: its calls are in place.
+        apart: they run on a stream of torch's.
     """
-    symmetric = symmetric_memory(device)
-    buffers = symmetric_buffers(symmetric, make_buffers, device)
-    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
 
-    def call(i: int) -> torch.Tensor:
-        made = torch.ops.symm_mem._low_contention_all_gather(buffers.inputs[i], group)
-        return torch.ops._c10d_functional.wait_tensor(made)
+    def make(stock: Stock, device: torch.device, _: ByTorch) -> Subject:
+        require_nccl(device)
+        symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        group = dist.group.WORLD
 
-    require_joined(call, symmetric._get_backend_stream())
-    return subject_of(buffers, call)
+        def allocate(nbytes: int) -> torch.Tensor:
+            made: torch.Tensor = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+            symmetric.rendezvous(made, group)
+            return made
+
+        buffers = stock.new(allocate=allocate, separate=True)  # handles speak of whole allocations
+        call = bind(symmetric, str(group.group_name), buffers)  # type: ignore[union-attr]
+        if apart:
+            require_joined(call, symmetric._get_backend_stream())
+        return subject_of(buffers, call, in_place=in_place)
+
+    return make
 
 
-def _torch_one_shot(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
-    """All in one kernel, from torch's own pieces: barrier, ``torch.cat`` of all ranks' symmetric inputs, barrier.
+def _operator(operator: str, arguments: Callable[[str, Buffers, int], tuple[Any, ...]]) -> Bind:
+    """Return what calls an operator of torch's with the arguments of ``(the group's name, buffers, number)``."""
 
-    On the current stream.
-    """
-    symmetric = symmetric_memory(device)
-    buffers = symmetric_buffers(symmetric, make_buffers, device)
+    def bind(_: Any, name: str, buffers: Buffers) -> Callable[[int], torch.Tensor]:
+        function = getattr(torch.ops.symm_mem, operator)
+        given = [arguments(name, buffers, i) for i in range(buffers.sets)]
+        return lambda i: function(*given[i])
+
+    return bind
+
+
+_ONE_SHOT = _operator("one_shot_all_reduce_out", lambda name, b, i: (b.inputs[i], "sum", name, b.results[i]))
+_TWO_SHOT = _operator("two_shot_all_reduce_", lambda name, b, i: (b.results[i], "sum", name))
+"""In place: the operator with another result writes to its input as well, and then copies."""
+_REDUCE_SCATTER = _operator("reduce_scatter_out", lambda name, b, i: (b.inputs[i], name, False, b.results[i]))
+
+
+def _low_contention(symmetric: Any, name: str, buffers: Buffers) -> Callable[[int], torch.Tensor]:
+    """Copy engines pull from symmetric inputs. The result is torch's."""
+    gather, wait = torch.ops.symm_mem._low_contention_all_gather, torch.ops._c10d_functional.wait_tensor
+    return lambda i: wait(gather(buffers.inputs[i], name))
+
+
+def _cat(symmetric: Any, name: str, buffers: Buffers) -> Callable[[int], torch.Tensor]:
+    """All in one kernel, from torch's own pieces: barrier, `torch.cat` of all ranks' symmetric inputs, barrier."""
     handles = [symmetric.rendezvous(given, dist.group.WORLD) for given in buffers.inputs]
     remote = [
         [handle.get_buffer(rank, given.shape, given.dtype) for rank in range(buffers.world)]
@@ -184,47 +241,20 @@ def _torch_one_shot(make_buffers: MakeBuffers, device: torch.device, _: object =
         handles[i].barrier(channel=0)
         return buffers.results[i]
 
-    return subject_of(buffers, call)
+    return call
 
 
-# ---------------------------------------------------------------------- NVSHMEM
-
-
-def let_nvshmem_have_nccl() -> None:
-    """Before ``tdcoll.initialize()``: leave NVSHMEM the NCCL that it serves ``fcollect`` with, which tdcoll turns off.
-
-    A ``NVSHMEM_DISABLE_NCCL`` of the user's stays. Either way the variable is in the result's file.
-    """
-    if not os.environ.get("NVSHMEM_DISABLE_NCCL"):
-        os.environ["NVSHMEM_DISABLE_NCCL"] = "0"
-
-
-def _fcollect(make_buffers: MakeBuffers, device: torch.device, _: object = None) -> Subject:
+def _fcollect(stock: Stock, device: torch.device, _: ByTorch) -> Subject:
     """NVSHMEM's own all-gather, ``nvshmem.core.fcollect``, on the current stream.
 
-    By the binding that it calls (without the look-ups of its Python, which tdcoll has not either), between symmetric
-    addresses, in the widest type that divides the size. ``NVSHMEM_FCOLLECT_ALGO`` and its thresholds are the user's.
+    The binding that it calls is called here without the look-ups of its Python, between symmetric addresses, in the
+    widest type that divides the size. ``NVSHMEM_FCOLLECT_ALGO`` and its thresholds are the user's.
     """
     if device.type != "cuda":
         raise RuntimeError("needs GPUs")
     import nvshmem.bindings.nvshmem as bindings
 
-    held: list[torch.Tensor] = []
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        held.append(tdcoll.empty(nbytes, torch.uint8))
-        return held[-1]
-
-    def close() -> None:
-        torch.cuda.synchronize()
-        while held:
-            tdcoll.free(held.pop())
-
-    try:
-        buffers = make_buffers(allocate)
-    except HeapExhaustedError:  # on all ranks alike
-        close()
-        raise
+    buffers = stock.in_heap
     nbytes = buffers.inputs[0].nbytes
     width = next(width for width in (8, 4, 2, 1) if nbytes % width == 0)
     function = getattr(bindings, f"int{8 * width}_fcollect_on_stream")
@@ -236,14 +266,145 @@ def _fcollect(make_buffers: MakeBuffers, device: torch.device, _: object = None)
         function(team, result, given, count, torch.cuda.current_stream().cuda_stream)
         return buffers.results[i]
 
-    return subject_of(buffers, call, close)
+    return subject_of(buffers, call)
 
 
-ALL_GATHERS: dict[str, Callable[..., Subject]] = {
-    "nccl": nccl,
-    "nccl-symmetric": nccl_symmetric,
-    "torch-symm": _torch_low_contention,
-    "torch-symm-cat": _torch_one_shot,
-    FCOLLECT: _fcollect,
+_ROW = 8192
+"""Numbers in a row of TensorRT-LLM's all-reduce, as of a model's hidden state; smaller data is one row."""
+
+_TENSORRT_BYTES = 16 << 20
+"""TensorRT-LLM's all-reduce takes at most so much. Its memory is 4 times as large for each rank."""
+
+_NOT_FUSED = ("residual_in", "residual_out", "norm_out", "quant_out", "scale_out", "rms_gamma", "rms_eps")
+"""The arguments for what TensorRT-LLM's all-reduce can be fused with."""
+
+
+def _flashinfer(device: torch.device) -> Any:
+    """Return ``flashinfer.comm`` with TensorRT-LLM's kernels loaded, which may compile them. Collective.
+
+    Raises:
+        RuntimeError: some rank has no flashinfer (https://github.com/flashinfer-ai/flashinfer), or the kernels cannot
+            reach all ranks.
+    """
+    require_nccl(device)
+    owner = runtime.current()
+    topology, problem = owner.topology(), None
+    if topology.n_nodes > 1 or topology.world_size not in (2, 4, 8):
+        raise RuntimeError(f"is for 2, 4 or 8 ranks of one node, not {topology.describe()}")
+    try:
+        import flashinfer.comm
+
+        flashinfer.comm.trtllm_ar.get_trtllm_comm_module()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    for rank, other in enumerate(owner.control.all_gather(range(owner.world_size), "flashinfer", problem)):
+        if other is not None:  # the others would wait for it
+            raise RuntimeError(f"needs flashinfer: rank {rank}: {other}")
+    return flashinfer.comm
+
+
+@functools.cache
+def _tensorrt_memory(fp32: bool) -> torch.Tensor:
+    """Return the addresses of what the ranks share: parts, flags, and three slots of Lamport words. Collective.
+
+    It is made once and lives as long as the process: memory that is given back while other processes have it mapped
+    must not be used again.
+
+    Args:
+        fp32: the words are of float32, which has another sentinel than the shorter types.
+    """
+    import flashinfer.comm as comm
+
+    owner = runtime.current()
+    rows = _TENSORRT_BYTES // (2 * _ROW)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the addresses
+        _, addresses = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+            owner.rank, owner.world_size, rows, _ROW, use_fp32_lamport=fp32, group=dist.group.WORLD
+        )
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    made: torch.Tensor = addresses
+    return made
+
+
+def _tensorrt(comm: Any, like: torch.Tensor) -> Callable[..., None]:
+    """Return the launch of TensorRT-LLM's one-shot all-reduce of rows as in ``like``. Collective.
+
+    It is a dependent launch of the kernel before it. It takes the tensors and ``pattern_code`` by name.
+    """
+    owner, (rows, row) = runtime.current(), like.shape
+    addresses = _tensorrt_memory(like.dtype == torch.float32)
+
+    def launch(**given: Any) -> None:
+        comm.trtllm_allreduce_fusion(
+            world_size=owner.world_size,
+            world_rank=owner.rank,
+            token_num=rows,
+            hidden_dim=row,
+            workspace_ptrs=addresses,
+            launch_with_pdl=True,
+            trigger_completion_at_end=True,
+            fp32_acc=True,
+            use_oneshot=True,
+            **{**dict.fromkeys((*_NOT_FUSED, "scale_factor", "layout_code")), **given},
+        )
+
+    return launch
+
+
+def _tensorrt_all_reduce(stock: Stock, device: torch.device, _: ByTorch) -> Subject:
+    comm, buffers = _flashinfer(device), stock.plain
+    like = buffers.inputs[0]
+    if like.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"takes float16, bfloat16 and float32, not {like.dtype}")
+    if like.nbytes > _TENSORRT_BYTES or like.nbytes % 16:
+        raise ValueError(f"takes multiples of 16 bytes, and at most {format_bytes(_TENSORRT_BYTES)}")
+    row = min(like.numel(), _ROW)
+    if like.numel() % row:
+        raise ValueError(f"takes rows of {_ROW} numbers")
+    given, results = ([one.view(-1, row) for one in every] for every in (buffers.inputs, buffers.results))
+    launch, pattern = _tensorrt(comm, given[0]), comm.AllReduceFusionPattern.kAllReduce
+
+    def call(i: int) -> torch.Tensor:
+        launch(allreduce_in=given[i], allreduce_out=results[i], pattern_code=pattern)
+        return buffers.results[i]
+
+    return subject_of(buffers, call)
+
+
+def tensorrt_rms_norm(
+    x: Sequence[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """Return TensorRT-LLM's all-reduce fused with residual and RMSNorm, as a call by its number. Collective.
+
+    Raises:
+        RuntimeError, ValueError: the reason for which it cannot run.
+    """
+    comm = _flashinfer(residual.device)
+    if residual.shape[1] > _ROW or residual.nbytes > _TENSORRT_BYTES:
+        raise ValueError(f"takes rows of at most {_ROW} numbers, {format_bytes(_TENSORRT_BYTES)} in all")
+    launch, pattern = _tensorrt(comm, residual), comm.AllReduceFusionPattern.kARResidualRMSNorm
+    made = [(torch.empty_like(residual), torch.empty_like(residual)) for _ in x]
+    fused = {"residual_in": residual, "rms_gamma": weight, "rms_eps": eps, "pattern_code": pattern}
+
+    def call(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out, new = made[i]
+        launch(allreduce_in=x[i], allreduce_out=None, residual_out=new, norm_out=out, **fused)
+        return out, new
+
+    return call
+
+
+PEERS = {
+    "nccl": Peer(_nccl),
+    "nccl-symmetric": Peer(_nccl_symmetric),
+    "torch-symm": Peer(_on_symmetric(_low_contention, apart=True), "all_gather"),
+    "torch-symm-cat": Peer(_on_symmetric(_cat), "all_gather"),
+    FCOLLECT: Peer(_fcollect, "all_gather"),
+    "torch-one-shot": Peer(_on_symmetric(_ONE_SHOT), "all_reduce"),
+    "torch-two-shot": Peer(_on_symmetric(_TWO_SHOT, in_place=True), "all_reduce"),
+    "trtllm-one-shot": Peer(_tensorrt_all_reduce, "all_reduce"),
+    "torch-reduce-scatter": Peer(_on_symmetric(_REDUCE_SCATTER), "reduce_scatter"),
 }
-"""Those of the all-gather, by name."""
+"""By name."""

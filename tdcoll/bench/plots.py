@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tdcoll.bench.arithmetic import Floor
-from tdcoll.bench.floors import floor_of
-from tdcoll.bench.layouts import LAYOUTS, machine, name_of, shown_labels
-from tdcoll.bench.rows import Measured, distinct
+from tdcoll.bench.arithmetic import Floor, distinct, floor_of
+from tdcoll.bench.rows import LAYOUTS, Row, machine, name_of, shown_labels
 
 __all__ = ["CURVES", "draw", "plot"]
 
@@ -24,13 +22,13 @@ _PEERS = "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#7f7f7f", "#bcbd22", "#946
 _MARKERS = "sD^vXPp*"
 
 
-def draw(head: dict[str, Any], rows: Sequence[Measured], only: Sequence[str] = (), floor: Floor | None = None) -> Any:
+def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = (), floor: Floor | None = None) -> Any:
     """A matplotlib figure of one file's rows, both axes logarithmic, with a panel for each kind of row.
 
     Args:
         only: algorithms and peers to draw; none: tdcoll's columns of the table, and all peers, or, where these are
             too many, those that the layout names.
-        floor: in place of that of :data:`.floors.FLOORS`.
+        floor: in place of that of the known one.
 
     Raises:
         ValueError: nothing was timed, there are more than :data:`CURVES` curves, or the benchmark has no pictures.
@@ -106,7 +104,7 @@ def draw(head: dict[str, Any], rows: Sequence[Measured], only: Sequence[str] = (
 
 
 def plot(
-    head: dict[str, Any], rows: Sequence[Measured], path: Path, only: Sequence[str] = (), floor: Floor | None = None
+    head: dict[str, Any], rows: Sequence[Row], path: Path, only: Sequence[str] = (), floor: Floor | None = None
 ) -> None:
     """Write what :func:`draw` draws as a PNG."""
     draw(head, rows, only, floor).savefig(path, format="png", dpi=150, metadata={"Software": None})

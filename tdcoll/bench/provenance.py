@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 
 import tdcoll
@@ -72,23 +73,6 @@ def _nvshmem_library() -> str | None:
         return _package("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
-def _on_gpus() -> dict[str, Any]:
-    topology = _output("nvidia-smi", "topo", "-m")
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    try:
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    except Exception:  # a PyTorch without NCCL
-        nccl = None
-    return {
-        "nvshmem": _nvshmem_library(),
-        "nvshmem4py": _package("nvshmem4py-cu13", "nvshmem4py-cu12"),
-        "nccl": nccl,
-        "flashinfer": _package("flashinfer-python"),
-        "driver": driver.splitlines()[0] if driver else None,
-        "topology": re.sub(r"\x1b\[[0-9;]*m", "", topology) if topology else None,
-    }
-
-
 def provenance() -> dict[str, Any]:
     """The facts as JSON has them, on rank 0; nothing on the others. Collective."""
     owner = runtime.current()
@@ -96,8 +80,7 @@ def provenance() -> dict[str, Any]:
     gpus = owner.control.all_gather(range(owner.world_size), "GPU names", gpu)
     if owner.rank != 0:
         return {}
-    commit, dirty = _commit()
-    host = socket.gethostname()
+    (commit, dirty), host = _commit(), socket.gethostname()
     facts: dict[str, Any] = {
         "tdcoll": tdcoll.__version__,
         "commit": commit,
@@ -114,7 +97,17 @@ def provenance() -> dict[str, Any]:
             if name.startswith(_VARIABLES) and name not in _LEFT_OUT
         },
     }
-    return facts if gpu is None else {**facts, **_on_gpus()}
+    if gpu is not None:
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
+        facts |= {
+            "nvshmem": _nvshmem_library(),
+            "nvshmem4py": _package("nvshmem4py-cu13", "nvshmem4py-cu12"),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
+            "flashinfer": _package("flashinfer-python"),
+            "driver": driver.partition("\n")[0] or None,
+            "topology": re.sub(r"\x1b\[[0-9;]*m", "", _output("nvidia-smi", "topo", "-m") or "") or None,
+        }
+    return facts
 
 
 def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated: bool) -> str:

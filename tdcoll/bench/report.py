@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll.bench import rows as files
-from tdcoll.bench.arithmetic import Floor, ratio
-from tdcoll.bench.floors import floor_of, parse_floor
-from tdcoll.bench.layouts import LAYOUTS, Layout, launch_of, machine, name_of, shown_labels
+from tdcoll.bench.arithmetic import Floor, distinct, floor_of, parse_floor, ratio
 from tdcoll.bench.plots import plot
-from tdcoll.bench.rows import Measured, distinct
+from tdcoll.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
 
 __all__ = ["losses", "main", "markdown", "pages", "pictures"]
 
@@ -39,15 +37,8 @@ example:
   python -m tdcoll report result.json --plot result.png"""
 
 _BRIEF_LINES, _MOST_PLACES = 6, 4
-_VERSIONS = {
-    "torch": "PyTorch",
-    "triton": "Triton",
-    "nvshmem": "NVSHMEM",
-    "nccl": "NCCL",
-    "flashinfer": "flashinfer",
-    "cuda": "CUDA",
-    "driver": "driver",
-}
+_VERSIONS = {"torch": "PyTorch", "triton": "Triton", "nvshmem": "NVSHMEM", "nccl": "NCCL"}
+_VERSIONS |= {"flashinfer": "flashinfer", "cuda": "CUDA", "driver": "driver"}
 _NO_MULTICAST = "NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1", "NVSHMEM_DISABLE_NVLS=1"
 
 
@@ -56,21 +47,17 @@ def _short(value: float | None) -> str:
     return "–" if value is None else f"{value:#.3g}".rstrip(".") if value < 100 else f"{value:.0f}"
 
 
-def _line(texts: Sequence[str]) -> str:
-    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
-
-
 def _grid(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    return [_line(headings), _line(["---:"] * len(headings)), *map(_line, lines)]
+    rows = [[text.replace("|", "\\|") for text in texts] for texts in (headings, ["---:"] * len(headings), *lines)]
+    return [f"| {' | '.join(texts)} |" for texts in rows]
 
 
-def _caption(head: dict[str, Any], row: Measured) -> str:
+def _caption(head: dict[str, Any], row: Row) -> str:
     """Return which benchmark, on what, launched how: of the rows like ``row``."""
     layout = LAYOUTS[head["benchmark"]]
     straggler = "a random rank delayed in each iteration" if row.straggler else ""
     said = [layout.title, machine(head, row), layout.about(row), launch_of(row), straggler]
-    unit = "" if row.launch == "simulator" else f" Times in {layout.unit}."
-    return f"**{', '.join(filter(None, said))}.**{unit}"
+    return f"**{', '.join(filter(None, said))}.** Times in {layout.unit}."
 
 
 def _measured_with(head: dict[str, Any]) -> str:
@@ -86,7 +73,7 @@ def _measured_with(head: dict[str, Any]) -> str:
     return text + (f" Multicast was off ({', '.join(off)})." if off else "")
 
 
-def _time(row: Measured | None, layout: Layout, fastest: Measured | None = None) -> str:
+def _time(row: Row | None, layout: Layout, fastest: Row | None = None) -> str:
     """A time; what is wrong or slower than the fastest peer is marked."""
     if row is None or row.check == "not run":
         return "–"
@@ -96,24 +83,17 @@ def _time(row: Measured | None, layout: Layout, fastest: Measured | None = None)
     return f"{text} †" if fastest and (ratio(fastest.median_us, row.median_us) or 1) < 1 else text
 
 
-def _fastest(rows: Sequence[Measured]) -> Measured | None:
+def _fastest(rows: Sequence[Row]) -> Row | None:
     """The fastest whose result was right."""
     good = [row for row in rows if row.check == "ok" and row.median_us]
     return min(good, key=lambda row: row.median_us or 0.0, default=None)
 
 
-def _sizes(rows: Sequence[Measured]) -> list[Any]:
-    """Tdcoll's, if it has any: some peers take others."""
-    return distinct([row.size for row in rows if not row.peer]) or distinct([row.size for row in rows])
-
-
-def _table(
-    layout: Layout, rows: Sequence[Measured], shown: Sequence[str], floor: Floor | None, brief: bool
-) -> list[str]:
+def _table(layout: Layout, rows: Sequence[Row], shown: Sequence[str], floor: Floor | None, brief: bool) -> list[str]:
     """A line for each size: times, the fastest peer and the floor, and how many times faster than that peer we are."""
-    sizes = _sizes(rows)
+    sizes = distinct(map(layout.key, rows))
     ours = [label for label in shown if any(row.label == label and not row.peer for row in rows)]
-    peers = distinct([row.label for row in rows if row.peer and row.median_us and row.size in sizes])
+    peers = distinct([row.label for row in rows if row.peer and row.median_us])
     if brief:
         last = len(sizes) - 1
         sizes = distinct([sizes[round(line * last / (_BRIEF_LINES - 1))] for line in range(_BRIEF_LINES)])
@@ -125,11 +105,10 @@ def _table(
     headings += [f"{rival} / {name_of(label)}" for label in ours if peers and not brief]
     lines = []
     for size in sizes:
-        found = {row.label: row for row in rows if row.size == size}
+        found = {row.label: row for row in rows if layout.key(row) == size}
         of_size = next(iter(found.values()))
         fastest = _fastest([found[label] for label in peers if label in found])
-        line = [text(of_size) for text in layout.size.values()]
-        line += [_time(found.get(label), layout, fastest if label in ours else None) for label in shown]
+        line = [*size, *(_time(found.get(label), layout, fastest if label in ours else None) for label in shown)]
         if len(peers) > 1:
             line.append(f"{_time(fastest, layout)} ({name_of(fastest.label)})" if fastest else "–")
         if with_floor:
@@ -142,55 +121,32 @@ def _table(
     return _grid(headings, lines)
 
 
-def _counted(layout: Layout, rows: Sequence[Measured]) -> list[str]:
-    """Return what the simulator counted per call, the most of any rank."""
-    rows = [row for row in rows if row.check != "not run"]
-    keys = distinct([key for row in rows for key, of_ranks in (row.counts or {}).items() if any(of_ranks)])
-    lines = [
-        [
-            *(text(row) for text in layout.size.values()),
-            name_of(row.label),
-            *(f"{max(row.counts[key]):g}" if key in (row.counts or {}) and row.counts else "–" for key in keys),
-            row.check,
-        ]
-        for row in rows
-    ]
-    return _grid([*layout.size, "algorithm", *(key.replace("_", " ") for key in keys), "check"], lines)
+def _notes(layout: Layout, rows: Sequence[Row]) -> list[str]:
+    """Return why what did not run did not, what was wrong, and what else has to be known."""
+    sizes = len(distinct(map(layout.key, rows)))
 
-
-def _notes(layout: Layout, rows: Sequence[Measured]) -> list[str]:
-    """Return why what did not run did not, what was wrong, and what was of another size."""
-    sizes = _sizes(rows)
-
-    def where(row: Measured) -> str:
-        return ", ".join(text(row) for text in layout.size.values())
-
-    def kind(row: Measured) -> tuple[str, str, str | None]:
+    def kind(row: Row) -> tuple[str, str, str | None]:
         """Rows of one kind have one note: of wrong results, of which each has its own, the first one's."""
         wrong = [other.note for other in rows if (other.label, other.check) == (row.label, "WRONG") and other.note]
         return row.label, row.check, wrong[0] if row.check == "WRONG" and wrong else row.note
 
     notes = []
-    for label, check, note in distinct([kind(row) for row in rows if row.size in sizes]):
+    for label, check, note in distinct(map(kind, rows)):
         if check == "ok" and note is None:
             continue
         same = [row for row in rows if kind(row) == (label, check, note)]
         everywhere = len(same) == sum(row.label == label for row in rows)
-        at = "" if everywhere and check != "WRONG" else " at " + "; ".join(map(where, same))
+        at = "" if everywhere and check != "WRONG" else " at " + "; ".join(", ".join(layout.key(row)) for row in same)
         if check != "WRONG" and at.count(";") >= _MOST_PLACES:
-            at = f" at {len(same)} of {len(sizes)} sizes"
+            at = f" at {len(same)} of {sizes} sizes"
         said = note or "" if check == "ok" else f"{check}{f' ({note})' if note else ''}"
         notes.append(f"- {name_of(label)}{at}: {said}")
-    others = [row for row in rows if row.size not in sizes]
-    for label in distinct([row.label for row in others]):
-        texts = [f"{where(row)}: {_time(row, layout)} {layout.unit}" for row in others if row.label == label]
-        notes.append(f"- {name_of(label)}, of other sizes: {'; '.join(texts)}")
     return notes
 
 
-def _tables(layout: Layout, rows: Sequence[Measured]) -> list[list[Measured]]:
+def _tables(layout: Layout, rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each table."""
-    found: dict[Any, list[Measured]] = {}
+    found: dict[Any, list[Row]] = {}
     for row in rows:
         found.setdefault((row.launch, row.straggler, row.ranks, row.nodes, layout.about(row)), []).append(row)
     return list(found.values())
@@ -198,7 +154,7 @@ def _tables(layout: Layout, rows: Sequence[Measured]) -> list[list[Measured]]:
 
 def markdown(
     head: dict[str, Any],
-    rows: Sequence[Measured],
+    rows: Sequence[Row],
     *,
     only: Sequence[str] = (),
     floor: Floor | None = None,
@@ -207,9 +163,9 @@ def markdown(
     """The tables of one file, one for each way to launch, with what they were measured with.
 
     Args:
-        only: algorithms and peers that have a column; none: those of :data:`.layouts.LAYOUTS`. The fastest peer is
+        only: algorithms and peers that have a column; none: those of :data:`.columns.LAYOUTS`. The fastest peer is
             found among all.
-        floor: in place of that of :data:`.floors.FLOORS`.
+        floor: in place of that of the known one.
         brief: the first table alone, of at most 6 sizes, without floor, ratios and all peers but one and the fastest.
 
     Raises:
@@ -219,37 +175,29 @@ def markdown(
     known = distinct([row.algorithm for row in rows])
     if unknown := [name for name in only if name not in known]:
         raise ValueError(f"--only: expected some of {', '.join(known)}; got {', '.join(unknown)}")
+    if any(row.launch == "simulator" for row in rows):
+        raise ValueError("expected rows with times, got those of a simulated job: `bench` prints what it counts")
     parts: list[str] = []
     hidden: list[str] = []
-    least = None
     for chosen in _tables(layout, rows)[: 1 if brief else None]:
-        parts += [_caption(head, chosen[0]), ""]
-        if chosen[0].launch == "simulator":
-            parts += ["Per call, the most of any rank (LL and direct stores are no puts, and are not counted):", ""]
-            parts += _counted(layout, chosen)
-            notes = _notes(layout, [row for row in chosen if row.check != "ok"])
-        else:
-            least = floor_of(head, chosen, floor) or least
-            shown = shown_labels(layout, chosen, only)
-            parts += _table(layout, chosen, shown, floor_of(head, chosen, floor), brief)
-            wrong = [row for row in chosen if row.label in shown or row.peer or row.check == "WRONG"]
-            notes = [] if brief else _notes(layout, wrong)
-            hidden += [row.algorithm for row in chosen if row.label not in shown]
-        parts += ["", *notes, ""] if notes else [""]
+        shown, least = shown_labels(layout, chosen, only), floor_of(head, chosen, floor)
+        told = [row for row in chosen if row.label in shown or row.peer or row.check == "WRONG"]
+        notes = [] if brief else _notes(layout, told)
+        parts += [_caption(head, chosen[0]), "", *_table(layout, chosen, shown, least, brief), ""]
+        parts += [*notes, ""] if notes else []
+        hidden += [row.algorithm for row in chosen if row.label not in shown]
     marks = ["† slower than the fastest peer."] if any(" † |" in part for part in parts) else []
     if brief:
         return "\n".join([*parts[:-1], *(["", *marks] if marks else [])]) + "\n"
-    if least is not None or any(getattr(row, "floor_us", 0) for row in rows):
+    if any(layout.floor(row, least) for row in rows):
         marks.append(layout.floor_text(rows[0], least))
     if hidden and not only:
         marks.append(f"The file also has {', '.join(f'`{name}`' for name in distinct(hidden))} (`--only`).")
     parts += [" ".join(marks), ""] if marks else []
-    parts += [_measured_with(head), ""]
-    parts += [*projection, ""] if (projection := head.get("projection")) else []
-    return "\n".join([*parts, "```bash", head["command"], "```"]) + "\n"
+    return "\n".join([*parts, _measured_with(head), "", "```bash", head["command"], "```"]) + "\n"
 
 
-def losses(head: dict[str, Any], rows: Sequence[Measured]) -> str:
+def losses(head: dict[str, Any], rows: Sequence[Row]) -> str:
     """The sizes at which a peer is faster, and by how much: a line for each column of tdcoll's that has any."""
     layout = LAYOUTS[head["benchmark"]]
     lines = []
@@ -263,10 +211,9 @@ def losses(head: dict[str, Any], rows: Sequence[Measured]) -> str:
         for label in shown_labels(layout, ours):
             found = []
             for row in (row for row in ours if row.label == label):
-                fastest = _fastest([peer for peer in peers if peer.size == row.size])
+                fastest = _fastest([peer for peer in peers if layout.key(peer) == layout.key(row)])
                 if fastest and (over := ratio(row.median_us, fastest.median_us) or 0.0) > 1:
-                    size = ", ".join(text(row) for text in layout.size.values())
-                    found.append(f"{size} (by {100 * over - 100:.1f}%, {name_of(fastest.label)})")
+                    found.append(f"{', '.join(layout.key(row))} (by {100 * over - 100:.1f}%, {name_of(fastest.label)})")
             if found:
                 lines.append(f"- {of_table}, {name_of(label)}: {', '.join(found)}.")
     if not lines:
@@ -324,9 +271,8 @@ def pages(root: Path) -> dict[Path, str]:
 
     made = {}
     for page, text in _documents(root).items():
-        if (markers := text.count("<!-- report:")) != len(_BLOCK.findall(text)) or markers != text.count(
-            "<!-- /report"
-        ):
+        markers = text.count("<!-- report:")
+        if not markers == text.count("<!-- /report") == len(_BLOCK.findall(text)):
             raise ValueError(
                 f"{page}: expected each <!-- report: NAME --> with a <!-- /report --> after it, on lines of their own"
             )
@@ -359,27 +305,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json", help="print its tables")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against size, of one file")
-    parser.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="A,B",
-        help="columns and curves: these algorithms and peers; the fastest peer is found among all",
-    )
-    parser.add_argument(
-        "--floor",
-        type=parse_floor,
-        metavar="LAUNCH_US,CROSSING_US,GBPS",
-        help="what an empty kernel and a store to another GPU take, and the rate at which a rank stores to all others",
-    )
-    parser.add_argument(
-        "--write",
-        nargs="?",
-        type=Path,
-        const=Path(),
-        metavar="DIR",
-        help="write the tables and pictures of a checkout's README and docs from its docs/results (default: here)",
-    )
+    what = "columns and curves: these algorithms and peers; the fastest peer is found among all"
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="A,B", help=what)
+    what = "what an empty kernel and a store to another GPU take, and the rate at which a rank stores to all others"
+    parser.add_argument("--floor", type=parse_floor, metavar="LAUNCH_US,CROSSING_US,GBPS", help=what)
+    what = "write the tables and pictures of a checkout's README and docs from its docs/results (default: here)"
+    parser.add_argument("--write", nargs="?", type=Path, const=Path(), metavar="DIR", help=what)
     options = parser.parse_args(arguments)
     if bool(options.files) == (options.write is not None):
         parser.error("expected either FILE.json or --write")

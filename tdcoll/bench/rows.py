@@ -1,46 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row of a benchmark's table, and the file that rows are kept in."""
+"""One measurement, how it is shown, and the file that measurements are kept in. Pure.
+
+A benchmark's :class:`Layout` has the columns of its lines on the terminal, and of a report's tables and pictures.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from tdcoll.bench.arithmetic import Summary, ratio, sent_bytes
+from tdcoll.bench.arithmetic import Floor, distinct, format_bytes, ratio
+from tdcoll.bench.specs import IN_PLACE, SPECS
 
 __all__ = [
-    *("KINDS", "SCHEMA", "AnyRow", "MatchRow", "Measured", "NormRow", "Row", "SignalRow", "SparseRow", "load", "save"),
-    *("distinct", "with_ratios", "write_whole"),
+    *("LAYOUTS", "Layout", "Row", "launch_of", "line_of", "load", "machine", "name_of", "number", "save"),
+    *("shown_labels", "write_whole"),
 ]
-
-SCHEMA = 1
-
-AnyRow = TypeVar("AnyRow", bound="Measured")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured(ABC):
-    """What the rows of all benchmarks have.
+class Row:
+    """One measurement.
 
     Attributes:
         ranks, nodes: of the job.
         algorithm: tdcoll's, or the peer's name.
         peer: whether it is a peer's.
         launch: ``"graph"``, ``"eager"`` or ``"simulator"``.
-        check: ``"ok"``, ``"WRONG"``, or ``"not run"``, and then ``note`` says why.
-        median_us, min_us, p90_us: per call; an iteration takes what its slowest rank took; None: not timed.
-        skew_us: median over the iterations of what the slowest rank took longer than the fastest.
-        ratios: for each peer whose result was right its median divided by this one.
-        note: why it did not run, what was wrong, or what else has to be known.
+        check: ``"ok"``, ``"WRONG"``, or ``"not run"``, for which ``note`` gives the reason.
+        median_us, min_us, p90_us: per call, of the slowest rank in each iteration; None: not timed.
+        skew_us: median over the iterations of the time between the fastest and the slowest rank.
+        note: why it did not run, what was wrong, or what else a reader has to know.
         calls, iterations: calls timed together (alternating), and how many times.
-        straggler: a random rank was delayed in each iteration; times hold what the others waited for it.
+        straggler: a random rank was delayed in each iteration; times include the waiting of the others.
         counts: per call, of each rank, what the simulator counted.
+        facts: what was measured, by the names that the benchmark gives to them: its size, dtype and so on.
     """
 
     ranks: int
@@ -53,231 +53,257 @@ class Measured(ABC):
     min_us: float | None = None
     p90_us: float | None = None
     skew_us: float | None = None
-    ratios: dict[str, float] = field(default_factory=dict)
     note: str | None = None
-    calls: tuple[int, ...] = ()
+    calls: Sequence[int] = ()
     iterations: int = 0
     straggler: bool = False
     counts: dict[str, list[float]] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """Name with its owner: ``"tdcoll 1d"``, or ``"nccl"``."""
-        return self.algorithm if self.peer else f"tdcoll {self.algorithm}"
-
-    @property
-    @abstractmethod
-    def size(self) -> Hashable:
-        """What two rows of a file have to share to be compared."""
-
-    def timed(self: AnyRow, summary: Summary, wall_us: float | None = None) -> AnyRow:
-        """This row with its times and what follows from them; ``wall_us`` is by the host's clock."""
-        return dataclasses.replace(self, **dataclasses.asdict(summary), **self._derived(summary.median_us, wall_us))
-
-    def _derived(self, median_us: float, wall_us: float | None) -> dict[str, Any]:
-        """Return what follows from the times."""
-        return {}
+        """The name with its owner and form: ``"tdcoll 1d"``, ``"tdcoll owner, no copy"``, or ``"nccl"``."""
+        if self.peer:
+            return self.algorithm
+        padded, no_copy = self.facts.get("form") == "padded", self.facts.get("copy") is False
+        return f"tdcoll {self.algorithm}" + (", padded" if padded else ", no copy" if no_copy else "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(Measured):
-    """One size of a dense collective, one algorithm, one way to launch it.
+Text = Callable[[Row], str]
 
-    Attributes:
-        bytes_per_rank: what one rank gives to an all-gather or an all-reduce, or gets from a reduce-scatter.
-        operation: the collective.
-        dtype, op: of the data, and how it is reduced; None: not known, or not reduced.
-        buffers: inputs and results that the calls took in turn; None: each call of a launch had its own.
-        busbw_gbps: bus bandwidth at the median, as nccl-tests defines it.
-    """
+_LAUNCHES = {"graph": "CUDA graphs", "eager": "eager calls"}
 
-    bytes_per_rank: int
-    operation: str = "all_gather"
-    dtype: str | None = None
-    op: str | None = None
-    buffers: int | None = None
-    busbw_gbps: float | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes per rank."""
-        return self.bytes_per_rank
-
-    @property
-    def sent_bytes(self) -> float:
-        """That each rank sends, at least."""
-        return sent_bytes(self.operation, self.bytes_per_rank, self.ranks)
-
-    def _derived(self, median_us: float, wall_us: float | None) -> dict[str, Any]:
-        return {"busbw_gbps": self.sent_bytes / median_us / 1e3}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseRow(Measured):
-    """One row-sparse all-reduce.
-
-    Attributes:
-        rows: that each rank gives, repetitions counted.
-        dim: numbers in a row.
-        num_rows: of the whole tensor.
-        dtype: of the values.
-        distribution: that the indices are drawn from.
-        duplicates: ``"0"``: none; a fraction: so many of the rows repeat others of the same rank; ``"drawn"``: each is
-            drawn by itself, with repetition.
-        form: ``"coo"``: from sparse tensor to sparse tensor; ``"padded"``: the form without host synchronisation.
-        copy: whether the result is memory of its own; None where there is no choice.
-        union_rows: of the result, the mean over the inputs that are taken in turn.
-        moved_rows: least rows that cross between ranks, all of them together; see
-            :func:`~tdcoll.bench.arithmetic.moved_rows`.
-        bytes_per_rank: of ``moved_rows``, a rank's share.
-        floor_us: time for ``bytes_per_rank`` at the assumed rate.
-        wall_us: median on the host's clock, waiting for the result included.
-        gbps: ``bytes_per_rank`` over the median.
-        over_floor: the median over ``floor_us``.
-    """
-
-    rows: int
-    dim: int
-    num_rows: int
-    dtype: str
-    distribution: str
-    duplicates: str = "0"
-    form: str = "coo"
-    copy: bool | None = None
-    union_rows: float = 0.0
-    moved_rows: float = 0.0
-    bytes_per_rank: float = 0.0
-    floor_us: float = 0.0
-    wall_us: float | None = None
-    gbps: float | None = None
-    over_floor: float | None = None
-
-    @property
-    def label(self) -> str:
-        """``"tdcoll owner"``, ``"tdcoll owner, no copy"``, ``"tdcoll owner, padded"``, or a peer's name."""
-        detail = ", padded" if self.form == "padded" else ", no copy" if self.copy is False else ""
-        return super().label + ("" if self.peer else detail)
-
-    @property
-    def size(self) -> tuple[str, str, int, int]:
-        """Which rows, and how long."""
-        return self.distribution, self.duplicates, self.rows, self.dim
-
-    def _derived(self, median_us: float, wall_us: float | None) -> dict[str, Any]:
-        rate, over = self.bytes_per_rank / median_us / 1e3, ratio(median_us, self.floor_us)
-        return {"wall_us": wall_us, "gbps": rate, "over_floor": over}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatchRow(Measured):
-    """One index matching on one GPU.
-
-    Attributes:
-        task: ``"union"``: the union of all lists and the place of every id in it; ``"build"``: the union, and what
-            other kernels need to find places; ``"match"``: the places of one list's ids in a union that is there.
-        lists: how many; ``rows``: ids in each; ``num_rows``: they are below it.
-        distribution: that the ids are drawn from.
-        union_rows: ids of the union, the mean over the inputs that are taken in turn.
-    """
-
-    task: str
-    lists: int
-    rows: int
-    num_rows: int
-    distribution: str
-    union_rows: float
-
-    @property
-    def size(self) -> tuple[str, str, int]:
-        """Which task, on which lists."""
-        return self.task, self.distribution, self.rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormRow(Measured):
-    """One all-reduce + residual + RMSNorm of ``rows`` rows of ``hidden`` numbers of ``dtype``."""
-
-    rows: int
-    hidden: int
-    dtype: str
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Return the rows and the numbers in each, by which results are compared."""
-        return self.rows, self.hidden
-
-
-@dataclass(frozen=True, kw_only=True)
-class SignalRow(Measured):
-    """Signals, without data.
-
-    Attributes:
-        pattern: ``"one-way"``: from rank 0 to ``peer_rank``, half of the time there and back; ``"all-to-all"``: every
-            rank signals every other and waits for all.
-        peer_rank: the other rank; None with all-to-all.
-        same_node: whether it is on rank 0's node; with all-to-all, whether all are.
-        rounds: how often in one launch; 1: the launch counts as well, more: it hardly does.
-    """
-
-    pattern: str
-    peer_rank: int | None = None
-    same_node: bool = True
-    rounds: int = 1
-
-    @property
-    def size(self) -> tuple[str, int | None, int]:
-        """Between whom, and how often in one launch."""
-        return self.pattern, self.peer_rank, self.rounds
-
-
-KINDS: dict[str, type[Measured]] = {
-    "all_gather": Row,
-    "all_reduce": Row,
-    "all_reduce_rms_norm": NormRow,
-    "reduce_scatter": Row,
-    "tune": Row,
-    "sparse_all_reduce": SparseRow,
-    "index_match": MatchRow,
-    "signal": SignalRow,
+_NAMES = {
+    "tdcoll auto": "tdcoll",
+    f"tdcoll {IN_PLACE}": "tdcoll in place",
+    "nccl": "NCCL",
+    "trtllm-one-shot": "TensorRT-LLM one-shot",
+    "trtllm-two-shot": "TensorRT-LLM two-shot",
+    "vllm": "vLLM",
 }
-"""The rows of each benchmark."""
+"""Labels that are not shown as they are. Files also have peers that are no longer measured."""
 
 
-def distinct(values: Iterable[Any]) -> list[Any]:
-    """Each value once, in the order in which they came first."""
-    return list(dict.fromkeys(values))
+def number(value: float | None, digits: int) -> str:
+    """Return the value with so many digits after the point; ``-`` if there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
-def with_ratios(rows: Sequence[AnyRow]) -> list[AnyRow]:
-    """The rows, tdcoll's with their ratio to each peer of the same size and launch."""
-    result = []
-    peers = [row for row in rows if row.peer and row.check == "ok"]
-    for row in rows:
-        found = {
-            peer.algorithm: ratio(peer.median_us, row.median_us)
-            for peer in peers
-            if not row.peer and (peer.launch, peer.size) == (row.launch, row.size)
+def launch_of(row: Row) -> str:
+    """Return how a row's calls were launched, in words."""
+    return _LAUNCHES.get(row.launch, row.launch)
+
+
+def machine(head: dict[str, Any], row: Any) -> str:
+    """Return what a row of the file was measured on: ``"4 × NVIDIA H200 on 1 node"``."""
+    facts = head["provenance"]
+    gpus = Counter(gpu for gpu in facts.get("gpus", []) if gpu)
+    names = " and ".join(f"{count} × {name}" for name, count in gpus.items())
+    emulated = " (emulated)" if facts.get("environment", {}).get("TDCOLL_EMULATE_NODES", "1") not in ("", "1") else ""
+    return f"{names} on {row.nodes} node{'s' if row.nodes > 1 else ''}{emulated}"
+
+
+def name_of(label: str) -> str:
+    """Return a row's label as a report has it: ``"NCCL symmetric"`` for ``"nccl-symmetric"``."""
+    first, comma, detail = label.partition(",")
+    return _NAMES.get(first, first).replace("nccl-", "NCCL ") + comma + detail
+
+
+def _fact(template: str) -> Text:
+    """Return the text that a template with names of facts makes."""
+    return lambda row: template.format(**row.facts)
+
+
+def _attribute(name: str) -> Text:
+    return lambda row: number(getattr(row, name), 2)
+
+
+def _indices(row: Row) -> str:
+    repeated = row.facts.get("duplicates", "0")
+    return row.facts["distribution"] + (f", repeated {repeated}" if repeated != "0" else "")
+
+
+def _signal(row: Row) -> str:
+    facts = row.facts
+    if facts["peer_rank"] is None:
+        return str(facts["pattern"])
+    return f"0 to {facts['peer_rank']}" + ("" if facts["same_node"] else ", other node")
+
+
+def _data(row: Row) -> str:
+    """How the data were reduced, and whether each call of a launch had its own."""
+    op, buffers = row.facts.get("op"), row.facts.get("buffers")
+    in_turn = "one buffer replayed" if buffers == 1 else f"{buffers} buffers in turn"
+    return ", ".join([*([f"{op} of {row.facts['dtype']}"] if op else []), *([in_turn] if buffers else [])])
+
+
+def _most(key: str) -> Text:
+    """What the simulator counted per call, the most of any rank; all but loads and stores through pointers."""
+    return lambda row: f"{max(found):g}" if (found := (row.counts or {}).get(key)) else "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a benchmark's rows are shown.
+
+    Attributes:
+        title: of the benchmark.
+        size: heading and text of the columns that say which size a row is of. Rows of equal texts are compared.
+        derived: columns of the terminal besides: what follows from facts and times.
+        shown: algorithms and peers that have a column of a table unless others are asked for. If none of tdcoll's is
+            among them, all of tdcoll's have one.
+        drawn: algorithms and peers that a picture has if it would have too many curves otherwise.
+        about: what is the same for all rows of a table. Rows for which it differs get a table of their own.
+        unit, scale: of times in tables; a microsecond is ``scale`` of them.
+        floor: the least time that a row could take, in microseconds; None: not known.
+        floor_text: how that time is made up.
+        x, x_text: place of a row on a picture's axis and what is written there; None: there are no pictures.
+        panel: the line and the column of panels that a row belongs to.
+    """
+
+    title: str
+    size: Mapping[str, Text]
+    derived: Mapping[str, Text] = field(default_factory=dict)
+    shown: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()
+    about: Text = lambda row: ""
+    unit: str = "µs"
+    scale: float = 1.0
+    floor: Callable[[Any, Floor | None], float | None] = lambda row, floor: None
+    floor_text: Callable[[Any, Floor | None], str] = lambda row, floor: ""
+    x: Callable[[Row], int] | None = None
+    x_text: Callable[[int], str] = "{:,}".format
+    panel: Callable[[Row], tuple[str, str]] = lambda row: ("", launch_of(row))
+
+    def key(self, row: Any) -> tuple[str, ...]:
+        """Return the size of a row, in words."""
+        return tuple(text(row) for text in self.size.values())
+
+    def columns(self, simulated: bool) -> dict[str, Text]:
+        """Return heading and text of the columns on the terminal: times, or what the simulator counted."""
+        counted = ("puts", "put_bytes", "signals", "waits", "inter_node_puts", "inter_node_bytes")
+        times = {"µs": "median_us", "min µs": "min_us", "p90 µs": "p90_us", "skew µs": "skew_us"}
+        counts = {key.replace("_", " "): _most(key) for key in counted}
+        measured = {heading: _attribute(name) for heading, name in times.items()}
+        return {
+            **self.size,
+            "ranks": lambda row: str(row.ranks),
+            "nodes": lambda row: str(row.nodes),
+            f"{'algorithm':>24}": lambda row: row.label,
+            "launch": lambda row: row.launch,
+            **(counts if simulated else {**measured, **self.derived}),
+            "check": lambda row: row.check if row.note is None else f"{row.check}: {row.note}",
         }
-        ratios = {peer: value for peer, value in found.items() if value is not None}
-        result.append(dataclasses.replace(row, ratios=ratios))
-    return result
 
 
-def save(path: Path, head: dict[str, Any], rows: Sequence[Measured]) -> None:
+def line_of(columns: Mapping[str, Text], row: Row | None = None) -> str:
+    """Return a row's line on the terminal; of None: the headings."""
+    texts = columns if row is None else [text(row) for text in columns.values()]
+    shown = [text.strip().rjust(max(len(heading), 9)) for heading, text in zip(columns, texts, strict=True)]
+    return ("# " if row is None else "  ") + "  ".join(shown)
+
+
+def _dense_floor(row: Row, floor: Floor | None) -> str:
+    if floor is None:
+        return ""
+    return (
+        f"The floor is a launch ({floor.launch_us:g} µs) and a crossing ({floor.crossing_us:.3g} µs), or what a rank "
+        f"sends at {floor.gbps:g} GB/s, whichever takes longer."
+    )
+
+
+def _dense(title: str, name: str | None = None, about: Text = _data) -> Layout:
+    """The layout of the collective of this name; None: rows say which."""
+
+    def sent(row: Row) -> float:
+        return SPECS[name or row.facts["operation"]].sent_bytes(row.facts["bytes_per_rank"], row.ranks)
+
+    return Layout(
+        title=title,
+        size={"bytes per rank": lambda row: format_bytes(row.facts["bytes_per_rank"])},
+        derived={"bus GB/s": lambda row: number(row.median_us and sent(row) / row.median_us / 1e3, 1)},
+        shown=("auto", IN_PLACE, "nccl", "nccl-symmetric"),
+        drawn=("auto", "nccl", "nccl-symmetric", "torch-one-shot", "torch-two-shot", "trtllm-one-shot", "vllm"),
+        about=about,
+        floor=lambda row, floor: floor.us(sent(row), row.ranks) if floor else None,
+        floor_text=_dense_floor,
+        x=lambda row: row.facts["bytes_per_rank"],
+        x_text=format_bytes,
+    )
+
+
+def _sparse_floor(row: Row, floor: Floor | None) -> str:
+    if not row.facts["floor_us"]:
+        return ""
+    rate = row.facts["bytes_per_rank"] / row.facts["floor_us"] / 1e3
+    return f"The floor is the least rows that can cross between ranks, at {rate:.3g} GB/s per rank."
+
+
+LAYOUTS: dict[str, Layout] = {
+    **{name: _dense(spec.title, name) for name, spec in SPECS.items()},
+    "tune": _dense("Candidates of a tuning table", about=_fact("{operation}")),
+    "all_reduce_rms_norm": Layout(
+        title="All-reduce + residual + RMSNorm",
+        size={"rows": _fact("{rows:,}")},
+        shown=(
+            *("auto", "nccl", "nccl-compiled", "torch-one-shot-compiled", "tdcoll-torch"),
+            *("trtllm-one-shot", "trtllm-two-shot"),
+        ),
+        about=_fact("rows of {hidden:,} {dtype}"),
+        x=lambda row: row.facts["rows"],
+        panel=lambda row: ("", f"rows of {row.facts['hidden']:,}, {launch_of(row)}"),
+    ),
+    "sparse_all_reduce": Layout(
+        title="Sparse all-reduce",
+        size={"indices": _indices, "rows per rank": _fact("{rows:,} × {dim}")},
+        derived={
+            "GB/s": lambda row: number(row.median_us and row.facts["bytes_per_rank"] / row.median_us / 1e3, 1),
+            "/ floor": lambda row: number(ratio(row.median_us, row.facts["floor_us"]), 2),
+        },
+        shown=("auto", "dense"),
+        about=_fact("{num_rows:,} rows of {dtype}"),
+        unit="ms",
+        scale=1e-3,
+        floor=lambda row, floor: row.facts["floor_us"] or None,
+        floor_text=_sparse_floor,
+        x=lambda row: row.facts["rows"],
+        panel=lambda row: (_indices(row), f"rows of {row.facts['dim']}, {launch_of(row)}"),
+    ),
+    "signal": Layout(title="Signals", size={"between": _signal, "rounds in a launch": _fact("{rounds}")}),
+}
+"""By the name of the benchmark."""
+
+
+def shown_labels(layout: Layout, rows: Sequence[Row], only: Sequence[str] = ()) -> list[str]:
+    """Return the labels of rows that are shown, tdcoll's first: those of ``only``, or the layout's."""
+    names = only or layout.shown
+    ran = [row for row in rows if not row.peer or row.median_us]
+    ours = distinct([row.label for row in ran if not row.peer and row.algorithm in names])
+    if not ours and not only:
+        ours = distinct([row.label for row in ran if not row.peer])
+    return ours + distinct([row.label for row in ran if row.peer and row.algorithm in names])
+
+
+_SCHEMA = 1
+_FIELDS = {field.name for field in dataclasses.fields(Row)} - {"facts"}
+
+
+def save(path: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
     """Write a benchmark's rows, after ``head``: benchmark, command, started, provenance."""
-    document = {"schema": SCHEMA, **head, "rows": [dataclasses.asdict(row) for row in rows]}
+    fields = [dataclasses.asdict(row) for row in rows]
+    document = {"schema": _SCHEMA, **head, "rows": [{**one.pop("facts"), **one} for one in fields]}
     write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file as a whole: whenever the process is ended, what was there before is there, or all of ``text``."""
+    """Write a file as a whole: a process that is killed leaves the file as it was, or all of ``text``."""
     begun = path.with_name(path.name + ".tmp")
     begun.write_text(text, encoding="utf-8")
     os.replace(begun, path)
 
 
-def load(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """``(head, rows)`` of a file that :func:`save` wrote.
+def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """Return ``(head, rows)`` of a file that :func:`save` wrote.
 
     Raises:
         ValueError: it is no such file.
@@ -285,13 +311,18 @@ def load(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if document["schema"] != SCHEMA:
-            raise ValueError(f"schema {document['schema']} (this version reads {SCHEMA})")
+        if document["schema"] != _SCHEMA:
+            raise ValueError(f"schema {document['schema']} (this version reads {_SCHEMA})")
         for key in ("command", "started", "provenance"):
             document[key]
-        if (kind := KINDS.get(document["benchmark"])) is None:
-            raise ValueError(f"benchmark {document['benchmark']} (this version knows {', '.join(KINDS)})")
-        rows = [kind(**{**row, "calls": tuple(row["calls"])}) for row in document.pop("rows")]
+        if (layout := LAYOUTS.get(document["benchmark"])) is None:
+            raise ValueError(f"benchmark {document['benchmark']} (this version knows {', '.join(LAYOUTS)})")
+        rows = []
+        for one in document.pop("rows"):
+            fields: dict[str, Any] = {name: one.pop(name) for name in _FIELDS & set(one)}
+            row = Row(**{**fields, "calls": tuple(fields["calls"])}, facts=one)
+            layout.key(row)  # has all that says which size it is of
+            rows.append(row)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a result of tdcoll.bench: {error}") from error
     return document, rows

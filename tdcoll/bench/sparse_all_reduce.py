@@ -1,48 +1,324 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sparse all-reduce benchmark: ``bash launch.sh [--nproc N] -m tdcoll bench sparse_all_reduce --help``.
 
-Everybody starts from the same sparse tensors and ends with the sum over the ranks, of which every number is checked,
-after every timed call. Each call has other row numbers and other values than the one before it.
+tdcoll and its peers start from the same sparse tensors and end with the sum over the ranks, of which every number is
+checked, after every timed call. Each call has other row numbers and other values than the one before it. The peers are
+made of torch.distributed's collectives: over NCCL on GPUs, over gloo on the simulator, which is enough to check them.
 
-Calls that give a sparse tensor have to know its size on the host, so they are timed one at a time and from an idle GPU
-(:func:`~tdcoll.bench.timing.time_call`); tdcoll's padded form, which needs no host, in CUDA graph replays.
+Everything is drawn on the CPU by generators that are seeded with rank and input, so every rank knows the inputs of all
+others. Zipf's most frequent row is row 0, as in a vocabulary that is sorted by frequency. The number at place ``d`` of
+the j-th row that rank r gives in input i is ``head[r, i, j] + tail[d] + round``: small whole numbers, so sums are exact
+in any order. The round goes up from call to call, and the inputs are taken in turn, so the results of an earlier call
+are wrong everywhere.
+
+Calls that give a sparse tensor have to know its size on the host, so they are timed one at a time and from an idle GPU;
+tdcoll's padded form, which needs no host, in CUDA graph replays.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 import tdcoll
 from tdcoll.bench import case, options
-from tdcoll.bench.arithmetic import calls_per_launch, floor_us
-from tdcoll.bench.engine import Entry, Subject, nothing
-from tdcoll.bench.options import each
-from tdcoll.bench.rows import SparseRow
-from tdcoll.bench.sparse_data import Rows, SparseData, Vocabulary, add_rows, check_rows, fraction
-from tdcoll.bench.sparse_peers import PEERS, subject_of
-from tdcoll.bench.table import sparse_columns
+from tdcoll.bench.data import exact
+from tdcoll.bench.engine import Subject, Wanted, calls_of
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS
-from tdcoll.errors import RankMismatchError
 from tdcoll.language import INTERPRETED
 
-__all__ = ["SparseAllReduce", "main"]
+__all__ = ["SparseAllReduce"]
 
-_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+INPUTS = 3
+"""Inputs that calls take in turn, each with rows and values of its own."""
+
+DUPLICATES = ("0", "drawn")
+"""``"0"``: the rows of a rank are different and ascending, the first different ones of endless draws; ``"drawn"``: each
+is drawn by itself, as ``nn.Embedding(sparse=True)`` has them."""
+
+_MOST_HEADS, _MOST_TAILS = 1 << 15, 1 << 10
+_CHECKED = 1 << 26
+"""Numbers of a dense result that are looked at together."""
+
 _COPIES = {"both": [True, False], "yes": [True], "no": [False]}
 
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""``(out, tensor)``; newer PyTorch has renamed it."""
+
+_NOBODY = -1
+"""Pads lists of row numbers."""
+
+_SPARE_BYTES = 2 << 30
+"""GPU memory that is left alone beside a dense tensor."""
+
+
+def distribution(name: str) -> str:
+    """Return the name of a distribution of row numbers: ``"uniform"``, or ``"zipf1.2"`` with Zipf's exponent.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    if not re.fullmatch(r"uniform|zipf\d+(\.\d+)?", name):
+        raise ValueError(f"expected uniform or zipf with an exponent, such as zipf1.2; got {name!r}")
+    return name
+
+
+class Rows(NamedTuple):
+    """Row numbers of all ranks.
+
+    Attributes:
+        distribution: that they are drawn from, see :func:`distribution`.
+        num_rows: of the whole tensor.
+        rows: of each rank, repetitions counted.
+        duplicates: one of :data:`DUPLICATES`.
+        world: ranks.
+    """
+
+    distribution: str
+    num_rows: int
+    rows: int
+    duplicates: str
+    world: int
+
+
+@functools.lru_cache(maxsize=1)
+def draw(of: Rows) -> list[list[np.ndarray]]:
+    """Return the row numbers of every rank in every input: ``[input][rank]`` is ``[rows]`` int64 in [0, num_rows).
+
+    Raises:
+        ValueError: there are not so many different rows.
+    """
+    frequencies, repeated = None, of.duplicates == "drawn"  # None: all are equal
+    if of.distribution != "uniform":
+        weights = np.arange(1, of.num_rows + 1, dtype=np.float64) ** -float(of.distribution.removeprefix("zipf"))
+        frequencies = weights / weights.sum()
+
+    def rows(rank: int, number: int) -> np.ndarray:
+        generator = np.random.default_rng((rank, number))
+        drawn = generator.choice(of.num_rows, of.rows, replace=repeated, p=frequencies)
+        return drawn if repeated else np.sort(drawn)
+
+    return [[rows(rank, number) for rank in range(of.world)] for number in range(INPUTS)]
+
+
+class SparseData:
+    """One rank's inputs, and the check of results.
+
+    Args:
+        rows: of all ranks.
+        dim: numbers in a row.
+        dtype: of the values.
+        rank: whose inputs these are.
+        device: of the inputs.
+
+    Attributes:
+        tensors: ``[num_rows, dim]`` sparse COO, one for each input; coalesced if there are no duplicates.
+        shape: theirs.
+        rounds: that the values of each input are of.
+        union_rows: different rows of all ranks, the mean over the inputs.
+        moved_rows: rows that cross between ranks if a contributor of each row sums it and tells all others, likewise:
+            ``sum(c_u - 1) + U (W - 1)``, with c_u contributors of row u, U rows of the union and W ranks. Nothing that
+            sums each row in one place and then spreads it moves fewer.
+
+    Raises:
+        ValueError: not enough rows, or sums would not be exact in ``dtype``.
+    """
+
+    def __init__(self, rows: Rows, dim: int, dtype: torch.dtype, rank: int, device: torch.device) -> None:
+        self.rows, self.shape, self.dtype, self.rank, self.device = rows, (rows.num_rows, dim), dtype, rank, device
+        self.coalesced, self._drawn = rows.duplicates == "0", draw(rows)
+        unions = [np.unique(np.concatenate(lists), return_counts=True) for lists in self._drawn]
+        most = max(int(entries.max()) for _, entries in unions)
+        room = exact(dtype) // most
+        if room < 8:
+            raise ValueError(
+                f"one row is the sum of {most} rows, and so many values have no exact sum in "
+                f"{str(dtype).removeprefix('torch.')}; take fewer rows or duplicates, or another dtype"
+            )
+        self._n_heads, self._n_tails = min(_MOST_HEADS, room // 2), min(_MOST_TAILS, room // 4)
+        self.n_rounds = self._n_tails
+        self.rounds = [0] * INPUTS
+        self.tensors = [self._input(rank, number) for number in range(INPUTS)]
+        self.union_rows = sum(union.size for union, _ in unions) / INPUTS
+        held = sum(np.unique(one).size for lists in self._drawn for one in lists) / INPUTS
+        self.moved_rows = held + (rows.world - 2) * self.union_rows
+
+    def _input(self, rank: int, number: int) -> torch.Tensor:
+        """``[num_rows, dim]`` sparse COO: the input of a rank in its round."""
+        generator = np.random.default_rng((rank, number, 1))
+        heads = torch.from_numpy(generator.integers(self._n_heads, size=(self.rows.rows, 1)))
+        tails = torch.from_numpy(np.random.default_rng(0).integers(self._n_tails, size=self.shape[1]))
+        values = (heads.to(self.device) + (tails + self.rounds[number]).to(self.device)).to(self.dtype)
+        indices = torch.from_numpy(self._drawn[number][rank])[None].to(self.device)
+        shape, coalesced = self.shape, self.coalesced
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+
+    def advance(self, number: int) -> None:
+        """The input's next round, by one addition on the current stream. They begin again after ``n_rounds``."""
+        following = (self.rounds[number] + 1) % self.n_rounds
+        self.tensors[number]._values().add_(following - self.rounds[number])
+        self.rounds[number] = following
+
+    def expected(self, number: int) -> torch.Tensor:
+        """``[num_rows, dim]`` sparse COO, coalesced: the sum of an input over the ranks."""
+        inputs = [self._input(rank, number) for rank in range(self.rows.world)]
+        indices = torch.cat([one._indices() for one in inputs], 1)
+        values = torch.cat([one._values() for one in inputs])
+        return torch.sparse_coo_tensor(indices, values, self.shape, check_invariants=False).coalesce()
+
+    def errors(self, number: int, indices: torch.Tensor, values: torch.Tensor) -> tuple[int, str]:
+        """Return how much is wrong in ``[U]`` row numbers and ``[U, dim]`` sums of an input, and where it begins."""
+        at, expected = f"rank {self.rank}, input {number}", self.expected(number)
+        rows, sums = expected._indices()[0], expected._values()
+        if indices.shape != rows.shape or values.shape != sums.shape:
+            shapes = f"{list(indices.shape)} row numbers and {list(values.shape)} values"
+            return 1, f"{at}: expected {rows.numel()} rows of {self.shape[1]} values, got {shapes}"
+        if wrong := int((indices != rows).sum()):
+            place = int((indices != rows).nonzero()[0])
+            found = f"expected {int(rows[place])}, got {int(indices[place])}"
+            return wrong, f"{at}: {wrong} wrong row number(s), first: place {place}: {found}"
+        differs = values != sums
+        if not (wrong := int(differs.sum())):
+            return 0, ""
+        row, place = (int(i) for i in differs.nonzero()[0])
+        found = f"expected {float(sums[row, place]):g}, got {float(values[row, place]):g}"
+        return wrong, f"{at}: {wrong} wrong value(s), first: row {int(rows[row])} [{place}]: {found}"
+
+    def errors_of(self, number: int, result: torch.Tensor) -> tuple[int, str]:
+        """The same for a sparse tensor or, zeros elsewhere, a dense one of ``[num_rows, dim]``."""
+        at = f"rank {self.rank}, input {number}"
+        if result.shape != self.shape:
+            return 1, f"{at}: expected a tensor of {self.shape}, got {tuple(result.shape)}"
+        if result.is_sparse:
+            if not result.is_coalesced():
+                return 1, f"{at}: the result is not coalesced"
+            return self.errors(number, result._indices()[0], result._values())
+        rows = self.expected(number)._indices()[0]
+        wrong, where = self.errors(number, rows, result[rows])
+        if not wrong:
+            filled = sum(int(part.count_nonzero()) for part in result.flatten().split(_CHECKED))
+            wrong = filled - int(result[rows].count_nonzero())
+            where = f"{at}: {wrong} value(s) in rows that nobody gave" if wrong else ""
+        return wrong, where
+
+
+def _sparse(rows: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, like.shape, is_coalesced=True, check_invariants=False)
+
+
+def _counts(count: int, device: torch.device) -> list[int]:
+    """``count`` of every rank. Waits for the GPU."""
+    counts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    _all_gather(counts, torch.full((1,), count, dtype=torch.int64, device=device))
+    return [int(number) for number in counts.tolist()]
+
+
+def _padded(tensor: torch.Tensor, length: int, value: int) -> torch.Tensor:
+    """``[n, ...] -> [length, ...]``"""
+    if tensor.shape[0] == length:
+        return tensor
+    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, length - tensor.shape[0]], value=value)
+
+
+def all_reduce_union(tensor: torch.Tensor) -> torch.Tensor:
+    """The published method: rank 0 makes the union, and zeros that take every rank's rows are all-reduced.
+
+    Row numbers to rank 0, padded to the longest list; duplicates out; the union's size and then the union to everybody;
+    where are mine in it; own rows into ``[U, dim]`` zeros; all-reduce.
+    """
+    tensor = tensor.coalesce()
+    rows, values = tensor.indices()[0], tensor.values()
+    counts = _counts(rows.numel(), rows.device)
+    own = _padded(rows, max(counts), _NOBODY)
+    size = torch.zeros(1, dtype=torch.int64, device=rows.device)
+    union = rows
+    if dist.get_rank() == 0:
+        lists = [torch.empty_like(own) for _ in counts]
+        dist.gather(own, lists)
+        union = torch.unique(torch.cat(lists))
+        union = union[int(min(counts) < max(counts)) :]  # without the padding, which is the least of all
+        size.fill_(union.numel())
+    else:
+        dist.gather(own)
+    dist.broadcast(size, 0)
+    if dist.get_rank() != 0:
+        union = rows.new_empty(int(size))
+    dist.broadcast(union, 0)
+    total = values.new_zeros((union.numel(), *values.shape[1:]))
+    total[torch.searchsorted(union, rows)] = values
+    dist.all_reduce(total)
+    return _sparse(union, total, tensor)
+
+
+def all_gather_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Everybody gets all row numbers and all rows, padded to the longest list, and adds up for itself."""
+    rows, values = tensor._indices()[0], tensor._values()
+    counts = _counts(rows.numel(), rows.device)
+    most, world = max(counts), len(counts)
+    all_rows = rows.new_empty(world * most)
+    _all_gather(all_rows, _padded(rows, most, _NOBODY))
+    all_values = values.new_empty((world * most, *values.shape[1:]))
+    _all_gather(all_values, _padded(values, most, 0))
+    union, places = torch.unique(all_rows, return_inverse=True)
+    total = values.new_zeros((union.numel(), *values.shape[1:])).index_add_(0, places, all_values)
+    padding = int(min(counts) < most)
+    return _sparse(union[padding:], total[padding:], tensor)
+
+
+def _subject_of(data: SparseData, call: Callable[[int], object], /, **named: Any) -> Subject:
+    """A subject whose calls take the inputs of ``data`` in turn, each in its next round."""
+
+    def before(numbers: Sequence[int]) -> None:
+        for number in dict.fromkeys(numbers):
+            data.advance(number)
+
+    usual = {"errors": data.errors_of, "before": before, "inputs": INPUTS, "alone": True}
+    return Subject(call, **{**usual, **named})
+
+
+def _dense(data: SparseData) -> Subject:
+    """Into a dense ``[num_rows, dim]`` tensor, which is all-reduced and stays dense, if it fits beside everything."""
+    need = data.shape[0] * data.shape[1] * data.dtype.itemsize
+    if data.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        check = 4 * data.rows.world * data.tensors[0]._values().nbytes
+        room = max(0, int(torch.cuda.mem_get_info()[0]) - check - _SPARE_BYTES)
+        if need > room:
+            raise RuntimeError(f"the dense tensor has {need / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free")
+
+    def all_reduce(number: int) -> torch.Tensor:
+        dist.all_reduce(dense := data.tensors[number].to_dense())
+        return dense
+
+    return _subject_of(data, all_reduce)
+
+
+PEERS: dict[str, Callable[[SparseData], Subject]] = {
+    "published": lambda data: _subject_of(data, lambda number: all_reduce_union(data.tensors[number])),
+    "allgather": lambda data: _subject_of(data, lambda number: all_gather_rows(data.tensors[number])),
+    "dense": _dense,
+}
+"""Makes each peer's subject; raises the reason for which it cannot run. Collective."""
+
+
 class SparseAllReduce(case.Case):
-    """The case; a size is :class:`~tdcoll.bench.sparse_data.SparseData`."""
+    """The case; a size is :class:`SparseData`."""
 
     benchmark = "sparse_all_reduce"
-    columns = staticmethod(sparse_columns)
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
@@ -52,36 +328,30 @@ class SparseAllReduce(case.Case):
             description="Time of row-sparse all-reduces from sparse tensor to sparse tensor, checked. On the "
             "simulator: checks and counts, of small sizes.",
         )
-        distributions = "uniform,zipf1.05,zipf1.2"
-        add_rows(parser, "40" if small else "1000,10000,50000", 500 if small else 5_000_000, distributions)
-        parser.option("--dims", options.positive, "8" if small else "64,512,2048", "N,N", "numbers in a row")
-        what = (
-            "inputs that are not coalesced: which part of a rank's rows repeats others of that rank, or 'drawn', each "
-            "drawn by itself, as nn.Embedding(sparse=True) has them; --rows counts all"
-        )
-        parser.option("--duplicates", each(fraction), "0", "A,B", what)
-        parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default %(default)s")
+        counts = options.each(options.at_least(1))
+        parser.option("--rows", counts, "40" if small else "1000,10000,50000", "N,N", "rows of each rank")
+        parser.option("--num-rows", options.at_least(1), 500 if small else 5_000_000, "N", "of the whole tensor")
+        what = "which rows: uniform, or zipf and its exponent"
+        parser.option("--distributions", options.each(distribution), "uniform,zipf1.05,zipf1.2", "A,B", what)
+        parser.option("--dims", counts, "8" if small else "64,512,2048", "N,N", "numbers in a row")
+        what = "rows that are different, or 'drawn': each drawn by itself, as nn.Embedding(sparse=True) has them"
+        parser.option("--duplicates", options.each(options.one_of(DUPLICATES)), "0", "A,B", what)
+        parser.option("--dtype", options.dtype(_DTYPES), "float32", "NAME", "of the values")
         parser.some("--algorithms", ALGORITHMS, "owner,gather,auto")
-        parser.some("--peers", tuple(PEERS), "published,allgather,gloo,dense")
+        parser.some("--peers", tuple(PEERS), "published,allgather,dense")
         what = "results in their own memory? (default both)"
         parser.add_argument("--copy", choices=_COPIES, default="both", help=what)
         options.add_launches(parser, "both")
         what = "rate that a GPU could send at, for the floor"
-        parser.option("--floor-GBps", options.positive_number("GB/s"), 390.0, "X", what)
+        rate = options.number(float, lambda value: value > 0, "a positive number of GB/s")
+        parser.option("--floor-GBps", rate, 390.0, "X", what)
         options.add_common(parser, 20, warmup=2)
-        options.add_project(parser)
         given = parser.parse_args(arguments)
-        options.check_common(parser, given)
-        if given.duplicates != ["drawn"]:
-            check_rows(parser, given)
-        given.dtype = _DTYPES[given.dtype]
+        if given.duplicates != ["drawn"] and (most := max(given.rows)) > given.num_rows:
+            parser.error(f"--rows: {most} different rows are more than the {given.num_rows} of --num-rows")
         if given.dtype.itemsize == 2 and given.duplicates != ["0"]:
             parser.error("--duplicates: sums of many rows have no exact value in 16 bits; take float32 or float64")
         return given
-
-    @classmethod
-    def title(cls, options: argparse.Namespace) -> str:
-        return f"{options.num_rows} rows, {str(options.dtype).removeprefix('torch.')}"
 
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
@@ -96,86 +366,43 @@ class SparseAllReduce(case.Case):
         return [*(("coo", copy) for copy in copies), *[("padded", None)] * ("graph" in options.launches)]
 
     def sizes(self) -> Iterator[SparseData]:
-        """Every size, whose row numbers are made alike on all ranks."""
-        options, rank, world = self.options, self.topology.rank, self.topology.world_size
-        for distribution in options.distributions:
-            vocabulary = Vocabulary(distribution, options.num_rows, self.device)
-            for duplicates in options.duplicates:
-                for count in options.rows:
-                    made = Rows(vocabulary, count, duplicates, world, options.dtype)
-                    if len(set(self.gather("rows", made.checksum))) > 1:
-                        raise RankMismatchError("the ranks made different row numbers: are their GPUs of one kind?")
-                    yield from (SparseData(made, dim, rank) for dim in options.dims)
+        given, world = self.options, self.topology.world_size
+        for of in itertools.product(given.distributions, [given.num_rows], given.rows, given.duplicates, [world]):
+            for dim in given.dims:
+                yield SparseData(Rows(*of), dim, given.dtype, self.topology.rank, self.device)
 
     @contextlib.contextmanager
-    def wanted(self, data: SparseData) -> Iterator[tuple[Sequence[case.Wanted], Callable[[], object]]]:
-        context, problem = self.agree(
-            "make the context",
-            lambda: tdcoll.SparseContext(
-                max_rows_per_rank=data.rows.rows, max_row_bytes=data.dim * data.rows.dtype.itemsize
-            ),
-            False,
-        )
+    def wanted(self, data: SparseData) -> Iterator[tuple[Sequence[Wanted], Callable[[], object]]]:
+        row_bytes = data.shape[1] * data.dtype.itemsize
+        with tdcoll.SparseContext(max_rows_per_rank=data.rows.rows, max_row_bytes=row_bytes) as context:
+            made = [
+                Wanted(name, False, partial(_ours, name, form, bool(copy), data, context), [how], facts)
+                for name in self.options.algorithms
+                for form, copy in self.forms(self.options)
+                for how, facts in [("graph" if form == "padded" else "eager", {"form": form, "copy": copy})]
+            ]
+            made += [Wanted(name, True, partial(PEERS[name], data), ["eager"]) for name in self.options.peers]
+            yield made, context.check
 
-        def ours(name: str, form: str, copy: bool) -> Subject:
-            if context is None:
-                raise ValueError(problem)
-            return _ours(name, form, copy, data, context)
-
-        made = [
-            case.Wanted(
-                name,
-                False,
-                partial(ours, name, form, bool(copy)),
-                ["graph" if form == "padded" else "eager"],
-                {"form": form, "copy": copy},
-            )
-            for name in self.options.algorithms
-            for form, copy in self.forms(self.options)
-        ]
-        made += [case.Wanted(name, True, partial(PEERS[name], data), ["eager"]) for name in self.options.peers]
-        with contextlib.nullcontext() if context is None else context:
-            yield made, nothing if context is None else context.check
-
-    def row(self, data: SparseData, entry: Entry, /, **common: Any) -> SparseRow:
-        if entry.subject is not None and entry.subject.data is not None:
-            data = entry.subject.data
-        rows = data.rows
-        nbytes = rows.moved_rows * data.dim * rows.dtype.itemsize / self.topology.world_size
-        return SparseRow(
-            **common,
-            rows=rows.rows,
-            dim=data.dim,
-            num_rows=rows.vocabulary.num_rows,
-            dtype=str(rows.dtype).removeprefix("torch."),
-            distribution=rows.vocabulary.distribution,
-            duplicates=rows.duplicates,
-            union_rows=rows.union_rows,
-            moved_rows=rows.moved_rows,
-            bytes_per_rank=nbytes,
-            floor_us=floor_us(nbytes, self.options.floor_GBps),
-        )
-
-    def projection(self, rows: Sequence[SparseRow]) -> list[str]:
-        """Return what the counted rows would take on a cluster, whose ranks have row numbers of the same kind."""
-        if self.options.project is None:
-            return []
-        from tdcoll.bench.projection import of_sparse
-
-        return of_sparse(self.options.project, rows)
+    def facts(self, data: SparseData) -> dict[str, Any]:
+        nbytes = data.moved_rows * data.shape[1] * data.dtype.itemsize / data.rows.world
+        rows = {name: value for name, value in data.rows._asdict().items() if name != "world"}
+        values = {"dim": data.shape[1], "dtype": str(data.dtype).removeprefix("torch.")}
+        floor = {"bytes_per_rank": nbytes, "floor_us": nbytes / self.options.floor_GBps / 1e3}
+        return {**rows, **values, "union_rows": data.union_rows, "moved_rows": data.moved_rows, **floor}
 
 
 def _ours(name: str, form: str, copy: bool, data: SparseData, context: tdcoll.SparseContext) -> Subject:
     """tdcoll's all-reduce: from sparse tensor to sparse tensor, or padded."""
-    calls = calls_per_launch(data.values(0).nbytes, context.world_size)
+    calls = calls_of(data.tensors[0]._values().nbytes * context.world_size)
 
     def reduce(number: int) -> torch.Tensor:
         return tdcoll.sparse_all_reduce(data.tensors[number], context, algorithm=name, copy=copy)
 
     def reduce_padded(number: int) -> Any:
-        indices, values, num_rows = data.indices(number), data.values(number), data.rows.vocabulary.num_rows
-        coalesced = data.rows.coalesced
-        return tdcoll.sparse_all_reduce_padded(indices, values, num_rows, context, coalesced=coalesced, algorithm=name)
+        given = data.tensors[number]
+        what = given._indices()[0], given._values(), data.shape[0]
+        return tdcoll.sparse_all_reduce_padded(*what, context, coalesced=data.coalesced, algorithm=name)
 
     def errors_padded(number: int, result: Any) -> tuple[int, str]:
         count = int(result.count)
@@ -188,10 +415,5 @@ def _ours(name: str, form: str, copy: bool, data: SparseData, context: tdcoll.Sp
 
     notes: list[str] = []
     if form == "padded":
-        return subject_of(data, reduce_padded, errors=errors_padded, calls=calls)
-    return subject_of(data, reduce, errors=errors, notes=notes)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The command; its exit status: 1 if a result was wrong."""
-    return case.run(SparseAllReduce, arguments)
+        return _subject_of(data, reduce_padded, errors=errors_padded, calls=calls)
+    return _subject_of(data, reduce, errors=errors, notes=notes)

@@ -7,15 +7,11 @@ which the host issues what is timed, and then a small all-gather, which nobody l
 In this order neither a late host nor GPUs of different clocks, whose pauses last differently, make a skew that
 would be counted; one or two microseconds of an NVLink crossing remain, spread over the calls of an iteration.
 Before eager calls there is no pause: they are issued one by one, and that may be what takes longest.
-
-Calls that wait for the GPU themselves (the size of their result is on it) are timed one at a time, from a GPU with
-nothing to do, so what the host takes to issue them counts as well; see :func:`time_call`.
 """
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +24,7 @@ from tdcoll.collectives.all_gather import all_gather
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import TdcollError
 
-__all__ = ["Launch", "LineUp", "Straggler", "capture", "graph_time_us", "time_call", "time_launches"]
+__all__ = ["Launch", "LineUp", "Straggler", "capture", "graph_time_us", "time_launches"]
 
 _ASSUMED_CLOCK_KHZ = 1_800_000
 _GRAPH_HEAD_START_US = 500.0
@@ -79,11 +75,10 @@ class Straggler:
 
     rank: int
     world: int
-    delay_us: float = 100.0
     random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __call__(self) -> None:
-        chosen, delay_us = self.random.randrange(self.world), self.random.uniform(0, 2 * self.delay_us)
+        chosen, delay_us = self.random.randrange(self.world), self.random.uniform(0, 200.0)
         if chosen == self.rank:
             pause(delay_us)
 
@@ -143,28 +138,6 @@ def time_launches(
     return [begin.elapsed_time(end) * 1e3 / calls for begin, end, calls in timed]
 
 
-def time_call(call: Callable[[], Any], line_up: LineUp, straggler: Straggler | None = None) -> tuple[Any, float, float]:
-    """One call that may wait for the GPU: its result, microseconds between two CUDA events, and on the host's clock.
-
-    Collective; waits for the GPU. The first line-up lets the hosts go on together, the second, behind which the first
-    event is, the streams: a rank that enters late is waited for before the others' first event. The host's clock
-    starts when its rank has issued the second, so it may hold some microseconds of waiting for a late host.
-    """
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    line_up()
-    torch.cuda.synchronize()
-    line_up()
-    if straggler is not None:
-        straggler()
-    begin.record()
-    started = time.perf_counter()
-    result = call()
-    end.record()
-    end.synchronize()
-    wall_us = (time.perf_counter() - started) * 1e6
-    return result, begin.elapsed_time(end) * 1e3, wall_us
-
-
 def graph_time_us(
     function: Callable[[], object],
     *,
@@ -202,4 +175,4 @@ def graph_time_us(
     with LineUp(group) as line_up:
         time_launches(launches, warmup * len(launches), line_up)
         times = time_launches(launches, replays, line_up)
-    return summarize(owner.control.all_gather(owner.ranks_of(group), "graph_time_us", times)).median_us
+    return summarize(owner.control.all_gather(owner.ranks_of(group), "graph_time_us", times))["median_us"]

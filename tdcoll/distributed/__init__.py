@@ -9,8 +9,8 @@ from tdcoll.collectives.all_reduce.op import all_reduce_in_group as all_reduce
 from tdcoll.distributed.backend import TdcollProcessGroup
 from tdcoll.distributed.clip import clip_grad_norm_
 from tdcoll.distributed.ddp import SparseGradientReducer, sparse_hook
+from tdcoll.distributed.describe import explain
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.words import explain
 from tdcoll.work import BackendTimeout
 
 __all__ = ["BackendTimeout", "Options", "SparseGradientReducer", "TdcollProcessGroup", "all_reduce", "clip_grad_norm_"]

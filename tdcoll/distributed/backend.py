@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
-    BroadcastOptions,
     ProcessGroup,
     ReduceScatterOptions,
 )
@@ -29,17 +29,18 @@ from torch._C._distributed_c10d import (
 from tdcoll import arguments, capture, runtime
 from tdcoll.distributed.agreement import Agreement
 from tdcoll.distributed.call import Call, check_pieces
-from tdcoll.distributed.fallback import Fallback, Make
-from tdcoll.distributed.inner import (
-    RollCall,
+from tdcoll.distributed.dispatch import Dispatcher
+from tdcoll.distributed.fallback import (
+    Fallback,
+    Start,
     add_backends,
     beside,
+    exchange_parts,
     gather_into,
     scatter_from,
     sparse_sum_by_gather,
 )
 from tdcoll.distributed.options import Options
-from tdcoll.distributed.sides import Sides
 from tdcoll.distributed.sparse import refuse_wrong
 from tdcoll.primitives.reduce import NAMES_BY_HASH, operation_name
 from tdcoll.runtime import lifecycle
@@ -154,11 +155,11 @@ class TdcollProcessGroup(ProcessGroup):
         members = self._members
         store = generation(store, members[rank], members, "backend tdcoll", timeout.total_seconds())
         self._store, self._timeout, self._options, self._ranks = store, timeout, options, ranks
-        inner = self._plain = ProcessGroup(store, rank, size)
+        plain = self._plain = ProcessGroup(store, rank, size)
         """gloo and NCCL, without what is overridden here."""
         share_gpus = lifecycle.may_share_gpus()
         of_group = store, rank, size, timeout, name, ranks
-        names = add_backends((self, inner), *of_group, options.nccl, split, share_gpus)
+        names = add_backends((self, plain), *of_group, options.nccl, split, share_gpus)
         timeout_s = _deadline(timeout)
         settings = {
             "serves": options.kinds,
@@ -169,20 +170,20 @@ class TdcollProcessGroup(ProcessGroup):
             "share_gpus": share_gpus,
         }
         own_store = dist.PrefixStore("tdcoll/", store)
-        roll_call = RollCall(dist.PrefixStore("roll-call/", own_store), rank, size, timeout)
-        fallback = Fallback(inner, names, roll_call, lambda kind: beside(kind, *of_group))
+        fallback = Fallback(plain, names, lambda kind: beside(kind, *of_group))
         control = StoreControlPlane(own_store, rank, timeout.total_seconds())
         agreed = Agreement(control, size, options.kinds, settings, name)
         if not ranks or size == dist.get_world_size():
             agreed.join(store, rank, size, options.heap_bytes, timeout_s)
-        self.sides = Sides(
-            runtime.current_or_none() if agreed.kinds else None,
+        job = runtime.current_or_none() if agreed.kinds else None
+        self.dispatcher = Dispatcher(
+            job,
             agreed,
             options,
+            fallback,
             name=name,
             rank=rank,
-            members=members,
-            fallback=fallback,
+            ranks=members,
             timeout_s=timeout_s,
             default=not ranks,
         )
@@ -234,21 +235,21 @@ class TdcollProcessGroup(ProcessGroup):
         return found
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self.sides.coalescing = True  # what is issued until the end belongs to the inner group's one launch
+        self.dispatcher.coalescing = True  # what is issued until the end belongs to the fallback backend's one launch
         super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        self.sides.coalescing = False
+        self.dispatcher.coalescing = False
         return super()._end_coalescing(device)
 
     def shutdown(self) -> None:
-        expired = self.sides.close()
+        expired = self.dispatcher.close()
         super().shutdown()
         if expired is not None:
             raise expired
 
     def abort(self) -> None:
-        self.sides.abort()
+        self.dispatcher.abort()
         super().abort()
 
     # ------------------------------------------------------------------ all-gather
@@ -256,7 +257,7 @@ class TdcollProcessGroup(ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """``[n, ...] -> [world * n, ...]``."""
         output, input, asynchronous = plain(output), plain(input), opts is None or opts.asyncOp
-        return self.sides.call_one(
+        return self.dispatcher.call_one(
             "all_gather", output, input, None, asynchronous,
             lambda group, call: gather_into(group, call.outs[0], call.inputs[0], opts),
         )  # fmt: skip
@@ -272,19 +273,19 @@ class TdcollProcessGroup(ProcessGroup):
         outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
         opts = AllgatherOptions() if opts is None else opts
 
-        def inner(group: Any, call: Call) -> Any:
+        def start(group: Any, call: Call) -> Any:
             make = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
             return make(call.outs, call.inputs, opts)
 
-        return self._several("all_gather", Call(outputs, inputs), opts, inner)
+        return self._several("all_gather", Call(outputs, inputs), opts, start)
 
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
-    def _several(self, kind: str, call: Call, opts: Any, inner: Make) -> Any:
+    def _several(self, kind: str, call: Call, opts: Any, start: Start) -> Any:
         """Make a call of several tensors, or of none."""
         if not call.inputs:
-            return self.sides.fallback.make(kind, call, opts.asyncOp, inner)
-        return self.sides.call(kind, call, opts.asyncOp, inner)
+            return self.dispatcher.fallback.make(call, opts.asyncOp, start)
+        return self.dispatcher.call(kind, call, opts.asyncOp, start)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """``[n_rank, ...] of every rank -> a list of all of them``; of one input."""
@@ -292,14 +293,12 @@ class TdcollProcessGroup(ProcessGroup):
             outputs, inputs, opts = [outputs], [inputs], None
         outputs, inputs = [[plain(out) for out in pieces] for pieces in outputs], [plain(tensor) for tensor in inputs]
         opts = AllgatherOptions() if opts is None else opts
-        sides = self.sides
         if len(inputs) != 1 or len(outputs) != 1:
-            device = _device_of(inputs)
-            return sides.fallback.start("all_gather", device, lambda: self._plain.allgather(outputs, inputs, opts))
+            return self._plain.allgather(outputs, inputs, opts)
         call = Call([], inputs, pieces=outputs[0])
-        if not sides.compares("all_gather", call):
+        if not self.dispatcher.compares("all_gather", call):
             check_pieces(call, self._size)
-        return sides.call(
+        return self.dispatcher.call(
             "all_gather", call, opts.asyncOp, lambda group, call: group.allgather([call.pieces], call.inputs, opts)
         )
 
@@ -309,13 +308,13 @@ class TdcollProcessGroup(ProcessGroup):
         """Reduce each element over the ranks, in place. A sparse COO tensor becomes coalesced."""
         tensors = [plain(tensors)] if isinstance(tensors, torch.Tensor) else [plain(tensor) for tensor in tensors]
         opts = _with(AllreduceOptions, opts, timeout)
-        op, inner = _operation(opts), lambda group, call: group.allreduce(call.outs, opts)
+        op, start = _operation(opts), lambda group, call: group.allreduce(call.outs, opts)
         if len(tensors) != 1:
-            return self._several("all_reduce", Call(tensors, tensors, op), opts, inner)
+            return self._several("all_reduce", Call(tensors, tensors, op), opts, start)
         tensor = tensors[0]
         if tensor.layout == torch.sparse_coo:
             return self._sparse(tensor, op, opts)
-        return self.sides.call_one("all_reduce", tensor, tensor, op, opts.asyncOp, inner)
+        return self.dispatcher.call_one("all_reduce", tensor, tensor, op, opts.asyncOp, start)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each element of several dense tensors over the ranks, in place."""
@@ -333,10 +332,10 @@ class TdcollProcessGroup(ProcessGroup):
             "the size of the result must be known on the host, which a CUDA graph cannot wait for; use "
             "tdcoll.sparse_all_reduce_padded",
         )  # fmt: skip
-        backend = self.sides.fallback.name(tensor.device)
+        backend = self.dispatcher.fallback.name(tensor.device)
         gathers = backend == "nccl" and op in ("sum", "mean")
 
-        def inner(group: Any, call: Call) -> Any:
+        def start(group: Any, call: Call) -> Any:
             """gloo sums sparse tensors itself; over NCCL all rows go to all ranks."""
             if gathers:
                 tensor.data = sparse_sum_by_gather(group, tensor, op)
@@ -346,12 +345,11 @@ class TdcollProcessGroup(ProcessGroup):
                 tensor.data = tensor.detach() / self._size
             return group.allreduce([tensor], opts)
 
-        return self.sides.call(
+        return self.dispatcher.call(
             "sparse_all_reduce",
             Call([tensor], [tensor], op),
             opts.asyncOp,
-            inner,
-            operation="all_reduce",
+            start,
             how="all-gathers of rows and indices; " if gathers else "",
         )
 
@@ -359,7 +357,7 @@ class TdcollProcessGroup(ProcessGroup):
         """``[world * n, ...] -> [n, ...]``: this rank's part of the reduction."""
         output, input, opts = plain(output), plain(input), ReduceScatterOptions() if opts is None else opts
         op = _operation(opts)
-        return self.sides.call_one(
+        return self.dispatcher.call_one(
             "reduce_scatter", output, input, op, opts.asyncOp,
             lambda group, call: scatter_from(group, call.outs[0], call.inputs[0], opts),
         )  # fmt: skip
@@ -375,24 +373,31 @@ class TdcollProcessGroup(ProcessGroup):
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         outputs, inputs = [plain(out) for out in outputs], [plain(tensor) for tensor in inputs]
 
-        def inner(group: Any, call: Call) -> Any:
+        def start(group: Any, call: Call) -> Any:
             make = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
             return make(call.outs, call.inputs, opts)
 
-        return self._several("reduce_scatter", Call(outputs, inputs, _operation(opts)), opts, inner)
+        return self._several("reduce_scatter", Call(outputs, inputs, _operation(opts)), opts, start)
 
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
-    # ------------------------------------------------------------------ the rest of what is named on failure
+    # ------------------------------------------------------------------ all-to-all
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        if isinstance(tensors, torch.Tensor):
-            root, opts, tensors = opts, BroadcastOptions(), [tensors]
-            opts.rootRank = root
-            if timeout is not None:
-                opts.timeout = timeout
-        opts = BroadcastOptions() if opts is None else opts
-        return self.sides.fallback.start("broadcast", _device_of(tensors), lambda: self._plain.broadcast(tensors, opts))
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
+        """``[world * n, ...] -> [world * n, ...]``. Calls with split sizes, which differ from rank to rank, go on."""
+        output, input, opts = plain(output), plain(input), AllToAllOptions() if opts is None else opts
+        if output_splits or input_splits:
+            return exchange_parts(self._plain, output, input, output_splits, input_splits, opts)
+        return self.dispatcher.call_one(
+            "all_to_all", output, input, None, opts.asyncOp,
+            lambda group, call: exchange_parts(group, call.outs[0], call.inputs[0], [], [], opts),
+        )  # fmt: skip
+
+    alltoall_base: Any = all_to_all_single
+
+    # ------------------------------------------------------------------ messages
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:
         return self._plain.send(self._messages("send", tensors), dstRank, tag)
@@ -405,7 +410,7 @@ class TdcollProcessGroup(ProcessGroup):
 
     def _messages(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if (
-            tensors[0].is_cuda and self.sides.fallback.name(tensors[0].device) == "gloo"
+            tensors[0].is_cuda and self.dispatcher.fallback.name(tensors[0].device) == "gloo"
         ):  # gloo would read GPU addresses
             raise ValueError(
                 f"{name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU memory; got one "
@@ -425,11 +430,9 @@ class TdcollProcessGroup(ProcessGroup):
         where = getattr(opts, "device", None) or torch.device("cpu")
         refused = None if opts.timeout == _UNSET else "a timeout of its own"
         call = Call([], [], device=where)
-        return self.sides.call("barrier", call, opts.asyncOp, lambda group, _: group.barrier(opts), refused=refused)
-
-
-def _device_of(tensors: list[torch.Tensor]) -> torch.device:
-    return tensors[0].device if tensors else torch.device("cpu")
+        return self.dispatcher.call(
+            "barrier", call, opts.asyncOp, lambda group, _: group.barrier(opts), refused=refused
+        )
 
 
 _METHODS = {
@@ -437,28 +440,27 @@ _METHODS = {
                    "allgather_into_tensor_coalesced"),
     "reduce_scatter": ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
                        "reduce_scatter_tensor_coalesced"),
+    "all_to_all": ("all_to_all_single", "alltoall_base"),
     "barrier": ("barrier",),
 }  # fmt: skip
 """The methods that only one kind of call needs. (``allreduce`` is always needed: NCCL has none of sparse tensors.)"""
 
 
 def _class_for(options: Options) -> type[TdcollProcessGroup]:
-    """Return a group's class. Where gloo's failures need not be named, it only passes on what tdcoll does not serve."""
+    """Return a group's class. On GPUs it only passes on what tdcoll does not serve; gloo needs contiguous memory."""
     if not torch.cuda.is_available():
         return TdcollProcessGroup
-    return _passing_on(
-        ("broadcast", *(name for kind in _METHODS if kind not in options.kinds for name in _METHODS[kind]))
-    )
+    return _passing_on(tuple(name for kind in _METHODS if kind not in options.kinds for name in _METHODS[kind]))
 
 
 @functools.cache
 def _passing_on(names: tuple[str, ...]) -> type[TdcollProcessGroup]:
-    """Return the class of groups that pass these calls on to the inner group as they are."""
+    """Return the class of groups that pass these calls on to the plain group as they are."""
     return type("TdcollProcessGroup", (TdcollProcessGroup,), _passed_on(names))
 
 
 def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
-    """Return methods that pass calls on to the inner group, by those of the names that this PyTorch has.
+    """Return methods that pass calls on to the plain group, by those of the names that this PyTorch has.
 
     Each is one line of Python, which is needed: where a Python class overrides nothing, PyTorch's trampoline goes on to
     C++ with the GIL held (``PyProcessGroup.hpp``), and waits there for a lock of gloo's or NCCL's. The lock's thread is
@@ -475,7 +477,7 @@ def _passed_on(names: tuple[str, ...]) -> dict[str, Any]:
     return {name: make(name) for name in names if hasattr(ProcessGroup, name)}
 
 
-for _name, _method in _passed_on(("all_to_all_single", "alltoall_base", "reduce_scatter")).items():
+for _name, _method in _passed_on(("broadcast", "reduce_scatter")).items():
     setattr(TdcollProcessGroup, _name, _method)
 never_compiled(TdcollProcessGroup)  # with these methods, and those of _passing_on, which have the same code
 

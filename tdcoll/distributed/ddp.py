@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tdcoll import arguments, runtime
-from tdcoll.distributed.inner import sparse_sum_by_gather
-from tdcoll.distributed.service import Lane
+from tdcoll.distributed.fallback import sparse_sum_by_gather
+from tdcoll.distributed.handlers import Lane
+from tdcoll.distributed.queues import Task, TaskWork
 from tdcoll.distributed.sparse import SparseSums
-from tdcoll.distributed.work import Task, TaskWork
 from tdcoll.errors import NotInitializedError
 from tdcoll.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
 from tdcoll.work import record_stream

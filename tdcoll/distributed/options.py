@@ -44,14 +44,14 @@ class Options:
 
     Attributes:
         serves: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
-            the rest goes to the inner group. None: ``TDCOLL_BACKEND_SERVES``, else ``"all"``.
-        max_bytes_per_rank: larger calls go to the inner group: all-gathers and all-reduces of which a rank brings more
-            bytes, reduce-scatters of which it gets more. None: up to the size that each collective's spec says.
+            the rest goes to the fallback backend. None: ``TDCOLL_BACKEND_SERVES``, else ``"all"``.
+        max_bytes_per_rank: the largest segment that tdcoll handles, in bytes: what a rank brings to an all-gather or an
+            all-reduce, and what it gets from a reduce-scatter. None: the limit in each collective's spec.
         programs: the most programs of one launch, which is what a kind of call takes of the GPU while it waits for
             other ranks; the rest stays free for compute. At least ``2 * ranks + 2`` are taken.
         heap_bytes: symmetric heap of each rank, bytes or a text as ``"2G"``, for the group that joins the job. A group
             that finds tdcoll initialised uses the heap that is there. None: as for :func:`tdcoll.initialize`.
-        nccl: ``ProcessGroupNCCL.Options`` of the inner group for CUDA tensors.
+        nccl: ``ProcessGroupNCCL.Options`` of the fallback backend for CUDA tensors.
 
     Raises:
         TypeError, ValueError: a value is not as described.
@@ -87,7 +87,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Any) -> Options:
-        """``pg_options`` as given: None, :class:`Options`, or options of NCCL, which go to the inner group."""
+        """``pg_options`` as given: None, :class:`Options`, or options of NCCL, which go to the fallback backend."""
         if given is None:
             return cls()
         if isinstance(given, cls):

@@ -13,7 +13,7 @@ from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduc
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
-from tdcoll.distributed.service import Lane, Service, Setting
+from tdcoll.distributed.handlers import Handler, Lane, Members
 from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.runtime import Runtime
 
@@ -183,17 +183,17 @@ class SparseSums:
         return f"context of {context.max_rows_per_rank} rows of {context.max_row_bytes} bytes per rank"
 
 
-class SparseAllReduce(Service):
+class SparseAllReduce(Handler):
     """All-reduces of one COO tensor, which becomes the sum or the mean."""
 
     kind = "sparse_all_reduce"
     alone = True
     waits = True
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def __init__(self, members: Members, lane: Lane) -> None:
+        super().__init__(members, lane)
         self.sums = SparseSums(
-            setting.job, setting.ranks, self.lane, timeout_s=setting.timeout_s, programs=setting.programs
+            members.job, members.ranks, lane, timeout_s=members.timeout_s, programs=members.options.programs
         )
 
     def refuse(self, call: Call) -> str | None:
@@ -213,8 +213,6 @@ class SparseAllReduce(Service):
         return None if self.sums.prepare(call.inputs[0]) else self.sums.problem
 
     def run(self, call: Call) -> list[torch.Tensor]:
-        for service in self.setting.services.values():  # the host waits for the result, so it may hear of the others
-            service.check()
         tensor = call.inputs[0]
         tensor.data = self.sums(tensor, str(call.op))
         return [tensor]

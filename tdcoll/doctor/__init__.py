@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user needs when a job does not start: ``python -m tdcoll doctor``.
+"""``python -m tdcoll doctor`` finds out why a job doesn't start.
 
-It has to run where nothing else does, so the modules of this process import nothing but the standard library, and
-whatever may be missing, crash or hang happens in a child with a deadline:
+It must run where PyTorch, Triton or NVSHMEM is missing or broken. Therefore the doctor's own process imports nothing
+but the standard library, and everything that may crash or hang runs in a child with a deadline (:mod:`.child`):
 
-- :mod:`.collect` finds the facts: from files and variables, from ``nvidia-smi``, and from :mod:`.probe`, a child that
-  imports PyTorch, Triton and NVSHMEM and asks CUDA;
-- :mod:`.packages`, :mod:`.devices` and :mod:`.surroundings` judge them: pure functions of :class:`.facts.Facts`;
-- :mod:`.functional` starts :mod:`.job`, a small job of all ranks of this host, and judges how it ended;
-- :mod:`.child` runs a command and ends it, with all that it started, when its time is over;
+- :mod:`.facts` collects facts: the environment that setenv.sh makes, and the output of :mod:`.probe`, a child for each
+  package, which imports the package and asks CUDA;
+- :mod:`.checks` turns facts into lines of the report, by pure functions;
+- :mod:`.job` starts a small job on this host, and is the program that its ranks run;
 - :mod:`.command` is the command line.
 """

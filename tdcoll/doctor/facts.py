@@ -1,195 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks judge, and what they say. No fact is looked up here, so that tests can state any."""
+"""Collect the facts of this host. Nothing here judges or fails: an unknown fact has a default."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tdcoll import arguments
+from tdcoll.child import run
+from tdcoll.doctor import probe
+from tdcoll.setenv import prepare
 
-__all__ = [
-    "Facts",
-    "Gpu",
-    "Interface",
-    "Line",
-    "NetworkDevice",
-    "note",
-    "ok",
-    "problem",
-    "size",
-    "version",
-]
+__all__ = ["Facts", "collect"]
 
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the report.
-
-    Attributes:
-        status: ``ok``, ``note`` (look at it if something is wrong) or ``problem`` (something will not work).
-        name: what was looked at.
-        text: what was found.
-        advice: what to do; empty where there is nothing to do.
-    """
-
-    status: str
-    name: str
-    text: str
-    advice: str = ""
-
-
-def ok(name: str, text: str) -> Line:
-    return Line("ok", name, text)
-
-
-def note(name: str, text: str, advice: str = "") -> Line:
-    return Line("note", name, text, advice)
-
-
-def problem(name: str, text: str, advice: str) -> Line:
-    return Line("problem", name, text, advice)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that PyTorch sees.
-
-    Attributes:
-        name: the product.
-        capability: compute capability, (major, minor).
-        total_bytes: memory.
-        free_bytes: memory that nobody uses; None: not known.
-        compute_mode: nvidia-smi's ``compute_mode``, such as ``Default``; empty: not known.
-        mig: whether it is, or is split into, MIG instances.
-        host_index: nvidia-smi's number of it; None: not known.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    total_bytes: int
-    free_bytes: int | None = None
-    compute_mode: str = ""
-    mig: bool = False
-    host_index: int | None = None
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface of the host."""
-
-    name: str
-    up: bool = True
-    has_address: bool = True
-    loopback: bool = False
-
-
-@dataclass(frozen=True)
-class NetworkDevice:
-    """An InfiniBand, RoCE or EFA device; ``active``: one of its ports has a link."""
-
-    name: str
-    active: bool = True
+_TIMEOUT_S = 120.0
+_DISTRIBUTIONS = (
+    "triton",
+    "triton-dist",
+    *(f"{name}-cu{major}" for name in ("nvshmem4py", "nvidia-nvshmem") for major in (12, 13)),
+)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the checks look at.
+    """Everything that the checks look at.
 
     Attributes:
         python: version of this Python.
-        probe: what the child found, by step of :mod:`.probe`. Of a package: ``version`` and more, or ``missing``, or
-            ``error`` in words.
-        distributions: version of each installed distribution that matters here, by normalised name.
-        triton_owners: distributions that say they brought the package ``triton``.
-        nvshmem_libraries: the folder of NVSHMEM's libraries; empty: not found.
-        bitcode: path of the device library; empty: not found.
-        bitcode_places: where it was looked for.
-        environment: environment variables.
-        nvidia_smi: what keeps nvidia-smi from answering, in words; empty if it answered.
-        driver: version of the driver as nvidia-smi says it; empty: not known.
-        host_gpus: GPUs of the host, visible or not.
-        pci_gpus: NVIDIA GPUs on the PCI bus, with or without a driver.
-        gpus: those that PyTorch sees.
-        no_peer_access: pairs (i, j) of ``gpus`` of which i cannot reach j's memory; None: not known.
-        links: nvidia-smi's word for the link between two of ``gpus``, such as ``NV18`` or ``PHB``.
-        nproc: ranks on this host.
+        found: by step of :mod:`.probe`, what it yielded. If it failed, also ``error`` in words and, for a package
+            that isn't installed, a true ``missing``.
+        distributions: version of each installed distribution that matters here.
+        environment: environment variables of this process.
+        launched: environment variables of ranks that launch.sh starts, and what it decides: ``TDCOLL_MODE``, which is
+            "gpu" or "simulator", and ``TDCOLL_GPUS``, the number of visible GPUs.
+        network_cards: InfiniBand, RoCE and EFA devices with an active port.
+        network_files: whether ``/dev/infiniband`` has device files.
         nnodes: hosts of the job.
-        interfaces: network interfaces.
-        default_interface: that of the default route; empty: there is none.
-        network_devices: InfiniBand and RoCE devices.
-        verbs: whether their device files are there (``/dev/infiniband``).
-        shm_free_bytes: room in /dev/shm; None: there is none.
-        tmp_free_bytes: room in the folder for temporary files.
-        tmp_writable: whether files can be made in /tmp.
-        stale_sockets: NVSHMEM's sockets in /tmp that no process uses.
-        container: whether this is a container, as far as one can tell.
-        ptrace: whether the process has CAP_SYS_PTRACE.
-        memlock_bytes: limit of locked memory; None: unlimited.
+        nproc: ranks on this host.
     """
 
-    python: tuple[int, int, int] = (3, 10, 0)
-    probe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    distributions: Mapping[str, str] = field(default_factory=dict)
-    triton_owners: tuple[str, ...] = ()
-    nvshmem_libraries: str = ""
-    bitcode: str = ""
-    bitcode_places: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    nvidia_smi: str = ""
-    driver: str = ""
-    host_gpus: int = 0
-    pci_gpus: int = 0
-    gpus: tuple[Gpu, ...] = ()
-    no_peer_access: frozenset[tuple[int, int]] | None = None
-    links: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    nproc: int = 2
+    python: tuple[int, ...]
+    found: Mapping[str, Mapping[str, Any]]
+    distributions: Mapping[str, str]
+    environment: Mapping[str, str]
+    launched: Mapping[str, str]
+    network_cards: tuple[str, ...] = ()
+    network_files: bool = False
     nnodes: int = 1
-    interfaces: tuple[Interface, ...] = ()
-    default_interface: str = ""
-    network_devices: tuple[NetworkDevice, ...] = ()
-    verbs: bool = False
-    shm_free_bytes: int | None = None
-    tmp_free_bytes: int = 0
-    tmp_writable: bool = True
-    stale_sockets: tuple[str, ...] = ()
-    container: bool = False
-    ptrace: bool = False
-    memlock_bytes: int | None = None
+    nproc: int = 2
+
+    @property
+    def gpus(self) -> Sequence[Mapping[str, Any]]:
+        """Name and compute capability of each GPU that PyTorch sees."""
+        gpus: Sequence[Mapping[str, Any]] = self.found["gpus"].get("gpus", ())
+        return gpus
 
     @property
     def simulated(self) -> bool:
-        """Whether jobs of this environment run in the simulator, by the rule of setenv.sh."""
-        interpret = self.environment.get("TRITON_INTERPRET", "")
-        if interpret:
-            return interpret.lower() in ("1", "true", "yes", "on", "y")
-        if self.gpus:
-            return False
-        visible = self.environment.get("CUDA_VISIBLE_DEVICES")
-        if not self.host_gpus or visible is None:
-            return not self.host_gpus
-        # CUDA ignores everything from the first entry that does not exist.
-        first = visible.split(",")[0].strip()
-        index = arguments.decimal(first)
-        return not (first.startswith(("GPU-", "MIG-")) if index is None else index < self.host_gpus)
-
-    def of(self, step: str) -> Mapping[str, Any]:
-        """Return what the child found in ``step``; if it never came there, that is its error."""
-        return self.probe.get(step, {"error": "not looked at"})
+        """Whether launch.sh runs jobs in the simulator."""
+        return self.launched["TDCOLL_MODE"] == "simulator"
 
 
-def size(nbytes: int) -> str:
-    """``1536 MiB``, ``139 GiB``: three digits or so, for people."""
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << shift:
-            value = nbytes / (1 << shift)
-            return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"
-    return f"{nbytes} bytes"
+def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> Facts:
+    """Return the facts of this host. Takes seconds, because children import packages.
+
+    Args:
+        environment: environment variables of this process.
+        nproc: ranks on this host; None: one per GPU, or two simulated ones.
+        nnodes: hosts of the job.
+    """
+    launched = _launched(environment, nnodes)
+    facts = Facts(
+        python=sys.version_info[:3],
+        found={step: _probed(step, launched) for step in probe.STEPS},
+        distributions=_distributions(),
+        environment=environment,
+        launched=launched,
+        network_cards=_network_cards(),
+        network_files=any(Path("/dev").glob("infiniband/uverbs*")),
+        nnodes=nnodes,
+    )
+    return dataclasses.replace(facts, nproc=nproc or (2 if facts.simulated else max(1, len(facts.gpus))))
 
 
-def version(text: object) -> tuple[int, int]:
-    """``"3.7.1+cpu"`` -> (3, 7); (0, 0) where there is no such number."""
-    match = re.match(r"(\d+)(?:\.(\d+))?", str(text))
-    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
+def _launched(environment: Mapping[str, str], nnodes: int) -> dict[str, str]:
+    """Return the environment of ranks that launch.sh starts, and what it decides: ``TDCOLL_MODE``, ``TDCOLL_GPUS``."""
+    job = prepare(environment, one_host=nnodes == 1, dry_run=True, say=lambda text: None)
+    return {**job.variables, "TDCOLL_MODE": "simulator" if job.simulated else "gpu", "TDCOLL_GPUS": str(job.gpus)}
+
+
+def _probed(step: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", probe.__name__, step]
+    ended = run(command, _TIMEOUT_S, environment, with_stderr=False)
+    found: dict[str, Any] = {"error": ended.reason} if ended.reason else {}
+    for line in ended.output.splitlines():
+        found |= json.loads(line)
+    return found or {"error": "it ended without a word"}
+
+
+def _distributions() -> dict[str, str]:
+    found = {}
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(Exception):  # broken metadata raises errors of any class
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _network_cards() -> tuple[str, ...]:
+    cards = set()
+    for state in Path("/sys/class/infiniband").glob("*/ports/*/state"):
+        with contextlib.suppress(OSError):
+            if "ACTIVE" in state.read_text():
+                cards.add(state.parts[-4])
+    return tuple(sorted(cards))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functional test as every rank runs it, under torchrun: ``-m tdcoll.doctor.job SECONDS``.
+"""A small job on this host: the doctor starts it, and its ranks run ``-m tdcoll.doctor.job SECONDS``.
 
-It makes puts and signals between all pairs and a ring, where the heap has puts, and an all-gather. Every number says
-whose it is and where. Each rank says where it is, in lines of JSON, so that the parent knows where it hung, and ends
-itself when twice its time is over.
+The ranks join, make a symmetric heap, and gather numbers that say whose they are and where: once with puts and signals
+between all pairs (if the heap has puts), and once with the algorithm that ``"auto"`` chooses. Each rank prints lines of
+JSON about its stage, so that the doctor can say where a rank hangs.
 """
 
 from __future__ import annotations
@@ -11,155 +11,145 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import sys
 from typing import Any
 
-MARK = "tdcoll-job "
-"""Begins the lines that the parent reads."""
+from tdcoll import child
+from tdcoll.child import Ended
+from tdcoll.doctor.checks import Line, note, ok, problem
+from tdcoll.doctor.facts import Facts
 
-NBYTES = 1024
-LAPS_ON_GPUS = 200
-LAPS_SIMULATED = 2
-CALLS_ON_GPUS = 100
-CALLS_SIMULATED = 2
+__all__ = ["cannot_run", "judge", "start"]
+
+_NAME = "small job"
+_MARK = "tdcoll-doctor "
+"""Begins the lines that the doctor reads."""
+
+_COMPLAINT = re.compile(
+    r"\S.*\b(error|fail(ed|ure)?|abort(ed)?|fatal|cannot|non-zero status)\b|[\w.]+(Error|Exception):", re.I
+)
+"""A line that isn't indented, of a library or the last one of a traceback."""
+
+_ADVICE = "first see the lines above, then docs/errors.md; --json FILE keeps the job's output"
+_JOINING = (
+    "; NVSHMEM_DEBUG=INFO shows how far NVSHMEM comes, and NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME has to name an "
+    "interface of this host"
+)
+
+_WORDS = 128
+
+# ---------------------------------------------------------------------- the doctor's side
 
 
-def say(**what: Any) -> None:
-    """One line in one piece: all ranks write to the same place."""
-    os.write(1, (MARK + json.dumps({"rank": int(os.environ.get("RANK", "0")), **what}) + "\n").encode())
+def cannot_run(facts: Facts) -> str:
+    """Return why it is useless to start the job, in words; empty if it isn't."""
+    needed = ("torch", "triton", "numpy", *(["greenlet"] if facts.simulated else []))
+    if lacking := [name for name in needed if "error" in facts.found[name]]:
+        return f"{', '.join(lacking)} cannot be imported"
+    return "" if facts.simulated or facts.gpus else "PyTorch sees no GPU"
 
 
-def run(timeout_s: float) -> dict[str, Any]:
-    """Test this job; return what rank 0 reports. Collective.
+def start(facts: Facts, timeout_s: float, module: str = __name__) -> Ended:
+    """Run the job for at most ``timeout_s`` seconds, with the environment that launch.sh would give it.
 
-    ``hop_us`` and ``gather_us`` are null in the simulator, and ``hop_us`` also where the heap has no puts.
+    tdcoll.torchrun runs the ranks, because they die with it when it is killed.
+    """
+    torchrun = [sys.executable, "-m", "tdcoll.torchrun", "--nproc-per-node", str(facts.nproc), "--nnodes", "1"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
+    command = [*torchrun, *rendezvous, "-m", "--", module, str(timeout_s)]
+    return child.run(command, timeout_s, facts.launched)
+
+
+def judge(facts: Facts, ended: Ended | str) -> Line:
+    """Return the line about the job; a string says why it wasn't started."""
+    if isinstance(ended, str):
+        return note(_NAME, f"not run: {ended}")
+    result, stages, errors, deaths, complaints = "", dict[int, str](), list[str](), list[str](), list[str]()
+    for line in ended.output.splitlines():
+        before, mark, text = line.partition(_MARK)
+        if mark:
+            said = json.loads(text)
+            result = said.get("result", result)
+            if "stage" in said:
+                stages[said["rank"]] = said["stage"]
+            if "error" in said:
+                errors.append(f"rank {said['rank']}: {said['error']}")
+        elif before.startswith("tdcoll: died"):  # one of tdcoll.torchrun's last lines
+            deaths.append(before.removeprefix("tdcoll: "))
+        elif _COMPLAINT.match(before):
+            complaints.append(before)
+    if result and not ended.reason:
+        return ok(_NAME, result)
+    where = [
+        f"last in {stage}: rank {', '.join(str(rank) for rank in sorted(stages) if stages[rank] == stage)}"
+        for stage in dict.fromkeys(stages.values())
+    ]
+    first = [f"first error: {error}" for error in (errors or complaints)[:1]]
+    text = "; ".join([ended.reason or "no rank reported a result", *(where or ["no rank had begun"]), *deaths, *first])
+    joining = not facts.simulated and "tdcoll.initialize" in stages.values()
+    return problem(_NAME, text, _ADVICE + (_JOINING if joining else ""))
+
+
+# ---------------------------------------------------------------------- the ranks' side
+
+
+def _say(**what: Any) -> None:
+    """Print a line in one piece, because all ranks write to the same file."""
+    os.write(1, f"{_MARK}{json.dumps({'rank': int(os.environ.get('RANK', '0')), **what})}\n".encode())
+
+
+def run(timeout_s: float) -> str:
+    """Join a job and gather over all its ranks; return what was done, in words. Collective.
+
+    Args:
+        timeout_s: deadline of each wait.
 
     Raises:
-        AssertionError: a rank got something else than what was sent.
+        AssertionError: a rank got other numbers than were sent.
         TdcollError: whatever tdcoll finds wrong.
     """
-    say(stage="import tdcoll")
+    _say(stage="import tdcoll")
     import torch
 
     import tdcoll
     from tdcoll import runtime
 
     torch.set_num_threads(1)
-    say(stage="tdcoll.initialize")
+    _say(stage="tdcoll.initialize")
     tdcoll.initialize(timeout_s=timeout_s)
     owner = runtime.current()
-    device, rank, world = owner.device, owner.rank, owner.world_size
-    words = NBYTES // 8
-    place = torch.arange(words, dtype=torch.int64, device=device)
-
-    source = tdcoll.empty(words, torch.int64)  # symmetric: a put to another node, also an emulated one, wants it
-    source.copy_(rank * 1_000_000 + place)
-    # PyTorch's memory has no puts, and kernels that put are refused.
-    hop_us = puts_and_ring(source, place) if owner.heap.puts else None
-
-    say(stage="all-gather")
-    with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
-        got = tdcoll.all_gather(source, ctx)
-        ctx.check()
-        calls = CALLS_SIMULATED if owner.simulated else CALLS_ON_GPUS
-
-        def gather() -> None:
-            for _ in range(calls):
-                tdcoll.all_gather(source, ctx, got)
-
-        gather_us = timed(gather, calls, owner.simulated)
-        ctx.check()
-        for sender in range(world):
-            wanted = sender * 1_000_000 + place
-            expect(got.view(world, words)[sender], wanted, f"rank {rank}, all-gather of rank {sender}")
-
-    say(stage="tdcoll.finalize")
-    times = owner.control.all_gather(range(world), "doctor: times", (hop_us, gather_us))
+    algorithms = ("1d", "auto") if owner.heap.puts else ("auto",)
+    place = torch.arange(_WORDS, device=owner.device)
+    source = tdcoll.empty(_WORDS, torch.int64)  # symmetric, as puts to other nodes want it
+    source.copy_(owner.rank * 1_000_000 + place)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=source.nbytes) as ctx:
+        for algorithm in algorithms:
+            _say(stage=f"all_gather by {algorithm}")
+            gathered = tdcoll.all_gather(source, ctx, algorithm=algorithm)
+            ctx.check()
+            for sender, got in enumerate(gathered.view(owner.world_size, _WORDS)):
+                if wrong := int((got != sender * 1_000_000 + place).sum()):
+                    raise AssertionError(f"all_gather by {algorithm}: {wrong} words from rank {sender} are wrong")
+    heap = tdcoll.heap_info().total >> 20
+    _say(stage="tdcoll.finalize")
     tdcoll.finalize()
-    slowest = [None if owner.simulated or None in of else round(max(of), 2) for of in zip(*times, strict=True)]
-    found = {"world": world, "simulated": owner.simulated, "puts": owner.heap.puts}
-    return {**found, "hop_us": slowest[0], "gather_us": slowest[1]}
+    ranks = f"{owner.world_size} {'simulated ' if owner.simulated else ''}ranks"
+    done = f"{ranks}, {heap} MiB of symmetric heap each: all-gather by {' and by '.join(algorithms)} is right"
+    return done if owner.heap.puts else f"{done}; PyTorch's memory has no puts to test"
 
 
-def puts_and_ring(source: Any, place: Any) -> float:
-    """Test puts and signals between all pairs, then a ring. Collective.
-
-    Returns:
-        Microseconds of a hop of the ring; 0 in the simulator.
-
-    Raises:
-        AssertionError: a rank got something else than what was sent.
-    """
-    import torch
-
-    import tdcoll
-    from tdcoll import runtime
-    from tdcoll.doctor import kernels
-
-    owner = runtime.current()
-    rank, world = owner.rank, owner.world_size
-    say(stage="put and signal")
-    boxes = tdcoll.zeros((world, len(place)), torch.int64)
-    box = tdcoll.zeros(len(place), torch.int64)
-    signals = tdcoll.zeros(world + 1, torch.int64)
-    monitor = tdcoll.WaitMonitor()
-    kernels.to_all[(1,)](boxes.view(torch.uint8), source, signals, monitor.words, NBYTES)
-    monitor.check()
-    for sender in range(world):
-        expect(boxes[sender], sender * 1_000_000 + place, f"rank {rank}, put by rank {sender}")
-
-    say(stage="ring")
-    laps = LAPS_SIMULATED if owner.simulated else LAPS_ON_GPUS
-    warm_up = 1 if owner.simulated else 10
-    last = signals[world:]
-    kernels.ring[(1,)](box, source, last, monitor.words, NBYTES, 0, warm_up)
-
-    def ring() -> None:
-        kernels.ring[(1,)](box, source, last, monitor.words, NBYTES, warm_up, laps)
-
-    hop_us = timed(ring, laps * world, owner.simulated)
-    monitor.check()
-    expect(box, (rank - 1) % world * 1_000_000 + place, f"rank {rank}, ring")
-    return hop_us
-
-
-def expect(got: Any, wanted: Any, what: str) -> None:
-    """Raise unless two tensors are equal."""
-    wrong = (got != wanted).nonzero().flatten()
-    if len(wrong):
-        i = int(wrong[0])
-        raise AssertionError(
-            f"{what}: {len(wrong)} of {len(wanted)} words are wrong; word {i} is {int(got[i])} and not {int(wanted[i])}"
-        )
-
-
-def timed(action: Any, times: int, simulated: bool) -> float:
-    """Microseconds of each of ``times`` things that ``action`` does on the GPU; 0 in the simulator."""
-    if simulated:
-        action()
-        return 0.0
-    import torch
-
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    action()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / times
-
-
-def main(timeout_s: float) -> None:
-    # Should the parent be gone: a thread of C code, which a main thread that hangs in a library does not hold up.
-    faulthandler.dump_traceback_later(2 * timeout_s, exit=True)
+def _main(timeout_s: float) -> None:
+    faulthandler.dump_traceback_later(2 * timeout_s, exit=True)  # the doctor has gone
     try:
-        report = run(timeout_s / 3)
-    except BaseException as error:
-        lines = str(error).strip().splitlines()
-        say(error=f"{type(error).__name__}: {lines[0] if lines else ''}")
-        os._exit(1)  # what the libraries do at an orderly exit may wait for peers
-    if int(os.environ.get("RANK", "0")) == 0:
-        say(result=report)
+        result = run(timeout_s / 3)
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        _say(error=f"{type(error).__name__}: {first_line}")
+        raise
+    if os.environ["RANK"] == "0":
+        _say(result=result)
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    _main(float(sys.argv[1]))

@@ -136,8 +136,7 @@ def all_reduce_rms_norm(
     """
     if ctx is None:
         ctx = pooled_context(x, None)
-    if not isinstance(ctx, CollectiveContext):
-        check_context(ctx)
+    check_context(ctx)
     asked = _Asked(x, residual, weight, eps, in_place, out_dtype, scale, algorithm)
     try:
         ready = ctx.known.get(asked.key)

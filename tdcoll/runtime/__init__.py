@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -199,15 +199,13 @@ class Runtime:
         held = self.arena.hold(nbytes, ranks) if nbytes else None
         try:
             while True:
-                intervals, info = self.arena.propose(nbytes, held)
-                answers = self.exchange(ranks, f"allocate {name}", (nbytes, held, intervals, astuple(info)))
-                if any(answer[0] != nbytes for answer in answers):
+                answers = self.exchange(ranks, f"allocate {name}", (nbytes, held, self.arena.free(held)))
+                if any(theirs != nbytes for theirs, _, _ in answers):
                     sizes = ", ".join(f"rank {r}: {a[0]}" for r, a in zip(ranks, answers, strict=True))
                     raise RankMismatchError(f"all ranks must ask for the same number of bytes of {name}; got {sizes}")
-                if nbytes == 0 or (held is not None and all(answer[1] == held for answer in answers)):
+                if nbytes == 0 or (held is not None and all(theirs == held for _, theirs, _ in answers)):
                     return held
-                infos = [HeapInfo(*answer[3]) for answer in answers]
-                wanted = agree([answer[2] for answer in answers], nbytes, infos)
+                wanted = agree([free for _, _, free in answers], nbytes, self.heap.nbytes)
                 moved = self.arena.hold(nbytes, ranks, held, wanted)
                 if moved != wanted:  # two allocations are after each other's places: one of them pauses for longer
                     time.sleep(random.uniform(0, _PAUSE_S))
@@ -231,8 +229,7 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.agree(owners, "free: offset of the tensor", offset)
-        self.arena.release(offset)
-        self.heap.unlabel(offset)
+        self.take_back(tensor)
 
     def take_back(self, tensor: torch.Tensor) -> None:
         """Undo :meth:`allocate` on this rank alone: where nobody has used the memory, and nobody will."""

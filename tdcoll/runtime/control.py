@@ -9,30 +9,20 @@ simulator's scheduler. No collective of the user's process group is ever called.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
-from tdcoll.runtime.store import ask, decode, encode, foreign
+from tdcoll.errors import CollectiveTimeout, RankMismatchError
+from tdcoll.runtime.store import ask, decode, encode
 
-__all__ = ["ControlPlane", "StoreControlPlane", "all_equal", "generation", "keep", "missing_ranks", "require_equal"]
-
-_FAREWELL_S = 5.0
-"""How long the rank that holds the store waits for the others when all are done."""
-
-_GAVE_UP = "-"
-"""What a rank writes in the place of its token when it gives up; the time by its clock follows, seconds."""
-
-_TOKEN = re.compile(rb"[0-9a-f]{32}|-[0-9]{1,12}(\.[0-9]{1,9})?")
-"""What a rank writes when it joins."""
+__all__ = ["ControlPlane", "StoreControlPlane", "generation", "keep", "missing_ranks", "require_equal", "wait_for"]
 
 
 class ControlPlane(Protocol):
@@ -51,11 +41,6 @@ class ControlPlane(Protocol):
         ``name`` is the same on all ranks, and used once.
         """
         ...
-
-
-def all_equal(control: ControlPlane, ranks: Sequence[int], what: str, value: Any) -> None:
-    """Raise :class:`RankMismatchError` on every rank of ``ranks`` unless all of them pass the same value."""
-    require_equal(control.all_gather(ranks, what, value), ranks, what)
 
 
 def require_equal(values: Sequence[Any], ranks: Sequence[int], what: str) -> None:
@@ -91,30 +76,9 @@ def wait_for(store: Any, rank: int, tag: str, keys: Mapping[int, str], timeout_s
     """
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    except dist.DistNetworkError:
-        raise
     except RuntimeError as error:
         if missing := [other for other, key in keys.items() if not store.check([key])]:
             raise missing_ranks(rank, tag, missing, timeout_s) from error
-
-
-class _Connections:
-    """Connections to one store: a wait keeps everybody else from using the same one, so threads need several."""
-
-    def __init__(self, store: Any) -> None:
-        self._store, self._free = store, [store]
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[Any]:
-        """Give out a connection that is free, or a new one."""
-        try:
-            store = self._free.pop()
-        except IndexError:
-            store = self._store.clone() if hasattr(self._store, "clone") else self._store
-        try:
-            yield store
-        finally:
-            self._free.append(store)
 
 
 class StoreControlPlane:
@@ -125,8 +89,9 @@ class StoreControlPlane:
     """
 
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
-        self._store, self._rank, self._timeout_s = store, rank, timeout_s
-        self._connections, self._name = _Connections(store), ""
+        self._store, self._rank, self._timeout_s, self._name = store, rank, timeout_s, ""
+        self._idle = [store]
+        """Connections to the store. A wait keeps everybody else from using the same one, so threads need several."""
         self._count: dict[tuple[int, ...], int] = defaultdict(int)
         self._counting = threading.Lock()
 
@@ -141,17 +106,22 @@ class StoreControlPlane:
         limit = self._timeout_s if timeout_s is None else timeout_s
 
         def exchange() -> list[bytes]:
-            with self._connections.one() as connection:
-                store: Any = dist.PrefixStore(self._name, connection) if self._name else connection
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = another_connection(self._store)
+            store: Any = dist.PrefixStore(self._name, connection) if self._name else connection
+            try:
                 store.set(keys[self._rank], mine)
                 if number >= 2:
                     store.delete_key(f"{prefix}/{number - 2}/{self._rank}")
                 wait_for(store, self._rank, tag, keys, limit)
                 return [store.get(key) for key in keys.values()]
+            finally:
+                self._idle.append(connection)
 
-        answers = []
-        for key, data in zip(keys.values(), ask(exchange, self._rank, tag, limit), strict=True):
-            answers.append(decode(data, f"rank {self._rank} in '{tag}': the store's key {key}"))
+        found = zip(keys.values(), ask(exchange, self._rank, tag, limit), strict=True)
+        answers = [decode(data, f"rank {self._rank} in '{tag}': the store's key {key}") for key, data in found]
         others = {rank: seen for rank, (seen, _) in zip(group, answers, strict=True) if seen != tag}
         if others:
             raise RankMismatchError(f"rank {self._rank} is in '{tag}', but {others} are elsewhere")
@@ -160,28 +130,15 @@ class StoreControlPlane:
     def part(self, name: str) -> StoreControlPlane:
         """See :meth:`ControlPlane.part`."""
         part = StoreControlPlane(self._store, self._rank, self._timeout_s)
-        part._connections, part._name = self._connections, f"{self._name}{name}/"
+        part._idle, part._name = self._idle, f"{self._name}{name}/"
         return part
-
-    def leave(self, ranks: Sequence[int]) -> None:
-        """The last call: the first rank, whose process holds the store as a rule, returns when no other needs it."""
-        keys = {rank: f"tdcoll/left/{rank}" for rank in ranks}
-        limit = min(self._timeout_s, _FAREWELL_S)
-
-        def farewell() -> None:
-            self._store.set(keys[self._rank], b"")
-            if self._rank == ranks[0]:
-                wait_for(self._store, self._rank, "leave", keys, limit)
-
-        with contextlib.suppress(TdcollError):  # a rank or a store that is gone now has nothing to lose
-            ask(farewell, self._rank, "leave", limit)
 
 
 # ---------------------------------------------------------------------- one generation after another
 
 
 def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s: float) -> Any:
-    """A part of ``store`` for ``ranks`` and for this one time: no earlier generation has left anything in it.
+    """Return a part of ``store`` for ``ranks`` and for this one time, in which no earlier generation has left anything.
 
     A store outlives the process groups that were made from it: torchrun's serves the whole job, and one in rank 0's
     process serves until that process ends (:func:`keep`). What gloo, NCCL and tdcoll have left there, an address where
@@ -190,7 +147,7 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
 
     The ranks therefore agree through the store. Each asks under a new token. The first of ``ranks`` waits until all of
     them ask, and answers each token with its own, which names the generation. A token that has its answer is spent, and
-    a rank that gives up withdraws its token, so that ranks which try again meet once all of them are here.
+    a rank that gives up writes the time beside its token, so that ranks which try again meet once all of them are here.
 
     Args:
         store: of ``torch.distributed``, the same for all ranks; holds no answer of other ranks under the same prefix.
@@ -199,12 +156,8 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
         tag: names the call in errors.
         timeout_s: how long to wait for the others, seconds.
 
-    Returns:
-        A ``PrefixStore``.
-
     Raises:
-        CollectiveTimeout: naming the ranks that do not ask.
-            Or the store does not answer.
+        CollectiveTimeout: naming the ranks that do not ask. Or the store does not answer.
         TdcollError: the store is gone, or another process writes to it.
     """
     prefix, token = "tdcoll/join/" + "-".join(map(str, ranks)), uuid.uuid4().hex
@@ -214,33 +167,27 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
     def answer(to: str) -> str:
         return f"{prefix}/answer/{to}"
 
-    def read(key: str) -> str:
-        """Return what a rank has written there: a token, or when it gave up."""
-        data = bytes(store.get(key))
-        if not _TOKEN.fullmatch(data):
-            raise foreign(f"rank {rank} in '{tag}': the store's key {key}", data)
-        return data.decode()
+    def read(key: str) -> tuple[str, float | None]:
+        """Return the token that a rank has written there, and when it gave up."""
+        return decode(store.get(key), f"rank {rank} in '{tag}': the store's key {key}")
 
-    def asked() -> dict[int, str]:
+    def asked() -> dict[int, tuple[str, float | None]]:
         """Return what each rank that has ever asked has written last."""
         return {other: read(key) for other, key in asks.items() if store.check([key])}
 
     def asking() -> dict[int, str]:
-        """Tokens of those who ask now."""
-        return {
-            other: its
-            for other, its in asked().items()
-            if not its.startswith(_GAVE_UP) and not store.check([answer(its)])
-        }
+        """Return the tokens of those who ask now."""
+        found = {other: its for other, (its, gave_up) in asked().items() if gave_up is None}
+        return {other: its for other, its in found.items() if not store.check([answer(its)])}
 
     def too_late() -> CollectiveTimeout:
-        """Names who was not here, and so none of those who have waited beside this rank and have given up."""
-        here = {*asking()}
-        here |= {other for other, its in asked().items() if its.startswith(_GAVE_UP) and float(its[1:]) >= began}
+        """Name who was not here, and so none of those who have waited beside this rank and have given up."""
+        here = {other for other, (_, gave_up) in asked().items() if gave_up is not None and gave_up >= began}
+        here |= {*asking()}
         return missing_ranks(rank, tag, [other for other in ranks if other not in here] or ranks[:1], timeout_s)
 
     def agree() -> str:
-        store.set(asks[rank], token)
+        store.set(asks[rank], encode(token, None))
         try:
             if rank == ranks[0]:
                 wait_for(store, rank, tag, asks, timeout_s)
@@ -251,17 +198,22 @@ def generation(store: Any, rank: int, ranks: Sequence[int], tag: str, timeout_s:
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, 0.02)
                 for its in tokens.values():
-                    store.set(answer(its), token)
+                    store.set(answer(its), encode(token, None))
             wait_for(store, rank, tag, {rank: answer(token)}, timeout_s)
         except BaseException as error:
             with contextlib.suppress(RuntimeError):  # of a store that is gone
-                store.set(asks[rank], f"{_GAVE_UP}{time.time()}")
+                store.set(asks[rank], encode(token, time.time()))
             if isinstance(error, CollectiveTimeout):
                 raise too_late() from error
             raise
-        return read(answer(token))
+        return read(answer(token))[0]
 
     return dist.PrefixStore(f"tdcoll/{ask(agree, rank, tag, timeout_s)}", store)
+
+
+def another_connection(store: Any) -> Any:
+    """Return ``store`` by a connection of its own, if it has connections."""
+    return store.clone() if hasattr(store, "clone") else store
 
 
 _kept: Any = None

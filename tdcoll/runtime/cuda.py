@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from tdcoll.errors import TdcollError
 
-__all__ = ["CudaHeap", "multiprocessors"]
+__all__ = ["CudaHeap", "multiprocessors", "variable"]
 
 _WAIT_GEQ, _WAIT_EQ = 0, 1
 """``CUstreamWaitValue_flags``."""
@@ -35,6 +38,19 @@ def _driver_call(function: str, stream: int, address: int, value: int, bits: int
     word = (ctypes.c_uint32 if bits == 32 else ctypes.c_uint64)(value)
     call = getattr(_driver(), function)
     _checked(function, call(ctypes.c_void_p(stream), ctypes.c_uint64(address), word, ctypes.c_uint(flags)))
+
+
+@contextlib.contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Let an environment variable have a value for a library that reads it inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 _RESOURCE_OF_SMS = 1
@@ -97,8 +113,11 @@ class CudaHeap(ABC):
         return self._bytes[offset : offset + nbytes]
 
     def peer_view(self, pe: int, offset: int, nbytes: int) -> torch.Tensor:
+        return self._tensor(self.peer_base(pe) + offset, nbytes)
+
+    def _tensor(self, address: int, nbytes: int) -> torch.Tensor:
         # as_tensor would ask CUDA whose memory it is, and copy what is another GPU's.
-        storage = torch._C._construct_storage_from_data_pointer(self.peer_base(pe) + offset, self.device, nbytes)
+        storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def stream_wait(self, stream: int, address: int, bits: int, at_least: bool, value: int, timeout_s: float) -> None:
@@ -115,8 +134,7 @@ class CudaHeap(ABC):
             ),
         )
 
-    def label(self, offset: int, nbytes: int, name: str, itemsize: int, pes: Sequence[int]) -> None:  # noqa: B027
+    def label(self, *of: Any) -> None:  # noqa: B027
         """Do nothing: there are no reports to put names in."""
 
-    def unlabel(self, offset: int) -> None:  # noqa: B027
-        """Do nothing: there are no reports to put names in."""
+    unlabel = label

@@ -7,7 +7,7 @@ reasons:
 
 - NVSHMEM's own ``nvshmem_malloc`` is collective over *all* PEs, so a context for a subgroup would hang.
   Here an allocation is collective over the ranks that take part: they agree on one offset that is free
-  on each of them (:meth:`Arena.propose` and :func:`agree`).
+  on each of them (:meth:`Arena.free` and :func:`agree`).
 - The use of the heap is known exactly, so running out of it is an error with numbers in it.
 
 The same offset on every PE is what "symmetric" means: the address of a peer's copy is
@@ -108,7 +108,7 @@ class HeapInfo:
 
 
 class Arena:
-    """Free list over ``[0, nbytes)``; first fit, neighbours merged on free. Pure bookkeeping, for several threads.
+    """Bookkeeping of ``nbytes`` bytes, for several threads: first fit, in places that are multiples of ALIGNMENT.
 
     Attributes:
         releases: how often memory was released.
@@ -116,7 +116,6 @@ class Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.releases = nbytes, 0
-        self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # (begin, end), sorted
         self._used: dict[int, tuple[int, tuple[int, ...]]] = {}  # offset -> (padded size, owners)
         self._lock = threading.Lock()
 
@@ -128,21 +127,20 @@ class Arena:
     @property
     def info(self) -> HeapInfo:
         with self._lock:
-            return self._info(self._free, len(self._used))
+            free, allocations = self._gaps(), len(self._used)
+        total, largest = _sizes(free)
+        return HeapInfo(self.nbytes, self.nbytes - total, total, largest, allocations)
 
-    def _info(self, intervals: Sequence[tuple[int, int]], allocations: int) -> HeapInfo:
-        free = sum(end - begin for begin, end in intervals)
-        largest = max((end - begin for begin, end in intervals), default=0)
-        return HeapInfo(self.nbytes, self.nbytes - free, free, largest, allocations)
-
-    def propose(self, nbytes: int, held: int | None = None) -> tuple[list[tuple[int, int]], HeapInfo]:
-        """Return this PE's part of an agreement: the free intervals ``(begin, end)`` that could hold ``nbytes``, and
-        the use of the heap; as if the allocation at ``held`` were not there."""
-        size = self.padded(nbytes)
+    def free(self, held: int | None = None) -> list[tuple[int, int]]:
+        """Return the free intervals ``(begin, end)``, as if the allocation at ``held`` were not there."""
         with self._lock:
-            free = self._free if held is None else self._without(held)
-            info = self._info(free, len(self._used) - (held is not None))
-        return [(begin, end) for begin, end in free if end - begin >= size], info
+            return self._gaps(held)
+
+    def _gaps(self, held: int | None = None) -> list[tuple[int, int]]:
+        taken = sorted((begin, begin + size) for begin, (size, _) in self._used.items() if begin != held)
+        ends = [0, *(end for _, end in taken)]
+        begins = [*(begin for begin, _ in taken), self.nbytes]
+        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
     def hold(
         self, nbytes: int, owners: Sequence[int], held: int | None = None, wanted: int | None = None
@@ -152,35 +150,22 @@ class Arena:
         there is none."""
         size = self.padded(nbytes)
         with self._lock:
-            free = self._free if held is None else self._without(held)
+            free = self._gaps(held)
             at = wanted
             if at is None:
                 at = next((begin for begin, end in free if end - begin >= size), None)
-            if at is None or not any(begin <= at and at + size <= end for begin, end in free):
+            if at is None or not _fits(at, size, free):
                 return held
             if held is not None:
                 del self._used[held]
-            self._free = _cut(free, at, at + size)
             self._used[at] = size, tuple(owners)
             return at
 
     def release(self, offset: int) -> None:
         """Free the allocation at ``offset``; raises ``KeyError`` if there is none."""
         with self._lock:
-            self._free = self._without(offset)
             del self._used[offset]
             self.releases += 1
-
-    def _without(self, offset: int) -> list[tuple[int, int]]:
-        """Return the free intervals as they were without the allocation at ``offset``."""
-        size, _ = self._used[offset]
-        merged: list[tuple[int, int]] = []
-        for begin, end in sorted([*self._free, (offset, offset + size)]):
-            if merged and merged[-1][1] == begin:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((begin, end))
-        return merged
 
     def owners_of(self, offset: int) -> tuple[int, ...] | None:
         """Ranks that share the allocation that starts at ``offset``, or None if there is none."""
@@ -195,34 +180,37 @@ class Arena:
         return None
 
 
-def _cut(free: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """Return the intervals without ``[first, last)``, which lies in one of them."""
-    pieces = [
-        piece
-        for begin, end in free
-        for piece in (((begin, first), (last, end)) if begin <= first and last <= end else ((begin, end),))
-    ]
-    return [(begin, end) for begin, end in pieces if end > begin]
+def _sizes(free: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the bytes of all intervals, and of the largest."""
+    sizes = [end - begin for begin, end in free]
+    return sum(sizes), max(sizes, default=0)
 
 
-def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, infos: Sequence[HeapInfo]) -> int:
-    """The lowest offset at which ``nbytes`` are free on every PE; the same answer on all of them.
+def _fits(offset: int, size: int, free: Sequence[tuple[int, int]]) -> bool:
+    return any(begin <= offset and offset + size <= end for begin, end in free)
 
-    ``proposals[i]`` and ``infos[i]`` come from the i-th participant. Raises
-    :class:`~tdcoll.errors.HeapExhaustedError` when no offset fits.
+
+def agree(proposals: Sequence[Sequence[tuple[int, int]]], nbytes: int, total: int) -> int:
+    """Return the lowest offset at which ``nbytes`` are free on every PE; the same on all of them.
+
+    Args:
+        proposals: the free intervals of each participant.
+        nbytes: asked for.
+        total: size of the heap, for the error.
+
+    Raises:
+        HeapExhaustedError: no offset fits.
     """
     size = Arena.padded(nbytes)
-    candidates = sorted({begin for proposal in proposals for begin, _ in proposal})
-    for offset in candidates:
-        if all(any(b <= offset and offset + size <= e for b, e in proposal) for proposal in proposals):
+    for offset in sorted({begin for proposal in proposals for begin, _ in proposal}):
+        if all(_fits(offset, size, proposal) for proposal in proposals):
             return offset
-    tightest = min(infos, key=lambda info: info.largest_free)
-    enough = 1 << (tightest.total + size - 1).bit_length()  # behind everything that is allocated, on all PEs
+    free, largest = min(map(_sizes, proposals), key=lambda sizes: sizes[1])
+    enough = 1 << (total + size - 1).bit_length()  # behind everything that is allocated, on all PEs
     raise HeapExhaustedError(
-        f"the symmetric heap has no room: {size} bytes asked, {tightest.free} of {tightest.total} bytes free "
-        f"on the fullest rank (largest free piece {tightest.largest_free} bytes). Raise NVSHMEM_SYMMETRIC_SIZE "
-        f"(to {_in_words(enough)}, say) or pass initialize(heap_bytes=...), or free contexts and tensors that are not "
-        "needed."
+        f"the symmetric heap has no room: {size} bytes asked, {free} of {total} bytes free on the fullest rank "
+        f"(largest free piece {largest} bytes). Raise NVSHMEM_SYMMETRIC_SIZE (to {_in_words(enough)}, say) or pass "
+        "initialize(heap_bytes=...), or free contexts and tensors that are not needed."
     )
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from types import TracebackType
 
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from tdcoll.errors import CollectiveTimeout
 __all__ = ["noticed", "watch"]
 
 gave_up = False
-"""Whether this process has left a job in which a wait had expired, and has joined none since."""
+"""Whether a wait had expired in the job that this process has left last."""
 
 _LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|gloo/transport/", re.IGNORECASE)
 """What gloo says of a peer that is gone, in a plain RuntimeError."""
@@ -56,19 +55,16 @@ def watch() -> None:
 
 def noticed(error: BaseException) -> bool:
     """Return whether an error, or what led to it, only says that another rank did not answer."""
-    return any(
-        isinstance(cause, (CollectiveTimeout, dist.DistError))
-        or (isinstance(cause, RuntimeError) and _LOST_CONNECTION.search(str(cause)) is not None)
-        for cause in _causes(error)
-    )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if isinstance(cause, (CollectiveTimeout, dist.DistError)):
+            return True
+        if isinstance(cause, RuntimeError) and _LOST_CONNECTION.search(str(cause)):
+            return True
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _has_given_up() -> bool:

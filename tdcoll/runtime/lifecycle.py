@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -20,7 +21,7 @@ from tdcoll import arguments, environment, runtime
 from tdcoll.errors import AlreadyInitializedError, CollectiveTimeout, RankMismatchError, TdcollError
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime import last_words
-from tdcoll.runtime.control import StoreControlPlane, generation, keep, require_equal
+from tdcoll.runtime.control import StoreControlPlane, another_connection, generation, keep, require_equal
 from tdcoll.runtime.heap import SymmetricHeap
 from tdcoll.runtime.store import ask
 from tdcoll.runtime.topology import emulated_node
@@ -31,7 +32,8 @@ __all__ = ["device_index", "finalize", "heap_of", "initialize", "is_initialized"
 _log = logging.getLogger("tdcoll")
 
 DEFAULT_TIMEOUT_S = 30.0
-
+_FAREWELL_S = 5.0
+"""How long ranks that are done wait for each other."""
 
 _HEAPS = ("auto", "nvshmem", "torch")
 
@@ -49,16 +51,10 @@ def heap_of(heap: str | None = None) -> str:
         raise ValueError(f"{name} must be one of {', '.join(_HEAPS)}; got {asked!r}")
     if asked != "auto":
         return asked
-    return "nvshmem" if INTERPRETED or _has_nvshmem() else "torch"
-
-
-def _has_nvshmem() -> bool:
-    """Return whether NVSHMEM's Python bindings are installed.
-
-    What tdcoll.compat puts in their place lies in no folder, and does not count.
-    """
-    found = importlib.util.find_spec("nvshmem")
-    return found is not None and bool(found.submodule_search_locations)
+    bindings = importlib.util.find_spec("nvshmem")
+    # What tdcoll.compat puts in their place lies in no folder.
+    has_nvshmem = bindings is not None and bindings.submodule_search_locations
+    return "nvshmem" if INTERPRETED or has_nvshmem else "torch"
 
 
 def _asks_to_share_gpus() -> bool:
@@ -109,15 +105,8 @@ class _Settings:
         )
 
 
-@dataclass
-class _Job:
-    """What this process has to undo in :func:`finalize`."""
-
-    settings: _Settings
-    control: StoreControlPlane
-
-
-_job: _Job | None = None
+_settings: _Settings | None = None
+"""Those of the job that this process has joined."""
 _own_group: Any = None
 """The default process group, if tdcoll made it: it stays when a job has failed, and goes with the next."""
 
@@ -129,7 +118,7 @@ def is_initialized() -> bool:
 
 def may_share_gpus() -> bool:
     """Return whether ranks may share GPUs: in this process's job, else in one that it would join now."""
-    share_gpus = _job.settings.share_gpus if _job is not None else _asks_to_share_gpus()
+    share_gpus = _settings.share_gpus if _settings is not None else _asks_to_share_gpus()
     return share_gpus and not INTERPRETED
 
 
@@ -157,31 +146,28 @@ def initialize(
     again, as often as they like; so they may when a call of this has failed, on all of them or on some.
 
     Args:
-        heap_bytes: symmetric heap of each rank, bytes, or a text such as ``"2G"``. Default:
-            ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB (64 MiB in the simulator). The heap is taken from the GPU at
-            once, and does not grow; its size is logged (logger ``tdcoll``, level INFO, on rank 0), and is the
-            ``total`` of :func:`tdcoll.heap_info`.
+        heap_bytes: symmetric heap of each rank, bytes, or a text such as ``"2G"``. It is taken from the GPU at once and
+            does not grow; rank 0 logs its size (logger ``tdcoll``, level INFO), and :func:`tdcoll.heap_info` has it.
+            Default: ``NVSHMEM_SYMMETRIC_SIZE``, else 384 MiB (64 MiB in the simulator).
         timeout_s: deadline of every wait, in kernels and on the host, in seconds; also for the other ranks to come. (A
             process group that is made here has PyTorch's own timeout for its own collectives.) Default:
             ``TDCOLL_TIMEOUT_S``, else 30.
         emulate_nodes: treat each host as this many nodes. Default: ``TDCOLL_EMULATE_NODES``, else 1.
         share_gpus: ranks may use the same GPU, for tests of correctness: a GPU runs one process at a time, so that a
-            call takes milliseconds. A process group that is made here then has gloo for CUDA tensors, because NCCL
-            refuses two ranks on one GPU, and the device is ``LOCAL_RANK`` modulo the number of GPUs. Default: whether
-            ``TDCOLL_SHARE_GPUS`` is set to something other than 0. Without effect in the simulator.
-        heap: who makes the symmetric heap on GPUs. ``"nvshmem"``: NVSHMEM, which is started. ``"torch"``: PyTorch's
-            symmetric memory, for the GPUs of one node that reach each other's memory; NVSHMEM need not be installed.
-            Kernels and algorithms that put (``"1d"``, ``"2d"``) then raise an error; ``"auto"`` never chooses one.
-            ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch. Default: ``TDCOLL_HEAP``, else ``"auto"``.
-            The simulator has one heap; with ``"torch"`` it refuses what PyTorch's does not have.
+            call takes milliseconds. The device is ``LOCAL_RANK`` modulo the number of GPUs, and a process group that is
+            made here has gloo for CUDA tensors, because NCCL refuses two ranks on one GPU. Without effect in the
+            simulator. Default: whether ``TDCOLL_SHARE_GPUS`` is something other than 0.
+        heap: who makes the symmetric heap on GPUs. ``"nvshmem"``: NVSHMEM. ``"torch"``: PyTorch's symmetric memory, for
+            one node, where NVSHMEM need not be installed; kernels and algorithms that put (``"1d"``, ``"2d"``) raise an
+            error, and ``"auto"`` never chooses one. ``"auto"``: NVSHMEM where nvshmem4py is installed, else PyTorch.
+            Default: ``TDCOLL_HEAP``, else ``"auto"``. With ``"torch"`` the simulator refuses the same.
 
     Raises:
         AlreadyInitializedError: initialised before with other ranks or settings, or NVSHMEM has other PEs.
         RankMismatchError: ranks pass different settings, or two ranks use one GPU without ``share_gpus``.
         CollectiveTimeout: a rank did not come, or the store where ranks meet does not answer.
-        TdcollError: the store is gone; there is no GPU, and kernels are not interpreted; NVSHMEM's bindings are
-            missing; or PyTorch's symmetric memory is asked for, and the job has several nodes or PyTorch cannot provide
-            it.
+        TdcollError: the store is gone; there is neither a GPU nor the simulator; NVSHMEM's bindings are missing; or
+            PyTorch cannot provide symmetric memory to these ranks.
         TypeError, ValueError: an argument or environment variable is not as described.
     """
     if (existing := runtime.current_or_none()) is not None:
@@ -194,21 +180,22 @@ def initialize(
         }
         _refuse_other_job(existing, asked)
         return
-    last_words.watch()
     settings = _Settings.read(heap_bytes, timeout_s, emulate_nodes, share_gpus, heap)
-    _refuse_no_gpu()
-    made_process_group = _ensure_process_group(settings)
+    _be_ready()
     global _own_group
-    if made_process_group:
+    makes_group = not dist.is_initialized()
+    if makes_group:
+        store, rank, world_size = _make_process_group(settings)
         _own_group = dist.group.WORLD
+    else:  # the default group's store: present with every backend, and used by no collective of the user's
+        store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     try:
-        # The default group's store: present with every backend, and used by no collective of the user's.
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        store = _connection(dist.distributed_c10d._get_default_store(), rank, settings.timeout_s)
-        store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
+        store = _connection(store, rank, settings.timeout_s)
+        if not makes_group:
+            store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
         _install(settings, store, rank, world_size)
     except BaseException:
-        if made_process_group:
+        if makes_group:
             dist.destroy_process_group()
         raise
 
@@ -229,13 +216,14 @@ def join(
     """
     if runtime.current_or_none() is not None:
         raise AlreadyInitializedError("tdcoll is initialised already; call tdcoll.finalize() first")
-    last_words.watch()
     settings = _Settings.read(heap_bytes, timeout_s)
-    _refuse_no_gpu()
+    _be_ready()
     _install(settings, _connection(store, rank, settings.timeout_s), rank, world_size)
 
 
-def _refuse_no_gpu() -> None:
+def _be_ready() -> None:
+    """Write down an error that ends this process, from now on. Raise if it has neither GPU nor simulator."""
+    last_words.watch()
     if not INTERPRETED and not torch.cuda.is_available():
         raise TdcollError(
             "no CUDA GPU is visible to PyTorch. To use the simulator, start through launch.sh or set "
@@ -245,16 +233,14 @@ def _refuse_no_gpu() -> None:
 
 def _connection(store: Any, rank: int, timeout_s: float) -> Any:
     """``store`` by a connection of our own: a wait of ours must not hold up what PyTorch asks of it meanwhile."""
-    return ask(store.clone, rank, "initialize", timeout_s) if hasattr(store, "clone") else store
+    return ask(lambda: another_connection(store), rank, "initialize", timeout_s)
 
 
 def _install(settings: _Settings, store: Any, rank: int, world_size: int) -> None:
-    global _job
+    global _settings
     control = StoreControlPlane(dist.PrefixStore("job", store), rank, settings.timeout_s)
-    joined = _join(settings, control, dist.PrefixStore("heap", store), rank, world_size)
-    runtime.install(joined)
-    _job = _Job(settings, control)
-    last_words.gave_up = False
+    runtime.install(_join(settings, control, dist.PrefixStore("heap", store), rank, world_size))
+    _settings = settings
     watch_ddp()
     if rank == 0:
         _log.info(
@@ -268,7 +254,7 @@ def _install(settings: _Settings, store: Any, rank: int, world_size: int) -> Non
 
 def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
     """Raise unless the job that this process has joined is the one asked for; None asks for nothing."""
-    if _job is None:  # a simulated PE: its World has joined for it
+    if _settings is None:  # a simulated PE: its World has joined for it
         return
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if ranks not in (None, (existing.rank, existing.world_size)):
@@ -277,39 +263,34 @@ def _refuse_other_job(existing: runtime.Runtime, asked: dict[str, Any]) -> None:
             f"rank {ranks[0]} of {ranks[1]}. NVSHMEM is one per process: call tdcoll.finalize() first."
         )
     for name, value in asked.items():
-        if value is not None and value != getattr(_job.settings, name):
+        if value is not None and value != (given := getattr(_settings, name)):
             raise AlreadyInitializedError(
-                f"tdcoll is initialised with {name}={getattr(_job.settings, name)}; got {value}. Call "
-                "tdcoll.finalize() first."
+                f"tdcoll is initialised with {name}={given}; got {value}. Call tdcoll.finalize() first."
             )
 
 
-def _ensure_process_group(settings: _Settings) -> bool:
-    """Make the default process group if there is none; True if this call made it."""
-    if dist.is_initialized():
-        return False
+def _make_process_group(settings: _Settings) -> tuple[Any, int, int]:
+    """Make the default process group. Return its store, which is of this generation alone, its rank and its size."""
     # With share_gpus always gloo, also where ranks do not really share: whether another host's do is not known here.
     # Ranks that disagree still meet, because NCCL connects at its first use only, and are told so by _join.
     on_gpus = "cpu:gloo,cuda:gloo" if settings.share_gpus else "cpu:gloo,cuda:nccl"
     backend = "gloo" if INTERPRETED else on_gpus
     if not INTERPRETED and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(
-            device_index(arguments.parse_whole(os.environ["LOCAL_RANK"], "LOCAL_RANK", 0), settings.share_gpus)
-        )
+        local_rank = arguments.parse_whole(os.environ["LOCAL_RANK"], "LOCAL_RANK", 0)
+        torch.cuda.set_device(device_index(local_rank, settings.share_gpus))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, world_size = _rendezvous(settings.timeout_s)
-        keep(store)
-        store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
-        name_groups_anew()  # a default group is the first of all
-
-        def make() -> None:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-
-        # Ranks find each other's addresses in the store, and then connect.
-        ask(make, rank, "initialize", settings.timeout_s, "the other ranks, or the store, to make the process group")
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return True
+        store, rank, world_size = dist.HashStore(), 0, 1
+    keep(store)
+    store = generation(store, rank, range(world_size), "initialize", settings.timeout_s)
+    name_groups_anew()  # a default group is the first of all
+
+    def make() -> None:  # ranks find each other's addresses in the store, and then connect
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+    ask(make, rank, "initialize", settings.timeout_s, "the other ranks, or the store, to make the process group")
+    return store, rank, world_size
 
 
 def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
@@ -327,9 +308,9 @@ def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
     began = time.monotonic()
     try:
         return ask(meet, rank, "initialize", timeout_s, whom)
+    except CollectiveTimeout:
+        raise
     except (TdcollError, dist.DistStoreError) as error:
-        if isinstance(error, CollectiveTimeout):
-            raise
         waited = round(time.monotonic() - began, 2)
         raise CollectiveTimeout(f"in 'initialize' for {whom} ({error})", rank=rank, timeout_s=waited) from error
 
@@ -348,18 +329,25 @@ def _gpu_name() -> Any:
     return socket.gethostname(), str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def _refuse_settings_of_one_host(hosts: set[str]) -> None:
-    """Raise where several hosts have settings, as setenv.sh makes them for one, with which NVSHMEM would hang."""
-    for variable, value in (("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"), ("NVSHMEM_REMOTE_TRANSPORT", "none")):
-        if len(hosts) > 1 and os.environ.get(variable) == value:
-            raise TdcollError(
-                f"{variable}={value} is for one host, and the job has {len(hosts)} ({', '.join(sorted(hosts))}). Start "
-                "it with launch.sh --nnodes, set TDCOLL_NNODES before sourcing setenv.sh, or set the variable yourself."
-            )
-
-
-def _refuse_several_nodes(settings: _Settings, answers: Sequence[Any]) -> None:
-    """Raise unless PyTorch's symmetric memory, if it is asked for, can serve the ranks with these names and GPUs."""
+def _refuse_impossible(settings: _Settings, answers: Sequence[tuple[Any, str, Any]]) -> None:
+    """Raise if ranks with these settings, names of nodes and GPUs cannot make one job."""
+    gpus = [gpu for *_, gpu in answers if gpu is not None]
+    shared = next((rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank]), None)
+    if shared is not None and not settings.share_gpus:
+        raise RankMismatchError(
+            f"ranks {gpus.index(gpus[shared])} and {shared} use the same GPU; call torch.cuda.set_device(LOCAL_RANK) "
+            "before tdcoll.initialize(). For tests of correctness ranks may share GPUs: launch.sh --share-gpus, "
+            "TDCOLL_SHARE_GPUS=1 or initialize(share_gpus=True)"
+        )
+    hosts = sorted({host for host, _ in gpus})
+    if settings.heap == "nvshmem" and len(hosts) > 1:
+        # Settings that setenv.sh makes for one host, with which NVSHMEM would hang.
+        for variable, value in (("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo"), ("NVSHMEM_REMOTE_TRANSPORT", "none")):
+            if os.environ.get(variable) == value:
+                raise TdcollError(
+                    f"{variable}={value} is for one host, and the job has {len(hosts)} ({', '.join(hosts)}). Start "
+                    "it with launch.sh --nnodes, set TDCOLL_NNODES before sourcing setenv.sh, or set it yourself."
+                )
     if settings.heap != "torch":
         return
     if settings.emulate_nodes > 1:
@@ -373,8 +361,7 @@ def _refuse_several_nodes(settings: _Settings, answers: Sequence[Any]) -> None:
             f"heap='torch' is for one node, and the job has {len(nodes)} ({', '.join(nodes)}): install tdcoll[cu12] or "
             "tdcoll[cu13] on all of them, which bring NVSHMEM's Python bindings, and use heap='nvshmem'"
         )
-    gpus = [answer[2] for answer in answers]
-    if not INTERPRETED and len(set(gpus)) < len(gpus):
+    if shared is not None:
         raise TdcollError("share_gpus needs heap='nvshmem': PyTorch's symmetric memory wants a GPU for each rank")
 
 
@@ -383,55 +370,29 @@ def _join(
 ) -> runtime.Runtime:
     everyone = range(world_size)
     answers = control.all_gather(everyone, "initialize", (asdict(settings), _node_name(), _gpu_name()))
-    require_equal([answer[0] for answer in answers], everyone, "the settings of tdcoll.initialize()")
-    gpus: dict[Any, int] = {}
-    for other, (_, _, gpu) in enumerate(answers):
-        if gpu is not None and gpus.setdefault(gpu, other) != other and not settings.share_gpus:
-            raise RankMismatchError(
-                f"ranks {gpus[gpu]} and {other} use the same GPU; call torch.cuda.set_device(LOCAL_RANK) before "
-                "tdcoll.initialize(). For tests of correctness ranks may share GPUs: launch.sh --share-gpus, "
-                "TDCOLL_SHARE_GPUS=1 or initialize(share_gpus=True)"
-            )
-    _refuse_several_nodes(settings, answers)
-    if not INTERPRETED and settings.heap == "nvshmem":
-        _refuse_settings_of_one_host({answer[2][0] for answer in answers})
-    names = [answer[1] for answer in answers]
+    require_equal([given for given, _, _ in answers], everyone, "the settings of tdcoll.initialize()")
+    _refuse_impossible(settings, answers)
+    names = [name for _, name, _ in answers]
     node_ids = tuple(
         (name, emulated_node(names[:r].count(name), names.count(name), settings.emulate_nodes))
         for r, name in enumerate(names)
     )
+    of_all: dict[str, Any] = {"pe": rank, "n_pes": world_size, "nbytes": settings.heap_bytes, "control": control}
     heap: SymmetricHeap
     if INTERPRETED:
         from tdcoll.runtime.simulator.process import ProcessHeap
 
-        heap = ProcessHeap(
-            pe=rank,
-            n_pes=world_size,
-            nbytes=settings.heap_bytes,
-            control=control,
-            timeout_s=settings.timeout_s,
-            puts=settings.heap == "nvshmem",
-        )
+        heap = ProcessHeap(**of_all, timeout_s=settings.timeout_s, puts=settings.heap == "nvshmem")
     elif settings.heap == "torch":
         from tdcoll.runtime.torch_memory import TorchHeap
 
-        device = torch.device("cuda", torch.cuda.current_device())
-        heap = TorchHeap(
-            pe=rank,
-            n_pes=world_size,
-            nbytes=settings.heap_bytes,
-            device=device,
-            store=heap_store,
-            control=control,
-            timeout_s=settings.timeout_s,
-        )
+        heap = TorchHeap(**of_all, device=_device(), store=heap_store, timeout_s=settings.timeout_s)
     else:
         from tdcoll.runtime.nvshmem import NvshmemHeap
 
-        device = torch.device("cuda", torch.cuda.current_device())
-        heap = NvshmemHeap(pe=rank, n_pes=world_size, nbytes=settings.heap_bytes, device=device, control=control)
-        same_host = [r for r, answer in enumerate(answers) if answer[2][0] == answers[rank][2][0]]
-        if unreachable := [r for r in same_host if heap.peer_base(r) == 0]:
+        heap = NvshmemHeap(**of_all, device=_device())
+        host = answers[rank][2][0]
+        if unreachable := [r for r, (*_, gpu) in enumerate(answers) if gpu[0] == host and heap.peer_base(r) == 0]:
             raise TdcollError(
                 f"rank {rank}'s GPU cannot reach the memory of rank(s) {unreachable} on the same host: peer-to-peer "
                 "access is missing (see `nvidia-smi topo -p2p r`), and tdcoll needs it inside a host"
@@ -447,6 +408,10 @@ def _join(
     )
 
 
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def finalize() -> None:
     """Leave the job: close tdcoll's own contexts, free the symmetric heap, stop NVSHMEM if it runs. Collective.
 
@@ -459,10 +424,10 @@ def finalize() -> None:
     Raises:
         CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, and nobody has been told yet.
     """
-    global _job, _own_group
-    if _job is None:
+    global _settings, _own_group
+    if _settings is None:
         return
-    leaving, job = runtime.current(), _job
+    leaving = runtime.current()
     try:
         if not leaving.failed:
             for context in list(leaving.contexts.values()):
@@ -472,7 +437,7 @@ def finalize() -> None:
         leaving.heap.abandon()
         raise
     finally:
-        _job = None
+        _settings = None
         runtime.install(None)
         leaving.closed = True
     last_words.gave_up = leaving.failed
@@ -481,7 +446,9 @@ def finalize() -> None:
         return
     leaving.held.clear()
     leaving.heap.close()
-    job.control.leave(range(leaving.world_size))
+    with contextlib.suppress(TdcollError):  # one rank's process holds the store: it goes when no other needs it
+        everyone, at_most_s = range(leaving.world_size), min(leaving.timeout_s, _FAREWELL_S)
+        leaving.control.all_gather(everyone, "leave", None, at_most_s)
     if _own_group is not None and dist.is_initialized() and dist.group.WORLD is _own_group:
         dist.destroy_process_group()
         _own_group = None

@@ -21,7 +21,7 @@ from tdcoll.errors import AlreadyInitializedError, HeapExhaustedError, TdcollErr
 from tdcoll.language.jit import initialized_modules, set_module_init
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
-from tdcoll.runtime.cuda import CudaHeap
+from tdcoll.runtime.cuda import CudaHeap, variable
 
 __all__ = ["NvshmemHeap"]
 
@@ -49,18 +49,6 @@ def _bindings() -> Any:
         ) from error
     load_nvidia_dynamic_lib("nvshmem_host")
     return bindings
-
-
-class _Memory:
-    """Device bytes as an object that ``torch.as_tensor`` takes without a copy."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class NvshmemHeap(CudaHeap):
@@ -92,7 +80,7 @@ class NvshmemHeap(CudaHeap):
                 f"{torch.cuda.mem_get_info(device)[0]} bytes of GPU memory are free. Lower NVSHMEM_SYMMETRIC_SIZE "
                 "or initialize(heap_bytes=...), or start NVSHMEM before other libraries take the memory."
             )
-        self._bytes = torch.as_tensor(_Memory(self.base, nbytes), device=device)
+        self._bytes = self._tensor(self.base, nbytes)
         set_module_init(bindings.cumodule_init)
 
     def _join(self, control: ControlPlane) -> None:
@@ -108,14 +96,8 @@ class NvshmemHeap(CudaHeap):
         unique_id._data.view(np.uint8)[:] = np.frombuffer(published, dtype=np.uint8)
         attributes = bindings.InitAttr()
         bindings.set_attr_uniqueid_args(self.pe, self.n_pes, unique_id.ptr, attributes.ptr)
-        wanted = os.environ.get("NVSHMEM_SYMMETRIC_SIZE")
-        os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(self.nbytes + _INTERNAL_BYTES)
-        try:
+        with variable("NVSHMEM_SYMMETRIC_SIZE", str(self.nbytes + _INTERNAL_BYTES)):
             bindings.hostlib_init_attr(bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
-        finally:
-            os.environ.pop("NVSHMEM_SYMMETRIC_SIZE")
-            if wanted is not None:
-                os.environ["NVSHMEM_SYMMETRIC_SIZE"] = wanted
 
     def peer_base(self, pe: int) -> int:
         return int(self._bindings.ptr(self.base, pe))

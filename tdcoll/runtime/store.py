@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from tdcoll.errors import CollectiveTimeout, TdcollError
 
-__all__ = ["StoreLost", "StoreSilent", "ask", "decode", "encode", "foreign"]
+__all__ = ["StoreLost", "StoreSilent", "ask", "decode", "encode"]
 
 Answer = TypeVar("Answer")
 
@@ -31,53 +29,12 @@ _SLACK_S = 1.0
 _LONGEST_SHOWN = 60
 
 
-# ---------------------------------------------------------------------- deadlines
-
-
 class StoreLost(TdcollError):
     """The store's server has ended, or cannot be reached."""
 
 
 class StoreSilent(CollectiveTimeout, StoreLost):
     """The store's server has not answered in time. The connection stays with the question, and is lost."""
-
-
-_idle: list[_Helper] = []
-os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
-
-
-class _Helper:
-    """A thread that asks one question after another. If one never ends, the thread stays with it."""
-
-    def __init__(self) -> None:
-        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        threading.Thread(target=self._run, name="tdcoll.store", daemon=True).start()
-
-    @classmethod
-    def ask(cls, question: Callable[[], Any]) -> Future[Any]:
-        try:
-            helper = _idle.pop()
-        except IndexError:
-            helper = cls()
-        answer: Future[Any] = Future()
-        helper._questions.put((question, answer))
-        return answer
-
-    def _run(self) -> None:
-        while True:
-            question, answer = self._questions.get()
-            value: Any = None
-            error: BaseException | None = None
-            try:
-                value = question()
-            except BaseException as raised:
-                error = raised
-            _idle.append(self)  # before the caller goes on, so that it finds this helper for its next question
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(value)
-            del question, answer, value, error
 
 
 def ask(
@@ -90,8 +47,9 @@ def ask(
 ) -> Answer:
     """Return ``question()``, which asks a store. It has ``timeout_s`` and a second.
 
-    The question is asked on a thread of its own. PyTorch's client of a TCPStore gives up waiting for a key, but it
-    waits without end for the server's next word: when the server's process is stopped, so is every client.
+    The question is asked on a thread of its own, which stays with it if it never ends. PyTorch's client of a TCPStore
+    gives up waiting for a key, but it waits without end for the server's next word: when the server's process is
+    stopped, so is every client.
 
     Args:
         question: bounds its own waits for other ranks by ``timeout_s``.
@@ -106,7 +64,8 @@ def ask(
         Others: as the question.
     """
     limit = min(timeout_s + _SLACK_S, threading.TIMEOUT_MAX)
-    answer = _Helper.ask(question)
+    answer: Future[Answer] = Future()
+    threading.Thread(target=_find_out, args=(question, answer), name="tdcoll.store", daemon=True).start()
     try:
         return answer.result(limit)
     except FutureTimeout:
@@ -120,7 +79,12 @@ def ask(
         ) from error
 
 
-# ---------------------------------------------------------------------- values
+def _find_out(question: Callable[[], Answer], answer: Future[Answer]) -> None:
+    try:
+        answer.set_result(question())
+    except BaseException as error:
+        answer.set_exception(error)
+        del answer  # whose error knows this frame
 
 
 def encode(tag: str, value: Any) -> bytes:
@@ -141,7 +105,7 @@ def _plain(value: Any) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+    if isinstance(value, tuple):
         return {"tuple": [_plain(item) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
@@ -159,33 +123,24 @@ def decode(data: bytes, where: str) -> tuple[str, Any]:
         TdcollError: ``data`` is nothing that :func:`encode` makes.
     """
     try:
-        found = _value(json.loads(data))
+        found = json.loads(data, object_hook=_of_type)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):
             raise ValueError("a rank writes a pair of a tag and a value")
     except (ValueError, TypeError, RecursionError) as error:  # what is not JSON, or not UTF-8, is a ValueError
-        raise foreign(where, data) from error
+        raise TdcollError(
+            f"{where} holds {len(data)} bytes that no rank of this job writes, beginning with "
+            f"{bytes(data[:_LONGEST_SHOWN])!r}: another process writes to the job's store. Nothing of it was run. See "
+            "docs/multi-node.md#trust"
+        ) from error
     return found
 
 
-def foreign(where: str, data: bytes) -> TdcollError:
-    """Return the error of ``data`` that no rank has written."""
-    return TdcollError(
-        f"{where} holds {len(data)} bytes that no rank of this job writes, beginning with "
-        f"{bytes(data[:_LONGEST_SHOWN])!r}: another process writes to the job's store. Nothing of it was run. See "
-        "docs/multi-node.md#trust"
-    )
-
-
-def _value(found: Any) -> Any:
-    if isinstance(found, list):
-        return [_value(item) for item in found]
-    if not isinstance(found, dict):
-        return found
+def _of_type(found: dict[str, Any]) -> Any:
     ((kind, held),) = found.items()
     if kind == "bytes":
         return base64.b64decode(held, validate=True)
     if kind == "tuple" and isinstance(held, list):
-        return tuple(_value(item) for item in held)
+        return tuple(held)
     if kind == "dict" and isinstance(held, list):
-        return {_value(key): _value(item) for key, item in held}
+        return dict(held)
     raise ValueError(f"no value is {kind!r} of {type(held).__name__}")

@@ -8,10 +8,7 @@ the user's is needed, since the ranks meet through the store of the job. Loads a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,36 +17,13 @@ import torch
 from tdcoll.errors import HeapExhaustedError, TdcollError
 from tdcoll.language.warm_up import warm_up
 from tdcoll.runtime.control import ControlPlane
-from tdcoll.runtime.cuda import CudaHeap
+from tdcoll.runtime.cuda import CudaHeap, variable
 
 __all__ = ["TorchHeap"]
 
 _numbers = itertools.count()
 _abandoned: list[Any] = []
 """Heaps of jobs that have failed: peers may still write to them."""
-
-_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-
-
-@contextlib.contextmanager
-def _without_multicast() -> Iterator[None]:
-    """Keep PyTorch from making a multicast object for the memory that it maps inside of the block.
-
-    tdcoll has no use for one, and on some hosts asking for it fails or hangs.
-    """
-    before = os.environ.get(_NO_MULTICAST)
-    os.environ[_NO_MULTICAST] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_NO_MULTICAST]
-        if before is not None:
-            os.environ[_NO_MULTICAST] = before
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether PyTorch has raised this for want of memory. The driver's errors have no class of their own."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 class TorchHeap(CudaHeap):
@@ -84,20 +58,19 @@ class TorchHeap(CudaHeap):
         super().__init__(pe, n_pes, nbytes, device)
         self._handle: Any = None
         with warm_up(device, nvshmem=False):
-            failed: Exception | None = None
+            problem = None
             try:
                 self._allocate(store, timeout_s)
             except (ImportError, RuntimeError) as error:
-                failed = error
+                problem = str(error)
             # PyTorch waits for all ranks when they meet, and counts the meetings in each process: all come, or none.
-            told = None if failed is None else (_is_out_of_memory(failed), str(failed))
-            for other, problem in enumerate(control.all_gather(range(n_pes), "symmetric memory", told)):
-                if problem is not None:
-                    raise self._error(other, *problem) from failed
+            for other, theirs in enumerate(control.all_gather(range(n_pes), "symmetric memory", problem)):
+                if theirs is not None:
+                    raise self._error(other, theirs)
             try:
                 self._meet()
             except RuntimeError as error:
-                raise self._error(pe, _is_out_of_memory(error), str(error)) from error
+                raise self._error(pe, str(error)) from error
         self.base = self._bases[pe]
 
     def _allocate(self, store: Any, timeout_s: float) -> None:
@@ -123,15 +96,16 @@ class TorchHeap(CudaHeap):
         # PyTorch finds the store by what was set for the name; from some version on by a process group of that name.
         c10d._register_process_group(self._name, self._group)
         try:
-            with _without_multicast():
+            # tdcoll has no use for a multicast object, and on some hosts asking for one fails or hangs.
+            with variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
                 self._handle = c10d._SymmetricMemory.rendezvous(self._bytes)
         finally:
             c10d._unregister_process_group(self._name)
         here = self._bytes.data_ptr() - self._handle.buffer_ptrs[self.pe]
         self._bases = [int(address) + here for address in self._handle.buffer_ptrs]
 
-    def _error(self, rank: int, exhausted: bool, why: str) -> TdcollError:
-        if exhausted:
+    def _error(self, rank: int, why: str) -> TdcollError:
+        if "out of memory" in why:  # errors of the driver have no class of their own
             return HeapExhaustedError(
                 f"PyTorch cannot get {self.nbytes} bytes of symmetric memory on the GPU of rank {rank} ({why}). "
                 "Lower NVSHMEM_SYMMETRIC_SIZE or initialize(heap_bytes=...)."

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tdcoll.bench.case import Benchmark
+from tdcoll import runtime
+from tdcoll.bench.case import Case
 from tdcoll.bench.timing import Launch
 from tdcoll.testing import World
 
@@ -21,44 +22,34 @@ class Clock:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from tdcoll import runtime
-
         self.now_us: dict[int, float] = {}
         clock = self
 
-        def rank() -> int:
-            return runtime.current().rank
-
         class Event:
-            def __init__(self, enable_timing: bool) -> None:
+            def __init__(self, enable_timing: bool = False) -> None:
                 self.at = 0.0
 
             def record(self) -> None:
-                self.at = clock.now_us.get(rank(), 0.0)
+                self.at = clock.now_us.get(runtime.current().rank, 0.0)
 
-            def synchronize(self) -> None:
-                pass
+            def synchronize(self) -> None: ...
 
             def elapsed_time(self, other: Event) -> float:
                 return (other.at - self.at) / 1e3
 
         def capture(call: Callable[[int], object], calls: int) -> Launch:
-            def replay() -> None:
-                for position in range(calls):
-                    call(position)
+            return Launch(lambda: [call(position) for position in range(calls)], calls)
 
-            return Launch(replay, calls)
-
-        self._rank = rank
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         monkeypatch.setattr("tdcoll.bench.timing.pause", lambda us: None)
         monkeypatch.setattr("tdcoll.bench.engine.capture", capture)
 
     def passes(self, us: float) -> None:
         """So much time goes by on this rank."""
-        self.now_us[self._rank()] = self.now_us.get(self._rank(), 0.0) + us
+        rank = runtime.current().rank
+        self.now_us[rank] = self.now_us.get(rank, 0.0) + us
 
 
 @pytest.fixture
@@ -84,11 +75,29 @@ def on_gpus() -> Callable[..., list[Any]]:
 def rows_of() -> Callable[..., list[Any]]:
     """``rows_of(case, "its options", n_pes, **world)``: its rows on a simulated world; all ranks have the same."""
 
-    def run(kind: type[Benchmark], arguments: str, n_pes: int, **world: Any) -> list[Any]:
+    def run(kind: type[Case], arguments: str, n_pes: int, **world: Any) -> list[Any]:
         options = kind.parse(arguments.split())
         world.setdefault("heap_bytes", kind.heap_bytes(options, n_pes))
-        first, *others = World(n_pes, **world).run(lambda _: kind(options).measure(lambda row: None))
+        first, *others = World(n_pes, **world).run(lambda _: kind(options).measure(lambda rows: None))
         assert all(other == first for other in others)
         return first
+
+    return run
+
+
+@pytest.fixture
+def measured(clock: Clock, on_gpus: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """``measured(case, "its options", n_pes)``: its rows on ranks that say that they are not simulated."""
+
+    def run(kind: type[Case], arguments: str, n_pes: int = 2) -> list[Any]:
+        options = kind.parse(["--iterations", "4", "--warmup", "1", *arguments.split()])
+        shown: list[Any] = []
+
+        def host(pe: int) -> list[Any]:
+            return kind(options).measure(shown.extend if pe == 0 else lambda rows: None)
+
+        rows = on_gpus(host, n_pes, heap_bytes=kind.heap_bytes(options, n_pes) + (4 << 20))[0]
+        assert shown == rows
+        return rows
 
     return run

@@ -12,30 +12,29 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from tdcoll.bench.arithmetic import Summary
-from tdcoll.bench.case import Case
 from tdcoll.bench.choosing import Candidate
 from tdcoll.bench.rows import Row
 from tdcoll.bench.tune import Tune
 from tdcoll.testing import World
 
-US = {"ll": 3.0, "direct": 5.0, "1d": 7.0, "nccl": 9.0}
+US = {"ll": 3.0, "direct": 5.0, "1d": 7.0}
 
 
 def made_up(before: Callable[[str, int], None]) -> Callable[..., list[Row]]:
-    """For ``Case.measure_size``: LL is the fastest up to 4 KB, direct stores above. First it calls ``before``."""
+    """For ``Tune.measure_size``: LL is the fastest up to 4 KB, direct stores above. First it calls ``before``."""
 
-    def measure_size(bench: Any, nbytes: int, line_up: object, wanted: Any) -> list[Row]:
+    def measure_size(bench: Tune, size: Any, *_: object) -> list[Row]:
+        operation, _, nbytes = size
         if bench.owner.rank == 0:
-            before(bench.benchmark, nbytes)
+            before(operation.name, nbytes)
         rows = []
-        with wanted(nbytes) as (every, _):
-            for candidate in [Candidate.named(one.name) for one in every]:
+        with bench.wanted(size) as (every, _):
+            for one in every:
+                candidate = Candidate(**one.facts["candidate"])
                 us = US[candidate.algorithm] * (3 if candidate.algorithm == "ll" and nbytes > 4096 else 1)
                 us *= 1 if candidate.channels is candidate.chunk is None else 1.5
-                kind: dict[str, Any] = {"algorithm": candidate.name, "operation": bench.benchmark, "check": "ok"}
-                row = Row(ranks=2, nodes=1, bytes_per_rank=nbytes, launch="graph", peer=False, **kind)
-                rows.append(row.timed(Summary(us, us, us)))
+                kind: dict[str, Any] = {"algorithm": one.name, "peer": False, "launch": "graph", "check": "ok"}
+                rows.append(Row(ranks=2, nodes=1, median_us=us, facts={**bench.facts(size), **one.facts}, **kind))
         return rows
 
     return measure_size
@@ -44,7 +43,7 @@ def made_up(before: Callable[[str, int], None]) -> Callable[..., list[Row]]:
 def run(arguments: list[str]) -> list[Row]:
     """``tune`` with these options, on two ranks."""
     options = Tune.parse(arguments)
-    return World(2).run(lambda pe: Tune(options).measure(lambda row: None))[0]
+    return World(2).run(lambda pe: Tune(options).measure(lambda rows: None))[0]
 
 
 if __name__ == "__main__":
@@ -53,5 +52,5 @@ if __name__ == "__main__":
         if nbytes == int(sys.argv[1]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Case.measure_size = made_up(die)  # type: ignore[method-assign]
+    Tune.measure_size = made_up(die)  # type: ignore[method-assign]
     run(sys.argv[2:])

@@ -1,81 +1,171 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check finds what it is there for; it is the benchmark's only judge."""
+"""The check of dense collectives finds what it is there for; it is the benchmark's only judge."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from tdcoll.bench.data import Buffers
+from tdcoll.bench.data import Buffers, exact
+from tdcoll.bench.engine import calls_of
+from tdcoll.bench.peers import subject_of
+from tdcoll.bench.specs import SPECS, Spec
+from tdcoll.collectives.reduce_scatter.reference import reduce_parts
 
-WORLD, CALLS = 4, 3
+WORLD, CALLS, COUNT = 4, 3, 250
+CPU, NODES = torch.device("cpu"), [0] * WORLD
+GATHER, REDUCE, SCATTER = SPECS["all_gather"], SPECS["all_reduce"], SPECS["reduce_scatter"]
+ALL_TO_ALL = SPECS["all_to_all"]
 
-
-def errors(buffers: Buffers, calls: int = CALLS) -> tuple[int, str]:
-    """Those of so many calls, and where the first is."""
-    found = [buffers.errors(call, buffers.results[call]) for call in range(calls)]
-    return sum(count for count, _ in found), next((where for count, where in found if count), "")
-
-
-def gathered(nbytes: int, dtype: torch.dtype, rounds: int) -> tuple[list[Buffers], list[Buffers]]:
-    """Buffers of all ranks after a correct all-gather: results and inputs apart, and in place."""
-    device = torch.device("cpu")
-    apart = [Buffers(nbytes, WORLD, rank, CALLS, dtype, device) for rank in range(WORLD)]
-    need = Buffers.storage_bytes(nbytes, WORLD, CALLS)
-    together = [
-        Buffers(nbytes, WORLD, rank, CALLS, dtype, device, torch.zeros(need, dtype=torch.uint8))
-        for rank in range(WORLD)
-    ]
-    for ranks in (apart, together):
-        for buffers in ranks:
-            buffers.fill(7)
-            for _ in range(rounds):
-                buffers.advance()
-        for buffers in ranks:
-            for call in range(CALLS):
-                for peer, other in enumerate(ranks):
-                    buffers.results[call].chunk(WORLD)[peer].view(torch.uint8).copy_(
-                        other.inputs[call].view(torch.uint8).clone()
-                    )
-    return apart, together
+MOVED = tuple(getattr(torch, name) for name in ("uint8", "int8", "int16", "float16", "bfloat16", "float32", "float64"))
+ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
 
 
-@pytest.mark.parametrize(("nbytes", "dtype"), [(1000, torch.float32), (6, torch.bfloat16), (1, torch.int8)])
-@pytest.mark.parametrize("rounds", [0, 5])
-def test_correct_results_are_correct(nbytes: int, dtype: torch.dtype, rounds: int) -> None:
-    for ranks in gathered(nbytes, dtype, rounds):
-        for buffers in ranks:
-            assert buffers.results[0].dtype == dtype
-            assert buffers.results[0].numel() == WORLD * nbytes // dtype.itemsize
-            assert errors(buffers) == (0, "")
+def made(spec: Spec, dtype: torch.dtype, rank: int, op: str | None = "sum", **named: Any) -> Buffers:
+    named = {"sets": CALLS, "op": op if spec.reduces else None, **named}
+    return Buffers(spec, COUNT * dtype.itemsize, NODES, rank, dtype, CPU, **named)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_one_wrong_byte_is_found_and_named(in_place: bool) -> None:
-    buffers = gathered(1000, torch.float32, 2)[in_place][1]
-    buffers.results[2].view(torch.uint8)[3 * 1000 + 18] ^= 1
-    count, where = errors(buffers)
-    assert count == 1
-    assert where.startswith("rank 1: 1 wrong word(s), first: call 2, rank 3's word 4: expected ")
-    assert errors(buffers, 2) == (0, "")  # a launch of two calls has not touched the third result
+def done(spec: Spec, dtype: torch.dtype, rounds: int, op: str | None = "sum") -> list[Buffers]:
+    """Buffers of all ranks after a correct collective, of which the result is made of the inputs alone."""
+    ranks = [made(spec, dtype, rank, op) for rank in range(WORLD)]
+    for buffers in ranks:
+        buffers.fill(0)
+        for _ in range(rounds):
+            buffers.advance()
+    for call in range(CALLS):
+        for rank, buffers in enumerate(ranks):
+            given = [other.inputs[call] for other in ranks]
+            parts = [one.chunk(WORLD)[rank] if spec.segment_of_each[0] else one for one in given]
+            result = reduce_parts(parts, NODES, op or "sum") if spec.reduces else torch.cat(parts)
+            buffers.results[call].copy_(result)
+    return ranks
 
 
-@pytest.mark.parametrize("mistake", ["an earlier round", "another call", "another rank", "an earlier word"])
-def test_data_from_elsewhere_is_wrong_in_every_word(mistake: str) -> None:
-    buffers = gathered(1000, torch.int32, 1)[0][0]
-    before = gathered(1000, torch.int32, 0)[0][0]
-    segment = buffers.results[1].chunk(WORLD)[2]
-    source = {
-        "an earlier round": before.results[1].chunk(WORLD)[2],
-        "another call": buffers.results[0].chunk(WORLD)[2],
-        "another rank": buffers.results[1].chunk(WORLD)[3],
-        "an earlier word": segment.roll(1),
+@pytest.mark.parametrize(
+    ("spec", "dtype", "op"),
+    [
+        *((spec, dtype, None) for spec in (GATHER, ALL_TO_ALL) for dtype in MOVED),
+        *((spec, dtype, "sum") for spec in (REDUCE, SCATTER) for dtype in ADDED),
+        *((SCATTER, torch.bfloat16, op) for op in ("mean", "max", "min")),
+    ],
+)
+def test_correct_results_are_correct_and_exact(spec: Spec, dtype: torch.dtype, op: str | None) -> None:
+    for rounds in (0, 5, 1100):  # rounds begin again where numbers would be too large
+        for buffers in done(spec, dtype, rounds, op):
+            assert [buffers.errors(call, buffers.results[call]) for call in range(CALLS)] == [(0, "")] * CALLS
+            given, result = (COUNT * (WORLD if each else 1) for each in spec.segment_of_each)
+            assert buffers.inputs[1].min() > 0, "else a wrong sign would not show"
+            assert (buffers.inputs[1].shape, buffers.results[1].shape) == ((given,), (result,))
+            if op == "sum":
+                assert float(buffers.results[1].max()) <= exact(dtype)
+                assert buffers.inputs[1].unique().numel() >= min(COUNT / 2, exact(dtype) / 2 / WORLD)
+
+
+@pytest.mark.parametrize("spec", [GATHER, ALL_TO_ALL, REDUCE, SCATTER], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("mistake", ["an earlier round", "another call", "another rank's", "a shift", "nothing"])
+def test_results_of_something_else_are_wrong(spec: Spec, mistake: str) -> None:
+    """Nearly everywhere: of a float32 that is not reduced, the numbers meet in one place of millions."""
+    buffers, *_, other = done(spec, torch.float32, 1)
+    before, good = done(spec, torch.float32, 0)[0], buffers.results[1]
+    found = {
+        "an earlier round": before.results[1],
+        "another call": buffers.results[0],
+        "another rank's": good.roll(COUNT) if spec == GATHER else other.results[1],
+        "a shift": good.roll(1),
+        "nothing": good,
     }[mistake]
-    segment.copy_(source.clone())
-    assert errors(buffers)[0] == 250
+    if mistake == "nothing":
+        buffers.fill(8)
+    count, where = buffers.errors(1, found)
+    if (spec, mistake) == (REDUCE, "another rank's"):
+        assert (count, where) == (0, "")  # all ranks have the same
+    else:
+        assert count >= good.numel() - 1
+        assert where.startswith(f"rank 0: {count} wrong element(s), first: call 1, element ")
 
 
-def test_results_of_nobody_are_wrong() -> None:
-    buffers = gathered(1000, torch.int32, 0)[0][0]
-    buffers.fill(8)
-    assert errors(buffers)[0] == CALLS * WORLD * 250
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("bit", [0, 6, 7])
+def test_one_wrong_bit_is_found_and_named(dtype: torch.dtype, bit: int) -> None:
+    buffers = done(GATHER, dtype, 2)[1]
+    at = 3 * COUNT + 18
+    buffers.results[2].view(torch.uint8)[at * dtype.itemsize + dtype.itemsize - 1] ^= 1 << bit
+    count, where = buffers.errors(2, buffers.results[2])
+    expected, got = buffers.expected(2)[at].item(), buffers.results[2][at].item()
+    said = f"rank 1: 1 wrong element(s), first: call 2, element {at}: expected {expected}, got {got}"
+    assert (count, where) == (1, said)
+    assert buffers.errors(1, buffers.results[1]) == (0, "")
+
+
+def test_sums_over_too_many_ranks_are_refused() -> None:
+    def over(world: int, op: str) -> Buffers:
+        return Buffers(SCATTER, 4, [0] * world, 0, torch.bfloat16, CPU, sets=2, op=op)
+
+    over(64, "sum")
+    over(65, "max")
+    with pytest.raises(ValueError, match="bfloat16 has no exact sums of different numbers over 65 ranks"):
+        over(65, "sum")
+
+
+@pytest.mark.parametrize("spec", [GATHER, REDUCE], ids=lambda spec: spec.name)
+def test_a_call_in_place_finds_its_input_in_its_result_before_every_launch(spec: Spec) -> None:
+    buffers = made(spec, torch.int32, 2)
+    subject = subject_of(buffers, lambda i: buffers.results[i], in_place=True)
+    subject.begin(3)
+    for _ in range(2):
+        subject.before([0, 1, 2])
+        for call, result in enumerate(buffers.results):
+            own = slice(2 * COUNT, 3 * COUNT) if spec == GATHER else slice(None)
+            assert result[own].equal(buffers.inputs[call])
+            result.zero_()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "world", "calls"),
+    [(torch.float32, 3, 3), (torch.int32, 2, 3), (torch.float16, 2, 21), (torch.float32, 2, 200)],
+)
+def test_sums_of_sums_that_are_not_exact_are_refused(dtype: torch.dtype, world: int, calls: int) -> None:
+    def over(sets: int) -> Buffers:
+        return Buffers(REDUCE, 64, [0] * world, 0, dtype, CPU, sets=sets, calls=calls, op="sum")
+
+    with pytest.raises(ValueError, match=f"adds up its own results with --buffers 1, which of {dtype} over {world}"):
+        over(1).growth()
+    assert over(calls).growth() == 1
+
+
+@pytest.mark.parametrize("one_buffer", [True, False])
+def test_sums_of_sums_are_exact_though_every_addition_is_rounded(one_buffer: bool) -> None:
+    """With as small numbers as one buffer has; those of buffers that rotate are too large."""
+    world, calls = 8, 21
+    named: dict[str, Any] = {"sets": 1, "calls": calls if one_buffer else None, "op": "sum"}
+    ranks = [Buffers(REDUCE, 1 << 12, [0] * world, rank, torch.bfloat16, CPU, **named) for rank in range(world)]
+    for buffers in ranks:
+        buffers.fill(31)  # the largest numbers
+
+    def added(parts: list[torch.Tensor]) -> torch.Tensor:
+        result = parts[0].clone()
+        for part in parts[1:]:
+            result += part
+        return result
+
+    found = added([buffers.inputs[0] for buffers in ranks])
+    for _ in range(calls - 1):
+        found = added([found] * world)
+    assert (ranks[0].errors(0, found / world ** (calls - 1))[0] == 0) == one_buffer
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    # 8 ranks, 64 MB each, 1377 us: 7 segments in and out of each rank.
+    assert GATHER.sent_bytes(64 << 20, 8) == ALL_TO_ALL.sent_bytes(64 << 20, 8) == 7 * (64 << 20)
+    assert SCATTER.sent_bytes(1 << 20, 1) == 0
+    assert REDUCE.sent_bytes(64 << 20, 8) == 7 * (16 << 20)
+
+
+def test_launches_have_an_even_and_an_odd_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (1, 8 << 20, 128 << 20, 8 << 30)
+    assert {calls_of(nbytes) for nbytes in sizes} == {(2, 3)}, "nothing is timed here"
+    monkeypatch.setattr("tdcoll.bench.engine.CALLS", (20, 21))
+    assert [calls_of(nbytes) for nbytes in sizes] == [(20, 21), (20, 21), (8, 9), (2, 3)]

@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 
-from tdcoll import runtime
 from tdcoll.bench import engine
-from tdcoll.bench.engine import TURNS, Entry, Plan, Subject, measure_entries, simulate_entry
-from tdcoll.bench.job import Job
-from tdcoll.bench.timing import Launch, LineUp
+from tdcoll.bench.arithmetic import format_bytes, ratio, summarize
+from tdcoll.bench.engine import TURNS, Entry, Job, Subject, Wanted, simulate
+from tdcoll.bench.timing import LineUp, Straggler, graph_time_us
+from tdcoll.errors import TdcollError
 from tdcoll.testing import World
 
 
 class Recorded:
-    """A subject of three inputs that takes down what is done with it. A result is ``(input, its round)``."""
+    """A subject of three inputs that takes down what is done with it. A result is ``(input, its round, call)``."""
 
     def __init__(self, wrong: Callable[[int], bool] = lambda at: False, **fields: Any) -> None:
         self.did: list[Any] = []
         self.rounds = [0, 0, 0]
+        self.calls = 0
         self.wrong = wrong
         self.subject = Subject(self.call, self.errors, 3, self.begin, self.before, (2, 3), **fields)
 
@@ -31,30 +32,37 @@ class Recorded:
 
     def before(self, numbers: Any) -> None:
         self.did.append(list(numbers))
-        for number in numbers:
+        for number in dict.fromkeys(numbers):
             self.rounds[number] += 1
 
-    def call(self, number: int) -> tuple[int, int]:
+    def call(self, number: int) -> tuple[int, int, int]:
         self.did.append(number)
-        return number, self.rounds[number]
+        self.calls += 1
+        return number, self.rounds[number], self.calls
 
-    def errors(self, number: int, result: tuple[int, int]) -> tuple[int, str]:
-        assert result == (number, self.rounds[number]), "it checks the results of the last launch"
+    def errors(self, number: int, result: tuple[int, int, int]) -> tuple[int, str]:
+        assert result[:2] == (number, self.rounds[number]), "it checks the results of the last launch"
         self.did.append("check")
         return int(self.wrong(number)), f"input {number}"
 
 
-def measured(recorded: Recorded, launch: str, **plan: int) -> Entry:
-    entry = Entry("x", False, launch, recorded.subject)
+def entry_of(subject: Subject, launch: str = "graph", peer: bool = False) -> Entry:
+    return Entry(Wanted("x", peer, lambda: subject, [launch]), launch, subject)
+
+
+def measured(subject: Subject, launch: str, iterations: int = 4, warmup: int = 1, **how: Any) -> Entry:
+    """One entry, measured by one rank."""
+    entry = entry_of(subject, launch, how.pop("peer", False))
 
     def host(_: int) -> None:
         with LineUp() as line_up:
-            measure_entries(Job(), [entry], Plan(**{"iterations": 4, "warmup": 1, **plan}), line_up)
+            engine.measure(Job(), [entry], line_up, iterations, warmup, **how)
 
     World(1).run(host)
     return entry
 
 
+CHECKED = ["check", "check", "check"]
 TWO, THREE = [[0, 1], 0, 1], [[0, 1, 2], 0, 1, 2]
 ONE_BY_ONE = [x for number in (0, 1, 2) for x in ([number], number, "check")]
 
@@ -62,88 +70,109 @@ ONE_BY_ONE = [x for number in (0, 1, 2) for x in ([number], number, "check")]
 @pytest.mark.parametrize("launch", ["graph", "eager"])
 def test_inputs_change_before_every_launch_and_all_results_of_the_last_are_checked(launch: str, clock: Any) -> None:
     recorded = Recorded()
-    entry = measured(recorded, launch)
+    entry = measured(recorded.subject, launch)
     even = ["begin", *TWO, *TWO, "check", "check"]  # a launch that is not timed, and one that is
-    odd = ["begin", *THREE, *THREE, "check", "check", "check"]
-    assert recorded.did == ["begin", *ONE_BY_ONE, *even, *odd, *even, *odd]
+    odd = ["begin", *THREE, *THREE, *CHECKED]
+    assert recorded.did == ["begin", *THREE, *CHECKED, *even, *odd, *even, *odd]
     assert (entry.calls, len(entry.times_us), entry.errors) == ((2, 3), TURNS, 0)
 
 
 def test_both_launches_are_timed_and_the_warm_up_is_longer_in_the_first_turn(clock: Any) -> None:
     recorded = Recorded()
-    entry = measured(recorded, "graph", iterations=9, warmup=3)
-    turns: list[list[Any]] = []
-    for did in recorded.did:
-        turns += [[]] if did == "begin" else []
-        turns[-1].append(did)
-    launches = [[x for x in turn if isinstance(x, list)] for turn in turns[1:]]
-    assert [len(turn) for turn in launches] == [3 + 3, 1 + 2, 1 + 2, 1 + 2]
-    assert [len(turn[-1]) for turn in launches] == [2, 3, 2, 3]
+    entry = measured(recorded.subject, "graph", iterations=9, warmup=4)
+    launches = ["|" if x == "begin" else str(len(x)) for x in recorded.did if isinstance(x, list) or x == "begin"]
+    assert "".join(launches) == "|33|3232232|323|232|323"
     assert len(entry.times_us) == 9
 
 
-def test_a_subject_that_takes_long_has_fewer_iterations(clock: Any) -> None:
-    entry = measured(Recorded(most_iterations=2), "graph")
-    assert len(entry.times_us) == 2
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_is_wrong_is_counted_and_named(alone: bool, clock: Any) -> None:
+    entry = measured(Recorded(wrong=lambda number: number == 1, alone=alone).subject, "eager", iterations=5)
+    assert (entry.errors, entry.where) == ((3 if alone else 1 + TURNS), "input 1")
+    assert World(1).run(lambda _: entry.row(Job(), {"size": 3}, True))[0].check == "WRONG"
 
 
-def test_what_is_wrong_is_counted_and_named(clock: Any) -> None:
-    entry = measured(Recorded(wrong=lambda number: number == 1), "graph")
-    assert (entry.errors, entry.where) == (1 + TURNS, "input 1")
+@pytest.mark.parametrize("iterations", [2, 5])
+def test_every_call_that_is_alone_is_timed_and_checked_and_inputs_take_turns(iterations: int, clock: Any) -> None:
+    recorded = Recorded(alone=True)
+    call = recorded.call
+    subject = recorded.subject
+    object.__setattr__(subject, "call", lambda number: (clock.passes(8.0), call(number))[1])
+    entry = measured(subject, "eager", iterations, straggler=Straggler(0, 1))
+    called = [[0, 0, 1], [0, 1], [0, 2], [0, 0]] if iterations == 5 else [[0, 0], [0, 1]]
+    turns = [["begin", *(x for number in turn for x in ([number], number, "check"))] for turn in called]
+    assert recorded.did == ["begin", *ONE_BY_ONE, *(x for turn in turns for x in turn)]
+    assert (entry.times_us, entry.calls, entry.times["median_us"]) == ([8.0] * iterations, (1,), 8.0)
+
+
+def test_graphs_of_calls_that_are_alone_are_checked_by_the_last_call_of_the_last_replay(clock: Any) -> None:
+    recorded = Recorded(alone=True)
+    entry = measured(recorded.subject, "graph")
+    even, odd = ["begin", *TWO, *TWO, "check"], ["begin", *THREE, *THREE, "check"]
+    assert recorded.did == ["begin", *ONE_BY_ONE, *even, *odd, *even, *odd]
+    assert (entry.calls, entry.errors) == ((2, 3), 0)
 
 
 def test_times_are_of_a_part_and_of_ranks_that_take_part(clock: Any, on_gpus: Callable[..., list[Any]]) -> None:
     def host(pe: int) -> Entry:
-        rank = runtime.current().rank
-        subject = Subject(
-            lambda _: clock.passes([8.0, 12.0, 99.0][rank]), lambda *_: (0, ""), parts=4, takes_part=rank < 2
-        )
-        entry = Entry("x", False, "graph", subject)
+        us = [8.0, 12.0, 99.0][pe]
+        entry = entry_of(Subject(lambda _: clock.passes(us), lambda *_: (0, ""), parts=4, takes_part=pe < 2))
         with LineUp() as line_up:
-            measure_entries(Job(), [entry], Plan(4, 1), line_up)
+            engine.measure(Job(), [entry], line_up, 4, 1)
         return entry
 
     for entry in on_gpus(host, 3):
-        assert (entry.summary.median_us, entry.summary.skew_us) == pytest.approx((3.0, 1.0))
+        assert (entry.times["median_us"], entry.times["skew_us"]) == pytest.approx((3.0, 1.0))
 
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_simulator_changes_inputs_and_checks_each_call(alone: bool) -> None:
     recorded = Recorded(alone=alone)
-    entry = Entry("x", False, "simulator", recorded.subject)
-    World(1).run(lambda _: simulate_entry(Job(), entry))
-    if alone:
-        assert recorded.did == ["begin", *ONE_BY_ONE, [0], 0, "check"]
-    else:
-        assert recorded.did == ["begin", *(2 * [*THREE, "check", "check", "check"])]
-    assert (entry.problem, entry.errors, entry.calls) == (None, 0, ((1,) if alone else (3,)))
+    entry = entry_of(recorded.subject, "simulator")
+    World(1).run(lambda _: simulate(Job(), entry))
+    assert recorded.did == ["begin", *([*ONE_BY_ONE, [0], 0, "check"] if alone else 2 * [*THREE, *CHECKED])]
+    assert (entry.problem, entry.errors, entry.calls) == (None, 0, (1,))
     assert entry.counts is not None
 
 
-@pytest.mark.parametrize("launch", ["graph", "eager"])
-def test_what_was_captured_is_made_known_before_the_first_replay(
-    launch: str, clock: Any, on_gpus: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    did: list[str] = []
+def test_a_peer_that_fails_says_why_and_tdcoll_must_not(clock: Any) -> None:
+    def fail(number: int) -> None:
+        raise RuntimeError("no such\ntransport")
 
-    def capture(call: Callable[[int], object], calls: int) -> Launch:
-        did.append("capture")
-        return Launch(lambda: did.append("replay") or [call(i) for i in range(calls)], calls)
+    subject = Subject(fail, lambda number, result: (0, ""))
+    entry = measured(subject, "eager", peer=True)
+    assert (entry.problem, entry.times_us) == ("no such transport", [])
+    row = World(1).run(lambda _: entry.row(Job(), {}, False))[0]
+    assert (row.check, row.note, row.median_us) == ("not run", "no such transport", None)
+    with pytest.raises(RuntimeError, match="no such"):
+        measured(subject, "eager")
+    found = World(2).run(lambda pe: Job().agree("make", lambda: fail(0) if pe else "made", True))
+    assert found == [(None, "rank 1: no such transport"), (None, "no such transport")]
 
-    monkeypatch.setattr(engine, "capture", capture)
-    recorded = Recorded(captured=lambda: did.append("captured"))
-    assert measured(recorded, launch).problem is None
-    assert did[:4] == (["capture", "capture", "captured", "replay"] if launch == "graph" else [])
 
-    def fail() -> None:
-        raise RuntimeError("no memory")
+def test_the_simulator_has_no_times() -> None:
+    with pytest.raises(TdcollError, match="needs GPUs"):
+        World(1).run(lambda *_: graph_time_us(lambda: None))
 
-    entry = Entry("x", True, launch, Recorded(captured=fail).subject)
 
-    def host(_: int) -> None:
-        with LineUp() as line_up:
-            measure_entries(Job(), [entry], Plan(4, 1), line_up)
+def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
+    # Every rank is fast in most iterations; only the maximum over ranks shows that no iteration is. Skews 8, 7, 6, 4.
+    times = [[9.0, 1.0, 1.0, 1.0], [1.0, 8.0, 1.0, 5.0], [1.0, 1.0, 7.0, 1.0]]
+    assert summarize(times) == {"median_us": 7.5, "min_us": 5.0, "p90_us": 9.0, "skew_us": 6.5}
+    assert summarize([[float(i) for i in range(1, 101)]])["p90_us"] == 90.0  # a time that was measured
+    assert summarize([[3.0]])["p90_us"] == 3.0
 
-    World(1).run(host)
-    assert entry.problem == ("no memory" if launch == "graph" else None)
-    assert bool(entry.times_us) == (launch == "eager")
+
+@pytest.mark.parametrize("times", [[], [[]], [[1.0], [1.0, 2.0]]])
+def test_ranks_without_times_or_with_different_numbers_of_them(times: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="same number of times"):
+        summarize(times)
+
+
+def test_a_ratio_is_the_peers_time_over_ours() -> None:
+    assert [ratio(*times) for times in ((15.0, 3.0), (3.0, 6.0), (None, 3.0), (3.0, None))] == [5.0, 0.5, None, None]
+
+
+def test_sizes_are_written_exactly() -> None:
+    found = [format_bytes(n) for n in (0, 512, 1024, 1025, 3 << 20, 1 << 30)]
+    assert found == ["0 B", "512 B", "1 KB", "1025 B", "3 MB", "1 GB"]

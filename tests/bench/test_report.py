@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables, pages and pictures from synthetic results."""
+"""Files, tables, pages and pictures from synthetic results.
+
+That tables of real results stay as they are is shown in `tests/docs`, which compares them with the pages.
+"""
 
 from __future__ import annotations
 
@@ -11,381 +14,325 @@ from typing import Any
 import pytest
 
 from tdcoll import environment
-from tdcoll.bench import layouts, plots, provenance, report
-from tdcoll.bench.arithmetic import Floor, Summary
-from tdcoll.bench.layouts import LAYOUTS
+from tdcoll.bench import plots, provenance, report
+from tdcoll.bench.__main__ import BENCHMARKS
+from tdcoll.bench.arithmetic import Floor
 from tdcoll.bench.report import main
-from tdcoll.bench.rows import KINDS, Row, SignalRow, load, save, with_ratios
+from tdcoll.bench.rows import LAYOUTS, Row, line_of, load, save
 from tdcoll.testing import World
 
-HEAD: dict[str, Any] = {
-    "benchmark": "all_gather",
-    "command": "bash launch.sh --nproc 8 -m tdcoll bench all_gather -e 4K",
-    "started": "2031-02-03T04:05:06+00:00",
-    "provenance": {
-        "tdcoll": "0.1.0",
-        "commit": "0123456789abcdef0123456789abcdef01234567",
-        "dirty": True,
-        "torch": "9.9.0",
-        "triton": "8.8.0",
-        "nvshmem": "7.7.7",
-        "nccl": "6.6.6",
-        "cuda": "5.5",
-        "driver": "444.4",
-        "gpus": ["NVIDIA Test"] * 8,
-        "environment": {},
-    },
-}
+VERSIONS = {"torch": "9.9.0", "triton": "8.8.0", "nvshmem": "7.7.7", "nccl": "6.6.6", "cuda": "5.5", "driver": "444.4"}
+FACTS: dict[str, Any] = {"tdcoll": "0.1.0", "commit": 10 * "0123", "dirty": True, **VERSIONS, "environment": {}}
+
+
+def head(benchmark: str = "all_gather", gpu: str = "NVIDIA Test", **facts: Any) -> dict[str, Any]:
+    command = f"bash launch.sh --nproc 8 -m tdcoll bench {benchmark} -e 4K"
+    said = {"benchmark": benchmark, "command": command, "started": "2031-02-03T04:05:06+00:00"}
+    return {**said, "provenance": {**FACTS, "gpus": [gpu] * 8, **facts}}
+
+
+H200 = "NVIDIA H200"
+
+
+def row_of(algorithm: str, median_us: float | None, facts: dict[str, Any], **more: Any) -> Row:
+    fields: dict[str, Any] = {"ranks": 8, "nodes": 1, "peer": False, "launch": "graph", "check": "ok", **more}
+    return Row(algorithm=algorithm, median_us=median_us, facts=facts, **fields)
 
 
 def row(size: int, algorithm: str, median_us: float | None, **more: Any) -> Row:
-    fields: dict[str, Any] = {"peer": False, "launch": "graph", "check": "ok", "nodes": 1, **more}
-    made = Row(bytes_per_rank=size, ranks=8, algorithm=algorithm, **fields)
-    return made if median_us is None else made.timed(Summary(median_us, median_us - 1, median_us + 1))
+    named = {"operation": "all_gather", "dtype": "bfloat16", "op": None, "buffers": None}
+    facts = {name: more.pop(name, usual) for name, usual in named.items()}
+    return row_of(algorithm, median_us, {"bytes_per_rank": size, **facts}, **more)
 
 
 def example() -> list[Row]:
     small = [row(1024, "auto", 4.0), row(1024, "in-place", 18.0), row(1024, "nccl", 16.0, peer=True)]
     large = [row(4096, "auto", 40.0), row(4096, "in-place", 30.0), row(4096, "nccl", 35.0, peer=True)]
-    return with_ratios([*small, row(1024, "1d", 9.0)]) + with_ratios([*large, row(4096, "1d", 9.0)])
+    return [*small, row(1024, "1d", 9.0), *large, row(4096, "1d", 9.0)]
+
+
+def sparse(rows: int, algorithm: str, median_us: float | None, **more: Any) -> Row:
+    named = {"form": "coo", "copy": None if more.get("peer") else True, "duplicates": "0", "dtype": "float32"}
+    kind = {name: more.pop(name, usual) for name, usual in named.items()}
+    floor = {"bytes_per_rank": 14080.0 * rows, "floor_us": 14080.0 * rows / 390e3}
+    facts = {"rows": rows, "dim": 512, "num_rows": 5_000_000, "distribution": "uniform", **floor, **kind}
+    return row_of(algorithm, median_us, facts, **{"launch": "eager", **more})
+
+
+def sparse_example() -> list[Row]:
+    return [
+        *(sparse(1000, "owner", 200.0), sparse(1000, "owner", 150.0, copy=False)),
+        sparse(1000, "auto", 180.0, note="took gather"),
+        *(sparse(1000, "published", 900.0, peer=True), sparse(1000, "allgather", 160.0, peer=True)),
+        *(sparse(50_000, "owner", 4000.0), sparse(50_000, "auto", 4100.0, note="took owner")),
+        *(sparse(50_000, "published", 9000.0, peer=True), sparse(50_000, "allgather", 8000.0, peer=True)),
+        sparse(50_000, "dense", None, peer=True, check="not run", note="too large"),
+    ]
 
 
 def table(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("|")]
 
 
-def write(path: Path, rows: list[Row], head: dict[str, Any] = HEAD) -> Path:
+def write(path: Path, rows: list[Row], head: dict[str, Any]) -> Path:
     save(path, head, rows)
     return path
 
 
-def test_ratios_compare_launches_of_one_kind() -> None:
-    rows = with_ratios(
-        [
-            row(1024, "1d", 4.0),
-            row(1024, "1d", 20.0, launch="eager"),
-            row(1024, "nccl", 16.0, peer=True),
-            row(1024, "nccl", 30.0, peer=True, launch="eager"),
-            row(1024, "nccl-symmetric", None, peer=True, check="not run", note="no"),
-            row(1024, "fcollect", 1.0, peer=True, check="WRONG"),
-        ]
-    )
-    assert [r.ratios for r in rows] == [{"nccl": 4.0}, {"nccl": 1.5}, {}, {}, {}, {}]
-    assert rows[0].busbw_gbps == pytest.approx(7 * 1024 / 4.0 / 1e3)
-
-
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.json", example())
-    document = json.loads(path.read_text())
-    assert document["schema"] == 1
-    assert list(document) == ["schema", "benchmark", "command", "started", "provenance", "rows"]
-    head, rows = load(path)
-    assert rows == example()
-    assert head["provenance"] == HEAD["provenance"]
+    for of, rows in ((head(), example()), (head("sparse_all_reduce"), sparse_example())):
+        path = write(tmp_path / "a.json", rows, of)
+        document = json.loads(path.read_text())
+        assert list(document) == ["schema", "benchmark", "command", "started", "provenance", "rows"]
+        assert "facts" not in document["rows"][0]
+        assert load(path) == ({"schema": 1, **of}, rows)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "rows": []}', '{"schema": 1, "rows": [{"x": 1}]}'])
-def test_other_files_are_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "other.json"
-    path.write_text(text)
+def test_older_files_are_read(tmp_path: Path) -> None:
+    """Of before rows had an operation and a dtype, and of when they had what follows from times."""
+    document = json.loads(write(tmp_path / "r.json", example(), head()).read_text())
+    for one in document["rows"]:
+        for name in ("skew_us", "operation", "dtype", "op", "buffers"):
+            del one[name]
+        one.update(ratios={"nccl": 2.0}, busbw_gbps=0.3)
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    of, rows = load(tmp_path / "r.json")
+    assert report.markdown(of, rows) == report.markdown(head(), example())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"schema": 2}, {"benchmark": "all_scatter"}, {"rows": [{}]}, {"rows": [{"x": 1}]}, "", "[]", "{}"),
+        {"rows": [{**dataclasses.asdict(example()[0]), "facts": {}}]},
+    ],
+)
+def test_other_files_are_refused(change: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = change if isinstance(change, str) else json.dumps({"schema": 1, **head(), "rows": [], **change})
+    (path := tmp_path / "other.json").write_text(text)
     assert main([str(path)]) == 1
     assert "is not a result of tdcoll.bench" in capsys.readouterr().err
 
 
-def test_the_table_has_a_line_for_each_size_and_marks_losing_ones() -> None:
-    text = report.markdown(HEAD, example())
-    assert table(text) == [
-        "| bytes per rank | tdcoll | tdcoll in place | NCCL | NCCL / tdcoll | NCCL / tdcoll in place |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| 1 KB | 4.00 | 18.0 † | 16.0 | 4.00 | 0.89 |",
-        "| 4 KB | 40.0 † | 30.0 | 35.0 | 0.88 | 1.17 |",
-    ]
-    assert "† slower than the fastest peer. The file also has `1d` (`--only`).\n\nMeasured with tdcoll 0.1.0" in text
-    assert text.endswith(f"```bash\n{HEAD['command']}\n```\n")
+def test_every_benchmark_has_a_layout_and_lines_on_the_terminal() -> None:
+    assert set(LAYOUTS) == {*BENCHMARKS, "tune"}
+    one = dataclasses.replace(example()[0], min_us=3.5, note="x", counts={"puts": [3.0, 4.0], "waits": [0.0, 0.0]})
+    columns = LAYOUTS["reduce_scatter"].columns(False)
+    headings = "# bytes per rank ranks nodes algorithm launch µs min µs p90 µs skew µs bus GB/s check"
+    assert " ".join(line_of(columns).split()) == headings
+    assert " ".join(line_of(columns, one).split()) == "1 KB 8 1 tdcoll auto graph 4.00 3.50 - - 1.8 ok: x"
+    counted = line_of(LAYOUTS["reduce_scatter"].columns(True), one)
+    assert counted.split()[7:] == ["4", "-", "-", "0", "-", "-", "ok:", "x"]
+    columns = LAYOUTS["sparse_all_reduce"].columns(False)
+    assert line_of(columns, sparse_example()[0]).split()[-7:] == ["200.00", "-", "-", "-", "70.4", "5.54", "ok"]
+    assert " - - - - - - not run: too large" in " ".join(line_of(columns, sparse_example()[-1]).split())
 
 
-def test_the_fastest_peer_has_a_name_also_without_a_column() -> None:
-    rows = [*example(), row(1024, "fcollect", 3.0, peer=True), row(4096, "fcollect", 99.0, peer=True)]
-    assert table(report.markdown(HEAD, rows)) == [
-        "| bytes per rank | tdcoll | tdcoll in place | NCCL | fastest peer | fastest peer / tdcoll "
-        "| fastest peer / tdcoll in place |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| 1 KB | 4.00 † | 18.0 † | 16.0 | 3.00 (fcollect) | 0.75 | 0.17 |",
-        "| 4 KB | 40.0 † | 30.0 | 35.0 | 35.0 (NCCL) | 0.88 | 1.17 |",
-    ]
-
-
-def test_a_brief_table_has_at_most_6_lines_and_5_columns_and_marks_losing_sizes() -> None:
-    sizes = [1024 << (2 * k) for k in range(9)]
-    rows = [row(size, name, us) for size in sizes for name, us in (("auto", 4.0), ("in-place", 6.0), ("ll", 1.0))]
-    for peer, us in (("nccl", 7.0), ("nccl-symmetric", 5.0)):
-        rows += [row(size, peer, us, peer=True) for size in sizes]
-    eager = [dataclasses.replace(r, launch="eager") for r in rows]
-    text = report.markdown(on_h200s(), rows + eager, brief=True)
-    lines = table(text)
-    assert lines[0] == "| bytes per rank | tdcoll | tdcoll in place | NCCL | fastest peer |"
-    assert lines[2:] == [
-        f"| {size} | 4.00 | 6.00 † | 7.00 | 5.00 (NCCL symmetric) |"
-        for size in ("1 KB", "16 KB", "64 KB", "1 MB", "4 MB", "64 MB")
-    ]
-    assert text.endswith("\n† slower than the fastest peer.\n")
-    assert "eager" not in text
-
-
-def test_reduce_scatters_are_shown_like_all_gathers() -> None:
-    head = {**on_h200s(), "benchmark": "reduce_scatter"}
-    text = report.markdown(head, example())
+def test_layouts_of_dense_collectives_differ_in_their_title_and_bytes() -> None:
+    text = report.markdown(head("reduce_scatter", H200), example())
     assert "**Reduce-scatter, 8 × NVIDIA H200 on 1 node, CUDA graphs.**" in text
-    assert table(text) == table(report.markdown(on_h200s(), example()))
+    assert table(text) == table(report.markdown(head(gpu=H200), example()))
+    for name, floor in (("all_gather", "19272"), ("all_reduce", "4818")):
+        text = report.markdown(head(name, H200), [row(1 << 30, "auto", 9000.0)])
+        assert table(text)[2] == f"| 1 GB | 9000 | {floor} |"
+    reduced = [row(1024, "auto", 2.0, op="sum", buffers=buffers) for buffers in (None, 1, 3)]
+    text = report.markdown(head("all_reduce"), [*reduced, row(1024, "auto", 2.0, launch="eager")])
+    for said in ("sum of bfloat16", "sum of bfloat16, one buffer replayed", "sum of bfloat16, 3 buffers in turn"):
+        assert f"**All-reduce, 8 × NVIDIA Test on 1 node, {said}, CUDA graphs.**" in text
+    assert "**All-reduce, 8 × NVIDIA Test on 1 node, eager calls.**" in text
 
 
-def test_every_benchmark_has_a_layout() -> None:
-    assert set(KINDS) - set(layouts.LAYOUTS) == set()
-
-
-def test_it_says_what_was_measured_with_what() -> None:
-    said = report.markdown(HEAD, example())
-    for fact in (
-        *("**All-gather, 8 × NVIDIA Test on 1 node, CUDA graphs.**", "at 0123456789ab with uncommitted changes"),
-        *("PyTorch 9.9.0", "Triton 8.8.0", "NVSHMEM 7.7.7", "NCCL 6.6.6", "CUDA 5.5", "driver 444.4"),
-        "2031-02-03",
-    ):
-        assert fact in said
+def test_it_says_how_it_was_measured() -> None:
+    said = report.markdown(head(), example())
+    assert "Measured with tdcoll 0.1.0 at 012301230123 with uncommitted changes, PyTorch 9.9.0, " in said
     assert "Multicast" not in said
-    facts = {**HEAD["provenance"], "commit": None, "dirty": None, "nccl": None}
-    facts["environment"] = {"TDCOLL_EMULATE_NODES": "2", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "0"}
-    other = report.markdown({**HEAD, "provenance": facts}, [row(8, "2d", 1.0, nodes=2, straggler=True)])
-    assert "on 2 nodes (emulated)" in other
-    assert "random rank delayed" in other
-    assert "NCCL 6" not in other
-    assert "Multicast was off (`NCCL_NVLS_ENABLE=0`)." in other
-
-
-def test_each_way_to_launch_has_a_table() -> None:
-    rows = [*example(), *(dataclasses.replace(r, launch="eager") for r in example())]
-    text = report.markdown(HEAD, rows)
-    assert text.count("| bytes per rank |") == 2
-    assert "eager calls" in text
+    variables = {"TDCOLL_EMULATE_NODES": "2", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "0"}
+    other = head(commit=None, dirty=None, nccl=None, environment=variables)
+    text = report.markdown(other, [row(8, "2d", 1.0, nodes=2, straggler=True)])
+    for fact in ("on 2 nodes (emulated)", "random rank delayed", "Multicast was off (`NCCL_NVLS_ENABLE=0`)."):
+        assert fact in text
+    assert "NCCL 6" not in text
 
 
 def test_wrong_results_are_marked_and_never_compared() -> None:
+    """A note of many sizes counts them, but wrong ones are all named, in one line with the first of their notes."""
     rows = [
-        row(1024, "auto", 2.0, check="WRONG", note="rank 3: 5 wrong word(s)"),
-        row(1024, "in-place", 6.0),
-        row(1024, "nccl", 1.0, peer=True, check="WRONG"),
+        row(1024, "auto", 2.0, check="WRONG", note="rank 3: 5 wrong element(s)"),
+        *(row(1024, "in-place", 6.0), row(1024, "nccl", 1.0, peer=True, check="WRONG")),
         row(1024, "fcollect", 9.0, peer=True),
         row(1024, "nccl-symmetric", None, peer=True, check="not run", note="needs GPUs"),
     ]
-    text = report.markdown(HEAD, rows)
+    text = report.markdown(head(), rows)
     assert "| 1 KB | 2.00 WRONG | 6.00 | 1.00 WRONG | 9.00 (fcollect) | – | 1.50 |" in text
-    assert "- tdcoll at 1 KB: WRONG (rank 3: 5 wrong word(s))" in text
-    assert "- NCCL at 1 KB: WRONG" in text
-    assert "- NCCL symmetric: not run (needs GPUs)" in text
-
-
-def test_a_note_of_many_sizes_counts_them_but_wrong_ones_are_all_named() -> None:
-    """In one line, with the first of their notes."""
+    assert "- tdcoll at 1 KB: WRONG (rank 3: 5 wrong element(s))\n- NCCL at 1 KB: WRONG\n" in text
+    assert "- NCCL symmetric: not run (needs GPUs)\n" in text
+    slow = [row(1024, "auto", 4.0), *rows[2:3], row(1024, "fcollect", 3.2, peer=True)]
+    slow.append(row(1024, "auto", 1.0, launch="eager"))  # there is nothing to compare it with
+    slow.append(row(1024, "in-place", 99.0, check="WRONG"))
+    assert report.losses(head(), slow).endswith("CUDA graphs, tdcoll: 1 KB (by 25.0%, fcollect).\n")
     sizes = [1024 * k for k in range(1, 8)]
     rows = [row(size, "auto", 1.0, note="took ll" if size > 1024 else None) for size in sizes]
-    wrong = [row(size, "ll", 1.0, check="WRONG", note=f"{size} wrong word(s)") for size in sizes]
-    text = report.markdown(HEAD, rows + wrong)
+    rows += [row(size, "ll", 1.0, check="WRONG", note=f"{size} wrong element(s)") for size in sizes]
+    text = report.markdown(head(), rows)
     assert "- tdcoll at 6 of 7 sizes: took ll" in text
-    assert "- tdcoll ll at 1 KB; 2 KB; 3 KB; 4 KB; 5 KB; 6 KB; 7 KB: WRONG (1024 wrong word(s))\n" in text
+    assert "- tdcoll ll at 1 KB; 2 KB; 3 KB; 4 KB; 5 KB; 6 KB; 7 KB: WRONG (1024 wrong element(s))\n" in text
     assert text.count("WRONG (") == 1
 
 
-def test_where_peers_are_faster() -> None:
-    rows = [*example(), row(1024, "fcollect", 3.2, peer=True), row(4096, "fcollect", 1.0, peer=True, check="WRONG")]
-    alone = dataclasses.replace(rows[0], launch="eager")
-    said = "All-gather, 8 × NVIDIA Test on 1 node"
-    assert report.losses(HEAD, [*rows, alone]).splitlines() == [
-        f"- {said}, CUDA graphs, tdcoll: 1 KB (by 25.0%, fcollect), 4 KB (by 14.3%, NCCL).",
-        f"- {said}, CUDA graphs, tdcoll in place: 1 KB (by 462.5%, fcollect).",
+def test_sparse_sums_of_other_kinds_have_tables_and_lines_of_their_own() -> None:
+    of, rows = head("sparse_all_reduce"), sparse_example()
+    more = [sparse(1000, "auto", 1.0, duplicates="drawn"), sparse(1000, "auto", 1.0, dtype="float64")]
+    text = report.markdown(of, [*rows, *more])
+    assert text.count("| indices |") == 2
+    for said in ("- tdcoll at uniform, 1,000 × 512: took gather", "| uniform, repeated drawn | 1,000 ×", "float64"):
+        assert said in text
+    heading = table(report.markdown(of, [row for row in rows if row.algorithm != "auto"]))[0]
+    assert "| tdcoll owner | tdcoll owner, no copy | fastest peer |" in heading
+
+
+def test_signals_and_candidates_have_tables_and_simulated_jobs_none() -> None:
+    signals = [
+        row_of(send, us, {"pattern": "all-to-all", "peer_rank": peer, "same_node": peer != 5, "rounds": 1})
+        for send, peer, us in (("put", 1, 1.9), ("store", 1, 1.2), ("store", 5, 3.0), ("store", None, 0.5))
     ]
-    rows = [row(1024, "auto", 1.0), row(1024, "nccl", 1.5, peer=True)]
-    assert report.losses(HEAD, rows) == f"- {said}, CUDA graphs: at no size.\n"
-    rows += [dataclasses.replace(row, launch="eager") for row in rows]
-    assert report.losses(HEAD, rows) == f"- {said}, CUDA graphs and eager calls: at no size.\n"
-
-
-def test_one_buffer_has_tables_of_its_own() -> None:
-    fields = {"operation": "all_reduce", "op": "sum", "dtype": "bfloat16"}
-    rows = [row(1024, "auto", 2.0, buffers=buffers, **fields) for buffers in (None, 1, 3)]
-    text = report.markdown({**HEAD, "benchmark": "all_reduce"}, rows)
-    for said in ("", ", one buffer replayed", ", 3 buffers in turn"):
-        assert f"1 node, sum of bfloat16{said}, CUDA graphs.**" in text
-
-
-def test_counts_of_the_simulator() -> None:
-    counts = {"puts": [3.0, 4.0], "put_bytes": [10.0, 20.0], "gets": [0.0, 0.0]}
-    text = report.markdown(HEAD, [row(1024, "1d", None, launch="simulator", counts=counts)])
-    assert table(text) == [
-        "| bytes per rank | algorithm | puts | put bytes | check |",
-        "| ---: | ---: | ---: | ---: | ---: |",
-        "| 1 KB | tdcoll 1d | 4 | 20 | ok |",
-    ]
+    lines = ["| 0 to 1 | 1 | 1.90 | 1.20 |", "| 0 to 5, other node | 1 | – | 3.00 |", "| all-to-all | 1 | – | 0.500 |"]
+    assert table(report.markdown(head("signal"), signals))[2:] == lines
+    with pytest.raises(ValueError, match="got signal, of which there are no pictures"):
+        plots.draw(head("signal"), signals)
+    tuned = [row(1024, "ll", 1.0, operation=name) for name in ("all_reduce", "all_gather")]
+    assert report.markdown(head("tune", H200), tuned).count("| bytes per rank |") == 2
+    with pytest.raises(ValueError, match="expected rows with times, got those of a simulated job"):
+        report.markdown(head(), [row(1024, "1d", None, launch="simulator", counts={"puts": [3.0, 4.0]})])
 
 
 def checkout(root: Path, page: str) -> Path:
     """A checkout with one result and a README."""
     (root / "docs/results").mkdir(parents=True)
-    write(root / "docs/results/a.json", example())
+    write(root / "docs/results/a.json", example(), head())
     (root / "README.md").write_text(page)
     return root / "README.md"
 
 
 def test_pages_get_the_tables_between_their_markers(tmp_path: Path) -> None:
     readme = checkout(tmp_path, "before\n<!-- report: a -->\nold\n<!-- /report -->\nafter\n")
-    other = tmp_path / "docs/other.md"
-    other.write_text("<!-- report: a brief -->\n<!-- /report -->\n<!-- report: a losses -->\n<!-- /report -->\n")
-    (tmp_path / "docs/plain.md").write_text("no table\n")
+    empty, texts = "<!-- report: a{} -->\n<!-- /report -->\n", [report.markdown(head(), example(), brief=True)]
+    texts.append(report.losses(head(), example()))
+    (other := tmp_path / "docs/other.md").write_text(f"{empty.format(' brief')}{empty.format(' losses')}plain\n")
     for _ in range(2):  # the second time changes nothing
         assert main(["--write", str(tmp_path)]) == 0
-        text = readme.read_text()
-        assert text == f"before\n<!-- report: a -->\n{report.markdown(HEAD, example())}<!-- /report -->\nafter\n"
-        assert report.markdown(HEAD, example(), brief=True) in other.read_text()
-        assert f"<!-- report: a losses -->\n{report.losses(HEAD, example())}<!-- /report -->" in other.read_text()
-    assert (tmp_path / "docs/plain.md").read_text() == "no table\n"
+        whole = report.markdown(head(), example())
+        assert readme.read_text() == f"before\n<!-- report: a -->\n{whole}<!-- /report -->\nafter\n"
+        parts = zip((" brief", " losses"), texts, strict=True)
+        found = [f"<!-- report: a{how} -->\n{text}<!-- /report -->\n" for how, text in parts]
+        assert other.read_text() == f"{''.join(found)}plain\n"
 
 
 def test_parts_of_a_result_are_one_table_with_all_commands(tmp_path: Path) -> None:
     readme = checkout(tmp_path, "<!-- report: b -->\n<!-- /report -->\n")
-    small, large = example()[:4], example()[4:]
-    write(tmp_path / "docs/results/b.1.json", small)
-    write(tmp_path / "docs/results/b.2.json", large, {**HEAD, "command": "the second"})
-    write(tmp_path / "docs/results/bc.1.json", [row(1 << 20, "auto", 77.0)])  # another result's
+    write(tmp_path / "docs/results/b.1.json", example()[:4], head())
+    write(tmp_path / "docs/results/b.2.json", example()[4:], {**head(), "command": "the second"})
+    write(tmp_path / "docs/results/bc.1.json", [row(1 << 20, "auto", 77.0)], head())  # another result's
     assert main(["--write", str(tmp_path)]) == 0
-    whole = report.markdown({**HEAD, "command": f"{HEAD['command']}\nthe second"}, example())
+    whole = report.markdown({**head(), "command": f"{head()['command']}\nthe second"}, example())
     assert readme.read_text() == f"<!-- report: b -->\n{whole}<!-- /report -->\n"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("benchmark", "reduce_scatter"), ("provenance", {**HEAD["provenance"], "commit": "another"})],
-)
-def test_parts_of_different_runs_are_an_error(
-    tmp_path: Path, key: str, value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = "<!-- report: b -->\n<!-- /report -->\n"
-    readme = checkout(tmp_path, page)
-    write(tmp_path / "docs/results/b.1.json", example())
-    write(tmp_path / "docs/results/b.2.json", example(), {**HEAD, key: value})
-    assert main(["--write", str(tmp_path)]) == 1
-    assert f"b.2.json: expected the {key} of b.1.json, got another" in capsys.readouterr().err
-    assert readme.read_text() == page
+MARKERS = "expected each <!-- report: NAME --> with a <!-- /report -->"
+WRONG = {
+    "gone -->\n<!-- /report -->\n": (head(), "gone.json"),
+    "a -->\nold\n": (head(), MARKERS),
+    "a short -->\n<!-- /report -->\n": (head(), MARKERS),
+    "a -->\n<!-- /report -->\nold\n<!-- /report -->\n": (head(), MARKERS),
+    "b -->\n<!-- /report -->\n": (head("reduce_scatter"), "expected the benchmark of b.1.json, got another"),
+    "b -->\n\n<!-- /report -->\n": (head(commit=None), "b.2.json: expected the provenance of b.1.json, got another"),
+}
 
 
-def test_pictures_of_the_pages_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    checkout(tmp_path, "![x](docs/results/a.png) ![y](docs/results/folder/b.png) [z](https://x.y/results/c.png)\n")
-    assert report.pictures(tmp_path) == ["a"]
-    assert main(["--write", str(tmp_path)]) == 0
-    assert (tmp_path / "docs/results/a.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("page", "said"),
-    [
-        ("<!-- report: gone -->\n<!-- /report -->\n", "gone.json"),
-        ("<!-- report: a -->\nold\n", "expected each <!-- report: NAME --> with a <!-- /report -->"),
-        ("<!-- report: a short -->\n<!-- /report -->\n", "expected each <!-- report: NAME --> with a <!-- /report -->"),
-    ],
-)
-def test_a_page_that_cannot_be_filled_in_is_an_error_and_stays(
-    tmp_path: Path, page: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme = checkout(tmp_path, page)
-    assert main(["--write", str(tmp_path)]) == 1
-    assert said in capsys.readouterr().err
-    assert readme.read_text() == page
-
-
-def test_only_a_checkout_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("page", WRONG)
+def test_a_page_that_cannot_be_filled_in_is_an_error_and_stays(page: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["--write", str(tmp_path)]) == 1
     assert "expected a checkout of tdcoll, with docs/results" in capsys.readouterr().err
+    readme = checkout(tmp_path, f"<!-- report: {page}")
+    for part, of in ((1, head()), (2, WRONG[page][0])):
+        write(tmp_path / f"docs/results/b.{part}.json", example(), of)
+    assert main(["--write", str(tmp_path)]) == 1
+    assert WRONG[page][1] in capsys.readouterr().err
+    assert readme.read_text() == f"<!-- report: {page}"
 
 
-@pytest.mark.parametrize("arguments", [[], ["a.json", "--write"], ["a.json", "b.json", "--plot", "a.png"]])
-def test_a_wrong_command_line_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
+def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["a.json", "--write"], ["a.json", "b.json", "--plot", "a.png"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+    for wrong in ("1,2", "1,2,0", "x"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["a.json", "--floor", wrong])
+        assert f"expected three numbers above 0, such as 0.8,1,341; got '{wrong}'" in capsys.readouterr().err
 
 
-def test_two_files_are_two_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = write(tmp_path / "a.json", example()), write(tmp_path / "b.json", example())
-    assert main([str(first), str(second)]) == 0
-    assert capsys.readouterr().out.count("| bytes per rank |") == 2
-
-
-def test_some_of_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_of_the_columns_of_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The fastest peer is found among all."""
-    path = str(write(tmp_path / "a.json", example()))
-    assert main([path, "--only", "1d"]) == 0
-    assert "| bytes per rank | tdcoll 1d | NCCL / tdcoll 1d |" in capsys.readouterr().out
+    path, other = (str(write(tmp_path / name, example(), head())) for name in ("a.json", "b.json"))
+    assert main([path, other, "--only", "1d"]) == 0
+    assert capsys.readouterr().out.count("| bytes per rank | tdcoll 1d | NCCL / tdcoll 1d |") == 2
     assert main([path, "--only", "nothing"]) == 1
     assert "--only: expected some of auto, in-place, nccl, 1d; got nothing" in capsys.readouterr().err
 
 
-def test_the_commit_that_is_told_goes_before_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TDCOLL_COMMIT", "0123")
-    assert provenance._commit() == ("0123", None)
-    monkeypatch.delenv("TDCOLL_COMMIT")
-    assert provenance._commit()[0] != "0123"
-
-
-def test_variables_that_only_the_launcher_sets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of them are paths of this machine."""
+def test_the_commit_that_is_told_and_variables_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of those are paths of this machine."""
+    assert len(provenance._commit()[0] or "") == 40
     for name in environment.INTERNAL:
         monkeypatch.setenv(name, "/a/path")
+    monkeypatch.setenv("TDCOLL_COMMIT", "0123")
     monkeypatch.setenv("TDCOLL_DEBUG", "0")
     (facts,) = World(1).run(lambda pe: provenance.provenance())
-    found = facts["environment"]
-    assert found["TDCOLL_DEBUG"] == "0"
-    assert environment.INTERNAL & set(found) == set()
+    assert (facts["commit"], facts["dirty"], facts["environment"]["TDCOLL_DEBUG"]) == ("0123", None, "0")
+    assert environment.INTERNAL & set(facts["environment"]) == set()
 
 
-def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    result = write(tmp_path / "a.json", example())
-    assert main([str(result), "--plot", str(tmp_path / "a.png")]) == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    empty = write(tmp_path / "b.json", [row(8, "1d", None)])
+    checkout(tmp_path, "![x](docs/results/a.png) ![y](docs/results/folder/b.png) [z](https://x.y/results/c.png)\n")
+    assert report.pictures(tmp_path) == ["a"]
+    assert main(["--write", str(tmp_path)]) == 0
+    assert main([str(tmp_path / "docs/results/a.json"), "--plot", str(tmp_path / "c.png")]) == 0
+    for picture in ("docs/results/a.png", "c.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    empty = write(tmp_path / "b.json", [row(8, "1d", None)], head())
     assert main([str(empty), "--plot", str(tmp_path / "b.png")]) == 1
     assert "nothing to plot" in capsys.readouterr().err
 
 
 def test_a_picture_has_a_panel_for_each_launch_and_no_colour_twice() -> None:
     pytest.importorskip("matplotlib")
-    rows = [
-        row(size, name, us) for size in (1024, 4096) for name, us in (("auto", 4.0), ("in-place", 5.0), ("1d", 6.0))
-    ]
-    rows += [row(size, f"peer {k}", 7.0 + k, peer=True) for size in (1024, 4096) for k in range(5)]
-    figure = plots.draw(on_h200s(), rows + [dataclasses.replace(r, launch="eager") for r in rows])
+    ours, peers = (("auto", 4.0), ("in-place", 5.0), ("1d", 6.0)), [f"peer {k}" for k in range(5)]
+    rows = [row(size, name, us) for size in (1024, 4096) for name, us in ours]
+    rows += [row(size, name, 7.0, peer=True) for size in (1024, 4096) for name in peers]
+    figure = plots.draw(head(gpu=H200), rows + [dataclasses.replace(r, launch="eager") for r in rows])
     assert [axis.get_title() for axis in figure.axes] == ["CUDA graphs", "eager calls"]
     for axis in figure.axes:
         lines = {line.get_label(): line for line in axis.get_lines()}
-        assert list(lines) == ["tdcoll", "tdcoll in place", *(f"peer {k}" for k in range(5)), "floor"]
+        assert list(lines) == ["tdcoll", "tdcoll in place", *peers, "floor"]
         assert len({line.get_color() for line in lines.values()}) == len(lines) == plots.CURVES
-        assert list(lines["tdcoll"].get_xdata()) == [1024, 4096]
-        assert list(lines["tdcoll"].get_ydata()) == [4.0, 4.0]
-        assert list(lines["floor"].get_ydata()) == [1.8, 1.8]
+        data = [list(values) for name in ("tdcoll", "floor") for values in lines[name].get_data()]
+        assert data == [[1024, 4096], [4.0, 4.0], [1024, 4096], [1.8, 1.8]]
         assert (axis.get_xscale(), axis.get_yscale(), axis.get_legend()) == ("log", "log", None)
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(lines)
-    assert "floor" not in [line.get_label() for line in plots.draw(HEAD, example()).axes[0].get_lines()]
+    assert "floor" not in [line.get_label() for line in plots.draw(head(), example()).axes[0].get_lines()]
+    (axis, *_) = plots.draw(head("sparse_all_reduce"), sparse_example()).axes
+    assert axis.get_title() == "uniform, rows of 512, eager calls"
+    assert [line.get_label() for line in axis.get_lines()] == ["tdcoll", "published", "allgather", "floor"]
 
 
 @pytest.mark.parametrize("launches", [["graph"], ["graph", "eager"]])
 def test_the_legend_fits_on_the_picture(launches: list[str]) -> None:
     pytest.importorskip("matplotlib")
+    peers = LAYOUTS["all_reduce"].drawn[1:]
     rows = [row(size, "auto", 10.0, launch=launch) for launch in launches for size in (1024, 4096)]
-    rows += [
-        row(1024, name, 12.0, peer=True, launch=launch)
-        for launch in launches
-        for name in LAYOUTS["all_reduce"].drawn[1:]
-    ]
-    figure = plots.draw({**HEAD, "benchmark": "all_reduce"}, rows, floor=Floor(1.0, 1.0, 100.0))
+    rows += [row(1024, name, 12.0, peer=True, launch=launch) for launch in launches for name in peers]
+    figure = plots.draw(head("all_reduce"), rows, floor=Floor(1.0, 1.0, 100.0))
     figure.canvas.draw()
     (legend,) = figure.legends
     assert len(legend.get_texts()) == plots.CURVES
@@ -396,73 +343,28 @@ def test_the_legend_fits_on_the_picture(launches: list[str]) -> None:
 
 def test_a_picture_has_at_most_8_curves() -> None:
     pytest.importorskip("matplotlib")
-    rows = [row(1024, f"peer {k}", 7.0 + k, peer=True) for k in range(8)]
-    some = [row(1024, name, 2.0, peer=name != "auto") for name in ("auto", "nccl", "vllm")]
-    drawn = plots.draw({**HEAD, "benchmark": "all_reduce"}, [*rows, *some]).axes[0].get_lines()
+    rows = [row(1024, name, 2.0, peer=name != "auto") for name in ("auto", "nccl", "vllm", *map(str, range(8)))]
+    drawn = plots.draw(head("all_reduce"), rows).axes[0].get_lines()
     assert [line.get_label() for line in drawn] == ["tdcoll", "NCCL", "vLLM"]
-    with pytest.raises(
-        ValueError, match=r"expected at most 8 curves, the floor included, got tdcoll auto, peer 0, .*--only"
-    ):
-        plots.draw(HEAD, [row(1024, "auto", 1.0), *rows])
+    norms = [dataclasses.replace(one, facts={"rows": 8, "hidden": 64, "dtype": "x"}) for one in rows]
+    said = r"expected at most 8 curves, the floor included, got tdcoll auto, nccl, vllm, 0, .*--only"
+    with pytest.raises(ValueError, match=said):
+        plots.draw(head("all_reduce_rms_norm"), norms)
 
 
-# ---------------------------------------------------------------------- floors
-
-
-def on_h200s() -> dict[str, Any]:
-    return {**HEAD, "provenance": {**HEAD["provenance"], "gpus": ["NVIDIA H200"] * 8}}
-
-
-def test_a_floor_is_latency_or_bandwidth() -> None:
+def test_a_floor_is_latency_or_bandwidth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     floor = Floor(launch_us=0.8, crossing_us=1.2, gbps=350.0)
-    assert floor.us(7 * 64, 8) == 2.0
-    assert floor.us(700_000, 8) == 2.0  # exactly: 7 * 100 KB at 350 GB/s
-    assert floor.us(7_000_000, 8) == pytest.approx(20.0)
-    assert floor.us(0, 1) == 0.8
-
-
-def test_tables_of_known_gpus_have_a_floor() -> None:
-    text = report.markdown(on_h200s(), example())
-    lines = [line.split(" | ") for line in table(text)]
-    assert [line[lines[0].index("floor")] for line in lines] == ["floor", "---:", "1.80", "1.80"]
-    assert "The floor is a launch (0.8 µs) and a crossing (1 µs), or what a rank sends at 390 GB/s" in text
-
-
-def test_two_ranks_have_the_rate_of_a_pair() -> None:
-    rows = [dataclasses.replace(row, ranks=2) for row in example()]
-    assert "or what a rank sends at 361 GB/s" in report.markdown(on_h200s(), rows)
-    own = Floor(launch_us=1, crossing_us=2, gbps=99)
-    assert "or what a rank sends at 99 GB/s" in report.markdown(on_h200s(), rows, floor=own)
-
-
-def test_other_tables_have_none() -> None:
-    mixed = {**HEAD, "provenance": {**HEAD["provenance"], "gpus": ["NVIDIA H200", "NVIDIA H100"] * 4}}
-    several = [dataclasses.replace(r, nodes=2) for r in example()]
-    for head, rows in ((HEAD, example()), (mixed, example()), (on_h200s(), several)):
-        assert "floor" not in report.markdown(head, rows)
-    assert "floor" not in report.markdown(on_h200s(), several, floor=Floor(1, 1, 1))
-
-
-def test_signals_have_a_table_and_no_picture() -> None:
-    fields: dict[str, Any] = {"ranks": 8, "nodes": 1, "peer": False, "launch": "graph", "check": "ok"}
-    rows = [
-        SignalRow(**fields, algorithm=send, pattern=pattern, peer_rank=peer).timed(Summary(us, us, us))
-        for send, pattern, peer, us in (
-            *(("signal_block", "one-way", 1, 1.9), ("st_release", "one-way", 1, 1.2)),
-            ("st_release", "all-to-all", None, 0.5),
-        )
-    ]
-    head = {**on_h200s(), "benchmark": "signal"}
-    assert table(report.markdown(head, rows))[2:] == ["| 0 to 1 | 1 | 1.90 | 1.20 |", "| all-to-all | 1 | – | 0.500 |"]
-    with pytest.raises(ValueError, match="got signal, of which there are no pictures"):
-        plots.draw(head, rows)
-
-
-def test_the_floor_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(write(tmp_path / "unknown.json", example()))
+    found = [floor.us(*sent) for sent in ((7 * 64, 8), (700_000, 8), (7_000_000, 8), (0, 1))]
+    assert found == pytest.approx([2.0, 2.0, 20.0, 0.8])  # 7 * 100 KB take 2 us at 350 GB/s
+    path = str(write(tmp_path / "unknown.json", example(), head()))
     assert main([path, "--floor", "2,3,100"]) == 0
     assert "a launch (2 µs) and a crossing (3 µs), or what a rank sends at 100 GB/s" in capsys.readouterr().out
-    for wrong in ("1,2", "1,2,0", "x"):
-        with pytest.raises(SystemExit):
-            main([path, "--floor", wrong])
-        assert f"expected three numbers above 0, such as 0.8,1,341; got '{wrong}'" in capsys.readouterr().err
+
+
+def test_tables_of_known_gpus_in_a_node_have_a_floor() -> None:
+    pair, several = ([dataclasses.replace(r, **more) for r in example()] for more in ({"ranks": 2}, {"nodes": 2}))
+    assert "or what a rank sends at 99 GB/s" in report.markdown(head(gpu=H200), pair, floor=Floor(1, 2, 99))
+    mixed = head(gpus=[H200, "NVIDIA H100"] * 4)
+    for of, rows in ((head(), example()), (mixed, example()), (head(gpu=H200), several)):
+        assert "floor" not in report.markdown(of, rows)
+    assert "floor" not in report.markdown(head(gpu=H200), several, floor=Floor(1, 1, 1))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tdcoll.distributed import work
-from tdcoll.distributed.work import Queue, Task, TaskWork
+from tdcoll.distributed import queues
+from tdcoll.distributed.queues import Queue, Task, TaskWork
 from tdcoll.errors import TdcollError
 
 PLENTY_S = 20.0
@@ -88,7 +88,7 @@ def test_calls_of_callbacks_are_made_before_later_ones_and_may_be_waited_for() -
 
 @pytest.mark.parametrize("way", ["work", "future"])
 def test_a_callback_that_waits_for_a_later_call_holds_nothing_up(way: str, monkeypatch) -> None:
-    monkeypatch.setattr(work, "_CALLBACKS_S", PLENTY_S if way == "work" else 0.05)
+    monkeypatch.setattr(queues, "_CALLBACKS_S", PLENTY_S if way == "work" else 0.05)
     queue, told, go, works = Queue(), [], threading.Event(), []
     first = telling(queue, told, "first", go)
     future = first.get_future().then(lambda done: works[0].wait() if way == "work" else works[0].get_future().wait())

@@ -8,7 +8,7 @@ Host times are of calls of 4 KB that are only queued, for all-gather (out of pla
 all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once served and
 once handed over. Each of tdcoll's own has its own context. Device times are of a graph of ten synchronous calls, by
 the number of programs that the context got, of those requested (`tdcoll 20 (of 64)`): they say up to which sizes
-tdcoll should serve (`SERVED_BYTES` in tdcoll/distributed/options.py). Bytes are what each rank brings to an all-gather
+tdcoll should serve (`handled_bytes` of its spec). Bytes are what each rank brings to an all-gather
 and an all-reduce, and what it gets from a reduce-scatter. What is compared takes turns, five rounds; the table has the
 median round of the slowest rank, and in brackets the fastest and the slowest round.
 """

@@ -36,11 +36,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot,trtllm-one-shot,trtllm-two-shot,vllm"
+_REDUCE = "nccl,nccl-symmetric,torch-one-shot,torch-two-shot,trtllm-one-shot"
 _SCATTER = "nccl,nccl-symmetric,torch-reduce-scatter"
 _GATHER = "nccl,nccl-symmetric,torch-symm,torch-symm-cat,fcollect"
-_NORM = "nccl,nccl-compiled,torch-one-shot,torch-one-shot-compiled,tdcoll-torch,tdcoll-compiled,"
-_NORM += "trtllm-one-shot,trtllm-two-shot"
+_NORM = "nccl,nccl-compiled,tdcoll-torch,tdcoll-compiled,trtllm-one-shot"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,32 +23,34 @@ OWN_NAMES = {
     *("BASH_ENV", "ENV", "BASHOPTS", "SHELLOPTS", "CDPATH"),
 }
 
+NO_NUMBERS = ("a[$(touch evaluated)]", "1e3", "abc", "0x2", "-1", " 2", "²", "٣", "9" * 5000, "2\n3", "1+1", "PATH")
+"""Values that are no decimal numbers. A shell takes most of them as arithmetic, and runs the command in the first."""
+
 
 @dataclass
 class Shell:
-    """Runs bash; every process that it starts is gone when the test ends."""
+    """Runs bash in a directory of its own. Every process that it starts is gone when the test ends."""
 
     directory: Path
     environment: dict[str, str]
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def set_gpus(self, count: int) -> None:
-        """Puts an nvidia-smi first on PATH that lists `count` GPUs."""
+        """Put an nvidia-smi first on PATH that lists ``count`` GPUs."""
         lines = "".join(f"echo 'GPU {i}: NVIDIA Test (UUID: GPU-{i})'\n" for i in range(count))
         self.program("nvidia-smi", f"#!/bin/bash\n{lines}exit 0\n")
 
-    def program(self, name: str, text: str) -> Path:
-        """Writes an executable into the first directory of PATH."""
+    def program(self, name: str, text: str) -> None:
+        """Write an executable into the first directory of PATH."""
         path = self.directory / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-        return path
 
-    def start(self, *command: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
+    def start(self, *command: str | Path, **variables: str) -> subprocess.Popen[str]:
         child = subprocess.Popen(
             ["bash", *map(str, command)],
-            cwd=cwd or self.directory,
+            cwd=self.directory,
             env={**self.environment, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -59,68 +61,37 @@ class Shell:
         self.started.append(child)
         return child
 
-    def run(
-        self, *command: str | Path, cwd: Path | None = None, timeout_s: float = 60, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        child = self.start(*command, cwd=cwd, **variables)
-        try:
-            out, err = child.communicate(timeout=timeout_s)
-        finally:
-            self.kill(child)
+    def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        child = self.start(*command, **variables)
+        out, err = child.communicate(timeout=60)
         return subprocess.CompletedProcess(child.args, child.returncode, out, err)
-
-    @staticmethod
-    def kill(child: subprocess.Popen[str]) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-
-    def source(
-        self, *, then: str = "", before: str = "", root: Path = REPOSITORY, **variables: str
-    ) -> tuple[dict[str, str], str]:
-        """The environment after `source setenv.sh`, and what it said."""
-        script = f'{before}\nsource "{root}/setenv.sh" || exit 1\n{then}\nexec env -0'
-        done = self.run("-c", script, **variables)
-        assert done.returncode == 0, done.stderr
-        return dict(line.split("=", 1) for line in done.stdout.split("\0") if line), done.stderr
-
-
-def clean_environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(OWN_VARIABLES) and name not in OWN_NAMES
-    }
-
-
-def with_stand_ins(directory: Path, environment: Mapping[str, str]) -> str:
-    """PYTHONPATH with an empty package for what setenv.sh looks for and this machine does not have."""
-    for name in ("greenlet", "nvshmem"):
-        if importlib.util.find_spec(name) is None:
-            package = directory / "packages" / name
-            package.mkdir(parents=True)
-            (package / "__init__.py").touch()
-    entries = [environment.get("PYTHONPATH", ""), str(directory / "packages")]
-    return os.pathsep.join(entry for entry in entries if entry)
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
+def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Take the caller's settings out of this process's environment, for one test."""
+    for name in list(os.environ):
+        if name.startswith(OWN_VARIABLES) or name in OWN_NAMES:
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.fixture
+def shell(tmp_path: Path, clean: pytest.MonkeyPatch) -> Iterator[Shell]:
     directory = tmp_path / "with space"
     directory.mkdir()
-    environment = clean_environment()
-    environment["PATH"] = os.pathsep.join([str(directory / "bin"), environment["PATH"]])
-    environment["PYTHON"] = sys.executable
-    # Whatever goes wrong, no test fills a disk.
-    environment["PIP_NO_INDEX"] = "1"
-    environment["PYTHONPATH"] = with_stand_ins(directory, environment)
+    packages = directory / "packages"
+    for name in ("greenlet", "nvshmem"):  # what launch.sh looks for and this machine may lack
+        if importlib.util.find_spec(name) is None:
+            (packages / name).mkdir(parents=True)
+            (packages / name / "__init__.py").touch()
+    environment = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}  # no test fills a disk
+    environment["PATH"] = f"{directory / 'bin'}:{environment['PATH']}"
+    environment["PYTHONPATH"] = ":".join(filter(None, [environment.get("PYTHONPATH"), str(packages)]))
     shell = Shell(directory, environment)
     shell.set_gpus(0)
-    try:
-        yield shell
-    finally:
-        for child in shell.started:
-            shell.kill(child)
-            for stream in (child.stdout, child.stderr):
-                if stream is not None:
-                    stream.close()
+    yield shell
+    for child in shell.started:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()

@@ -3,202 +3,344 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
+import venv
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from tdcoll import setenv
+from tdcoll.setenv import _default_interface
 
 from .conftest import REPOSITORY, Shell
 
 SETENV = REPOSITORY / "setenv.sh"
-FILES = ("setenv.sh", "pyproject.toml", "constraints-cpu.txt")
+IFNAME = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
 
-# What differs between two shells anyway.
-VOLATILE = {"_", "SHLVL", "PWD", "OLDPWD", "BASH_EXECUTION_STRING"}
-
-
-def stable(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in VOLATILE}
+# ---------------------------------------------------------------------- what it chooses and exports
 
 
-def said(text: str) -> dict[str, str]:
-    """`tdcoll: key: value` lines."""
-    lines = (line.removeprefix("tdcoll: ") for line in text.splitlines())
-    return dict(line.split(": ", 1) for line in lines if ": " in line)
+Prepared = Callable[..., tuple[setenv.Job, dict[str, str], list[str]]]
 
 
-NO_NUMBERS = ("a[$(touch evaluated)]", "1e3", "abc", "0x2", "-1", " 2", "²", "٣", "9" * 5000, "2\n3", "1+1", "PATH")
-"""Values that are no decimal numbers. Bash takes most of them as arithmetic, and runs the command in the first."""
+@pytest.fixture
+def prepared(shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Prepared:
+    """``prepared(gpus=0, one_host=True, **variables)``: the job, NVSHMEM's variables, and what was said.
 
-# --- what it chooses and exports ------------------------------------------------------------------
+    This Python has all that is needed.
+    """
+    monkeypatch.setattr(setenv, "_problem", lambda modules, versions: "")
 
+    def prepare(gpus: int = 0, one_host: bool = True, **variables: str) -> tuple[Any, ...]:
+        shell.set_gpus(gpus)
+        job = setenv.prepare({**shell.environment, **variables}, one_host=one_host)
+        of_nvshmem = {name: value for name, value in job.variables.items() if name.startswith("NVSHMEM_")}
+        return job, of_nvshmem, capsys.readouterr().err.splitlines()
 
-def test_without_gpus_it_simulates(shell: Shell) -> None:
-    environment, text = shell.source()
-    assert environment["TRITON_INTERPRET"] == "1"
-    assert not [name for name in environment if name.startswith("NVSHMEM_")]
-    assert "LD_LIBRARY_PATH" not in environment
-    lines = said(text)
-    assert list(lines) == ["python", "mode", "nvshmem", "bootstrap", "heap"]
-    assert lines["python"].startswith(sys.executable)
-    assert lines["mode"] == "simulator (no GPU visible)"
-
-
-def test_with_gpus_it_sets_nvshmem_up(shell: Shell) -> None:
-    shell.set_gpus(4)
-    libraries = shell.directory / "packages" / "nvidia" / "nvshmem" / "lib"
-    libraries.mkdir(parents=True)
-    path = f"{shell.directory / 'packages'}:{shell.environment['PYTHONPATH']}"
-    environment, text = shell.source(PYTHONPATH=path)
-    assert environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "lo"
-    assert environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
-    assert "NVSHMEM_SYMMETRIC_SIZE" not in environment  # the default is initialize()'s
-    assert environment["NVSHMEM_DISABLE_NVLS"] == "1"
-    assert environment["LD_LIBRARY_PATH"] == str(libraries)
-    assert "TRITON_INTERPRET" not in environment
-    assert said(text) == {
-        "python": said(text)["python"],
-        "mode": "4 GPUs",
-        "nvshmem": str(libraries),
-        "bootstrap": "interface lo (one host)",
-        "heap": "tdcoll's default (NVSHMEM_SYMMETRIC_SIZE sets another)",
-    }
+    return prepare
 
 
-def test_the_users_own_settings_win(shell: Shell) -> None:
-    shell.set_gpus(2)
-    own = {
-        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "ib0",
-        "NVSHMEM_REMOTE_TRANSPORT": "ibrc",
-        "NVSHMEM_SYMMETRIC_SIZE": "3G",
-        "NVSHMEM_DISABLE_NVLS": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }
-    environment, text = shell.source(**own)
-    assert {name: environment[name] for name in own} == own
-    assert said(text)["bootstrap"] == "interface ib0 (your NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME)"
-    assert said(text)["heap"].startswith("3G per rank (your ")
+def test_without_gpus_it_simulates(prepared: Prepared) -> None:
+    job, of_nvshmem, (python, mode) = prepared()
+    assert (job.python, job.gpus, job.simulated, of_nvshmem) == (sys.executable, 0, True, {})
+    assert job.variables["TRITON_INTERPRET"] == "1"
+    assert job.variables["PYTHONPATH"].split(":")[0] == str(REPOSITORY)
+    assert "LD_LIBRARY_PATH" not in job.variables
+    assert python.startswith(f"tdcoll: python: {sys.executable} (Python 3.")
+    assert mode == "tdcoll: mode: simulator (visible GPUs: 0)"
 
 
-def test_another_nvshmem(shell: Shell) -> None:
-    shell.set_gpus(2)
-    home = shell.directory / "nvshmem"
-    (home / "lib").mkdir(parents=True)
-    environment, text = shell.source(NVSHMEM_HOME=str(home), LD_LIBRARY_PATH="/some/where")
-    assert environment["LD_LIBRARY_PATH"] == f"{home}/lib:/some/where"
-    assert said(text)["nvshmem"] == f"{home}/lib"
+def test_with_gpus_it_sets_nvshmem_up(prepared: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    home = {"NVSHMEM_HOME": str(tmp_path)}
+    job, of_nvshmem, (_, *said) = prepared(4, **home, LD_LIBRARY_PATH="/some/where")
+    assert (job.gpus, job.simulated, "TRITON_INTERPRET" in job.variables) == (4, False, False)
+    one_host = {IFNAME: "lo", "NVSHMEM_REMOTE_TRANSPORT": "none"}
+    assert of_nvshmem == {**home, **one_host, "NVSHMEM_DISABLE_NVLS": "1"}  # the default heap is initialize()'s
+    assert job.variables["LD_LIBRARY_PATH"] == f"{tmp_path}/lib:/some/where"
+    nvshmem = f"tdcoll: nvshmem: {tmp_path}/lib; bootstrap interface: lo (chosen)"
+    assert said == ["tdcoll: mode: GPUs (visible GPUs: 4)", nvshmem]
 
 
-def test_the_users_settings_need_no_export(shell: Shell) -> None:
-    shell.set_gpus(2)
-    environment, _ = shell.source(before="NVSHMEM_SYMMETRIC_SIZE=5G")
-    assert environment["NVSHMEM_SYMMETRIC_SIZE"] == "5G"
-
-
-def test_the_simulators_heap_is_the_users_to_size(shell: Shell) -> None:
-    environment, _ = shell.source(NVSHMEM_SYMMETRIC_SIZE="128M", NVSHMEM_DISABLE_NVLS="1")
-    assert environment["NVSHMEM_SYMMETRIC_SIZE"] == "128M"
-    assert environment["NVSHMEM_DISABLE_NVLS"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [
-        ("", 0),
-        ("-1", 0),
-        ("0", 1),
-        ("3,1", 2),
-        (" 0 , 2 ", 2),
-        ("0,4,1", 1),
-        ("0,-1,1", 1),
-        ("GPU-1,GPU-2", 2),
-        ("x", 0),
-    ],
-)
-def test_cuda_visible_devices_counts_as_for_cuda(shell: Shell, visible: str, count: int) -> None:
-    shell.set_gpus(4)
-    environment, text = shell.source(then="export TDCOLL_GPUS TDCOLL_MODE", CUDA_VISIBLE_DEVICES=visible)
-    assert environment["TDCOLL_GPUS"] == str(count), text
-    assert environment["TDCOLL_MODE"] == ("gpu" if count else "simulator")
-    assert environment["CUDA_VISIBLE_DEVICES"] == visible
-
-
-def test_a_driver_that_does_not_work_is_no_gpu(shell: Shell) -> None:
-    shell.program("nvidia-smi", "#!/bin/bash\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    assert said(shell.source()[1])["mode"] == "simulator (no GPU visible)"
-
-
-def test_triton_interpret_is_the_users_too(shell: Shell) -> None:
-    environment, text = shell.source(TRITON_INTERPRET="0")
-    assert environment["TRITON_INTERPRET"] == "0"
-    assert "nothing runs" in said(text)["mode"]
-    shell.set_gpus(2)
-    environment, text = shell.source(TRITON_INTERPRET="1")
-    assert "NVSHMEM_SYMMETRIC_SIZE" not in environment
-    assert said(text)["mode"] == "simulator (TRITON_INTERPRET=1 or --simulate; GPUs visible: 2)"
-
-
-def default_route_interface() -> str | None:
-    rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    routes = [(int(row[6]), row[0]) for row in rows if row[1] == row[7] == "00000000"]
-    return min(routes)[1] if routes else None
-
-
-def test_several_hosts_meet_over_the_default_route(shell: Shell) -> None:
-    shell.set_gpus(2)
-    environment, _ = shell.source(TDCOLL_NNODES="2", TDCOLL_RDZV="head.example:1234")
-    assert environment.get("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME") == default_route_interface()
-    assert "NVSHMEM_REMOTE_TRANSPORT" not in environment
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "[::1]"])
-def test_agents_that_meet_on_loopback_are_on_one_host(shell: Shell, host: str) -> None:
-    shell.set_gpus(2)
-    environment, _ = shell.source(TDCOLL_NNODES="2", TDCOLL_RDZV=f"{host}:1234")
-    assert environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "lo"
-    assert environment["NVSHMEM_REMOTE_TRANSPORT"] == "none"
-
-
-# --- sourcing it again ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gpus", [0, 3])
-def test_a_second_time_changes_nothing(shell: Shell, gpus: int) -> None:
-    shell.set_gpus(gpus)
-    once, first = shell.source()
-    twice, second = shell.source(then=f'source "{SETENV}"')
-    assert stable(once) == stable(twice)
-    assert second == first * 2
-
-
-def test_its_own_defaults_follow_the_machine(shell: Shell) -> None:
-    shell.set_gpus(2)
-    again = f'source "{SETENV}"'
-    fresh, _ = shell.source(TDCOLL_NNODES="2", TDCOLL_RDZV="h:1")
-    later, _ = shell.source(then=f"export TDCOLL_NNODES=2 TDCOLL_RDZV=h:1\n{again}")
-    assert {k: v for k, v in later.items() if k.startswith("NVSHMEM_")} == {
-        k: v for k, v in fresh.items() if k.startswith("NVSHMEM_")
-    }
-    simulated, _ = shell.source(then=f"export CUDA_VISIBLE_DEVICES=\n{again}")
-    assert simulated["TRITON_INTERPRET"] == "1"
-    assert not [name for name in simulated if name.startswith("NVSHMEM_")]
-    back, _ = shell.source(before="export CUDA_VISIBLE_DEVICES=", then=f"unset CUDA_VISIBLE_DEVICES\n{again}")
-    assert "TRITON_INTERPRET" not in back
-    assert back["NVSHMEM_DISABLE_NVLS"] == "1"
+def test_several_hosts_meet_over_the_default_route(prepared: Prepared) -> None:
+    _, of_nvshmem, _ = prepared(2, one_host=False)
+    assert of_nvshmem.pop(IFNAME, "") == _default_interface()
+    assert of_nvshmem == {"NVSHMEM_DISABLE_NVLS": "1"}
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_the_heap_that_an_earlier_version_exported_is_withdrawn(shell: Shell, gpus: int) -> None:
-    shell.set_gpus(gpus)
-    environment, _ = shell.source(
-        NVSHMEM_SYMMETRIC_SIZE="1G", TDCOLL_SETENV="NVSHMEM_SYMMETRIC_SIZE=1G NVSHMEM_DISABLE_NVLS=1"
-    )
-    assert "NVSHMEM_SYMMETRIC_SIZE" not in environment
+def test_the_users_own_settings_win(prepared: Prepared, gpus: int) -> None:
+    own = {IFNAME: "ib0", "NVSHMEM_REMOTE_TRANSPORT": "ibrc", "NVSHMEM_SYMMETRIC_SIZE": "3G"}
+    own |= {"NVSHMEM_DISABLE_NVLS": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    job, _, said = prepared(gpus, **own)
+    assert own.items() <= job.variables.items()
+    assert not gpus or f"interface: ib0 (your {IFNAME})" in said[-1]
 
 
-# --- what it leaves alone -------------------------------------------------------------------------
+def test_defaults_of_an_earlier_call_are_no_settings(prepared: Prepared) -> None:
+    """They follow the machine, and the job, unless the user has changed them since."""
+    before = prepared(2)[0].variables
+    assert prepared(2, one_host=False, **before)[1] == prepared(2, one_host=False)[1]
+    job, of_nvshmem, _ = prepared(0, **before)
+    assert (of_nvshmem, job.variables["TDCOLL_SETENV"]) == ({}, "TRITON_INTERPRET=1")
+    assert "TRITON_INTERPRET" not in prepared(2, **job.variables)[0].variables
+    job, of_nvshmem, _ = prepared(2, **before | {"NVSHMEM_DISABLE_NVLS": "0"})
+    assert of_nvshmem["NVSHMEM_DISABLE_NVLS"] == "0"
+    assert job.variables["TDCOLL_SETENV"] == f"{IFNAME}=lo NVSHMEM_REMOTE_TRANSPORT=none"
+
+
+VISIBLE = {"": 0, "-1": 0, "0": 1, "3,1": 2, " 0 , 2 ": 2, "0,4,1": 1, "0,-1,1": 1, "0,,1": 1, "x": 0, "²,1": 0}
+VISIBLE |= {"GPU-1,GPU-2": 2, "MIG-a": 1}
+
+
+@pytest.mark.parametrize(("visible", "count"), VISIBLE.items())
+def test_cuda_visible_devices_counts_as_for_cuda(shell: Shell, visible: str, count: int) -> None:
+    shell.set_gpus(4)
+    assert setenv.count_gpus({**shell.environment, "CUDA_VISIBLE_DEVICES": visible}) == (4, count)
+    shell.set_gpus(0)
+    assert setenv.count_gpus({**shell.environment, "CUDA_VISIBLE_DEVICES": visible}) == (0, 0)
+
+
+def test_gpus_that_a_driver_shows(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell.program("nvidia-smi", "#!/bin/bash\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert setenv.count_gpus(shell.environment) == (0, 0)
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    assert setenv.count_gpus({"PATH": str(shell.directory), "CUDA_VISIBLE_DEVICES": "1,2"}) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("interpret", "gpus", "simulated"),
+    [("0", 0, False), ("0", 2, False), ("1", 2, True), ("Yes", 2, True), ("", 2, False), ("", 0, True)],
+)
+def test_triton_interpret_is_the_users_too(prepared: Prepared, interpret: str, gpus: int, simulated: bool) -> None:
+    job, *_ = prepared(gpus, TRITON_INTERPRET=interpret)
+    assert (job.gpus, job.simulated) == (gpus, simulated)
+    assert job.variables["TRITON_INTERPRET"] == (interpret or ("1" if simulated else ""))
+
+
+# ---------------------------------------------------------------------- the Python
+
+
+def test_what_a_python_must_have(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[list[str]] = []
+    monkeypatch.setattr(setenv, "_problem", lambda modules, versions: wanted.append(modules) or "")  # type: ignore[func-returns-value]
+    for gpus, variables in ((0, {}), (1, {}), (1, {"TDCOLL_HEAP": "torch"}), (0, {"TDCOLL_REQUIRES": "a b"})):
+        shell.set_gpus(gpus)
+        setenv.prepare({**shell.environment, **variables}, modules=["pytest"])
+    every = ["torch", "triton", "numpy", "pytest"]
+    assert wanted == [[*every, "greenlet"], [*every, "nvshmem"], every, [*every, "a", "b", "greenlet"]]
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "problem"),
+    [
+        ("2.9.1+cu128", "3.6.0", "has torch 2.9.1+cu128, needs 2.10 or newer"),
+        ("2.10.0a0", "3.6.0", ""),
+        ("3.0.0", "3.7.1", ""),
+        ("2.10.0", "3.5.1", "has triton 3.5.1, needs 3.6 or newer, below 4"),
+        ("2.10.0", "4.0.0", "has triton 4.0.0, needs 3.6 or newer, below 4"),
+        ("?", "?", ""),
+    ],
+)
+def test_versions_that_will_do(torch: str, triton: str, problem: str) -> None:
+    assert setenv._problem(["json"], {"torch": torch, "triton": triton}) == problem
+
+
+def test_modules_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = ["json", "only_a_folder", "no_such_module", "json.decoder", "no_such_module.inside"]
+    found = setenv._problem(modules, {"torch": "?", "triton": "?"})
+    assert found == "lacks only_a_folder, no_such_module, no_such_module.inside"
+
+
+# ---------------------------------------------------------------------- .venv
+
+
+class Clone:
+    """A clone of which only ``.venv`` has what is needed. pip and venv take notes."""
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.root, self.patch, self.cuda, self.fails = root, patch, "12", False
+        self.log: list[str] = []
+        self.lacks = "lacks nvshmem"
+        root.mkdir()
+        for name in ("pyproject.toml", "constraints-cpu.txt"):
+            shutil.copy(REPOSITORY / name, root)
+        self.is_here()
+        patch.setattr(setenv, "_problem", self._problem)
+        patch.setattr(venv, "create", self._create)
+        patch.setattr(subprocess, "run", self._run)
+
+    def is_here(self) -> None:
+        self.venv = self.root / ".venv"
+        for name, path in (("ROOT", self.root), ("_VENV", self.venv), ("_STAMP", self.venv / ".tdcoll-stamp")):
+            self.patch.setattr(setenv, name, path)
+        self.patch.setattr(setenv, "_OWN", str(self.venv / "bin" / "python"))
+
+    def move(self) -> None:
+        self.root = self.root.rename(self.root.with_name("elsewhere"))
+        self.is_here()
+
+    def _problem(self, modules: list[str], versions: Any) -> str:
+        if sys.executable != setenv._OWN:
+            return "lacks torch"
+        return "" if (self.venv / "nvshmem").exists() or "nvshmem" not in modules else self.lacks
+
+    def _create(self, folder: Path, *, clear: bool, symlinks: bool, with_pip: bool) -> None:
+        assert (symlinks, with_pip) == (True, True)
+        self.log.append("venv --clear" if clear else "venv")
+        if clear:
+            shutil.rmtree(folder)
+        (folder / "bin").mkdir(parents=True, exist_ok=True)
+        (folder / "bin" / "python").touch()
+
+    def _run(self, command: list[str], **options: Any) -> Any:
+        assert (command[0], options["check"]) == (setenv._OWN, True)
+        if command[1] == "-c":
+            return SimpleNamespace(stdout=f"{self.cuda}\n")
+        assert (options["stdout"], options["cwd"]) == (sys.stderr, self.root), "setenv.sh evaluates what is printed"
+        self.log.append(" ".join(command[2:]).replace(" --quiet --disable-pip-version-check", ""))
+        if self.fails:
+            raise subprocess.CalledProcessError(1, command)
+        if "cu1" in self.log[-1]:
+            (self.venv / "nvshmem").touch()
+        return None
+
+    def source(self, kind: str = "cpu", python: str = "/usr/bin/python3", dry_run: bool = False) -> list[str]:
+        """What is made until a Python has all that is needed; each time, another Python is started."""
+        self.log = []
+        for _ in range(4):
+            self.patch.setattr(sys, "executable", python)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "execv", lambda python, command: (python, None))
+                gpus = kind == "gpu"
+                self.python, about = setenv._python(["nvshmem"] * gpus, gpus, ["--extra"], dry_run)
+            if about is not None:
+                return self.log
+            assert self.python == setenv._OWN
+            python = self.python
+        raise AssertionError("no end")
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clone:
+    return Clone(tmp_path / "a clone", monkeypatch)
+
+
+MADE = {
+    "cpu": ["pip install --extra -c constraints-cpu.txt -e .[sim,compile,bench,test,dev]"],
+    "gpu": ["pip install --extra torch numpy", "pip install --extra -e .[cu12,sim,bench,test,dev]"],
+}
+CHANGES: dict[str, Callable[[Clone], object]] = {
+    "nothing changes": lambda clone: None,
+    "its inputs change": lambda clone: (clone.root / "constraints-cpu.txt").write_text("one-more==1\n"),
+    "its Python is gone": lambda clone: (clone.venv / "bin" / "python").unlink(),
+    "it is moved": lambda clone: clone.move(),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "then", "made"),
+    [
+        ("cpu", "nothing changes", "cpu", []),
+        ("gpu", "nothing changes", "gpu", []),
+        ("gpu", "nothing changes", "cpu", []),  # GPUs are hidden, or on another host with the same file system
+        ("cpu", "nothing changes", "gpu", ["venv --clear", *MADE["gpu"]]),
+        ("cpu", "its inputs change", "cpu", ["venv", *MADE["cpu"]]),
+        ("gpu", "its inputs change", "cpu", ["venv", *MADE["gpu"]]),
+        ("cpu", "its Python is gone", "cpu", ["venv --clear", *MADE["cpu"]]),
+        ("gpu", "it is moved", "gpu", ["venv --clear", *MADE["gpu"]]),
+    ],
+)
+def test_when_it_is_made(
+    clone: Clone, before: str, change: str, then: str, made: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert clone.source(before) == ["venv", *MADE[before]]
+    assert f"lacks torch: making {clone.venv}" in capsys.readouterr().err
+    CHANGES[change](clone)
+    assert clone.source(then) == made
+    assert clone.source(then, setenv._OWN) == []
+    (clone.root / "pyproject.toml").write_text("")
+    assert clone.source(then, setenv._OWN)[0] == "venv", "it is active, and out of date"
+
+
+def test_what_it_does_not_repair(clone: Clone) -> None:
+    clone.source("gpu")
+    (clone.venv / "nvshmem").unlink()
+    with pytest.raises(SystemExit, match=f"lacks nvshmem; install that, or remove {clone.venv}"):
+        clone.source("gpu")
+    assert clone.log == []
+
+
+def test_a_failed_install_is_tried_again(clone: Clone) -> None:
+    clone.cuda = "11"
+    with pytest.raises(SystemExit, match=r"could not make .*CUDA '11'.* activate a Python that has nvshmem"):
+        clone.source("gpu")
+    clone.cuda, clone.fails = "13", True
+    with pytest.raises(SystemExit, match="tdcoll: could not make"):
+        clone.source("gpu")
+    clone.fails = False
+    assert clone.source("gpu")[-1] == "pip install --extra -e .[cu13,sim,bench,test,dev]"
+
+
+def test_another_process_makes_it_meanwhile(clone: Clone, monkeypatch: pytest.MonkeyPatch) -> None:
+    clone.source()
+    stamp = setenv._STAMP.read_text()
+    setenv._STAMP.unlink()
+    monkeypatch.setattr("fcntl.flock", lambda lock, how: setenv._STAMP.write_text(stamp))
+    assert clone.source() == []
+
+
+def test_a_dry_run_installs_nothing(clone: Clone) -> None:
+    assert (clone.source(dry_run=True), clone.python) == ([], setenv._OWN)
+    assert not clone.venv.exists()
+
+
+def test_its_programs_come_first(shell: Shell, clone: Clone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setenv, "_python", lambda *_: (setenv._OWN, ""))
+    variables = setenv.prepare({"PATH": f"/a:{clone.venv}/bin::/b"}).variables
+    assert (variables["PATH"], variables["VIRTUAL_ENV"]) == (f"{clone.venv}/bin:/a::/b", str(clone.venv))
+
+
+# ---------------------------------------------------------------------- the shell that sources it
+
+
+def source(shell: Shell, *, then: str = "", before: str = "", **variables: str) -> tuple[dict[str, str], str]:
+    """The environment after ``source setenv.sh``, without what differs between two shells anyway; and what it said."""
+    done = shell.run("-c", f'{before}\nsource "{SETENV}" || exit 1\n{then}\nexec env -0', **variables)
+    assert done.returncode == 0, done.stderr
+    environment = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    return {name: value for name, value in environment.items() if name not in ("_", "SHLVL")}, done.stderr
+
+
+AGAIN = f'source "{SETENV}"'
+
+
+def test_a_second_time_changes_nothing_but_what_has_changed(shell: Shell) -> None:
+    shell.set_gpus(3)
+    once, first = source(shell, TDCOLL_NNODES="")
+    assert (once["TDCOLL_PYTHON"], once["NVSHMEM_REMOTE_TRANSPORT"]) == (sys.executable, "none")
+    assert source(shell, then=AGAIN, TDCOLL_NNODES="") == (once, first * 2)
+    several, _ = source(shell, then=f"export TDCOLL_NNODES=02\n{AGAIN}")
+    assert several == source(shell, TDCOLL_NNODES="02")[0]
+    assert "NVSHMEM_REMOTE_TRANSPORT" not in several
+
+
+def test_values_are_text_to_the_shell(shell: Shell) -> None:
+    """Settings need no export, and none of them is evaluated."""
+    value = "it's $(touch evaluated) `touch evaluated` \"\n;"
+    environment, _ = source(shell, before="NVSHMEM_SYMMETRIC_SIZE=5G", PYTHONPATH=value)
+    assert environment["NVSHMEM_SYMMETRIC_SIZE"] == "5G"
+    assert environment["PYTHONPATH"] == f"{REPOSITORY}:{value}"
+    assert not (shell.directory / "evaluated").exists()
+
 
 STATE = 'state() { set +o; shopt -p; trap -p; declare -F; printf "%q " "$IFS" "$PWD" "$@"; declare -p lines; }'
 SETTINGS = {
@@ -209,10 +351,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("gpus", [0, 2])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_the_shell_is_as_before(shell: Shell, settings: str, gpus: int) -> None:
-    shell.set_gpus(gpus)
+def test_the_shell_is_as_before(shell: Shell, settings: str) -> None:
+    shell.set_gpus(2)
     script = f"""
         {STATE}
         lines=(1 2)
@@ -231,226 +372,41 @@ def test_the_shell_is_as_before(shell: Shell, settings: str, gpus: int) -> None:
     assert "two\\ words" in after
 
 
-def test_it_leaves_three_variables_and_no_function(shell: Shell) -> None:
-    script = f'source "{SETENV}" 2>/dev/null; declare -F; compgen -v'
-    names = shell.run("-c", script).stdout.splitlines()
-    left = [name for name in names if "tdcoll" in name.lower()]
-    assert sorted(left) == ["TDCOLL_GPUS", "TDCOLL_MODE", "TDCOLL_PYTHON", "TDCOLL_SETENV"]
+def test_it_leaves_two_variables_and_no_function(shell: Shell) -> None:
+    names = shell.run("-c", f"{AGAIN} 2>/dev/null; declare -F; compgen -v").stdout.splitlines()
+    assert [name for name in names if "tdcoll" in name.lower()] == ["TDCOLL_PYTHON", "TDCOLL_SETENV"]
+    assert not {"root", "settings"} & {*names}
 
 
 def test_from_any_directory(shell: Shell) -> None:
-    root = shell.directory / "a clone"
-    root.mkdir()
-    for name in FILES:
-        shutil.copy(REPOSITORY / name, root)
-    environment, _ = shell.source(before="cd /", root=root)
-    assert environment["PWD"] == "/"
-    assert environment["PYTHONPATH"].split(":")[0] == str(root)
-    done = shell.run("-c", 'source setenv.sh && echo "$PYTHONPATH"', cwd=root)
-    assert done.stdout.split(":")[0].strip() == str(root)
+    environment, _ = source(shell, before="cd /")
+    assert (environment["PWD"], environment["PYTHONPATH"].split(":")[0]) == ("/", str(REPOSITORY))
+    done = shell.run("-c", f'cd "{REPOSITORY}" && source setenv.sh && echo "$PYTHONPATH"')
+    assert done.stdout.split(":")[0].strip() == str(REPOSITORY)
+    folder, name = REPOSITORY.parent, REPOSITORY.name
+    for command in (f"source {name}/setenv.sh", f"sh {name}/launch.sh --help"):
+        done = shell.run("-c", f'cd "{folder}" && {command}', CDPATH=f"{folder}")
+        assert done.returncode == 0, done.stderr
 
 
-def test_it_has_to_be_sourced(shell: Shell) -> None:
+def test_it_has_to_be_sourced_by_bash(shell: Shell) -> None:
     done = shell.run(SETENV)
-    assert done.returncode == 2
-    assert "source setenv.sh" in done.stderr
+    assert (done.returncode, "source setenv.sh" in done.stderr) == (2, True)
+    done = shell.run("-c", f"exec sh -c '. \"{SETENV}\" || exit 5'")
+    if "tdcoll: mode" not in done.stderr:  # else sh is bash here
+        assert (done.returncode, "needs bash" in done.stderr) == (5, True)
 
 
 @pytest.mark.parametrize("settings", ["plain", "odd"])
 def test_a_failure_returns_and_does_not_exit(shell: Shell, settings: str) -> None:
-    script = f'{SETTINGS[settings]}\nsource "{SETENV}" || echo "returned $?"; declare -F'
+    script = f'{SETTINGS[settings]}\n{AGAIN} || echo "returned $?"; declare -F'
     done = shell.run("-c", script, PYTHON="no-such-python")
     assert (done.returncode, done.stdout) == (0, "returned 1\n")
-    assert done.stderr == "tdcoll: PYTHON=no-such-python: expected a Python, found no such program\n"
+    assert done.stderr == "tdcoll: PYTHON=no-such-python: expected Python 3.10 or newer, found no such program\n"
 
 
-@pytest.mark.parametrize(
-    ("package", "file", "version", "verdict"),
-    [
-        ("torch", "version.py", "2.9.1+cu128", "has torch 2.9.1+cu128, needs 2.10 or newer"),
-        ("torch", "version.py", "2.10.0", ""),
-        ("torch", "version.py", "3.0.0", ""),
-        ("triton", "__init__.py", "3.5.1", "has triton 3.5.1, needs 3.6 or newer, below 4"),
-        ("triton", "__init__.py", "4.0.0", "has triton 4.0.0, needs 3.6 or newer, below 4"),
-    ],
-)
-def test_versions_that_will_do(shell: Shell, package: str, file: str, version: str, verdict: str) -> None:
-    root = shell.directory / "a clone"
-    root.mkdir()
-    for name in FILES:
-        shutil.copy(REPOSITORY / name, root)
-    (root / ".venv").touch()  # so that none can be made
-    folder = shell.directory / "versions" / package
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").touch()
-    (folder / file).write_text(f"__version__ = '{version}'\n")
-    path = f"{folder.parent}:{shell.environment['PYTHONPATH']}"
-    done = shell.run("-c", f'source "{root}/setenv.sh"', PYTHONPATH=path)
-    if verdict:
-        assert done.returncode == 1
-        assert f"{verdict}: making" in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
-        assert f"{package} {version}" in said(done.stderr)["python"]
-
-
-# --- .venv ----------------------------------------------------------------------------------------
-
-# A Python without torch, whose environments have everything as soon as pip has run in them.
-FAKE_PYTHON = """#!/bin/bash
-case "$1 $2" in
-"-m venv")
-    [[ $3 != --clear ]] || rm -r "$4"
-    mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python"
-    echo "venv ${*:3:$#-3}" >>"$FAKE_LOG"
-    ;;
-"-m pip")
-    echo "pip ${*:3}" >>"$FAKE_LOG"
-    echo "not for the user's stdout"
-    [[ -z $FAKE_PIP_FAILS ]] || exit 1
-    touch "${0%/bin/python}/installed"
-    [[ $* != *cu1?,* ]] || touch "${0%/bin/python}/nvshmem"
-    ;;
-"-c import torch"*) echo "$FAKE_CUDA" ;;
-"-c "*)
-    for module in "$@"; do
-        [[ $module != nvshmem || -e ${0%/bin/python}/nvshmem ]] || lacks=nvshmem
-    done
-    [[ -e ${0%/bin/python}/installed ]] || lacks=torch
-    echo "${lacks:+lacks }${lacks:-ok}"
-    printf '%s\\n' "$0" "Python 3.12.0, torch 9, triton 3" - -
-    ;;
-*) exit 1 ;;
-esac
-"""
-
-
-@pytest.fixture
-def clone(shell: Shell) -> Path:
-    root = shell.directory / "a clone"
-    root.mkdir()
-    for name in FILES:
-        shutil.copy(REPOSITORY / name, root)
-    shell.environment["PYTHON"] = str(shell.program("fake-python", FAKE_PYTHON))
-    shell.environment["FAKE_LOG"] = str(shell.directory / "log")
-    return root
-
-
-def log(shell: Shell) -> list[str]:
-    """What the fake Python was asked to install since the last call."""
-    path = shell.directory / "log"
-    lines = path.read_text().splitlines() if path.exists() else []
-    path.unlink(missing_ok=True)
-    return [line.replace("--quiet --disable-pip-version-check ", "") for line in lines]
-
-
-def test_it_makes_a_venv_once(shell: Shell, clone: Path) -> None:
-    environment, text = shell.source(root=clone, before="set -euo pipefail")
-    assert log(shell) == [
-        "venv ",
-        "pip install -c constraints-cpu.txt torch triton numpy",
-        "pip install -c constraints-cpu.txt -e .[sim,compile,bench,test,dev]",
-    ]
-    assert "lacks torch" in text
-    assert environment["VIRTUAL_ENV"] == str(clone / ".venv")
-    assert environment["PATH"].split(":")[0] == str(clone / ".venv" / "bin")
-    again, text = shell.source(root=clone)
-    assert log(shell) == []
-    assert said(text)["python"].startswith(f"{clone}/.venv/bin/python (.venv")
-    assert stable(again) == stable(environment)
-
-
-def test_pip_runs_again_when_its_input_changed(shell: Shell, clone: Path) -> None:
-    shell.source(root=clone)
-    log(shell)
-    with (clone / "constraints-cpu.txt").open("a") as file:
-        file.write("one-more==1\n")
-    shell.source(root=clone)
-    assert [line.split()[0] for line in log(shell)] == ["pip", "pip"]
-
-
-def test_a_moved_clone_starts_afresh(shell: Shell, clone: Path) -> None:
-    shell.source(root=clone)
-    log(shell)
-    shell.source(root=clone.rename(clone.with_name("elsewhere")))
-    assert log(shell)[0] == "venv --clear"
-
-
-@pytest.mark.parametrize("cuda", ["12", "13"])
-def test_with_gpus_nvshmem_matches_pytorchs_cuda(shell: Shell, clone: Path, cuda: str) -> None:
-    shell.set_gpus(1)
-    shell.source(root=clone, FAKE_CUDA=cuda)
-    assert log(shell) == [
-        "venv ",
-        "pip install torch numpy",
-        f"pip install -e .[cu{cuda},sim,bench,test,dev]",
-    ]
-    # It serves without GPUs too: hidden for a while, or on another host with the same file system.
-    shell.source(root=clone, CUDA_VISIBLE_DEVICES="")
-    shell.set_gpus(0)
-    shell.source(root=clone)
-    assert log(shell) == []
-
-
-def test_a_venv_for_cpus_does_not_serve_gpus(shell: Shell, clone: Path) -> None:
-    shell.source(root=clone)
-    log(shell)
-    shell.set_gpus(1)
-    shell.source(root=clone, TRITON_INTERPRET="1")
-    assert log(shell) == []
-    shell.source(root=clone, FAKE_CUDA="13")
-    assert [line.split()[0] for line in log(shell)] == ["venv", "pip", "pip"]
-
-
-def test_a_pytorch_that_will_not_do(shell: Shell, clone: Path) -> None:
-    shell.set_gpus(1)
-    done = shell.run("-c", f'source "{clone}/setenv.sh" || echo "returned $?"', FAKE_CUDA="11")
-    assert done.stdout == "returned 1\n"
-    assert "CUDA '11'" in done.stderr
-
-
-def test_pip_takes_the_users_arguments(shell: Shell, clone: Path) -> None:
-    shell.source(root=clone, before="IFS=,", TDCOLL_PIP_ARGS="--extra-index-url https://example.org/whl")
-    for line in log(shell)[1:]:
-        assert line.startswith("pip install --extra-index-url https://example.org/whl -c constraints-cpu.txt ")
-
-
-def test_a_failed_install_is_tried_again(shell: Shell, clone: Path) -> None:
-    done = shell.run("-c", f'source "{clone}/setenv.sh" || echo "returned $?"', FAKE_PIP_FAILS="1")
-    assert (done.returncode, done.stdout) == (0, "returned 1\n")
-    assert done.stderr.splitlines()[-1].startswith(f"tdcoll: could not make {clone}/.venv")
-    log(shell)
-    shell.source(root=clone)
-    assert len(log(shell)) == 2
-
-
-def test_a_dry_run_installs_nothing(shell: Shell, clone: Path) -> None:
-    shutil.copy(REPOSITORY / "launch.sh", clone)
-    (clone / "script.py").touch()
-    done = shell.run(clone / "launch.sh", "--dry-run", clone / "script.py")
-    assert done.returncode == 0, done.stderr
-    assert log(shell) == []
-    assert not (clone / ".venv").exists()
-    assert "which would be made" in said(done.stderr)["python"]
-    assert ".venv/bin/python" in done.stdout
-
-
-# --- what it refuses ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [*NO_NUMBERS, "0"], ids=lambda value: repr(value)[:24])
-def test_a_number_of_hosts_that_is_none(shell: Shell, value: str) -> None:
-    done = shell.run("-c", f'source "{SETENV}"', TDCOLL_NNODES=value)
-    assert done.returncode == 1
-    assert done.stderr.startswith("tdcoll: TDCOLL_NNODES: expected a whole number of at least 1, got '")
-    assert not (shell.directory / "evaluated").exists()
-
-
-@pytest.mark.parametrize(("value", "interface"), [("08", None), ("010", None), ("01", "lo"), ("", "lo")])
-def test_a_number_of_hosts_is_decimal(shell: Shell, value: str, interface: str | None) -> None:
-    shell.set_gpus(1)
-    environment, _ = shell.source(TDCOLL_NNODES=value)
-    if interface is None:
-        assert "NVSHMEM_REMOTE_TRANSPORT" not in environment
-    else:
-        assert environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == interface
+def test_a_python_that_is_too_old_is_passed_over(shell: Shell) -> None:
+    older = "import sys; sys.version_info = (3, 9, 1); exec(sys.argv[1])"
+    shell.program("python3", f'#!/bin/sh\n[ $# = 2 ] && exec {sys.executable} -c "{older}" "$2"\nexit 9\n')
+    shell.program("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    assert source(shell, PYTHON="")[0]["TDCOLL_PYTHON"] == sys.executable

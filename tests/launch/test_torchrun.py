@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,32 +28,27 @@ PEER = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 1
 TOLD = "CollectiveTimeout: rank 0 waited 3 s for peer 1: signal 4 had to reach 12"
 
 
-def gave_up(error: str = PEER, time: float = 20.0) -> dict[str, Any]:
-    return {"error": error, "noticed": True, "time": time}
+def gave_up(error: str = PEER) -> dict[str, Any]:
+    return {"error": error, "noticed": True, "time": 20.0}
 
 
-def failed(error: str, time: float) -> dict[str, Any]:
+def failed(error: str, time: float = 1.0) -> dict[str, Any]:
     return {"error": error, "noticed": False, "time": time}
 
 
-# Rank r is process 100 + r. What each rank's exit status was, what was written down, who was still running.
-CASES: dict[str, tuple[dict[int, int], dict[int, dict[str, Any]], set[int], list[str]]] = {
+NOTICED = (1, gave_up())
+# By rank: the exit status, what was written down, and whether the process was running until torchrun ended it.
+CASES: dict[str, tuple[dict[int, tuple[Any, ...]], list[str]]] = {
     "killed, and the others noticed": (
-        {0: 1, 1: KILLED, 2: 1},
-        {0: gave_up(), 2: gave_up("CollectiveTimeout: rank 2 waited")},
-        set(),
+        {0: NOTICED, 1: (KILLED,), 2: (1, gave_up("CollectiveTimeout: rank 2 waited"))},
         ["died: rank 1 (SIGKILL)", f"only noticed: ranks 0, 2 ({TOLD})"],
     ),
     "killed, and the others were still running": (
-        {1: KILLED, 0: TERM, 2: TERM},
-        {},
-        {0, 2},
+        {1: (KILLED,), 0: (TERM, None, True), 2: (TERM, gave_up(), True)},
         ["died: rank 1 (SIGKILL)", "still running, ended by torchrun: ranks 0, 2"],
     ),
     "one that hung did not even end on SIGTERM": (
-        {0: 1, 1: KILLED},
-        {0: gave_up()},
-        {1},
+        {0: NOTICED, 1: (KILLED, None, True)},
         [
             "no rank of this host died or failed by itself; if there are other hosts, see what they printed",
             f"gave up waiting: rank 0 ({TOLD})",
@@ -61,65 +56,49 @@ CASES: dict[str, tuple[dict[int, int], dict[int, dict[str, Any]], set[int], list
         ],
     ),
     "ended by somebody's SIGTERM": (
-        {3: TERM, 0: TERM},
-        {},
-        {0},
+        {3: (TERM,), 0: (TERM, None, True)},
         ["died: rank 3 (SIGTERM)", "still running, ended by torchrun: rank 0"],
     ),
     "an exception": (
-        {0: 1, 1: 1, 2: 1},
-        {0: gave_up(), 1: gave_up(), 2: failed("ValueError: no such\n row", 5.0)},
-        set(),
+        {0: NOTICED, 1: NOTICED, 2: (1, failed("ValueError: no such\n row"))},
         ["failed: rank 2 (ValueError: no such row)", f"only noticed: ranks 0, 1 ({TOLD})"],
     ),
     "raised while torchrun ended the others": (
-        {0: KILLED, 1: 1},
-        {1: gave_up()},
-        {1},
+        {0: (KILLED,), 1: (1, gave_up(), True)},
         ["died: rank 0 (SIGKILL)", f"only noticed: rank 1 ({TOLD})"],
     ),
     "aborted while it left after an error": (
-        {0: -signal.SIGABRT, 1: SEGV},
-        {0: gave_up()},
-        set(),
+        {0: (-signal.SIGABRT, gave_up()), 1: (SEGV,)},
         ["died: rank 1 (SIGSEGV)", f"only noticed: rank 0 ({TOLD})"],
     ),
-    "without a word": ({4: 3}, {}, set(), ["ended: rank 4 (exit status 3)"]),
+    "without a word": ({4: (3,)}, ["ended: rank 4 (exit status 3)"]),
     "the same error everywhere": (
-        {0: 1, 1: 1},
-        {0: failed("RankMismatchError: x", 2.0), 1: failed("RankMismatchError: x", 1.0)},
-        set(),
+        {0: (1, failed("RankMismatchError: x", 2.0)), 1: (1, failed("RankMismatchError: x"))},
         ["failed: ranks 0, 1 (RankMismatchError: x)"],
     ),
     "in the order in which it happened": (
-        {0: 1, 1: 1, 2: KILLED},
-        {0: failed("KeyError: late", 9.0), 1: failed("ValueError: early", 8.0)},
-        set(),
+        {0: (1, failed("KeyError: late", 9.0)), 1: (1, failed("ValueError: early", 8.0)), 2: (KILLED,)},
         ["died: rank 2 (SIGKILL)", "failed: rank 1 (ValueError: early)", "failed: rank 0 (KeyError: late)"],
     ),
     "ended by torchrun, and left by itself": (
-        {0: 143, 1: 1},
-        {1: failed("ValueError: x", 1.0)},
-        {0},
+        {0: (143, None, True), 1: (1, failed("ValueError: x"))},
         ["failed: rank 1 (ValueError: x)", "still running, ended by torchrun: rank 0"],
     ),
     "the reason is not known of all": (
-        {0: 1, 1: KILLED},
-        {},
-        set(),
+        {0: (1,), 1: (KILLED,)},
         ["died: rank 1 (SIGKILL)", "ended: rank 0 (exit status 1)"],
     ),
-    "a signal without a name": ({0: -99}, {}, set(), ["died: rank 0 (signal 99)"]),
-    "a long error": ({0: 1}, {0: failed("x" * 999, 1.0)}, set(), [f"failed: rank 0 ({'x' * 240}...)"]),
+    "a signal without a name": ({0: (-99,)}, ["died: rank 0 (signal 99)"]),
+    "a long error": ({0: (1, failed("x" * 999))}, [f"failed: rank 0 ({'x' * 240}...)"]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_who_died_and_who_noticed(case: str) -> None:
-    statuses, words, running, lines = CASES[case]
-    exits = {rank: (100 + rank, status) for rank, status in statuses.items()}
-    said = {100 + rank: told for rank, told in words.items()}
-    assert summary(exits, said, {100 + rank for rank in running}) == lines
+    ranks, lines = CASES[case]
+    said = {100 + rank: ended[1] for rank, ended in ranks.items() if len(ended) > 1 and ended[1]}
+    running = {100 + rank for rank, ended in ranks.items() if len(ended) > 2}
+    assert summary({rank: (100 + rank, ended[0]) for rank, ended in ranks.items()}, said, running) == lines
 
 
 def test_a_line_that_was_cut_off_is_left_out() -> None:
@@ -173,73 +152,53 @@ def test_what_only_says_that_another_rank_did_not_answer(error: BaseException, n
 
 
 @pytest.fixture
-def watching(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], dict[str, Any] | None]:
-    """A process that watches: what it has written down so far. ``sys.excepthook`` and the exit are the test's."""
-    hooked: list[BaseException] = []
+def watching(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """A process that watches: what it has ``written()`` so far, and how it ``leave()``s, or fails by an excepthook."""
     file = tmp_path / "words"
     file.touch()
+    leave: list[Callable[[], None]] = []
     monkeypatch.setenv("TDCOLL_LAST_WORDS", str(file))
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: hooked.append(error))
-    monkeypatch.setattr(
-        atexit, "register", lambda function: monkeypatch.setattr(sys, "at_exit", function, raising=False)
-    )
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: None)
+    monkeypatch.setattr(atexit, "register", leave.append)
+    monkeypatch.setattr(last_words, "gave_up", False)
     last_words.watch.__wrapped__()
 
-    def written() -> dict[str, Any] | None:
+    def written() -> tuple[str, bool] | None:
         with file.open("rb") as words:
-            return _read(words).get(os.getpid())
+            said = _read(words).get(os.getpid())
+        return said and (said["error"], said["noticed"])
 
-    yield written
+    yield SimpleNamespace(written=written, leave=leave[0])
     runtime.install(None)
 
 
-def test_an_error_that_ends_a_rank_is_written_down(watching: Callable[[], dict[str, Any] | None]) -> None:
-    sys.excepthook(ValueError, ValueError("boom"), None)
-    said = watching()
-    assert said is not None
-    assert (said["error"], said["noticed"]) == ("ValueError: boom", False)
-
-
-def test_a_timeout_is_only_noticed(watching: Callable[[], dict[str, Any] | None]) -> None:
-    sys.excepthook(CollectiveTimeout, timeout(), None)
-    said = watching()
-    assert said is not None
-    assert said["error"].startswith("CollectiveTimeout: rank 0 waited 3 s for peer 1")
-    assert said["noticed"] is True
-    sys.at_exit()  # type: ignore[attr-defined]
-    assert watching() == said
-
-
-def test_a_timeout_that_was_caught_is_noticed_at_the_exit(watching: Callable[[], dict[str, Any] | None]) -> None:
-    sys.at_exit()  # type: ignore[attr-defined]
-    assert watching() is None
-    runtime.install(SimpleNamespace(failed=True))  # type: ignore[arg-type]
-    sys.at_exit()  # type: ignore[attr-defined]
-    said = watching()
-    assert said is not None
-    assert said["noticed"] is True
-
-
-def test_a_timeout_is_noticed_after_the_job_was_left(
-    watching: Callable[[], dict[str, Any] | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Heap:
-        def abandon(self) -> None:
-            pass
-
-    monkeypatch.setattr(last_words, "gave_up", False)
-    runtime.install(SimpleNamespace(failed=True, heap=Heap()))  # type: ignore[arg-type]
-    monkeypatch.setattr(lifecycle, "_job", object())
-    lifecycle.finalize()
-    sys.at_exit()  # type: ignore[attr-defined]
-    said = watching()
-    assert said is not None
-    assert said["noticed"] is True
-
-
-def test_an_interrupt_is_not_written_down(watching: Callable[[], dict[str, Any] | None]) -> None:
+def test_an_error_that_ends_a_rank_is_written_down(watching: SimpleNamespace) -> None:
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert watching() is None
+    assert watching.written() is None
+    sys.excepthook(ValueError, ValueError("boom"), None)
+    assert watching.written() == ("ValueError: boom", False)
+
+
+def test_a_timeout_is_only_noticed(watching: SimpleNamespace) -> None:
+    sys.excepthook(CollectiveTimeout, timeout(), None)
+    error, noticed = said = watching.written()
+    assert (error.split(":")[:2], noticed) == (["CollectiveTimeout", " rank 0 waited 3 s for peer 1"], True)
+    watching.leave()
+    assert watching.written() == said
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["still in the job", "after the job was left"])
+def test_a_timeout_that_was_caught_is_noticed_at_the_exit(
+    watching: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    watching.leave()
+    assert watching.written() is None
+    runtime.install(SimpleNamespace(failed=True, heap=SimpleNamespace(abandon=lambda: None)))  # type: ignore[arg-type]
+    if left:
+        monkeypatch.setattr(lifecycle, "_settings", object())
+        lifecycle.finalize()
+    watching.leave()
+    assert watching.written() == ("a wait for another rank had expired", True)
 
 
 def test_without_the_launcher_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:

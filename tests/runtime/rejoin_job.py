@@ -41,12 +41,7 @@ def life(function: Callable[[int], None]) -> Callable[[int], None]:
     return function
 
 
-def rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def world() -> int:
-    return int(os.environ["WORLD_SIZE"])
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def device() -> torch.device:
@@ -64,7 +59,7 @@ def data(owner: int, number: int) -> torch.Tensor:
 
 def gathered(out: torch.Tensor, ranks: list[int], number: int) -> None:
     wanted = torch.cat([data(owner, number) for owner in ranks])
-    assert torch.equal(out, wanted), f"rank {rank()}, round {number}: {out} instead of {wanted}"
+    assert torch.equal(out, wanted), f"rank {RANK}, round {number}: {out} instead of {wanted}"
 
 
 def expect(kind: type[BaseException], action: Callable[[], Any], *words: str) -> None:
@@ -81,11 +76,11 @@ def live_in_own_calls(number: int) -> None:
     """Between initialize() and finalize(): stores and puts, whose kernels were loaded in the first round."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         for algorithm in ("auto", "1d"):
-            gathered(tdcoll.all_gather(data(rank(), number), ctx, algorithm=algorithm), list(range(world())), number)
+            gathered(tdcoll.all_gather(data(RANK, number), ctx, algorithm=algorithm), list(range(WORLD)), number)
         ctx.check()
-    out = torch.empty(5 * world(), device=device())
-    tdcoll.all_gather_into_tensor(out, data(rank(), number))  # by a context that finalize() closes
-    gathered(out, list(range(world())), number)
+    out = torch.empty(5 * WORLD, device=device())
+    tdcoll.all_gather_into_tensor(out, data(RANK, number))  # by a context that finalize() closes
+    gathered(out, list(range(WORLD)), number)
 
 
 def live_in_the_group(number: int) -> None:
@@ -93,17 +88,17 @@ def live_in_the_group(number: int) -> None:
 
     def gather(group: Any, ranks: list[int]) -> None:
         out = [torch.empty(5, device=device()) for _ in ranks]
-        dist.all_gather(out, data(rank(), number), group=group)
+        dist.all_gather(out, data(RANK, number), group=group)
         gathered(torch.cat(out), ranks, number)
-        total = data(rank(), number)
+        total = data(RANK, number)
         dist.all_reduce(total, group=group)
-        assert torch.equal(total, sum(data(owner, number) for owner in ranks)), f"rank {rank()}, round {number}"
+        assert torch.equal(total, sum(data(owner, number) for owner in ranks)), f"rank {RANK}, round {number}"
 
-    gather(None, list(range(world())))
-    ends, rest = [0, world() - 1], list(range(1, world()))
+    gather(None, list(range(WORLD)))
+    ends, rest = [0, WORLD - 1], list(range(1, WORLD))
     for ranks in (ends, rest):  # the name of a round's group is that of another round's as well
         group = dist.new_group(ranks if number % 2 else ranks[::-1])
-        if rank() in ranks:
+        if RANK in ranks:
             gather(group, ranks)
             if number % 3 == 0:
                 dist.destroy_process_group(group)
@@ -131,7 +126,7 @@ def backend(number: int) -> None:
     group = dist.group.WORLD  # which holds the store; other ranks are on their way back to it when rank 0 lets go
     dist.destroy_process_group()
     assert not tdcoll.is_initialized()
-    if rank() == 0:
+    if RANK == 0:
         time.sleep(0.05)
     del group
 
@@ -139,8 +134,8 @@ def backend(number: int) -> None:
 @life
 def refused(number: int) -> None:
     """A join that all ranks refuse, or one alone, and that is tried again."""
-    odd = rank() == number % world()
-    if world() > 1:
+    odd = number % WORLD == RANK
+    if WORLD > 1:
         expect(
             tdcoll.RankMismatchError,
             lambda: tdcoll.initialize(heap_bytes=2 * HEAP_BYTES if odd else HEAP_BYTES),
@@ -162,12 +157,10 @@ def beside(number: int) -> None:
     global _users_store
     if _users_store is None:
         _users_store, _, _ = next(dist.rendezvous("env://"))
-    dist.init_process_group(
-        INNER, store=dist.PrefixStore(f"user{number}", _users_store), rank=rank(), world_size=world()
-    )
+    dist.init_process_group(INNER, store=dist.PrefixStore(f"user{number}", _users_store), rank=RANK, world_size=WORLD)
     for again in (0, 1):
-        if again and world() > 1:
-            if rank() == number % world():  # before all others, and not for long enough
+        if again and WORLD > 1:
+            if number % WORLD == RANK:  # before all others, and not for long enough
                 expect(
                     tdcoll.CollectiveTimeout,
                     lambda: tdcoll.initialize(heap_bytes=HEAP_BYTES, timeout_s=0.05),
@@ -184,7 +177,7 @@ def beside(number: int) -> None:
         assert dist.is_initialized()
     value = torch.ones(1, device=device())
     dist.all_reduce(value)
-    assert value.item() == world()
+    assert value.item() == WORLD
     dist.destroy_process_group()
 
 
@@ -192,15 +185,15 @@ def beside(number: int) -> None:
 def expired(number: int) -> None:
     """A wait expires, on the host or in a kernel, and all ranks are still there: they leave and join again. The last
     life on GPUs, because NVSHMEM is not stopped by ranks that do not leave together."""
-    if world() == 1:
+    if WORLD == 1:
         return
     options = tdcoll.distributed.Options(heap_bytes=HEAP_BYTES)
     dist.init_process_group("tdcoll", timeout=timedelta(seconds=TIMEOUT_S), pg_options=options)
-    late = number % world()
+    late = number % WORLD
     if number % 2:
         live_in_the_group(number)
         dist.barrier()
-    if rank() == late:
+    if late == RANK:
         time.sleep(TIMEOUT_S + 1)
     else:
         expect(dist.DistBackendError, dist.barrier, " timeout ", f"{late}")
@@ -213,17 +206,17 @@ def expired(number: int) -> None:
 
 def main(names: list[str], rounds: int) -> None:
     torch.set_num_threads(1)
-    random.seed(rank())
+    random.seed(RANK)
     if not INTERPRETED:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank())) % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", RANK)) % torch.cuda.device_count())
     for name in names:
         begin = time.perf_counter()
         for number in range(rounds):
             LIVES[name](number)
             dawdle()
-        if rank() == 0:
+        if RANK == 0:
             seconds = round(time.perf_counter() - begin, 2)
-            print(json.dumps({"life": name, "ranks": world(), "rounds": rounds, "seconds": seconds}), flush=True)
+            print(json.dumps({"life": name, "ranks": WORLD, "rounds": rounds, "seconds": seconds}), flush=True)
 
 
 def spawn(ranks: int, arguments: list[str], timeout_s: float = float("inf")) -> int:

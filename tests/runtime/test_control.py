@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tdcoll.errors import CollectiveTimeout, RankMismatchError, TdcollError
-from tdcoll.runtime.control import StoreControlPlane, all_equal, generation, require_equal
+from tdcoll.runtime.control import StoreControlPlane, generation, require_equal
 from tdcoll.runtime.store import encode
 
 PLENTY_S = 15.0
@@ -22,14 +22,18 @@ PLENTY_S = 15.0
 Stores = Callable[[int], list[Any]]
 
 
-@pytest.fixture(params=["hash", "file"])
+@pytest.fixture(params=["hash", "file", "tcp"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
     """``stores(n)``: one store for each of n ranks, all of them the same."""
 
     def make(n: int) -> list[Any]:
         if request.param == "hash":
             return [dist.HashStore()] * n
-        return [dist.FileStore(str(tmp_path / "store"), n) for _ in range(n)]
+        if request.param == "file":
+            return [dist.FileStore(str(tmp_path / "store"), n) for _ in range(n)]
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = server.port
+        return [server, *(dist.TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(n - 1))]
 
     return make
 
@@ -51,15 +55,12 @@ def test_answers_come_in_the_order_of_the_ranks(stores: Stores) -> None:
     shared = stores(3)
     planes = [StoreControlPlane(shared[rank], rank, PLENTY_S) for rank in range(3)]
 
-    def body(rank: int) -> list[list[Any]]:
-        return [
-            planes[rank].all_gather(order, "exchange", (rank, call))
-            for call in range(5)
-            for order in ([0, 1, 2], [2, 0, 1])
-        ]
+    calls = [(call, order) for call in range(5) for order in ([0, 1, 2], [2, 0, 1])]
 
-    wanted = [[(rank, call) for rank in order] for call in range(5) for order in ([0, 1, 2], [2, 0, 1])]
-    assert everywhere([0, 1, 2], body) == [wanted] * 3
+    def body(rank: int) -> list[list[Any]]:
+        return [planes[rank].all_gather(order, "exchange", (rank, call)) for call, order in calls]
+
+    assert everywhere([0, 1, 2], body) == [[[(rank, call) for rank in order] for call, order in calls]] * 3
 
 
 def test_subgroups_do_not_meet(stores: Stores) -> None:
@@ -106,28 +107,16 @@ def test_missing_rank_is_named(stores: Stores) -> None:
 
 
 def test_deadline_of_one_exchange(stores: Stores) -> None:
-    plane = StoreControlPlane(stores(2)[0], 0, PLENTY_S)
-    with pytest.raises(
-        CollectiveTimeout, match=r"rank 0 waited 0\.2 s in 'close' for rank\(s\) \[1\].* timeout "
-    ) as raised:
-        plane.all_gather([0, 1], "close", None, 0.2)
+    text = r"rank 0 waited 0\.2 s in 'close' for rank\(s\) \[1\].* timeout "
+    with pytest.raises(CollectiveTimeout, match=text) as raised:
+        StoreControlPlane(stores(2)[0], 0, PLENTY_S).all_gather([0, 1], "close", None, 0.2)
     assert raised.value.timeout_s == 0.2
 
 
-def test_all_equal(stores: Stores) -> None:
-    shared = stores(3)
-
-    def body(rank: int) -> None:
-        plane = StoreControlPlane(shared[rank], rank, PLENTY_S)
-        all_equal(plane, [0, 1, 2], "capacity", (4, "same"))
-        all_equal(plane, [0, 1, 2], "capacity", 64 if rank == 2 else 32)
-
-    for error in everywhere([0, 1, 2], body):
-        assert isinstance(error, RankMismatchError)
-        assert str(error) == "capacity must be the same on all ranks; got rank 0: 32, rank 1: 32, rank 2: 64"
-
-
-def test_fields_that_differ_are_named() -> None:
+def test_what_differs_is_named() -> None:
+    require_equal([(4, "same")] * 3, [0, 1, 2], "capacity")
+    with pytest.raises(RankMismatchError, match=r"^capacity must be the same .*; got rank 3: 32, rank 1: 64$"):
+        require_equal([32, 64], [3, 1], "capacity")
     mine, theirs = {"size": 4, "debug": False, "name": "a"}, {"size": 5, "debug": False, "name": "b"}
     require_equal([mine, dict(mine)], [0, 1], "arguments")
     with pytest.raises(RankMismatchError) as raised:
@@ -183,27 +172,14 @@ def test_no_key_is_removed_before_everybody_has_read_it() -> None:
 # ---------------------------------------------------------------------- generations
 
 
-@pytest.fixture(params=["hash", "tcp"])
-def connections(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
-    """``connections(n)``: as ``stores``, and those of PyTorch's default."""
-
-    def make(n: int) -> list[Any]:
-        if request.param == "hash":
-            return [dist.HashStore()] * n
-        if request.param == "file":
-            return [dist.FileStore(str(tmp_path / "store"), n) for _ in range(n)]
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        clients = [
-            dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(n - 1)
-        ]
-        return [server, *clients]
-
-    return make
+def join(shared: list[Any], rank: int, ranks: list[int]) -> list[int]:
+    """Join a generation, and return who is in it."""
+    part = generation(shared[rank], rank, ranks, "join", PLENTY_S)
+    return StoreControlPlane(part, rank, PLENTY_S).all_gather(ranks, "call", rank)
 
 
-@pytest.mark.parametrize("connections", ["hash", "file", "tcp"], indirect=True)
-def test_every_generation_begins_with_nothing(connections: Stores) -> None:
-    shared = connections(3)
+def test_every_generation_begins_with_nothing(stores: Stores) -> None:
+    shared = stores(3)
     ranks = [0, 1, 2]
 
     def body(rank: int) -> None:
@@ -219,25 +195,29 @@ def test_every_generation_begins_with_nothing(connections: Stores) -> None:
     assert everywhere(ranks, body) == [None] * 3
 
 
-def test_other_ranks_join_another_generation(connections: Stores) -> None:
+WITHOUT_FILES = pytest.mark.parametrize("stores", ["hash", "tcp"], indirect=True)
+
+
+@WITHOUT_FILES
+def test_other_ranks_join_another_generation(stores: Stores) -> None:
     """A job of two ranks between two of three: a count in each process would be 3 on two of them and 2 on the third."""
-    shared = connections(3)
+    shared = stores(3)
 
     def body(rank: int) -> list[Any]:
         answers = []
         for ranks in ([0, 1, 2], [1, 0], [0, 1, 2]):
             if rank in ranks:
-                part = generation(shared[rank], rank, ranks, "join", PLENTY_S)
-                answers.append(StoreControlPlane(part, rank, PLENTY_S).all_gather(ranks, "call", rank))
+                answers.append(join(shared, rank, ranks))
         return answers
 
     everyone = [0, 1, 2]
     assert everywhere(everyone, body) == [[everyone, [1, 0], everyone]] * 2 + [[everyone, everyone]]
 
 
-def test_ranks_that_were_alone_meet_at_last(connections: Stores) -> None:
+@WITHOUT_FILES
+def test_ranks_that_were_alone_meet_at_last(stores: Stores) -> None:
     """What a rank that has given up leaves in the store is not taken for the rank."""
-    shared = connections(3)
+    shared = stores(3)
     ranks = [0, 1, 2]
 
     def alone(rank: int, *missing: int) -> None:
@@ -250,16 +230,13 @@ def test_ranks_that_were_alone_meet_at_last(connections: Stores) -> None:
         alone(2, 0, 1)
     assert everywhere([0, 1], lambda rank: alone(rank, 2)) == [None] * 2
 
-    def together(rank: int) -> list[Any]:
-        part = generation(shared[rank], rank, ranks, "join", PLENTY_S)
-        return StoreControlPlane(part, rank, PLENTY_S).all_gather(ranks, "call", rank)
-
-    assert everywhere(ranks, together) == [ranks] * 3
+    assert everywhere(ranks, lambda rank: join(shared, rank, ranks)) == [ranks] * 3
 
 
-def test_a_rank_that_failed_inside_joins_anew(connections: Stores) -> None:
+@WITHOUT_FILES
+def test_a_rank_that_failed_inside_joins_anew(stores: Stores) -> None:
     """Rank 1 has its answer, and fails before the first exchange; the others wait in vain, and then all meet."""
-    shared = connections(3)
+    shared = stores(3)
     ranks = [0, 1, 2]
 
     def body(rank: int) -> list[Any]:
@@ -267,22 +244,6 @@ def test_a_rank_that_failed_inside_joins_anew(connections: Stores) -> None:
         if rank != 1:
             with pytest.raises(CollectiveTimeout, match=r"for rank\(s\) \[1\]"):
                 StoreControlPlane(part, rank, 0.3).all_gather(ranks, "call", rank)
-        part = generation(shared[rank], rank, ranks, "join", PLENTY_S)
-        return StoreControlPlane(part, rank, PLENTY_S).all_gather(ranks, "call", rank)
+        return join(shared, rank, ranks)
 
     assert everywhere(ranks, body) == [ranks] * 3
-
-
-def test_the_first_rank_leaves_last(stores: Stores) -> None:
-    shared = stores(3)
-    gone: list[int] = []
-
-    def body(rank: int) -> None:
-        plane = StoreControlPlane(shared[rank], rank, PLENTY_S)
-        time.sleep(0.1 * rank)
-        gone.append(rank)
-        plane.leave([0, 1, 2])
-        if rank == 0:
-            assert gone == [0, 1, 2]
-
-    assert everywhere([0, 1, 2], body) == [None] * 3

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining and leaving a job: one process, wrong settings, ranks that disagree, and calls outside of any job."""
+"""Joining and leaving a job: wrong settings, ranks that cannot make one job, and calls outside of any job."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import triton.language as tl
-from lifecycle_job import STEPS
 
 import tdcoll
 import tdcoll.language as tdl
@@ -24,35 +23,8 @@ from tdcoll import environment, runtime
 from tdcoll.arguments import parse_bytes
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.distributed import Options
+from tdcoll.errors import TdcollError
 from tdcoll.runtime import lifecycle
-
-JOB = Path(__file__).with_name("lifecycle_job.py")
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
-SETTINGS = ("NVSHMEM_SYMMETRIC_SIZE", "TDCOLL_TIMEOUT_S", "TDCOLL_EMULATE_NODES", "TDCOLL_SHARE_GPUS")
-
-
-def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in (*LAUNCHERS, *SETTINGS, "TRITON_INTERPRET")}
-    environment |= variables
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-
-
-# ---------------------------------------------------------------------- a job of one process
-
-
-@pytest.fixture(scope="module")
-def outcome() -> dict[str, str]:
-    done = python(str(JOB), TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_one_process(outcome: dict[str, str], step: str) -> None:
-    assert outcome[step] == ""
-
 
 INITIALIZE = """
 import sys, tdcoll
@@ -64,7 +36,11 @@ finally:
 
 
 def test_neither_gpu_nor_simulator() -> None:
-    done = python("-c", INITIALIZE, CUDA_VISIBLE_DEVICES="")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", INITIALIZE], capture_output=True, text=True, timeout=120, check=False,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
     assert done.returncode != 0
     # Nor does a first initialize() import what it does not need.
     imported = done.stdout.split()
@@ -78,55 +54,37 @@ def test_neither_gpu_nor_simulator() -> None:
 # ---------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("1", 1),
-        ("67108864", 1 << 26),
-        ("64M", 1 << 26),
-        ("64m", 1 << 26),
-        ("64MB", 1 << 26),
-        ("64MiB", 1 << 26),
-        (" 2 G ", 1 << 31),
-        ("1.5K", 1536),
-        ("1T", 1 << 40),
-        ("100B", 100),
-    ],
-)
-def test_bytes(text: str, nbytes: int) -> None:
-    assert parse_bytes(text, "X") == nbytes
+BYTES = {"1": 1, "67108864": 1 << 26, "64M": 1 << 26, "64m": 1 << 26, "64MB": 1 << 26, "64MiB": 1 << 26}
+BYTES |= {" 2 G ": 1 << 31, "1.5K": 1536, "1T": 1 << 40, "100B": 100}
+
+
+def test_bytes() -> None:
+    assert {text: parse_bytes(text, "X") for text in BYTES} == BYTES
 
 
 @pytest.mark.parametrize(
     "text", ["", "0", "-1", "M", "1.5.2G", "1e9", "64 MM", "0.1", "many", "1G 2M", "0x10", "²", "٣"]
 )
 def test_bytes_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="NVSHMEM_SYMMETRIC_SIZE must be a positive number of bytes such as") as raised:
-        parse_bytes(text, "NVSHMEM_SYMMETRIC_SIZE")
+    with pytest.raises(ValueError, match=r"^X must be a positive number of bytes such as") as raised:
+        parse_bytes(text, "X")
     assert repr(text) in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        ("NVSHMEM_SYMMETRIC_SIZE", "plenty", "NVSHMEM_SYMMETRIC_SIZE.*'plenty'"),
-        ("NVSHMEM_SYMMETRIC_SIZE", "0", "NVSHMEM_SYMMETRIC_SIZE.*'0'"),
-        ("TDCOLL_TIMEOUT_S", "soon", "TDCOLL_TIMEOUT_S must be a number of seconds, got 'soon'"),
-        ("TDCOLL_TIMEOUT_S", "0", r"TDCOLL_TIMEOUT_S must be greater than 0 .*, got 0\.0"),
-        ("TDCOLL_TIMEOUT_S", "-3", r"TDCOLL_TIMEOUT_S must be greater than 0 .*, got -3\.0"),
-        ("TDCOLL_TIMEOUT_S", "nan", "TDCOLL_TIMEOUT_S must be greater than 0 .*, got nan"),
-        ("TDCOLL_TIMEOUT_S", "inf", "TDCOLL_TIMEOUT_S must be .* at most 1000000000 seconds, got inf"),
-        ("NVSHMEM_SYMMETRIC_SIZE", "²", "NVSHMEM_SYMMETRIC_SIZE must be .*'²'"),
-        ("NVSHMEM_SYMMETRIC_SIZE", "9" * 5000, "NVSHMEM_SYMMETRIC_SIZE must be .*'9{60}'[.]{3}$"),
-        ("NVSHMEM_SYMMETRIC_SIZE", "1." + "9" * 5000, "NVSHMEM_SYMMETRIC_SIZE must be "),
-        ("TDCOLL_TIMEOUT_S", "²", "TDCOLL_TIMEOUT_S must be a number of seconds, got '²'"),
-        ("TDCOLL_TIMEOUT_S", "9" * 5000, "TDCOLL_TIMEOUT_S must be .*, got inf"),
+        *(("NVSHMEM_SYMMETRIC_SIZE", value, f"must be .*'{value}'") for value in ("plenty", "0", "²")),
+        ("NVSHMEM_SYMMETRIC_SIZE", "9" * 5000, "must be .*'9{60}'[.]{3}$"),
+        ("NVSHMEM_SYMMETRIC_SIZE", "1." + "9" * 5000, "must be "),
+        *(("TDCOLL_TIMEOUT_S", value, f"must be a number of seconds, got '{value}'") for value in ("soon", "²")),
+        ("TDCOLL_TIMEOUT_S", "0", r"must be greater than 0 .*, got 0\.0"),
+        ("TDCOLL_TIMEOUT_S", "-3", r"must be greater than 0 .*, got -3\.0"),
+        ("TDCOLL_TIMEOUT_S", "nan", "must be greater than 0 .*, got nan"),
+        ("TDCOLL_TIMEOUT_S", "inf", "must be .* at most 1000000000 seconds, got inf"),
+        ("TDCOLL_TIMEOUT_S", "9" * 5000, "must be .*, got inf"),
         *(
-            (
-                "TDCOLL_EMULATE_NODES",
-                value,
-                f"TDCOLL_EMULATE_NODES must be a whole number of at least 1, got '{value[:60]}'",
-            )
+            ("TDCOLL_EMULATE_NODES", value, f"must be a whole number of at least 1, got '{value[:60]}'")
             for value in ("two", "-1", "0", "²", "٣", " 2", "9" * 5000)
         ),
     ],
@@ -134,7 +92,7 @@ def test_bytes_that_are_none(text: str) -> None:
 )
 def test_wrong_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=f"{variable} {text}"):
         tdcoll.initialize()
     assert not tdcoll.is_initialized()
     assert not dist.is_initialized()
@@ -173,11 +131,12 @@ def test_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert "TDCOLL_TIMOUT_S is none of tdcoll's and has no effect: did you mean TDCOLL_TIMEOUT_S?" in record.message
 
 
-@pytest.mark.parametrize(("interpreted", "nbytes"), [(True, 64 << 20), (False, 384 << 20)])
-def test_the_default_heap(monkeypatch: pytest.MonkeyPatch, interpreted: bool, nbytes: int) -> None:
+def test_the_default_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVSHMEM_SYMMETRIC_SIZE", raising=False)
-    monkeypatch.setattr(lifecycle, "INTERPRETED", interpreted)
-    assert lifecycle._Settings.read(None, None).heap_bytes == nbytes
+    for interpreted, nbytes in ((True, 64 << 20), (False, 384 << 20)):
+        monkeypatch.setattr(lifecycle, "INTERPRETED", interpreted)
+        assert lifecycle._Settings.read(None, None).heap_bytes == nbytes
+    assert lifecycle._Settings.read("2M", 1, 1).heap_bytes == 2 << 20
 
 
 def test_what_is_documented_fits_into_the_default_heap() -> None:
@@ -187,93 +146,73 @@ def test_what_is_documented_fits_into_the_default_heap() -> None:
     assert 0 < 8 * 8 * largest < environment.DEFAULT_HEAP_BYTES
 
 
-@pytest.mark.parametrize(("given", "nbytes"), [("2M", 2 << 20), (3 << 20, 3 << 20)])
-def test_the_heap_is_given_as_a_number_or_a_text(given: int | str, nbytes: int) -> None:
-    assert lifecycle._Settings.read(given, 1, 1).heap_bytes == nbytes
+# ---------------------------------------------------------------------- ranks that cannot make one job
 
 
-# ---------------------------------------------------------------------- ranks that disagree
-
-
-@pytest.fixture
-def another_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
-    """``another_rank(answer)``: there is a rank 1, which answers ``answer(what rank 0 says)``."""
-
-    def make(answer: Callable[[Any], Any]) -> None:
-        class Control:
-            def __init__(self, *arguments: Any) -> None:
-                pass
-
-            def all_gather(self, ranks: Sequence[int], tag: str, value: Any) -> list[Any]:
-                assert tag == "initialize", "the disagreement was not noticed"
-                return [value, answer(value)]
-
-        monkeypatch.setattr(lifecycle, "StoreControlPlane", Control)
-        monkeypatch.setattr(lifecycle, "generation", lambda store, *_: store)
-        monkeypatch.setattr(dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(dist, "get_rank", lambda: 0)
-        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
-
-    return make
-
-
-def test_ranks_with_other_settings(another_rank: Callable[..., None]) -> None:
-    other = lifecycle._Settings(heap_bytes=1 << 20, timeout_s=30.0, emulate_nodes=1)
-    another_rank(lambda mine: (dataclasses.asdict(other), *mine[1:]))
+def test_ranks_with_other_settings() -> None:
+    other = lifecycle._Settings(1 << 20, 30.0, 1, share_gpus=True)
+    control: Any = SimpleNamespace(all_gather=lambda ranks, tag, mine: [mine, (dataclasses.asdict(other), *mine[1:])])
     with pytest.raises(tdcoll.RankMismatchError) as raised:
-        tdcoll.initialize(heap_bytes=1 << 21)
+        lifecycle._join(lifecycle._Settings(1 << 21, 30.0, 1), control, None, 0, 2)
     assert str(raised.value) == (
         "the settings of tdcoll.initialize() must be the same on all ranks; they differ in heap_bytes "
-        "(rank 0: 2097152, rank 1: 1048576)"
+        "(rank 0: 2097152, rank 1: 1048576), share_gpus (rank 0: False, rank 1: True)"
     )
-    assert not tdcoll.is_initialized()
 
 
-def test_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, another_rank: Callable[..., None]) -> None:
-    monkeypatch.setattr(lifecycle, "_gpu_name", lambda: ("host", "GPU-1"))
-    another_rank(lambda mine: mine)
-    with pytest.raises(
-        tdcoll.RankMismatchError, match=r"ranks 0 and 1 use the same GPU.*set_device\(LOCAL_RANK\).*TDCOLL_SHARE_GPUS=1"
-    ):
-        tdcoll.initialize()
+def refuse(*ranks: tuple[str, Any], heap: str = "nvshmem", share_gpus: bool = False) -> None:
+    """Raise unless ranks on nodes of these names, with these GPUs, can make one job."""
+    settings = lifecycle._Settings(1, 1.0, 1, share_gpus, heap)
+    lifecycle._refuse_impossible(settings, [(None, *rank) for rank in ranks])
 
 
-class Joined(Exception):
-    """Nothing was refused, and the heap would be made now."""
+A, B = ("here", "GPU 0"), ("here", "GPU 1")
 
 
 @pytest.mark.parametrize(
     ("variable", "argument", "shares"),
     [
-        ("1", None, True),
-        (None, True, True),
-        ("0", True, True),
+        *((given, None, True) for given in ("1", "yes")),
+        *((given, True, True) for given in (None, "0")),
+        *((given, None, False) for given in (None, "0", "")),
         ("1", False, False),
-        ("0", None, False),
-        ("", None, False),
     ],
 )
 def test_ranks_that_may_share_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    another_rank: Callable[..., None],
-    variable: str | None,
-    argument: bool | None,
-    shares: bool,
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, argument: bool | None, shares: bool
 ) -> None:
-    monkeypatch.setattr(lifecycle, "_gpu_name", lambda: ("host", "GPU-1"))
-    monkeypatch.setattr("tdcoll.runtime.simulator.process.ProcessHeap", lambda **_: (_ for _ in ()).throw(Joined))
     if variable is not None:
         monkeypatch.setenv("TDCOLL_SHARE_GPUS", variable)
-    another_rank(lambda mine: mine)
-    with pytest.raises(Joined if shares else tdcoll.RankMismatchError):
-        tdcoll.initialize(share_gpus=argument)
+    assert lifecycle._Settings.read(None, None, None, argument).share_gpus == shares
+    with (
+        contextlib.nullcontext()
+        if shares
+        else pytest.raises(
+            tdcoll.RankMismatchError,
+            match=r"ranks 1 and 2 use the same GPU.*set_device\(LOCAL_RANK\).*TDCOLL_SHARE_GPUS=1",
+        )
+    ):
+        refuse(("here", B), ("here", A), ("here", A), share_gpus=shares)
 
 
-def test_ranks_that_disagree_on_sharing_gpus(another_rank: Callable[..., None]) -> None:
-    another_rank(lambda mine: ({**mine[0], "share_gpus": False}, *mine[1:]))
-    with pytest.raises(tdcoll.RankMismatchError, match=r"share_gpus \(rank 0: True, rank 1: False\)$"):
-        tdcoll.initialize(share_gpus=True)
+def test_hosts_and_nodes_need_puts() -> None:
+    refuse(("here", None), ("here", None), heap="torch")
+    refuse(("here", A), ("here", B), heap="torch")
+    with pytest.raises(TdcollError, match=r"the job has 2 \(here, there\): install tdcoll\[cu12\]"):
+        refuse(("here", None), ("there", None), heap="torch")
+    # Algorithms on a node of each agent's would need puts.
+    with pytest.raises(TdcollError, match=r"2 \(GROUP_RANK=0 on here, GROUP_RANK=1 on here\)"):
+        refuse(("GROUP_RANK=0", A), ("GROUP_RANK=1", B), heap="torch")
+    with pytest.raises(TdcollError, match="share_gpus needs heap='nvshmem'"):
+        refuse(("here", A), ("here", A), heap="torch", share_gpus=True)
+
+
+@pytest.mark.parametrize("setting", ["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none"])
+def test_settings_for_one_host_are_refused_on_several(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv(*setting.split("="))
+    refuse(("GROUP_RANK=0", A), ("GROUP_RANK=1", B))
+    with pytest.raises(TdcollError, match=rf"{setting} is for one host, and the job has 2 \(here, there\)"):
+        refuse(("b", ("there", "GPU 0")), ("a", A))
 
 
 # ---------------------------------------------------------------------- GPUs
@@ -290,10 +229,9 @@ def test_device_and_process_group_on_gpus(
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setenv("LOCAL_RANK", "5")
-    assert lifecycle._ensure_process_group(lifecycle._Settings(1, 1.0, 1, share_gpus))
+    lifecycle._make_process_group(lifecycle._Settings(1, 1.0, 1, share_gpus))
     assert (devices, backends) == ([device], [backend])
 
 
@@ -303,7 +241,7 @@ def test_whether_gpus_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "INTERPRETED", False)
     assert lifecycle.may_share_gpus()
     settings = lifecycle._Settings(heap_bytes=1, timeout_s=1.0, emulate_nodes=1, share_gpus=False)
-    monkeypatch.setattr(lifecycle, "_job", lifecycle._Job(settings, control=None))
+    monkeypatch.setattr(lifecycle, "_settings", settings)
     assert not lifecycle.may_share_gpus(), "the job's setting holds"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,23 +29,23 @@ class FakeId:
 
 
 class Library(ModuleType):
-    """The bindings of an NVSHMEM that only takes notes."""
+    """The bindings of an NVSHMEM of two PEs that only takes notes."""
 
     Flags = SimpleNamespace(INIT_WITH_UNIQUEID=8)
-    uniqueid = FakeId
-    InitAttr = FakeId
+    uniqueid = InitAttr = FakeId
 
-    def __init__(self, pe: int, running: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__("nvshmem.bindings.nvshmem")
-        self.pe, self.running, self.address = pe, running, 0x1000
+        self.pe, self.running, self.address = 1, False, 0x1000
         self.calls: list[tuple[Any, ...]] = []
         self.found: dict[str, str | None] = {}
+        self.my_pe, self.n_pes, self.init_status = lambda: self.pe, lambda: 2, lambda: 2 if self.running else 0
+        self.cumodule_init = lambda module: None
+        self.get_uniqueid = self.noting("unique id")
+        self.free, self.hostlib_finalize = self.noting("free"), self.noting("finalize")
 
-    def init_status(self) -> int:
-        return 2 if self.running else 0
-
-    def get_uniqueid(self, pointer: int) -> None:
-        self.calls.append(("unique id", pointer))
+    def noting(self, name: str) -> Callable[..., None]:
+        return lambda *given: self.calls.append((name, *given))
 
     def set_attr_uniqueid_args(self, pe: int, n_pes: int, unique_id: int, attributes: int) -> None:
         self.calls.append(("attributes", pe, n_pes))
@@ -55,23 +55,9 @@ class Library(ModuleType):
         self.found = {name: os.environ.get(name) for name in ("NVSHMEM_DISABLE_NCCL", "NVSHMEM_SYMMETRIC_SIZE")}
         self.running = True
 
-    def my_pe(self) -> int:
-        return self.pe
-
-    def n_pes(self) -> int:
-        return 2
-
     def malloc(self, nbytes: int) -> int:
         self.calls.append(("malloc", nbytes))
         return self.address
-
-    def cumodule_init(self, module: Any) -> None: ...
-
-    def free(self, address: int) -> None:
-        self.calls.append(("free", address))
-
-    def hostlib_finalize(self) -> None:
-        self.calls.append(("finalize",))
 
 
 class Control:
@@ -87,7 +73,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     for name in ("NVSHMEM_DISABLE_NCCL", "NVSHMEM_SYMMETRIC_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    bindings = Library(pe=1)
+    bindings = Library()
     pathfinder = ModuleType("cuda.pathfinder")
     pathfinder.load_nvidia_dynamic_lib = lambda name: None  # type: ignore[attr-defined]
     package, inner, cuda = ModuleType("nvshmem"), ModuleType("nvshmem.bindings"), ModuleType("cuda")
@@ -97,7 +83,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setitem(sys.modules, "nvshmem.core", None)  # importing it fails
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: bindings.calls.append(("context", device.index)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
-    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: torch.zeros(4, dtype=torch.uint8))
+    monkeypatch.setattr(NvshmemHeap, "_tensor", lambda heap, address, nbytes: torch.zeros(4, dtype=torch.uint8))
 
     @contextlib.contextmanager
     def warm_up(device: torch.device) -> Iterator[None]:
@@ -114,19 +100,14 @@ def heap() -> NvshmemHeap:
     return NvshmemHeap(pe=1, n_pes=2, nbytes=1 << 20, device=DEVICE, control=Control())
 
 
-def test_starts_without_a_communicator_of_nccls(library: Library) -> None:
-    heap()
-    assert library.found["NVSHMEM_DISABLE_NCCL"] == "1"
-    assert os.environ["NVSHMEM_DISABLE_NCCL"] == "1"  # in the files of benchmarks
-
-
-@pytest.mark.parametrize(("wanted", "found"), [("0", "0"), ("1", "1"), ("", "1")])
-def test_the_users_word_on_nccl_holds(
-    monkeypatch: pytest.MonkeyPatch, library: Library, wanted: str, found: str
+@pytest.mark.parametrize(("wanted", "found"), [(None, "1"), ("0", "0"), ("1", "1"), ("", "1")])
+def test_starts_without_a_communicator_of_nccls_unless_the_user_wants_one(
+    monkeypatch: pytest.MonkeyPatch, library: Library, wanted: str | None, found: str
 ) -> None:
-    monkeypatch.setenv("NVSHMEM_DISABLE_NCCL", wanted)
+    if wanted is not None:
+        monkeypatch.setenv("NVSHMEM_DISABLE_NCCL", wanted)
     heap()
-    assert library.found["NVSHMEM_DISABLE_NCCL"] == found
+    assert library.found["NVSHMEM_DISABLE_NCCL"] == os.environ["NVSHMEM_DISABLE_NCCL"] == found
 
 
 @pytest.mark.parametrize("wanted", [None, "3G"])
@@ -144,6 +125,7 @@ def test_starts_and_stops(monkeypatch: pytest.MonkeyPatch, library: Library, wan
     library.calls.clear()
     made.close()
     assert library.calls == [("context", 0), ("free", 0x1000), ("finalize",)]
+    assert jit._module_init is None
 
 
 def test_an_nvshmem_that_runs_is_used_and_left_running(library: Library) -> None:

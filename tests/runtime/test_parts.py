@@ -8,6 +8,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tiers import second
 
 from tdcoll import runtime
 from tdcoll.collectives._host.pool import give_back_programs, take_programs
-from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.runtime.control import StoreControlPlane
 from tdcoll.runtime.heap import ALIGNMENT
 
@@ -50,31 +51,21 @@ def test_connections_are_used_anew(planes: list[StoreControlPlane]) -> None:
         for i in range(50):
             parts = [plane.part(f"part {i}") for plane in planes]
             list(pool.map(lambda part: part.all_gather([0, 1], "exchange", None), parts))
-    assert [len(plane._connections._free) for plane in planes] == [1, 1]
-
-
-class Heap:
-    """In the place of a transport."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.device, self.base = nbytes, torch.device("cpu"), 0
-        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
-
-    def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        return self.memory[offset : offset + nbytes]
-
-    def label(self, *of: Any) -> None:
-        pass
+    assert [len(plane._idle) for plane in planes] == [1, 1]
 
 
 def jobs_of(planes: list[StoreControlPlane], nbytes: int) -> list[runtime.Runtime]:
-    return [
-        runtime.Runtime(
-            rank=rank, world_size=2, heap=Heap(nbytes), control=plane, node_ids=(0, 0), simulated=True,  # type: ignore[arg-type]
-            timeout_s=PLENTY_S,
+    def heap() -> Any:
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        return SimpleNamespace(
+            nbytes=nbytes,
+            base=memory.data_ptr(),
+            device=memory.device,
+            view=lambda offset, nbytes: memory[offset : offset + nbytes],
+            label=lambda *of: None,
         )
-        for rank, plane in enumerate(planes)
-    ]  # fmt: skip
+
+    return [runtime.Runtime(r, 2, heap(), plane, (0, 0), True, PLENTY_S) for r, plane in enumerate(planes)]
 
 
 @pytest.mark.parametrize("seeds", [range(3), second(range(3, 40))], ids=["first", "more"])
@@ -93,8 +84,7 @@ def test_threads_that_allocate_beside_each_other(seeds: range, planes: list[Stor
             go.wait()
             with job.through(job.control.part(f"{seed} {thread}")):
                 for i, size in enumerate(sizes[thread]):
-                    tensor = job.allocate((size,), torch.uint8, name=f"{thread} {i}")
-                    first = tensor.data_ptr() - job.heap.memory.data_ptr()  # type: ignore[attr-defined]
+                    first = job.offset_of(job.allocate((size,), torch.uint8, name=f"{thread} {i}"), "tensor")
                     found[rank, thread, i] = first, first + size
 
         with ThreadPoolExecutor(8) as pool:
@@ -120,6 +110,30 @@ def test_an_allocation_that_finds_no_room_leaves_none_taken(planes: list[StoreCo
     with ThreadPoolExecutor() as pool:
         assert len(set(pool.map(body, jobs))) == 1
     assert [job.heap_info.used for job in jobs] == [0, 2 * ALIGNMENT]
+
+
+def test_ranks_that_make_different_calls_may_go_on(planes: list[StoreControlPlane]) -> None:
+    def body(job: runtime.Runtime) -> list[Any]:
+        with pytest.raises(RankMismatchError, match="are elsewhere"):
+            job.exchange([0, 1], f"call {job.rank}")
+        return job.exchange([0, 1], "call", job.rank)
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(body, jobs_of(planes, ALIGNMENT))) == [[0, 1]] * 2
+
+
+def test_what_exchanges_are_given_ends_with_the_block() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def plane(name: str) -> Any:
+        gather = lambda ranks, tag, value, timeout_s: calls.append((name, tag, timeout_s))  # noqa: E731
+        return SimpleNamespace(all_gather=gather)
+
+    (job,) = jobs_of([plane("job")], ALIGNMENT)
+    with job.within(2.0, "group 1"), job.through(plane("part")):
+        job.exchange([0], "inside")
+    job.exchange([0], "outside")
+    assert calls == [("part", "inside (group 1)", 2.0), ("job", "outside", None)]
 
 
 def test_threads_take_no_more_programs_than_there_are(planes: list[StoreControlPlane]) -> None:

@@ -13,26 +13,20 @@ from tdcoll.runtime.topology import Topology, emulated_node
 from tdcoll.testing import World
 
 
-def test_even_nodes() -> None:
+def test_even_and_uneven_nodes() -> None:
     topology = Topology.of(4, range(6), ["a", "a", "a", "b", "b", "b"])
     assert (topology.world_size, topology.n_nodes, topology.ranks_per_node) == (6, 2, 3)
-    assert topology.members == ((0, 1, 2), (3, 4, 5))
-    assert (topology.node, topology.place) == (1, 1)
+    assert (topology.node, topology.place, topology.members) == (1, 1, ((0, 1, 2), (3, 4, 5)))
     assert topology.describe() == "6 rank(s) on 2 node(s) (3 + 3)"
-
-
-def test_uneven_nodes() -> None:
     topology = Topology.of(5, range(6), [0, 0, 0, 0, 1, 1])
-    assert topology.ranks_per_node is None
-    assert (topology.node, topology.place) == (1, 1)
+    assert (topology.ranks_per_node, topology.node, topology.place) == (None, 1, 1)
     assert topology.describe() == "6 rank(s) on 2 node(s) (4 + 2)"
 
 
 def test_nodes_are_numbered_by_first_appearance_whatever_they_are_called() -> None:
     topology = Topology.of(0, [7, 2, 5, 0], [("host", 9), None, ("host", 9), None])
-    assert topology.nodes == (0, 1, 0, 1)
+    assert (topology.pes, topology.nodes) == ((7, 2, 5, 0), (0, 1, 0, 1))
     assert topology.members == ((0, 2), (1, 3))
-    assert topology.pes == (7, 2, 5, 0)
 
 
 def test_strided_subgroup_has_its_own_places() -> None:
@@ -40,12 +34,8 @@ def test_strided_subgroup_has_its_own_places() -> None:
     node_ids = [0, 0, 0, 0, 1, 1, 1, 1]
     pes = [1, 3, 5, 7]
     seen = [Topology.of(rank, pes, [node_ids[pe] for pe in pes]) for rank in range(4)]
-    assert [(t.rank, t.pes[t.rank], t.node, t.place) for t in seen] == [
-        (0, 1, 0, 0),
-        (1, 3, 0, 1),
-        (2, 5, 1, 0),
-        (3, 7, 1, 1),
-    ]
+    found = [(t.rank, t.pes[t.rank], t.node, t.place) for t in seen]
+    assert found == [(0, 1, 0, 0), (1, 3, 0, 1), (2, 5, 1, 0), (3, 7, 1, 1)]
     assert {t.ranks_per_node for t in seen} == {2}
 
 

@@ -25,12 +25,12 @@ def join() -> None:
 def served(kind: str, group=None) -> int:
     """Calls of a kind that tdcoll's kernels have served."""
     group = group or dist.group.WORLD
-    return sum(count for (k, side, _), count in group.sides.counts.items() if (k, side) == (kind, "tdcoll"))
+    return sum(count for (k, side, _), count in group.dispatcher.counts.items() if (k, side) == (kind, "tdcoll"))
 
 
 def by_inner(kind: str, group=None) -> dict[str, int]:
-    """Calls of a kind that the inner group has served, by reason."""
-    counts = (group or dist.group.WORLD).sides.counts
+    """Calls of a kind that the fallback backend has served, by reason."""
+    counts = (group or dist.group.WORLD).dispatcher.counts
     return {why: count for (k, side, why), count in counts.items() if k == kind and side != "tdcoll"}
 
 
@@ -45,10 +45,17 @@ def raw(tensor: torch.Tensor) -> list[int]:
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    """Fail unless two tensors have the same bytes. Printing a CUDA tensor launches kernels, which CUDA loads only when
-    no kernel is running, so the message is made of the tensor on the CPU."""
-    equal = got.shape == wanted.shape and got.dtype == wanted.dtype and raw(got.cpu()) == raw(wanted.cpu())
-    expect(equal, "" if equal else f"{what}: {got.cpu()}")
+    """Fail unless two tensors have the same bytes.
+
+    The stream is waited for first, and the message is made on the CPU. A copy to pageable memory that waits for a
+    kernel holds a lock of the driver, and printing a CUDA tensor launches kernels that CUDA loads only when no kernel
+    is running: either would hold up the calls of other threads, for which that kernel waits.
+    """
+    if got.is_cuda:
+        torch.cuda.current_stream(got.device).synchronize()
+    got, wanted = got.cpu(), wanted.cpu()
+    equal = got.shape == wanted.shape and got.dtype == wanted.dtype and raw(got) == raw(wanted)
+    expect(equal, "" if equal else f"{what}: {got}")
 
 
 def single(out: torch.Tensor, tensor: torch.Tensor, **more):

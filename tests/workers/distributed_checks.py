@@ -18,7 +18,7 @@ from harness import check, device, everyone, expect, expect_raises, rank, shared
 
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
 from tdcoll.distributed import Options, explain
-from tdcoll.distributed.inner import sparse_sum_by_gather
+from tdcoll.distributed.fallback import sparse_sum_by_gather
 from tdcoll.primitives.reduce import OPERATIONS_OF, TORCH_OPERATIONS
 
 DTYPES = [
@@ -92,6 +92,37 @@ def gathers_several_at_once() -> None:
     for out, n in zip(outs, (3, 5), strict=True):
         same(out, torch.cat([data(r, n) for r in everyone()]), f"coalesced {n}")
     expect(served("all_gather") - before == 1, explain())
+
+
+@check
+def exchanges_parts() -> None:
+    """tdcoll handles all-to-alls of equal parts; those with sizes, which may differ between ranks, fall back."""
+    before, n = served("all_to_all"), 6
+    for call, dtype in enumerate(DTYPES):
+        given = data(rank(), world() * n, dtype, call)
+        wanted = torch.cat([data(r, world() * n, dtype, call).view(world(), n)[rank()] for r in everyone()])
+        for asynchronous in (False, True, False):
+            out = torch.empty_like(given)
+            work = dist.all_to_all_single(out, given, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            same(out, wanted, f"{dtype}")
+    strided, out = torch.stack([given, given], 1)[:, 0], torch.empty(world() * n, 2, dtype=dtype, device=device())[:, 1]
+    dist.all_to_all_single(out, strided)
+    same(out.contiguous(), wanted, "strided")
+    dist.all_to_all_single(given, given)
+    same(given, wanted, "into its own input")
+    expect(served("all_to_all") - before == 3 * len(DTYPES) + 2, explain())
+    short = torch.empty(1, device=device())
+    expect_raises(ValueError, lambda: dist.all_to_all_single(short, data(rank(), 2 * world())), "elements")
+    expect_raises(ValueError, lambda: dist.all_to_all_single(*2 * [data(rank(), 2 * world() + 1)]), "parts of one size")
+    if shared() and device().type == "cuda":  # gloo takes none of CUDA memory
+        return
+    sizes = [1 + (rank() + r) % 2 for r in everyone()]
+    given = torch.cat([torch.full((size,), 10.0 * rank() + r, device=device()) for r, size in enumerate(sizes)])
+    out = torch.empty(sum(sizes), device=device())
+    dist.all_to_all_single(out, given, sizes, sizes)
+    same(out, torch.cat([torch.full((s,), 10.0 * r + rank(), device=device()) for r, s in enumerate(sizes)]), "sizes")
 
 
 @check
@@ -243,7 +274,7 @@ def reduces() -> None:
     pieces, out = list(parts[rank()].view(world(), 6)), torch.empty(6, device=device())
     if device().type == "cuda" or hasattr(dist.group.WORLD, "reduce_scatter_single"):  # gloo's came with that name
         dist.reduce_scatter(out, pieces)
-        same(out, wanted, "of a list: the inner group")
+        same(out, wanted, "of a list: the fallback backend")
 
 
 @check
@@ -291,7 +322,7 @@ def reduces_several_at_once() -> None:
 
 @check
 def reductions_that_are_handed_over() -> None:
-    """The inner group has calls that are too large, or of other dtypes and operations, and explain says why."""
+    """The fallback backend has calls that are too large, or of other dtypes and operations, and explain says why."""
     group = dist.new_group(pg_options=Options(max_bytes_per_rank=64))
     dist.all_reduce(data(rank(), 16), group=group)
     large, out = data(rank(), 17 * world()), torch.empty(17, device=device())
@@ -387,9 +418,9 @@ def sparse_dtypes_and_operations() -> str:
                 else:
                     same(tensor.to_dense(), wanted, f"{dtype} {name}")
                 computed.append(f"{name} {dtype}")
-        try:  # how sums are made where the inner group is NCCL
+        try:  # how sums are made where the fallback backend is NCCL
             gathered = sparse_sum_by_gather(plain._plain, sparse(rank(), dtype), "sum")
-        except (RuntimeError, TypeError):  # the inner group does not know the dtype
+        except (RuntimeError, TypeError):  # the fallback backend does not know the dtype
             continue
         wanted = sparse(rank(), dtype).to_dense()
         dist.all_reduce(wanted, group=plain)

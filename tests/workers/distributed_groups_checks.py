@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups of backend "tdcoll", on every rank of a job: what they have, and how their calls run beside others.
 
-They have options, contexts and an inner group. Their calls run as works, on streams and in CUDA graphs.
+They have options, contexts and an fallback backend. Their calls run as works, on streams and in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -270,19 +270,19 @@ def options_and_words() -> None:
     expect(not any(served(kind, group) for kind in ("all_gather", "sparse_all_reduce", "barrier")), explain(group))
     text = explain(group)
     for kind in ("all_gather", "sparse_all_reduce", "barrier"):
-        expect(f"  {kind}: inner group; told to serve nothing" in text, text)
+        expect(f"  {kind}: fallback backend; told to handle nothing" in text, text)
     if rank() == 0:
         lines = [line for line in LINES[before:] if f"of group {group.group_name} " in line]
         kinds = 3 if device().type == "cpu" else 1  # what NCCL has itself does not pass tdcoll
-        by = [line for line in lines if "is served by gloo" in line or "is served by nccl" in line]
+        by = [line for line in lines if "tdcoll: gloo handles " in line or "tdcoll: nccl handles " in line]
         expect(by == lines and len(lines) == kinds, f"one line per kind that passes tdcoll: {lines}")
     some = dist.new_group(pg_options=Options(serves="barrier"))
     single(out, data(rank(), 2), group=some)
     dist.barrier(some)
     expect((served("all_gather", some), served("barrier", some)) == (0, 1), explain(some))
-    expect("  all_gather: inner group; told to serve barrier" in explain(some), explain(some))
+    expect("  all_gather: fallback backend; configured kinds: barrier" in explain(some), explain(some))
     dist.destroy_process_group(some)
-    expect("  all_gather: tdcoll" in explain() and "  everything else: inner group" in explain(), explain())
+    expect("  all_gather: tdcoll" in explain() and "  everything else: fallback backend" in explain(), explain())
     plain = dist.new_group(backend="gloo")
     expect("tdcoll serves none" in explain(plain), explain(plain))
     expect_raises(
@@ -303,7 +303,7 @@ def options_and_words() -> None:
 
 @check
 def growth() -> None:
-    """Contexts become as large as is asked for; beyond the limit the inner group serves."""
+    """Contexts become as large as is asked for; beyond the limit the fallback backend serves."""
     group = dist.new_group(pg_options=Options(max_bytes_per_rank=3000))
     for count in (100, 700):
         out = torch.empty(world() * count, device=device())
@@ -311,7 +311,7 @@ def growth() -> None:
         same(out, torch.cat([data(r, count) for r in everyone()]), f"{count}")
     out = torch.empty(world() * 800, device=device())
     single(out, data(rank(), 800), group=group)
-    same(out, torch.cat([data(r, 800) for r in everyone()]), "800, by the inner group")
+    same(out, torch.cat([data(r, 800) for r in everyone()]), "800, by the fallback backend")
     expect((served("all_gather", group), by_inner("all_gather", group)) == (2, {"more than 3000 bytes per rank": 1}),
            explain(group))  # fmt: skip
     for rows, dim in ((10, 1), (600, 1), (600, 5)):
@@ -328,7 +328,7 @@ def growth() -> None:
 
 @check
 def programs_of_all_contexts_fit() -> None:
-    """A group for whose contexts nothing is left is served by the inner group; what is closed is free again."""
+    """A group for whose contexts nothing is left is served by the fallback backend; what is closed is free again."""
     job, groups = runtime.current(), []
     before = job.programs_taken
     while not groups or served("all_gather", groups[-1]):

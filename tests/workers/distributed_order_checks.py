@@ -238,7 +238,7 @@ def threads_with_a_group_each() -> None:
 
 @check
 def what_cannot_be_served_in_turn() -> None:
-    """Asynchronous calls whose context finds no room are made by the inner group, in any order of kinds and ranks."""
+    """Asynchronous calls fall back if the heap has no room for a context, in any order of kinds and ranks."""
     taken = []
     while (free := tdcoll.heap_info().largest_free) > 1 << 16:
         taken.append(tdcoll.empty(free, torch.uint8))
@@ -252,7 +252,7 @@ def what_cannot_be_served_in_turn() -> None:
             make() for make in (reductions + gathers if rank() or device().type == "cuda" else gathers + reductions)
         ]
         first = data(1, 7) if rank() == 1 else torch.empty(7, device=device())
-        dist.broadcast(first, 1, group=group)  # of the inner group, in between
+        dist.broadcast(first, 1, group=group)  # of the fallback backend, in between
         for work in works:
             work.wait()
         same(first, data(1, 7), "broadcast")

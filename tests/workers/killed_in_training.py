@@ -3,9 +3,9 @@
 
 `bash launch.sh --monitor-interval 60 tests/workers/killed_in_training.py {dense,inner,sparse} [VICTIM]`
 
-`dense`: the model has no sparse table. `inner`: it has none either, and it is the inner group's all-reduce that fails.
-`sparse`: it dies when its dense gradients are on their way, and the others wait for its rows. What the survivors were
-told goes to standard error.
+`dense`: the model has no sparse table. `inner`: it has none either, and the fallback backend's all-reduce fails.
+`sparse`: it dies when its dense gradients are on their way, and the others wait for its rows. The survivors' errors go
+to standard error.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def overlap(tensor: int, nbytes: int, out: int, total: int, allowed: int | None)
 
 def check_context(ctx: Any) -> None:
     """Raise unless ``ctx`` is a context."""
-    arguments.instance("ctx", ctx, CollectiveContext, "a tdcoll.CollectiveContext")
+    if not isinstance(ctx, CollectiveContext):
+        arguments.instance("ctx", ctx, CollectiveContext, "a tdcoll.CollectiveContext")
 
 
 def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
@@ -149,8 +150,7 @@ def make(
     if ctx is None:
         arguments.tensor(names[0], tensor)
         ctx = pooled(spec, tensor, None)
-    if not isinstance(ctx, CollectiveContext):
-        check_context(ctx)
+    check_context(ctx)
     requiring = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
     name = op if op is None or type(op) is str else operation_name(op)
     key: Hashable = None
@@ -164,7 +164,7 @@ def make(
     if ready is not None and not requiring:
         made = again(ctx, ready, tensor) if out is None else again(ctx, ready, tensor, out)
         if made is not None:
-            return made  # type: ignore[no-any-return]
+            return made
     if requiring and out is None and not in_place:
         made = make(spec, tensor.detach(), ctx, None, algorithm, op, symmetric, names=names, gradient=True)
         return attach(tensor, made, lambda grad: _derivative(spec, grad, given, name))

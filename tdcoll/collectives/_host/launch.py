@@ -355,6 +355,8 @@ class Launcher:
     def __init__(self, *, early: bool = False) -> None:
         self._early = early
         self._launches: dict[Hashable, Launch] = {}
+        self.only_loads = False
+        """Whether kernels are compiled and loaded at the moment, and not launched."""
 
     def __call__(
         self,
@@ -392,4 +394,5 @@ class Launcher:
             launch.prepare()
             launch.keep_constants(len(arguments))
             self._launches[key] = launch
-        launch.with_arguments(programs, arguments)
+        if not self.only_loads:
+            launch.with_arguments(programs, arguments)

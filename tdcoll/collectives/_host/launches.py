@@ -24,7 +24,7 @@ from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Section
 
 __all__ = ["Launches", "Planned", "arithmetic", "facts_of", "is_prepared", "launches_by", "launches_of", "local_peers"]
-__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "successors", "tiles"]
+__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "routes_beside_stores", "successors", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,17 @@ def make_routes(ctx: CollectiveContext, local: list[int], remote: list[int], mor
     return Routes(torch.tensor(entries or [0], dtype=torch.int32, device=ctx.device), len(local), len(remote))
 
 
+def routes_beside_stores(ctx: CollectiveContext, operation: str) -> Routes:
+    """Return the :class:`Routes` to all other ranks: as local ones to those that can be stored to."""
+
+    def make() -> Routes:
+        local = local_peers(ctx.topology) if ctx.stores else []
+        return make_routes(ctx, local, [rank for rank in successors(ctx.topology) if rank not in local])
+
+    routes: Routes = on_device(ctx, operation, "routes beside stores", make)
+    return routes
+
+
 class Launches:
     """The launches of one kind of call: one, or one for each epoch of a larger call.
 
@@ -172,10 +183,10 @@ class Launches:
         for call in dict.fromkeys(calls):
             known = {**call.values(), **algorithm.values(call)}
             given = {name: known[name] for name in kernel.arg_names if name in known}
-            options = {"num_warps": call.plan.num_warps, "early": call.ctx.early and algorithm.early(call.facts)}
-            launches[call] = Launch(kernel, call.plan.blocks, given, changing, **options)
+            warps, early = call.plan.num_warps, call.ctx.early and algorithm.early(call.facts)
+            launches[call] = Launch(kernel, call.plan.blocks, given, changing, num_warps=warps, early=early)
             variant.update((name, value) for name, value in given.items() if name.isupper())
-            variant.update(options.items())
+            variant.add((warps, early))
         self._launches = list(launches.values())
         self._variant = (operation, kernel.__name__, frozenset(variant), in_buffer)
         in_order = [launches[call] for call in calls]

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
     *("TARGET_CHUNK_BYTES", "Extent", "Facts", "Plan", "check_warps", "cut_chunks", "cut_reduced_words"),
-    *("cut_words", "epoch_of_words", "is_word_chunk", "most_channels", "most_warps", "needs_puts"),
+    *("cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps", "needs_puts"),
     *("needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "reduced_words"),
-    *("warps", "word_chunks", "words_of"),
+    *("several_nodes", "staged_epoch", "warps", "word_chunks", "words_of"),
 ]
 
 CHUNK_ALIGNMENT = 128
@@ -161,6 +161,11 @@ def needs_words(facts: Facts) -> str | None:
     return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "
 
 
+def several_nodes(topology: Topology) -> bool:
+    """Return whether there is more than one node: on one, ``2d`` does the same as ``1d``."""
+    return topology.n_nodes > 1
+
+
 def needs_stores(facts: Facts) -> str | None:
     """Return why a call cannot go by stores alone, or None if it can."""
     if facts.topology.n_nodes > 1 or not facts.stores:
@@ -171,6 +176,18 @@ def needs_stores(facts: Facts) -> str | None:
 def needs_puts(facts: Facts) -> str | None:
     """Return why a call cannot go by puts, or None if it can."""
     return None if facts.puts else "needs NVSHMEM's puts, which memory of PyTorch's does not have; got "
+
+
+def half(capacity: int) -> int:
+    """Return the bytes of the inbox, and of the outbox, of a segment where a rank has to put from the context."""
+    return capacity // 32 * 16
+
+
+def staged_epoch(facts: Facts) -> int:
+    """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and go by the outbox
+    where a rank has to put."""
+    room = facts.capacity if needs_stores(facts) is None else half(facts.capacity)
+    return room // 128 * 128 or room // 16 * 16
 
 
 def per_segment(facts: Facts, plan: Plan) -> int:

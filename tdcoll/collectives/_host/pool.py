@@ -20,13 +20,9 @@ from tdcoll.errors import ContextError, HeapExhaustedError
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.cuda import multiprocessors
 
-__all__ = ["Pool", "give_back_programs", "inbox", "on", "pooled", "strided_bytes", "take_programs"]
+__all__ = ["Pool", "give_back_programs", "on", "pooled", "strided_bytes", "take_programs"]
 
 _SMALLEST = 1 << 20
-
-_MOST_INBOX_BYTES = 16 << 20
-"""The most bytes per rank and slot of tdcoll's own context of a reduction. The context also takes no more than an
-eighth of the heap in all. Larger calls are several epochs."""
 
 _SIMULATED_MULTIPROCESSORS = 132
 """Multiprocessors of a simulated GPU. An H100 has as many."""
@@ -240,11 +236,6 @@ class Pool:
         self._kept, self.context = [], None
         give_back_programs(self._owner, self._programs)
         self._programs = 0
-
-
-def inbox(wanted: int, world: int, heap_bytes: int) -> int:
-    """Return the bytes per rank of tdcoll's own context of a collective whose calls take ``wanted`` bytes at once."""
-    return min(wanted, _MOST_INBOX_BYTES, heap_bytes // (16 * world))
 
 
 def pooled(spec: Collective, tensor: torch.Tensor, group: runtime.Group, operation: str = "") -> CollectiveContext:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tdcoll.collectives._host.plan import (
     CHUNK_ALIGNMENT,
@@ -27,6 +27,9 @@ from tdcoll.collectives._host.plan import (
 )
 from tdcoll.tuning import Entry, Section
 
+if TYPE_CHECKING:
+    from tdcoll.runtime.topology import Topology
+
 __all__ = ["WORLD", "Algorithm", "Collective"]
 
 WORLD = "world"
@@ -35,6 +38,9 @@ WORLD = "world"
 Shape = tuple[int, ...]
 
 _NOTHING_MEASURED = Entry(None, "")
+
+_MOST_INBOX_BYTES = 16 << 20
+"""The largest inbox, in bytes per rank and slot, of a context that tdcoll makes by itself."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Algorithm:
         epoch: bytes of a segment in each epoch of a call; the last may be shorter. If a call has several epochs,
             ``cut`` and ``extent`` are of the first.
         early: whether launches may begin before the one ahead of them has ended (programmatic dependent launch).
+        differs: whether it does anything on these ranks that no other algorithm of the collective does; if it doesn't,
+            there is no need to measure it.
     """
 
     name: str
@@ -67,6 +75,7 @@ class Algorithm:
     extent: Callable[[Facts], Extent] = lambda facts: Extent(facts.nbytes, programs=facts.topology.world_size)
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
     early: Callable[[Facts], bool] = lambda facts: True
+    differs: Callable[[Topology], bool] = lambda topology: True
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,9 @@ class Collective:
         segments: how many segments the caller's tensor and the result have, ``(given, result)``: 1 or :data:`WORLD`.
         algorithms: of its calls.
         default: the name of the one to take if nothing was measured. If it doesn't support the call, none does.
-        inbox: ``(bytes of a segment, ranks, bytes of the heap) ->`` bytes per rank of a context that tdcoll makes.
+        torch: the name of the same function in ``torch.distributed``.
+        capacity: ``(bytes of a segment, ranks) ->`` the ``max_bytes_per_rank`` of a context on which a call is one
+            epoch, on any topology.
         adjoint: the name of the collective that takes the gradient of the result to that of the tensor.
         reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_in_place``.
@@ -90,7 +101,8 @@ class Collective:
     segments: tuple[int | str, int | str]
     algorithms: tuple[Algorithm, ...]
     default: Callable[[Facts], str]
-    inbox: Callable[[int, int, int], int]
+    torch: str
+    capacity: Callable[[int, int], int]
     adjoint: str
     reduces: bool = False
     in_place: bool = False
@@ -143,6 +155,13 @@ class Collective:
         first = segments[0]
         whole = (world * first[0], *first[1:]) if first else (world,)
         return shape if self.scatters else whole, (world, *first)
+
+    def inbox(self, segment: int, world: int, heap_bytes: int) -> int:
+        """Return the ``max_bytes_per_rank`` of a context that tdcoll makes by itself for such calls.
+
+        With its two slots it takes at most an eighth of the symmetric heap. Larger calls take several epochs.
+        """
+        return min(self.capacity(segment, world), _MOST_INBOX_BYTES, heap_bytes // (16 * world))
 
     def may_overlap_at(self, segment: int, rank: int) -> int | None:
         """Return how many bytes behind the caller's tensor the result may begin if the two share memory.

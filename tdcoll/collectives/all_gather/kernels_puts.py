@@ -46,7 +46,7 @@ whose signal a 2D forwarder waits first.
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.exchange.kernels_direct import used_bytes
+from tdcoll.collectives.exchange.kernels_direct import receive_chunk, used_bytes
 from tdcoll.language.jit import jit
 from tdcoll.primitives import ll, puts, stores
 from tdcoll.primitives.group import chunk_bytes, row, segment, start
@@ -107,15 +107,10 @@ def _receive(i, channel, source, out, out_stride, window, g, nbytes, chunk, epoc
     if window.slots == 1:
         tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, BLOCK)
     else:
-        peer = (g.rank + i) % g.world
+        frm = (g.rank + i) % g.world
         offset = tl.cast(channel, tl.int64) * chunk
         size = chunk_bytes(nbytes, chunk, channel)
-        target = out + tl.cast(peer, tl.int64) * out_stride + offset
-        if peer == g.rank:
-            tdl.copy_block(target, source + offset, size)
-        else:
-            if tdl.wait_signal(signals + peer, tdl.CMP_GE, epoch, g.monitor, peer, channel * g.world + peer) != 0:
-                tdl.copy_block(target, segment(window, g, epoch, peer) + offset, size)
+        receive_chunk(frm, channel, source, out, out_stride, window, g, offset, size, epoch)
 
 
 @jit

@@ -11,8 +11,9 @@ __all__ = ["LL_RESULT_BYTES", "blocks_of_puts", "cut_segments", "default", "epoc
 
 LL_RESULT_BYTES = 512 << 10
 """Of all ranks together. Over several nodes LL is taken up to here: beyond, what comes from other nodes and is passed
-on with its flags costs more than the crossings that it saves against 2D. By the model of ``bench --project``; not
-measured. (Against 1D, which puts to more ranks, few bytes are worth it if a put costs its rank more than 0.03 us.)"""
+on with its flags costs more than the crossings that it saves against 2D. By a cost model that is no longer
+shipped; not measured. (Against 1D, which puts to more ranks, few bytes are worth it if a put costs its rank more than
+0.03 us.)"""
 
 
 def needs_even_nodes(facts: Facts) -> str | None:

@@ -28,6 +28,7 @@ from tdcoll.collectives._host.plan import (
     needs_stores,
     needs_words,
     per_segment,
+    several_nodes,
 )
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.all_gather import kernels_puts, kernels_ring
@@ -43,7 +44,7 @@ from tdcoll.collectives.exchange import kernels_direct, kernels_ll
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.puts import Routes
 
-__all__ = ["SPEC", "exchange_counted"]
+__all__ = ["SPEC", "counted_launches", "exchange_counted"]
 
 _EARLY_BYTES = 2 << 20
 """Larger calls in place are slower if they begin early. On 2 H200s one of 4 MB per rank takes 18.0 us and not 16.9, and
@@ -123,6 +124,7 @@ SPEC = Collective(
             blocks=per_segment,
             epoch=epoch,
             early=_early,
+            differs=lambda topology: topology.world_size > 2,  # from direct stores
         ),
         Algorithm(
             "1d",
@@ -141,10 +143,12 @@ SPEC = Collective(
             blocks=blocks_of_puts,
             values=lambda call: {**_puts(call), "STORES": call.ctx.stores},
             epoch=epoch,
+            differs=several_nodes,
         ),
     ),
     default=default,
-    inbox=lambda segment, world, heap_bytes: min(segment, heap_bytes // (8 * world)),
+    torch="all_gather_into_tensor",
+    capacity=lambda segment, world: segment,
     adjoint="reduce_scatter",
     in_place=True,
 )
@@ -160,12 +164,19 @@ def exchange_counted(ctx: CollectiveContext, address: int, nbytes: int) -> None:
             an int64: the bytes that it uses, itself included.
         nbytes: from one segment to the next, a multiple of 16.
     """
-    launches = ctx.once(("all_gather", "counted", nbytes), lambda: _counted(ctx, nbytes))
-    launches(address + ctx.rank * nbytes, address)
+    counted_launches(ctx, nbytes)(address + ctx.rank * nbytes, address)
 
 
-def _counted(ctx: CollectiveContext, nbytes: int) -> Launches:
-    """By the default, without LL: no table has measured such calls, and flagged words know of no counts."""
-    facts = facts_of(SPEC, ctx, nbytes, in_place=True)
-    plan = SPEC.choose(dataclasses.replace(facts, ll_bytes=-1))
-    return launches_by(SPEC, ctx, facts, plan, "counted")
+def counted_launches(ctx: CollectiveContext, nbytes: int) -> Launches:
+    """Return what launches :func:`exchange_counted`, prepared.
+
+    By the default, without LL: no table has measured such calls, and flagged words know of no counts.
+    """
+
+    def make() -> Launches:
+        facts = facts_of(SPEC, ctx, nbytes, in_place=True)
+        plan = SPEC.choose(dataclasses.replace(facts, ll_bytes=-1))
+        return launches_by(SPEC, ctx, facts, plan, "counted")
+
+    launches: Launches = ctx.once(("all_gather", "counted", nbytes), make)
+    return launches

@@ -13,11 +13,10 @@ from tdcoll.collectives._host.launches import (
     make_routes,
     of_words,
     on_device,
-    successors,
+    routes_beside_stores,
     tiles,
 )
-from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, per_channel
-from tdcoll.collectives._host.pool import inbox
+from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, LL_WORD_BYTES, Facts, Plan, per_channel, several_nodes
 from tdcoll.collectives._host.spec import Algorithm, Collective
 from tdcoll.collectives.all_reduce import kernels_direct, kernels_nodes, kernels_puts, kernels_words
 from tdcoll.collectives.all_reduce.policy import (
@@ -37,6 +36,8 @@ from tdcoll.collectives.all_reduce.policy import (
     pieces,
 )
 from tdcoll.primitives.group import nodes_of
+from tdcoll.primitives.puts import Routes
+from tdcoll.runtime.topology import Topology
 
 __all__ = ["SPEC"]
 
@@ -51,15 +52,17 @@ def _parts(call: Planned) -> dict[str, Any]:
 def _by_puts(call: Planned) -> dict[str, Any]:
     ctx, topology, algorithm = call.ctx, call.ctx.topology, call.plan.algorithm
 
-    def make() -> dict[str, Any]:
-        local = local_peers(topology) if ctx.stores else []
-        remote = [rank for rank in successors(topology) if rank not in local]
-        if algorithm == "2d":
-            remote = [members[topology.place] for members in topology.members if members[topology.place] in remote]
-        return {"routes": make_routes(ctx, local, remote), "nodes": nodes_of(topology, ctx.device)}
+    def rails() -> Routes:
+        local = local_peers(topology)
+        remote = [members[topology.place] for members in topology.members if members[topology.place] != topology.rank]
+        return make_routes(ctx, local, remote)
 
-    tables = on_device(ctx, "all_reduce", ("all_reduce", algorithm), make)
-    return {**_parts(call), **tables, "place": topology.place}
+    if algorithm == "2d":
+        routes = on_device(ctx, "all_reduce", "rails", rails)
+    else:
+        routes = routes_beside_stores(ctx, "all_reduce")
+    nodes = on_device(ctx, "all_reduce", "nodes", lambda: nodes_of(topology, ctx.device))
+    return {**_parts(call), "routes": routes, "nodes": nodes, "place": topology.place}
 
 
 def _direct_blocks(facts: Facts, plan: Plan) -> int:
@@ -87,6 +90,7 @@ def _by_parts(
     kernel: Callable[[Facts], Any],
     blocks: Callable[[Facts, Plan], int],
     values: Callable[[Planned], Mapping[str, Any]],
+    differs: Callable[[Topology], bool] = lambda topology: True,
 ) -> Algorithm:
     return Algorithm(
         name,
@@ -97,6 +101,7 @@ def _by_parts(
         values=values,
         extent=partial(extent_of_parts, algorithm=name),
         epoch=partial(epoch_of_parts, algorithm=name),
+        differs=differs,
     )
 
 
@@ -126,11 +131,12 @@ SPEC = Collective(
             lambda facts: kernels_nodes.all_reduce_nodes,
             lambda facts, plan: plan.channels * (2 * len(facts.topology.members[0]) - 1),
             _by_puts,
+            several_nodes,
         ),
     ),
     default=default,
-    # Three pieces between nodes.
-    inbox=lambda segment, world, heap_bytes: inbox(3 * (segment // world + 16), world, heap_bytes),
+    torch="all_reduce",
+    capacity=lambda segment, world: 3 * (segment // world + 16),  # three pieces between nodes
     adjoint="all_reduce",
     reduces=True,
     handled_bytes=16 << 20,

@@ -33,7 +33,7 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import chunk_bytes, in_stream_order, row, segment, start
 
-__all__ = ["exchange_direct", "used_bytes"]
+__all__ = ["exchange_direct", "receive_chunk", "used_bytes"]
 
 
 @jit
@@ -43,6 +43,19 @@ def used_bytes(segment, nbytes, COUNTED: tl.constexpr):
     if COUNTED:
         used = tl.minimum(tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64))), used)
     return used
+
+
+@jit
+def receive_chunk(frm, channel, own, out, out_stride, window, g, offset, size, epoch):
+    """Copy the chunk of rank ``frm`` at byte ``offset`` of its segment to ``out``, when it is there; this rank's own
+    from the segment at ``own``."""
+    target = out + tl.cast(frm, tl.int64) * out_stride + offset
+    if frm == g.rank:
+        tdl.copy_block(target, own + offset, size)
+    else:
+        signal = row(g, epoch, channel) + frm
+        if tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm) != 0:
+            tdl.copy_block(target, segment(window, g, epoch, frm) + offset, size)
 
 
 @jit

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,10 +28,13 @@ MOST_PLACES = (1 << 31) - (1 << 21)
 _CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK, _EMIT_BLOCK = 4096, 1024, 512, 512, 1024, 256
 
 
-@functools.cache
+_of_this_thread = threading.local()
+
+
 def _launcher(device: int | None) -> Launcher:
-    """Return what this package's kernels are launched with on one GPU, which depends on nothing that changes."""
-    return Launcher(early=True)
+    """Return what this thread launches this package's kernels with on one GPU."""
+    launchers: dict[int | None, Launcher] = _of_this_thread.__dict__.setdefault("launchers", {})
+    return launchers.setdefault(device, Launcher(early=True))
 
 
 def _blocks(size: int, block: int) -> int:
@@ -53,6 +56,7 @@ class Directory:
         device: where.
         method: ``"bitmap"``, ``"search"``, or ``"auto"``: by ``num_rows``, see
             :func:`~tdcoll.collectives.index_match.policy.choose_method`.
+        launch: launches the kernels; None: what the thread that makes the directory, and no other, launches with.
 
     Attributes:
         search: whether it is of the kind ``"search"`` (for this ``num_rows``).
@@ -76,6 +80,7 @@ class Directory:
         max_union: int,
         device: torch.device | str,
         method: str = "auto",
+        launch: Launcher | None = None,
     ) -> None:
         for name, value in (("world", world), ("capacity", capacity), ("max_union", max_union)):
             arguments.whole(name, value, 1)
@@ -95,7 +100,7 @@ class Directory:
         self._leaders: torch.Tensor | None = None
         self._in_graphs: list[torch.Tensor] = []
         self._captured = False
-        self._launch = _launcher(self.device.index)
+        self._launch = launch or _launcher(self.device.index)
         self.num_rows = -1
         self.prepare(num_rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tdcoll.collectives._host.plan import Facts, Plan, needs_reduced_words, needs_stores
 
-__all__ = ["blocks", "default", "epoch", "half", "needs_symmetric", "reducers"]
+__all__ = ["blocks", "default", "needs_symmetric", "reducers"]
 
 _REDUCED_BYTES = 16 << 10
 """Bytes of a chunk that one thread block reduces."""
@@ -14,17 +14,6 @@ _REDUCED_BYTES = 16 << 10
 def needs_symmetric(facts: Facts) -> str | None:
     """Return why parts cannot be loaded where they lie on other ranks, or None if they can."""
     return needs_stores(facts) if facts.symmetric else "needs symmetric=True; got a tensor of any memory on "
-
-
-def half(capacity: int) -> int:
-    """Return the bytes of the inbox, and of the outbox, of a segment where a rank has to put."""
-    return capacity // 32 * 16
-
-
-def epoch(facts: Facts) -> int:
-    """Return the bytes of a part in each epoch of a call that stages its parts."""
-    room = facts.capacity if needs_stores(facts) is None else half(facts.capacity)
-    return room // 128 * 128 or room // 16 * 16
 
 
 def reducers(facts: Facts, plan: Plan) -> int:

@@ -8,30 +8,23 @@ from typing import Any
 
 import triton.language as tl
 
-from tdcoll.collectives._host.launches import (
-    Planned,
-    local_peers,
-    make_routes,
-    of_words,
-    on_device,
-    successors,
-    tiles,
-)
+from tdcoll.collectives._host.launches import Planned, of_words, on_device, routes_beside_stores, tiles
 from tdcoll.collectives._host.plan import (
     LAMPORT_WORD_BYTES,
     LL_WORD_BYTES,
     cut_chunks,
     cut_reduced_words,
+    half,
     needs_puts,
     needs_reduced_words,
     needs_stores,
     per_channel,
     reduced_words,
+    staged_epoch,
 )
-from tdcoll.collectives._host.pool import inbox
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_pull, kernels_puts, kernels_words
-from tdcoll.collectives.reduce_scatter.policy import blocks, default, epoch, half, needs_symmetric, reducers
+from tdcoll.collectives.reduce_scatter.policy import blocks, default, needs_symmetric, reducers
 from tdcoll.primitives.group import Window, nodes_of
 
 __all__ = ["SPEC"]
@@ -43,14 +36,8 @@ def _sums(call: Planned) -> dict[str, Any]:
 
 def _tables(call: Planned) -> dict[str, Any]:
     ctx = call.ctx
-
-    def make() -> dict[str, Any]:
-        local = local_peers(ctx.topology) if ctx.stores else []
-        routes = make_routes(ctx, local, [rank for rank in successors(ctx.topology) if rank not in local])
-        return {"routes": routes, "nodes": nodes_of(ctx.topology, ctx.device)}
-
-    made: dict[str, Any] = on_device(ctx, "reduce_scatter", "reduce_scatter", make)
-    return made
+    nodes = on_device(ctx, "reduce_scatter", "nodes", lambda: nodes_of(ctx.topology, ctx.device))
+    return {"routes": routes_beside_stores(ctx, "reduce_scatter"), "nodes": nodes}
 
 
 SPEC = Collective(
@@ -74,7 +61,7 @@ SPEC = Collective(
             kernel=lambda facts: kernels_direct.reduce_scatter_direct,
             blocks=blocks,
             values=_sums,
-            epoch=epoch,
+            epoch=staged_epoch,
         ),
         Algorithm(
             "pull",
@@ -91,11 +78,12 @@ SPEC = Collective(
             kernel=lambda facts: kernels_puts.reduce_scatter_puts,
             blocks=blocks,
             values=lambda call: {**_sums(call), **_tables(call), "outbox": half(call.ctx.capacity)},
-            epoch=epoch,
+            epoch=staged_epoch,
         ),
     ),
     default=default,
-    inbox=lambda segment, world, heap_bytes: inbox(2 * segment, world, heap_bytes),  # half is to put from
+    torch="reduce_scatter_tensor",
+    capacity=lambda segment, world: 2 * segment,  # half is to put from
     adjoint="all_gather",
     reduces=True,
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from tdcoll.collectives.all_gather import exchange_counted
+from tdcoll.collectives.all_gather import counted_launches, exchange_counted
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.sparse_all_reduce import (
     kernels_lists,
@@ -47,13 +47,14 @@ class _Kind:
 
     Attributes:
         algorithm, too_wide, tiles, lists: as in :class:`Call`.
+        loaded: whether the kernels are.
         arguments: of all kernels, by the names of their parameters, as far as they are the same.
         seed: of the signature.
     """
 
     def __init__(self, ctx: SparseContext, rows: Rows, op: str, wanted: str, dense_allowed: bool) -> None:
         dtype = rows.values.dtype
-        self.too_wide = rows.row_bytes > ctx.max_row_bytes
+        self.too_wide, self.loaded = rows.row_bytes > ctx.max_row_bytes, False
         self.algorithm = _choose(ctx, rows, wanted, dense_allowed, None)
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.seed = zlib.crc32(repr((rows.num_rows, rows.shape, str(dtype), op, wanted, dense_allowed)).encode())
@@ -120,7 +121,7 @@ class Call:
         op = operation_name(op)
         self.ctx, self.rows, self.op, self.wanted = ctx, rows, op, algorithm
         self._dense_allowed = _process_group(ctx) is not None
-        kind = _kind(ctx, rows, op, algorithm, self._dense_allowed)
+        self._kind = kind = _kind(ctx, rows, op, algorithm, self._dense_allowed)
         self.algorithm, self.too_wide, self.tiles, self.lists = kind.algorithm, kind.too_wide, kind.tiles, kind.lists
         self.directory = directory = ctx.directory(rows.num_rows)
         # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
@@ -152,6 +153,27 @@ class Call:
         return self.too_wide or self.algorithm == "dense"
 
     # ------------------------------------------------------------------ launches
+
+    def load(self) -> None:
+        """Compile and load the kernels of such calls, PyTorch's among them, and launch none that a peer notices.
+
+        CUDA loads a kernel only while none is running, see :meth:`~tdcoll.CollectiveContext.wait_for_loads`.
+        """
+        if self._kind.loaded:
+            return
+        launcher = self.ctx.launch
+        launcher.only_loads = True
+        try:
+            self.match()
+            if self.algorithm == "gather":
+                self._merge()
+            else:
+                self.reduce()
+            if self.algorithm == "dense":
+                self._combine(self.ctx.stage_address, everything=True)
+        finally:
+            launcher.only_loads = False
+        self._kind.loaded = True
 
     def launch(self, kernel: Any, programs: int | tuple[int, int], **more: Any) -> None:
         """Launch ``kernel`` with what this call knows, and ``more``; constants are named in capitals."""
@@ -187,9 +209,13 @@ class Call:
             self.launch(kernels_lists.write_list, blocks, ids=ids, totals=totals, row_bytes=row_bytes, BLOCK=_IDS_BLOCK)
         if with_rows:
             self._combine(0, everything=True)
-        ctx.exchanges += 1
-        if ctx.world_size > 1:
-            exchange_counted(ctx.collective, self.lists.data_ptr(), 8 * self.lists.shape[1])
+        nbytes = 8 * self.lists.shape[1]
+        if ctx.launch.only_loads:
+            counted_launches(ctx.collective, nbytes)
+        else:
+            ctx.exchanges += 1
+            if ctx.world_size > 1:
+                exchange_counted(ctx.collective, self.lists.data_ptr(), nbytes)
         self.directory.build(self.lists, self._signature, rows.num_rows)
 
     def _combine(self, target: int, everything: bool) -> None:

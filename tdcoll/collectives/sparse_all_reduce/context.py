@@ -298,9 +298,8 @@ class SparseContext:
     def directory(self, num_rows: int) -> Directory:
         """Where ids of a table of ``num_rows`` are matched."""
         if self._directory is None:
-            self._directory = Directory(
-                self.world_size, self.max_rows_per_rank, num_rows, self.max_union_rows, self.device
-            )
+            sizes = self.world_size, self.max_rows_per_rank, num_rows, self.max_union_rows
+            self._directory = Directory(*sizes, self.device, launch=self.launch)
         self._directory.prepare(num_rows)
         return self._directory
 

@@ -88,11 +88,15 @@ def _calling(
                     f"{operation}: rows that are reduced must not lie in the memory of the context that reduces them, "
                     "as results of copy=False do; clone() them"
                 )
+        if ctx.collective.loads_together:
+            Call(ctx, rows, op, algorithm).load()
         return rows
 
     agree = {"op": operation_name(op), "algorithm": algorithm, **facts}
     alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)  # what the lists of all ranks show
     with ctx.collective.calling(operation, agree, checked, alike) as rows:
+        kind = rows.num_rows, rows.shape, rows.values.dtype, agree["op"], algorithm  # the same on all ranks
+        ctx.collective.wait_for_loads(operation, kind)
         ctx.calls += 1
         yield rows
 

@@ -29,7 +29,7 @@ import triton.runtime.interpreter as triton_interpreter
 
 from tdcoll import runtime
 from tdcoll.errors import HeapExhaustedError, TdcollError
-from tdcoll.runtime.control import ControlPlane, all_equal
+from tdcoll.runtime.control import ControlPlane, require_equal
 from tdcoll.runtime.simulator.interpreter import Installed
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.memory import Memory, MemoryView, aligned
@@ -99,7 +99,8 @@ class ProcessHeap(MemoryView):
         self, *, pe: int, n_pes: int, nbytes: int, control: ControlPlane, timeout_s: float, puts: bool = True
     ) -> None:
         everyone = range(n_pes)
-        all_equal(control, everyone, "the size of the symmetric heap", nbytes)
+        what = "the size of the symmetric heap"
+        require_equal(control.all_gather(everyone, what, nbytes), everyone, what)
         block = aligned(nbytes)
         header = -(-8 * _LINE_WORDS * n_pes * len(_BARRIERS) // mmap.PAGESIZE) * mmap.PAGESIZE
         total = header + block * n_pes

@@ -22,7 +22,7 @@ MOST = 5
 
 
 def files_entered(call: Callable[[], Any]) -> list[str]:
-    """Return the package's files that ``call`` enters, down to the launch; what follows is the simulator's."""
+    """Return the package's files that ``call`` enters down to the launch, which the simulator would take further."""
     found: list[str] = []
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

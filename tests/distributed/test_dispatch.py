@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which side serves a call, and the short way of calls like earlier ones; with stand-ins for sides and for a GPU."""
+"""Who handles a call, and the fast path of repeated calls; with stand-ins for handlers and for a GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tdcoll.distributed import Options
 from tdcoll.distributed.call import Call
+from tdcoll.distributed.dispatch import Dispatcher, _Known
 from tdcoll.distributed.fallback import Fallback
-from tdcoll.distributed.service import Dense
-from tdcoll.distributed.sides import Sides
 
 
 @pytest.fixture
@@ -41,9 +40,9 @@ def cuda(monkeypatch) -> Any:
         device = torch.device("cuda", device_index)
         return SimpleNamespace(stream_id=stream_id, device_index=device_index, device_type=device_type, device=device)
 
-    def at_once(*tensors: Any) -> bool:
+    def again(context: Any, ready: Any, tensor: torch.Tensor, out: torch.Tensor) -> Any:
         told.append("launch")
-        return True
+        return out
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: gpu.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (gpu.current, index, 1), raising=False)
@@ -52,10 +51,12 @@ def cuda(monkeypatch) -> Any:
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr("tdcoll.work._current", None)
-    gpu.sides = Sides.__new__(Sides)
-    gpu.sides.device = torch.device("cuda", 0)
-    gpu.service = SimpleNamespace(stream=stream(5), before=None, events=[], at_once=at_once)
-    gpu.call = lambda: gpu.sides._at_once_beside(gpu.service, torch.empty(1), torch.empty(1), None)
+    gpu.dispatcher = Dispatcher.__new__(Dispatcher)
+    gpu.dispatcher.device = torch.device("cuda", 0)
+    gpu.handler = SimpleNamespace(stream=stream(5), before=None, events=[])
+    monkeypatch.setattr("tdcoll.distributed.dispatch.again", again)
+    gpu.beside = lambda out, tensor: gpu.dispatcher._again_beside(gpu.handler, None, None, out, tensor)
+    gpu.call = lambda: gpu.beside(torch.empty(1), torch.empty(1))
     return gpu
 
 
@@ -63,7 +64,7 @@ BESIDE = ["event 1 on {0}", "5 waits for event 1", "5 is current", "launch", "{0
 """A call on a stream of its own queues this before it records an event there."""
 
 
-def test_the_short_way_of_asynchronous_calls(cuda) -> None:
+def test_the_fast_path_of_asynchronous_calls(cuda) -> None:
     """Behind the caller's stream, on its own, with the caller's stream the current one again; events are used anew."""
     for current in (7, 8, 8, 0):
         cuda.current = current
@@ -81,10 +82,10 @@ def test_the_short_way_of_asynchronous_calls(cuda) -> None:
         work.wait()
 
 
-def test_the_short_way_keeps_tensors_until_somebody_waits(cuda) -> None:
+def test_the_fast_path_keeps_tensors_until_somebody_waits(cuda) -> None:
     out, tensor = torch.empty(1), torch.empty(1)
     there = weakref.ref(tensor)
-    work = cuda.sides._at_once_beside(cuda.service, out, tensor, None)
+    work = cuda.beside(out, tensor)
     del tensor
     assert there() is not None
     work.wait()
@@ -92,7 +93,7 @@ def test_the_short_way_keeps_tensors_until_somebody_waits(cuda) -> None:
     assert work.result() == [out]
 
 
-def test_the_short_way_is_not_taken(cuda) -> None:
+def test_the_fast_path_is_not_taken(cuda) -> None:
     """From another device, since setting a stream sets the device, and where a graph is captured."""
     for cuda.device, cuda.capturing in ((1, False), (0, True)):
         assert cuda.call() is None
@@ -103,62 +104,78 @@ def test_the_short_way_is_not_taken(cuda) -> None:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("of the driver")])
-def test_the_short_way_leaves_the_current_stream(error: Exception | None, cuda) -> None:
-    def at_once(*tensors: Any) -> bool:
+def test_the_fast_path_leaves_the_current_stream(error: Exception | None, cuda, monkeypatch) -> None:
+    def again(*given: Any) -> None:
         cuda.told.append("launch")
         if error is not None:
             raise error
-        return False
 
-    cuda.service.at_once = at_once
+    monkeypatch.setattr("tdcoll.distributed.dispatch.again", again)
     with contextlib.nullcontext() if error is None else pytest.raises(RuntimeError, match="of the driver"):
         assert cuda.call() is None
     assert cuda.told == [line.format(7) for line in BESIDE]
 
 
-@pytest.mark.parametrize("what", ["job", "job closed", "closed", "coalescing"])
-def test_no_short_way_when_something_is_in_the_way(what: str) -> None:
-    sides = Sides.__new__(Sides)
-    job: Any = None if what == "job" else SimpleNamespace(closed=what == "job closed")
-    sides._job, sides._closed, sides.coalescing = job, what == "closed", what == "coalescing"
+def group_that_knows_a_call(monkeypatch: Any, told: list[str]) -> tuple[Dispatcher, Any]:
+    """A group on CPUs, and what it knows of a call."""
+
+    def again(context: Any, ready: Any, tensor: torch.Tensor, out: torch.Tensor) -> Any:
+        told.append("launch")
+        return out
+
+    monkeypatch.setattr("tdcoll.distributed.dispatch.again", again)
+    dispatcher, context = Dispatcher.__new__(Dispatcher), object()
+    queue = SimpleNamespace(drain=lambda: told.append("drain"), calls_back=False, unfinished=0)
+    lane, pool = SimpleNamespace(queue=queue), SimpleNamespace(context=context)
+    service: Any = SimpleNamespace(check=lambda: told.append("check"), lane=lane, pool=pool)
+    dispatcher.job, dispatcher._closed, dispatcher.coalescing, dispatcher._on_cpu = (
+        SimpleNamespace(closed=False),
+        False,
+        False,
+        True,
+    )  # type: ignore[assignment]
+    dispatcher.handlers = {"all_gather": service}
+    return dispatcher, _Known(("all_gather", "tdcoll", ""), object(), context)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["no job", "job closed", "closed", "coalescing", "a larger context"])
+def test_no_fast_path_when_something_is_in_the_way(what: str, monkeypatch) -> None:
+    dispatcher, known = group_that_knows_a_call(monkeypatch, told := [])
+    if what == "no job":
+        dispatcher.job = None
+    elif what == "job closed":
+        dispatcher.job.closed = True
+    elif what == "a larger context":
+        dispatcher.handlers["all_gather"].pool.context = object()
+    dispatcher._closed, dispatcher.coalescing = what == "closed", what == "coalescing"
     for asynchronous in (False, True):
-        assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, asynchronous) is None
+        assert dispatcher._again(known, torch.empty(1), torch.empty(1), asynchronous) is None
+    assert told == []
 
 
-def test_the_short_way_on_cpus_comes_after_the_queues_calls() -> None:
-    told: list[str] = []
-    queue = SimpleNamespace(drain=lambda: told.append("drain"), calls_back=False)
-    service = SimpleNamespace(
-        at_once=lambda *of: not told.append("launch"),
-        check=lambda: told.append("check"),
-        lane=SimpleNamespace(queue=queue),
-    )
-    sides = Sides.__new__(Sides)
-    sides._job, sides._closed, sides.coalescing, sides._on_cpu = SimpleNamespace(closed=False), False, False, True  # type: ignore[assignment]
-    sides.services = {"all_gather": service}  # type: ignore[dict-item]
-    assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, False).is_completed()
-    assert told == ["drain", "launch", "check"]
-    assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, True) is None
+def test_the_fast_path_on_cpus_comes_after_the_queues_calls(monkeypatch) -> None:
+    dispatcher, known = group_that_knows_a_call(monkeypatch, told := [])
+    queue = dispatcher.handlers["all_gather"].lane.queue
+    for queue.unfinished, expected in ((0, ["launch", "check"]), (1, ["drain", "launch", "check"])):
+        assert dispatcher._again(known, torch.empty(1), torch.empty(1), False).is_completed()
+        assert told == expected
+        told.clear()
+    assert dispatcher._again(known, torch.empty(1), torch.empty(1), True) is None
     queue.calls_back = True  # a callback's call must not wait for what it holds up
-    assert sides._at_once("all_gather", torch.empty(1), torch.empty(1), None, False) is None
+    assert dispatcher._again(known, torch.empty(1), torch.empty(1), False) is None
+    assert told == []
 
 
-def test_an_operation_that_tdcoll_lacks_has_no_short_way() -> None:
-    collective = SimpleNamespace(at_once=lambda *of: pytest.fail("it was asked"))
-    service: Any = SimpleNamespace(pool=SimpleNamespace(context="a context"), collective=collective)
-    assert Dense.at_once(service, torch.empty(1), torch.empty(1), "RedOpType.BAND") is False
-
-
-def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Sides:
+def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Dispatcher:
     """A group whose tdcoll never serves what is large, a product or of fp64, and says ``now`` when it is prepared."""
     agreed: Any = SimpleNamespace(kinds=("all_gather", "all_reduce"), reason="")
     about: dict[str, Any] = {
         "name": "0",
         "rank": 0,
-        "members": (0, 1),
-        "fallback": Fallback(None, {"cpu": "gloo"}, None),
+        "ranks": (0, 1),
+        "fallback": Fallback(None, {"cpu": "gloo"}),
     }  # type: ignore[arg-type]
-    sides = Sides(None, agreed, Options(), timeout_s=1, **about)
+    dispatcher = Dispatcher(None, agreed, Options(), timeout_s=1, **about)
 
     def never(kind: str, call: Call) -> str | None:
         tensor, out = call.inputs[0], call.outs[0]
@@ -169,29 +186,28 @@ def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | Non
             return "never"
         return "too large" if max(tensor.shape[0], out.shape[0]) > 8 else None
 
-    monkeypatch.setattr(sides, "_never", never)
-    lane = SimpleNamespace(queue=SimpleNamespace(calls_back=False))
+    monkeypatch.setattr(dispatcher, "_unsupported", never)
+    lane = SimpleNamespace(queue=SimpleNamespace(calls_back=False, drain=lambda: None))
     service = SimpleNamespace(
-        lane=lane, waits=False, setting=SimpleNamespace(debug=False), check_call=lambda call: None
+        lane=lane, waits=False, blocks=False, members=SimpleNamespace(debug=False), check_call=lambda call: None
     )
-    sides.services = dict.fromkeys(agreed.kinds, service)  # type: ignore[arg-type]
-    monkeypatch.setattr(sides, "_standing", lambda: None)
-    monkeypatch.setattr(sides, "_prepare", lambda kind, call: now.pop(0))
-    monkeypatch.setattr(sides, "serve", lambda kind, call, asynchronous: "served")
-    monkeypatch.setattr(sides.fallback, "start", lambda kind, device, call: call())
-    return sides
+    dispatcher.handlers = dict.fromkeys(agreed.kinds, service)  # type: ignore[arg-type]
+    monkeypatch.setattr(dispatcher, "_obstacle", lambda: None)
+    monkeypatch.setattr(dispatcher, "_prepare", lambda kind, call: now.pop(0))
+    monkeypatch.setattr(dispatcher, "handle", lambda kind, call, **how: "served")
+    return dispatcher
 
 
-def call_one(sides: Sides, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
-    return sides.call_one("all_gather", out, tensor, op, False, lambda group, call: "handed over")
+def call_one(dispatcher: Dispatcher, tensor: torch.Tensor, out: torch.Tensor, op: str | None = None) -> Any:
+    return dispatcher.call_one("all_gather", out, tensor, op, False, lambda group, call: "handed over")
 
 
 def test_a_call_like_one_that_was_handed_over_is_handed_over_at_once(monkeypatch) -> None:
     asked: list[Any] = []
-    sides = sides_that_are_asked(monkeypatch, asked, [])
-    assert [call_one(sides, torch.empty(8), torch.empty(16)) for _ in range(3)] == ["handed over"] * 3
+    dispatcher = sides_that_are_asked(monkeypatch, asked, [])
+    assert [call_one(dispatcher, torch.empty(8), torch.empty(16)) for _ in range(3)] == ["handed over"] * 3
     assert asked == [((8,), (16,), None)]
-    assert sides.counts == {("all_gather", "gloo", "too large"): 3}
+    assert dispatcher.counts == {("all_gather", "gloo", "too large"): 3}
 
 
 @pytest.mark.parametrize(
@@ -209,32 +225,32 @@ def test_a_call_like_one_that_was_handed_over_is_handed_over_at_once(monkeypatch
 )
 def test_a_call_that_is_never_served_says_nothing_of_another(wrong: Any, op: str | None, monkeypatch) -> None:
     """On one rank it may have been a mistake, which the other ranks have not made."""
-    sides = sides_that_are_asked(monkeypatch, [], [None])
-    assert call_one(sides, *wrong(), op) == "handed over"
-    assert call_one(sides, torch.empty(4), torch.empty(8)) == "served"
+    dispatcher = sides_that_are_asked(monkeypatch, [], [None])
+    assert call_one(dispatcher, *wrong(), op) == "handed over"
+    assert call_one(dispatcher, torch.empty(4), torch.empty(8)) == "served"
 
 
 def test_what_is_in_the_way_for_now_is_not_remembered(monkeypatch) -> None:
     now: list[str | None] = ["inside of a coalescing block", None]
-    sides = sides_that_are_asked(monkeypatch, [], now)
-    assert [call_one(sides, torch.empty(4), torch.empty(8)) for _ in range(2)] == ["handed over", "served"]
+    dispatcher = sides_that_are_asked(monkeypatch, [], now)
+    assert [call_one(dispatcher, torch.empty(4), torch.empty(8)) for _ in range(2)] == ["handed over", "served"]
     assert now == []
 
 
 def test_shapes_that_cannot_be_remembered(monkeypatch) -> None:
     """A nested tensor has none, and a symbolic one is no key of a dictionary."""
-    sides = sides_that_are_asked(monkeypatch, [], [])
-    monkeypatch.setattr(sides, "_never", lambda kind, call: "never")
+    dispatcher = sides_that_are_asked(monkeypatch, [], [])
+    monkeypatch.setattr(dispatcher, "_unsupported", lambda kind, call: "never")
     symbolic = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(5, 7), static_shapes=False)
     for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), symbolic):
-        assert [call_one(sides, tensor, tensor) for _ in range(2)] == ["handed over"] * 2
-    assert sides.counts == {("all_gather", "gloo", "never"): 4}
+        assert [call_one(dispatcher, tensor, tensor) for _ in range(2)] == ["handed over"] * 2
+    assert dispatcher.counts == {("all_gather", "gloo", "never"): 4}
 
 
 def test_few_calls_are_remembered(monkeypatch) -> None:
     asked: list[Any] = []
-    sides = sides_that_are_asked(monkeypatch, asked, [])
-    monkeypatch.setattr("tdcoll.distributed.sides._MOST_KNOWN", 2)
+    dispatcher = sides_that_are_asked(monkeypatch, asked, [])
+    monkeypatch.setattr("tdcoll.distributed.dispatch._MOST_KNOWN", 2)
     for n in (9, 10, 9, 10, 11, 9):  # 11 makes it forget the others
-        call_one(sides, torch.empty(n), torch.empty(n))
+        call_one(dispatcher, torch.empty(n), torch.empty(n))
     assert [shape for (shape,), *_ in asked] == [9, 10, 11, 9]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of call that tdcoll handles for ``torch.distributed``: one object for each kind and group.
+"""Handlers: for each kind of call and group, an object that makes such calls with tdcoll's kernels.
 
-A :class:`Service` refuses a call or says nothing, prepares it (contexts, which the ranks make together), runs it, and
-describes itself. Everything else is the same for all kinds and stands once, in :mod:`tdcoll.distributed.sides`: who
-makes a refused call, streams, asynchronous calls, counting, words. Dense collectives are told apart by their specs.
+A :class:`Handler` refuses a call or returns None, prepares it (contexts, which the ranks make together), runs it, and
+describes itself. :mod:`tdcoll.distributed.dispatch` does everything that is the same for all kinds: it picks the
+implementation and the stream, queues asynchronous calls, and counts. Dense collectives differ by their specs.
 
-A call is refused only from facts that are the same on all ranks, in the order of the calls.
+A handler refuses a call only because of facts that are the same on all ranks, in the order of the calls.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -21,13 +21,14 @@ from tdcoll.collectives._host.launches import is_prepared
 from tdcoll.collectives._host.pool import Pool
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.distributed.call import Call, check_pieces, write
-from tdcoll.distributed.work import Queue
+from tdcoll.distributed.options import Options
+from tdcoll.distributed.queues import Queue
 from tdcoll.gate import compare, debugging
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import ControlPlane
 
-__all__ = ["Barrier", "Dense", "Lane", "Service", "Setting"]
+__all__ = ["Barrier", "Dense", "Handler", "Lane", "Members"]
 
 PACKED_BYTES = 256 << 10
 """Several tensors of one call are packed for one launch up to so many bytes in all: a copy costs less than a launch."""
@@ -36,67 +37,46 @@ PACKED_BYTES = 256 << 10
 class Lane:
     """The queue of the calls that use one context, in the order in which they are issued.
 
-    The calls of other lanes do not wait for them: ranks may issue calls of two lanes in different orders.
-
-    Args:
-        control: numbers the exchanges of this lane for themselves.
+    Calls of different lanes don't wait for each other, so ranks may issue them in different orders.
 
     Attributes:
         queue: makes asynchronous calls that wait on the host.
-        control: as given.
+        control: numbers the exchanges of this lane.
     """
 
     def __init__(self, control: ControlPlane) -> None:
         self.queue, self.control = Queue(), control
 
 
-class Setting:
-    """The job, the ranks and the limits that the services of a group share.
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a process group, and what its handlers share.
 
     Attributes:
-        job: the job that the group's ranks have joined.
+        job: that the ranks have joined.
         ranks: global ranks, in the order of the group.
         timeout_s: deadline of waits in kernels, seconds.
-        programs: the most programs of a launch.
-        limits: the most bytes of a call, by kind; see ``Options.max_bytes_per_rank``.
-        token: names the group, the same on all of its ranks and different from that of every other group.
+        options: of the group.
         debug: whether the ranks compare each call, as ``TDCOLL_DEBUG`` asks for.
-        services: the services of the group, by kind.
     """
 
-    def __init__(
-        self,
-        job: Runtime,
-        ranks: Sequence[int],
-        *,
-        timeout_s: float,
-        programs: int,
-        limits: dict[str, int],
-        token: str = "",
-    ) -> None:
-        self.job, self.ranks, self.timeout_s = job, tuple(ranks), timeout_s
-        self.programs, self.limits, self._token = programs, limits, token
-        self.debug = debugging()
-        self.services: dict[str, Service] = {}
-        self._lanes: dict[str, Lane] = {}
-
-    def lane(self, kind: str) -> Lane:
-        """Return the lane of a kind of call. In debug mode, which compares the order of calls, it is one for all."""
-        kind = "" if self.debug else kind
-        if kind not in self._lanes:
-            self._lanes[kind] = Lane(self.job.control.part(f"{self._token}/{kind}"))
-        return self._lanes[kind]
+    job: Runtime
+    ranks: tuple[int, ...]
+    timeout_s: float
+    options: Options
+    debug: bool = field(default_factory=debugging)
 
 
-class Service(ABC):
-    """One kind of call of one group.
+class Handler(ABC):
+    """Makes one kind of call of one group.
 
     Attributes:
-        kind: its name, in options and words.
-        alone: whether a group of one rank is served, too.
-        waits: whether a call waits on the host, so that an asynchronous one is made by a queue.
+        kind: its name, in options and messages.
+        alone: whether it handles groups of one rank, too.
+        waits: whether a call waits on the host, so that a queue has to make asynchronous ones.
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
-        lane: what its calls pass, in the order in which they are issued.
+        members: of the group.
+        lane: of its calls.
         stream: CUDA stream of asynchronous calls; made with the first.
         before: event that the stream waits for before each call.
         events: free events, which works take and give back.
@@ -107,15 +87,11 @@ class Service(ABC):
     waits: ClassVar[bool] = False
     blocks: ClassVar[bool] = False
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.lane = self._lane()
+    def __init__(self, members: Members, lane: Lane) -> None:
+        self.members, self.lane = members, lane
         self.stream: Any = None
         self.before: Any = None
         self.events: list[Any] = []
-
-    def _lane(self) -> Lane:
-        return self.setting.lane(self.kind)
 
     @abstractmethod
     def refuse(self, call: Call) -> str | None:
@@ -149,7 +125,7 @@ class Service(ABC):
             self.check_call(call)
         except (TypeError, ValueError) as error:
             problem = error
-        compare(self.setting.job, self.setting.ranks, self.kind, self.facts(call), problem)
+        compare(self.members.job, self.members.ranks, self.kind, self.facts(call), problem)
 
     def loaded(self, call: Call) -> bool:
         """Return whether nothing has to be compiled or loaded before the call is launched."""
@@ -180,41 +156,41 @@ class Service(ABC):
         """Free what it holds. Collective."""
 
 
-class Dense(Service):
-    """Calls of one dense collective, with a context of their own that grows.
+class Dense(Handler):
+    """Makes the calls of one dense collective, on a context that grows.
 
     Args:
-        setting: of the group.
+        members, lane: see :class:`Handler`.
         spec: the collective.
 
     Attributes:
-        limit: the most bytes of a segment that is handled.
+        limit: the largest segment that it handles, in bytes.
         pool: the context.
     """
 
-    def __init__(self, setting: Setting, spec: Collective) -> None:
-        self.kind = spec.name
-        super().__init__(setting)
-        self.spec, self.limit = spec, setting.limits[spec.name]
+    def __init__(self, members: Members, lane: Lane, spec: Collective) -> None:
+        super().__init__(members, lane)
+        self.kind, self.spec = spec.name, spec
+        self.limit = members.options.limits()[spec.name]
         self.pool = Pool(
-            setting.job,
-            setting.ranks,
+            members.job,
+            members.ranks,
             self.kind,
             limit=self._inbox(self.limit),
-            timeout_s=setting.timeout_s,
+            timeout_s=members.timeout_s,
             lamport_bytes=None if spec.reduces else 0,
-            programs=setting.programs,
+            programs=members.options.programs,
         )
 
     def _inbox(self, segment: int) -> int:
         """Return the bytes per rank that a context needs for a call."""
-        return self.spec.inbox(segment, len(self.setting.ranks), self.setting.job.heap.nbytes)
+        return self.spec.inbox(segment, len(self.members.ranks), self.members.job.heap.nbytes)
 
     def _segments(self, call: Call) -> list[int]:
         """Return the bytes of a segment of each part of the call."""
         if call.pieces:
             return [max(piece.nbytes for piece in call.pieces)]
-        return [self.spec.segment_bytes(tensor.nbytes, len(self.setting.ranks)) for tensor in call.inputs]
+        return [self.spec.segment_bytes(tensor.nbytes, len(self.members.ranks)) for tensor in call.inputs]
 
     def facts(self, call: Call) -> dict[str, Any]:
         strided = all(tensor.layout == torch.strided and not tensor.is_nested for tensor in call.touched)
@@ -240,7 +216,7 @@ class Dense(Service):
         return None if self.pool.prepare(nbytes) else self.pool.problem
 
     def check_call(self, call: Call) -> None:
-        world, spec, device = len(self.setting.ranks), self.spec, call.device
+        world, spec, device = len(self.members.ranks), self.spec, call.device
         if not call.outs and call.inputs:  # into a list
             self._check_list(call)
         for out, tensor in zip(call.outs, call.inputs, strict=bool(call.outs)):
@@ -258,8 +234,8 @@ class Dense(Service):
 
     def _check_list(self, call: Call) -> None:
         (tensor,), pieces = call.inputs, call.pieces
-        check_pieces(call, len(self.setting.ranks))
-        own = pieces[self.setting.ranks.index(self.setting.job.rank)]
+        check_pieces(call, len(self.members.ranks))
+        own = pieces[self.members.ranks.index(self.members.job.rank)]
         if any(_kind(piece) != _kind(tensor) for piece in pieces) or own.numel() != tensor.numel():
             raise ValueError(
                 f"{self.kind}: all tensors must be {tensor.dtype} on {tensor.device}, and the input ({tensor.numel()} "
@@ -298,14 +274,14 @@ class Dense(Service):
         if tensor.numel() != most:
             own = tensor.new_empty(most)
             own[: tensor.numel()] = tensor.reshape(-1)
-        out = tensor.new_empty((len(self.setting.ranks), most))
+        out = tensor.new_empty((len(self.members.ranks), most))
         self._launch(out, own, None)
         for piece, row in zip(pieces, out, strict=True):
             write(piece, row[: piece.numel()].view(piece.shape))
 
     def _run_packed(self, call: Call) -> None:
         """Make a call of several tensors with one launch: the segments for a rank follow each other."""
-        world, spec = len(self.setting.ranks), self.spec
+        world, spec = len(self.members.ranks), self.spec
         rows = (world, -1) if spec.scatters else (-1,)
         given = torch.cat([tensor.reshape(rows) for tensor in call.inputs], -1)
         made = given
@@ -351,19 +327,15 @@ class Dense(Service):
         self.pool.close()
 
 
-class Barrier(Service):
-    """Barriers: all-gathers of nothing. They are behind the group's all-gathers, as they are behind everything."""
+class Barrier(Handler):
+    """Barriers: all-gathers of no bytes, on the lane and the context of the group's all-gathers."""
 
     kind = "barrier"
     blocks = True
 
-    def _lane(self) -> Lane:
-        return self._gathers.lane
-
-    @property
-    def _gathers(self) -> Dense:
-        services = self.setting.services.values()
-        return next(service for service in services if isinstance(service, Dense) and not service.spec.reduces)
+    def __init__(self, members: Members, gathers: Dense) -> None:
+        super().__init__(members, gathers.lane)
+        self._gathers = gathers
 
     def refuse(self, call: Call) -> str | None:
         return None

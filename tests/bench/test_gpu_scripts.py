@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/gpu/measure.py: its commands, which are given to machines with GPUs, are ones that there are; jobs end."""
+"""Scripts of tests/gpu, which are given to machines with GPUs: the commands of measure.py are ones that there are, and
+its jobs end; the columns of backend_calls.py are named after the programs that the launches had."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
+import importlib
 import re
 import shlex
 import signal
@@ -13,20 +14,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tdcoll.__main__ import main
 from tdcoll.bench import case, sparse_all_reduce, tune
+from tdcoll.distributed.handlers import Dense
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("measure", ROOT / "tests" / "gpu" / "measure.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-measure: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["measure"] = measure
-SPEC.loader.exec_module(measure)
+sys.path.append(str(ROOT / "tests" / "gpu"))
+measure: Any = importlib.import_module("measure")
+backend_calls: Any = importlib.import_module("backend_calls")
 
 
 @functools.cache
@@ -83,25 +83,19 @@ def test_heaps_differ_in_the_heap_alone(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(one[1:-1] == other[1:-1] for one, other in zip(lines[::2], lines[1::2], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
+def test_a_wrong_command_line(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure, "_gpus", lambda: iter(()))
+    for wrong, said in (
         (["FOLDER", "gather"], "invalid choice: 'gather'"),
         (["--nproc", "2", "FOLDER", "tune"], "--nproc: expected at least 1 and at most the 0 GPUs of this host; got 2"),
         (["FOLDER", "tune"], "the 0 GPUs of this host; got 0"),
         (["--dry-run", "--nproc", "0", "FOLDER", "tune"], "got 0"),
         (["--limit", "soon", "FOLDER", "tune"], "--limit"),
-    ],
-)
-def test_a_wrong_command_line(
-    wrong: list[str], said: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(measure, "_gpus", lambda: iter(()))
-    with pytest.raises(SystemExit) as ended:
-        measure.main([word.replace("FOLDER", str(tmp_path / "made")) for word in wrong])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "made").exists()
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            measure.main([word.replace("FOLDER", str(tmp_path / "made")) for word in wrong])
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "made").exists()
 
 
 @pytest.fixture
@@ -115,9 +109,7 @@ def _handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_handlers")
-def test_a_job_that_takes_too_long_ends_with_all_that_it_has_started(
-    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_takes_too_long_ends_with_all_it_has_started(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """It may write what it has; the next job runs, and the exit status tells."""
     writes = "import sys, time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open(sys.argv[1], 'w').write('rows')"
     starts = "import subprocess, sys\njob = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])\n"
@@ -137,3 +129,49 @@ def test_a_job_that_takes_too_long_ends_with_all_that_it_has_started(
     said = capsys.readouterr().out
     assert re.sub(r"\d+ s$", "s", said, flags=re.MULTILINE).split("\n")[0] == "long-1xH200: status 124, s"
     assert "calls-1xH200: status 3" in said
+
+
+class Group:
+    """A process group whose context is made in its first call, and gets a third of the programs that are left."""
+
+    left = 92
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted, self.context = wanted, None
+
+    def call(self) -> None:
+        if self.context is None:
+            granted = min(self.wanted, Group.left // 3)
+            Group.left -= granted
+            self.context = SimpleNamespace(max_bytes_per_rank=1 << 20, max_programs=granted)
+
+    def explain(self) -> str:
+        service = SimpleNamespace(pool=SimpleNamespace(context=self.context), limit=4096)
+        idle = SimpleNamespace(pool=SimpleNamespace(context=None), limit=4096)
+        said = {"all_gather": Dense.describe(service), "all_reduce": Dense.describe(idle)}  # type: ignore[arg-type]
+        return "\n".join(f"  {kind}: tdcoll; {text}" for kind, text in said.items())
+
+
+def test_columns_are_named_after_the_granted_programs(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(Group, "left", 92)
+    dist = SimpleNamespace(
+        new_group=lambda backend, pg_options: Group(pg_options.programs),
+        destroy_process_group=lambda group: None,
+        get_rank=lambda: 0,
+    )
+    monkeypatch.setattr(backend_calls, "dist", dist)
+    monkeypatch.setattr(backend_calls, "explain", Group.explain)
+    monkeypatch.setattr(backend_calls, "PLAIN", SimpleNamespace(call=lambda: None))
+    monkeypatch.setattr(backend_calls, "call_of", lambda kind, nbytes, group: group.call)
+    monkeypatch.setattr(backend_calls, "captured", lambda call: call())
+    monkeypatch.setattr(backend_calls, "device_us", lambda graph: 1.0)
+    (row,) = backend_calls.device_rows(["all_gather"], [4096], [32, 64, 128])
+    names = ["tdcoll 30 (of 32)", "tdcoll 20 (of 64)", "tdcoll 14 (of 128)"]
+    assert list(row["us"]) == ["nccl", *names]
+    assert list(row["explain"]) == names
+    shown = capsys.readouterr().out
+    assert all(f"{name} 1.0 [1.0, 1.0]" in shown for name in names)
+
+
+def test_a_group_that_serves_nothing_has_a_column_too() -> None:
+    assert backend_calls.column(32, Group(32).explain()) == "tdcoll none (of 32)"

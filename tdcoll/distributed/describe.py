@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tdcoll import arguments
 from tdcoll.distributed.backend import TdcollProcessGroup
+from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.options import KINDS, SERVES
-from tdcoll.distributed.sides import Sides
 
 __all__ = ["explain"]
 
@@ -35,23 +35,23 @@ def explain(group: Any = None) -> str:
     arguments.instance("group", group, dist.ProcessGroup, "a process group or None")
     if isinstance(group, TdcollProcessGroup):
         heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"
-        return "\n".join([heading, *_lines(group.sides)])
+        return "\n".join([heading, *_lines(group.dispatcher)])
     return f"process group {group.group_name}: backend {dist.get_backend(group)}; tdcoll serves none of its calls"
 
 
-def _lines(sides: Sides) -> Iterator[str]:
-    """Yield what serves which calls, and why; calls so far."""
-    agreed, job = sides.agreed, sides.job
+def _lines(dispatcher: Dispatcher) -> Iterator[str]:
+    """Yield what handles which calls, and why; calls so far."""
+    agreed, job = dispatcher.agreed, dispatcher.job
     if job is not None:
-        where = "simulator" if job.simulated else str(sides.device)
-        yield f"  ranks: {job.topology(sides.members).describe()}, symmetric memory: {where}"
-    yield f"  inner group: {sides.fallback}"
+        where = "simulator" if job.simulated else str(dispatcher.device)
+        yield f"  ranks: {job.topology(dispatcher.ranks).describe()}, symmetric memory: {where}"
+    yield f"  fallback backend: {dispatcher.fallback}"
     for kind in KINDS:
         if kind in agreed.kinds:
-            yield f"  {kind}: tdcoll; {sides.services[kind].describe()}"
+            yield f"  {kind}: tdcoll; {dispatcher.handlers[kind].describe()}"
         else:
-            told = sides.options.serves or os.environ.get(SERVES)
-            yield f"  {kind}: inner group; {agreed.reason or f'told to serve {told}'}"
-    yield "  everything else: inner group"
-    for (kind, side, why), count in sides.counts.items():
-        yield f"  calls so far: {count} {kind} by {side}" + (f" ({why})" if why else "")
+            configured = dispatcher.options.serves or os.environ.get(SERVES)
+            yield f"  {kind}: fallback backend; {agreed.reason or f'configured kinds: {configured}'}"
+    yield "  everything else: fallback backend"
+    for (kind, by, why), count in dispatcher.counts.items():
+        yield f"  calls so far: {count} {kind} by {by}" + (f" ({why})" if why else "")

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-to-all over any nodes: every rank sends its segment for rank p to rank p.
+
+Scope: ranks on several nodes, any number on each; also one node whose ranks can't store to each other's memory. Every
+segment crosses between nodes by itself, which is the least that can be sent. (To collect a node's segments for a rail
+first would make fewer and larger puts, at the price of two more hops inside the nodes.)
+
+Data flow, seen from rank r, whose ``source`` has a segment of ``nbytes`` bytes for each rank, cut into chunks. A
+segment of the window has two halves: the *inbox*, for the rank whose segment it is to fill, and the *outbox*, from
+which this rank puts::
+
+    source[p] --stores--> inbox of window[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
+    source[p] --> outbox of own window[slot, p] --nbi put+signal--> inbox of window[slot, r] on p             all others
+    inbox of window[slot, s] --copy--> out[s], for every other rank s, once its signal is there;  source[r] --> out[r]
+
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
+copies that chunk out.
+
+Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and the
+receiver acquires the signal. The nbi puts read the outbox after the launch has ended, and nothing waits for them. This
+rank writes that outbox next in epoch e + 2, when it is done with e + 1, for which it has heard from every peer; each
+peer had then started e + 1, hence was done with e and had received what was put to it.
+
+Order of thread blocks: first all that put; then chunk by chunk those that store, and those that receive. A sender waits
+for nobody. A receiver waits for a sender of its chunk, which comes before the receivers of that chunk on every rank; so
+any number of resident blocks makes progress.
+"""
+
+import triton.language as tl
+
+from tdcoll.collectives.exchange.kernels_direct import receive_chunk
+from tdcoll.language.jit import jit
+from tdcoll.primitives import puts, stores
+from tdcoll.primitives.group import chunk_bytes, row, segment, start
+
+__all__ = ["all_to_all_puts"]
+
+
+@jit
+def all_to_all_puts(
+    source: tl.int64, out: tl.int64, window, g, routes, source_stride: tl.int64, out_stride: tl.int64,
+    nbytes: tl.int64, outbox: tl.int64, chunk: tl.int64, channels: tl.int32,
+):  # fmt: skip
+    """``[world, nbytes] -> [world, nbytes]`` on any nodes.
+
+    Thread blocks: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``world`` that
+    receive).
+
+    Args: those of ``exchange_direct``, and
+        window: its segments have at least ``outbox + nbytes`` bytes.
+        routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; as local ones those that can be stored to.
+        outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
+        channels: chunks.
+    """
+    putters = routes.n_remote * channels
+    inside = tl.maximum(tl.program_id(0) - putters, 0)
+    per_chunk = routes.n_local + g.world
+    channel = inside // per_chunk
+    given = inside % per_chunk
+    if tl.program_id(0) < putters:
+        channel = tl.program_id(0) // routes.n_remote
+        given = tl.program_id(0) % routes.n_remote - routes.n_remote
+    epoch, alive = start(g)
+    if alive == 0:
+        return
+    offset = tl.cast(channel, tl.int64) * chunk
+    size = chunk_bytes(nbytes, chunk, channel)
+    signal = row(g, epoch, channel) + g.rank
+    if given < 0:
+        remote = routes.ranks + 2 * routes.n_local + routes.n_remote + given
+        to = tl.load(remote)
+        part = source + tl.cast(to, tl.int64) * source_stride + offset
+        pe = tl.load(remote + routes.n_remote)
+        puts.put_staged(to, pe, part, window, g, outbox, offset, size, signal, epoch)
+    elif given < routes.n_local:
+        to = tl.load(routes.ranks + given)
+        part = source + tl.cast(to, tl.int64) * source_stride + offset
+        mine = segment(window, g, epoch, g.rank) + offset
+        stores.push(mine, part, size, tl.load(window.deltas + to), signal, tl.load(g.deltas + to), epoch)
+    else:
+        own = source + tl.cast(g.rank, tl.int64) * source_stride
+        frm = (g.rank + given - routes.n_local) % g.world
+        receive_chunk(frm, channel, own, out, out_stride, window, g, offset, size, epoch)

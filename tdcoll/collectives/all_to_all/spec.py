@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-to-all as the rest of tdcoll sees it: :data:`SPEC`. Calls have no options."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tdcoll.collectives._host.launches import Planned, routes_beside_stores
+from tdcoll.collectives._host.plan import (
+    LL_WORD_BYTES,
+    cut_chunks,
+    cut_words,
+    half,
+    needs_puts,
+    needs_stores,
+    per_segment,
+    staged_epoch,
+)
+from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
+from tdcoll.collectives.all_to_all import kernels_puts
+from tdcoll.collectives.all_to_all.policy import blocks_of_puts, default, needs_words_of_a_node
+from tdcoll.collectives.exchange import kernels_direct, kernels_ll
+
+__all__ = ["SPEC"]
+
+
+def _puts(call: Planned) -> dict[str, Any]:
+    return {"routes": routes_beside_stores(call.ctx, "all_to_all"), "outbox": half(call.ctx.capacity)}
+
+
+SPEC = Collective(
+    name="all_to_all",
+    segments=(WORLD, WORLD),
+    algorithms=(
+        Algorithm(
+            "ll",
+            supports=needs_words_of_a_node,
+            cut=partial(cut_words, algorithm="ll"),
+            kernel=lambda facts: kernels_ll.exchange_ll,
+            blocks=per_segment,
+            values=lambda call: {"BLOCK": call.plan.chunk // LL_WORD_BYTES},
+            words=(LL_WORD_BYTES,),
+        ),
+        Algorithm(
+            "direct",
+            supports=needs_stores,
+            cut=partial(cut_chunks, algorithm="direct"),
+            kernel=lambda facts: kernels_direct.exchange_direct,
+            blocks=per_segment,
+            values=lambda call: {"COUNTED": False},
+            epoch=staged_epoch,
+        ),
+        Algorithm(
+            "1d",
+            supports=needs_puts,
+            cut=partial(cut_chunks, algorithm="1d"),
+            kernel=lambda facts: kernels_puts.all_to_all_puts,
+            blocks=blocks_of_puts,
+            values=_puts,
+            epoch=staged_epoch,
+        ),
+    ),
+    default=default,
+    torch="all_to_all_single",
+    capacity=lambda segment, world: 2 * segment,  # half is to put from
+    adjoint="all_to_all",
+)

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide whether tdcoll's kernels or the fallback backend handle a call of a process group, and make the call there.
+
+The decision uses only facts that are the same on all ranks: the kind of call, device type, dtype, sizes, and what the
+ranks agreed on when they made the group. If this rank alone knows something (its input isn't contiguous, or overlaps
+the output), that costs a copy and never changes the decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import tdcoll
+from tdcoll.capture import capturing
+from tdcoll.collectives._host.call import Ready, again, spec_of
+from tdcoll.context import CollectiveContext
+from tdcoll.distributed.agreement import Agreement
+from tdcoll.distributed.call import Call, is_plain
+from tdcoll.distributed.fallback import Fallback, Start
+from tdcoll.distributed.handlers import Barrier, Dense, Handler, Lane, Members
+from tdcoll.distributed.options import Options
+from tdcoll.distributed.queues import Task, TaskWork
+from tdcoll.distributed.sparse import SparseAllReduce
+from tdcoll.errors import TdcollError
+from tdcoll.limits import COLLECTIVES
+from tdcoll.runtime import Runtime
+from tdcoll.work import CompletedWork, StreamWork, backend_errors, completed, current_stream, error_of, record_stream
+
+__all__ = ["Dispatcher"]
+
+_log = logging.getLogger("tdcoll")
+
+_MOST_KNOWN = 4096
+"""Calls of different sizes that a group remembers at a time."""
+
+
+class _Known(NamedTuple):
+    """What a group remembers about a call.
+
+    Attributes:
+        counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
+        ready: repeats such calls; None if the fallback backend makes them.
+        context: of ``ready``.
+    """
+
+    counted: tuple[str, str, str]
+    ready: Ready | None
+    context: CollectiveContext | None
+
+
+class Dispatcher:
+    """Makes the calls of one process group.
+
+    Args:
+        job: that the ranks have joined; None if tdcoll handles nothing.
+        agreed: the kinds that tdcoll handles.
+        options: of the group.
+        fallback: makes the other calls.
+        name: of the group.
+        rank: in the group.
+        ranks: its global ranks.
+        timeout_s: deadline of waits in kernels, seconds; None for the job's.
+        default: whether it is the default group.
+
+    Attributes:
+        handlers: for each kind of call; empty without a job.
+        device: where tdcoll's memory is; None without a job.
+        coalescing: whether calls belong to a block that the fallback backend launches as one.
+        counts: calls so far, by kind, implementation, and reason.
+        Others: as given.
+    """
+
+    def __init__(
+        self,
+        job: Runtime | None,
+        agreed: Agreement,
+        options: Options,
+        fallback: Fallback,
+        *,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float | None,
+        default: bool = False,
+    ) -> None:
+        self.job, self.agreed, self.options, self.fallback = job, agreed, options, fallback
+        self.ranks, self._name, self._rank, self._default = ranks, name, rank, default
+        self._closed = self.coalescing = False
+        self.counts: dict[tuple[str, str, str], int] = {}
+        self._known: dict[Hashable, _Known] = {}
+        self.device: torch.device | None = None
+        self.handlers: dict[str, Handler] = {}
+        self._on_cpu = self._whole = False
+        if job is not None:
+            self.device = job.device
+            self._on_cpu = job.device.type == "cpu"
+            self._whole = len(ranks) == job.world_size
+            job.groups += self._whole
+            self._wait_s = job.timeout_s if timeout_s is None else timeout_s
+            self._make_handlers(Members(job, tuple(ranks), self._wait_s, options))
+        elif options.kinds and rank == 0:
+            _log.warning("backend tdcoll: %s handles all calls of group %s: %s", fallback, name, agreed.reason)
+
+    def _make_handlers(self, members: Members) -> None:
+        control, lanes = members.job.control, dict[str, Lane]()
+
+        def lane(kind: str) -> Lane:
+            """Return a lane of the kind's own. In debug mode, which compares the order of calls, there is one lane."""
+            kind = "" if members.debug else kind
+            return lanes.setdefault(kind, Lane(control.part(f"{self.agreed.token}/{kind}")))
+
+        dense = {kind: Dense(members, lane(kind), spec_of(kind)) for kind in COLLECTIVES}
+        sparse = SparseAllReduce(members, lane(SparseAllReduce.kind))
+        gathers = next(handler for handler in dense.values() if not handler.spec.reduces)
+        self.handlers = {**dense, sparse.kind: sparse, Barrier.kind: Barrier(members, gathers)}
+
+    # ------------------------------------------------------------------ who handles a call
+
+    def _unsupported(self, kind: str, call: Call) -> str | None:
+        """Return why tdcoll never handles such calls; None if it may."""
+        if kind not in self.agreed.kinds:
+            return self.agreed.reason or "not among the configured kinds"
+        own, device = self.device, call.device
+        assert own is not None
+        if call.inputs and device.type != own.type:
+            return f"a {device.type.upper()} tensor, and tdcoll's memory is on {own.type.upper()}"
+        if device.type == "cuda" and device != own and call.inputs:
+            raise ValueError(
+                f"{kind}: the tensor is on {device}, and tdcoll has this rank's memory on {own}; call "
+                'torch.cuda.set_device(LOCAL_RANK) before init_process_group("tdcoll")'
+            )
+        handler = self.handlers[kind]
+        if len(self.ranks) == 1 and not handler.alone:
+            return "one rank"
+        return handler.refuse(call)
+
+    def compares(self, kind: str, call: Call) -> bool:
+        """Return whether the ranks compare a call like this one: in debug mode, of a kind that tdcoll may handle."""
+        handler, own = self.handlers.get(kind), self.device
+        if handler is None or kind not in self.agreed.kinds or not handler.members.debug or own is None:
+            return False
+        return len(self.ranks) > 1 and (not call.inputs or call.device.type == own.type)
+
+    def _obstacle(self) -> str | None:
+        """Return why tdcoll can't handle any call now; None if it can."""
+        job = self.job
+        if job is None:
+            return self.agreed.reason
+        if job.closed or self._closed:
+            return "tdcoll.finalize() was called" if job.closed else "the group is shut down"
+        return "inside a coalescing block of the fallback backend" if self.coalescing else None
+
+    def _prepare(self, kind: str, call: Call) -> str | None:
+        """Prepare tdcoll for a call; return why it can't be handled now, or None if it can. The same on all ranks."""
+        handler = self.handlers[kind]
+        with self._waiting(kind):
+            if self.compares(kind, call):
+                handler.compare(call)
+                if (why := self._unsupported(kind, call)) is not None:
+                    return why
+            return handler.prepare(call)
+
+    def count(self, kind: str, by: str, why: str) -> None:
+        """Count a call; log the first of its kind."""
+        key = (kind, by, why)
+        count = self.counts.get(key, 0)
+        self.counts[key] = count + 1
+        if count == 0 and self._rank == 0:
+            _log.info("backend tdcoll: %s handles %s of group %s%s", by, kind, self._name, f" ({why})" if why else "")
+
+    # ------------------------------------------------------------------ calls
+
+    def call(
+        self,
+        kind: str,
+        call: Call,
+        asynchronous: bool,
+        start: Start,
+        key: Hashable | None = None,
+        *,
+        refused: str | None = None,
+        how: str = "",
+    ) -> Any:
+        """Make a call, with tdcoll or the fallback backend; return its work.
+
+        Args:
+            start: starts the call on the fallback backend.
+            key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
+            refused: why tdcoll doesn't handle it; None if it may.
+            how: how the fallback backend makes it, for people.
+        """
+        obstacle = self._obstacle()
+        # In debug mode the ranks compare a call first, since a wrong argument may decide who handles it.
+        skip = refused is None and obstacle is None and self.compares(kind, call)
+        unsupported = refused or (None if skip else self._unsupported(kind, call))
+        why = unsupported or obstacle
+        if why is None:
+            handler = self.handlers[kind]
+            queue = handler.lane.queue
+            in_turn = asynchronous or queue.calls_back
+            if self._on_cpu and in_turn:
+                if not handler.members.debug:
+                    handler.check_call(call)
+                before = self._outstanding() if handler.blocks else []
+                task = Task(lambda: self._make_in_turn(kind, call, start, key, how, before), give_up=self._give_up)
+                work: Any = TaskWork(queue.submit(task), queue)
+                if not asynchronous:
+                    work.wait()
+                return work
+            if not in_turn or handler.waits or handler.members.debug:
+                queue.drain()
+            if handler.blocks:
+                _wait_for(self._outstanding())
+            why = self._prepare(kind, call)
+        if why is None:
+            handler.check_call(call)
+            return self.handle(kind, call, asynchronous=asynchronous, key=key)
+        backend = self.fallback.name(call.device)
+        self.count(kind, backend, how + why)
+        if why is unsupported:  # an obstacle may go away
+            self._remember(key, _Known((kind, backend, why), None, None))
+        return self.fallback.make(call, asynchronous, start)
+
+    def _remember(self, key: Hashable | None, known: _Known) -> None:
+        if key is not None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = known
+
+    def _outstanding(self) -> list[Task]:
+        """Return the calls of all kinds that are queued and not made yet."""
+        return [task for handler in self.handlers.values() for task in handler.lane.queue.outstanding()]
+
+    def _make_in_turn(
+        self, kind: str, call: Call, start: Start, key: Hashable | None, how: str, before: Sequence[Task]
+    ) -> list[torch.Tensor]:
+        """Make a call when its queue comes to it and the tasks ``before`` are done; return its result.
+
+        By then the fallback backend has had later calls, in an order that may differ between ranks. If tdcoll can't
+        handle this one, a fallback group of the kind's own makes it.
+        """
+        _wait_for(before)
+        why = self._obstacle() or self._prepare(kind, call)
+        if why is None:
+            self.count(kind, "tdcoll", "")
+            return self._run(kind, call, key)
+        self.count(kind, self.fallback.name(call.device), how + why)
+        self.fallback.make(call, False, start, beside=kind).wait()
+        return call.results
+
+    def call_one(
+        self, kind: str, out: torch.Tensor, tensor: torch.Tensor, op: str | None, asynchronous: bool, start: Start
+    ) -> Any:
+        """Make a call of one tensor, by the fast path if a call like it was made before; return its work.
+
+        The key decides whether tdcoll may ever handle such calls. If it may, the fast path checks the rest again, see
+        :mod:`tdcoll.collectives._host.call`.
+        """
+        try:
+            key: Hashable = kind, op, tensor.device, tensor.dtype, tensor.layout, tensor.shape
+            if out is not tensor:
+                key = key, out.dtype, out.layout, out.shape
+            known = self._known.get(key)
+        except (RuntimeError, TypeError):  # a nested tensor has no shape, and a symbolic one is no key
+            key = known = None
+        if known is not None:
+            if known.ready is None:
+                self.counts[known.counted] += 1
+                call = Call([out], [tensor], op)
+                if tensor.is_cuda and is_plain(tensor) and is_plain(out):
+                    return start(self.fallback.group, call)  # Fallback.make does the same in more time
+                return self.fallback.make(call, asynchronous, start)
+            work = self._again(known, out, tensor, asynchronous)
+            if work is not None:
+                self.counts[known.counted] += 1
+                return work
+        return self.call(kind, Call([out], [tensor], op), asynchronous, start, key)
+
+    def _again(self, known: _Known, out: torch.Tensor, tensor: torch.Tensor, asynchronous: bool) -> Any:
+        """Repeat an earlier call of a dense kind; return its work, or None if something has changed since."""
+        job, context, ready = self.job, known.context, known.ready
+        assert context is not None
+        assert ready is not None
+        handler: Any = self.handlers[known.counted[0]]
+        if job is None or job.closed or self._closed or self.coalescing or context is not handler.pool.context:
+            return None
+        queue = handler.lane.queue
+        if queue.unfinished:
+            if asynchronous or queue.calls_back:
+                return None
+            queue.drain()
+        if self._on_cpu:
+            if asynchronous:
+                return None
+            with backend_errors:
+                if again(context, ready, tensor, out) is None:
+                    return None
+                handler.check()
+        elif asynchronous:
+            return self._again_beside(handler, context, ready, out, tensor)
+        elif again(context, ready, tensor, out) is None:
+            return None
+        work = CompletedWork()
+        work.tensors = (out,)
+        return work
+
+    def _again_beside(
+        self, handler: Dense, context: CollectiveContext, ready: Ready, out: torch.Tensor, tensor: torch.Tensor
+    ) -> Any:
+        """Repeat it on the handler's own stream, behind the work of the current stream."""
+        stream, device = handler.stream, self.device
+        if stream is None or device is None or torch._C._cuda_getDevice() != device.index:
+            return None
+        current = current_stream(device.index)
+        if current.stream_id and capturing(device):  # the default stream, 0, cannot be captured
+            return None
+        if handler.before is None:
+            handler.before = torch.cuda.Event()
+        handler.before.record(current)
+        handler.before.wait(stream)
+        # torch.cuda.stream() does the same in three times the time.
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+        try:
+            made = again(context, ready, tensor, out)
+        finally:
+            torch._C._cuda_setStream(current.stream_id, current.device_index, current.device_type)
+        if made is None:
+            return None
+        keep = (out, tensor)
+        return StreamWork([out], stream, blocks=False, check=self._check, keep=keep, events=handler.events)
+
+    def handle(self, kind: str, call: Call, *, asynchronous: bool, key: Hashable | None = None) -> Any:
+        """Make a call with tdcoll, now or by its queue, and count it; return its work."""
+        self.count(kind, "tdcoll", "")
+        device, handler = self.device, self.handlers[kind]
+        assert device is not None
+        if self._on_cpu:
+            return completed(self._run(kind, call, key))
+        with torch.cuda.device(device):
+            if not asynchronous:
+                result = self._run(kind, call, key)
+                if handler.blocks:
+                    torch.cuda.current_stream(device).synchronize()
+                    with backend_errors:
+                        self._check()
+                return completed(result)
+            if handler.stream is None:
+                handler.stream = torch.cuda.Stream(device)
+            stream, queue = handler.stream, handler.lane.queue
+            if handler.waits or not (capturing(device) or (handler.loaded(call) and not queue.unfinished)):
+                # The host has to wait: for the size of the result, or until all ranks have loaded the kernels.
+                for tensor in call.touched:
+                    record_stream(tensor, stream)
+                task = Task(lambda: self._run(kind, call, key), stream, give_up=self._give_up)
+                return TaskWork(queue.submit(task), queue)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                result = self._run(kind, call, key)
+            return StreamWork(result, stream, blocks=handler.blocks, check=self._check, keep=call.touched)
+
+    def _run(self, kind: str, call: Call, key: Hashable | None = None) -> list[torch.Tensor]:
+        """Make a call with tdcoll on the current stream, and remember it under ``key``; return its result."""
+        handler = self.handlers[kind]
+        with self._waiting(kind), torch.no_grad():
+            if handler.waits:
+                self._check()  # the host waits for the result anyway
+            result = handler.run(call)
+            if self._on_cpu:
+                self._check()  # of all kinds: a barrier has no context of its own
+        if call.ready is not None and isinstance(handler, Dense):
+            self._remember(key, _Known((kind, "tdcoll", ""), call.ready, handler.pool.context))
+        return result
+
+    def _check(self) -> None:
+        """Raise the error that finished kernels of this group have left, of any kind of call."""
+        for handler in self.handlers.values():
+            handler.check()
+
+    def _give_up(self) -> None:
+        """End the waits of this group's kernels: the process ends."""
+        for handler in self.handlers.values():
+            handler.give_up()
+
+    def check(self) -> None:
+        """Raise the error that finished kernels of this group have left, as ``torch.distributed``'s type."""
+        with backend_errors:
+            self._check()
+
+    @contextlib.contextmanager
+    def _waiting(self, kind: str) -> Iterator[None]:
+        """Number exchanges on the host by the kind's lane, with the group's deadline; convert errors of deadlines to
+        torch.distributed's."""
+        job = self.job
+        assert job is not None
+        control = self.handlers[kind].lane.control
+        with backend_errors, job.within(self._wait_s, self.agreed.name), job.through(control):
+            yield
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> BaseException | None:
+        """Free the memory that tdcoll holds for this group. Collective.
+
+        Returns:
+            The error of an expired wait that hasn't been reported yet, or None.
+        """
+        if self._closed:
+            return None
+        self._closed = True
+        for handler in self.handlers.values():
+            handler.lane.queue.drain()
+        self._close_queues()
+        expired = self._expired()
+        self._leave()
+        return expired
+
+    def _close_queues(self) -> None:
+        """Let the threads of asynchronous calls end when they have made them."""
+        for handler in self.handlers.values():
+            handler.lane.queue.close()
+
+    def abort(self) -> None:
+        """Stop waiting for other ranks, and forget the job if it ends with this group."""
+        self._closed = True
+        self._close_queues()
+        job = self.job
+        if job is not None and not job.closed and self._ends(job):
+            job.failed = True
+            tdcoll.finalize()
+
+    def _ends(self, job: Runtime) -> bool:
+        """Count this group out; return whether a job that the backend has joined ends with it.
+
+        It ends with the default group, and with the last group of all ranks.
+        """
+        counted, self._whole = self._whole, False
+        job.groups -= counted
+        return counted and job.of_backend and (self._default or not job.groups)
+
+    def _expired(self) -> BaseException | None:
+        """Wait for the GPU; return the error of an expired wait that hasn't been reported yet, or None."""
+        job = self.job
+        if job is None or job.closed or job.failed:
+            return None
+        if job.device.type == "cuda":
+            torch.cuda.synchronize(job.device)
+        return error_of(self._check)
+
+    def _leave(self) -> None:
+        """Free the memory that tdcoll holds for this group. Collective; after an error, as much as can be freed."""
+        job = self.job
+        if job is None or job.closed:
+            return
+        try:
+            if self._ends(job):
+                tdcoll.finalize()  # frees all memory without closing our contexts; of a failed job it does neither
+            elif not job.failed:
+                for handler in self.handlers.values():
+                    handler.close()
+        except (TdcollError, dist.DistError) as error:
+            _log.warning("backend tdcoll: rank %d left without the others: %s", self._rank, error)
+
+
+def _wait_for(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        task.done.wait()

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judge facts. Every check is a pure function of :class:`~tdcoll.doctor.facts.Facts`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from tdcoll import arguments, environment
+from tdcoll.doctor.facts import Facts
+
+__all__ = ["Line", "diagnose", "note", "ok", "problem"]
+
+
+class Line(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        status: ``ok``, ``note`` (look at it if something doesn't work) or ``problem`` (something will not work).
+        name: the subject.
+        text: what was found.
+        advice: what to do; empty if there is nothing to do.
+    """
+
+    status: str
+    name: str
+    text: str
+    advice: str = ""
+
+
+def ok(name: str, text: str) -> Line:
+    return Line("ok", name, text)
+
+
+def note(name: str, text: str, advice: str = "") -> Line:
+    return Line("note", name, text, advice)
+
+
+def problem(name: str, text: str, advice: str) -> Line:
+    return Line("problem", name, text, advice)
+
+
+def diagnose(facts: Facts) -> list[Line]:
+    """Return every line of the report but that of the small job."""
+    return [line for check in _CHECKS for line in check(facts)]
+
+
+def _version(text: object) -> tuple[int, int]:
+    """``"3.7.1+cpu"`` -> (3, 7); (0, 0) if there is no number."""
+    match = re.match(r"(\d+)\.(\d+)", str(text))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _size(nbytes: int) -> str:
+    """``64 MiB``, ``1.5 GiB``."""
+    unit, shift = ("GiB", 30) if nbytes >= 1 << 30 else ("MiB", 20)
+    return f"{nbytes / (1 << shift):.3g} {unit}"
+
+
+# ---------------------------------------------------------------------- packages
+
+
+def _python(facts: Facts) -> list[Line]:
+    text = ".".join(map(str, facts.python))
+    return [ok("Python", text) if facts.python >= (3, 10) else problem("Python", text, "tdcoll needs 3.10 or newer")]
+
+
+def _failure(facts: Facts, package: str) -> str:
+    """Return why a package cannot be imported, in words; empty if it can."""
+    found = facts.found[package]
+    if found.get("missing"):
+        return "not installed"
+    return f"cannot be imported: {found['error']}" if "error" in found else ""
+
+
+def _torch(facts: Facts) -> list[Line]:
+    name, found, install = "torch", facts.found["torch"], "pip install -U 'torch>=2.10'"
+    if failure := _failure(facts, name):
+        return [problem(name, failure, f"{install}, or let launch.sh make an environment")]
+    text = f"{found['version']}, " + (f"for CUDA {found['cuda']}" if found["cuda"] else "without CUDA")
+    if _version(found["version"]) < (2, 10):
+        return [problem(name, text, f"tdcoll needs 2.10 or newer: {install}")]
+    if not found["cuda"] and not facts.simulated:
+        advice = "install a CUDA build of PyTorch (pytorch.org), or set TRITON_INTERPRET=1 to use the simulator"
+        return [problem(name, text, advice)]
+    return [ok(name, text)]
+
+
+def _triton(facts: Facts) -> list[Line]:
+    name, version = "triton", facts.found["triton"].get("version", "")
+    installed = facts.distributions.get("triton")
+    reinstall = f"pip install --force-reinstall --no-deps triton=={installed or '3.6.0'}"
+    fork = facts.distributions.get("triton-dist")
+    if fork and (facts.simulated or facts.environment.get("TDCOLL_COMPILER") != "triton_dist"):
+        text = f"triton-dist {fork} has overwritten the triton package"
+        return [problem(name, text, f"pip uninstall triton-dist, then {reinstall}")]
+    if failure := _failure(facts, name):
+        return [problem(name, f"{version} {failure}".lstrip(), reinstall)]
+    if installed and _version(version) != _version(installed):
+        text = f"Python finds {version}, and pip has installed {installed}"
+        return [problem(name, text, f"another Triton has overwritten it or comes first in PYTHONPATH: {reinstall}")]
+    if not (3, 6) <= _version(version) < (4, 0):
+        return [problem(name, version, "tdcoll needs 3.6 or newer, below 4: pip install -U torch")]
+    return [ok(name, version)]
+
+
+def _small_packages(facts: Facts) -> list[Line]:
+    lines = []
+    for name, needed, advice in (
+        ("numpy", True, "pip install -U numpy"),
+        ("greenlet", facts.simulated, "the simulator needs it: pip install 'greenlet>=3'"),
+    ):
+        if failure := _failure(facts, name):
+            lines.append(Line("problem" if needed else "note", name, failure, advice))
+        else:
+            lines.append(ok(name, facts.found[name]["version"]))
+    return lines
+
+
+def _nvshmem(facts: Facts) -> list[Line]:
+    name, found, cuda = "NVSHMEM", facts.found["nvshmem"], facts.found["torch"].get("cuda")
+    installed = {key: value for key, value in facts.distributions.items() if "nvshmem" in key}
+    text = ", ".join(f"{key} {value}" for key, value in installed.items()) or "no packages installed by pip"
+    if facts.simulated:
+        return [ok(name, f"{text}; the simulator doesn't need it")]
+    major = _version(cuda)[0]
+    extra = f"pip install -e '.[cu{major}]'" if major in (12, 13) else "pip install -e '.[cu12]' or '.[cu13]'"
+    heap = facts.environment.get("TDCOLL_HEAP") or "auto"
+    if facts.nnodes == 1 and (heap == "torch" or (heap == "auto" and found.get("missing"))):
+        why = "TDCOLL_HEAP=torch" if heap == "torch" else "not installed"
+        advice = f"jobs on several hosts, and algorithms that put, need NVSHMEM: {extra}"
+        return [note(name, f"{why}: PyTorch makes the symmetric heap", advice)]
+    if wrong := [key for key in installed if cuda and not key.endswith(f"cu{major}")]:
+        advice = f"packages for CUDA 12 and 13 share files: pip uninstall {' '.join(installed)}, then {extra}"
+        return [problem(name, f"{text}: {', '.join(wrong)} and torch, for CUDA {cuda}, don't fit together", advice)]
+    if failure := _failure(facts, "nvshmem"):
+        return [problem(name, f"{text}; nvshmem4py {failure}", extra)]
+    return [ok(name, f"{text}; {found['library'] or 'its library loads'}")]
+
+
+def _driver(facts: Facts) -> list[Line]:
+    name, found = "CUDA driver", facts.found["driver"]
+    if facts.simulated:
+        return [ok(name, "the simulator doesn't need it")]
+    if "error" in found:
+        advice = "install NVIDIA's driver; in a container, start it with the GPUs (docker run --gpus all)"
+        return [problem(name, f"libcuda.so.1 doesn't answer: {found['error']}", advice)]
+    supported, cuda = tuple(found["cuda"]), facts.found["torch"].get("cuda")
+    text = f"supports CUDA up to {supported[0]}.{supported[1]}"
+    if cuda and supported[0] < _version(cuda)[0]:
+        advice = f"install a newer driver, or a PyTorch for CUDA {supported[0]} and tdcoll's extra cu{supported[0]}"
+        return [problem(name, f"{text}; torch is for CUDA {cuda}", advice)]
+    if cuda and supported < _version(cuda):
+        advice = "this works within a major version; install a newer driver if kernels fail to load"
+        return [note(name, f"{text}; torch is for CUDA {cuda}", advice)]
+    return [ok(name, text)]
+
+
+# ---------------------------------------------------------------------- devices
+
+
+def _gpus(facts: Facts) -> list[Line]:
+    name = "GPUs"
+    if facts.simulated:
+        return [_simulator(name, facts)]
+    if not facts.gpus:
+        error = facts.found["gpus"].get("error")
+        text = f"PyTorch cannot ask for them: {error}" if error else "PyTorch sees none"
+        counted = facts.launched["TDCOLL_GPUS"]
+        advice = "see the lines on torch and the driver; `nvidia-smi` has to work. TRITON_INTERPRET=1 is the simulator"
+        return [problem(name, f"{text}; nvidia-smi counts {counted}", advice)]
+    kinds = Counter("{} (sm_{}{})".format(gpu["name"], *gpu["capability"]) for gpu in facts.gpus)
+    text = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    if min(tuple(gpu["capability"]) for gpu in facts.gpus) < (8, 0):
+        return [note(name, text, "Triton supports compute capability 8.0 and newer")]
+    return [ok(name, text)]
+
+
+def _simulator(name: str, facts: Facts) -> Line:
+    """Say which launchers run kernels in the simulator, which isn't the same for all of them."""
+    variables = facts.environment
+    by_setenv = "TRITON_INTERPRET=1" in variables.get("TDCOLL_SETENV", "").split()
+    if variables.get("TRITON_INTERPRET") and not by_setenv:
+        return ok(name, f"not used: TRITON_INTERPRET={variables['TRITON_INTERPRET']} asks for the simulator")
+    text, advice = "none", "install NVIDIA's driver; in a container, start it with the GPUs (docker run --gpus all)"
+    if (visible := variables.get("CUDA_VISIBLE_DEVICES")) is not None:
+        text, advice = f"none with CUDA_VISIBLE_DEVICES={visible}", "unset CUDA_VISIBLE_DEVICES"
+    advice = f"if this host has GPUs, {advice}"
+    if by_setenv:
+        return note(name, f"{text}: kernels run in the simulator", advice)
+    torchrun = '`torchrun script.py` raises "no CUDA GPU is visible" unless you set TRITON_INTERPRET=1'
+    return note(name, f"{text}: launch.sh runs kernels in the simulator; {torchrun}", advice)
+
+
+def _peer_access(facts: Facts) -> list[Line]:
+    name = "peer access"
+    if facts.simulated or len(facts.gpus) < 2:
+        return []
+    if missing := sorted({(min(pair), max(pair)) for pair in facts.found["gpus"]["no_peer_access"]}):
+        shown = ", ".join(f"{i} and {j}" for i, j in missing[:6]) + (", ..." if len(missing) > 6 else "")
+        advice = (
+            "see `nvidia-smi topo -p2p r`: some GPUs, and MIG instances, have none, and PCI access control (ACS) or an "
+            "IOMMU may forbid it. Choose GPUs that have it with CUDA_VISIBLE_DEVICES"
+        )
+        return [problem(name, f"none between GPUs {shown}; tdcoll needs it between all GPUs of a host", advice)]
+    return [ok(name, f"between all {len(facts.gpus)} GPUs")]
+
+
+def _hosts(facts: Facts) -> list[Line]:
+    name = "several hosts"
+    if facts.nnodes < 2:
+        return []
+    if facts.simulated:
+        return [problem(name, f"{facts.nnodes} asked for", "the simulator runs on one host: see --emulate-nodes")]
+    variables = facts.launched
+    for setting in ("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo", "NVSHMEM_REMOTE_TRANSPORT=none", "TDCOLL_HEAP=torch"):
+        variable, _, value = setting.partition("=")
+        if variables.get(variable) == value:
+            return [problem(name, f"{setting} is for one host", f"unset {variable}")]
+    cards = ", ".join(facts.network_cards) or "none"
+    if not facts.network_cards or not facts.network_files:
+        text = f"active InfiniBand, RoCE or EFA devices: {cards}; device files in /dev/infiniband: "
+        advice = "NVSHMEM needs one: see `ibstat`; in a container: --device /dev/infiniband --cap-add IPC_LOCK"
+        return [problem(name, text + ("some" if facts.network_files else "none"), advice)]
+    return [ok(name, f"network cards {cards}")]
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def _heap(facts: Facts) -> list[Line]:
+    name = "symmetric heap"
+    try:
+        nbytes = environment.heap_bytes(facts.simulated, facts.environment)
+    except ValueError as error:
+        return [problem(name, str(error), "correct it or unset it")]
+    by_user = facts.environment.get("NVSHMEM_SYMMETRIC_SIZE")
+    source = "your NVSHMEM_SYMMETRIC_SIZE" if by_user else "the default; NVSHMEM_SYMMETRIC_SIZE sets another"
+    text = f"{_size(nbytes)} per rank ({source})"
+    if facts.simulated:
+        return [ok(name, text)]
+    if (free := facts.found["gpus"].get("free_bytes")) is None:
+        return [note(name, f"{text}; free GPU memory is unknown: {facts.found['gpus'].get('error')}")]
+    if full := [f"GPU {i} has {_size(each)} free" for i, each in enumerate(free) if each < nbytes]:
+        advice = "lower NVSHMEM_SYMMETRIC_SIZE, or end what else uses the GPU (nvidia-smi shows it)"
+        return [problem(name, f"{text}; {', '.join(full)}", advice)]
+    return [ok(name, f"{text}; the fullest GPU has {_size(min(free))} free" if free else text)]
+
+
+def _setenv(facts: Facts) -> list[Line]:
+    """Compare this shell, whose environment torchrun passes on, with the environment that launch.sh makes."""
+    name, here, launched = "setenv.sh", facts.environment, facts.launched
+    if facts.simulated:
+        return []
+    names = {key for key in {*here, *launched} if key.startswith("NVSHMEM_")} | {"LD_LIBRARY_PATH", "TRITON_INTERPRET"}
+    differs = [
+        f"{key}={launched[key]}" if key in launched else f"no {key}"
+        for key in sorted(names)
+        if set(here.get(key, "").split(":")) != set(launched.get(key, "").split(":"))
+    ]
+    if differs:
+        hosts = f"`export TDCOLL_NNODES={facts.nnodes}; source setenv.sh`" if facts.nnodes > 1 else "`source setenv.sh`"
+        text = f"this shell lacks what launch.sh sets: {', '.join(differs)}"
+        return [note(name, text, f"{hosts} before torchrun")]
+    return [ok(name, "this shell has the variables that launch.sh sets")]
+
+
+def _variables(facts: Facts) -> list[Line]:
+    """Judge tdcoll's variables: names that don't exist, and values that tdcoll refuses."""
+    name, lines = "variables", []
+    for variable, meant in environment.unknown(facts.environment).items():
+        text = f"{variable} is none of tdcoll's and has no effect"
+        lines.append(problem(name, text, f"did you mean {meant}?") if meant else note(name, text, "unset it"))
+    for variable, value in facts.environment.items():
+        try:
+            _refuse(variable, value, facts)
+        except (TypeError, ValueError) as error:
+            lines.append(problem(name, str(error), "correct it or unset it"))
+    return lines or [ok(name, "none of tdcoll's is misspelt or malformed")]
+
+
+_CHOICES = {"TDCOLL_COMPILER": ("triton", "triton_dist"), "TDCOLL_HEAP": ("auto", "nvshmem", "torch")}
+
+
+def _refuse(variable: str, value: str, facts: Facts) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if tdcoll refuses the value. It takes an empty one for none."""
+    if not value:
+        return
+    if variable in _CHOICES and value not in _CHOICES[variable]:
+        raise ValueError(f"{variable} must be {' or '.join(_CHOICES[variable])}, got {value!r}")
+    if variable == "TDCOLL_TIMEOUT_S":
+        seconds: object = value
+        with contextlib.suppress(ValueError):
+            seconds = float(value)
+        arguments.seconds(variable, seconds)
+    if variable == "TDCOLL_NNODES":
+        arguments.parse_whole(value, variable, 1)
+    if variable == "TDCOLL_EMULATE_NODES":
+        arguments.whole(variable, arguments.parse_whole(value, variable, 1), 1, facts.nproc)
+
+
+_CHECKS = (
+    *(_python, _torch, _triton, _small_packages, _nvshmem, _driver),
+    *(_gpus, _peer_access, _hosts, _heap, _setenv, _variables),
+)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``launch.sh``: start a job with torchrun, on GPUs or on the simulator. Imports nothing but the standard library."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tdcoll import arguments
+from tdcoll.child import run
+from tdcoll.setenv import ROOT, Job, prepare, say
+
+__all__ = ["main"]
+
+_USAGE = "bash launch.sh [options] {script.py | --compat script.py | -m module | tests} [arguments...]"
+
+_ABOUT = """\
+Runs a Python program with one process per GPU of this host, started by torchrun. On a host without GPUs the processes
+are PEs of tdcoll's simulator, and the program is the same. Nothing has to be installed or activated, see setenv.sh.
+Options come before the program; everything after it is the program's.
+
+  tests  pytest in this repository's root, without torchrun. On the simulator the tests are spread over the cores.
+         Tests marked slow are the second tier: -m slow runs them."""
+
+_STATUS = "Exit status: 0 if every process ended well, else 1 (of tests pytest's own); 2 for a wrong command line."
+
+_FLAGS = {
+    "-m": "the program is a module",
+    "--compat": "the script is written for Triton-distributed, see docs/triton-distributed.md",
+    "--simulate": "the simulator, even where there are GPUs",
+    "--share-gpus": "processes may share GPUs, for tests of correctness, never for times: a GPU runs one process at a "
+    "time, some 2 ms each, and torch.distributed has gloo for CUDA tensors, not NCCL",
+    "--dry-run": "print what would be exported, and the command; run and install nothing",
+}
+
+_VALUES = {
+    "--nproc": ("N", "processes on this host. Default: one per visible GPU, or 4 when simulating"),
+    "--emulate-nodes": ("N", "the job behaves as if the processes of this host were spread over N hosts"),
+    "--nnodes": ("N", "hosts in the job. Start launch.sh on each, with the same --nnodes and --rdzv"),
+    "--node-rank": ("R", "which of the hosts this is, from 0 to N - 1"),
+    "--rdzv": (
+        "HOST:PORT",
+        "where the hosts meet: an address of the one with rank 0, and a free port on it. With a loopback address, "
+        "several launch.sh may share a host; give each its own CUDA_VISIBLE_DEVICES. In a step of SLURM (srun "
+        "--ntasks-per-node 1 bash launch.sh ...) SLURM's variables say all three, and MASTER_PORT another port",
+    ),
+    "--timeout": ("SECONDS", "how long a wait may last before it raises CollectiveTimeout"),
+    "--monitor-interval": (
+        "SECONDS",
+        "how often torchrun looks for dead processes (0.1). When it finds one it ends the others at once; with several "
+        "times --timeout, the survivors usually report CollectiveTimeout first. The last lines say who died",
+    ),
+}
+
+_SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
+
+
+def main() -> None:
+    """Become what the command line asks for. With ``--setenv``, print the commands that ``setenv.sh`` evaluates."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("launch.sh", _USAGE, _ABOUT, _STATUS, formatter_class=layout, allow_abbrev=False)
+    for name, text in _FLAGS.items():
+        parser.add_argument(name, action="store_true", help=text)
+    for name, (metavar, text) in _VALUES.items():
+        parser.add_argument(name, metavar=metavar, type=float if metavar == "SECONDS" else str, help=text)
+    parser.add_argument("--setenv", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    try:
+        if given.setenv:
+            nnodes = _whole("TDCOLL_NNODES", os.environ.get("TDCOLL_NNODES") or "1", 1)
+            job = prepare(os.environ, one_host=nnodes == 1)
+            print(_exports({**job.variables, "TDCOLL_PYTHON": job.python}))
+            return
+        job, command = _planned(given)
+    except ValueError as error:
+        say(str(error))
+        sys.exit(2)
+    if job.simulated and not job.variables.get("OMP_NUM_THREADS"):
+        # Simulated PEs share the cores; a pool of threads in each would only make them wait for each other.
+        job.variables["OMP_NUM_THREADS"] = "1"
+    command = [job.python, "-m", *command]
+    if given.dry_run:
+        print(_exports(job.variables), shlex.join(command), sep="\n")
+        return
+    if given.program[0] == "tests" and not given.m:
+        os.chdir(ROOT)
+    os.execvpe(job.python, command, job.variables)  # signals go straight to torchrun, and its exit status stays
+
+
+def _exports(variables: Mapping[str, str]) -> str:
+    """Return the shell commands that change this process's environment to ``variables``."""
+    gone = [f"unset {name}" for name in os.environ if name not in variables]
+    changed = {name: value for name, value in variables.items() if os.environ.get(name) != value}
+    return "\n".join([*gone, *(f"export {name}={shlex.quote(value)}" for name, value in changed.items())])
+
+
+def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
+    """Return what the program runs with, and the module and arguments that Python is to run.
+
+    Raises ``ValueError`` if an option, or a variable of SLURM's, is wrong.
+    """
+    if not given.program:
+        raise ValueError("program: expected script.py, -m module or tests, got nothing (see --help)")
+    name, *rest = given.program
+    variables = dict(os.environ)
+    if given.simulate:
+        variables["TRITON_INTERPRET"] = "1"
+    if given.timeout is not None:
+        variables["TDCOLL_TIMEOUT_S"] = str(arguments.seconds("--timeout", given.timeout))
+    if name == "tests" and not given.m:
+        for option in ("--compat", "--share-gpus", *_VALUES):
+            if option != "--timeout" and getattr(given, option[2:].replace("-", "_")):
+                raise ValueError(f"{option}: expected only with a script or module, got it with tests")
+        job = prepare(variables, modules=("pytest", "pytest_timeout", "xdist", "hypothesis"), dry_run=given.dry_run)
+        # GPU tests take the whole machine. The user's own -n comes after this one, and wins.
+        spread = job.simulated and not {"--pdb", "--trace", "-s", "--capture=no", "no:xdist"} & set(rest)
+        return job, ["pytest", *(_SPREAD if spread else ()), *rest]
+    if given.m and given.compat:
+        raise ValueError(f"--compat: expected a script, got it with -m {name}")
+    if not given.m and not Path(name).is_file():
+        raise ValueError(f"script: expected a Python file, got '{name}', which is none")
+
+    nproc, emulate_nodes = _whole("--nproc", given.nproc, 1), _whole("--emulate-nodes", given.emulate_nodes, 1)
+    nnodes, node_rank, meeting_point = _hosts(given)
+    if given.share_gpus:
+        variables["TDCOLL_SHARE_GPUS"] = "1"
+    if emulate_nodes:
+        variables["TDCOLL_EMULATE_NODES"] = str(emulate_nodes)
+    host, port = meeting_point or ("localhost", 0)
+    one_host = nnodes == 1 or host.startswith("127.") or host in ("localhost", "::1")
+    job = prepare(variables, one_host=one_host, dry_run=given.dry_run)
+    nproc = nproc or (4 if job.simulated else job.gpus)
+    if given.share_gpus and job.simulated:
+        raise ValueError("--share-gpus: expected GPUs, got the simulator, in which processes have none to share")
+    if not job.gpus and not job.simulated:
+        interpret = job.variables["TRITON_INTERPRET"]
+        raise ValueError(f"TRITON_INTERPRET: expected 1 on a host without a visible GPU, got '{interpret}'")
+    if nproc > job.gpus and not job.simulated and job.variables.get("TDCOLL_SHARE_GPUS", "0") in ("", "0"):
+        raise ValueError(
+            f"--nproc: expected at most {job.gpus}, the number of visible GPUs, got {nproc} (--simulate has no such "
+            "limit; --share-gpus lets processes share GPUs, for tests of correctness)"
+        )
+    if emulate_nodes and emulate_nodes > nproc:
+        raise ValueError(f"--emulate-nodes: expected 1 to {nproc}, the number of processes, got {emulate_nodes}")
+    if meeting_point:  # the static rendezvous: torchrun's node ranks are the ones given, not the order of arrival
+        meeting = ["--node-rank", str(node_rank), "--master-addr", host, "--master-port", str(port)]
+    else:  # a free port of its own, on the loopback interface: jobs on one host do not meet
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
+    command = ["tdcoll.torchrun", "--nproc-per-node", str(nproc), "--nnodes", str(nnodes), *meeting]
+    if given.monitor_interval is not None:
+        interval = arguments.seconds("--monitor-interval", given.monitor_interval)
+        command += ["--monitor-interval", str(interval)]
+    # What comes after -- is not torchrun's. It knows -m as a flag.
+    return job, [
+        *command,
+        *(["-m"] if given.m or given.compat else []),
+        "--",
+        *(["tdcoll.compat"] * given.compat),
+        name,
+        *rest,
+    ]
+
+
+def _whole(name: str, text: str | None, least: int) -> int | None:
+    return None if text is None else arguments.parse_whole(text, name, least)
+
+
+def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]:
+    """Return how many hosts the job has, which this is, and where they meet, by options or by SLURM's variables."""
+    slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_") and value}
+    nnodes, node_rank = _whole("--nnodes", given.nnodes, 1), _whole("--node-rank", given.node_rank, 0)
+    rdzv = given.rdzv
+    # SLURM numbers batch scripts and interactive shells, which are no steps, from 2^32 - 1 downwards.
+    in_step = "SLURM_STEP_NUM_NODES" in slurm or re.fullmatch("[0-9]{1,9}", slurm.get("SLURM_STEP_ID", ""))
+    if in_step:
+        variable = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in slurm else "SLURM_NNODES"
+        nnodes = nnodes or _whole(variable, slurm.get(variable), 1)
+    elif nnodes is None and (arguments.decimal(slurm.get("SLURM_NNODES", "")) or 1) > 1:
+        raise ValueError(
+            f"--nnodes: expected one launch.sh on each of the {slurm['SLURM_NNODES']} hosts of this SLURM allocation, "
+            "got one outside of a step (start it with srun --ntasks-per-node 1, or give --nnodes 1 for this host alone)"
+        )
+    nnodes = nnodes or 1
+    if in_step and nnodes > 1:
+        if (task := slurm.get("SLURM_LOCALID", "0")) != "0":
+            raise ValueError(
+                f"SLURM_LOCALID: expected one launch.sh per host (srun --ntasks-per-node 1), got task {task}"
+            )
+        if node_rank is None:
+            node_rank = _whole("SLURM_NODEID", slurm.get("SLURM_NODEID"), 0)
+        rdzv = _rdzv_of_slurm(slurm) if rdzv is None else rdzv
+    if nnodes > 1 and rdzv is None:
+        raise ValueError(f"--rdzv: expected HOST:PORT with --nnodes {nnodes} outside of a SLURM step, got nothing")
+    if (node_rank is None and nnodes > 1) or (node_rank or 0) >= nnodes:
+        got = "nothing" if node_rank is None else node_rank
+        raise ValueError(f"--node-rank: expected 0 to {nnodes - 1} with --nnodes {nnodes}, got {got}")
+    if rdzv is None:
+        return nnodes, node_rank or 0, None
+    # HOST:PORT, [IPv6]:PORT
+    found = re.fullmatch(r"(?:\[([^][\s]+)\]|([^:\s]+)):([0-9]{1,5})", rdzv)
+    if found is None or not 1 <= int(found[3]) <= 65535:
+        raise ValueError(f"--rdzv: expected HOST:PORT with a port from 1 to 65535, got '{rdzv}'")
+    return nnodes, node_rank or 0, (found[1] or found[2], int(found[3]))
+
+
+def _rdzv_of_slurm(slurm: Mapping[str, str]) -> str:
+    """Return the first host and a port, which are the same on all hosts, and the port another for each job."""
+    nodes = slurm.get("SLURM_STEP_NODELIST") or slurm.get("SLURM_JOB_NODELIST", "")
+    host = run(["scontrol", "show", "hostnames", nodes], 30, os.environ, with_stderr=False).output.partition("\n")[0]
+    if not host and (found := re.match(r"([^],[]+)(?:\[([0-9]+)[^]]*\]([^],[]*))?", nodes)):  # node[03-05,9],other
+        host = "".join(part or "" for part in found.groups())
+    host = host or slurm.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    if not host:
+        raise ValueError("--rdzv: expected HOST:PORT or SLURM_JOB_NODELIST to take the host from, got neither")
+    if port := os.environ.get("MASTER_PORT"):
+        return f"{host}:{_whole('MASTER_PORT', port, 1)}"
+    # Below the range from which Linux gives ports to clients.
+    return f"{host}:{20000 + arguments.parse_whole(slurm.get('SLURM_JOB_ID', '0'), 'SLURM_JOB_ID', 0) % 10000}"

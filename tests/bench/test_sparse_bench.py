@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse all-reduce benchmark: rows that are drawn as they should be, a check that finds what it is there for,
+measuring on the simulator and with a made-up clock, and the peers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.bench import rows
+from tdcoll.bench import sparse_all_reduce as bench
+from tdcoll.bench.sparse_all_reduce import INPUTS, PEERS, Rows, SparseAllReduce, SparseData, draw
+
+CPU = torch.device("cpu")
+WORLD = 3
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "zipf0.9", "zipf1.2"])
+@pytest.mark.parametrize("count", [1, 40, 500])
+def test_distinct_rows_are_ascending_and_the_same_on_every_rank(distribution: str, count: int) -> None:
+    of = Rows(distribution, 500, count, "0", 2)
+    lists = [one for lists in draw(of) for one in lists]
+    for one in lists:
+        assert one.shape == (count,)
+        assert (one[1:] > one[:-1]).all()
+        assert 0 <= one[0] <= one[-1] < 500
+    draw.cache_clear()
+    assert all((one == other).all() for one, other in zip(lists, (x for y in draw(of) for x in y), strict=True))
+    if count == 40:
+        assert len({tuple(one) for one in lists}) == 2 * INPUTS
+
+
+def test_rows_are_as_often_as_their_place_says() -> None:
+    weights = torch.arange(1, 1001, dtype=torch.float64) ** -1.2
+    p, q, *_ = expected = weights / weights.sum()
+    many = torch.from_numpy(draw(Rows("zipf1.2", 1000, 200_000, "drawn", 1))[0][0])
+    drawn = torch.bincount(many, minlength=1000).double() / 200_000
+    assert torch.allclose(drawn[:5], expected[:5], atol=0.005)
+    # The first two different ones that are drawn.
+    pairs = [list(one) for lists in draw(Rows("zipf1.2", 1000, 2, "0", 600)) for one in lists]
+    both = sum(pair == [0, 1] for pair in pairs) / len(pairs)
+    assert both == pytest.approx(float(p * q / (1 - p) + p * q / (1 - q)), abs=0.03)
+    uniform = [torch.from_numpy(one) for lists in draw(Rows("uniform", 1000, 100, "0", 100)) for one in lists]
+    tenths = torch.bincount(torch.cat(uniform) // 100, minlength=10)
+    assert (tenths - 3000).abs().max() < 300  # standard deviation about 50
+
+
+def made(duplicates: str = "0", dtype: torch.dtype = torch.float32, dim: int = 5) -> list[SparseData]:
+    """The data of all ranks."""
+    return [SparseData(Rows("zipf1.1", 60, 20, duplicates, WORLD), dim, dtype, rank, CPU) for rank in range(WORLD)]
+
+
+def result(ranks: list[SparseData], number: int) -> torch.Tensor:
+    """The correct sparse result, by another way than the check's."""
+    union = torch.unique(torch.cat([data.tensors[number]._indices()[0] for data in ranks]))
+    values = sum(data.tensors[number].double().to_dense() for data in ranks)[union].to(ranks[0].dtype)
+    shape = ranks[0].tensors[0].shape
+    return torch.sparse_coo_tensor(union[None], values, shape, is_coalesced=True, check_invariants=False)
+
+
+@pytest.mark.parametrize("duplicates", ["0", "drawn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_right_sums_pass_in_every_round(duplicates: str, dtype: torch.dtype) -> None:
+    ranks = made(duplicates, dtype)
+    for number, rounds in itertools.product(range(INPUTS), (0, 1, 70)):
+        for data in ranks:
+            for _ in range(rounds):
+                data.advance(number)
+        good = result(ranks, number)
+        for data in ranks:
+            assert data.tensors[number].is_coalesced() == (duplicates == "0")
+            assert data.tensors[number]._nnz() == 20
+            assert data.errors_of(number, good) == (0, "")
+            assert data.errors_of(number, good.to_dense()) == (0, "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_16_bit_values_are_exact(dtype: torch.dtype) -> None:
+    ranks = made(dtype=dtype)
+    for _ in range(2 * ranks[0].n_rounds - 1):  # the largest values
+        for data in ranks:
+            data.advance(1)
+    total = sum(data.tensors[1].double().to_dense() for data in ranks)
+    assert total.max() > 0.6 * {torch.float16: 2048, torch.bfloat16: 256}[dtype]
+    assert ranks[0].errors_of(1, result(ranks, 1)) == (0, "")
+    with pytest.raises(ValueError, match="no exact sum in bfloat16"):
+        SparseData(Rows("zipf1.2", 60, 200, "drawn", WORLD), 5, torch.bfloat16, 0, CPU)
+
+
+@pytest.mark.parametrize("mistake", ["next row", "other input", "old round", "no rank 2", "rank 0 twice", "a shift"])
+def test_sums_of_something_else_are_wrong(mistake: str) -> None:
+    ranks = made(dim=16)
+    before = result(ranks, 1)
+    for data in ranks:
+        data.advance(1)
+    good, given = result(ranks, 1), [data.tensors[1] for data in ranks]
+    values, rows = good._values().clone(), good._indices()[0]
+    held = torch.isin(rows, given[0]._indices()[0]) & torch.isin(rows, given[2]._indices()[0])
+    at = int(held.nonzero()[0])
+    theirs = {rank: given[rank]._values()[given[rank]._indices()[0] == rows[at]][0] for rank in (0, 2)}
+    values[at] = {
+        "next row": values[at + 1],
+        "other input": result(ranks, 2)._values()[at],
+        "old round": before._values()[at],
+        "no rank 2": values[at] - theirs[2],
+        "rank 0 twice": values[at] - theirs[2] + theirs[0],
+        "a shift": values[at].roll(1),
+    }[mistake].clone()
+    wrong = torch.sparse_coo_tensor(good._indices(), values, good.shape, is_coalesced=True, check_invariants=False)
+    count, where = ranks[1].errors_of(1, wrong)
+    assert count == int((values[at] != good._values()[at]).sum()) >= 10
+    assert f"rank 1, input 1: {count} wrong value(s), first: row {int(rows[at])} [" in where
+    assert ranks[1].errors_of(1, wrong.to_dense())[0] == count
+
+
+def test_wrong_rows_are_named() -> None:
+    (data, *_) = ranks = made()
+    good = result(ranks, 0)
+    indices, values = good._indices()[0], good._values()
+    assert "expected" in data.errors(0, indices[1:], values[1:])[1]
+    other = indices.clone()
+    other[3] += 1
+    assert data.errors(0, other, values)[1].startswith("rank 0, input 0: 1 wrong row number(s), first: place 3:")
+    values[2, 4] = float("nan")
+    assert data.errors(0, indices, values)[0] == 1
+    unsorted = torch.sparse_coo_tensor(good._indices(), good._values(), good.shape, check_invariants=False)
+    assert "not coalesced" in data.errors_of(0, unsorted)[1]
+    dense = result(ranks, 0).to_dense()
+    dense[int((dense.sum(1) == 0).nonzero()[0]), 0] = 1
+    assert "1 value(s) in rows that nobody gave" in data.errors_of(0, dense)[1]
+    assert "expected a tensor of" in data.errors_of(0, dense[1:])[1]
+
+
+def test_moved_rows_are_those_that_somebody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = [[[1, 4, 5, 9], [4, 5, 11], [5, 9, 11]], [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]], [[0], [0], [0]]]
+    held = [sum(row in its for its in one) for one in lists for row in set().union(*one)]
+    sent = sum(contributors - 1 + (WORLD - 1) for contributors in held)  # to the owner, and the sum to everybody
+    monkeypatch.setattr(bench, "draw", lambda of: [[torch.tensor(one).numpy() for one in held] for held in lists])
+    monkeypatch.setattr(SparseData, "_input", lambda self, rank, number: None)
+    data = made()[0]
+    assert (data.moved_rows, data.union_rows) == (pytest.approx(sent / 3), (5 + 8 + 1) / 3)
+
+
+ONE = "--rows 8 --dims 4 --distributions uniform --algorithms owner --copy yes --eager --peers="
+
+
+@pytest.mark.slow
+def test_checks_and_counts_over_two_nodes(rows_of: Callable[..., list[Any]]) -> None:
+    given = "--rows 6 --dims 4 --num-rows 20 --distributions zipf1 --algorithms owner --peers published"
+    owner, *others = rows_of(SparseAllReduce, given, 4, ranks_per_node=2)
+    assert [row.check for row in (owner, *others)] == ["ok"] * 3 + ["not run"]
+    assert [row.label for row in others[:2]] == ["tdcoll owner, no copy", "tdcoll owner, padded"]
+    assert min(owner.counts["inter_node_bytes"]) > 0
+    facts = owner.facts
+    assert (facts["rows"], facts["dim"], facts["dtype"], owner.median_us) == (6, 4, "float32", None)
+    assert facts["moved_rows"] == pytest.approx(24 + 2 * facts["union_rows"])
+    assert facts["bytes_per_rank"] == facts["moved_rows"] * 16 / 4
+    assert facts["floor_us"] == pytest.approx(facts["bytes_per_rank"] / 390e3)
+    assert "process group" in others[-1].note
+
+
+def test_inputs_that_are_not_coalesced(rows_of: Callable[..., list[Any]]) -> None:
+    given = "--rows 12 --dims 4 --num-rows 40 --distributions zipf1 --duplicates drawn --algorithms auto --peers="
+    found = rows_of(SparseAllReduce, given, 2)
+    assert [(row.facts["duplicates"], row.check) for row in found] == [("drawn", "ok")] * 3
+    assert found[0].note.startswith("took ")
+
+
+@pytest.mark.parametrize("mistake", ["a value", "the call before"])
+def test_wrong_sums_are_rows_that_say_so(mistake: str, monkeypatch: Any, rows_of: Any) -> None:
+    real = tdcoll.sparse_all_reduce
+    kept: dict[int, Any] = {}
+
+    def careless(*arguments: Any, **named: Any) -> torch.Tensor:
+        rank = runtime.current().rank
+        before, kept[rank] = kept.get(rank), real(*arguments, **named)
+        if mistake == "a value" and rank == 1:
+            kept[rank]._values()[2, 3] += 1
+        return before if mistake == "the call before" and before is not None else kept[rank]
+
+    monkeypatch.setattr(tdcoll, "sparse_all_reduce", careless)
+    (row,) = rows_of(SparseAllReduce, ONE, 2)
+    assert row.check == "WRONG"
+    assert row.note.startswith("rank 1, input 0: 1 wrong value(s), first: row " if mistake == "a value" else "rank 0")
+
+
+def test_the_heap_holds_the_largest_size() -> None:
+    options = SparseAllReduce.parse(["--rows", "1000,50000", "--dims", "64,2048", "--num-rows", "5000000"])
+    need = SparseAllReduce.heap_bytes(options, 8)
+    assert 9 * 50_000 * 8192 < need < 9 * 50_000 * 8192 * 1.05
+
+
+def test_the_measuring_path(clock: Any, measured: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: set[int] = set()
+
+    def knows_the_answer(data: SparseData) -> Any:
+        def call(number: int) -> Any:
+            clock.passes(12.0)
+            rounds.add(data.rounds[number])
+            return data.expected(number)
+
+        return bench._subject_of(data, call)
+
+    def timed(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        clock.passes(8.0)
+        return function(*given, **named)
+
+    monkeypatch.setitem(PEERS, "published", knows_the_answer)
+    for name in ("sparse_all_reduce", "sparse_all_reduce_padded"):
+        monkeypatch.setattr(tdcoll, name, functools.partial(timed, getattr(tdcoll, name)))
+    given = "--iterations 2 --rows 6 --dims 4 --distributions zipf1 --algorithms owner --straggler"
+    found = measured(SparseAllReduce, f"{given} --peers published,dense")
+    assert [(row.label, row.launch, row.check, row.median_us, row.calls, row.iterations) for row in found] == [
+        *(("tdcoll owner", "eager", "ok", 8.0, (1,), 2), ("tdcoll owner, no copy", "eager", "ok", 8.0, (1,), 2)),
+        *(("tdcoll owner, padded", "graph", "ok", 8.0, (2, 3), 2), ("published", "eager", "ok", 12.0, (1,), 2)),
+        ("dense", "eager", "not run", None, (1,), 0),
+    ]
+    assert all(row.straggler for row in found)
+    assert len(rounds) > 1, "inputs change"
+
+
+@pytest.mark.slow
+def test_the_command_on_the_simulator(launch: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
+    """Also the only test of the peers: over gloo, with as many rows on every rank and with different numbers."""
+    file = tmp_path / "result.json"
+    done = launch(
+        *("--simulate", "--nproc", "3", "-m", "tdcoll.bench", "sparse_all_reduce", "--rows", "12", "--dims", "4"),
+        *("--num-rows", "60", "--distributions", "zipf1.2", "--duplicates", "0,drawn", "--json", str(file)),
+        *("--algorithms", "auto,dense", "--copy", "yes", "--eager", "--peers", ",".join(PEERS)),
+    )
+    assert done.returncode == 0, done.stderr
+    head, found = rows.load(file)
+    labels = ["tdcoll auto", "tdcoll dense", *PEERS]
+    assert [(row.label, row.check) for row in found] == [(label, "ok") for label in labels] * 2
+    assert all(row.counts for row in found if not row.peer)
+    assert head["command"].startswith("bash launch.sh --nproc 3 --simulate -m tdcoll bench sparse_all_reduce --rows 12")
+    assert "tdcoll auto" in done.stdout
+    assert str(tmp_path) not in json.dumps(head)
