@@ -19,12 +19,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tdcoll.limits import COLLECTIVES
+
 __all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "at_once", "dropped", "installed", "missing"]
 
 MODULES = [  # each may import those before it
     *(f"tdcoll.primitives.{name}" for name in ("group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums")),
     *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll")),
     *(f"tdcoll.collectives.all_gather.kernels_{name}" for name in ("ring", "puts")),
+    "tdcoll.collectives.all_to_all.kernels_puts",
     *(f"tdcoll.collectives.reduce_scatter.kernels_{name}" for name in ("direct", "pull", "puts", "words")),
     *(f"tdcoll.collectives.all_reduce.kernels_{name}" for name in ("words", "direct", "puts", "nodes")),
     *("tdcoll.fused.kernels_rows", "tdcoll.fused.kernels"),
@@ -35,8 +38,8 @@ MODULES = [  # each may import those before it
     ),
 ]
 
-HOSTS = [f"tdcoll.collectives.{name}" for name in ("all_gather.op", "all_reduce.op", "reduce_scatter.op")]
-HOSTS += ["tdcoll.collectives.sparse_all_reduce.op", "tdcoll.collectives.index_match.op", "tdcoll.fused.op"]
+HOSTS = [f"tdcoll.collectives.{name}.op" for name in (*COLLECTIVES, "sparse_all_reduce", "index_match")]
+HOSTS += ["tdcoll.fused.op"]
 """They name kernels, and have to be imported before one is replaced."""
 
 

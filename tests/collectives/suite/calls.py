@@ -90,6 +90,11 @@ def kinds_of(spec: Collective) -> str:
     return "o" + "i" * in_place + "st" * symmetric + "p" * spec.in_place
 
 
+def had(spec: Collective, calls: str) -> str:
+    """These calls, out of place where the collective has no such kind."""
+    return "".join(kind if kind in f"{kinds_of(spec)}x" else "o" for kind in calls)
+
+
 class Placed(NamedTuple):
     """Where a call's tensor and result lie: in one piece of memory or in two, with more around them."""
 

@@ -128,10 +128,16 @@ def test_bad_arguments_are_named(spec: Collective) -> None:
 
 @each_spec
 def test_tensors_overlap_only_where_they_may(spec: Collective) -> None:
-    """Where one has a segment for each rank, this rank's may be the other; else both may be the same."""
+    """Where one has a segment for each rank, this rank's may be the other; where neither has, both may be the same."""
 
     def host(pe: int) -> None:
         whole = torch.zeros(12)
+        if spec.scatters and spec.gathers:
+            with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+                for at in (0, 4):
+                    with pytest.raises(ValueError, match=rf"out must not overlap tensor; it lies at byte {4 * at} of"):
+                        getattr(tdcoll, spec.name)(whole[:8], ctx, out=whole[at:][:8])
+            return
         part = {True: whole[4 * pe :][:4], False: whole[:8]}[spec.scatters or spec.gathers]
         larger = whole[:8]
         allowed = (part, larger) if spec.gathers else (larger, part)

@@ -17,7 +17,7 @@ from tdcoll.primitives.words import AT_ONCE
 from tdcoll.runtime.simulator.memory import MemoryView
 from tdcoll.testing import World, explore
 
-from .calls import Calls, kinds_of, make, place
+from .calls import Calls, had, kinds_of, make, place
 from .ways import Dense, Nodes, Way, all_dense, job, several, topology_of, ways_of
 
 ALL = all_dense()
@@ -183,7 +183,7 @@ def test_ranks_of_a_node_that_cannot_store_to_each_other(
     facts = Way(dense, "", nodes).facts(1, stores=False, ll_bytes=-1, lamport_bytes=0)
     served = [each.name for each in dense.spec.algorithms if each.supports(facts) is None]
     for algorithm in (*served, "auto"):
-        explore(Calls(dense.spec, algorithm, "oio", (dense.counts,)), **job(nodes, seeds=2))
+        explore(Calls(dense.spec, algorithm, had(dense.spec, "oio"), (dense.counts,)), **job(nodes, seeds=2))
     assert served
 
 
@@ -196,7 +196,7 @@ def test_one_resident_block_is_enough(way: Way) -> None:
     ("dense", "turns", "nodes"), [(dense, *turns) for dense in ALL for turns in several(dense)], ids=str
 )
 def test_many_calls_with_stragglers(dense: Dense, turns: str, nodes: Nodes) -> None:
-    case = Calls(dense.spec, turns, "ooixoioo" * 2, (12, 0, 12, 5))
+    case = Calls(dense.spec, turns, had(dense.spec, "ooixoioo" * 2), (12, 0, 12, 5))
     explore(case, **job(nodes, seeds=2, stragglers=True))
 
 
