@@ -19,6 +19,7 @@ from dense_parts import (
     Watched,
     cases,
     data,
+    had,
     in_pieces,
     kind_of,
     kinds_of,
@@ -270,7 +271,7 @@ def subgroups() -> None:
             outside = partial(tdcoll.CollectiveContext, halves[1 - mine], max_bytes_per_rank=1)
             expect_raises(ValueError, outside, "does not contain")
     for spec in SPECS:  # all ranks, whose heaps differ
-        Calls(spec, "auto", "oi", (100,)).host(rank())
+        Calls(spec, "auto", had(spec, "oi"), (100,)).host(rank())
     if extra is not None:
         tdcoll.free(extra)
 

@@ -16,6 +16,7 @@ from collectives.suite.calls import (
     SPECS,
     Calls,
     different,
+    had,
     in_pieces,
     kinds_of,
     make,
@@ -30,7 +31,7 @@ import tdcoll
 from tdcoll.collectives._host.launches import facts_of
 from tdcoll.collectives._host.spec import Collective
 
-__all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "in_pieces", "kind_of", "kinds_of", "make", "place"]
+__all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of", "make", "place"]
 __all__ += ["reference", "right", "served", "sizes_of", "wanted"]
 
 SIZES = [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
