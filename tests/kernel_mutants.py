@@ -268,7 +268,7 @@ def _changed(module: ModuleType, changes: Sequence[AnyChange]) -> str:
 def _uses(module: ModuleType, others: Iterable[ModuleType]) -> bool:
     """Whether a module has imported one of the others, or something out of it."""
     names = {other.__name__ for other in others}
-    found = vars(module).values()
+    found = [getattr(each, "fn", each) for each in vars(module).values()]  # of kernels, the function
     return any(getattr(each, "__module__", "") in names or getattr(each, "__name__", "") in names for each in found)
 
 

@@ -24,7 +24,7 @@ PUTS, RAILS, LL_2D, RECEIVE = (
     f"all_gather.kernels_puts.{name}" for name in ("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "_receive")
 )
 AROUND, STORES, FLAGGED = "kernels_ring.all_gather_ring", "exchange_direct", "kernels_ll.exchange_ll"
-STORES = f"exchange.kernels_direct.{STORES}"
+STORES, RECEIVED = (f"exchange.kernels_direct.{name}" for name in (STORES, "receive_chunk"))
 SIGNAL_FIRST = "tdl.signal_block({3}, {4}, {5}, {6})\ntdl.fence()\n"
 LOADED = """
 part = {0}.to(tl.pointer_type(tl.int32))
@@ -68,8 +68,8 @@ MUTANTS = (
         "signal of the epoch before", Argument("puts.push", "tdl.putmem_signal_block", "value", "value - 2"),
         UNSIGNALLED,
     ),
-    M("the receiver does not wait", at_once(RECEIVE)),
-    M("the receiver waits for the first chunk only", Argument(RECEIVE, "row", "channel", "0")),
+    M("the receiver does not wait", at_once(RECEIVED)),
+    M("the receiver waits for the first chunk only", Argument(RECEIVED, "row", "channel", "0")),
     M("the second chunk has the signal of the first", Argument(PUTS, "row", "channel", "0"), UNSIGNALLED),
     M(
         "receivers before senders",
