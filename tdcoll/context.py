@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
@@ -59,6 +59,9 @@ from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning.agreement import agree
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CollectiveContext"]
 
@@ -373,7 +376,7 @@ class CollectiveContext(Gate):
         self.job.held.pop(id(self))
         self.job.held.pop(id(self.monitor))
 
-    def __enter__(self) -> CollectiveContext:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -198,11 +198,11 @@ def distribute(model, group):
 # after the first run, and means:
 #
 # * `all_gather`, `all_reduce`, `reduce_scatter`, `sparse_all_reduce`, `barrier`: tdcoll's kernels, with the memory that
-#   they have reserved; or, where they cannot run, the fallback backend and why. (That is the thing to look at where a job is
+#   they have reserved; or, where they cannot run, the fallback backend and why. (Look there if a job is
 #   slower than expected: a missing NVSHMEM does not end it.)
-# * everything else goes to the fallback backend, NCCL for tensors on GPUs and gloo for those on CPUs. So do calls that are
-#   larger than a kind's limit. DDP puts the gradients of the dense layers into buckets and all-reduces those: tdcoll
-#   serves a bucket up to the limit of `all_reduce`, and hands a larger one over.
+# * everything else goes to the fallback backend, NCCL for tensors on GPUs and gloo for those on CPUs. So do calls
+#   that are larger than a kind's limit. DDP puts the gradients of the dense layers into buckets and all-reduces those:
+#   tdcoll serves a bucket up to the limit of `all_reduce`, and hands a larger one over.
 # * how often each was called so far: one sparse all-reduce per step, which is checked.
 #
 # The logger "tdcoll" has a line at level INFO for the first call of each kind.

@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from tdcoll.bench.specs import SPECS
+from tdcoll.limits import COLLECTIVES
 from tdcoll.output import unless_the_reader_goes
 
 _OTHERS = {
@@ -19,7 +19,7 @@ _OTHERS = {
 """Module, class, and what is measured, of the benchmarks that are not of a dense collective."""
 
 BENCHMARKS = {
-    **{name: f"{spec.title.lower()}s against their peers" for name, spec in SPECS.items()},
+    **{name: f"{name.replace('_', '-')}s against their peers" for name in COLLECTIVES},
     **{name: what for name, (_, what) in _OTHERS.items()},
 }
 """The name of each benchmark, and what it measures."""
@@ -41,7 +41,7 @@ Each benchmark has a --help of its own. On the simulator they check results and 
 def main(arguments: Sequence[str]) -> int:
     """Run one benchmark; its exit status."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
-    if name in SPECS:
+    if name in COLLECTIVES:
         return int(importlib.import_module("tdcoll.bench.dense").main(name, rest))
     if name in _OTHERS:
         kind = pkgutil.resolve_name(f"tdcoll.bench.{name}:{_OTHERS[name][0]}")

@@ -16,8 +16,8 @@ import torch
 
 from tdcoll import limits
 from tdcoll.bench.arithmetic import distinct, format_bytes
-from tdcoll.bench.rows import Row, number
-from tdcoll.bench.specs import IN_PLACE, Spec
+from tdcoll.bench.rows import IN_PLACE, Row, number
+from tdcoll.bench.specs import Spec
 from tdcoll.collectives._host.plan import Facts, Plan
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Entry, Section, Table

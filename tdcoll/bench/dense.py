@@ -21,7 +21,8 @@ from tdcoll.bench import case, choosing, options
 from tdcoll.bench.data import Buffers, buffer_bytes
 from tdcoll.bench.engine import Subject, Wanted, calls_of, nothing
 from tdcoll.bench.peers import FCOLLECT, PEERS, Peer, Stock, subject_of
-from tdcoll.bench.specs import IN_PLACE, SPECS, Spec
+from tdcoll.bench.rows import IN_PLACE
+from tdcoll.bench.specs import SPECS, Spec
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import RankMismatchError
 from tdcoll.language import INTERPRETED

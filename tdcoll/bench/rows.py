@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll.bench.arithmetic import Floor, distinct, format_bytes, ratio
-from tdcoll.bench.specs import IN_PLACE, SPECS
+from tdcoll.limits import COLLECTIVES
 
 __all__ = [
-    *("LAYOUTS", "Layout", "Row", "launch_of", "line_of", "load", "machine", "name_of", "number", "save"),
+    *("IN_PLACE", "LAYOUTS", "Layout", "Row", "launch_of", "line_of", "load", "machine", "name_of", "number", "save"),
     *("shown_labels", "write_whole"),
 ]
+
+IN_PLACE = "in-place"
+"""The name of calls in place, where ``--algorithms`` takes one and in rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,14 +215,16 @@ def _dense_floor(row: Row, floor: Floor | None) -> str:
     )
 
 
-def _dense(title: str, name: str | None = None, about: Text = _data) -> Layout:
+def _dense(title: str = "", name: str | None = None, about: Text = _data) -> Layout:
     """The layout of the collective of this name; None: rows say which."""
 
     def sent(row: Row) -> float:
+        from tdcoll.bench.specs import SPECS  # which imports torch and the kernels: not for a --help
+
         return SPECS[name or row.facts["operation"]].sent_bytes(row.facts["bytes_per_rank"], row.ranks)
 
     return Layout(
-        title=title,
+        title=title or str(name).replace("_", "-").capitalize(),
         size={"bytes per rank": lambda row: format_bytes(row.facts["bytes_per_rank"])},
         derived={"bus GB/s": lambda row: number(row.median_us and sent(row) / row.median_us / 1e3, 1)},
         shown=("auto", IN_PLACE, "nccl", "nccl-symmetric"),
@@ -240,7 +245,7 @@ def _sparse_floor(row: Row, floor: Floor | None) -> str:
 
 
 LAYOUTS: dict[str, Layout] = {
-    **{name: _dense(spec.title, name) for name, spec in SPECS.items()},
+    **{name: _dense(name=name) for name in COLLECTIVES},
     "tune": _dense("Candidates of a tuning table", about=_fact("{operation}")),
     "all_reduce_rms_norm": Layout(
         title="All-reduce + residual + RMSNorm",

@@ -9,10 +9,7 @@ from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.spec import WORLD, Collective
 from tdcoll.limits import COLLECTIVES
 
-__all__ = ["IN_PLACE", "SPECS", "Spec"]
-
-IN_PLACE = "in-place"
-"""The name of calls in place, where ``--algorithms`` takes one and in rows."""
+__all__ = ["SPECS", "Spec"]
 
 _ALIGNMENT = 128
 """Bytes, to a multiple of which an epoch is cut."""

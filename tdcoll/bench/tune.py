@@ -34,8 +34,8 @@ from tdcoll.bench.choosing import CHANNEL_COUNTS, WARP_COUNTS, Candidate, Choice
 from tdcoll.bench.dense import Dense, case_of
 from tdcoll.bench.engine import Wanted
 from tdcoll.bench.provenance import command_line, provenance
-from tdcoll.bench.rows import Row
-from tdcoll.bench.specs import IN_PLACE, SPECS
+from tdcoll.bench.rows import IN_PLACE, Row
+from tdcoll.bench.specs import SPECS
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology

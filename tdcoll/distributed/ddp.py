@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tdcoll import arguments, runtime
+from tdcoll.distributed.call import Call
 from tdcoll.distributed.fallback import sparse_sum_by_gather
-from tdcoll.distributed.handlers import Lane
+from tdcoll.distributed.handlers import Lane, Members
+from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Task, TaskWork
-from tdcoll.distributed.sparse import SparseSums
+from tdcoll.distributed.sparse import SparseAllReduce
 from tdcoll.errors import NotInitializedError
 from tdcoll.torch_internals import living_ddp, never_compiled, tell_ddp_to_ignore
 from tdcoll.work import record_stream
@@ -29,12 +31,6 @@ _FIRST_ROWS = 1024
 """Rows per rank that a reducer's context begins with."""
 
 
-class _Sums(SparseSums):
-    """Of one set of ranks, with a stream; kept by the job until ``tdcoll.finalize()``."""
-
-    stream: Any = None
-
-
 def _group(given: Any) -> Any:
     group = dist.group.WORLD if given is None else given
     if group is None:
@@ -42,26 +38,28 @@ def _group(given: Any) -> Any:
     return group
 
 
-def _sums(group: Any) -> _Sums:
+def _sums(group: Any) -> SparseAllReduce:
+    """Return what reduces sparse gradients of a group on a stream of its own; the job keeps it until it ends."""
     owner = runtime.current()
     key = ("tdcoll.distributed", owner.ranks_of(group))
-    found = owner.contexts.get(key)
+    found: SparseAllReduce | None = owner.contexts.get(key)
     if found is None:
         lane = Lane(owner.control.part("sparse gradients of " + "-".join(map(str, key[1]))))
-        found = owner.contexts[key] = _Sums(owner, key[1], lane, timeout_s=None)
+        members = Members(owner, key[1], owner.timeout_s, Options())
+        found = owner.contexts[key] = SparseAllReduce(members, lane)
         if owner.device.type == "cuda":
             found.stream = torch.cuda.Stream(owner.device)
     return found
 
 
-def _submit(sums: _Sums, tensor: torch.Tensor, after: Any = None) -> Task:
+def _submit(sums: SparseAllReduce, tensor: torch.Tensor, after: Any = None) -> Task:
     """The mean over the ranks, made by a queue on the sums' own stream; the task's result is ``[mean]``.
 
     ``after``: the event behind which the tensor is there; None: what the current stream has now.
     """
     if sums.stream is not None:
         record_stream(tensor, sums.stream)
-    return sums.lane.queue.submit(Task(lambda: [sums(tensor, "mean")], sums.stream, after, give_up=sums.give_up))
+    return sums.lane.queue.submit(Task(lambda: [sums.reduce(tensor, "mean")], sums.stream, after, give_up=sums.give_up))
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
@@ -89,11 +87,8 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
         gradient.div_(group.size())
         work = dist.all_reduce(gradient, group=group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
-    sums = _sums(group)
-    why = SparseSums.refusal(gradient, "mean")
-    if why is None and not sums.prepare(gradient):
-        why = sums.problem
-    if why is not None:
+    sums, call = _sums(group), Call([gradient], [gradient], "mean")
+    if (why := sums.refuse(call) or sums.prepare(call)) is not None:
         _log.warning("sparse_hook: a gradient goes through the process group: %s", why)
         future: Any = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
         future.set_result(sparse_sum_by_gather(group, gradient, "mean"))
@@ -102,10 +97,6 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
 
 # ---------------------------------------------------------------------- without DDP
-
-
-def _is_sparse_table(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 class _Table:
@@ -178,36 +169,32 @@ class SparseGradientReducer:
     def __init__(self, module: nn.Module, group: Any = None, *, rows_per_rank: int = _FIRST_ROWS) -> None:
         arguments.instance("module", module, nn.Module, "an nn.Module")
         arguments.whole("rows_per_rank", rows_per_rank, 1)
-        self._group = _group(group)
+        group = _group(group)
         tables: dict[nn.Parameter, str] = {}
         for prefix, part in module.named_modules():
-            if _is_sparse_table(part):
-                tables.setdefault(part.weight, f"{prefix}.weight" if prefix else "weight")
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+                weight: Any = part.weight
+                tables.setdefault(weight, f"{prefix}.weight" if prefix else "weight")
         if not tables:
             raise ValueError("module has no nn.Embedding or nn.EmbeddingBag with sparse=True")
         self._tables = [_Table(name, parameter) for parameter, name in reversed(tables.items())]
-        self._names = [
-            name
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if any(parameter is table for table in tables)
-        ]
         _refuse_those_of_ddp(module, tables)
         self._take_over(tables)
-        self._sums = _sums(self._group)
+        self._sums = _sums(group)
         row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
         self._sums.open(rows_per_rank, row_bytes)
         self._synchronising = True
-        self._next = 0
         for table in self._tables:
             table.watch(self._take)
         _reducers.add(self)
         self._left: list[str] = []
         """Tables whose gradients are taken and not put back; only their names, so that the reducer may be collected."""
         weakref.finalize(self, _say_what_is_left, self._left)
-        first = dist.get_global_rank(self._group, 0)
+        first = dist.get_global_rank(group, 0)
         for parameter in tables:
-            dist.broadcast(parameter.detach(), first, group=self._group)
-        tell_ddp_to_ignore(module, self._names)
+            dist.broadcast(parameter.detach(), first, group=group)
+        parameters = module.named_parameters(remove_duplicate=False)
+        tell_ddp_to_ignore(module, [name for name, parameter in parameters if parameter in tables])
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -225,7 +212,7 @@ class SparseGradientReducer:
             shared = sorted(
                 tables[table.parameter] for table in other._tables if table.hook and table.parameter in tables
             )
-            if shared and not other._sums.ended:
+            if shared and not other._sums.members.job.closed:
                 raise ValueError(
                     f"SparseGradientReducer: {', '.join(shared)} has a reducer already; close() that one before you "
                     "make another"
@@ -247,35 +234,29 @@ class SparseGradientReducer:
         self._advance()
 
     def _hold(self, table: _Table) -> None:
-        if table.frozen:
-            table.taken = table.empty()
-        else:
-            table.taken, table.parameter.grad = self._sparse(table), None
-            self._left.append(table.name)
-        if table.taken.is_cuda:
-            table.there = torch.cuda.current_stream(table.taken.device).record_event()
-
-    @staticmethod
-    def _sparse(table: _Table) -> torch.Tensor:
-        gradient = table.parameter.grad
-        if gradient is None:
-            return table.empty()
-        if gradient.layout != torch.sparse_coo:
+        """Take this rank's gradient away from the table, or one without rows if there is none or it is frozen."""
+        gradient = None if table.frozen else table.parameter.grad
+        if gradient is not None and gradient.layout != torch.sparse_coo:
             raise TypeError(
                 f"SparseGradientReducer: the gradient of {table.name} is {gradient.layout}: a table that is also used "
                 "in another way than by lookups with sparse=True has a dense gradient, which DDP reduces"
             )
-        return gradient
+        table.taken = table.empty() if gradient is None else gradient
+        if not table.frozen:
+            table.parameter.grad = None
+            self._left.append(table.name)
+        if table.taken.is_cuda:
+            table.there = torch.cuda.current_stream(table.taken.device).record_event()
 
     def _advance(self) -> None:
         """Submit what can be: in the same order on all ranks, whatever order the gradients come in."""
-        for table in self._tables[self._next :]:
+        for table in self._tables:
             if table.taken is None and table.frozen:
                 self._hold(table)
             if table.taken is None:
                 break
-            table.task = _submit(self._sums, table.taken, table.there)
-            self._next += 1
+            if table.task is None:
+                table.task = _submit(self._sums, table.taken, table.there)
 
     def finish(self) -> None:
         """Wait until every table's ``grad`` is the average over the ranks. Collective, once per step.
@@ -303,13 +284,12 @@ class SparseGradientReducer:
                 if not table.frozen:
                     table.parameter.grad = mean if mean._nnz() else None
         finally:
-            self._next = 0
             self._left.clear()
             for table in self._tables:
                 table.taken = table.task = table.there = None
 
     def _refuse_after_the_job(self) -> None:
-        if self._sums.ended:
+        if self._sums.members.job.closed:
             raise NotInitializedError(
                 "SparseGradientReducer: made before tdcoll.finalize(), which has ended that job; make a new one"
             )
@@ -339,11 +319,9 @@ def _say_what_is_left(left: list[str]) -> None:
 
 def _refuse_those_of_ddp(module: nn.Module, tables: dict[nn.Parameter, str]) -> None:
     """Raise if a DistributedDataParallel that is alive reduces one of these tables as well."""
-    found = _reduced_by_ddp(module, tables)
-    if found:
+    if _reduced_by_ddp(module, tables):
         gc.collect()  # a wrapper that is part of a cycle may wait for that
-        found = _reduced_by_ddp(module, tables)
-    if found:
+    if found := _reduced_by_ddp(module, tables):
         raise ValueError(
             f"SparseGradientReducer: a DistributedDataParallel has {', '.join(found)} among its parameters. Make the "
             "reducer of the model first, and then the model's DistributedDataParallel, which leaves those tables "

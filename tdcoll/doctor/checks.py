@@ -168,9 +168,8 @@ def _gpus(facts: Facts) -> list[Line]:
     if not facts.gpus:
         error = facts.found["gpus"].get("error")
         text = f"PyTorch cannot ask for them: {error}" if error else "PyTorch sees none"
-        counted = facts.launched["TDCOLL_GPUS"]
         advice = "see the lines on torch and the driver; `nvidia-smi` has to work. TRITON_INTERPRET=1 is the simulator"
-        return [problem(name, f"{text}; nvidia-smi counts {counted}", advice)]
+        return [problem(name, f"{text}; nvidia-smi counts {facts.visible_gpus}", advice)]
     kinds = Counter("{} (sm_{}{})".format(gpu["name"], *gpu["capability"]) for gpu in facts.gpus)
     text = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     if min(tuple(gpu["capability"]) for gpu in facts.gpus) < (8, 0):

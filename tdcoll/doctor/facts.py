@@ -37,8 +37,9 @@ class Facts:
             that isn't installed, a true ``missing``.
         distributions: version of each installed distribution that matters here.
         environment: environment variables of this process.
-        launched: environment variables of ranks that launch.sh starts, and what it decides: ``TDCOLL_MODE``, which is
-            "gpu" or "simulator", and ``TDCOLL_GPUS``, the number of visible GPUs.
+        launched: environment variables of ranks that launch.sh starts.
+        simulated: whether launch.sh runs jobs in the simulator.
+        visible_gpus: the number of GPUs that launch.sh counts.
         network_cards: InfiniBand, RoCE and EFA devices with an active port.
         network_files: whether ``/dev/infiniband`` has device files.
         nnodes: hosts of the job.
@@ -50,6 +51,8 @@ class Facts:
     distributions: Mapping[str, str]
     environment: Mapping[str, str]
     launched: Mapping[str, str]
+    simulated: bool
+    visible_gpus: int
     network_cards: tuple[str, ...] = ()
     network_files: bool = False
     nnodes: int = 1
@@ -61,11 +64,6 @@ class Facts:
         gpus: Sequence[Mapping[str, Any]] = self.found["gpus"].get("gpus", ())
         return gpus
 
-    @property
-    def simulated(self) -> bool:
-        """Whether launch.sh runs jobs in the simulator."""
-        return self.launched["TDCOLL_MODE"] == "simulator"
-
 
 def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> Facts:
     """Return the facts of this host. Takes seconds, because children import packages.
@@ -75,24 +73,20 @@ def collect(environment: Mapping[str, str], nproc: int | None, nnodes: int) -> F
         nproc: ranks on this host; None: one per GPU, or two simulated ones.
         nnodes: hosts of the job.
     """
-    launched = _launched(environment, nnodes)
+    job = prepare(environment, one_host=nnodes == 1, dry_run=True, say=lambda text: None)
     facts = Facts(
         python=sys.version_info[:3],
-        found={step: _probed(step, launched) for step in probe.STEPS},
+        found={step: _probed(step, job.variables) for step in probe.STEPS},
         distributions=_distributions(),
         environment=environment,
-        launched=launched,
+        launched=job.variables,
+        simulated=job.simulated,
+        visible_gpus=job.gpus,
         network_cards=_network_cards(),
         network_files=any(Path("/dev").glob("infiniband/uverbs*")),
         nnodes=nnodes,
     )
     return dataclasses.replace(facts, nproc=nproc or (2 if facts.simulated else max(1, len(facts.gpus))))
-
-
-def _launched(environment: Mapping[str, str], nnodes: int) -> dict[str, str]:
-    """Return the environment of ranks that launch.sh starts, and what it decides: ``TDCOLL_MODE``, ``TDCOLL_GPUS``."""
-    job = prepare(environment, one_host=nnodes == 1, dry_run=True, say=lambda text: None)
-    return {**job.variables, "TDCOLL_MODE": "simulator" if job.simulated else "gpu", "TDCOLL_GPUS": str(job.gpus)}
 
 
 def _probed(step: str, environment: Mapping[str, str]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class Calls:
         """A context of all ranks, and what ends its waits."""
         if self.operation.sparse:
             sparse = tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=12)
-            return sparse, sparse.collective.monitor
+            return sparse, sparse.monitor
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, lamport_bytes=self.lamport_bytes)
         return ctx, ctx.monitor
 

@@ -28,21 +28,22 @@ INDEX_MATCH = {  # constants, as op.py has them
     "find_leaders": {"BLOCK": 512},
     "number_leaders": {"BLOCK": 512, "TOTALS": 1024},
     "place_leaders": {"BLOCK": 512},
-    "emit_match": {"BLOCK": 256, "SEARCH": False},
-    "emit_match, search": {"BLOCK": 256, "SEARCH": True},
-    "pack_list": {"BLOCK": 256},
-    "invert_indices": {"BLOCK": 256},
 }
 INDEX_MATCH_TYPES = {
-    **dict.fromkeys(("lists", "entries", "status", "union", "target", "source", "local", "ids", "out"), "*i64"),
-    **dict.fromkeys(("totals", "leaders", "positions", "contributors"), "*i32"),
+    **dict.fromkeys(("status", "target"), "*i64"),
+    **dict.fromkeys(("totals", "leaders"), "*i32"),
 }
+
+
+def index_of_all(search: bool) -> index_match.Index:
+    return index_match.Index("*i64", "*i64", "*i64", "*i64", "i64", "i32", "i64", "i32", "i32", search)
 
 
 def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> dict[str, object]:
-    kernel = getattr(index_match, name.split(",")[0])
+    kernel = getattr(index_match, name)
     declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
-    ptx = compile_for(kernel, arch, constants, INDEX_MATCH_TYPES).asm["ptx"]
+    types = INDEX_MATCH_TYPES | {"index": index_of_all("leaders" in name)}
+    ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
     return {
         "kernel": name,
         "arch": arch,
@@ -66,9 +67,9 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("meet", {"WAITED": 8}, "*fp32", (90,)),
     ("meet_nodes", {"WAITED": 8}, "*fp32", (90,)),
     ("plan", {"REPEATED": True, "BLOCK": 256}, "*fp32", (90,)),
-    ("combine", {**_ROW, "ALL": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("combine", {**_ROW, "ALL": False, "BEHIND": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
     ("sum_pieces", {"ACC": tl.float32, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
-    ("sum_partial", {"ACC": tl.float32, "ALIGNED": True, "WIDE": 2048}, "*bf16", (90,)),
+    ("sum_partial", {"BEHIND": True, "ACC": tl.float32, "ALIGNED": True, "WIDE": 2048}, "*bf16", (90,)),
     (
         "merge",
         {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
@@ -91,13 +92,9 @@ SPARSE_TYPES = {
     "totals": "*i32",
     "partial": "*fp32",
     "g": tuples()["g"],
-    "memory": kernels_lists.Memory("*i64", "*i64", "*i32", "*i32", "*i32"),
+    "memory": kernels_lists.Memory("i64", "i64", "*i32", "*i32", "*i32"),
     "nodes": Nodes("*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"),
 }
-
-
-def index_of_all(search: bool) -> kernels_lists.Index:
-    return kernels_lists.Index("*i64", "*i64", "*i64", "*i64", "i64", "i32", "i32", "i32", search)
 
 
 def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str) -> dict[str, object]:

@@ -114,7 +114,7 @@ def test_two_programs_of_8_warps_fit_on_a_multiprocessor(compiled) -> None:
 def test_index_matching_compiles_without_spills_or_nvshmem(compiled) -> None:
     kernels = compiled["index_match"]
     assert {k["arch"] for k in kernels} == {90, 100}
-    assert {"mark", "number", "find_leaders", "place_leaders", "emit_match"} <= {k["kernel"] for k in kernels}
+    assert {"mark", "number", "find_leaders", "place_leaders"} <= {k["kernel"] for k in kernels}
     assert [k for k in kernels if k["spilled_bytes"] or k["needs"]] == []
     assert all(k["registers"] <= 96 for k in kernels)
 
@@ -123,16 +123,16 @@ def test_index_matching_says_the_right_things(compiled) -> None:
     for kernel in compiled["index_match"]:
         name, wide = kernel["kernel"], set(kernel["wide"])
         assert (kernel["or64"] > 0) == (name == "mark"), kernel
-        assert name not in ("number", "emit_match") or kernel["popcounts"] > 0, kernel
-        assert name not in ("mark", "find_leaders") or {"stride", "num_rows", "signature"} <= wide, kernel
+        assert name != "number" or kernel["popcounts"] > 0, kernel
+        assert name not in ("mark", "find_leaders") or {"num_rows", "signature"} <= wide, kernel
 
 
 def test_sparse_all_reduce_compiles_without_spills(compiled) -> None:
     kernels = compiled["sparse"]
     assert {k["arch"] for k in kernels if k["kernel"] == "reduce"} == {90, 100}
-    # Around the call that sends a signal, once per program: a few bytes of a search, and of this one what its waits'
-    # record of a timeout needs.
-    most = {"reduce_nodes": {100: 80}}
+    # A few bytes of a search around the call that sends a signal, once per program; and some words for each row of this
+    # one, which ptxas gives fewer registers than it may have.
+    most = {"reduce_nodes_of_single": {90: 64}}
     for kernel in kernels:
         allowed = 64 if kernel["search"] else most.get(kernel["kernel"], {}).get(kernel["arch"], 0)
         assert kernel["spilled_bytes"] <= allowed, kernel

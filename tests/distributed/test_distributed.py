@@ -157,7 +157,7 @@ from tdcoll.distributed import BackendTimeout
 from tdcoll.monitor import c
 dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2)))
-monitor = dist.group.WORLD.dispatcher.handlers["sparse_all_reduce"].sums.context.collective.monitor
+monitor = dist.group.WORLD.dispatcher.handlers["sparse_all_reduce"].context.monitor
 monitor._host[c.RECORD_VALID.value] = 1  # as a kernel does whose wait expires
 try:
     dist.destroy_process_group()

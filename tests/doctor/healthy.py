@@ -31,13 +31,16 @@ GPUS = Facts(
     },
     distributions={"triton": "3.6.0", "nvshmem4py-cu13": "0.4.1", "nvidia-nvshmem-cu13": "3.4.5"},
     environment=ONE_HOST,
-    launched={**ONE_HOST, "TDCOLL_MODE": "gpu", "TDCOLL_GPUS": "3"},
+    launched=ONE_HOST,
+    simulated=False,
+    visible_gpus=3,
     nproc=3,
 )
 
 TWO_HOSTS = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "eth0", "NVSHMEM_DISABLE_NVLS": "1", "TDCOLL_NNODES": "2"}
-LAUNCHED = {**TWO_HOSTS, "TDCOLL_MODE": "gpu", "TDCOLL_GPUS": "3"}
-HOSTS = replace(GPUS, nnodes=2, environment=TWO_HOSTS, launched=LAUNCHED, network_cards=("mlx5_0",), network_files=True)
+HOSTS = replace(
+    GPUS, nnodes=2, environment=TWO_HOSTS, launched=TWO_HOSTS, network_cards=("mlx5_0",), network_files=True
+)
 
 MISSING = {"missing": True, "error": "ModuleNotFoundError: No module named ..."}
 NO_GPU = {"gpus": [], "no_peer_access": [], "free_bytes": []}
@@ -46,7 +49,9 @@ SIMULATOR = replace(
     found={**GPUS.found, "nvshmem": MISSING, "driver": {"error": "OSError: libcuda.so.1"}, "gpus": NO_GPU},
     distributions={"triton": "3.6.0"},
     environment={"TRITON_INTERPRET": "1"},
-    launched={"TRITON_INTERPRET": "1", "TDCOLL_MODE": "simulator", "TDCOLL_GPUS": "0"},
+    launched={"TRITON_INTERPRET": "1"},
+    simulated=True,
+    visible_gpus=0,
     nproc=2,
 )
 

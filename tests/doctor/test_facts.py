@@ -80,13 +80,11 @@ def test_a_child_says_what_it_finds(monkeypatch, tmp_path, step, module, source,
     assert facts._probed(step, {**SHELL, "PYTHONPATH": f"{tmp_path}:{ROOT}"}) == found
 
 
-def test_the_environment_of_a_launched_process_is_that_of_setenv(tmp_path):
-    """Whatever the shell was prepared for; a value of the user's wins. On this host nvidia-smi counts two GPUs."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/bash\necho 'GPU 0: H200'; echo 'GPU 1: H200'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    shell = {**SHELL, "PATH": f"{tmp_path}:{SHELL['PATH']}", "TDCOLL_NNODES": "x", "TDCOLL_RDZV": "localhost:1"}
-    launched = facts._launched({**shell, "NVSHMEM_DISABLE_NVLS": "0"}, 1)
-    assert (launched["TDCOLL_MODE"], launched["TDCOLL_GPUS"]) == ("gpu", "2")
-    assert (launched["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"], launched["NVSHMEM_DISABLE_NVLS"]) == ("lo", "0")
-    assert "NVSHMEM_REMOTE_TRANSPORT" not in facts._launched(shell, 2)
-    assert facts._launched({**shell, "CUDA_VISIBLE_DEVICES": ""}, 1)["TDCOLL_MODE"] == "simulator"
+def test_ranks_have_the_environment_of_setenv(monkeypatch):
+    """For one host or several, and a value of the user's wins."""
+    monkeypatch.setattr(facts, "_probed", lambda step, environment: {})
+    one, two = (facts.collect({**SHELL, "TRITON_INTERPRET": "0", "NVSHMEM_DISABLE_NVLS": "0"}, 2, n) for n in (1, 2))
+    assert (one.simulated, one.launched["NVSHMEM_DISABLE_NVLS"]) == (False, "0")
+    assert one.launched["NVSHMEM_REMOTE_TRANSPORT"] == "none"
+    assert "NVSHMEM_REMOTE_TRANSPORT" not in two.launched
+    assert facts.collect({**SHELL, "CUDA_VISIBLE_DEVICES": ""}, 2, 1).simulated

@@ -171,7 +171,7 @@ class Clone:
         self.log: list[str] = []
         self.lacks = "lacks nvshmem"
         root.mkdir()
-        for name in ("pyproject.toml", "constraints-cpu.txt"):
+        for name in ("pyproject.toml", "constraints-cpu.txt", "launch.sh"):
             shutil.copy(REPOSITORY / name, root)
         self.is_here()
         patch.setattr(setenv, "_problem", self._problem)

@@ -138,7 +138,7 @@ def ddp_hook_with_another_backend() -> None:
     model.register_comm_hook(group, sparse_hook)
     equal(train(model, batches), dense_run(batches, 2), "sparse_hook")
     context = runtime.current().contexts["tdcoll.distributed", tuple(everyone())].context
-    expect(context.calls == 6, f"{context.calls} calls were tdcoll's")
+    expect(context.exchanges >= 6, f"{context.exchanges} exchanges were tdcoll's")
 
 
 @check

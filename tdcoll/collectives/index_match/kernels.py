@@ -28,22 +28,8 @@ Four launches on one stream; each reads what the ones before wrote, and nothing 
     number_leaders  adds the totals of earlier blocks; U += leaders of the list
     place_leaders   union[place of each leader] = its id
 
-Cost of a build for W = 8 lists of n = 50,000 ids each and 5,000,000 rows (156,250 words: 1.25 MB per row of entries).
-These are estimates for an H200, at 3 TB/s since nearly everything stays in its 50 MB of L2 cache; they are not
-measurements::
-
-    bitmap   clear: W rows written, 10 MB                                                      3 us
-             mark: W n = 400,000 ids read, 3.2 MB, and as many atomics at 100 per ns           5 us
-             unite: W rows read, 10 MB                                                         4 us
-             number: row W read and written, 2.5 MB, and the union, 3.1 MB                     2 us
-             four launches of a CUDA graph                                                     4 us
-                                                                                        sum   18 us
-    search   find_leaders, place_leaders: n W (W-1) / 2 and n W W bisections of 16 loads each,
-             4.6 M in all. Neighbouring threads look for neighbouring ids, so the 32 loads of
-             a warp fall into few sectors, most of them in L1                                 50 us
-
-So the bitmap wins where its rows are small beside the lists. Search wins for few ids in many rows, and is all there is
-for index spaces of 2^40. See :mod:`tdcoll.collectives.index_match.policy`.
+A bitmap is built by a few passes over its W + 1 rows and one atomic for each id. A search takes W log2(n) loads for
+each id, and no memory that depends on the number of rows. See :mod:`tdcoll.collectives.index_match.policy`.
 
 Whatever the lists hold (ids out of range, unsorted, repeated, counts beyond the capacity), nothing here reads or writes
 out of bounds, places are below ``capacity`` or ``max_union``, and the ``BAD_*`` words of status say what is wrong. All
@@ -51,37 +37,18 @@ of it is computed from the lists alone, by operations whose order does not matte
 the same bits.
 """
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
 
 __all__ = [
-    "BAD_ORDER",
-    "BAD_RANGE",
-    "BAD_SIGNATURE",
-    "HEADER",
-    "LIST_BYTES",
-    "LIST_COUNT",
-    "LIST_SIGNATURE",
-    "MAX_ROWS",
-    "STATUS_WORDS",
-    "TOTAL",
-    "UNION",
-    "clear",
-    "emit_match",
-    "find",
-    "find_in_union",
-    "find_leaders",
-    "find_sorted",
-    "list_size",
-    "mark",
-    "number",
-    "number_leaders",
-    "pack_list",
-    "place_leaders",
-    "popcount",
-    "unite",
+    *("BAD_ORDER", "BAD_RANGE", "BAD_SIGNATURE", "MAX_ROWS", "STATUS_WORDS", "TOTAL", "UNION"),
+    *("HEADER", "LIST_BYTES", "LIST_COUNT", "LIST_SIGNATURE"),
+    *("Index", "find", "find_in_union", "find_sorted", "list_of", "list_size", "popcount"),
+    *("clear", "mark", "unite", "number", "find_leaders", "number_leaders", "place_leaders"),
 ]
 
 # Words of a list's header.
@@ -105,9 +72,33 @@ _PAIRS = tl.constexpr(0x3333333333333333)
 _NIBBLES = tl.constexpr(0x0F0F0F0F0F0F0F0F)
 _ONES = tl.constexpr(0x0101010101010101)
 
-_INTEGERS = ["stride", "capacity", "words", "world", "num_rows", "max_union", "signature", "size", "blocks", "width"]
-_ANY_ALIGNMENT = ["lists"]
-"""Launches are remembered, and the lists may lie elsewhere at the next one."""
+
+class Index(NamedTuple):
+    """A directory as kernels see it: the lists, and where each of their ids is.
+
+    Attributes:
+        lists: int64 ``[world, stride]``: header and ids of each list. What follows the ids is not looked at.
+        entries: int64 ``[world + 1, words]`` of a bitmap; not read by a search.
+        union: int64 ``[max_union]``: the different ids, ascending.
+        status: int64 ``[STATUS_WORDS]``: how many there are, and what is wrong with the lists.
+        stride: words from one list to the next.
+        capacity: the most ids of a list.
+        words: of a row of ``entries``.
+        world: number of lists.
+        max_union: the most ids of the union.
+        search: which kind of directory it is.
+    """
+
+    lists: Any
+    entries: Any
+    union: Any
+    status: Any
+    stride: tl.int64
+    capacity: tl.int32
+    words: tl.int64
+    world: tl.int32
+    max_union: tl.int32
+    search: tl.constexpr
 
 
 # ---------------------------------------------------------------------- device functions
@@ -124,10 +115,16 @@ def popcount(x):
 
 
 @jit
-def list_size(lists, stride, q, capacity):
-    """Number of ids of list ``q`` that are there: its header's count, at least 0 and at most ``capacity``. int32."""
-    count = tl.load(lists + tl.cast(q, tl.int64) * stride + LIST_COUNT)
-    return tl.minimum(tl.maximum(count, 0), tl.cast(capacity, tl.int64)).to(tl.int32)
+def list_of(index, q):
+    """List ``q``, which begins with its header."""
+    return index.lists + tl.cast(q, tl.int64) * index.stride
+
+
+@jit
+def list_size(index, q):
+    """Number of ids of list ``q`` that are there: its header's count, at least 0 and at most the capacity. int32."""
+    count = tl.load(list_of(index, q) + LIST_COUNT)
+    return tl.minimum(tl.maximum(count, 0), tl.cast(index.capacity, tl.int64)).to(tl.int32)
 
 
 @jit
@@ -160,44 +157,36 @@ def _look_up(x, row, words, limit):
 
 
 @jit
-def find(x, q, lists, stride, capacity, entries, words, SEARCH: tl.constexpr):
-    """Place of ``x`` in list ``q``, int32; -1 where it is not there.
-
-    Args:
-        x: ids, an integer block of any shape or a scalar; any value.
-        q: the list, a scalar.
-        lists, stride, capacity: as the directory was built from.
-        entries, words: the directory's (not read if SEARCH).
-        SEARCH: which kind of directory it is.
-    """
+def find(x, q, index):
+    """Place of ``x`` in list ``q``, int32; -1 where it is not there. ``x``: ids, an integer block of any shape, or a
+    scalar, of any value; ``q``: a scalar; ``index``: an :class:`Index` that is built."""
     x = tl.cast(x, tl.int64)
-    q = tl.cast(q, tl.int64)
-    if SEARCH:
-        n = list_size(lists, stride, q, capacity)
-        p, v = find_sorted(x, lists + q * stride + HEADER, n)
+    if index.search:
+        n = list_size(index, q)
+        p, v = find_sorted(x, list_of(index, q) + HEADER, n)
         place = tl.where((v == x) & (p < n), p, -1)
     else:
-        place = _look_up(x, entries + q * words, words, capacity)
+        place = _look_up(x, index.entries + tl.cast(q, tl.int64) * index.words, index.words, index.capacity)
     return place
 
 
 @jit
-def find_in_union(x, union, status, world, max_union, entries, words, SEARCH: tl.constexpr):
+def find_in_union(x, index):
     """Place of ``x`` in the union, int32; -1 where it is not there, or beyond ``max_union``. Arguments as for find."""
     x = tl.cast(x, tl.int64)
-    if SEARCH:
-        n = tl.minimum(tl.load(status + UNION), tl.cast(max_union, tl.int64)).to(tl.int32)
-        p, v = find_sorted(x, union, n)
+    if index.search:
+        n = tl.minimum(tl.load(index.status + UNION), tl.cast(index.max_union, tl.int64)).to(tl.int32)
+        p, v = find_sorted(x, index.union, n)
         place = tl.where((v == x) & (p < n), p, -1)
     else:
-        place = _look_up(x, entries + tl.cast(world, tl.int64) * words, words, max_union)
+        place = _look_up(x, index.entries + index.world * index.words, index.words, index.max_union)
     return place
 
 
 # ---------------------------------------------------------------------- both kinds
 
 
-@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@jit
 def clear(target, size: tl.int64, status, BLOCK: tl.constexpr):
     """Zero ``target[:size]`` and ``status``. Programs: ceil(size / BLOCK), at least 1."""
     in_stream_order()
@@ -208,9 +197,9 @@ def clear(target, size: tl.int64, status, BLOCK: tl.constexpr):
 
 
 @jit
-def _read_header(q, lists, stride, signature, status):
+def _read_header(q, index, signature):
     """Write what status says of headers. One program per list calls it."""
-    header = lists + tl.cast(q, tl.int64) * stride
+    header, status = list_of(index, q), index.status
     count = tl.maximum(tl.load(header + LIST_COUNT), 0)
     tl.atomic_max(status + MAX_ROWS, count, sem="relaxed")
     tl.atomic_add(status + TOTAL, count, sem="relaxed")
@@ -219,8 +208,9 @@ def _read_header(q, lists, stride, signature, status):
 
 
 @jit
-def _read_ids(q, ids, i, n, num_rows, status):
+def _read_ids(q, index, i, n, num_rows):
     """``(ids[i], ids[i - 1], whether ids[i] is there and in range)``; what is wrong goes to status."""
+    ids, status = list_of(index, q) + HEADER, index.status
     inside = i < n
     x = tl.load(ids + i, mask=inside, other=0)
     before = tl.load(ids + i - 1, mask=inside & (i > 0), other=-1)
@@ -245,191 +235,124 @@ def _sum_before(totals, count, BLOCK: tl.constexpr):
 # ---------------------------------------------------------------------- bitmap
 
 
-@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
-def mark(
-    lists, stride: tl.int64, capacity, entries, words: tl.int64, num_rows: tl.int64, signature: tl.int64, status,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+@jit
+def mark(index, num_rows: tl.int64, signature: tl.int64, BLOCK: tl.constexpr):
     """Rows 0 .. W-1 of ``entries``, which are zero before. Programs: (any number, W)."""
     in_stream_order()
     q = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
-        _read_header(q, lists, stride, signature, status)
-    n = list_size(lists, stride, q, capacity)
-    row = entries + q * words
+        _read_header(q, index, signature)
+    n = list_size(index, q)
+    row = index.entries + q * index.words
     for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK)
-        x, before, valid = _read_ids(q, lists + q * stride + HEADER, i, n, num_rows, status)
+        x, before, valid = _read_ids(q, index, i, n, num_rows)
         first = (i == 0) | ((before >> 5) != (x >> 5))
         entry = (tl.cast(1, tl.int64) << (x & 31)) | tl.where(first, i.to(tl.int64) << 32, 0)
         tl.atomic_or(row + (x >> 5), entry, mask=valid, sem="relaxed")
 
 
-@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
-def unite(entries, words: tl.int64, world, totals, BLOCK: tl.constexpr):
+@jit
+def unite(index, totals, BLOCK: tl.constexpr):
     """Low halves of row W, and ``totals``: how many ids each block of words has. Programs: ceil(words / BLOCK)."""
     in_stream_order()
     w = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = w < words
+    inside = w < index.words
     bits = tl.zeros([BLOCK], tl.int64)
-    for q in tl.range(0, world, loop_unroll_factor=4):
-        bits |= tl.load(entries + tl.cast(q, tl.int64) * words + w, mask=inside, other=0)
+    for q in tl.range(0, index.world, loop_unroll_factor=4):
+        bits |= tl.load(index.entries + q * index.words + w, mask=inside, other=0)
     bits &= _BITS
-    tl.store(entries + tl.cast(world, tl.int64) * words + w, bits, mask=inside)
+    tl.store(index.entries + index.world * index.words + w, bits, mask=inside)
     tl.store(totals + tl.program_id(0), tl.sum(popcount(bits), axis=0))
 
 
-@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
-def number(
-    entries, words: tl.int64, world, totals, union, max_union: tl.int64, status,
-    BLOCK: tl.constexpr, TOTALS: tl.constexpr,
-):  # fmt: skip
+@jit
+def number(index, totals, BLOCK: tl.constexpr, TOTALS: tl.constexpr):
     """High halves of row W, the union's first ``max_union`` ids, and U. Programs as for :func:`unite`."""
     in_stream_order()
     block = tl.program_id(0)
     offset = _sum_before(totals, block, TOTALS)
     w = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = w < words
-    row = entries + tl.cast(world, tl.int64) * words
+    inside = w < index.words
+    row = index.entries + index.world * index.words
     bits = tl.load(row + w, mask=inside, other=0)
     count = popcount(bits)
     place = (offset + tl.cumsum(count, axis=0) - count).to(tl.int64)
     tl.store(row + w, bits | (place << 32), mask=inside)
     here = tl.sum(count, axis=0)
     if block == tl.num_programs(0) - 1:
-        tl.store(status + UNION, (offset + here).to(tl.int64))
+        tl.store(index.status + UNION, (offset + here).to(tl.int64))
     if here > 0:
         # A thread writes the ids of its word one after the other: a warp's stores fall close together.
         for bit in tl.range(0, 32):
             there = (bits >> bit) & 1
-            tl.store(union + place, w * 32 + bit, mask=(there != 0) & (place < max_union))
+            tl.store(index.union + place, w * 32 + bit, mask=(there != 0) & (place < index.max_union))
             place += there
 
 
 # ---------------------------------------------------------------------- search
 
 
-@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@jit
+def _leaders_of(index, leaders, q):
+    """``[capacity + 1]``: of list ``q``."""
+    return leaders + tl.cast(q, tl.int64) * (tl.cast(index.capacity, tl.int64) + 1)
+
+
+@jit
 def find_leaders(
-    lists, stride: tl.int64, capacity, leaders, totals, blocks, num_rows: tl.int64, signature: tl.int64, status,
-    BLOCK: tl.constexpr,
+    index, leaders, totals, blocks: tl.int32, num_rows: tl.int64, signature: tl.int64, BLOCK: tl.constexpr
 ):  # fmt: skip
     """``leaders``, counted from the start of each block, and ``totals[W, blocks]``. Programs: (any number, W)."""
     in_stream_order()
     q = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
-        _read_header(q, lists, stride, signature, status)
-    n = list_size(lists, stride, q, capacity)
-    row = leaders + q * (tl.cast(capacity, tl.int64) + 1)
+        _read_header(q, index, signature)
+    n = list_size(index, q)
+    row = _leaders_of(index, leaders, q)
     for block in tl.range(tl.program_id(0), n // BLOCK + 1, tl.num_programs(0)):
         i = block * BLOCK + tl.arange(0, BLOCK)
-        x, _before, valid = _read_ids(q, lists + q * stride + HEADER, i, n, num_rows, status)
+        x, _before, valid = _read_ids(q, index, i, n, num_rows)
         leads = valid.to(tl.int32)
         for p in tl.range(0, tl.program_id(1)):
-            place = find(x, p, lists, stride, capacity, lists, 0, True)
-            leads = tl.where(place >= 0, 0, leads)
+            leads = tl.where(find(x, p, index) >= 0, 0, leads)
         tl.store(row + i, tl.cumsum(leads, axis=0) - leads, mask=i <= n)
         tl.store(totals + q * blocks + block, tl.sum(leads, axis=0))
 
 
-@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
-def number_leaders(
-    lists, stride: tl.int64, capacity, leaders, totals, blocks, status, BLOCK: tl.constexpr, TOTALS: tl.constexpr
-):  # fmt: skip
+@jit
+def number_leaders(index, leaders, totals, blocks: tl.int32, BLOCK: tl.constexpr, TOTALS: tl.constexpr):
     """``leaders``, counted from the start of each list, 0 .. n_q; U. Programs: (any number, W)."""
     in_stream_order()
     q = tl.program_id(1).to(tl.int64)
-    n = list_size(lists, stride, q, capacity)
-    row = leaders + q * (tl.cast(capacity, tl.int64) + 1)
+    n = list_size(index, q)
+    row = _leaders_of(index, leaders, q)
     for block in tl.range(tl.program_id(0), n // BLOCK + 1, tl.num_programs(0)):
         offset = _sum_before(totals + q * blocks, block, TOTALS)
         i = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(row + i, tl.load(row + i, mask=i <= n, other=0) + offset, mask=i <= n)
         if block == n // BLOCK:
             own = offset + tl.load(totals + q * blocks + block)
-            tl.atomic_add(status + UNION, own.to(tl.int64), sem="relaxed")
+            tl.atomic_add(index.status + UNION, own.to(tl.int64), sem="relaxed")
 
 
-@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
-def place_leaders(
-    lists, stride: tl.int64, capacity, leaders, world, union, max_union: tl.int64, BLOCK: tl.constexpr
-):  # fmt: skip
+@jit
+def place_leaders(index, leaders, BLOCK: tl.constexpr):
     """The union's first ``max_union`` ids. Programs: (any number, W)."""
     in_stream_order()
     q = tl.program_id(1).to(tl.int64)
-    n = list_size(lists, stride, q, capacity)
-    pitch = tl.cast(capacity, tl.int64) + 1
-    row = leaders + q * pitch
+    n = list_size(index, q)
+    row = _leaders_of(index, leaders, q)
     for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < n
-        x = tl.load(lists + q * stride + HEADER + i, mask=inside, other=0)
+        x = tl.load(list_of(index, q) + HEADER + i, mask=inside, other=0)
         own = tl.load(row + i, mask=inside, other=0)
         leads = inside & (tl.load(row + i + 1, mask=inside, other=0) > own)
         place = tl.zeros([BLOCK], tl.int64)
-        for p in tl.range(0, world):
-            m = list_size(lists, stride, p, capacity)
-            at, v = find_sorted(x, lists + tl.cast(p, tl.int64) * stride + HEADER, m)
+        for p in tl.range(0, index.world):
+            m = list_size(index, p)
+            at, v = find_sorted(x, list_of(index, p) + HEADER, m)
             below = at + ((v < x) & (at < m)).to(tl.int32)
-            place += tl.load(leaders + tl.cast(p, tl.int64) * pitch + below, mask=leads, other=0)
-        tl.store(union + place, x, mask=leads & (place < max_union))
-
-
-# ---------------------------------------------------------------------- operations of their own
-
-
-@jit(do_not_specialize=["count", "signature"], do_not_specialize_on_alignment=["target", "source"])
-def pack_list(target, source, count: tl.int64, signature: tl.int64, BLOCK: tl.constexpr):
-    """``target`` = one list: a header, then ``source[:count]``. Programs: ceil(count / BLOCK), at least 1."""
-    in_stream_order()
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + HEADER + i, tl.load(source + i, mask=i < count, other=0), mask=i < count)
-    if tl.program_id(0) == 0:
-        word = tl.arange(0, HEADER)
-        value = tl.where(word == LIST_BYTES, (count + HEADER) * 8, 0)
-        value = tl.where(word == LIST_COUNT, count, value)
-        value = tl.where(word == LIST_SIGNATURE, signature, value)
-        tl.store(target + word, value)
-
-
-@jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
-def emit_match(
-    lists, stride: tl.int64, capacity, entries, words: tl.int64, world, union, max_union: tl.int64, status,
-    positions, width: tl.int64, contributors, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
-):  # fmt: skip
-    """``positions[W, width]`` and ``contributors[max_union, W]``, -1 where there is nothing, also in the union's tail.
-
-    Programs: (any number, W + 1): row q < W writes list q's positions, row W the contributors.
-    """
-    in_stream_order()
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    q = tl.program_id(1).to(tl.int64)
-    if q < world:
-        n = list_size(lists, stride, q, capacity)
-        for start in tl.range(begin, width, step):
-            i = start + tl.arange(0, BLOCK)
-            x = tl.load(lists + q * stride + HEADER + i, mask=i < n, other=-1)
-            place = find_in_union(x, union, status, world, max_union, entries, words, SEARCH)
-            tl.store(positions + q * width + i, tl.where(i < n, place, -1), mask=i < width)
-    else:
-        known = tl.minimum(tl.load(status + UNION), max_union)
-        for start in tl.range(begin, max_union, step):
-            u = start + tl.arange(0, BLOCK)
-            x = tl.load(union + u, mask=u < known, other=-1)
-            tl.store(union + u, x, mask=(u >= known) & (u < max_union))
-            for p in tl.range(0, world):
-                place = find(x, p, lists, stride, capacity, entries, words, SEARCH)
-                tl.store(contributors + u * world + p, tl.where(u < known, place, -1), mask=u < max_union)
-
-
-@jit(do_not_specialize=["size", "count"])
-def invert_indices(local, size: tl.int64, ids, count: tl.int64, out, BLOCK: tl.constexpr):
-    """``out[i]`` = place of ``local[i]`` in the ``count`` ascending ``ids``, or -1. Programs: any number."""
-    in_stream_order()
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    for start in tl.range(begin, size, tl.num_programs(0).to(tl.int64) * BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        x = tl.load(local + i, mask=i < size, other=-1)
-        p, v = find_sorted(x, ids, count)
-        tl.store(out + i, tl.where((v == x) & (p < count), p, -1).to(tl.int64), mask=i < size)
+            place += tl.load(_leaders_of(index, leaders, p) + below, mask=leads, other=0)
+        tl.store(index.union + place, x, mask=leads & (place < index.max_union))

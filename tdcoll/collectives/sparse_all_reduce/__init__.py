@@ -19,10 +19,7 @@ With few rows (gather) they travel behind the ids in ``lists``, and each rank su
 after *directory*, and the rest is left out. Over several nodes *reduce* is one launch and one epoch for each node, and
 *forward* one more.
 
-The kernels, their signal maps and orders: ``kernels_lists`` (pack and plan), ``kernels_values`` (combine),
-``kernels_reduce`` (reduce and meet, in one node, by stores), ``kernels_nodes`` (the same over several, by puts between
-them), ``kernels_merge`` (few rows, and results of fixed size). The exchange is the
-all-gather in place: by stores in one node (:mod:`tdcoll.collectives.all_gather.kernels_direct`), else by puts.
+The exchange is the all-gather in place: by stores in one node, else by puts. Signal maps: see the modules of kernels.
 
 Why the memory may be used again: when *exchange* of the next call is complete here, every rank has begun that call, so
 it is done with the results of this one (the caller's work on its stream included) and with everybody's ``stage``. The

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
+from tdcoll.collectives.index_match.kernels import find
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
 
 __all__ = [
-    *("CONTESTED", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
-    *("Index", "Memory"),
+    *("ANY_ALIGNMENT", "CONTESTED", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
+    *("Memory", "owner_in", "pick", "turn", "valid", "work_list"),
     *("copy_list", "count_first", "plan", "write_list"),
-    *("own_list", "pick", "place", "turn", "valid"),
 ]
 
 HEADER = match.HEADER
@@ -40,83 +40,49 @@ these the ones that are too many times there for one program."""
 
 LISTS = tl.constexpr(4)
 
-_IDS = ["ids", "begins"]
-"""What may be the caller's memory, at any address; rows are, too, and their alignment pays."""
-
-
-class Index(NamedTuple):
-    """The ids of all ranks, and where each of them is: a directory of :mod:`tdcoll.collectives.index_match`.
-
-    Attributes:
-        lists: int64 ``[world, stride]``, symmetric: header and ids of each rank; for gather, followed by its rows.
-        entries: int64, the directory's.
-        union: int64 ``[max_union]``: the different ids, ascending.
-        status: int64 ``[STATUS_WORDS]``: how many there are, and what is wrong with the lists.
-        stride: words from one list to the next.
-        capacity: the most ids of a list.
-        words: of a row of ``entries``.
-        max_union: the most ids of the union.
-        search: which kind of directory it is.
-    """
-
-    lists: Any
-    entries: Any
-    union: Any
-    status: Any
-    stride: tl.int64
-    capacity: tl.int32
-    words: tl.int32
-    max_union: tl.int32
-    search: tl.constexpr
+ANY_ALIGNMENT = ["ids", "order", "begins"]
+"""Parameters that may be the caller's indices, at any address. So may rows be, whose alignment pays."""
 
 
 class Memory(NamedTuple):
     """Where rows lie that are reduced, and what is to be done with this rank's.
 
     Attributes:
-        stages, outs: int64 ``[world]``: addresses of each rank's ``stage`` and ``out``, of the ranks of this node; of
-            others not used.
+        stage, out: addresses of this rank's ``stage`` and ``out``; plus ``g.deltas[q]``, those of rank q of this node.
         work, counters: int32 ``[LISTS, capacity]`` and ``[LISTS]``: the work lists and their lengths.
         targets: int32 ``[capacity]``: place in the union of each row of this rank's list.
     """
 
-    stages: Any
-    outs: Any
+    stage: tl.int64
+    out: tl.int64
     work: Any
     counters: Any
     targets: Any
 
 
 @jit
-def own_list(index, g):
-    """This rank's list."""
-    return index.lists + tl.cast(g.rank, tl.int64) * index.stride
-
-
-@jit
-def place(index, ids, q):
-    """Places of ``ids`` in the list of rank ``q``, int32; -1 where they are not there."""
-    return match.find(
-        ids, q, index.lists, index.stride, index.capacity, index.entries, index.words, index.search
-    )  # fmt: skip
+def work_list(memory, index, kind):
+    """The work list ``kind``: int32 ``[capacity]``, rows of this rank's list."""
+    return memory.work + tl.cast(kind, tl.int64) * index.capacity
 
 
 # ---------------------------------------------------------------------- pack
 
 
 @jit
-def _write_header(index, g, count, signature, row_bytes):
-    """Header of this rank's list: bytes used, ids, signature. ``row_bytes``: of the rows that follow the ids; 0 if none
-    do."""
-    own = own_list(index, g)
+def _write_header(index, memory, g, count, signature, row_bytes):
+    """Header of this rank's list: bytes used, ids, signature. Empties the work lists.
+
+    ``row_bytes``: of the rows that follow the ids; 0 if none do.
+    """
+    own = match.list_of(index, g.rank)
     kept = tl.minimum(count, tl.cast(index.capacity, tl.int64))
     ids_bytes = 8 * (HEADER + kept)
-    if row_bytes > 0:
-        ids_bytes = (ids_bytes + 15) // 16 * 16
-    tl.store(own, ids_bytes + kept * row_bytes)
+    tl.store(own, (ids_bytes + 15) // 16 * 16 + kept * row_bytes)
     tl.store(own + 1, count)
     tl.store(own + 2, signature)
     tl.store(own + 3, tl.cast(0, tl.int64))
+    tl.store(memory.counters + tl.arange(0, LISTS), tl.zeros([LISTS], tl.int32))
 
 
 @jit
@@ -128,7 +94,7 @@ def _is_first(ids, at, n):
     return inside & ((at == 0) | (here != before)), here
 
 
-@jit(do_not_specialize_on_alignment=_IDS)
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def count_first(ids, totals, n: tl.int32, BLOCK: tl.constexpr):
     """``ids [n]`` sorted ``-> totals [blocks]``: distinct ids of each block that do not begin before it."""
     in_stream_order()
@@ -138,15 +104,14 @@ def count_first(ids, totals, n: tl.int32, BLOCK: tl.constexpr):
     tl.store(totals + block, tl.sum(first.to(tl.int32), axis=0))
 
 
-@jit(do_not_specialize_on_alignment=_IDS)
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def write_list(
     ids, totals, begins, index, memory, g, n: tl.int32, signature: tl.int64, row_bytes: tl.int64, BLOCK: tl.constexpr
 ):  # fmt: skip
     """``ids [n]`` sorted ``->`` this rank's list: each once, with the header; ``begins[k]``: where the k-th begins in
     ``ids``.
 
-    ``begins`` has room for ``n + 1``; the last one used is ``n``. Zeroes the counters of the work lists. One program
-    per ``BLOCK`` ids, at least one.
+    ``begins`` has room for ``n + 1``; the last one used is ``n``. One program per ``BLOCK`` ids, at least one.
     """
     in_stream_order()
     block = tl.program_id(0)
@@ -158,34 +123,23 @@ def write_list(
         before += tl.sum(tl.load(totals + blocks, mask=blocks < block, other=0).to(tl.int64), axis=0)
     number = before + tl.cumsum(first.to(tl.int64), axis=0) - 1
     tl.store(begins + number, at, mask=first)
-    tl.store(own_list(index, g) + HEADER + number, here, mask=first & (number < index.capacity))
+    tl.store(match.list_of(index, g.rank) + HEADER + number, here, mask=first & (number < index.capacity))
     if block == tl.num_programs(0) - 1:
         count = before + tl.sum(first.to(tl.int64), axis=0)
         tl.store(begins + count, tl.cast(n, tl.int64))
-        _write_header(index, g, count, signature, row_bytes)
-        _zero_counters(memory)
+        _write_header(index, memory, g, count, signature, row_bytes)
 
 
-@jit
-def _zero_counters(memory):
-    for i in tl.static_range(LISTS):
-        tl.store(memory.counters + i, 0)
-
-
-@jit(do_not_specialize_on_alignment=_IDS)
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def copy_list(ids, index, memory, g, n: tl.int32, signature: tl.int64, row_bytes: tl.int64, BLOCK: tl.constexpr):
-    """``ids [n]``, sorted, each once, ``->`` this rank's list, with the header; zeroes the counters of the work lists.
-
-    Programs: as many as blocks.
-    """
+    """``ids [n]``, sorted, each once, ``->`` this rank's list, with the header. Programs as for :func:`write_list`."""
     in_stream_order()
     block = tl.program_id(0)
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.minimum(tl.cast(n, tl.int64), tl.cast(index.capacity, tl.int64))
-    tl.store(own_list(index, g) + HEADER + at, tl.load(ids + at, mask=inside, other=0), mask=inside)
+    tl.store(match.list_of(index, g.rank) + HEADER + at, tl.load(ids + at, mask=inside, other=0), mask=inside)
     if block == 0:
-        _write_header(index, g, tl.cast(n, tl.int64), signature, row_bytes)
-        _zero_counters(memory)
+        _write_header(index, memory, g, tl.cast(n, tl.int64), signature, row_bytes)
 
 
 # ---------------------------------------------------------------------- plan
@@ -202,14 +156,33 @@ def _choose(ids, count, FACTOR: tl.constexpr):
 
 @jit
 def pick(ids, count):
-    """Return which of ``count`` ranks works on a row."""
+    """Return which of ``count`` ranks works on each row."""
     return _choose(ids, count, 2654435761)
 
 
 @jit
 def turn(ids, n_nodes):
-    """The node that is first in the order of nodes of each id."""
+    """Return which node comes first in the order of nodes of each row."""
     return _choose(ids, n_nodes, 2246822519)
+
+
+@jit
+def owner_in(ids, node, index, nodes):
+    """``(the rank of ``node`` that reduces each row, how many ranks there have it)``; -1 and 0 where none does."""
+    first = tl.load(nodes.begins + node)
+    last = tl.load(nodes.begins + node + 1)
+    have = (ids - ids).to(tl.int32)
+    for m in tl.range(first, last):
+        have += (find(ids, tl.load(nodes.ranks + m), index) >= 0).to(tl.int32)
+    picked = pick(ids, have)
+    seen = have - have
+    owner = seen - 1
+    for m in tl.range(first, last):
+        mate = tl.load(nodes.ranks + m)
+        has = find(ids, mate, index) >= 0
+        owner = tl.where(has & (seen == picked), mate, owner)
+        seen += has.to(tl.int32)
+    return owner, have
 
 
 @jit
@@ -218,7 +191,7 @@ def _append(memory, index, kind, rows, wanted):
     number = wanted.to(tl.int32)
     begin = tl.atomic_add(memory.counters + kind, tl.sum(number, axis=0), sem="relaxed", scope="gpu")
     at = begin + tl.cumsum(number, axis=0) - 1
-    tl.store(memory.work + tl.cast(kind, tl.int64) * index.capacity + at, rows.to(tl.int32), mask=wanted)
+    tl.store(work_list(memory, index, kind) + at, rows.to(tl.int32), mask=wanted)
 
 
 @jit
@@ -230,7 +203,7 @@ def valid(index):
     return fits & (bad == 0)
 
 
-@jit(do_not_specialize_on_alignment=_IDS)
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def plan(begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.constexpr):
     """Sort this rank's rows into work lists, and find their places in the union. One program per ``BLOCK`` rows.
 
@@ -242,26 +215,11 @@ def plan(begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.cons
     """
     in_stream_order()
     rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < match.list_size(index.lists, index.stride, g.rank, index.capacity)
+    inside = rows < match.list_size(index, g.rank)
     if valid(index):
-        ids = tl.load(own_list(index, g) + HEADER + rows, mask=inside, other=0)
-        first = tl.load(nodes.begins + nodes.node)
-        last = tl.load(nodes.begins + nodes.node + 1)
-        have = tl.zeros([BLOCK], tl.int32)
-        for m in tl.range(first, last):
-            have += (place(index, ids, tl.load(nodes.ranks + m)) >= 0).to(tl.int32)
-        picked = pick(ids, have)
-        seen = tl.zeros([BLOCK], tl.int32)
-        owner = tl.zeros([BLOCK], tl.int32) - 1
-        for m in tl.range(first, last):
-            mate = tl.load(nodes.ranks + m)
-            has = place(index, ids, mate) >= 0
-            owner = tl.where(has & (seen == picked), mate, owner)
-            seen += has.to(tl.int32)
-        target = match.find_in_union(
-            ids, index.union, index.status, g.world, index.max_union, index.entries, index.words, index.search
-        )  # fmt: skip
-        tl.store(memory.targets + rows, target.to(tl.int32), mask=inside)
+        ids = tl.load(match.list_of(index, g.rank) + HEADER + rows, mask=inside, other=0)
+        owner, have = owner_in(ids, nodes.node, index, nodes)
+        tl.store(memory.targets + rows, match.find_in_union(ids, index), mask=inside)
         mine = inside & (owner == g.rank)
         staged = inside & (owner != g.rank)
         if REPEATED:

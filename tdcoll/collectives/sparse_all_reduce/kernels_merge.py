@@ -14,7 +14,8 @@ import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import place, valid
+from tdcoll.collectives.index_match.kernels import find
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import valid
 from tdcoll.collectives.sparse_all_reduce.kernels_values import end_of_ids, rows_of
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
@@ -45,7 +46,7 @@ def merge(
                 sum = tl.zeros([ROWS, WIDE], ACC)
                 seen = tl.zeros([ROWS], tl.int32)
                 for q in tl.range(0, g.world):
-                    position = place(index, ids, q).to(tl.int64)
+                    position = find(ids, q, index).to(tl.int64)
                     has = inside & (position >= 0)
                     theirs = rows_of(end_of_ids(index, q), out, ALIGNED)
                     offsets = position[:, None] * row_elements + columns[None, :]

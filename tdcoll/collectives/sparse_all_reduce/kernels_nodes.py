@@ -27,33 +27,20 @@ written at most twice by others in a call: by the partial sum that comes in, and
 after the partial sum has been used.
 
 Order of programs: those that send come first, so any number of resident blocks makes progress.
-
-A partial sum is rounded when it is stored: once per node, and the last of these is the result.
 """
 
 import triton.language as tl
 
 import tdcoll.language as tdl
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
-    CONTESTED,
-    HEADER,
-    SINGLE,
-    own_list,
-    pick,
-    place,
-    turn,
-    valid,
-)
+from tdcoll.collectives.index_match.kernels import find, list_of
+from tdcoll.collectives.sparse_all_reduce import kernels_lists as lists
 from tdcoll.collectives.sparse_all_reduce.kernels_values import rows_of
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import row, start
 from tdcoll.primitives.reduce import accumulate, rounded, share
 
 __all__ = ["forward", "meet_nodes", "reduce_nodes", "reduce_nodes_of_single"]
-
-_ANY_ALIGNMENT = ["order", "begins"]
-"""May be the caller's indices, where they are not read."""
 
 
 @jit
@@ -64,7 +51,7 @@ def _announce(i, begun, nodes, g, epoch):
 
 
 @jit
-def _steps_of(index, id, begin, step, nodes, g):
+def _steps_of(index, id, begin, step, nodes):
     """``(earlier, following, last)`` for one id, whose nodes come in an order that begins with node ``begin``.
 
     ``earlier``: whether a node before ``step`` in that order has the row. ``following``: the first after ``step`` that
@@ -74,7 +61,7 @@ def _steps_of(index, id, begin, step, nodes, g):
     following = tl.cast(nodes.n_nodes, tl.int32)
     last = tl.cast(0, tl.int32)
     for q in tl.range(0, nodes.world):
-        has = place(index, id, q) >= 0
+        has = find(id, q, index) >= 0
         number = (tl.load(nodes.of + q) - begin + nodes.n_nodes) % nodes.n_nodes
         earlier = tl.where(has & (number < step), 1, earlier)
         following = tl.where(has & (number > step), tl.minimum(following, number), following)
@@ -83,52 +70,32 @@ def _steps_of(index, id, begin, step, nodes, g):
 
 
 @jit
-def _owner_in(index, id, node, nodes, g):
-    """The rank of ``node`` that reduces the row: as ``kernels_lists.plan`` picks it there."""
-    have = tl.cast(0, tl.int32)
-    for q in tl.range(0, nodes.world):
-        has = place(index, id, q) >= 0
-        have += (has & (tl.load(nodes.of + q) == node)).to(tl.int32)
-    picked = pick(id, have)
-    seen = tl.cast(0, tl.int32)
-    owner = tl.cast(0, tl.int32)
-    for q in tl.range(0, nodes.world):
-        has = place(index, id, q) >= 0
-        there = has & (tl.load(nodes.of + q) == node)
-        owner = tl.where(there & (seen == picked), q, owner)
-        seen += there.to(tl.int32)
-    return owner
-
-
-@jit
 def _entrance(id, node, nodes):
     """The rank of ``node`` that takes the final row for its node when it comes from another."""
     begin = tl.load(nodes.begins + node)
     size = tl.load(nodes.begins + node + 1) - begin
-    return tl.load(nodes.ranks + begin + pick(id, size))
+    return tl.load(nodes.ranks + begin + lists.pick(id, size))
 
 
 @jit
-def _hand_on(out, offset, row_bytes, memory, nodes, g):
+def _hand_on(out, offset, row_bytes, nodes, g):
     """This rank's ``out[offset:offset + row_bytes]`` to all others of its node. After a block barrier."""
     begin = tl.load(nodes.begins + nodes.node)
     size = tl.load(nodes.begins + nodes.node + 1) - begin
     for i in tl.range(0, size):
         mate = tl.load(nodes.ranks + begin + i)
         if mate != g.rank:
-            tdl.copy_block(tl.load(memory.outs + mate) + offset, out + offset, row_bytes)
+            tdl.copy_block(out + tl.load(g.deltas + mate) + offset, out + offset, row_bytes)
 
 
-@jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@jit(do_not_specialize_on_alignment=lists.ANY_ALIGNMENT)
 def reduce_nodes(
     source, order, begins, index, memory, nodes, g, step: tl.int32, row_elements,
     REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
     """One step: see the module's docstring. Programs: ``world - 1`` that announce, and any number that work.
 
-    Args: those of ``kernels_reduce.reduce``, and
-        nodes: :class:`~tdcoll.primitives.group.Nodes`.
-        step: which of the nodes of a row, in its order, adds its parts.
+    Args: those of ``kernels_reduce.reduce``, and ``step``: which of the nodes of a row, in its order, adds its parts.
     """
     program = tl.program_id(0)
     epoch, alive = start(g)
@@ -142,18 +109,18 @@ def reduce_nodes(
         workers = tl.num_programs(0) - (nodes.world - 1)
         n_nodes = nodes.n_nodes
         row_bytes = tl.cast(row_elements, tl.int64) * (source.dtype.element_ty.primitive_bitwidth // 8)
-        out = tl.load(memory.outs + g.rank)
-        n_single = tl.load(memory.counters + SINGLE)
-        n_mine = n_single + tl.load(memory.counters + CONTESTED)
+        out = memory.out
+        n_single = tl.load(memory.counters + lists.SINGLE)
+        n_mine = n_single + tl.load(memory.counters + lists.CONTESTED)
         mates_begin = tl.load(nodes.begins + nodes.node)
         mates_end = tl.load(nodes.begins + nodes.node + 1)
         for k in tl.range(worker, n_mine, workers):
             item = tl.where(k < n_single, tl.cast(k, tl.int64), tl.cast(index.capacity, tl.int64) + k - n_single)
             mine = tl.load(memory.work + item).to(tl.int64)
-            id = tl.load(own_list(index, g) + HEADER + mine)
-            first = turn(id, n_nodes)
+            id = tl.load(list_of(index, g.rank) + lists.HEADER + mine)
+            first = lists.turn(id, n_nodes)
             if (nodes.node - first + n_nodes) % n_nodes == step:
-                earlier, following, _ = _steps_of(index, id, first, step, nodes, g)
+                earlier, following, _ = _steps_of(index, id, first, step, nodes)
                 at = tl.load(memory.targets + mine).to(tl.int64)
                 result = rows_of(out, source) + at * row_elements
                 for column in tl.range(0, row_elements, WIDE):
@@ -163,9 +130,9 @@ def reduce_nodes(
                     seen = tl.cast(0, tl.int32)
                     for m in tl.range(mates_begin, mates_end):
                         q = tl.load(nodes.ranks + m)
-                        position = place(index, id, q).to(tl.int64)
+                        position = find(id, q, index).to(tl.int64)
                         if position >= 0:
-                            address = rows_of(tl.load(memory.stages + q), source) + position * row_elements
+                            address = rows_of(memory.stage + tl.load(g.deltas + q), source) + position * row_elements
                             if q == g.rank:
                                 if REPEATED:
                                     begin = tl.load(begins + mine)
@@ -183,18 +150,18 @@ def reduce_nodes(
                 tdl.syncthreads()
                 offset = at * row_bytes
                 if following < n_nodes:
-                    after = _owner_in(index, id, (first + following) % n_nodes, nodes, g)
+                    after, _ = lists.owner_in(id, (first + following) % n_nodes, index, nodes)
                     tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(nodes.pes + after))
                 else:
                     for other in tl.range(1, n_nodes):
                         entrance = _entrance(id, (nodes.node + other) % n_nodes, nodes)
                         tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(nodes.pes + entrance))
-                    _hand_on(out, offset, row_bytes, memory, nodes, g)
+                    _hand_on(out, offset, row_bytes, nodes, g)
         tdl.quiet()
 
 
 # Triton 3.6 fails to coalesce the accesses of this kernel where row_elements is the constant 1, as it makes of any 1.
-reduce_nodes_of_single = jit(do_not_specialize=["row_elements"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)(
+reduce_nodes_of_single = jit(do_not_specialize=["row_elements"], do_not_specialize_on_alignment=lists.ANY_ALIGNMENT)(
     reduce_nodes.fn
 )
 """:func:`reduce_nodes` for rows of one element."""
@@ -214,16 +181,16 @@ def forward(index, memory, nodes, g, row_bytes: tl.int64, WAITED: tl.constexpr):
     if program < nodes.world - 1:
         _announce(program, begun, nodes, g, epoch)
     elif tdl.wait_signals(begun, nodes.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
-        out = tl.load(memory.outs + g.rank)
+        out = memory.out
         size = tl.load(index.status + match.UNION)
-        if valid(index) == 0:
+        if lists.valid(index) == 0:
             size = tl.cast(0, tl.int64)
         for k in tl.range(program - (nodes.world - 1), size, tl.num_programs(0) - (nodes.world - 1)):
             id = tl.load(index.union + k)
-            first = turn(id, nodes.n_nodes)
-            _, _, last = _steps_of(index, id, first, 0, nodes, g)
+            first = lists.turn(id, nodes.n_nodes)
+            _, _, last = _steps_of(index, id, first, 0, nodes)
             if ((first + last) % nodes.n_nodes != nodes.node) & (_entrance(id, nodes.node, nodes) == g.rank):
-                _hand_on(out, tl.cast(k, tl.int64) * row_bytes, row_bytes, memory, nodes, g)
+                _hand_on(out, tl.cast(k, tl.int64) * row_bytes, row_bytes, nodes, g)
 
 
 @jit

@@ -26,7 +26,8 @@ has come before contested ones: they need no rank but this one, so the others ha
 import triton.language as tl
 
 import tdcoll.language as tdl
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import CONTESTED, HEADER, SINGLE, own_list, place
+from tdcoll.collectives.index_match.kernels import find, list_of
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import ANY_ALIGNMENT, CONTESTED, HEADER, SINGLE, work_list
 from tdcoll.collectives.sparse_all_reduce.kernels_values import rows_of
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
@@ -35,13 +36,13 @@ from tdcoll.primitives.reduce import accumulate, rounded, share
 
 __all__ = ["meet", "reduce"]
 
-_ANY_ALIGNMENT = ["order", "begins"]
-"""May be the caller's indices, where they are not read."""
-
 
 @jit
-def _own_places(rows, inside, order, begins, REPEATED: tl.constexpr):
-    """``(places, direct)`` of this rank's ``rows``: in ``source`` where ``direct``, in ``stage`` where combined."""
+def _own_rows(work, items, inside, memory, order, begins, REPEATED: tl.constexpr):
+    """``(rows, at, places, direct)`` of the ``items`` of a work list: where they are in this rank's list, in the union,
+    and in ``source`` where ``direct``, in ``stage`` where combined."""
+    rows = tl.load(work + items, mask=inside, other=0).to(tl.int64)
+    at = tl.load(memory.targets + rows, mask=inside, other=0).to(tl.int64)
     places = rows
     direct = inside
     if REPEATED:
@@ -49,12 +50,12 @@ def _own_places(rows, inside, order, begins, REPEATED: tl.constexpr):
         end = tl.load(begins + rows + 1, mask=inside, other=0)
         direct = inside & (end - begin == 1)
         places = tl.where(direct, tl.load(order + begin, mask=inside, other=0), rows)
-    return places, direct
+    return rows, at, places, direct
 
 
 @jit
 def _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED: tl.constexpr):
-    """``-> [ROWS, WIDE]``: rows at ``places``, see :func:`_own_places`."""
+    """``-> [ROWS, WIDE]``: rows at ``places``, see :func:`_own_rows`."""
     within = (columns < row_elements)[None, :]
     offsets = places[:, None] * row_elements + columns[None, :]
     tile = tl.load(source + offsets, mask=direct[:, None] & within, other=0)
@@ -69,7 +70,7 @@ def _store_everywhere(tile, at, inside, columns, memory, g, like, row_elements, 
     """Rows ``at`` of every rank's ``out``, this one's first, so that no rank is everybody's first target."""
     mask = inside[:, None] & (columns < row_elements)[None, :]
     for i in tl.range(0, g.world):
-        out = rows_of(tl.load(memory.outs + (g.rank + i) % g.world), like, ALIGNED)
+        out = rows_of(memory.out + tl.load(g.deltas + (g.rank + i) % g.world), like, ALIGNED)
         tl.store(out + at[:, None] * row_elements + columns[None, :], tile, mask=mask)
 
 
@@ -80,7 +81,7 @@ def _announce(i, begun, g, epoch):
     stores.release(begun + g.rank, delta, epoch)
 
 
-@jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def reduce(
     source, order, begins, index, memory, g, row_elements,
     REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
@@ -107,15 +108,13 @@ def reduce(
     else:
         worker = program - (g.world - 1)
         workers = tl.num_programs(0) - (g.world - 1)
-        contested = memory.work + tl.cast(index.capacity, tl.int64)
-        stage = rows_of(tl.load(memory.stages + g.rank), source, ALIGNED)
+        single, contested = work_list(memory, index, SINGLE), work_list(memory, index, CONTESTED)
+        stage = rows_of(memory.stage, source, ALIGNED)
         n_single = tl.load(memory.counters + SINGLE)
         for k in tl.range(worker * ROWS, n_single, workers * ROWS):
             items = k + tl.arange(0, ROWS)
             inside = items < n_single
-            rows = tl.load(memory.work + items, mask=inside, other=0).to(tl.int64)
-            at = tl.load(memory.targets + rows, mask=inside, other=0).to(tl.int64)
-            places, direct = _own_places(rows, inside, order, begins, REPEATED)
+            _, at, places, direct = _own_rows(single, items, inside, memory, order, begins, REPEATED)
             for column in tl.range(0, row_elements, WIDE):
                 columns = column + tl.arange(0, WIDE)
                 tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
@@ -128,10 +127,8 @@ def reduce(
                 for k in tl.range(worker * ROWS, n_contested, workers * ROWS):
                     items = k + tl.arange(0, ROWS)
                     inside = items < n_contested
-                    rows = tl.load(contested + items, mask=inside, other=0).to(tl.int64)
-                    at = tl.load(memory.targets + rows, mask=inside, other=0).to(tl.int64)
-                    ids = tl.load(own_list(index, g) + HEADER + rows, mask=inside, other=0)
-                    places, direct = _own_places(rows, inside, order, begins, REPEATED)
+                    rows, at, places, direct = _own_rows(contested, items, inside, memory, order, begins, REPEATED)
+                    ids = tl.load(list_of(index, g.rank) + HEADER + rows, mask=inside, other=0)
                     for column in tl.range(0, row_elements, WIDE):
                         columns = column + tl.arange(0, WIDE)
                         sum = tl.zeros([ROWS, WIDE], ACC)
@@ -141,9 +138,9 @@ def reduce(
                                 has = inside
                                 tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
                             else:
-                                position = place(index, ids, q)
+                                position = find(ids, q, index)
                                 has = inside & (position >= 0)
-                                theirs = rows_of(tl.load(memory.stages + q), source, ALIGNED)
+                                theirs = rows_of(memory.stage + tl.load(g.deltas + q), source, ALIGNED)
                                 offsets = position.to(tl.int64)[:, None] * row_elements + columns[None, :]
                                 mask = has[:, None] & (columns < row_elements)[None, :]
                                 tile = tl.load(theirs + offsets, mask=mask, other=0)

@@ -9,14 +9,12 @@
 The launches have no epoch. Each reads what the launches before it have written; who reads ``stage`` on other ranks
 waits for a signal that this rank sends in a later launch. Once a wait of the context has expired, ``stage`` stays as it
 is: replays of a graph may follow, while a peer that is only late still reads the rows of the call before.
-
-Accumulation is in fp32 for fp16 and bf16. A sum is rounded when it is stored, where a rank has a row several times.
 """
 
 import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LONG, STAGED
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import ANY_ALIGNMENT, HEADER, LONG, STAGED, work_list
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order, still_alive
 
@@ -24,9 +22,6 @@ __all__ = ["PIECE", "combine", "end_of_ids", "rows_of", "sum_partial", "sum_piec
 
 PIECE = tl.constexpr(128)
 """Rows of one id that one program sums; with more of them the work is divided."""
-
-_ANY_ALIGNMENT = ["order", "begins"]
-"""May be the caller's indices, where they are not read."""
 
 
 @jit
@@ -41,23 +36,30 @@ def rows_of(address, like, ALIGNED: tl.constexpr = False):
 @jit
 def end_of_ids(index, q):
     """Address after the ids of the list of rank ``q``, where its rows begin if they go with it."""
-    own = tl.cast(index.lists, tl.int64) + 8 * index.stride * q
-    count = tl.minimum(tl.load(own.to(tl.pointer_type(tl.int64)) + 1), tl.cast(index.capacity, tl.int64))
-    return own + (8 * (HEADER + count) + 15) // 16 * 16
+    ids = tl.cast(match.list_of(index, q) + HEADER, tl.int64)
+    return (ids + 8 * match.list_size(index, q) + 15) // 16 * 16
 
 
-@jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@jit
+def _target(index, memory, g, like, BEHIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """``[..., row_elements]``: where this rank's rows go, its ``stage`` or, if ``BEHIND``, the place after its ids."""
+    place = memory.stage
+    if BEHIND:
+        place = end_of_ids(index, g.rank)
+    return rows_of(place, like, ALIGNED)
+
+
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def combine(
-    source, order, begins, target: tl.int64, index, memory, g, row_elements,
-    ALL: tl.constexpr, REPEATED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
+    source, order, begins, index, memory, g, row_elements,
+    ALL: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
+    DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ``source``, those with one id summed, ``-> [..., row_elements]`` at address ``target``.
+    """Rows of ``source``, those with one id summed, ``->`` :func:`_target`.
 
-    Any number of programs. ``ALL``: every row of this rank's list, else those of the work list STAGED. ``target`` 0:
-    the place after the ids of that list. A sum takes ``DEEP`` rows at a time, in an order that depends on nothing but
-    their number and, beyond :data:`PIECE`, the number of rows before them. Rows of which there are more than
-    :data:`PIECE` go to the work list LONG.
+    Any number of programs. ``ALL``: every row of this rank's list, else those of the work list STAGED. A sum takes
+    ``DEEP`` rows at a time, in an order that depends on nothing but their number and, beyond :data:`PIECE`, the number
+    of rows before them. Rows of which there are more than :data:`PIECE` go to the work list LONG.
 
     Args:
         source: ``[n, row_elements]``.
@@ -68,16 +70,13 @@ def combine(
     if still_alive(g.monitor) == 0:
         return
     count = tl.load(memory.counters + STAGED).to(tl.int64)
-    place = tl.cast(target, tl.int64)
     if ALL:
-        count = match.list_size(index.lists, index.stride, g.rank, index.capacity).to(tl.int64)
-    if place == 0:
-        place = end_of_ids(index, g.rank)
-    to = rows_of(place, source, ALIGNED)
+        count = match.list_size(index, g.rank).to(tl.int64)
+    to = _target(index, memory, g, source, BEHIND, ALIGNED)
     for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
         row = tl.cast(k, tl.int64)
         if not ALL:
-            row = tl.load(memory.work + STAGED * tl.cast(index.capacity, tl.int64) + k).to(tl.int64)
+            row = tl.load(work_list(memory, index, STAGED) + k).to(tl.int64)
         begin = row
         end = row + 1
         if REPEATED:
@@ -98,7 +97,7 @@ def combine(
         if REPEATED:
             if end - begin > PIECE:
                 item = tl.atomic_add(memory.counters + LONG, 1, sem="relaxed", scope="gpu")
-                tl.store(memory.work + LONG * tl.cast(index.capacity, tl.int64) + item, row.to(tl.int32))
+                tl.store(work_list(memory, index, LONG) + item, row.to(tl.int32))
 
 
 @jit
@@ -128,7 +127,7 @@ def _slot(piece, begin):
     return 2 * piece + (begin > piece * PIECE).to(tl.int64)
 
 
-@jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def sum_pieces(
     source, order, begins, partial, index, memory, row_elements,
     ACC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
@@ -140,7 +139,7 @@ def sum_pieces(
     in_stream_order()
     count = tl.load(memory.counters + LONG)
     for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
-        row = tl.load(memory.work + LONG * tl.cast(index.capacity, tl.int64) + k).to(tl.int64)
+        row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
         for piece in tl.range(begin // PIECE + tl.program_id(1), (end - 1) // PIECE + 1, tl.num_programs(1)):
@@ -153,22 +152,19 @@ def sum_pieces(
                 tl.store(place + columns, sum, mask=columns < row_elements)
 
 
-@jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def sum_partial(
-    like, begins, partial, target: tl.int64, index, memory, g, row_elements,
-    ACC: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    like, begins, partial, index, memory, g, row_elements,
+    BEHIND: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum what :func:`sum_pieces` has left, in order ``->`` where :func:`combine` puts rows. Any programs."""
     in_stream_order()
     if still_alive(g.monitor) == 0:
         return
-    place = target
-    if place == 0:
-        place = end_of_ids(index, g.rank)
-    to = rows_of(place, like, ALIGNED)
+    to = _target(index, memory, g, like, BEHIND, ALIGNED)
     count = tl.load(memory.counters + LONG)
     for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
-        row = tl.load(memory.work + LONG * tl.cast(index.capacity, tl.int64) + k).to(tl.int64)
+        row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
         for column in tl.range(0, row_elements, WIDE):

@@ -4,59 +4,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+
+from tdcoll import runtime
 from tdcoll.collectives._host.pool import on
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.runtime import Runtime
 
-__all__ = ["growing_context"]
+__all__ = ["default_context", "growing_context"]
 
 _FEWEST_ROWS = 256
 
 
-def growing_context(
-    owner: Runtime,
-    ranks: Sequence[int],
-    rows: int,
-    row_bytes: int,
-    *,
-    max_programs: int | None = None,
-    timeout_s: float | None = None,
-) -> SparseContext:
-    """A context that grows and follows the stream. Collective.
+def default_context(values: Any, num_rows: Any = None) -> SparseContext:
+    """tdcoll's own context of all ranks: it grows, follows the stream, and lives until ``finalize``. ``values`` are the
+    rows, or the sparse tensor, of this rank's first call, not checked yet."""
+    owner = runtime.current()
+    key = ("sparse", owner.ranks_of(None))
+    if key not in owner.contexts:
+        n, row_bytes = 0, 0
+        if isinstance(values, torch.Tensor) and values.layout == torch.sparse_coo:
+            values, num_rows = values.detach()._values(), values.shape[0]
+        if isinstance(values, torch.Tensor) and values.layout == torch.strided and values.dim():
+            n, row_bytes = values.shape[0], values.shape[1:].numel() * values.dtype.itemsize
+        n = min(n, num_rows) if isinstance(num_rows, int) else n  # repeated rows count once
+        owner.contexts[key] = growing_context(owner, key[1], n, row_bytes)
+    found: SparseContext = owner.contexts[key]
+    return found
+
+
+def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: int, **options: Any) -> SparseContext:
+    """A context of these global ranks that grows and follows the stream. Collective.
 
     It has room for what the rank with the most brings, or for 256 rows if the heap has no more: there may be fewer
     different rows.
 
     Args:
-        owner: the job.
-        ranks: global ranks, in the order of the group.
         rows, row_bytes: what this rank brings to the first call.
-        max_programs, timeout_s: as for :class:`SparseContext`.
+        options: others of :class:`SparseContext`.
 
     Raises:
         HeapExhaustedError: the heap has no room for either. On all ranks.
     """
     asked = owner.exchange(ranks, "sparse all-reduce: rows, row bytes", (rows, row_bytes))
     most, widest = max(_FEWEST_ROWS, *(n for n, _ in asked)), max(nbytes for _, nbytes in asked)
-
-    def make(rows: int) -> SparseContext:
-        with on(owner.device):
-            made = SparseContext(
-                ranks,
-                max_rows_per_rank=rows,
-                max_row_bytes=widest,
-                grow=True,
-                max_programs=max_programs,
-                timeout_s=timeout_s,
-            )
-        made.collective.follows_stream = True
-        return made
-
-    try:
-        return make(most)
-    except HeapExhaustedError:  # on all ranks alike
-        if most == _FEWEST_ROWS:
-            raise
-        return make(_FEWEST_ROWS)
+    options |= {"max_row_bytes": widest, "grow": True}
+    with on(owner.device):
+        try:
+            made = SparseContext(ranks, max_rows_per_rank=most, **options)
+        except HeapExhaustedError:  # on all ranks alike
+            if most == _FEWEST_ROWS:
+                raise
+            made = SparseContext(ranks, max_rows_per_rank=_FEWEST_ROWS, **options)
+    made.follows_stream = True
+    return made

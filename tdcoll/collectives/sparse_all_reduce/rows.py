@@ -37,19 +37,11 @@ class Rows:
 
     @property
     def elements(self) -> int:
-        return torch.Size(self.shape).numel()
+        return self.values.shape[1]
 
     @property
     def row_bytes(self) -> int:
         return self.elements * self.values.dtype.itemsize
-
-
-def _check_values(name: str, values: torch.Tensor, device: torch.device) -> None:
-    if values.dtype not in DTYPES:
-        allowed = ", ".join(map(str, DTYPES))
-        raise TypeError(f"{name} must have one of the dtypes {allowed}; got {values.dtype}")
-    if values.device != device:
-        raise ValueError(f"{name} must be on {device}, where the context is; got {values.device}")
 
 
 def rows_of_tensor(tensor: Any, device: torch.device) -> Rows:
@@ -60,10 +52,9 @@ def rows_of_tensor(tensor: Any, device: torch.device) -> Rows:
         raise ValueError(
             f"tensor must have one sparse dimension, the rows; got {tensor.sparse_dim()} of shape {list(tensor.shape)}"
         )
-    _check_values("tensor", tensor, device)
     # The parts of a tensor that is not coalesced can be had by these names only.
     indices, values = tensor.detach()._indices()[0], tensor.detach()._values()
-    return _flat_rows(indices, values, tensor.shape[0], tensor.is_coalesced())
+    return _flat_rows("tensor", indices, values, tensor.shape[0], tensor.is_coalesced(), device)
 
 
 def rows_of_pair(indices: Any, values: Any, num_rows: Any, coalesced: bool, device: torch.device) -> Rows:
@@ -81,14 +72,21 @@ def rows_of_pair(indices: Any, values: Any, num_rows: Any, coalesced: bool, devi
         raise ValueError(
             f"values must have a row for each of the {indices.shape[0]} indices; got shape {list(values.shape)}"
         )
-    _check_values("values", values, device)
-    return _flat_rows(indices.detach(), values.detach(), num_rows, bool(coalesced))
+    return _flat_rows("values", indices.detach(), values.detach(), num_rows, bool(coalesced), device)
 
 
-def _flat_rows(indices: torch.Tensor, values: torch.Tensor, num_rows: int, coalesced: bool) -> Rows:
+def _flat_rows(
+    name: str, indices: torch.Tensor, values: torch.Tensor, num_rows: int, coalesced: bool, device: torch.device
+) -> Rows:
+    """Rows whose values are of the argument ``name``."""
+    if values.dtype not in DTYPES:
+        allowed = ", ".join(map(str, DTYPES))
+        raise TypeError(f"{name} must have one of the dtypes {allowed}; got {values.dtype}")
+    if values.device != device:
+        raise ValueError(f"{name} must be on {device}, where the context is; got {values.device}")
     if indices.shape[0] >= 1 << 31:
         raise ValueError(f"a rank must bring fewer than 2**31 rows, got {indices.shape[0]}")
     shape = tuple(values.shape[1:])
-    elements = torch.Size(shape).numel()
     values = values.contiguous().resolve_neg()  # kernels read the bytes
-    return Rows(indices.contiguous(), values.view(values.shape[0], elements), num_rows, shape, coalesced)
+    flat = values.view(values.shape[0], values.shape[1:].numel())
+    return Rows(indices.contiguous(), flat, num_rows, shape, coalesced)

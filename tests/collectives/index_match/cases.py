@@ -30,7 +30,7 @@ Ids = Sequence[int]
 def small_blocks(block: int = 8, programs: int = 6) -> Iterator[None]:
     """Blocks and grids so small that few ids need several of them, and that programs take several blocks each."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_CLEAR_BLOCK", "_MARK_BLOCK", "_WORDS_BLOCK", "_SEARCH_BLOCK", "_EMIT_BLOCK"):
+        for name in ("_CLEAR_BLOCK", "_MARK_BLOCK", "_WORDS_BLOCK", "_SEARCH_BLOCK"):
             patch.setattr(op, name, block)
         patch.setattr(op, "_TOTALS_BLOCK", 2)
         patch.setattr(op, "_MAX_PROGRAMS", programs)
@@ -70,26 +70,21 @@ def pack(
 
 @tdcoll.jit
 def ask(
-    ids, size, lists, stride: tl.int64, capacity, entries, words: tl.int64, world, union, max_union, status,
-    found, in_union, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
+    ids, size, index, found, in_union, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``found[q, i]`` and ``in_union[i]`` for blocks of ids in program 0, and id by id in program 1."""
     if tl.program_id(0) == 0:
         i = tl.arange(0, BLOCK)
         x = tl.load(ids + i, mask=i < size, other=-1)
-        for q in tl.range(0, world):
-            place = kernels.find(x, q, lists, stride, capacity, entries, words, SEARCH)
-            tl.store(found + q * size + i, place, mask=i < size)
-        place = kernels.find_in_union(x, union, status, world, max_union, entries, words, SEARCH)
-        tl.store(in_union + i, place, mask=i < size)
+        for q in tl.range(0, index.world):
+            tl.store(found + q * size + i, kernels.find(x, q, index), mask=i < size)
+        tl.store(in_union + i, kernels.find_in_union(x, index), mask=i < size)
     else:
         for one in tl.range(0, size, 7):
             single = tl.load(ids + one)
-            for q in tl.range(0, world):
-                at = kernels.find(single, q, lists, stride, capacity, entries, words, SEARCH)
-                tl.store(found + (world + q) * size + one, at)
-            at = kernels.find_in_union(single, union, status, world, max_union, entries, words, SEARCH)
-            tl.store(in_union + size + one, at)
+            for q in tl.range(0, index.world):
+                tl.store(found + (index.world + q) * size + one, kernels.find(single, q, index))
+            tl.store(in_union + size + one, kernels.find_in_union(single, index))
 
 
 @dataclass
@@ -118,14 +113,13 @@ def _guard(directory: Directory) -> dict[str, torch.Tensor]:
     """Replace what a directory writes by the middle of larger tensors."""
     guarded = {}
     for name in ("union", "status", "_leaders", "_totals", "entries"):
-        old = getattr(directory, name)
+        old = getattr(directory, name, None)
         if old is None or (name == "entries" and directory.search):
             continue
         whole = torch.full((old.numel() + 2 * GUARD,), FILL, dtype=old.dtype)
         setattr(directory, name, whole[GUARD:-GUARD].view(old.shape))
         guarded[name] = whole
-    if directory.search:
-        directory.entries = directory.status
+    directory._key = None
     return guarded
 
 
@@ -143,10 +137,7 @@ def answers(directory: Directory, packed: torch.Tensor, asked: Ids) -> Answers:
     found = torch.full((2, world, size), FILL, dtype=torch.int32)
     in_union = torch.full((2, size), FILL, dtype=torch.int32)
     block = 1 << max(0, size - 1).bit_length()
-    ask[(2,)](
-        ids, size, packed, packed.stride(0), directory.capacity, directory.entries, directory.words, world,
-        directory.union, directory.max_union, directory.status, found, in_union, block, directory.search,
-    )  # fmt: skip
+    ask[(2,)](ids, size, directory.index(packed).whole, found, in_union, block)
     assert torch.equal(found[1, :, ::7], found[0, :, ::7]), "scalars and blocks differ"
     assert torch.equal(in_union[1, ::7], in_union[0, ::7]), "scalars and blocks differ"
     status = directory.status.tolist()

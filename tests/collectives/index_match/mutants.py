@@ -94,18 +94,18 @@ MUTANTS = (
         ),
         SEARCH,
     ),
-    _mutant("every list leads", Change(LEADERS, "tl.where(place >= 0, 0, leads)", "leads + 0"), SEARCH),
+    _mutant("every list leads", Change(LEADERS, "tl.where(find(x, p, index) >= 0, 0, leads)", "leads + 0"), SEARCH),
     _mutant("earlier blocks of leaders are not counted", Call(NUMBER_LEADERS, "_sum_before", "block * 0"), SEARCH),
     _mutant("the bisection stops early", Change("index_match.kernels.find_sorted", "left > 1", "left > 2"), SEARCH),
     _mutant(
         "the union is written beyond its room",
-        Change("index_match.kernels.place_leaders", "leads & (place < max_union)", "leads"), partial(SEARCH, 5),
+        Change("index_match.kernels.place_leaders", "leads & (place < index.max_union)", "leads"), partial(SEARCH, 5),
     ),
     _mutant(
         "counts are believed",
         Change(
             "index_match.kernels.list_size",
-            "tl.minimum(tl.maximum(count, 0), tl.cast(capacity, tl.int64)).to(tl.int32)", "count.to(tl.int32)",
+            "tl.minimum(tl.maximum(count, 0), tl.cast(index.capacity, tl.int64)).to(tl.int32)", "count.to(tl.int32)",
         ),
         _counts,
     ),

@@ -165,7 +165,8 @@ def test_auto_changes_the_method_with_the_table() -> None:
 
     def builds() -> None:
         for num_rows, search in ((1000, False), (1 << 40, True), (1000, False)):
-            directory.build(pack(lists, 100), SIGNATURE, num_rows)
+            directory.prepare(num_rows)
+            directory.build(pack(lists, 100), SIGNATURE)
             assert directory.search is search
             assert directory.union[:3].tolist() == [1, 7, 900]
 

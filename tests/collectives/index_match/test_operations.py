@@ -158,13 +158,13 @@ def test_match_indices(local: list[int], there: set[int]) -> None:
 @bare
 def test_match_indices_needs_no_job() -> None:
     union = torch.arange(0, 3000, 3)
-    got = match_indices(torch.arange(600), union, check=True)
+    got = match_indices(torch.arange(600), union)
     assert torch.equal(got, torch.where(torch.arange(600) % 3 == 0, torch.arange(600) // 3, -1))
 
 
 def test_match_indices_takes_strides() -> None:
     local, union = torch.arange(20)[::2], torch.arange(40)[::4]
-    got = in_world(lambda: match_indices(local, union, check=True))
+    got = in_world(lambda: match_indices(local, union))
     assert got.tolist() == [0, -1, 1, -1, 2, -1, 3, -1, 4, -1]
 
 
@@ -177,8 +177,4 @@ def test_arguments_of_match_indices() -> None:
         match_indices(ids_of(1)[None], ids_of(1))
     with pytest.raises(ValueError, match="global_ must be a cpu tensor"):
         match_indices(ids_of(1), torch.empty(1, dtype=torch.int64, device="meta"))
-    with pytest.raises(ValueError, match=r"global_\[2\] = 4 comes after 4"):
-        match_indices(ids_of(1), ids_of(3, 4, 4), check=True)
-    with pytest.raises(ValueError, match=r"local must be sorted; local\[1\] = 1 comes after 2"):
-        match_indices(ids_of(2, 1), ids_of(3, 4), check=True)
-    assert in_world(lambda: match_indices(ids_of(4, 4), ids_of(3, 4), check=True)).tolist() == [1, 1]
+    assert in_world(lambda: match_indices(ids_of(4, 4), ids_of(3, 4))).tolist() == [1, 1]

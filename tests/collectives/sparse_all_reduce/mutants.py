@@ -79,7 +79,6 @@ REDUCE, MEET, REDUCE_NODES, FORWARD, MEET_NODES, PLAN, MERGE, GATHER, RAILS = (
 )
 REDUCE_NODES, FORWARD, MEET_NODES = (f"sparse_all_reduce.{name}" for name in (REDUCE_NODES, FORWARD, MEET_NODES))
 GATHER = f"exchange.{GATHER}"
-HAVE = "have += (place(index, ids, {0}) >= 0).to(tl.int32)"
 
 
 def _late(where: str, call: str, of: str = "", ranks: str = "nodes") -> tuple[AnyChange, ...]:
@@ -118,8 +117,8 @@ MUTANTS = (
         "the owner's own row comes first",
         (
             Change(REDUCE, "q == g.rank", "(g.rank + q) % g.world == g.rank"),
-            Argument(REDUCE, "place", "q", "(g.rank + q) % g.world"),
-            Change(REDUCE, "memory.stages + q", "memory.stages + (g.rank + q) % g.world"),
+            Argument(REDUCE, "find", "q", "(g.rank + q) % g.world"),
+            Change(REDUCE, "g.deltas + q", "g.deltas + (g.rank + q) % g.world"),
         ),
         case=FLOATS,
     ),
@@ -131,10 +130,7 @@ MUTANTS = (
         ),
         case=Reduces("oo", (4,), 6, op="max", shape=(2,), data=_negative),
     ),
-    ONE(
-        "every contributor owns the row",
-        Call(PLAN, "tl.where", "tl.where(has, g.rank, owner)", of="has & (seen == picked)"),
-    ),
+    ONE("every contributor owns the row", Change(PLAN, "inside & (owner == g.rank)", "inside")),
     ONE("the mean is the sum", Change("reduce.share", "part = _divided(part, world)", "pass"), case=MEANS),
     ONE(
         "a row that one rank has is not divided",
@@ -154,7 +150,7 @@ MUTANTS = (
     ONE(
         "gather: the last rank comes first",
         (
-            Argument(MERGE, "place", "q", "g.world - 1 - q"),
+            Argument(MERGE, "find", "q", "g.world - 1 - q"),
             Argument(MERGE, "end_of_ids", "q", "g.world - 1 - q"),
         ),
         case=Reduces("gg", (9,), 9, shape=(2,), data=_of_any_floats),
@@ -184,14 +180,7 @@ MUTANTS = (
         "nodes: nobody says that it has begun",
         dropped("sparse_all_reduce.kernels_nodes._announce", "tdl.signal_block"), UNSIGNALLED,
     ),
-    TWO(
-        "contributors of all nodes pick the owner",
-        Change(
-            PLAN,
-            f"for m in tl.range(first, last):\n    {HAVE.format('tl.load(nodes.ranks + m)')}",
-            f"for m in tl.range(0, g.world):\n    {HAVE.format('m')}",
-        ),
-    ),
+    TWO("another node's contributors own the row", Argument(PLAN, "owner_in", "nodes.node", "0")),
     TWO("what earlier nodes have summed is left out", Change(REDUCE_NODES, "earlier != 0", "earlier > 1"), case=ALIKE),
     TWO("a node adds to what it has not been given", Change(REDUCE_NODES, "earlier != 0", "earlier >= 0")),
     THREE(

@@ -126,11 +126,8 @@ def test_growing(algorithm: str) -> None:
 def test_growing_on_several_nodes_in_debug_mode() -> None:
     def host(pe: int) -> None:
         with make(max_rows_per_rank=1, max_row_bytes=4, grow=True, debug=True) as ctx:
-            view = tdcoll.sparse_all_reduce(mine(pe, 0, 1, (1,)), ctx, algorithm="owner", copy=False)
             for call in range(3):
                 reduce_and_compare(ctx, call, 4 + 3 * call, algorithm="owner")
-            with pytest.raises(tdcoll.ContextError, match="copy=False was used after the next call"):
-                view.to_dense()
 
     everywhere(host, 4, ranks_per_node=2)
 
@@ -156,7 +153,7 @@ def test_growing_beyond_the_heap_leaves_the_context_as_it_was() -> None:
 def test_memory_that_a_graph_uses_does_not_move() -> None:
     def host(pe: int) -> None:
         with make(grow=True) as ctx:
-            ctx.collective.captured = True  # as a call under capture would leave it
+            ctx.captured = True  # as a call under capture would leave it
             area = ctx.area.data_ptr()
             for part in (mine(pe, 0, 20), mine(pe, 0, 3, (30,))):
                 with pytest.raises(tdcoll.ContextError, match=r"cannot grow after a call was captured.*make it larger"):

@@ -72,7 +72,7 @@ def test_symmetric_memory(world: int, rows: int, row_bytes: int, union: int | No
         ctx = tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=row_bytes, max_union_rows=union)
         used = tdcoll.heap_info().used - before.used
         assert used <= symmetric_bytes(world, rows, row_bytes, union)
-        known = (ctx.area, *ctx.collective._symmetric)
+        known = ctx._symmetric
         assert used == sum(Arena.padded(tensor.nbytes) for tensor in known)
         if row_bytes >= 512:
             assert used <= 1.05 * (rows + ctx.max_union_rows) * row_bytes

@@ -42,7 +42,7 @@ class Queued:
 
     def host(self, pe: int) -> str:
         ctx = make(max_union_rows=ROWS)
-        looked_at, ctx.collective.monitor.valid = ctx.collective.monitor.valid, memoryview(bytearray(1))
+        looked_at, ctx.monitor.valid = ctx.monitor.valid, memoryview(bytearray(1))
         results = []
         for call in range(QUEUED):
             ids = ids_of(pe)
@@ -51,7 +51,7 @@ class Queued:
             made = tdcoll.sparse_all_reduce_padded(torch.tensor(ids), numbers, ROWS, ctx, algorithm="owner")
             results.append((made.indices, made.values.clone(), int(made.count)))
             self.launched(ctx, call)
-        ctx.collective.monitor.valid = looked_at
+        ctx.monitor.valid = looked_at
         ended, calls = "right", QUEUED
         try:
             ctx.check()
@@ -97,7 +97,7 @@ class Late(Queued):
     def launched(self, ctx: tdcoll.SparseContext, call: int) -> None:
         if ctx.rank == 0 and call == CALL + 1:
             late = ctx.world_size - 1
-            tdcoll.write_on_stream(tdcoll.peer_tensor(ctx.collective.ready, late)[late], 1)
+            tdcoll.write_on_stream(tdcoll.peer_tensor(ctx.ready, late)[late], 1)
 
 
 STALLED = Change("kernels_reduce.reduce", ITEMS, f"{STALL}\n{ITEMS}")

@@ -43,9 +43,6 @@ def test_padded(algorithm: str, debug: bool, ranks_per_node: int | None) -> None
                 )
                 assert torch.equal(ids, wanted.indices()[0])
                 assert torch.equal(rows, wanted.values())
-                if debug and algorithm == "owner":
-                    with pytest.raises(tdcoll.ContextError, match=r"^sparse_all_reduce_padded: a result of copy=False"):
-                        padded.values.sum()
                 ctx.check()
 
     everywhere(host, ranks_per_node=ranks_per_node)

@@ -12,19 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdcoll.collectives.sparse_all_reduce import policy
-from tdcoll.collectives.sparse_all_reduce.policy import (
-    ALGORITHMS,
-    TILE_BYTES,
-    Counts,
-    choose,
-    dense_us,
-    may_be_dense,
-    owner_us,
-    tiles,
-)
+from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS, TILE_BYTES, choose, prefers_dense, tiles
 from tdcoll.runtime.topology import Topology
 
-FULL, HALF, DISJOINT = "all ranks have all rows", "all ranks have half of the rows", "each rank has rows of its own"
 TABLE = 100_000
 
 
@@ -34,19 +24,10 @@ def nodes_of(*sizes: int, rank: int = 0) -> Topology:
     return Topology.of(rank, range(len(node_ids)), node_ids)
 
 
-def counts_of(what: str, world: int, num_rows: int = TABLE) -> Counts:
-    if what == FULL:
-        return Counts(world * num_rows, num_rows)
-    if what == HALF:
-        return Counts(world * num_rows // 2, num_rows // 2)
-    return Counts(world * 1000, world * 1000)
-
-
 def pick(algorithm: str = "auto", nodes: tuple[int, ...] = (8,), **facts: Any) -> str:
     """``choose`` with what a test does not care about filled in: many rows, all of which fit, and a process group."""
     known: dict[str, Any] = {
-        "num_rows": TABLE, "row_bytes": 512, "max_rows_per_rank": TABLE, "max_row_bytes": 512,
-        "segments_fit": True, "dense_allowed": True,
+        "max_rows_per_rank": TABLE, "max_row_bytes": 512, "segments_fit": True, "dense_allowed": True
     }  # fmt: skip
     return choose(algorithm, topology=nodes_of(*nodes), **(known | facts))
 
@@ -74,45 +55,40 @@ def test_few_rows_go_with_their_ids(
 ) -> None:
     """``over``: bytes of a row over what just fits; None: rows of 4 bytes."""
     row_bytes = 4 if over is None else FEW_BYTES[nodes] // rows - 8 + over
-    facts: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "row_bytes": min(row_bytes, 4)}
-    facts |= {"segments_fit": fit, "dense_allowed": dense_allowed}
-    assert pick(nodes=nodes, **facts) == algorithm
-    few = Counts(1, 1)
-    assert pick(nodes=nodes, **facts, counts=few) == algorithm, "counts of few rows change nothing"
+    facts: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes}
+    assert pick(nodes=nodes, segments_fit=fit, dense_allowed=dense_allowed, **facts) == algorithm
 
 
 def test_beside_others_few_rows_go_with_their_ids() -> None:
-    facts: dict[str, Any] = {"max_row_bytes": 56, "row_bytes": 56, "beside_others": True}
+    facts: dict[str, Any] = {"max_row_bytes": 56, "beside_others": True}
     assert pick(nodes=(8,), max_rows_per_rank=1024, **facts) == "gather"
     assert pick(nodes=(8,), max_rows_per_rank=1025, **facts) == "owner"
 
 
 @pytest.mark.parametrize(
-    ("nodes", "what", "algorithm"),
+    ("nodes", "rows", "num_rows", "dense"),
     [
-        ((8,), DISJOINT, "owner"),
-        ((8,), HALF, "owner"),
-        ((4, 4), DISJOINT, "owner"),
-        ((4, 4), HALF, "owner"),
-        ((8, 8, 8, 8), FULL, "dense"),
-        ((8, 8, 8, 8), DISJOINT, "owner"),
+        ((8,), 8 * TABLE, TABLE, False),  # all ranks have all rows: in a node dense moves as many bytes
+        ((4, 4), 8 * TABLE, TABLE, True),
+        ((4, 4), 4 * TABLE, TABLE, False),  # half of them
+        ((4, 4), 4 * TABLE + 1, TABLE, True),
+        ((1, 3), 2 * TABLE + 1, TABLE, True),
+        ((8, 8, 8, 8), TABLE, TABLE, False),  # each rank has rows of its own
+        ((1, 1), 1 << 21, 1 << 40, False),  # a table of 2**40 rows is never made dense
+        ((1, 1), 0, 0, False),
     ],
 )
-def test_dense_where_the_counts_say_so(nodes: tuple[int, ...], what: str, algorithm: str) -> None:
-    counts = counts_of(what, sum(nodes))
-    assert pick(nodes=nodes, counts=counts) == algorithm
-    assert pick(nodes=nodes, counts=counts, dense_allowed=False) == "owner"
-    assert pick(nodes=nodes) == "owner", "not before the counts are known"
-    few = {"max_rows_per_rank": 16, "max_row_bytes": 8, "row_bytes": 8}
-    assert pick(nodes=nodes, counts=counts, **few) == "gather", "what has been sent already is not sent again"
+def test_dense_where_most_ranks_have_most_of_the_table(
+    nodes: tuple[int, ...], rows: int, num_rows: int, dense: bool
+) -> None:
+    assert prefers_dense(rows, num_rows, nodes_of(*nodes)) is dense
 
 
 @pytest.mark.parametrize("asked", ["owner", "gather", "dense"])
 @pytest.mark.parametrize("nodes", [(1,), (8,), (2, 2)])
 def test_a_wish_is_granted(asked: str, nodes: tuple[int, ...]) -> None:
-    for what in (FULL, DISJOINT):
-        for rows in (1, TABLE):
-            assert pick(asked, nodes, counts=counts_of(what, sum(nodes)), max_rows_per_rank=rows) == asked
+    for rows in (1, TABLE):
+        assert pick(asked, nodes, max_rows_per_rank=rows) == asked
 
 
 def test_refusals_say_what_and_why() -> None:
@@ -127,90 +103,42 @@ def test_refusals_say_what_and_why() -> None:
     assert pick("owner", segments_fit=False, dense_allowed=False) == "owner"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "num_rows", "max_union", "allowed", "answer"),
-    [
-        ((8,), 1000, 8000, True, False),  # on one node never, by the rates that were measured
-        ((1, 1, 1, 1), 1000, 1000, True, True),
-        ((1, 1, 1, 1), 1000, 1000, False, False),
-        ((1, 1, 1, 1), 1000, 10, True, False),
-        ((1, 1, 1, 1), 1 << 40, 1 << 20, True, False),  # a table of 2**40 rows is never made dense
-        ((1, 1, 1, 1), 0, 1, True, False),
-    ],
-)
-def test_whether_the_counts_must_be_known_first(
-    nodes: tuple[int, ...], num_rows: int, max_union: int, allowed: bool, answer: bool
-) -> None:
-    assert may_be_dense(num_rows, 512, nodes_of(*nodes), max_union, allowed) is answer
-
-
 # ---------------------------------------------------------------------- for any size and topology
 
 
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
-ROWS = st.one_of(st.integers(0, 100), st.integers(0, 1 << 20), st.integers(0, 1 << 40))
 
 
-@st.composite
-def some_counts(draw: st.DrawFn, world: int, num_rows: int) -> Counts:
-    """What can be: a union of at most all rows, each of which 1 to ``world`` ranks have."""
-    union = draw(st.integers(0, min(num_rows, 1 << 20)))
-    return Counts(draw(st.integers(union, union * world)), union)
-
-
-@given(NODES, ROWS, st.integers(0, 1 << 16), st.sampled_from(ALGORITHMS), st.booleans(), st.booleans(), st.data())
+@given(NODES, st.integers(0, 1 << 16), st.sampled_from(ALGORITHMS), st.booleans(), st.booleans(), st.data())
 def test_all_ranks_choose_the_same(
-    nodes: list[int], num_rows: int, row_bytes: int, asked: str, fit: bool, dense: bool, data: st.DataObject
+    nodes: list[int], row_bytes: int, asked: str, fit: bool, dense: bool, data: st.DataObject
 ) -> None:
     """In any order of ranks, for any PEs, seen from any rank."""
     node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
     world = len(node_ids)
     pes = data.draw(st.permutations(range(100, 100 + world)))
-    counts = data.draw(st.none() | some_counts(world, num_rows))
-    rows = data.draw(st.integers(1, 1 << 20))
+    rows, num_rows = data.draw(st.integers(1, 1 << 20)), data.draw(st.integers(0, 1 << 40))
     answers = set()
     for rank in range(world):
+        topology = Topology.of(rank, pes, node_ids)
+        capacity: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "segments_fit": fit}
         try:
-            answers.add(
-                choose(
-                    asked,
-                    num_rows=num_rows,
-                    row_bytes=row_bytes,
-                    topology=Topology.of(rank, pes, node_ids),
-                    max_rows_per_rank=rows,
-                    max_row_bytes=2 * row_bytes,
-                    segments_fit=fit,
-                    dense_allowed=dense,
-                    counts=counts,
-                )
-            )
+            chosen = choose(asked, topology=topology, dense_allowed=dense, **capacity)
         except ValueError as error:
-            answers.add(str(error))
+            chosen = str(error)
+        answers.add((chosen, prefers_dense(rows, num_rows, topology)))
     assert len(answers) == 1
 
 
-@given(NODES, st.integers(1, 1 << 20), st.integers(1, 1 << 16), st.data())
-def test_auto_is_dense_exactly_where_that_is_said_to_be_faster(
-    nodes: list[int], num_rows: int, row_bytes: int, data: st.DataObject
-) -> None:
+@given(NODES, st.integers(1, 1 << 20), st.data())
+def test_dense_moves_less_than_twice_the_bytes_of_owner(nodes: list[int], num_rows: int, data: st.DataObject) -> None:
     topology = nodes_of(*nodes)
-    counts = data.draw(some_counts(topology.world_size, num_rows))
-    got = pick(nodes=tuple(nodes), num_rows=num_rows, row_bytes=row_bytes, counts=counts, segments_fit=False)
-    faster = dense_us(num_rows, row_bytes, topology) < owner_us(counts, row_bytes, topology)
-    assert got == ("dense" if faster else "owner")
-    if got == "dense":
-        assert may_be_dense(num_rows, row_bytes, topology, counts.union, True)
-
-
-@given(NODES, st.integers(1, 1 << 20), st.integers(1, 1 << 16), st.data())
-def test_more_rows_cost_more(nodes: list[int], num_rows: int, row_bytes: int, data: st.DataObject) -> None:
-    topology = nodes_of(*nodes)
-    counts = data.draw(some_counts(topology.world_size, num_rows))
-    cost = owner_us(counts, row_bytes, topology)
-    assert cost >= 0
-    assert owner_us(Counts(counts.total * 2, counts.union * 2), row_bytes, topology) >= cost
-    assert owner_us(counts, row_bytes * 2, topology) >= cost
-    assert dense_us(num_rows * 2, row_bytes, topology) > dense_us(num_rows, row_bytes, topology) > 0
+    world = topology.world_size
+    union = data.draw(st.integers(0, num_rows))
+    rows = data.draw(st.integers(union, union * world))  # each of the union is there on 1 to ``world`` ranks
+    if prefers_dense(rows, num_rows, topology):
+        assert 2 * (world - 1) * num_rows < 2 * (rows - union + union * (world - 1))
+        assert prefers_dense(min(world * num_rows, rows + 1), num_rows, topology), "nor do more rows favour owner"
 
 
 def power_of_two(value: int) -> bool:
@@ -222,7 +150,7 @@ def power_of_two(value: int) -> bool:
 def test_tiles(elements: int, itemsize: int) -> None:
     cut = tiles(elements, itemsize)
     room = TILE_BYTES // itemsize
-    for value in (cut.rows, cut.wide, cut.deep, cut.num_warps):
+    for value in cut:
         assert power_of_two(value), "Triton wants a power of two"
     assert cut.rows * cut.wide <= room
     assert cut.deep * cut.wide <= 4 * room
@@ -244,6 +172,6 @@ def test_tiles_are_bounded(elements: int, itemsize: int) -> None:
 def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
     tree = list(ast.walk(ast.parse(inspect.getsource(policy))))
     imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "dataclasses", "typing", "tdcoll.runtime.topology"}
+    assert imported == {"__future__", "typing", "tdcoll.runtime.topology"}
     assert not any(isinstance(node, ast.Import) for node in tree)
     assert not {node.attr for node in tree if isinstance(node, ast.Attribute)} & {"rank", "node", "place"}

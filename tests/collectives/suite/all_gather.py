@@ -147,7 +147,7 @@ MUTANTS = (
     # ------------------------------------------------------------------ LL over nodes
     LL_NODES("passed on before it is there", at_once(LL_2D)),
     LL_NODES("one slot between nodes", Argument(LL_2D, "segment", "epoch", "0")),
-    LL_NODES("one slot of signals", Change("group.row", "slot(epoch)", "0")),
+    LL_NODES("one slot of signals", Change("group.row", "slot(epoch)", "0"), f"{WRONG}|{UNSIGNALLED}"),
     LL_NODES(
         "what comes from elsewhere is not passed on",
         Call(LL_2D, "tl.range", "tl.range(0, tl.where(task > 0, 0, {1}))"),
