@@ -61,6 +61,8 @@ PUT_LATE = Call(PUT, "tdl.putmem_signal_nbi_block", SIGNAL_FIRST + "tdl.putmem_n
 PUT_SILENTLY = Call(PUT, "tdl.putmem_signal_nbi_block", "tdl.putmem_nbi_block({0}, {1}, {2}, {6})")
 LOOPS = "tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0))"
 
+OWN_SHARE = f"mine = ({', '.join(f'shares[4 * g.world - {back}]' for back in (4, 3, 2, 1))})"
+
 MUTANTS = (
     # ------------------------------------------------------------------ slots and signals
     *(each("one slot", ONE_SLOT, expect) for each, expect in ((DIRECT, WRONG), (FLAGGED, FLAGLESS), (PUTS, WRONG))),
@@ -104,7 +106,7 @@ MUTANTS = (
     *(
         each(
             f"{name}: words are received before they are sent",
-            Moved(WORDS, "words.send_shares", "_sum", "mine = (shares[12], shares[13], shares[14], shares[15])"),
+            Moved(WORDS, "words.send_shares", "_sum", OWN_SHARE),
             missing(memory), **WAITS_FIRST,
         )
         for each, name, memory in (
