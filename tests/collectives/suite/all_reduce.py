@@ -85,7 +85,10 @@ MUTANTS = (
         **SIZES,
     ),
     *(each("flags: one slot", ONE_SLOT, f"{WRONG}|{UNFLAGGED}", counts=(12, 60), **FLAGS) for each in (ONE, TWO)),
-    ONE("the slot counts epochs", Change("lamport.start", "lamport.control", "g.control"), LOST, **AMONG_OTHERS),
+    ONE(
+        "the slot counts epochs", Change("lamport.start", "lamport.control", "g.control"), LOST, calls="oooxoox",
+        others=("all_gather",),
+    ),
     ONE(
         "as much is cleared as this call writes",
         Change(
@@ -110,8 +113,11 @@ MUTANTS = (
         calls="ooooooo", counts=(9, 0, 0, 0, 9, 9, 9),
     ),
     ONE(
-        "a word is there when its first part is",
-        Call("lamport.receive", "tdl.wait_words", FIRST_PART), nodes=(AT_ONCE.value + 1,), counts=(9,),
+        "a word is there when its first part is",  # of one rank after the other, as in groups that one wait can't take
+        (
+            Change("words.receive", "g.world <= AT_ONCE", "False"),
+            Call("lamport.receive", "tdl.wait_words", FIRST_PART),
+        ),
     ),
     TWO(
         "a call of no bytes sends nothing",
