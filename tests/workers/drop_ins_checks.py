@@ -32,10 +32,10 @@ def drop_ins() -> Iterator[tuple[Collective, DropIn]]:
         "all_gather": lambda tensor, out, *more, **named: tdcoll.all_gather_into_tensor(out, tensor, *more, **named),
         "reduce_scatter": lambda tensor, out, *more, **named: tdcoll.reduce_scatter_tensor(out, tensor, *more, **named),
         "all_reduce": all_reduce,
+        "all_to_all": lambda tensor, out, *more, **named: tdcoll.all_to_all_single(out, tensor, *more, **named),
     }
     for spec in SPECS:
-        if spec.name in known:
-            yield spec, known[spec.name]
+        yield spec, known[spec.name]
 
 
 @check
