@@ -26,6 +26,7 @@ from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
 from tdcoll.collectives.all_reduce import kernels_nodes as reduce_over_nodes
 from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
+from tdcoll.collectives.all_to_all import kernels_puts as to_all_puts
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_pull as scatter_pull
@@ -82,6 +83,14 @@ def compile_exchange(arch: int) -> dict[str, object]:
     ptx = compile_for(kernel, arch, {"COUNTED": True}, tuples(1)).asm["ptx"]
     called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
     return {"counted": True, "needs": needs_nvshmem(kernel), "calls": called, **resources(ptx, arch)}
+
+
+def compile_all_to_all(arch: int) -> dict[str, object]:
+    """All-to-all between nodes. Those inside a node have the kernels of all-gathers."""
+    kernel = to_all_puts.all_to_all_puts
+    ptx = compile_for(kernel, arch, {}, tuples()).asm["ptx"]
+    called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
+    return {"arch": arch, "needs": needs_nvshmem(kernel), "calls": called, **resources(ptx, arch)}
 
 
 def compile_direct(kernel, arch: int, in_place: bool) -> dict[str, object]:
@@ -290,6 +299,7 @@ def main() -> None:
         compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)
     ]
     compiled["exchange"] = [compile_exchange(90)]
+    compiled["all_to_all"] = [compile_all_to_all(arch) for arch in (90, 100)]
     compiled["library"] = compile_with_all_of_nvshmem()
     compiled["order"] = list(ORDER)
     compiled["refusals"] = refusals()

@@ -168,6 +168,16 @@ def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
         assert kernel["wide_stores"] > 0, kernel
 
 
+def test_all_to_all_between_nodes_compiles_without_spills_and_never_waits_without_bounds(compiled) -> None:
+    assert [kernel["arch"] for kernel in compiled["all_to_all"]] == [90, 100]
+    for kernel in compiled["all_to_all"]:
+        assert kernel["needs"], kernel
+        assert "nvshmemx_putmem_signal_nbi_block" in kernel["calls"], kernel
+        assert "nvshmem_signal_wait_until" not in kernel["calls"], kernel
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["registers"] <= 128, kernel
+
+
 def test_reduce_scatter_compiles_without_spills_and_needs_nvshmem_for_puts_only(compiled) -> None:
     kernels = compiled["reduce_scatter"]
     assert {(k["kernel"], k["arch"]) for k in kernels} == {

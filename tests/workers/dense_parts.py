@@ -31,8 +31,8 @@ import tdcoll
 from tdcoll.collectives._host.launches import facts_of
 from tdcoll.collectives._host.spec import Collective
 
-__all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of", "make", "place"]
-__all__ += ["reference", "right", "served", "sizes_of", "wanted"]
+__all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of", "make"]
+__all__ += ["place", "reference", "right", "served", "sizes_of", "wanted"]
 
 SIZES = [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
 

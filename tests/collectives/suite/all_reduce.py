@@ -9,7 +9,6 @@ import torch
 from kernel_mutants import Argument, Call, Change, Inserted, Moved, at_once, dropped, missing
 
 from tdcoll.collectives.all_reduce.spec import SPEC
-from tdcoll.primitives.words import AT_ONCE
 
 from .all_gather import ONE_SLOT, RELEASED_FIRST, SIGNAL_FIRST, UNSIGNALLED, WAITS_FIRST
 from .calls import Calls

@@ -7,10 +7,11 @@ import ast
 import inspect
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import second
@@ -22,6 +23,7 @@ from tdcoll.collectives._host.call import spec_of
 from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, LL_BLOCK, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts, Plan
 from tdcoll.collectives._host.spec import Collective
+from tdcoll.collectives.all_gather import kernels_puts
 from tdcoll.collectives.all_reduce.policy import part_bytes
 from tdcoll.collectives.exchange import kernels_direct
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS, SHARED_WARPS, lamport_bytes
@@ -33,7 +35,7 @@ from .calls import SPECS
 from .ways import Nodes, topology_of
 
 K, M, G = 1 << 10, 1 << 20, 1 << 30
-GATHER, SCATTER, REDUCE = map(spec_of, ("all_gather", "reduce_scatter", "all_reduce"))
+GATHER, SCATTER, REDUCE, ALL = map(spec_of, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
 STORES: dict[str, Any] = {"stores": True}
 LL: dict[str, Any] = {"ll_bytes": 16 * K}
 INSIDE: dict[str, Any] = {"in_place": True}
@@ -93,6 +95,11 @@ TAKEN: list[tuple[Collective, int, Nodes, dict[str, Any], str]] = [
     (SCATTER, 64, (4,), {"itemsize": 4}, "1d"),
     (SCATTER, 64, (2, 2), PARTS, "1d"),
     (SCATTER, G, (8,), {**STORES, "itemsize": 4}, "direct"),
+    *((ALL, n, (8,), {**STORES, **LL}, "ll") for n in (0, 16 * K)),
+    (ALL, 16 * K + 1, (8,), {**STORES, **LL}, "direct"),
+    (ALL, 8, (8,), {**STORES, **LL, "simulated": True}, "direct"),
+    *((ALL, 8, nodes, {**STORES, **LL}, "1d") for nodes in ((4, 4), (2, 1))),
+    (ALL, 8, (4,), {}, "1d"),  # ranks that cannot store to each other's memory
 ]
 
 
@@ -269,6 +276,9 @@ REFUSED: list[tuple[Collective, int, Nodes, Any, dict[str, Any], str]] = [
     ),
     (SCATTER, 64, (4,), "ll", {**PARTS, "itemsize": 8}, "needs elements of at most 4 bytes; got elements of 8 bytes"),
     (SCATTER, 64, (4,), "direct", {}, "algorithm='direct' needs one node whose ranks can store"),
+    (ALL, 8, (2, 2), "ll", {**STORES, **LL}, r"algorithm='ll' needs one node whose ranks can store .*; got 4 rank"),
+    (ALL, 16 * K + 1, (4,), "ll", {**STORES, **LL}, "algorithm='ll' needs .*; got 16385 bytes on 4 rank"),
+    (ALL, 8, (4,), "1d", {"puts": False}, "algorithm='1d' needs NVSHMEM's puts"),
     (SCATTER, 64, (4,), "pull", STORES, "algorithm='pull' needs symmetric=True; got a tensor of any memory on"),
     *(
         (
@@ -460,6 +470,42 @@ def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
             looked_at = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
             own = looked_at & {"rank", "node", "place"}
             assert not own or getattr(function, "name", "").startswith("blocks"), (module.__name__, own)
+
+
+# ---------------------------------------------------------------------- the order of thread blocks
+
+
+class Extents(NamedTuple):
+    """What a program of an all-gather needs of a window, and of a group, to know its task."""
+
+    slots: tl.constexpr
+    world: tl.constexpr
+
+
+@tdcoll.jit(do_not_specialize=["channels", "n_senders", "n_pushes"])
+def tasks_of_a_grid(out, channels, n_senders, n_pushes, extents):
+    _, channel, given = kernels_puts._task(channels, n_senders, n_pushes, extents, extents)
+    tl.store(out + 2 * tl.program_id(0), channel)
+    tl.store(out + 2 * tl.program_id(0) + 1, given)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("n_senders", "n_pushes"), [(0, 3), (1, 3), (2, 0), (1, 9)])
+def test_programs_come_chunk_by_chunk(n_senders: int, n_pushes: int, in_place: bool) -> None:
+    """After those that send to other nodes: each chunk is put, forwarded and received before the next."""
+    channels, world = 5, 4
+    receivers = 1 if in_place else world
+    grid = in_place + channels * (n_senders + n_pushes + receivers)
+    out = torch.full((grid, 2), -99, dtype=torch.int32)
+
+    def host(pe: int) -> None:
+        extents = Extents(tl.constexpr(1 if in_place else 2), tl.constexpr(world))
+        tasks_of_a_grid[(grid,)](out, channels, n_senders, n_pushes, extents)
+
+    World(1, heap_bytes=1 << 18).run(host)
+    told = [tuple(pair) for pair in out[int(in_place) :].tolist()]
+    sent = [(channel, given) for given in range(-n_senders, 0) for channel in range(channels)]
+    assert told == sent + [(channel, given) for channel in range(channels) for given in range(n_pushes + receivers)]
 
 
 # ---------------------------------------------------------------------- all-reduces of several epochs
