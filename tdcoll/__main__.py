@@ -15,6 +15,7 @@ from tdcoll import __version__
 from tdcoll.output import unless_the_reader_goes
 
 _COMMANDS = {
+    "run": ("tdcoll.launch", "start a script or module as a job, one process per GPU, or on the simulator"),
     "doctor": ("tdcoll.doctor.command", "what a job needs, and whether it is here: for when one does not start"),
     "bench": ("tdcoll.bench.__main__", "measure the collectives against their peers, on this machine"),
     "tune": ("tdcoll.bench.tune", "measure which algorithm is the fastest at which size; write a table of it"),
@@ -30,12 +31,12 @@ _HELP = f"""\
 
 {chr(10).join(f"{name:8}  {what}" for name, (_, what) in _COMMANDS.items())}
 
-bench and tune are jobs, one process per GPU, and are started by launch.sh or torchrun. Where tdcoll is installed,
+bench and tune are jobs: `run` starts them, as does launch.sh in a checkout. Where tdcoll is installed,
 `tdcoll` is the same as `python -m tdcoll`.
 
 example:
   python -m tdcoll doctor
-  bash launch.sh -m tdcoll bench all_gather --json result.json
+  python -m tdcoll run -m tdcoll bench all_gather --json result.json
   python -m tdcoll report result.json
 
 Each command has a --help of its own.

@@ -49,6 +49,7 @@ PUBLIC = frozenset(
         "TDCOLL_REQUIRES",
         "TDCOLL_SHARE_GPUS",
         "TDCOLL_TIMEOUT_S",
+        "TDCOLL_TRACEBACK",
         "TDCOLL_TUNING",
     }
 )

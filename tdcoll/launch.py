@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``launch.sh``: start a job with torchrun, on GPUs or on the simulator. Imports nothing but the standard library."""
+"""``tdcoll run``: start a job with torchrun, on GPUs or on the simulator.
+
+``launch.sh`` runs this module in the first Python that it finds, so it imports nothing but the standard library.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,25 @@ import argparse
 import os
 import re
 import shlex
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tdcoll import arguments
 from tdcoll.child import run
-from tdcoll.setenv import ROOT, Job, prepare, say
+from tdcoll.setenv import IN_CHECKOUT, ROOT, Job, prepare, say
 
 __all__ = ["main"]
 
-_USAGE = "bash launch.sh [options] {script.py | --compat script.py | -m module | tests} [arguments...]"
+_USAGE = "{program} [options] {{script.py | --compat script.py | -m module{tests}}} [arguments...]"
 
 _ABOUT = """\
 Runs a Python program with one process per GPU of this host, started by torchrun. On a host without GPUs the processes
-are PEs of tdcoll's simulator, and the program is the same. Nothing has to be installed or activated, see setenv.sh.
-Options come before the program; everything after it is the program's.
+are PEs of tdcoll's simulator, and the program is the same. Options come before the program; everything after it is
+the program's.
+"""
+
+_ABOUT_TESTS = """
+Nothing has to be installed or activated, see setenv.sh.
 
   tests  pytest in this repository's root, without torchrun. On the simulator the tests are spread over the cores.
          Tests marked slow are the second tier: -m slow runs them."""
@@ -41,13 +47,13 @@ _FLAGS = {
 _VALUES = {
     "--nproc": ("N", "processes on this host. Default: one per visible GPU, or 4 when simulating"),
     "--emulate-nodes": ("N", "the job behaves as if the processes of this host were spread over N hosts"),
-    "--nnodes": ("N", "hosts in the job. Start launch.sh on each, with the same --nnodes and --rdzv"),
+    "--nnodes": ("N", "hosts in the job. Start it on each, with the same --nnodes and --rdzv"),
     "--node-rank": ("R", "which of the hosts this is, from 0 to N - 1"),
     "--rdzv": (
         "HOST:PORT",
         "where the hosts meet: an address of the one with rank 0, and a free port on it. With a loopback address, "
-        "several launch.sh may share a host; give each its own CUDA_VISIBLE_DEVICES. In a step of SLURM (srun "
-        "--ntasks-per-node 1 bash launch.sh ...) SLURM's variables say all three, and MASTER_PORT another port",
+        "several jobs' launchers may share a host; give each its own CUDA_VISIBLE_DEVICES. In a step of SLURM (srun "
+        "--ntasks-per-node 1 ...) SLURM's variables say all three, and MASTER_PORT another port",
     ),
     "--timeout": ("SECONDS", "how long a wait may last before it raises CollectiveTimeout"),
     "--monitor-interval": (
@@ -60,37 +66,46 @@ _VALUES = {
 _SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
 
-def main() -> None:
-    """Become what the command line asks for. With ``--setenv``, print the commands that ``setenv.sh`` evaluates."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("launch.sh", _USAGE, _ABOUT, _STATUS, formatter_class=layout, allow_abbrev=False)
+def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll run") -> int:
+    """Become what the command line asks for. With ``--setenv``, print the commands that ``setenv.sh`` evaluates.
+
+    Args:
+        words: the command line; None: that of this process.
+        program: how the user has started it, for help and errors.
+    """
+    usage = _USAGE.format(program=program, tests=" | tests" * IN_CHECKOUT)
+    about = _ABOUT + _ABOUT_TESTS * IN_CHECKOUT
+    end = f"{_STATUS}\n\nexample:\n  {program} --nproc 4 train.py --steps 10"
+    parser = argparse.ArgumentParser(
+        program, usage, about, end, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     for name, text in _FLAGS.items():
         parser.add_argument(name, action="store_true", help=text)
     for name, (metavar, text) in _VALUES.items():
         parser.add_argument(name, metavar=metavar, type=float if metavar == "SECONDS" else str, help=text)
     parser.add_argument("--setenv", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     try:
         if given.setenv:
             nnodes = _whole("TDCOLL_NNODES", os.environ.get("TDCOLL_NNODES") or "1", 1)
             job = prepare(os.environ, one_host=nnodes == 1)
             print(_exports({**job.variables, "TDCOLL_PYTHON": job.python}))
-            return
+            return 0
         job, command = _planned(given)
     except ValueError as error:
         say(str(error))
-        sys.exit(2)
+        return 2
     if job.simulated and not job.variables.get("OMP_NUM_THREADS"):
         # Simulated PEs share the cores; a pool of threads in each would only make them wait for each other.
         job.variables["OMP_NUM_THREADS"] = "1"
     command = [job.python, "-m", *command]
     if given.dry_run:
         print(_exports(job.variables), shlex.join(command), sep="\n")
-        return
-    if given.program[0] == "tests" and not given.m:
+        return 0
+    if _is_tests(given):
         os.chdir(ROOT)
-    os.execvpe(job.python, command, job.variables)  # signals go straight to torchrun, and its exit status stays
+    return os.execvpe(job.python, command, job.variables)  # signals go straight to torchrun, and its exit status stays
 
 
 def _exports(variables: Mapping[str, str]) -> str:
@@ -106,14 +121,14 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
     Raises ``ValueError`` if an option, or a variable of SLURM's, is wrong.
     """
     if not given.program:
-        raise ValueError("program: expected script.py, -m module or tests, got nothing (see --help)")
+        raise ValueError("program: expected script.py or -m module, got nothing (see --help)")
     name, *rest = given.program
     variables = dict(os.environ)
     if given.simulate:
         variables["TRITON_INTERPRET"] = "1"
     if given.timeout is not None:
         variables["TDCOLL_TIMEOUT_S"] = str(arguments.seconds("--timeout", given.timeout))
-    if name == "tests" and not given.m:
+    if _is_tests(given):
         for option in ("--compat", "--share-gpus", *_VALUES):
             if option != "--timeout" and getattr(given, option[2:].replace("-", "_")):
                 raise ValueError(f"{option}: expected only with a script or module, got it with tests")
@@ -167,6 +182,11 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
     ]
 
 
+def _is_tests(given: argparse.Namespace) -> bool:
+    """Return whether the program is this repository's tests."""
+    return IN_CHECKOUT and not given.m and bool(given.program[0] == "tests")
+
+
 def _whole(name: str, text: str | None, least: int) -> int | None:
     return None if text is None else arguments.parse_whole(text, name, least)
 
@@ -183,14 +203,14 @@ def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]
         nnodes = nnodes or _whole(variable, slurm.get(variable), 1)
     elif nnodes is None and (arguments.decimal(slurm.get("SLURM_NNODES", "")) or 1) > 1:
         raise ValueError(
-            f"--nnodes: expected one launch.sh on each of the {slurm['SLURM_NNODES']} hosts of this SLURM allocation, "
+            f"--nnodes: expected one launcher on each of the {slurm['SLURM_NNODES']} hosts of this SLURM allocation, "
             "got one outside of a step (start it with srun --ntasks-per-node 1, or give --nnodes 1 for this host alone)"
         )
     nnodes = nnodes or 1
     if in_step and nnodes > 1:
         if (task := slurm.get("SLURM_LOCALID", "0")) != "0":
             raise ValueError(
-                f"SLURM_LOCALID: expected one launch.sh per host (srun --ntasks-per-node 1), got task {task}"
+                f"SLURM_LOCALID: expected one launcher per host (srun --ntasks-per-node 1), got task {task}"
             )
         if node_rank is None:
             node_rank = _whole("SLURM_NODEID", slurm.get("SLURM_NODEID"), 0)

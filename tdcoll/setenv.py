@@ -27,9 +27,12 @@ from typing import NamedTuple
 from tdcoll import arguments
 from tdcoll.child import run
 
-__all__ = ["ROOT", "Job", "count_gpus", "prepare", "say"]
+__all__ = ["IN_CHECKOUT", "ROOT", "Job", "count_gpus", "prepare", "say"]
 
 ROOT = Path(__file__).resolve().parent.parent
+IN_CHECKOUT = (ROOT / "launch.sh").is_file()
+"""Whether this is a checkout of the repository, which may make ``.venv``, and not an installed package."""
+
 _VENV = ROOT / ".venv"
 _OWN = str(_VENV / "bin" / "python")
 _STAMP = _VENV / ".tdcoll-stamp"
@@ -91,7 +94,8 @@ def prepare(
     asked = f", TRITON_INTERPRET={interpret}" if interpret else ""
     say(f"mode: {'simulator' if simulated else 'GPUs'} (visible GPUs: {gpus}{asked})")
 
-    _put_first(variables, "PYTHONPATH", str(ROOT))
+    if IN_CHECKOUT:
+        _put_first(variables, "PYTHONPATH", str(ROOT))
     if python == _OWN:
         _put_first(variables, "PATH", str(_VENV / "bin"))
         variables["VIRTUAL_ENV"] = str(_VENV)
@@ -160,7 +164,7 @@ def _python(modules: Sequence[str], gpus: bool, pip_args: Sequence[str], dry_run
             versions[name] = importlib.metadata.version(name)
     problem = _problem(modules, versions)
     about = ", ".join([f"Python {platform.python_version()}", *map(" ".join, versions.items())])
-    if not (ROOT / "launch.sh").is_file():  # installed from a wheel, for this Python
+    if not IN_CHECKOUT:  # installed for this Python
         if problem and not dry_run:
             sys.exit(f"tdcoll: {sys.executable} {problem}")
         return sys.executable, about

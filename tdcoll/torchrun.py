@@ -2,16 +2,17 @@
 """``python -m tdcoll.torchrun``: torchrun, which says in the end who died and who only noticed.
 
 When a rank dies, the others give up on it a while later, each with an error of its own. torchrun's "Root Cause" is any
-of them: it looks at all at once, and does not know what an error means. This runs torchrun as it is: its options, its
-report, its exit status, what it does on signals. If processes of this host have failed, last lines on stderr say which
-of them ended by themselves. They follow from
+of them: it looks at all at once, and does not know what an error means. This runs torchrun with its options and
+its exit status. If processes of this host have failed, the last lines on stderr say which of them ended by themselves,
+in place of torchrun's report, which ``TDCOLL_TRACEBACK=1`` shows as well. They follow from
 
 - the exit status, or signal, of each process;
 - which processes were still running when torchrun ended them;
 - what each rank wrote down about its last error (:mod:`tdcoll.runtime.last_words`). An expired wait for another rank,
   and a connection that another rank has closed, are no cause.
 
-If this process is killed before it can end its ranks, the kernel kills them.
+If this process is killed before it can end its ranks, the kernel kills them. After Ctrl-C, ranks that are still running
+:data:`PATIENCE_S` later are killed: torchrun alone would wait for 30 s.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import IO, Any
 
-__all__ = ["main", "summary"]
+__all__ = ["PATIENCE_S", "main", "summary"]
+
+PATIENCE_S = 3.0
+"""Seconds that ranks have to end after Ctrl-C."""
 
 _LONGEST = 240
 _PR_SET_PDEATHSIG = 1
@@ -106,15 +111,28 @@ def _watch_ranks() -> set[int]:
         if os.getppid() != launcher:  # it has died before that call
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def close_and_note(handler: Any, *arguments: Any, **options: Any) -> Any:
+    def kill(process: Any) -> None:
+        if process.poll() is None:
+            _say(f"process {process.pid} did not end within {PATIENCE_S:g} s of Ctrl-C, and is killed")
+            process.kill()
+
+    def close_and_note(handler: Any, death_sig: Any = None) -> Any:
         with contextlib.suppress(AttributeError):
             if handler.proc.poll() is None:
                 ended.add(handler.proc.pid)
-        return close(handler, *arguments, **options)
+                if death_sig == signal.SIGINT:
+                    timer = threading.Timer(PATIENCE_S, kill, [handler.proc])
+                    timer.daemon = True  # if all ranks end before, this process does, too
+                    timer.start()
+        return close(handler, death_sig)
 
     handlers.Popen = functools.partial(handlers.Popen, preexec_fn=in_the_rank)
     handlers.SubprocessHandler.close = close_and_note
     return ended
+
+
+def _say(line: str) -> None:
+    print(f"tdcoll: {line}", file=sys.stderr, flush=True)
 
 
 def _read(file: IO[bytes]) -> dict[int, dict[str, Any]]:
@@ -130,6 +148,7 @@ def _read(file: IO[bytes]) -> dict[int, dict[str, Any]]:
 def main() -> None:
     """Run torchrun with the arguments of this process."""
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
@@ -143,11 +162,21 @@ def main() -> None:
         try:
             run.main()
         except ChildFailedError as error:
-            sys.excepthook(*sys.exc_info())
             exits = {rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
-            for line in summary(exits, _read(file), ended):
-                print(f"tdcoll: {line}", file=sys.stderr, flush=True)
+            lines = summary(exits, _read(file), ended)
+            culprit = lines[0].startswith(("died", "failed", "ended"))
+            if not culprit or os.environ.get("TDCOLL_TRACEBACK", "0") not in ("", "0"):
+                sys.excepthook(*sys.exc_info())
+            else:
+                _say("the job has failed; TDCOLL_TRACEBACK=1 shows torchrun's report, too")
+            for line in lines:
+                _say(line)
             sys.exit(1)
+        except SignalException as error:
+            if error.sigval != signal.SIGINT:
+                raise
+            _say("Ctrl-C has ended the job")
+            sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

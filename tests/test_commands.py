@@ -27,7 +27,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], ["-h"], ["doctor", "--help"], ["bench", "--help"], ["report", "--help"]], ids=" ".join
+    "command",
+    [["--help"], ["-h"], ["run", "--help"], ["doctor", "--help"], ["bench", "--help"], ["report", "--help"]],
+    ids=" ".join,
 )
 def test_help_has_an_example_and_needs_nothing(command: list[str]) -> None:
     done = run(*command)
@@ -108,8 +110,8 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "expected doctor, bench, tune, report or --help, got nothing"),
-        (["docter"], "expected doctor, bench, tune, report or --help, got docter"),
+        ([], "expected run, doctor, bench, tune, report or --help, got nothing"),
+        (["docter"], "expected run, doctor, bench, tune, report or --help, got docter"),
         (["bench"], "expected all_gather, "),
         (["bench", "all_scatter"], "got all_scatter"),
         (["report"], "expected either FILE.json or --write"),

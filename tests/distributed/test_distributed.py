@@ -352,9 +352,10 @@ def test_methods_that_a_group_on_gpus_overrides(monkeypatch) -> None:
         "reduce_scatter": {"allreduce", "reduce_scatter_single_coalesced"},
     }
     asked = {"all_gather_single", "reduce_scatter_single_coalesced", "allreduce", "barrier", "broadcast"}
+    asked &= set(dir(dist.ProcessGroup))  # PyTorch 2.11 has not all of them
     for serves, overridden in cases.items():
         made = backend._class_for(Options(serves=serves))
-        assert {name for name in asked if getattr(made, name).__name__ != "pass_on"} == overridden, serves
+        assert {name for name in asked if getattr(made, name).__name__ != "pass_on"} == overridden & asked, serves
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert backend._class_for(Options(serves="none")) is distributed.TdcollProcessGroup
 

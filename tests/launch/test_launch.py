@@ -65,9 +65,9 @@ def plan(clean: pytest.MonkeyPatch, tmp_path: Path) -> Planner:
             for name, value in variables.items():
                 patch.setenv(name, value)
             patch.setattr(launch, "prepare", prepare)
-            patch.setattr(sys, "argv", ["launch.sh", *line.split(), *arguments])
             patch.setattr(os, "execvpe", lambda _, *given: became.append(given))
-            launch.main()
+            if status := launch.main([*line.split(), *arguments], "launch.sh"):
+                sys.exit(status)
         return Plan(*became[1], became[0])
 
     return make
@@ -321,9 +321,10 @@ def test_a_failing_job_fails(shell: Shell) -> None:
     (shell.directory / "fails.py").write_text(sleeps)
     done = shell.run(LAUNCH, "--nproc", "2", "fails.py")
     assert done.returncode == 1
-    assert "exitcode  : 7" in done.stderr
+    assert "exitcode  : 7" not in done.stderr
     ended = ["tdcoll: ended: rank 1 (exit status 7)", "tdcoll: still running, ended by torchrun: rank 0"]
     assert done.stderr.splitlines()[-2:] == ended
+    assert "exitcode  : 7" in shell.run(LAUNCH, "--nproc", "2", "fails.py", TDCOLL_TRACEBACK="1").stderr
 
 
 def test_two_launches_on_one_host_make_one_job(shell: Shell, script: Path) -> None:
@@ -351,8 +352,10 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_the_job_and_leaves_nothing(shell: Shell, number: signal.Signals) -> None:
-    """Also before ranks have called anything of tdcoll's. If the launcher is killed, also ranks that ignore SIGTERM."""
-    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" if number == signal.SIGKILL else ""
+    """Also before ranks have called anything of tdcoll's, and ranks that ignore the signal that torchrun passes on. It
+    waits for such ranks for 30 s; after Ctrl-C that is cut short."""
+    ignored = {signal.SIGKILL: "SIGTERM", signal.SIGINT: "SIGINT"}.get(number)
+    ignore = f"signal.signal(signal.{ignored}, signal.SIG_IGN)" if ignored else ""
     (shell.directory / "sleeps.py").write_text(
         f"import os, pathlib, signal, time\n{ignore}\nassert os.environ['TDCOLL_LAST_WORDS']\n"
         "pathlib.Path(f'pid{os.environ[\"RANK\"]}').write_text(f'{os.getpid()}.')\ntime.sleep(60)\n"
@@ -369,7 +372,7 @@ def test_a_signal_ends_the_job_and_leaves_nothing(shell: Shell, number: signal.S
     ranks = [int(file.read_text().rstrip(".")) for file in files]
     assert all(map(runs, ranks))
     child.send_signal(number)
-    assert child.wait(timeout=30) != 0
+    assert child.wait(timeout=20) != 0
     deadline = time.monotonic() + 5
     try:
         while any(map(runs, ranks)):
@@ -378,6 +381,8 @@ def test_a_signal_ends_the_job_and_leaves_nothing(shell: Shell, number: signal.S
     finally:
         for rank in filter(runs, ranks):
             os.kill(rank, signal.SIGKILL)
-    assert "tdcoll: died" not in child.communicate()[1]
+    said = child.communicate()[1]
+    assert "tdcoll: died" not in said
+    assert (number == signal.SIGINT) == said.endswith("tdcoll: Ctrl-C has ended the job\n")
     left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchelastic_")]  # PyTorch's own
     assert left == []

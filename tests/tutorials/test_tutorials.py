@@ -1,258 +1,237 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tutorials: they run, they fail when a check fails, and the rules that they teach are needed."""
+"""The tutorials on kernels: they run, their checks fail on wrong data, and every rule that they teach is needed."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from changes import load_changed
-from tiers import seeds
+from loading import TUTORIALS, changed, load
+from tiers import second, seeds
 
-import tdcoll
-from tdcoll import runtime
-from tdcoll.testing import World, explore, first_failure
+from tdcoll.bench import timing
+from tdcoll.testing import World, explore
 
-TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
-NOTIFY, ALL_GATHER = TUTORIALS / "01-notify-and-wait.py", TUTORIALS / "02-all-gather.py"
-ALL_REDUCE = TUTORIALS / "05-all-reduce.py"
+helpers = load("helpers")
+NOTIFY, ALL_GATHER, ALL_REDUCE = load("01-notify-and-wait"), load("02-all-gather"), load("05-all-reduce")
+WITH_RULES = [NOTIFY, ALL_GATHER, ALL_REDUCE]
 
 
-def meet() -> None:
-    """A barrier among the PEs of a World, which have no torch.distributed."""
-    owner = runtime.current()
-    owner.control.all_gather(range(owner.world_size), "meet", None)
+def name(value):
+    return getattr(value, "__name__", None)
 
 
 # ---------------------------------------------------------------------- as a reader runs them
 
+GATHERED = ["my_all_gather", "all_gather ll", "all_gather 1d", "all_gather 2d", "all_gather_in_place"]
+REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
 
-def test_notify_and_wait_runs(launch):
-    done = launch("--simulate", "--nproc", "2", str(NOTIFY))
+
+@pytest.mark.parametrize(
+    ("module", "ranks", "nodes", "told"),
+    [
+        (NOTIFY, 2, 1, ["hello", "queue", "deadline"]),
+        (ALL_GATHER, 4, 2, ["4 rank(s) on 2 node(s) (2 + 2)", *GATHERED, "all_gather_into_tensor", "time"]),
+        second(ALL_REDUCE, 3, 1, ["3 rank(s) on 1 node(s) (3)", *REDUCED]),
+        second(ALL_REDUCE, 3, 2, ["3 rank(s) on 2 node(s) (2 + 1)", *REDUCED]),
+    ],
+    ids=name,
+)
+def test_runs(launch, module, ranks, nodes, told):
+    done = launch("--simulate", "--nproc", str(ranks), "--emulate-nodes", str(nodes), module.__file__)
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["hello", "queue", "deadline"]
-
-
-def test_all_gather_runs_on_two_emulated_nodes(launch):
-    done = launch("--simulate", "--nproc", "4", "--emulate-nodes", "2", str(ALL_GATHER))
-    assert done.returncode == 0, done.stderr
-    assert "2 node(s) (2 + 2)" in done.stdout
-    for name in (
-        "my_all_gather",
-        "all_gather 1d",
-        "all_gather 2d",
-        "all_gather_in_place",
-        "all_gather_into_tensor",
-    ):
-        assert f"\n{name}: " in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_all_reduce_runs(launch, nodes):
-    """On three ranks, whose number divides nothing."""
-    done = launch("--simulate", "--nproc", "3", "--emulate-nodes", str(nodes), str(ALL_REDUCE))
-    assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
-        f"3 rank(s) on {nodes} node(s) ({'3' if nodes == 1 else '2 + 1'})",
-        "my all-reduce in 1 stage(s)",
-        "my all-reduce in 2 stage(s)",
-        "all_reduce_rms_norm",
-        "decoding",
-        "time",
-    ]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == told
+    assert ("time: not measured, because the simulator's times mean nothing" in done.stdout) == ("time" in told)
 
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_is_named_by_the_others(launch):
-    done = launch("--simulate", "--nproc", "2", "--timeout", "5", "--monitor-interval", "25", str(NOTIFY), "--die", "1")
+    patient = ("--timeout", "5", "--monitor-interval", "25")
+    done = launch("--simulate", "--nproc", "2", *patient, NOTIFY.__file__, "--die", "1")
     assert done.returncode != 0
     assert "CollectiveTimeout: rank 0 waited 5 s for peer 1" in done.stderr
     assert "queue:" not in done.stdout
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tutorial", [NOTIFY, ALL_GATHER, ALL_REDUCE], ids=lambda path: path.stem)
-def test_runs_on_gpus(launch, tutorial):
-    done = launch(str(tutorial), timeout=280)
+@pytest.mark.parametrize("path", sorted(TUTORIALS.glob("0*.py")), ids=lambda path: path.stem)
+def test_runs_on_gpus(launch, path):
+    done = launch(str(path), timeout=280)
     assert done.returncode == 0, done.stderr
+    assert "time: not measured" not in done.stdout
     print(done.stdout)
 
 
-# ---------------------------------------------------------------------- checks that can fail
-
-
-def test_check_of_the_queue_fails_on_wrong_data(tmp_path):
-    module = load_changed(NOTIFY, tmp_path)
-    received = 3 * 1000000 + torch.arange(module.ITEMS)[:, None] * 1000 + torch.arange(module.WORDS)
-    module.check_received(received, 3)
-    with pytest.raises(AssertionError, match="from rank 2"):
-        module.check_received(received, 2)
-    received[5, 7] += 1
-    with pytest.raises(AssertionError, match="1 wrong words from rank 3; item 5, word 7"):
-        module.check_received(received, 3)
-
-
-def test_check_of_the_all_gather_fails_on_wrong_data(tmp_path):
-    module = load_changed(ALL_GATHER, tmp_path)
-    right = torch.cat([module.make(rank, 1, 10, torch.device("cpu")) for rank in range(3)])
-    module.check("right", right.view(3, 10), right)
-    wrong = torch.cat([right[10:20], right[:10], right[20:]])
-    with pytest.raises(AssertionError, match="swapped: 20 of 30 numbers are wrong; number 0"):
-        module.check("swapped", wrong, right)
+def test_kernels_compile():
+    """For GPUs that need not be here."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    driver = Path(__file__).with_name("compile_tutorials.py")
+    done = subprocess.run([sys.executable, str(driver)], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["queue", "my_all_gather", "one_stage", "two_stages"]
 
 
 # ---------------------------------------------------------------------- the rules that they teach
 
 
-def queue_case(module: ModuleType):
-    def case(world):
-        def host(pe):
-            ring, monitor = module.Queue(), tdcoll.WaitMonitor()
-            meet()
-            module.hello[(1,)](ring.hello, monitor.words)
-            ring.run(monitor, 0, 9)
-            ring.run(monitor, 9, module.ITEMS - 9)
-            monitor.check()
-            module.check_received(ring.received, (pe - 1) % world.n_pes)
-
-        world.run(host)
-
-    return case
+OPTIONS = [{"n_pes": 1}, {"n_pes": 3}, {"n_pes": 3, "ranks_per_node": 1}, {"n_pes": 4, "resident": 1}]
 
 
-SMALL = ("WORDS, SLOTS, ITEMS = 256, 4, 24", "WORDS, SLOTS, ITEMS = 16, 2, 18")
-
-
-@pytest.mark.parametrize("options", [{"n_pes": 1}, {"n_pes": 3}, {"n_pes": 3, "ranks_per_node": 1}], ids=str)
-@seeds(5, 20)
-def test_queue_is_right_in_any_order(tmp_path, options, seeds):
-    explore(queue_case(load_changed(NOTIFY, tmp_path, SMALL)), seeds=seeds, **options)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("module", WITH_RULES, ids=name)
+@seeds(4, 20)
+def test_kernels_are_right_in_any_order(module, options, seeds):
+    if module is NOTIFY:
+        options = {**options, "resident": None}  # both sides of the queue have to run at once
+    explore(module.case(), seeds=seeds, **options)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(("arrived + slot", "arrived"), id="1: one signal for all slots"),
-        pytest.param(("wait_signal(credits, tdl.CMP_GE", "wait_signal(credits, tdl.CMP_EQ"), id="2: equal"),
-        pytest.param(("i + 1 - SLOTS, 0)", "i - SLOTS, 0)"), id="3: one credit too many"),
-        pytest.param(("putmem_signal_block(", "putmem_signal_nbi_block("), id="4: source not kept"),
-    ],
+    ("module", "rule"),
+    [pytest.param(module, rule, id=f"{module.__name__}-{rule}") for module in WITH_RULES for rule in module.RULES],
 )
-def test_queue_without_a_rule_is_caught(tmp_path, change):
-    assert first_failure(queue_case(load_changed(NOTIFY, tmp_path, SMALL, change)), n_pes=3, seeds=60) is not None
+def test_every_rule_is_needed(module, rule, capsys):
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--break", rule])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"without {rule}: {module.RULES[rule][0]}\nchanged: ")
+    seed = re.search(r"^caught with seed (\d+):\n  seed \1, weak", told, re.M)
+    assert seed, told
+    assert told.endswith(f"--break {rule} --seed {seed[1]}\n")
+    assert ("Deadlock" in told) == (rule in ("at-least", "waiter-last"))
 
 
-def test_dead_neighbour_is_named(tmp_path):
-    module = load_changed(NOTIFY, tmp_path, SMALL)
-    world = World(2, seed=3, weak=True)
+def test_a_seed_is_replayed_with_its_timeline(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        ALL_GATHER.main(["--break", "two-slots", "--seed", "0"])
+    assert ended.value.code == 0
+    assert "AssertionError: my_all_gather: 20 of 80 numbers are wrong" in capsys.readouterr().err
+    assert json.loads((tmp_path / "two-slots-0.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(("seed", "told"), [([], "100 seeds pass"), (["--seed", "3"], "seed 3 passes")])
+def test_a_rule_that_is_not_needed_is_an_error(seed, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rules, parser = {"idle": ("no kernel needs it", {})}, argparse.ArgumentParser()
+    with pytest.raises(SystemExit, match=told):
+        helpers.parse(parser, ["--break", "idle", *seed], rules, lambda changes: lambda world: None, n_pes=2)
+
+
+@pytest.mark.parametrize("module", WITH_RULES, ids=name)
+def test_help_and_text_list_the_rules(module, capsys):
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    assert re.findall(r"^# \d\. \*\*([\w-]+): ", text, re.M) == list(module.RULES)
+    with pytest.raises(SystemExit):
+        module.main(["--help"])
+    listed = capsys.readouterr().out.split("\nrules:\n")[1].splitlines()
+    assert [line.split(maxsplit=1) for line in listed] == [[rule, why] for rule, (why, _) in module.RULES.items()]
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "complaint"),
+    [
+        (["--break", "other"], False, "argument --break: invalid choice: 'other' (choose from "),
+        (["--seed", "1"], False, "--seed: expected --break RULE with it"),
+        (["--break", "epoch"], True, "--break: expected the simulator, got GPUs; start it with 'launch.sh --simulate"),
+        (["--plot", "x.png"], True, "--plot: matplotlib is not installed"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value),
+)
+def test_wrong_options_are_errors(given, gpus, complaint, monkeypatch, capsys):
+    monkeypatch.setattr(helpers, "INTERPRETED", not gpus)
+    monkeypatch.setattr(helpers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        ALL_GATHER.main(given)
+    assert ended.value.code == 2
+    assert f"error: {complaint}" in capsys.readouterr().err
+
+
+def test_only_one_rank_of_a_job_breaks_rules(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        NOTIFY.main(["--break", "credits"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, "")
+
+
+# ---------------------------------------------------------------------- checks that can fail
+
+
+def test_check_of_the_queue_fails_on_wrong_data():
+    received = 3 * 1000000 + torch.arange(NOTIFY.ITEMS)[:, None] * 1000 + torch.arange(NOTIFY.WORDS)
+    NOTIFY.check_received(received, 3)
+    with pytest.raises(AssertionError, match="from rank 2"):
+        NOTIFY.check_received(received, 2)
+    received[5, 7] += 1
+    with pytest.raises(AssertionError, match="1 wrong words from rank 3; item 5, word 7"):
+        NOTIFY.check_received(received, 3)
+
+
+def test_checks_of_the_collectives_fail_on_wrong_data():
+    right = torch.cat([ALL_GATHER.make(rank, 1, 10, "cpu") for rank in range(3)])
+    ALL_GATHER.check("right", right.view(3, 10), right)
+    wrong = torch.cat([right[10:20], right[:10], right[20:]])
+    with pytest.raises(AssertionError, match="swapped: 20 of 30 numbers are wrong; number 0"):
+        ALL_GATHER.check("swapped", wrong, right)
+    total = ALL_REDUCE.reference(0, 10, 3, "cpu")
+    ALL_REDUCE.check("right", total.clone(), total)
+    other = total.clone()
+    other.view(torch.int32)[4] ^= 1
+    with pytest.raises(AssertionError, match="a bit: 1 of 10 numbers are wrong"):
+        ALL_REDUCE.check("a bit", other, total)
+
+
+# ---------------------------------------------------------------------- times
+
+
+def test_times_have_a_lower_bound_and_are_drawn(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(timing, "graph_time_us", lambda call, *, calls: call() * calls[0])
 
     def host(pe):
-        ring, monitor = module.Queue(), tdcoll.WaitMonitor()
-        meet()
-        ring.run(monitor, 0, 9)
-        if pe == 1:
-            world.kill(1)
-        ring.run(monitor, 9, module.ITEMS - 9)
-        with pytest.raises(tdcoll.CollectiveTimeout) as caught:
-            monitor.check()
-        return caught.value
+        sent = {1024: (0, 0.5), 4096: (3_900_000, 1.0)}
+        rows = {nbytes: helpers.times_us(sends, {"mine": lambda us=us: us}) for nbytes, (sends, us) in sent.items()}
+        helpers.show_times("gather", rows, tmp_path / "times.png")
 
-    error, dead = world.run(host)
-    assert dead is None
-    assert (error.rank, error.peer) == (0, 1)
-
-
-def gather_case(module: ModuleType):
-    def case(world):
-        def host(pe):
-            gather = module.MyAllGather(20, torch.int32)
-            cpu = torch.device("cpu")
-            for call in range(6):
-                result = gather(module.make(pe, call, 20, cpu))
-                expected = torch.cat([module.make(rank, call, 20, cpu) for rank in range(world.n_pes)])
-                world.pause()
-                module.check("my_all_gather", result, expected)
-            gather.monitor.check()
-
-        world.run(host)
-
-    return case
+    World(2).run(host)
+    assert capsys.readouterr().out.splitlines() == [
+        "gather, µs per call, lower is better:",
+        "     bytes  lower bound (H200)      mine",
+        "      1024                 1.8      10.0",
+        "      4096                10.0      20.0",
+    ]
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.fixture
-def no_process_group(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "barrier", meet)
+TIMED = """
+import contextlib, torch
+from tdcoll.bench import timing
+def run_twice(call, *, calls):
+    assert calls == (20,)
+    call(), call()
+    return 2.5
+timing.graph_time_us = run_twice
+torch.cuda.Stream, torch.cuda.stream = object, lambda stream: contextlib.nullcontext()
+tutorial.helpers.untimed = lambda: None
+"""
 
 
-@pytest.mark.usefixtures("no_process_group")
-@pytest.mark.parametrize(
-    "options",
-    [{"n_pes": 1}, {"n_pes": 4}, {"n_pes": 4, "resident": 1}, {"n_pes": 4, "ranks_per_node": 2}],
-    ids=str,
-)
-@seeds(5, 20)
-def test_my_all_gather_is_right_in_any_order(tmp_path, options, seeds):
-    explore(gather_case(load_changed(ALL_GATHER, tmp_path)), seeds=seeds, **options)
-
-
-@pytest.mark.usefixtures("no_process_group")
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(("self.slots[self.epoch % 2]", "self.slots[0]"), id="one slot"),
-        pytest.param(("self.signals[self.epoch % 2]", "self.signals[0]"), id="one row of signals"),
-        pytest.param(("self.epoch += 1", "self.epoch = 1"), id="no epoch"),
-    ],
-)
-def test_my_all_gather_without_a_rule_is_caught(tmp_path, change):
-    assert first_failure(gather_case(load_changed(ALL_GATHER, tmp_path, change)), n_pes=4, seeds=60) is not None
-
-
-# ---------------------------------------------------------------------- the all-reduce
-
-
-def all_reduces(module: ModuleType, stages: int) -> None:
-    def case(world: World) -> None:
-        def host(pe: int) -> None:
-            mine, count = module.MyAllReduce(70), 70
-            results = [mine(module.make(pe, call, count, "cpu"), stages).clone() for call in range(4)]
-            mine.monitor.check()
-            for call, result in enumerate(results):
-                module.check("all-reduce", result, module.reference(call, count, "cpu"))
-            meet()
-
-        world.run(host)
-
-    return case
-
-
-@seeds(2, 20)
-@pytest.mark.parametrize("stages", [1, 2])
-def test_all_reduces_of_the_tutorial_are_right(stages, seeds, tmp_path):
-    explore(all_reduces(load_changed(ALL_REDUCE, tmp_path), stages), n_pes=3, seeds=seeds, heap_bytes=1 << 18)
-
-
-@pytest.mark.parametrize(
-    ("stages", "old", "new"),
-    [
-        (1, "inbox, signals = self.slots[slot]", "inbox, signals = self.slots[0]"),
-        (
-            1,
-            "range(0, world):\n                total += tl.load(inbox + rank",
-            "range(0, world):\n                total += tl.load(inbox + (rank + me) % world",
-        ),
-        (2, "signals + world + me, epoch", "signals + me, epoch"),
-        (
-            2,
-            "elif tdl.wait_signals(signals, world, me, tdl.CMP_GE, epoch,",
-            "elif tdl.wait_signals(signals, world, me, tdl.CMP_GE, 0,",
-        ),
-    ],
-)
-def test_rules_of_the_all_reduce_are_needed(stages, old, new, tmp_path):
-    module = load_changed(ALL_REDUCE, tmp_path, (old, new))
-    failure = first_failure(all_reduces(module, stages), n_pes=3, seeds=60, heap_bytes=1 << 18)
-    assert failure is not None
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["02-all-gather", "05-all-reduce"])
+def test_timed_calls_are_checked_and_drawn(launch, name, tmp_path):
+    """With a stand-in for the clock, since the simulator has none."""
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "times.png"
+    done = launch("--simulate", "--nproc", "2", changed(tmp_path, name, TIMED, "--plot", str(plot)), timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert ", µs per call, lower is better:\n" in done.stdout
+    assert " 2.5" in done.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
