@@ -360,7 +360,7 @@ def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others
     assert early.isdisjoint(others)
     assert others == {
         *("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "reduce_scatter_puts", "all_reduce_puts"),
-        *("all_reduce_nodes", "reduce_nodes", "forward", "meet_nodes"),
+        *("all_reduce_nodes", "all_to_all_puts", "reduce_nodes", "forward", "meet_nodes"),
     }
     assert len(early) > 25
     for kernel in kernels:
