@@ -1,41 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels with one protection switched off, for tests of what must catch that.
 
-A change is bound to a function and to its syntax tree: comments and line breaks in the sources may change at will.
+A change is bound to a function and to its syntax tree: comments and line breaks in the sources may change at will, and
+a parameter that a kernel gets concerns only the changes that name it.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-__all__ = ["Change", "installed"]
+from tdcoll.limits import COLLECTIVES
 
-_MODULES = [  # each may import those before it
-    "tdcoll.primitives.group",
-    "tdcoll.primitives.stores",
-    "tdcoll.primitives.puts",
-    "tdcoll.primitives.ll",
-    "tdcoll.primitives.lamport",
-    "tdcoll.primitives.reduce",
-    "tdcoll.primitives.words",
-    "tdcoll.primitives.sums",
-    "tdcoll.collectives.exchange.kernels_direct",
-    "tdcoll.collectives.exchange.kernels_ll",
-    "tdcoll.collectives.all_gather.kernels_ring",
-    "tdcoll.collectives.all_gather.kernels_puts",
-    "tdcoll.collectives.sparse_all_reduce.kernels_lists",
-    "tdcoll.collectives.sparse_all_reduce.kernels_values",
-    "tdcoll.collectives.sparse_all_reduce.kernels_reduce",
-    "tdcoll.collectives.sparse_all_reduce.kernels_nodes",
-    "tdcoll.collectives.sparse_all_reduce.kernels_merge",
+__all__ = ["Argument", "Call", "Change", "Inserted", "Moved", "Mutant", "at_once", "dropped", "installed", "missing"]
+
+MODULES = [  # each may import those before it
+    *(f"tdcoll.primitives.{name}" for name in ("group", "stores", "puts", "ll", "lamport", "reduce", "words", "sums")),
+    *(f"tdcoll.collectives.exchange.kernels_{name}" for name in ("direct", "ll")),
+    *(f"tdcoll.collectives.all_gather.kernels_{name}" for name in ("ring", "puts")),
+    "tdcoll.collectives.all_to_all.kernels_puts",
+    *(f"tdcoll.collectives.reduce_scatter.kernels_{name}" for name in ("direct", "pull", "puts", "words")),
+    *(f"tdcoll.collectives.all_reduce.kernels_{name}" for name in ("words", "direct", "puts", "nodes")),
+    *("tdcoll.fused.kernels_rows", "tdcoll.fused.kernels"),
+    "tdcoll.collectives.index_match.kernels",
+    *(
+        f"tdcoll.collectives.sparse_all_reduce.kernels_{name}"
+        for name in ("lists", "values", "reduce", "nodes", "merge")
+    ),
 ]
+
+HOSTS = [f"tdcoll.collectives.{name}.op" for name in (*COLLECTIVES, "sparse_all_reduce", "index_match")]
+HOSTS += ["tdcoll.fused.op"]
+"""They name kernels, and have to be imported before one is replaced."""
+
+
+def _parsed(text: str) -> list[ast.stmt]:
+    return ast.parse(text).body
+
+
+def _is(node: ast.AST, call: str, of: str) -> bool:
+    """Whether a node is a call of this function, with this argument if one is named."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) != call:
+        return False
+    return not of or ast.unparse(ast.parse(of, mode="eval")) in map(ast.unparse, node.args)
+
+
+def _has(node: ast.AST, call: str, of: str = "") -> bool:
+    return any(_is(inner, call, of) for inner in ast.walk(node))
+
+
+def _lists(function: ast.AST) -> Iterator[list[ast.stmt]]:
+    """All lists of statements of a function, inner ones first."""
+    for node in reversed(list(ast.walk(function))):
+        for name in ("orelse", "body"):
+            if isinstance(statements := getattr(node, name, None), list):
+                yield statements
+
+
+class _Replace(ast.NodeTransformer):
+    """Puts expressions in the place of those for which ``new`` returns one."""
+
+    def __init__(self, new: Callable[[ast.expr], ast.expr | None]) -> None:
+        self._new, self.found = new, 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.expr) and (new := self._new(node)) is not None:
+            self.found += 1
+            return new
+        return self.generic_visit(node)
+
+
+def _replaced(function: ast.AST, new: Callable[[ast.expr], ast.expr | None]) -> int:
+    replace = _Replace(new)
+    replace.visit(function)
+    return replace.found
 
 
 @dataclass(frozen=True)
@@ -52,70 +99,206 @@ class Change:
     old: str
     new: str
 
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, change: Change) -> None:
-        old, new = ast.parse(change.old).body, ast.parse(change.new).body
-        self._expression = len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr)
-        self._old, self._new, self.found = [ast.dump(node) for node in old], new, 0
-        if self._expression:
-            self._old, self._new = [ast.dump(old[0].value)], [new[0].value]  # type: ignore[attr-defined]
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if self._expression and isinstance(node, ast.expr) and ast.dump(node) == self._old[0]:
-            self.found += 1
-            return self._new[0]
-        self.generic_visit(node)
-        if not self._expression:
-            for field in ("body", "orelse"):
-                if isinstance(statements := getattr(node, field, None), list):
-                    setattr(node, field, self._without(statements))
-        return node
-
-    def _without(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        dumps, kept, length = [ast.dump(statement) for statement in statements], [], len(self._old)
-        place = 0
-        while place < len(statements):
-            if dumps[place : place + length] == self._old:
-                self.found += 1
-                kept += self._new
-                place += length
-            else:
-                kept.append(statements[place])
+    def made(self, function: ast.AST) -> int:
+        """Change a function; return how often."""
+        old, new = _parsed(self.old), _parsed(self.new)
+        wanted = [ast.dump(node) for node in old]
+        if len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
+            (before,), after = [ast.dump(old[0].value)], new[0].value
+            return _replaced(function, lambda node: after if ast.dump(node) == before else None)
+        found = 0
+        for statements in _lists(function):
+            dumps, place = [ast.dump(statement) for statement in statements], 0
+            while place < len(dumps):
+                if dumps[place : place + len(old)] == wanted:
+                    statements[place : place + len(old)] = copy.deepcopy(new)
+                    dumps[place : place + len(old)] = [""] * len(new)
+                    found += 1
                 place += 1
-        return kept
+        return found
 
 
-def _changed(module: ModuleType, changes: Sequence[Change]) -> str:
+@dataclass(frozen=True)
+class Call:
+    """Something else in the place of calls of a function.
+
+    Attributes:
+        where: as for :class:`Change`.
+        call: the function, as it is called there.
+        new: what stands there instead: an expression, or statements for a statement, in which ``{0}`` is the first
+            argument, and so on, and ``{call}`` the whole call.
+        of: an argument of the calls that are meant; all, if not given.
+    """
+
+    where: str
+    call: str
+    new: str
+    of: str = ""
+
+    def made(self, function: ast.AST) -> int:
+        """Change a function; return how often."""
+
+        def new(node: ast.Call) -> list[ast.stmt]:
+            return _parsed(self.new.format(*map(ast.unparse, node.args), call=ast.unparse(node)))
+
+        if isinstance(_parsed(self.new.format(*["x"] * 9, call="x"))[0], ast.Expr) and "\n" not in self.new:
+            return _replaced(
+                function,
+                lambda node: new(node)[0].value if _is(node, self.call, self.of) else None,  # type: ignore
+            )
+        found = 0
+        for statements in _lists(function):
+            for place, statement in reversed(list(enumerate(statements))):
+                value = getattr(statement, "value", None)
+                if value is not None and _is(value, self.call, self.of):
+                    statements[place : place + 1] = new(value)
+                    found += 1
+        return found
+
+
+def dropped(where: str, call: str, of: str = "") -> Call:
+    """Statements that call a function are left out."""
+    return Call(where, call, "pass", of)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Another argument in calls of a function.
+
+    Attributes:
+        where, call, of: as for :class:`Call`.
+        old, new: the argument, and what is passed instead.
+    """
+
+    where: str
+    call: str
+    old: str
+    new: str
+    of: str = ""
+
+    def made(self, function: ast.AST) -> int:
+        """Change a function; return how often."""
+        old, found = ast.dump(ast.parse(self.old, mode="eval").body), 0
+        for node in list(ast.walk(function)):
+            if _is(node, self.call, self.of):
+                assert isinstance(node, ast.Call)
+                for place, argument in enumerate(node.args):
+                    if ast.dump(argument) == old:
+                        node.args[place] = ast.parse(self.new, mode="eval").body
+                        found += 1
+        return found
+
+
+def at_once(where: str, call: str = "tdl.wait_signal", of: str = "") -> Argument:
+    """A wait for the epoch waits for nothing."""
+    return Argument(where, call, "epoch", "0", of)
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """Statements before, or ``behind``, those that call a function.
+
+    Attributes:
+        where, call, of: as for :class:`Call`.
+        new: the statements.
+        behind: where they stand.
+    """
+
+    where: str
+    call: str
+    new: str
+    behind: bool = False
+    of: str = ""
+
+    def made(self, function: ast.AST) -> int:
+        """Change a function; return how often."""
+        found = 0
+        for statements in _lists(function):
+            for place, statement in reversed(list(enumerate(statements))):
+                if not hasattr(statement, "body") and _has(statement, self.call, self.of):
+                    statements[place + self.behind : place + self.behind] = _parsed(self.new)
+                    found += 1
+        return found
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The statement in which a function is called stands behind one in which another is, which used to follow it.
+
+    Attributes:
+        where: as for :class:`Change`.
+        call, behind: the functions.
+        instead: what stands where the statement was.
+    """
+
+    where: str
+    call: str
+    behind: str
+    instead: str = "pass"
+
+    def made(self, function: ast.AST) -> int:
+        """Change a function; return how often."""
+        found = 0
+        for statements in _lists(function):
+            having = [[_has(each, name) for each in statements] for name in (self.call, self.behind)]
+            if all(map(any, having)):
+                old, to = (each.index(True) for each in having)
+                if old < to:
+                    statement = statements[old]
+                    statements[old] = _parsed(self.instead)[0]
+                    statements.insert(to + 1, statement)
+                    found += 1
+        return found
+
+
+AnyChange = Change | Call | Argument | Inserted | Moved
+
+
+def _changed(module: ModuleType, changes: Sequence[AnyChange]) -> str:
     """The source of ``module`` with ``changes``."""
     tree = ast.parse(Path(str(module.__file__)).read_text())
     for change in changes:
         name = change.where.rpartition(".")[2]
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
         assert functions, f"{module.__name__} has no function {name}"
-        replace = _Replace(change)
-        replace.visit(functions[0])
-        assert replace.found, f"{change.where} no longer holds {change.old!r}"
+        assert change.made(functions[0]), f"{change.where} does not hold what {change} is about"
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
+def _uses(module: ModuleType, others: Iterable[ModuleType]) -> bool:
+    """Whether a module has imported one of the others, or something out of it."""
+    names = {other.__name__ for other in others}
+    found = [getattr(each, "fn", each) for each in vars(module).values()]  # of kernels, the function
+    return any(getattr(each, "__module__", "") in names or getattr(each, "__name__", "") in names for each in found)
+
+
+def _owners() -> list[ModuleType]:
+    """The modules that may name kernels: the package's, and those of tests."""
+    return [
+        loaded
+        for key, loaded in sys.modules.items()
+        if key.partition(".")[0] in ("tdcoll", "collectives", "primitives")
+    ]
+
+
 @contextmanager
-def installed(changes: Sequence[Change], folder: Path, more: Sequence[str] = ()) -> Iterator[None]:
+def installed(changes: Sequence[AnyChange], folder: Path, more: Sequence[str] = ()) -> Iterator[None]:
     """Changed copies of the modules of kernels, and of those that import them, in the place of all of them.
 
     Args:
         folder: for the sources.
         more: names of further modules that may be changed; each may import those before it, and all the usual ones.
     """
-    modules = [import_module(name) for name in (*_MODULES, *more)]
+    for name in HOSTS:
+        import_module(name)
+    modules = [import_module(name) for name in (*MODULES, *more)]
     names = [module.__name__ for module in modules]
-    named: dict[str, list[Change]] = {name: [] for name in names}
+    named: dict[str, list[AnyChange]] = {name: [] for name in names}
     for change in changes:
         wanted = change.where.rpartition(".")[0]
         meant = [name for name in names if f".{name}".endswith(f".{wanted}")]
         assert len(meant) == 1, f"{wanted} is not one of {names}, but {meant}"
         named[meant[0]].append(change)
-    first = min(place for place, name in enumerate(names) if named[name])
     undo = []
     copies: dict[ModuleType, ModuleType] = {}
 
@@ -124,20 +307,22 @@ def installed(changes: Sequence[Change], folder: Path, more: Sequence[str] = ())
         setattr(owner, name, value)
 
     try:
-        for module in modules[first:]:
+        for module in modules:
             name = module.__name__
+            if not (named[name] or _uses(module, copies.values())):
+                continue
             path = folder / f"{name}.py"
             path.write_text(_changed(module, named[name]))
-            copy = ModuleType(name)
-            copy.__file__ = str(path)
-            copies[copy] = module
+            made = ModuleType(name)
+            made.__file__ = str(path)
+            copies[made] = module
             undo.append((sys.modules, name, module))
-            sys.modules[name] = copy
-            exec(compile(path.read_text(), str(path), "exec"), vars(copy))
-            for owner in [loaded for key, loaded in sys.modules.items() if key.startswith("tdcoll")]:
+            sys.modules[name] = made
+            exec(compile(path.read_text(), str(path), "exec"), vars(made))
+            for owner in _owners():
                 for attribute, value in list(vars(owner).items()):
                     if value is module:
-                        put(owner, attribute, copy)
+                        put(owner, attribute, made)
         yield
     finally:
         for owner, name, value in reversed(undo):
@@ -145,7 +330,59 @@ def installed(changes: Sequence[Change], folder: Path, more: Sequence[str] = ())
                 owner[name] = value
             else:
                 setattr(owner, name, value)
-        for owner in [loaded for key, loaded in sys.modules.items() if key.startswith("tdcoll")]:
+        for owner in _owners():
             for name, value in list(vars(owner).items()):  # of modules first imported meanwhile
                 if isinstance(value, ModuleType) and value in copies:
                     setattr(owner, name, copies[value])
+
+
+def missing(signal: str) -> str:
+    """A deadlock in which somebody waits for a word of this memory."""
+    return rf"[Dd]eadlock[\s\S]*waits for pe\d+\.{signal}\["
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Kernels with one protection less.
+
+    Attributes:
+        name: what is missing.
+        changes: to kernels, or to device functions that they call.
+        expect: regular expression that the failure's report must match: what goes wrong, and not just that it does.
+        case: what shows it, for :func:`tdcoll.testing.explore`.
+        world: arguments of ``World``.
+        seeds: how many are tried.
+        any_seed: others may fail in another way, which depends on who gets ahead of whom.
+    """
+
+    name: str
+    changes: tuple[AnyChange, ...]
+    expect: str
+    case: Callable[[Any], object]
+    world: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int = 100
+    any_seed: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def setting(self) -> Hashable:
+        """Where it is seen: real kernels must pass there."""
+        return str(self.case), str(self.world)
+
+    def is_caught(self, folder: Path) -> None:
+        """Raise AssertionError unless some seed fails, and as it should."""
+        from tdcoll.testing import first_failure
+
+        otherwise = "nothing was noticed"
+        with installed(self.changes, folder):
+            for seed in range(self.seeds):
+                failure = first_failure(self.case, seeds=[seed], **self.world)
+                if failure is not None:
+                    if re.search(self.expect, failure.report):
+                        return
+                    otherwise = failure.report
+                    if not self.any_seed:
+                        break
+        raise AssertionError(f"{self.name} does not fail as it should: {otherwise}")

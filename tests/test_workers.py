@@ -14,7 +14,7 @@ import pytest
 from tiers import second
 
 WORKERS = Path(__file__).with_name("workers")
-GPU_ONLY = {"graphs", "capture_errors", "streams", "captured_chains"} | {
+GPU_ONLY = {"graphs", "capture_errors", "streams", "side_streams", "captured_chains"} | {
     "large_calls_by_words_are_several_epochs",
     "some_ranks_replay_what_others_call",
     "sparse_graphs",
@@ -40,9 +40,9 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        second("all_gather_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="all-gather, 2 nodes of 2"),
-        second("reduce_scatter_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="reduce-scatter, 2 + 1"),
-        second("all_reduce_checks.py", ("--nproc", "2"), id="all-reduce, 2 ranks"),
+        second("dense_checks.py", ("--nproc", "4", "--emulate-nodes", "2"), id="dense collectives, 2 nodes of 2"),
+        second("dense_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="dense collectives, 2 + 1"),
+        pytest.param("drop_ins_checks.py", ("--nproc", "2"), id="drop-ins, 2 ranks"),
         pytest.param("early_checks.py", ("--nproc", "2"), id="early launches, 2 ranks"),
         second("fused_checks.py", ("--nproc", "3", "--emulate-nodes", "2"), id="fused, 2 + 1"),
         pytest.param("operators_checks.py", ("--nproc", "2"), id="operators, 2 ranks"),
@@ -50,7 +50,6 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, obje
         pytest.param("language_checks.py", ("--nproc", "3"), id="language, 3 ranks"),
         pytest.param("stores_and_waits_checks.py", ("--nproc", "3"), id="stores and waits, 3 ranks"),
         pytest.param("words_checks.py", ("--nproc", "2"), id="words, 2 ranks"),
-        pytest.param("primitives_checks.py", ("--nproc", "2"), id="primitives, 2 ranks"),
         second("sparse_checks.py", ("--nproc", "2"), id="sparse all-reduce, 2 ranks"),
         second("sparse_contexts_checks.py", ("--nproc", "2"), id="its contexts, 2 ranks"),
         second("stall_checks.py", ("--nproc", "2"), id="a planted stall, 2 ranks"),
@@ -67,15 +66,13 @@ def test_checks(launch: Launch, script: str, options: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        second("all_gather_checks.py"),
-        second("all_reduce_checks.py"),
-        second("reduce_scatter_checks.py"),
+        second("dense_checks.py"),
+        second("drop_ins_checks.py"),
         second("sparse_checks.py"),
         second("sparse_contexts_checks.py"),
         second("fused_checks.py"),
         second("operators_checks.py"),
         second("early_checks.py"),
-        second("primitives_checks.py"),
     ],
 )
 def test_checks_on_a_heap_without_puts(launch: Launch, script: str) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile tdcoll's kernels for GPUs that need not be here, and print what came out as JSON.
 
-Run as a program of its own, without TRITON_INTERPRET: which language a process speaks is decided at import. The kernels
-of dense collectives, of fused functions and of the benchmarks' signals are here; the others are in ``compiling_*.py``.
+Run as ``compile_kernels.py PART``, without TRITON_INTERPRET: which language a process speaks is decided at import. The
+kernels of dense collectives, of fused functions and of the benchmarks' signals are here; the others are in
+``compiling_*.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tdcoll.collectives.all_reduce import kernels_direct as reduce_direct
 from tdcoll.collectives.all_reduce import kernels_nodes as reduce_over_nodes
 from tdcoll.collectives.all_reduce import kernels_puts as reduce_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
+from tdcoll.collectives.all_to_all import kernels_puts as to_all_puts
 from tdcoll.collectives.exchange import kernels_direct, kernels_ll
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_pull as scatter_pull
@@ -82,6 +84,14 @@ def compile_exchange(arch: int) -> dict[str, object]:
     ptx = compile_for(kernel, arch, {"COUNTED": True}, tuples(1)).asm["ptx"]
     called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
     return {"counted": True, "needs": needs_nvshmem(kernel), "calls": called, **resources(ptx, arch)}
+
+
+def compile_all_to_all(arch: int) -> dict[str, object]:
+    """All-to-all between nodes. Those inside a node have the kernels of all-gathers."""
+    kernel = to_all_puts.all_to_all_puts
+    ptx = compile_for(kernel, arch, {}, tuples()).asm["ptx"]
+    called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
+    return {"arch": arch, "needs": needs_nvshmem(kernel), "calls": called, **resources(ptx, arch)}
 
 
 def compile_direct(kernel, arch: int, in_place: bool) -> dict[str, object]:
@@ -262,39 +272,49 @@ def compile_signals(arch: int, name: str, direct: bool) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    results, ll, matching, signals = [], [], [], []
-    signals += [compile_signals(90, name, direct) for name in SIGNALS for direct in (False, True)]
+def collectives() -> dict[str, object]:
+    """The kernels of dense collectives."""
+    gathers, ll = [], [compile_ll(90, 1024, False)]
     for arch in (90, 100):
-        matching += [compile_index_match(arch, name, constants) for name, constants in INDEX_MATCH.items()]
         ll += [compile_ll(arch, 128, over) for over in (False, True)]
         for kernel in (kernels_puts.all_gather_1d, kernels_puts.all_gather_2d):
-            results += [compile_all_gather(kernel, arch, place) for place in (False, True) if arch == 90 or not place]
-    ll += [compile_ll(90, 1024, False)]
-    sums = [compile_sparse(name, arch, constants, rows) for name, constants, rows, archs in SPARSE for arch in archs]
-    checks = compile_language_checks(90)
-    compiled = {"all_gather": results, "ll": ll, "language": checks, "index_match": matching, "sparse": sums}
-    compiled["signals"] = signals
-    kernels = (_SCATTER_DIRECT, _SCATTER_PULL, _SCATTER_PUTS, scatter_words.reduce_scatter_words)
-    compiled["reduce_scatter_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in kernels}
-    compiled["reduce_scatter"] = [
-        compile_reduce_scatter(k, arch, c) for k, c, archs in REDUCE_SCATTER for arch in archs
-    ]
-    kernels = (_ONE, _TWO, *(kernel for kernel, *_ in ALL_REDUCE[-3:]))
-    compiled["all_reduce_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in kernels}
-    compiled["all_reduce"] = [compile_all_reduce(k, arch, c, n) for k, c, n, archs in ALL_REDUCE for arch in archs]
-    compiled["fused_forms"] = {kernel.__name__: compiled_forms(kernel) for kernel in _NORMS.values()}
-    compiled["fused"] = [compile_fused(*about, arch, more) for *about, archs, more in FUSED for arch in archs]
+            gathers += [compile_all_gather(kernel, arch, place) for place in (False, True) if arch == 90 or not place]
+    scatters = (_SCATTER_DIRECT, _SCATTER_PULL, _SCATTER_PUTS, scatter_words.reduce_scatter_words)
+    reduces = (_ONE, _TWO, *(kernel for kernel, *_ in ALL_REDUCE[-3:]))
     stores = (kernels_direct.exchange_direct, kernels_ring.all_gather_ring)
-    compiled["direct"] = [
-        compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)
-    ]
-    compiled["exchange"] = [compile_exchange(90)]
-    compiled["library"] = compile_with_all_of_nvshmem()
-    compiled["order"] = list(ORDER)
-    compiled["refusals"] = refusals()
-    json.dump({"triton": triton.__version__, **compiled, "mutants": compile_mutants()}, sys.stdout)
+    return {
+        "all_gather": gathers,
+        "ll": ll,
+        "direct": [compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)],
+        "exchange": [compile_exchange(90)],
+        "all_to_all": [compile_all_to_all(arch) for arch in (90, 100)],
+        "reduce_scatter_forms": {kernel.__name__: compiled_forms(kernel) for kernel in scatters},
+        "reduce_scatter": [compile_reduce_scatter(k, arch, c) for k, c, archs in REDUCE_SCATTER for arch in archs],
+        "all_reduce_forms": {kernel.__name__: compiled_forms(kernel) for kernel in reduces},
+        "all_reduce": [compile_all_reduce(k, arch, c, n) for k, c, n, archs in ALL_REDUCE for arch in archs],
+        "order": list(ORDER),
+    }
 
+
+def others() -> dict[str, object]:
+    """All others, and kernels in which something is missing."""
+    return {
+        "index_match": [
+            compile_index_match(arch, name, constants) for arch in (90, 100) for name, constants in INDEX_MATCH.items()
+        ],
+        "sparse": [compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE for arch in archs],
+        "language": compile_language_checks(90),
+        "signals": [compile_signals(90, name, direct) for name in SIGNALS for direct in (False, True)],
+        "fused_forms": {kernel.__name__: compiled_forms(kernel) for kernel in _NORMS.values()},
+        "fused": [compile_fused(*about, arch, more) for *about, archs, more in FUSED for arch in archs],
+        "library": compile_with_all_of_nvshmem(),
+        "order": list(ORDER),
+        "refusals": refusals(),
+        "mutants": compile_mutants(),
+    }
+
+
+PARTS = {"collectives": collectives, "others": others}
 
 if __name__ == "__main__":
-    main()
+    json.dump(PARTS[sys.argv[1]](), sys.stdout)

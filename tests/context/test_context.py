@@ -447,6 +447,24 @@ def test_ranks_that_cannot_store_to_each_other(monkeypatch: pytest.MonkeyPatch) 
     everywhere(host)
 
 
+def test_room_for_words_that_announce_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def host(pe: int) -> None:
+        for asked, room, stride in ((0, 0, 0), (None, 17, 32), (33, 33, 48)):
+            with tdcoll.CollectiveContext(max_bytes_per_rank=17, lamport_bytes=asked) as ctx:
+                assert ctx.lamport_bytes == room
+                assert (ctx.device_lamport.stride if ctx.device_lamport else 0) == stride
+        with pytest.raises(ValueError, match="lamport_bytes must be at least 0, got -1"):
+            tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=-1)
+        with pytest.raises(tdcoll.RankMismatchError, match=r"differ in lamport_bytes \(rank 0: 0, rank 1: 1\)$"):
+            tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=pe)
+        monkeypatch.setattr(MemoryView, "peer_base", lambda view, pe: 0)
+        tdcoll.barrier()
+        with tdcoll.CollectiveContext(max_bytes_per_rank=16, lamport_bytes=64) as ctx:
+            assert (ctx.device_lamport, ctx.lamport_bytes) == (None, 0)
+
+    World(2, heap_bytes=1 << 18).run(host)
+
+
 def test_program_budget() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64, max_programs=132) as ctx:

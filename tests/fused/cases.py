@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from collectives.suite.calls import different
+from collectives.suite.calls import values as numbers
 
 import tdcoll
 from tdcoll.collectives.reduce_scatter.reference import reduce_parts
@@ -19,22 +21,13 @@ FP8 = torch.float8_e4m3fn
 
 def values(key: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return numbers of many magnitudes, whose sums show their order."""
-    made = torch.Generator().manual_seed(key)
-    scale = torch.exp2(torch.randint(-3, 4, tuple(shape), generator=made).double())
-    return (torch.randn(tuple(shape), generator=made, dtype=torch.float64) * scale).to(dtype)
+    return numbers(key, 0, torch.Size(shape).numel(), dtype).view(*shape)
 
 
 def plan(algorithm: str, hidden: int, dtype: torch.dtype, block: int) -> tdcoll.Plan:
     """Return the plan that has rows in pieces of ``block`` words."""
     words = hidden * dtype.itemsize // 16
     return tdcoll.Plan(algorithm, -(-words // block), 16 * block, 1)
-
-
-def different(got: torch.Tensor, wanted: torch.Tensor) -> int:
-    """Count the elements whose bits differ; any NaN is the same as any other."""
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
-    nan = got.float().isnan() & wanted.float().isnan()
-    return int(((got.view(kind) != wanted.view(kind)) & ~nan).sum())
 
 
 @dataclass(frozen=True)
@@ -83,10 +76,9 @@ class Norms:
             ctx.check()
             for call, pairs in enumerate(results):
                 for name, got, wanted in pairs:
-                    wrong = different(got, wanted)
-                    assert wrong == 0, (
-                        f"rank {ctx.rank}, call {call} ({self.calls[call]}), {name}: {wrong} wrong elements"
-                    )
+                    wrong = int(different(got, wanted))
+                    where = f"rank {ctx.rank}, call {call} ({self.calls[call]}), {name}"
+                    assert wrong == 0, f"{where}: {wrong} wrong elements"
         assert tdcoll.heap_info().used == 0
 
     def call(self, ctx: tdcoll.CollectiveContext, call: int, kind: str) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -3,197 +3,106 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from kernel_mutants import Change
+from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Moved, Mutant, dropped, missing
 
-import tdcoll.fused.op  # noqa: F401, which names the kernels: before one is replaced
-
-MODULES = ("tdcoll.fused.kernels_rows", "tdcoll.fused.kernels")
+from .cases import Norms
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """The kernels with one protection less.
-
-    Attributes:
-        name: what is missing.
-        changes: to the kernels, or to device functions that they call.
-        expect: regular expression that the failure's report must match: what goes wrong, and not just that it does.
-        algorithm: whose kernel shows it.
-        case: further arguments of ``Norms``.
-        resident, stragglers: as for ``World``.
-    """
-
-    name: str
-    changes: tuple[Change, ...]
-    expect: str
-    algorithm: str
-    case: tuple[tuple[str, Any], ...] = ()
-    resident: int | None = None
-    stragglers: bool = False
-
-    @property
-    def job(self) -> dict[str, Any]:
-        """Return the arguments of ``World``."""
-        return {"n_pes": 3, "resident": self.resident, "stragglers": self.stragglers}
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``Norms``."""
-        return {"calls": "oooo", "rows": (3,), "blocks": (4,), **dict(self.case)}
+def _mutant(
+    algorithm: str, name: str, changes: AnyChange | tuple[AnyChange, ...], expect: str = "", *,
+    world: dict[str, Any] | None = None, **case: Any,
+) -> Mutant:  # fmt: skip
+    changes = changes if isinstance(changes, tuple) else (changes,)
+    shown = Norms(algorithm, **{"calls": "oooo", "rows": (3,), "blocks": (4,), **case})
+    where = {"n_pes": 3, "heap_bytes": 1 << 20, **(world or {})}
+    return Mutant(f"fused {algorithm}: {name}", changes, expect or WRONG, shown, where, seeds=60)
 
 
 WRONG = r"AssertionError: rank \d+, call \d+ \([oi8]\), [\w ,]+: \d+ wrong elements"
-MISSING = r"[Dd]eadlock[\s\S]*waits for pe\d+\.lamport\["
-KERNELS, ONE, TWO = "fused.kernels", "fused.kernels.norm_rows_one_shot", "fused.kernels.norm_rows_two_stage"
-SEND_ONE = "if sends:\n    words.send_to_all(g, inbox, deltas, place, mine, call, inside, True)"
-NEW_ONE = "made, mask = _new(g, inbox, place, mine, old, call, inside, DTYPE)"
-CLEAR_ONE = "lamport.clear(g, inbox, call, 16 * width * tl.cast(rows, tl.int64), BLOCK)"
-CLEAR_TWO = "lamport.clear(g, inbox, call, nbytes, BLOCK)"
-SEND_MEASURES = "words.send_to_all(g, inbox, deltas, measures + i * PIECES + piece + lane, measured, call, only, True)"
-SECOND = "words.send_to_all(g, inbox, deltas, each * width + place, made, call, mask, True)"
-PUBLISHED = "_published(g, inbox, row * PIECES, call, PIECES, ROOM)"
-REDUCED = "words.reduce(parts, g.world, DTYPE, tl.float32, SUM, True)"
-WAIT = "words.receive(g, inbox, word, mine, call, mask, True)"
-NO_WAIT = (
-    "(tuple(mine if r == g.rank else lamport.load(lamport.segment(g, inbox, call, r), word, inbox.stride) "
-    "for r in range(g.world)), mask)"
+UNHEARD = missing("lamport")
+LOST = f"{WRONG}|{UNHEARD}"
+ONE, TWO = (partial(_mutant, name) for name in ("one_shot", "two_stage"))
+BY_ONE, BY_TWO, NEW, FLAG = (
+    f"fused.kernels.{name}" for name in ("norm_rows_one_shot", "norm_rows_two_stage", "_new", "_flag")
 )
-STORED_EARLY = (
-    "if sends:\n"
-    "    tdl.store_words(new + at + 16 * tl.cast(word, tl.int64), made[0], made[1], made[2], made[3], mask)\n"
-)
-
-
-def to(where: str, old: str, new: str) -> tuple[Change, ...]:
-    """Return one change as the changes of a mutant."""
-    return (Change(where, old, new),)
-
-
-WHOLE = (("blocks", (0,)),)
+WHOLE = {"blocks": (0,)}
 """One program for each row."""
 
-MUTANTS = [
+WAITS_FIRST = {"world": {"resident": 1}}
+NO_WAIT = (
+    "(tuple(mine if r == g.rank else lamport.load(lamport.segment({0}, {1}, {4}, r), {2}, {1}.stride) "
+    "for r in range(g.world)), {5})"
+)
+STORED_EARLY = """
+if sends:
+    tdl.store_words(new + at + 16 * tl.cast(word, tl.int64), made[0], made[1], made[2], made[3], mask)
+"""
+
+MUTANTS = (
+    ONE("nothing is cleared", dropped(BY_ONE, "lamport.clear"), LOST, calls="ooooo", **WHOLE),
+    TWO("nothing is cleared", dropped(BY_TWO, "lamport.clear"), LOST, calls="ooooo", **WHOLE),
+    ONE(
+        "two slots", Change("lamport.slot", "call % 3", "call % 2"), LOST,
+        calls="oooooooo", rows=(1,), world={"stragglers": True}, **WHOLE,
+    ),
+    TWO(
+        "only the first part is cleared",
+        Argument(BY_TWO, "lamport.clear", "nbytes", "16 * width * tl.cast(each, tl.int64)"), calls="ooooo", **WHOLE,
+    ),
+    TWO(
+        "the measures are not cleared",
+        Argument(BY_TWO, "lamport.clear", "nbytes", "16 * tl.cast(measures, tl.int64)"), calls="ooooo",
+    ),
+    *(each("words are not waited for", Call(NEW, "words.receive", NO_WAIT)) for each in (ONE, TWO)),
     *(
-        Mutant(
-            f"{name}: nothing is cleared",
-            to(where, clear, "pass"),
-            f"{WRONG}|{MISSING}",
-            name,
-            (("calls", "ooooo"), *WHOLE),
+        each(
+            "the sum begins with the own rank",
+            Argument(NEW, "words.reduce", "parts", "parts[g.rank :] + parts[: g.rank]"), dtype=torch.float32,
         )
-        for name, where, clear in (("one_shot", ONE, CLEAR_ONE), ("two_stage", TWO, CLEAR_TWO))
+        for each in (ONE, TWO)
     ),
-    Mutant(
-        "one-shot: two slots",
-        to("lamport.slot", "call % 3", "call % 2"),
-        f"{WRONG}|{MISSING}",
-        "one_shot",
-        (("calls", "oooooooo"), ("rows", (1,)), *WHOLE),
-        stragglers=True,
-    ),
-    Mutant(
-        "two-stage: only the first part is cleared",
-        to(TWO, CLEAR_TWO, CLEAR_TWO.replace("nbytes", "16 * width * tl.cast(each, tl.int64)")),
-        WRONG,
-        "two_stage",
-        (("calls", "ooooo"), *WHOLE),
-    ),
-    Mutant(
-        "two-stage: the measures are not cleared",
-        to(TWO, CLEAR_TWO, CLEAR_TWO.replace("nbytes", "16 * tl.cast(measures, tl.int64)")),
-        WRONG,
-        "two_stage",
-        (("calls", "ooooo"),),
-    ),
+    TWO("no measures are sent", dropped(BY_TWO, "words.send_to_all", "measured"), UNHEARD),
+    TWO("no rows are gathered", dropped(BY_TWO, "words.send_to_all", "made"), UNHEARD),
+    TWO("rows are gathered where parts came", Change(BY_TWO, "each * width + place", "place"), LOST, **WHOLE),
     *(
-        Mutant(f"{name}: words are not waited for", to(f"{KERNELS}._new", WAIT, NO_WAIT), WRONG, name)
-        for name in ("one_shot", "two_stage")
-    ),
-    *(
-        Mutant(
-            f"{name}: the sum begins with the own rank",
-            to(f"{KERNELS}._new", REDUCED, REDUCED.replace("parts", "parts[g.rank :] + parts[: g.rank]")),
-            WRONG,
-            name,
-            (("dtype", torch.float32),),
+        each(
+            "measures of the last call in the slot will do",
+            Change(FLAG, "call & 0x7FFFFFFF", "call * 0 + 1"), calls="oooooooo",
         )
-        for name in ("one_shot", "two_stage")
+        for each in (ONE, TWO)
     ),
-    Mutant("two-stage: no measures are sent", to(TWO, SEND_MEASURES, "pass"), MISSING, "two_stage"),
-    Mutant("two-stage: no rows are gathered", to(TWO, SECOND, "pass"), MISSING, "two_stage"),
-    Mutant(
-        "two-stage: rows are gathered where parts came",
-        to(TWO, "each * width + place", "place"),
-        f"{WRONG}|{MISSING}",
-        "two_stage",
-        WHOLE,
+    ONE("the measures of a piece are those of the row", Argument(BY_ONE, "_published", "PIECES", "1")),
+    ONE(
+        "the first programs store a residual that others still read",
+        Inserted(BY_ONE, "_new", STORED_EARLY, behind=True), calls="iiii", **WAITS_FIRST,
     ),
-    Mutant(
-        "one-shot: measures of the last call in the slot will do",
-        to(f"{KERNELS}._flag", "call & 0x7FFFFFFF", "call * 0 + 1"),
-        WRONG,
-        "one_shot",
-        (("calls", "oooooooo"),),
-    ),
-    Mutant(
-        "two-stage: measures of the last call in the slot will do",
-        to(f"{KERNELS}._flag", "call & 0x7FFFFFFF", "call * 0 + 1"),
-        WRONG,
-        "two_stage",
-        (("calls", "oooooooo"),),
-    ),
-    Mutant(
-        "one-shot: the measures of a piece are those of the row",
-        to(ONE, PUBLISHED, PUBLISHED.replace("PIECES, ROOM", "1, ROOM")),
-        WRONG,
-        "one_shot",
-    ),
-    Mutant(
-        "one-shot: the first programs store a residual that others still read",
-        to(ONE, NEW_ONE, f"{NEW_ONE}\n{STORED_EARLY}"),
-        WRONG,
-        "one_shot",
-        (("calls", "iiii"),),
-        resident=1,
-    ),
-    Mutant(
-        "one-shot: programs that store come before those that publish",
+    ONE(
+        "programs that store come before those that publish",
         (
-            *to(ONE, "stores = program % (2 * PIECES) >= PIECES", "stores = program % (2 * PIECES) < PIECES"),
-            *to(ONE, "sends = program % (2 * PIECES) < PIECES", "sends = program % (2 * PIECES) >= PIECES"),
+            Change(BY_ONE, "stores = program % (2 * PIECES) >= PIECES", "stores = program % (2 * PIECES) < PIECES"),
+            Change(BY_ONE, "sends = program % (2 * PIECES) < PIECES", "sends = program % (2 * PIECES) >= PIECES"),
         ),
-        MISSING,
-        "one_shot",
-        resident=1,
+        UNHEARD, **WAITS_FIRST,
     ),
-    Mutant(
-        "one-shot: words are received before they are sent",
-        (*to(ONE, SEND_ONE, "pass"), *to(ONE, NEW_ONE, f"{NEW_ONE}\n{SEND_ONE}")),
-        MISSING,
-        "one_shot",
-        WHOLE,
-        resident=1,
+    ONE(
+        "words are received before they are sent", Moved(BY_ONE, "words.send_to_all", behind="_new"), UNHEARD,
+        **WHOLE, **WAITS_FIRST,
     ),
-    Mutant(
-        "two-stage: programs that store come before those that reduce",
-        to(TWO, "tl.program_id(0)", "tl.num_programs(0) - 1 - tl.program_id(0)"),
-        MISSING,
-        "two_stage",
-        resident=1,
+    TWO(
+        "programs that store come before those that reduce",
+        Change(BY_TWO, "tl.program_id(0)", "tl.num_programs(0) - 1 - tl.program_id(0)"), UNHEARD, **WAITS_FIRST,
     ),
-    Mutant(
-        "two-stage: squares are added from the last word on",
-        to(
+    TWO(
+        "squares are added from the last word on",
+        Change(
             "fused.kernels_rows.tree",
             "tl.sum(tl.reshape(values, [values.shape[0] // 2, 2]), 1)",
             "tl.sum(tl.reshape(values, [2, values.shape[0] // 2]), 0)",
         ),
-        WRONG,
-        "two_stage",
-        (("blocks", (0,)), ("hidden", 512), ("dtype", torch.float32)),
+        hidden=512, dtype=torch.float32, **WHOLE,
     ),
-]
+)  # fmt: skip

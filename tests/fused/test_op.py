@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from collectives.suite.calls import different
 
 import tdcoll
 from tdcoll.collectives._host.plan import Facts, Plan
@@ -18,7 +19,7 @@ from tdcoll.fused.reference import norm_reference
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 
-from .cases import different, values
+from .cases import values
 
 FP8 = torch.float8_e4m3fn
 

@@ -76,14 +76,26 @@ def run_checks(launch: Launch, ranks: int, script: Path, *options: str) -> subpr
 @ranks_of(1, 2, 3, 4, 6, 8)
 def test_all_checks(launch: Launch, ranks: int) -> None:
     done = run_checks(launch, ranks, HERE / "all_checks.py")
-    names = "language", "stores_and_waits", "words", "all_gather"
+    names = "language", "stores_and_waits", "words", "drop_ins"
     assert set(verdicts(done)) == checks_of(*(f"{name}_checks.py" for name in names))
 
 
-@ranks_of(1, 2, 4, 8)
-def test_primitives_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "primitives_checks.py")
-    assert set(verdicts(done)) == checks_of("primitives_checks.py")
+@ranks_of(1, 2, 3, 4, 8)
+def test_dense_checks(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "dense_checks.py")
+    assert set(verdicts(done)) == checks_of("dense_checks.py")
+
+
+@ranks_of(2, 3, 4, 5, 8, nodes=2)
+def test_dense_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "dense_checks.py", "--emulate-nodes", "2")
+    assert set(verdicts(done)) == checks_of("dense_checks.py")
+
+
+@ranks_of(4, nodes=2)
+def test_drop_ins_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
+    done = run_checks(launch, ranks, WORKERS / "drop_ins_checks.py", "--emulate-nodes", "2")
+    assert set(verdicts(done)) == checks_of("drop_ins_checks.py")
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -100,40 +112,8 @@ def test_sparse_checks_on_emulated_nodes(launch: Launch, ranks: int, name: str) 
     assert set(verdicts(run_checks(launch, ranks, script, "--emulate-nodes", "2"))) == checks_of(script.name)
 
 
-@ranks_of(2, 3, 4, 5, 8, nodes=2)
-def test_emulated_nodes(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "all_gather_checks.py", "--emulate-nodes", "2")
-    assert set(verdicts(done)) == checks_of("all_gather_checks.py")
-
-
-@ranks_of(1, 2, 4, 8)
-def test_all_reduce_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "all_reduce_checks.py")
-    assert set(verdicts(done)) == checks_of("all_reduce_checks.py")
-
-
-@ranks_of(2, 3, 4, nodes=2)
-def test_all_reduce_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "all_reduce_checks.py", "--emulate-nodes", "2")
-    assert set(verdicts(done)) == checks_of("all_reduce_checks.py")
-
-
-@ranks_of(1, 2, 4, 8)
-def test_reduce_scatter_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "reduce_scatter_checks.py")
-    assert set(verdicts(done)) == checks_of("reduce_scatter_checks.py")
-
-
-@ranks_of(2, 3, 4, nodes=2)
-def test_reduce_scatter_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "reduce_scatter_checks.py", "--emulate-nodes", "2")
-    assert set(verdicts(done)) == checks_of("reduce_scatter_checks.py")
-
-
 @needs(2)
-@pytest.mark.parametrize(
-    "name", ["all_gather", "all_reduce", "reduce_scatter", *SPARSE, "fused", "early", "primitives"]
-)
+@pytest.mark.parametrize("name", ["dense", "drop_ins", *SPARSE, "fused", "early"])
 def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
     """No NVSHMEM: neither started nor linked."""
     script = WORKERS / f"{name}_checks.py"
@@ -254,8 +234,7 @@ def test_two_agents_on_one_host_are_two_nodes(launch: Launch, sees: str) -> None
     assert second.returncode == 0, second.stdout + second.stderr
     found = verdicts(first)
     assert found["takes_the_paths_between_nodes"]["note"] == f"{2 * half} rank(s) on 2 node(s) ({half} + {half})"
-    for collective in ("all_gather", "reduce_scatter", "all_reduce"):
-        assert {f"{collective}_checks.sizes", f"{collective}_checks.graphs"} <= set(found)
+    assert {"dense_checks.sizes", "dense_checks.graphs", "drop_ins_checks.the_pool_and_the_drop_ins"} <= set(found)
 
 
 @needs(2)

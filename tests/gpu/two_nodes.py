@@ -29,14 +29,13 @@ def takes_the_paths_between_nodes() -> str:
     return topology.describe()
 
 
-COMMON = ("sizes", "many_calls_with_a_straggler", "graphs")
+NAMES = ("sizes", "many_calls_with_a_straggler", "graphs", "subgroups", "larger_calls_are_several_epochs")
 
 if __name__ == "__main__":
     run(
         [
             takes_the_paths_between_nodes.__name__,
-            *checks_of("all_gather_checks", *COMMON, "in_place", "subgroups", "drop_in"),
-            *checks_of("reduce_scatter_checks", *COMMON, "unaligned_and_in_place", "subgroups_and_the_pool"),
-            *checks_of("all_reduce_checks", *COMMON, "unaligned_and_in_place", "subgroups_and_the_pool"),
+            *checks_of("dense_checks", *NAMES),
+            *checks_of("drop_ins_checks", "the_pool_and_the_drop_ins"),
         ]
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,15 +18,11 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "workers"))
 
+from dense_parts import SPECS, data, kind_of, make, right, served, wanted
 from harness import check, device, expect, rank, run, simulated, world
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host.launches import facts_of
-from tdcoll.collectives._host.spec import Collective
-from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
-from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
-from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.runtime import lifecycle
 
 COUNTS = (33, 1001, 5000)
@@ -39,61 +34,27 @@ BY_A_BLOCK = 2
 """The form of a put or get that all threads of a program make."""
 
 
-def algorithms(of: Collective, ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype | None) -> list[str]:
-    """Return those that serve segments of so many bytes; ``dtype``: None where they are moved as they are."""
-    facts = facts_of(ctx, nbytes, dtype)
-    found = [each.name for each in of.algorithms if each.supports(facts) is None]
-    expect(found, f"no algorithm serves {nbytes} bytes")
-    return found
-
-
-def mine(call: int, count: int) -> torch.Tensor:
-    """``[count]`` whole numbers: their sums are exact in any order."""
-    return (torch.arange(count, device=device()) % 97 + call + 100 * rank()).float()
-
-
-def all_of(call: int, count: int) -> torch.Tensor:
-    return torch.stack([mine(call, count) + 100 * (r - rank()) for r in range(world())])
-
-
-def dense(
-    of: Collective,
-    dtype: torch.dtype | None,
-    call: Callable[..., torch.Tensor],
-    source: Callable[[int, int], torch.Tensor],
-    wanted: Callable[[int, int], torch.Tensor],
-) -> str:
-    seen = set()
-    with tdcoll.CollectiveContext(max_bytes_per_rank=4 * max(COUNTS)) as ctx:
-        for turn in range(CALLS):
-            for count in COUNTS:
-                for name in algorithms(of, ctx, 4 * count, dtype):
-                    got = call(source(turn, count), ctx, algorithm=name)
-                    expect(torch.equal(got, wanted(turn, count)), f"{of.name} by {name} of {count}")
-                    seen.add(name)
-        ctx.check()
-    return ", ".join(sorted(seen))
-
-
 @check
-def all_gathers() -> str:
-    return dense(ALL_GATHER, None, tdcoll.all_gather, mine, lambda turn, count: all_of(turn, count).flatten())
-
-
-@check
-def all_reduces() -> str:
-    return dense(ALL_REDUCE, torch.float32, tdcoll.all_reduce, mine, lambda turn, count: all_of(turn, count).sum(0))
-
-
-@check
-def reduce_scatters() -> str:
-    def whole(turn: int, count: int) -> torch.Tensor:
-        return mine(turn, count * world())
-
-    def part(turn: int, count: int) -> torch.Tensor:
-        return all_of(turn, count * world()).sum(0).view(world(), count)[rank()]
-
-    return dense(REDUCE_SCATTER, torch.float32, tdcoll.reduce_scatter, whole, part)
+def dense() -> str:
+    """Every collective by every algorithm."""
+    seen = []
+    for spec in SPECS:
+        used = set()
+        with tdcoll.CollectiveContext(max_bytes_per_rank=16 * max(COUNTS)) as ctx:
+            for turn in range(CALLS):
+                for count in COUNTS:
+                    every = data(spec, turn, count, kind_of(spec))
+                    should = wanted(spec, every)
+                    for name in served(spec, ctx, count * should.itemsize, should.dtype):
+                        out = torch.empty_like(should)
+                        right(
+                            make(spec, "o", every[rank()], out, ctx, name), should, f"{spec.name} by {name} of {count}"
+                        )
+                        used.add(name)
+            ctx.check()
+        expect(used, f"no algorithm of {spec.name} was to be had")
+        seen.append(f"{spec.name}: {', '.join(sorted(used))}")
+    return "; ".join(seen)
 
 
 def sparse(ctx: tdcoll.SparseContext, count: int, algorithm: str) -> None:

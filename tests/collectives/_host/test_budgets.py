@@ -17,16 +17,11 @@ import tdcoll
 from tdcoll import fused
 from tdcoll.collectives._host import pool
 from tdcoll.collectives._host.plan import Facts, Plan
-from tdcoll.collectives._host.spec import Collective
-from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
-from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
-from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.fused.policy import MOST_HIDDEN, Rows, choose, programs
 from tdcoll.limits import SHARED_WARPS
 from tdcoll.runtime import cuda
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
-from tdcoll.tuning import WARPS
 
 MEMORY: dict[str, Any] = {"stores": True, "ll_bytes": 1 << 20, "lamport_bytes": 16 << 20}
 
@@ -52,26 +47,6 @@ def test_fused_calls_keep_to_the_blocks_and_warps_of_their_context(
         assert plan.num_warps <= SHARED_WARPS
         assert programs(cut, plan, world) <= limit
         assert plan.chunk <= 16 * 64 * SHARED_WARPS, "a warp has 64 words at most"
-
-
-@pytest.mark.parametrize(
-    ("spec", "names"),
-    [(ALL_GATHER, ("ll", "direct", "ring")), (ALL_REDUCE, ("one_shot", "direct")), (REDUCE_SCATTER, ("ll", "direct"))],
-)
-def test_plans_made_by_hand_keep_to_the_warps_of_their_context(spec: Collective, names: tuple[str, ...]) -> None:
-    """On a context of its own a call may have as many as a GPU allows."""
-    for name in names:
-        shared, alone = facts(2, 12288, max_programs=64), facts(2, 12288)
-        given = spec.choose(shared, name)
-        for warps in WARPS:
-            plan = Plan(given.algorithm, given.channels, given.chunk, warps)
-            assert spec.choose(alone, plan).num_warps == warps
-            if warps <= SHARED_WARPS:
-                assert spec.choose(shared, plan).num_warps == warps
-            else:
-                expected = f"num_warps must be one of 1, 2, 4, 8 on a context with max_programs; got {warps}"
-                with pytest.raises(ValueError, match=expected):
-                    spec.choose(shared, plan)
 
 
 def test_fused_plans_made_by_hand_keep_to_the_warps_of_their_context() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +13,16 @@ from hypothesis import strategies as st
 
 from tdcoll.collectives.index_match import Directory, kernels
 from tdcoll.testing import World
-from tests.collectives.index_match.cases import (
+
+from .cases import (
     METHODS,
     SIGNATURE,
     answers,
     build,
+    check_count_beyond_the_capacity,
+    check_not_sorted_and_unique,
+    check_out_of_range,
     check_valid,
-    mutated,
     pack,
     places,
     small_blocks,
@@ -114,12 +116,6 @@ def test_no_int32_overflows(method: str) -> None:
         in_world(lambda: check_valid(method, lists, num_rows), check_overflow=True)
 
 
-def test_an_int32_overflow_would_be_seen(tmp_path: Path) -> None:
-    wrong = "tl.where(first, i.to(tl.int64) << 32, 0)", "tl.where(first, (i * 0x7FFFFFFF).to(tl.int64) << 1, 0)"
-    with mutated(tmp_path, wrong), pytest.raises(AssertionError, match="overflow"):
-        in_world(lambda: check_valid("bitmap", [[1, 40, 80]], 100), check_overflow=True)
-
-
 def test_the_methods_write_the_same_bits() -> None:
     lists = [[3, 8, 90], [8, 9], [], [0, 3, 91]]
     got = []
@@ -190,14 +186,7 @@ def test_memory_of_captured_graphs_is_kept() -> None:
 
 @both
 def test_a_count_beyond_the_capacity(method: str) -> None:
-    full = [[2, 4, 6, 8], [1, 4], [4, 5, 7, 8]]
-    got = []
-    in_world(lambda: got.append(build(method, full, 10, range(-1, 12), capacity=4, counts=[1 << 40, 2, 5])))
-    assert got[0].union == [1, 2, 4, 5, 6, 7, 8]
-    assert got[0].status[kernels.MAX_ROWS.value] == 1 << 40
-    assert got[0].status[kernels.TOTAL.value] == (1 << 40) + 7
-    assert got[0].flags() == (0, 0, 0)
-    assert got[0].found[0] == [-1, -1, -1, 0, -1, 1, -1, 2, -1, 3, -1, -1, -1]
+    in_world(lambda: check_count_beyond_the_capacity(method))
 
 
 @both
@@ -212,23 +201,13 @@ def test_a_negative_count_is_none(method: str) -> None:
 @both
 @pytest.mark.parametrize("bad", [-1, -(1 << 62), 10, 31, 32, 1 << 31, 1 << 40, (1 << 63) - 1])
 def test_an_id_out_of_range(method: str, bad: int) -> None:
-    got = []
-    lists = [[1, 2], sorted([3, bad]), [3, 9]]
-    in_world(lambda: got.append(build(method, lists, 10, [*range(10), bad])))
-    assert got[0].flags() == (2, 0, 0)
-    assert got[0].union == [1, 2, 3, 9], "ids out of range belong to nothing"
-    assert got[0].in_union[:10] == [-1, 0, 1, 2, -1, -1, -1, -1, -1, 3]
+    in_world(lambda: check_out_of_range(method, bad))
 
 
 @both
 @pytest.mark.parametrize("bad", [[5, 3, 20], [3, 3, 5], [40, 39, 38], [7, 200, 7], [5] * 30, [7, 40] * 15])
 def test_a_list_that_is_not_sorted_and_unique(method: str, bad: list[int]) -> None:
-    got = []
-    in_world(lambda: got.append(build(method, [[1, 2], [3], bad, [2]], 201, range(201))))
-    assert got[0].flags() == (0, 3, 0)
-    assert all(-1 <= place < len(bad) for place in got[0].found[2])
-    assert all(-1 <= place < 4 * max(2, len(bad)) for place in got[0].in_union)
-    assert all(0 <= x < 201 for x in got[0].union)
+    in_world(lambda: check_not_sorted_and_unique(method, bad))
 
 
 @both
@@ -290,71 +269,3 @@ def test_arguments_of_a_directory() -> None:
 def test_lists_of_another_kind_are_refused(lists: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"lists must be int64 \[2, 12 or more\]"):
         Directory(2, 8, 64, 16, "cpu").build(lists, 0)
-
-
-# ---------------------------------------------------------------------- what these tests catch
-
-FIRST = "first = (i == 0) | ((before >> 5) != (x >> 5))"
-EXCLUSIVE = "place = (offset + tl.cumsum(count, axis=0) - count).to(tl.int64)"
-LEADERS = "tl.store(row + i, tl.cumsum(leads, axis=0) - leads, mask=i <= n)"
-MUTANTS = {
-    "every id carries its place": ("bitmap", (FIRST, "first = i >= 0")),
-    "only the list's first id carries its place": ("bitmap", (FIRST, "first = i == 0")),
-    "bits are stored, not added": (
-        "bitmap",
-        (
-            'tl.atomic_or(row + (x >> 5), entry, mask=valid, sem="relaxed")',
-            "tl.store(row + (x >> 5), entry, mask=valid)",
-        ),
-    ),
-    "the union's prefix sum is inclusive": ("bitmap", (EXCLUSIVE, EXCLUSIVE.replace(" - count", ""))),
-    "earlier blocks are not counted": ("bitmap", ("offset = _sum_before(totals, block, TOTALS)", "offset = block * 0")),
-    "an id's own bit counts as below it": ("bitmap", ("<< bit) - 1)", "<< bit) * 2 - 1)")),
-    "places are not compared with the capacity": ("bitmap garbage", (" & (place < limit)", "")),
-    "ids out of range are marked": ("bitmap range", ("entry, mask=valid, sem", "entry, mask=i < n, sem")),
-    "the leaders' prefix sum is inclusive": ("search", (LEADERS, LEADERS.replace(" - leads", ""))),
-    "a list's last block has no end": ("search", (LEADERS, LEADERS.replace("i <= n", "i < n"))),
-    "every list leads": ("search", ("leads = tl.where(find(x, p, index) >= 0, 0, leads)", "leads = leads + 0")),
-    "earlier blocks of leaders are not counted": (
-        "search",
-        ("offset = _sum_before(totals + q * blocks, block, TOTALS)", "offset = block * 0"),
-    ),
-    "the bisection stops early": ("search", ("while left > 1:", "while left > 2:")),
-    "the union is written beyond its room": ("search room", ("mask=leads & (place < index.max_union))", "mask=leads)")),
-    "counts are believed": (
-        "search count",
-        (
-            "return tl.minimum(tl.maximum(count, 0), tl.cast(index.capacity, tl.int64)).to(tl.int32)",
-            "return count.to(tl.int32)",
-        ),
-    ),
-    "status is not cleared": (
-        "search status",
-        ("tl.store(status + tl.arange(0, STATUS_WORDS), tl.zeros([STATUS_WORDS], tl.int64))", "pass"),
-    ),
-}
-
-
-def _case(which: str) -> None:
-    method, _, special = which.partition(" ")
-    random.seed(4)
-    lists = [sorted(random.sample(range(300), 30)) for _ in range(3)]
-    if special == "garbage":
-        test_a_list_that_is_not_sorted_and_unique(method, [7, 40] * 15)
-    elif special == "range":
-        test_an_id_out_of_range(method, 32)
-    elif special == "room":
-        in_world(lambda: check_valid(method, lists, 300, max_union=5))
-    elif special == "count":
-        in_world(lambda: build(method, [[1, 2], [1, 3]], 10, [1], capacity=2, counts=[4, 2]))
-        test_a_count_beyond_the_capacity(method)
-    else:
-        in_world(lambda: check_valid(method, lists, 300))
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_what_is_wrong_is_caught(name: str, tmp_path: Path) -> None:
-    which, *pieces = MUTANTS[name]
-    _case(which)
-    with mutated(tmp_path, *pieces), pytest.raises(AssertionError):
-        _case(which)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tdcoll.collectives.index_match import IndexMatch, match_indices, match_lists
 from tdcoll.testing import World
-from tests.collectives.index_match.cases import METHODS, check_valid, small_blocks
+
+from .cases import METHODS, check_valid, small_blocks
 
 both = pytest.mark.parametrize("method", METHODS)
 

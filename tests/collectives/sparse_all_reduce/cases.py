@@ -55,7 +55,8 @@ def some_part(seed: int, n: int, num_rows: int, shape: Sequence[int], dtype: tor
 
 
 class Reduces:
-    """Runs ``calls`` on every rank, each with other rows, and compares with the reference, at once and at the end.
+    """Runs ``calls`` on every rank, in small pieces, each with other rows, and compares with the reference, at once and
+    at the end.
 
     Args:
         algorithms: of the calls, in order: ``o`` owner, ``g`` gather.
@@ -91,7 +92,8 @@ class Reduces:
         self._wanted: dict[object, Rows] = {}
 
     def __call__(self, world: World) -> None:
-        world.run(self.host)
+        with small_pieces():
+            world.run(self.host)
 
     def part(self, rank: int, call: int) -> Rows:
         """What ``rank`` brings to ``call``."""

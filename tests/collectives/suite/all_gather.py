@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the suite has to know of the all-gather: where it runs, further grids, its mutants."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kernel_mutants import Argument, Call, Change, Moved, at_once, dropped, missing
+
+from tdcoll.collectives.all_gather.spec import SPEC
+
+from .calls import Calls
+from .ways import WRONG, Dense, job, mutant
+
+M = partial(mutant, SPEC, algorithm="1d")
+NODES = partial(M, nodes=(2, 2))
+TWO = partial(NODES, algorithm="2d")
+LL, DIRECT, RING = (partial(M, algorithm=name) for name in ("ll", "direct", "ring"))
+LL_NODES = partial(NODES, algorithm="ll")
+WAITS_FIRST = {"world": {"resident": 1}}
+"""With one resident block, programs that wait must come after those that they wait for."""
+
+PUTS, RAILS, LL_2D, RECEIVE = (
+    f"all_gather.kernels_puts.{name}" for name in ("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "_receive")
+)
+AROUND, STORES, FLAGGED = "kernels_ring.all_gather_ring", "exchange_direct", "kernels_ll.exchange_ll"
+STORES, RECEIVED = (f"exchange.kernels_direct.{name}" for name in (STORES, "receive_chunk"))
+SIGNAL_FIRST = "tdl.signal_block({3}, {4}, {5}, {6})\ntdl.fence()\n"
+LOADED = """
+part = {0}.to(tl.pointer_type(tl.int32))
+first = tl.load(part, mask={2}, other=0)
+second = tl.load(part + 1, mask={2}, other=0)
+third = tl.load(part + 2, mask={2}, other=0)
+"""
+UNSEEN = Call("ll.receive", "tdl.wait_flagged", LOADED + "return first, second, third, {2}")
+"""The flags are not looked at."""
+
+ONE_SLOT = Change("group.slot", "epoch % 2", "epoch * 0")
+NO_BYTES = Change("ll.carry", "tl.maximum((nbytes + 11) // 12, 1)", "(nbytes + 11) // 12")
+READ_LATE = Moved("group.begin_epoch", "tdl.ld", behind="tl.atomic_add")
+SHARES = (
+    Change("group.begin_epoch", "share = _EPOCH // programs", "share = _EPOCH * (program == 0)"),
+    Change("group.begin_epoch", "share = _EPOCH - share * (programs - 1)", "pass"),
+)
+RELEASED_FIRST = Moved("stores.push", "tdl.copy_block", behind="release")
+UNSIGNALLED, UNRELEASED, FLAGLESS, UNENTERED = map(missing, ("signals", "signals", "flagged", "ready"))
+
+MUTANTS = (
+    # ------------------------------------------------------------------ slots and signals
+    M("one slot", ONE_SLOT),
+    M("one row of signals", Change("group.row", "slot(epoch)", "0")),
+    M(
+        "no fence between data and signal",  # which signal_block has
+        Call(
+            "puts.push", "tdl.putmem_signal_block",
+            "tdl.putmem_block({0}, {1}, {2}, {6})\ntdl.signal_op({3}, {4}, {5}, {6})",
+        ),
+    ),
+    M(
+        "signal before data",
+        Call("puts.push", "tdl.putmem_signal_block", SIGNAL_FIRST + "tdl.putmem_block({0}, {1}, {2}, {6})"),
+    ),
+    M(
+        "forgotten signal", Call("puts.push", "tdl.putmem_signal_block", "tdl.putmem_block({0}, {1}, {2}, {6})"),
+        UNSIGNALLED,
+    ),
+    M(
+        "signal of the epoch before", Argument("puts.push", "tdl.putmem_signal_block", "value", "value - 2"),
+        UNSIGNALLED,
+    ),
+    M("the receiver does not wait", at_once(RECEIVED)),
+    M("the receiver waits for the first chunk only", Argument(RECEIVED, "row", "channel", "0")),
+    M("the second chunk has the signal of the first", Argument(PUTS, "row", "channel", "0"), UNSIGNALLED),
+    M(
+        "receivers before senders",
+        Change("all_gather.kernels_puts._task", "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
+        UNSIGNALLED, **WAITS_FIRST,
+    ),
+    # ------------------------------------------------------------------ the epoch
+    M("the epoch is read after it was added to", READ_LATE, f"{WRONG}|{UNSIGNALLED}"),
+    M("the epoch is raised by the first program", SHARES, f"{WRONG}|{UNSIGNALLED}"),
+    M("the epoch is not raised", dropped("group.begin_epoch", "tl.atomic_add")),
+    # ------------------------------------------------------------------ between nodes
+    *(
+        each(
+            f"remote: {what}, {each.keywords['algorithm']}",
+            Call("puts.push_remote", "tdl.putmem_signal_nbi_block", new),
+            expect,
+        )
+        for each, what, new, expect in (
+            (NODES, "signal before data", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", WRONG),
+            (TWO, "signal before data", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", WRONG),
+            (NODES, "no data", "tdl.signal_block({3}, {4}, {5}, {6})", WRONG),
+            (NODES, "no signal", "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", UNSIGNALLED),
+        )
+    ),
+    NODES("remote: nothing in the slot to send from", dropped("puts.push_remote", "tdl.copy_block")),
+    TWO("2d: the forwarder does not wait", at_once(RAILS, of="signals + origin")),
+    TWO("2d: inside the node the signal goes before the data", RELEASED_FIRST),
+    TWO("2d: nobody of the node is told", dropped("stores.push", "release"), UNRELEASED),
+    # ------------------------------------------------------------------ in place
+    *(
+        each("in place: a rank is written to before it has entered", at_once("stores.may_write"), calls="pppp")
+        for each in (M, DIRECT, RING)
+    ),
+    TWO(
+        "in place: a rank of this node is written to before it has entered",
+        Call("all_gather.kernels_puts._push_local", "stores.may_write", "1"), calls="pppp",
+    ),
+    TWO(
+        "in place: a rank of another node is written to before it has entered",
+        Call("puts.push_remote", "may_write", "1"), calls="pppp",
+    ),
+    M("in place: no announcement", dropped(PUTS, "puts.say_entered"), UNENTERED, calls="pppp"),
+    TWO(
+        "in place: no announcement to other nodes",
+        Change("puts.say_entered", "tl.range(0, routes.n_remote, disable_licm=True)", "tl.range(0, 0)"),
+        UNENTERED, calls="pppp",
+    ),
+    M("in place: the receiver waits for the first chunk only", Argument(RECEIVE, "row", "channel", "0"), calls="pppp"),
+    TWO("in place: the caller's segment is still being read", dropped("puts.push_remote", "tdl.quiet"), calls="pppp"),
+    # ------------------------------------------------------------------ LL
+    LL("one slot", ONE_SLOT, FLAGLESS),
+    LL("the flags are not looked at", UNSEEN),
+    LL(
+        "the first flag stands for all words",
+        Call(
+            "ll.receive", "tdl.wait_flagged",
+            "first, second, third, arrived = tdl.wait_flagged({0}, {1}, {2} & (word == 0), {3}, {4})\n"
+            + LOADED + "return first, second, third, arrived",
+        ),
+    ),
+    LL("a flag of the epoch before", Argument("ll.send", "flag", "epoch", "epoch - 2"), FLAGLESS),
+    *(
+        each(
+            "an epoch has the flag of words that were never written",
+            Change("ll.flag", "tl.maximum(epoch.to(tl.uint32), 1)", "epoch.to(tl.uint32)"), first=(1 << 32) - 1,
+        )
+        for each in (LL, LL_NODES)
+    ),
+    LL(
+        "waits for the rank it sends to", Change(FLAGGED, "(g.rank - step + g.world) % g.world", "to"), FLAGLESS,
+        **WAITS_FIRST,
+    ),
+    LL("a call of no bytes hears from nobody", NO_BYTES, FLAGLESS, calls="ooooooo", counts=(50, 0)),
+    LL("the epoch is read after it was added to", READ_LATE, f"{WRONG}|{FLAGLESS}"),
+    # ------------------------------------------------------------------ LL over nodes
+    LL_NODES("passed on before it is there", at_once(LL_2D)),
+    LL_NODES("one slot between nodes", Argument(LL_2D, "segment", "epoch", "0")),
+    LL_NODES("one slot of signals", Change("group.row", "slot(epoch)", "0"), f"{WRONG}|{UNSIGNALLED}"),
+    LL_NODES(
+        "what comes from elsewhere is not passed on",
+        Call(LL_2D, "tl.range", "tl.range(0, tl.where(task > 0, 0, {1}))"),
+        FLAGLESS,
+    ),
+    LL_NODES(
+        "those that wait for flags come first",
+        Change(LL_2D, "task = (program - channels) // blocks", "task = g.world - 1 - (program - channels) // blocks"),
+        FLAGLESS, **WAITS_FIRST,
+    ),
+    # ------------------------------------------------------------------ direct stores
+    DIRECT("one slot", Change("group.segment", "slot(epoch)", "0")),
+    DIRECT("the receiver does not wait", at_once(STORES)),
+    DIRECT("the signal does not order the data", Call("stores.release", "tdl.st_release", "tdl.st({0}, {1}, {2})")),
+    DIRECT(
+        "the signal orders the data for this GPU only",
+        Argument("stores.release", "tdl.st_release", "'sys'", "'gpu'"),
+    ),
+    DIRECT("forgotten signal", dropped("stores.push", "release"), UNRELEASED),
+    DIRECT("in place: nobody says that it has entered", dropped(STORES, "stores.say_entered"), UNENTERED, calls="pppp"),
+    # ------------------------------------------------------------------ the ring
+    RING("one slot", Change("group.segment", "slot(epoch)", "0")),
+    RING("passed on before it is there", at_once(AROUND)),
+    RING(
+        "passed on once the sender's own chunk is there",
+        Argument(AROUND, "tdl.wait_signal", "signals + origin", "signals + before"),
+    ),
+    RING("the first chunk's signal stands for all", Argument(AROUND, "row", "channel", "0")),
+    RING("signal before data", RELEASED_FIRST),
+    RING(
+        "what is passed on has the sender's signal",
+        Argument(AROUND, "stores.push", "signals + origin", "signals + g.rank"), UNRELEASED,
+    ),
+    RING(
+        "passed on into the slot of the calls before",
+        Argument(AROUND, "stores.push", "landing", "segment(window, g, epoch + 1, origin) + offset"),
+    ),
+    RING(
+        "those that wait come first",
+        Change(AROUND, "step = tl.program_id(0) % g.world", "step = g.world - 1 - tl.program_id(0) % g.world"),
+        UNRELEASED, calls="opoo", **WAITS_FIRST,
+    ),
+    RING(
+        "in place: the wrong rank is told of the entry",
+        Argument(AROUND, "stores.say_entered", "before_signal_delta", "after_signal_delta"), UNENTERED, calls="pppp",
+    ),
+    RING(
+        "in place: nobody waits for the last hop",
+        Argument(AROUND, "tdl.wait_signal", "epoch", "epoch * (step < g.world - 1)"), calls="pppp",
+    ),
+)  # fmt: skip
+
+DENSE = Dense(
+    SPEC,
+    nodes={
+        "ll": ((3,), (2, 2), (2, 2, 2)),
+        "direct": ((3,),),
+        "ring": ((3,), (4,)),
+        "1d": ((2, 1), (3,), (2, 2)),
+        "2d": ((2, 2), (2, 2, 2), (3, 3)),
+    },
+    counts=50,
+    relays={"ring": 1, "2d": 2, "ll": 2},
+    grids=(
+        # On one context: who hears from whom differs from call to call, in place and not; LL waits for nobody to enter.
+        (Calls(SPEC, "ring direct 1d ring ring", "opoppppooop", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),
+        (Calls(SPEC, "ll direct 1d ll ring", "ppoppppoop", (50, 50, 0)), job((3,), seeds=2, stragglers=True)),
+        (Calls(SPEC, "ll 2d 1d ll", "ppopppopo", (50, 50, 0)), job((2, 2), seeds=2, stragglers=True)),
+        # Words of several pieces for each put between nodes.
+        (Calls(SPEC, "ll", "ooo", (201,), pieces=5), job((2, 2), seeds=2)),
+    ),
+    mutants=MUTANTS,
+)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the suite has to know of reduce-scatter: where it runs, further grids, its mutants."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kernel_mutants import Argument, Call, Change, Moved, at_once, dropped, missing
+
+from tdcoll.collectives.reduce_scatter.spec import SPEC
+
+from .all_gather import (
+    FLAGLESS,
+    NO_BYTES,
+    ONE_SLOT,
+    RELEASED_FIRST,
+    SIGNAL_FIRST,
+    UNENTERED,
+    UNSEEN,
+    UNSIGNALLED,
+    WAITS_FIRST,
+)
+from .calls import Calls
+from .ways import FLAGS, LOOPED, WRONG, Dense, job, mutant
+
+M = partial(mutant, SPEC)
+DIRECT, LAMPORT = partial(M, algorithm="direct"), partial(M, algorithm="ll")
+FLAGGED, LOOP = partial(LAMPORT, **FLAGS), partial(LAMPORT, nodes=(2,), **LOOPED)
+PUTS = partial(M, algorithm="1d", nodes=(2, 2))
+PULL = partial(M, algorithm="pull", calls="ssss")
+
+STORES, WORDS, PULLS, SENDS = (
+    f"reduce_scatter.kernels_{name}"
+    for name in (
+        "direct.reduce_scatter_direct",
+        "words.reduce_scatter_words",
+        "pull.reduce_scatter_pull",
+        "puts.reduce_scatter_puts",
+    )
+)
+SUM, SUM_OF_NODE, LOAD, PUT = "sums.sum_of_ranks", "sums.sum_of_node", "sums.load_part", "puts.put_staged"
+LATER = "(r + g.rank) % g.world"
+BACKWARDS = "(tl.num_programs(0) - 1 - tl.program_id(0))"
+OWN_FIRST = Change(
+    "words.receive",
+    "tl.where(r == g.rank, mine[part], came[4 * r + part])",
+    "tl.where(r == 0, mine[part], tl.where(r == g.rank, came[part], came[4 * r + part]))",
+)
+FROM_OWN_ON = Argument(SUM, "load_part", "r", LATER)
+NODES_FROM_OWN_ON = Argument(SUM, "sum_of_node", "node", "(node + g.rank) % nodes.n_nodes")
+RANK_ORDER = (
+    Change(SUM, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)"),
+    Change(SUM_OF_NODE, "tl.load(nodes.begins + node + 1)", "g.world"),
+)
+OWN_FROM_WINDOW = Call(LOAD, "tl.where", "{2}", of="r == g.rank")
+UNSTAGED, FROM_INBOX = (
+    dropped(PUT, "tdl.copy_block"),
+    Change(PUT, "segment(window, g, epoch, to) + outbox", "segment(window, g, epoch, to)"),
+)
+PUT_LATE = Call(PUT, "tdl.putmem_signal_nbi_block", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})")
+PUT_SILENTLY = Call(PUT, "tdl.putmem_signal_nbi_block", "tdl.putmem_nbi_block({0}, {1}, {2}, {6})")
+LOOPS = "tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0))"
+
+OWN_SHARE = "mine = shares[g.world - 1]"
+
+MUTANTS = (
+    # ------------------------------------------------------------------ slots and signals
+    *(each("one slot", ONE_SLOT, expect) for each, expect in ((DIRECT, WRONG), (FLAGGED, FLAGLESS), (PUTS, WRONG))),
+    # By stores one row would do: a release comes after all that earlier launches have stored.
+    PUTS("one row of signals", Change("group.row", "slot(epoch)", "0")),
+    DIRECT("the reducer does not wait", at_once(STORES, "tdl.wait_signals")),
+    PUTS("the reducer does not wait", at_once(SENDS, "tdl.wait_signals")),
+    DIRECT(
+        "the reducer waits for the first chunk only",
+        Argument(STORES, "tdl.wait_signals", "signals", "row(g, epoch, 0)"),
+    ),
+    DIRECT("the second chunk has the signal of the first", Argument(STORES, "row", "channel", "0")),
+    DIRECT("the signal goes before the data", RELEASED_FIRST),
+    DIRECT("nobody is told", dropped("stores.push", "release"), UNSIGNALLED),
+    DIRECT(
+        "reducers before senders",
+        Change(
+            STORES, "tl.program_id(0) % (senders + reducers)",
+            "(senders + reducers - 1) - tl.program_id(0) % (senders + reducers)",
+        ),
+        UNSIGNALLED, **WAITS_FIRST,
+    ),
+    # ------------------------------------------------------------------ the order of the sum
+    DIRECT("parts are summed from the own one on", FROM_OWN_ON),
+    FLAGGED(
+        "parts are summed from the own one on",
+        (
+            Change("words.receive", "r != g.rank", f"{LATER} != g.rank"),
+            Argument("words.receive", "ll.receive", "r", LATER),
+        ),
+    ),
+    LAMPORT("the own part is summed first", OWN_FIRST),
+    PUTS("all parts are summed in rank order, whatever their nodes", RANK_ORDER),
+    PUTS("the nodes are summed from the own one on", NODES_FROM_OWN_ON, nodes=(2, 1, 1)),  # two add alike either way
+    # ------------------------------------------------------------------ whose parts
+    DIRECT("the own part from the window", OWN_FROM_WINDOW),
+    # ------------------------------------------------------------------ words
+    FLAGGED("a flag of the epoch before", Argument("ll.send", "flag", "epoch", "epoch - 2"), FLAGLESS),
+    FLAGGED("the flags are not looked at", UNSEEN),
+    FLAGGED("a call of no bytes hears from nobody", NO_BYTES, FLAGLESS, calls="ooooooo", counts=(34, 0)),
+    *(
+        each(
+            f"{name}: words are received before they are sent",
+            Moved(WORDS, "words.send_shares", "_sum", OWN_SHARE),
+            missing(memory), **WAITS_FIRST,
+        )
+        for each, name, memory in (
+            (FLAGGED, "flags", "flagged"), (LAMPORT, "lamport", "lamport"), (LOOP, "looped", "lamport"),
+        )
+    ),
+    LAMPORT("nothing is cleared", dropped(WORDS, "lamport.clear"), calls="ooooo"),
+    LOOP("a program takes its first block only", Change(WORDS, LOOPS, "tl.range(0, 0)")),
+    LOOP(
+        "a program takes its blocks in another order on odd ranks",
+        Change(
+            WORDS, "word = block * BLOCK + tl.arange(0, BLOCK)",
+            "word = (block + g.rank % 2 * (blocks + tl.program_id(0) + tl.num_programs(0) - 1 - 2 * block)) * BLOCK "
+            "+ tl.arange(0, BLOCK)",
+        ),
+        f"{WRONG}|{missing('lamport')}", **WAITS_FIRST,
+    ),
+    # ------------------------------------------------------------------ loads from symmetric memory
+    PULL("nobody waits for who has not entered", at_once(PULLS, "tdl.wait_signals", "g.entered")),
+    PULL("nobody says that it has entered", dropped(PULLS, "stores.release_to_all", "g.entered + g.rank"), UNENTERED),
+    PULL("nobody waits for those that read", at_once(PULLS, "tdl.wait_signals", "row(g, epoch, i)")),
+    PULL("only the first chunk is waited for", Argument(PULLS, "row", "i", "0")),
+    PULL("the signal goes before the loads", Moved(PULLS, "reduce_chunk", behind="stores.release_to_all")),
+    PULL(
+        "nobody hears of the loads", dropped(PULLS, "stores.release_to_all", "row(g, epoch, channel) + g.rank"),
+        UNSIGNALLED,
+    ),
+    PULL("everything is read here", Change(LOAD, "tl.load(window.deltas + r)", "0")),
+    PULL("parts are summed from the own one on", FROM_OWN_ON),
+    PULL(
+        "who waits for all comes before those that load", Change(PULLS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
+        **WAITS_FIRST,
+    ),
+    # ------------------------------------------------------------------ puts
+    PUTS("nothing in the outbox", UNSTAGED),
+    PUTS("from the inbox", FROM_INBOX),
+    PUTS("signal before data", PUT_LATE),
+    PUTS("no signal", PUT_SILENTLY, UNSIGNALLED),
+    PUTS("reducers before those that put", Change(SENDS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED, **WAITS_FIRST),
+)  # fmt: skip
+
+DENSE = Dense(
+    SPEC,
+    nodes={
+        "ll": ((3,), (4,)),
+        "direct": ((3,), (4,)),
+        "pull": ((3,), (2,)),
+        "1d": ((2, 1), (2, 2), (1, 2, 1), (4,)),
+    },
+    counts=34,
+    grids=(
+        (Calls(SPEC, "direct ll 1d", "oixoxoioo", (34, 12, 0)), job((3,), seeds=2)),
+        (Calls(SPEC, "pull direct", "stxsosxo", (34, 12, 0)), job((3,), seeds=2)),
+        # Chunks of several tiles, which several programs reduce.
+        (Calls(SPEC, "direct 1d", "oi", (25_000,), pieces=2), job((3,), seeds=1, heap_bytes=8 << 20)),
+    ),
+    mutants=MUTANTS,
+)

@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense collectives as users call them: any arguments, what is refused, contexts, drop-ins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import ReduceOp
+
+import tdcoll
+import tdcoll.distributed
+from tdcoll.collectives._host.call import spec_of
+from tdcoll.collectives._host.launches import launches_of
+from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan
+from tdcoll.collectives._host.spec import Collective
+from tdcoll.primitives.group import EPOCH_SHIFT
+from tdcoll.primitives.reduce import OPERATIONS_OF, TORCH_OPERATIONS
+from tdcoll.testing import World, explore
+from tdcoll.tuning import SIMULATOR, Entry, Section, Table
+
+from .calls import SPECS, Calls, different, kinds_of, reference, values
+from .ways import topology_of
+
+FP8 = torch.float8_e5m2
+GATHER, SCATTER, REDUCE = map(spec_of, ("all_gather", "reduce_scatter", "all_reduce"))
+REDUCING = [spec for spec in SPECS if spec.reduces]
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_call_has_the_bits_of_the_reference(data: st.DataObject) -> None:
+    """By any algorithm, in one epoch or several, with chunks cut anyhow: so a row has the bits that it has alone."""
+    spec, world = data.draw(st.sampled_from(SPECS)), data.draw(st.integers(1, 4))
+    dtype, ops = data.draw(st.sampled_from(sorted(OPERATIONS_OF.items(), key=str)))
+    count, most = data.draw(st.integers(0, 120)), data.draw(st.sampled_from([96, 256, 4096]))
+    kinds = data.draw(st.text(kinds_of(spec), min_size=1, max_size=3))
+    facts = [
+        Facts(
+            count * dtype.itemsize, topology_of((world,)), most, most, True, in_place="p" in kinds,
+            itemsize=dtype.itemsize if spec.reduces else 1, symmetric=not set(kinds) & set("oip"),
+        )
+        for kinds in kinds
+    ]  # fmt: skip
+    names = [how.name for how in spec.algorithms if all(how.supports(each) is None for each in facts)]
+    case = Calls(
+        spec, data.draw(st.sampled_from(["auto", *names])), kinds, (count,), dtype, data.draw(st.permutations(ops)),
+        data.draw(st.integers(0, 5)), most=most, pieces=0, lamport_bytes=data.draw(st.sampled_from([0, 64, 4096])),
+    )  # fmt: skip
+    explore(case, n_pes=world, seeds=[data.draw(st.integers(0, 9))], heap_bytes=1 << 20)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def refused_by_all(spec: Collective, ctx: Any) -> list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]]:
+    """Wrong arguments of any collective: error, message, arguments."""
+    x, out = torch.zeros(8), torch.zeros(spec.results((8,), 2)[0])
+    n = out.numel()
+    found: list[Any] = [
+        (TypeError, r"tensor must be a torch\.Tensor", ([1.0], ctx), {}),
+        (TypeError, r"ctx must be a .*CollectiveContext.*got 3", (x, 3), {}),
+        (ValueError, "tensor must be contiguous", (x.view(2, 4).T, ctx), {}),
+        (TypeError, r"out must be a torch\.Tensor", (x, ctx), {"out": 3}),
+        (
+            ValueError,
+            rf"out must be torch.float32 of shape \[{n}\].*; got torch.float32 of \[{n + 1}\]",
+            (x, ctx),
+            {"out": torch.zeros(n + 1)},
+        ),
+        (
+            ValueError,
+            rf"out must be torch.float32 of shape \[{n}\].*; got torch.float64",
+            (x, ctx),
+            {"out": out.double()},
+        ),
+        (ValueError, "out must be contiguous", (x, ctx), {"out": torch.zeros(2 * n)[::2]}),
+        (ValueError, rf"algorithm must be one of auto, {', '.join(spec.names)}", (x, ctx), {"algorithm": "3d"}),
+        (TypeError, "algorithm must be a str or a Plan", (x, ctx), {"algorithm": 3}),
+        (
+            ValueError,
+            "no Plan for a call of several epochs",
+            (torch.zeros(200), ctx),
+            {"algorithm": Plan("direct", 8, 128, 1)},
+        ),
+        (tdcoll.ContextError, r"epochs of .*max_bytes_per_rank=\d+ or", (torch.zeros(1 << 18), ctx), {}),
+    ]
+    if spec.scatters:
+        found += [(ValueError, r"first extent must be divisible by the 2 rank\(s\)", (x[1:], ctx), {})]
+        found += [(ValueError, r"first extent must be divisible", (x[0], ctx), {})]
+    if spec.reduces:
+        found += [
+            (TypeError, "tensor must be of float16, .*float8_e5m2; got torch.int16", (x.to(torch.int16), ctx), {}),
+            (ValueError, "op must be one of max, min for torch.int8; got 'sum'", (x.to(torch.int8), ctx), {}),
+            (ValueError, "one of sum, mean, max, min for torch.float8_e5m2", (x.to(FP8), ctx), {"op": "prod"}),
+            (ValueError, "op must be one of sum, mean, max, min, prod; got 'avg'", (x, ctx), {"op": "avg"}),
+            (ValueError, r"op must be one of sum, mean, max, min, prod; got \['sum'\]", (x, ctx), {"op": ["sum"]}),
+            (ValueError, "sum, max, min, prod for torch.int32; got 'mean'", (x.int(), ctx), {"op": "mean"}),
+            (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BAND", (x, ctx), {"op": ReduceOp.BAND}),
+            (TypeError, "symmetric must be a bool, got 1", (x, ctx), {"symmetric": 1}),
+        ]
+    return found
+
+
+@each_spec
+def test_bad_arguments_are_named(spec: Collective) -> None:
+    call = getattr(tdcoll, spec.name)
+
+    def host(pe: int) -> None:
+        x = torch.arange(8.0) + pe
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            for kind, message, arguments, named in refused_by_all(spec, ctx):
+                with pytest.raises(kind, match=message):
+                    call(*arguments, **named)
+            assert int(ctx.control) == 0, "nothing has begun"
+            wanted = reference(spec, [torch.arange(8.0) + rank for rank in range(2)], ctx.topology)
+            assert torch.equal(call(x, ctx), wanted)
+            ctx.check()
+        with pytest.raises(tdcoll.ContextError, match=f"{spec.name}: the context is closed"):
+            call(x, ctx)
+
+    World(2).run(host)
+
+
+@each_spec
+def test_tensors_overlap_only_where_they_may(spec: Collective) -> None:
+    """Where one has a segment for each rank, this rank's may be the other; where neither has, both may be the same."""
+
+    def host(pe: int) -> None:
+        whole = torch.zeros(12)
+        if spec.scatters and spec.gathers:
+            with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+                for at in (0, 4):
+                    with pytest.raises(ValueError, match=rf"tensor must not overlap out; it lies at byte {-4 * at} of"):
+                        getattr(tdcoll, spec.name)(whole[:8], ctx, out=whole[at:][:8])
+            return
+        part = {True: whole[4 * pe :][:4], False: whole[:8]}[spec.scatters or spec.gathers]
+        larger = whole[:8]
+        allowed = (part, larger) if spec.gathers else (larger, part)
+        moved = whole[1:5] if spec.scatters or spec.gathers else whole[1:9]
+        wrong = (moved, larger) if spec.gathers else (larger, moved)
+        call = getattr(tdcoll, spec.name)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
+            call(allowed[0], ctx, out=allowed[1])
+            with pytest.raises(ValueError, match=r"must not overlap .*, except (as|to be) .*; it lies at byte 4 of"):
+                call(wrong[0], ctx, out=wrong[1])
+            ctx.check()
+
+    World(2).run(host)
+
+
+@each_spec
+def test_debug_mode_compares_arguments(spec: Collective) -> None:
+    def host(pe: int) -> None:
+        call, x = getattr(tdcoll, spec.name), torch.ones(6)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
+            bad: list[dict[str, Any]] = [{"algorithm": "1d" if pe else "direct"}]
+            bad += [{"op": "sum" if pe else "max"}, {"op": "min" if pe else ReduceOp.MAX}] * spec.reduces
+            for named in bad:
+                with pytest.raises(
+                    tdcoll.RankMismatchError, match=f"{spec.name} arguments .* differ in {next(iter(named))}"
+                ):
+                    call(x, ctx, **named)
+            with pytest.raises(tdcoll.RankMismatchError, match="differ in bytes"):
+                call(torch.ones(6 + 2 * pe), ctx)
+            assert torch.equal(call(x, ctx), reference(spec, [x, x], ctx.topology))
+
+    World(2).run(host)
+
+
+def test_symmetric_tensors_are_as_they_should_be_on_all_ranks() -> None:
+    def host(pe: int) -> None:
+        x, call, here = torch.ones(64), tdcoll.all_reduce, tdcoll.empty((128,))
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
+            for kind, message, out in (
+                (ValueError, r"out must be given with symmetric=True: one that tdcoll\.empty\(\) has made", None),
+                (tdcoll.NotSymmetricError, "out must .*symmetric", torch.empty(64)),
+                (ValueError, r"out must be torch.float32 of shape \[64\]", here),
+            ):
+                with pytest.raises(kind, match=message):
+                    call(x, ctx, out, symmetric=True)
+            with pytest.raises(tdcoll.NotSymmetricError, match=r"tensor must .*symmetric"):
+                tdcoll.reduce_scatter(x, ctx, symmetric=True)
+            with pytest.raises(tdcoll.RankMismatchError, match="differ in offset in the symmetric heap"):
+                call(x, ctx, here[64 * pe :][:64], symmetric=True)
+            with pytest.raises(tdcoll.RankMismatchError, match="differ in"):
+                call(x, ctx, here[:64], symmetric=pe == 0)
+            for algorithm in ("auto", "direct", "one_shot", "1d"):  # others than those that need it are as without it
+                got = call(x + pe, ctx, here[:64], algorithm=algorithm, symmetric=True)
+                assert got.tolist() == [3.0] * 64
+            for algorithm in ("auto", "direct", "ll", "1d"):
+                assert (
+                    tdcoll.reduce_scatter(here[:6].fill_(1), ctx, algorithm=algorithm, symmetric=True).tolist()
+                    == [2.0] * 3
+                )
+                tdcoll.barrier()
+            assert tdcoll.all_reduce_(here[:0], ctx, symmetric=True).shape == (0,)
+            ctx.check()
+        alone = tdcoll.empty((64,), group=[pe])
+        alone_is_wrong = pytest.raises(tdcoll.NotSymmetricError, match=r"out must be made by .* belongs to ranks \[")
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx, alone_is_wrong:
+            call(x, ctx, alone, symmetric=True)
+
+    World(2).run(host)
+
+
+# ---------------------------------------------------------------------- contexts
+
+
+def test_a_context_says_what_it_must_be_made_with() -> None:
+    """And with that, the call is made. Calls of no bytes need no room."""
+
+    def host(pe: int) -> None:
+        x = torch.ones(60_000)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=0) as ctx:
+            with pytest.raises(tdcoll.ContextError, match=r"240000 bytes would .*max_bytes_per_rank=1064 or more"):
+                tdcoll.all_reduce(x, ctx)
+            with pytest.raises(
+                tdcoll.ContextError, match=r"16 bytes would .*max_bytes_per_rank=128"
+            ):  # half: the outbox
+                tdcoll.reduce_scatter(torch.zeros(4, dtype=torch.int64), ctx)
+            for shape in ((0,), (0, 3)):
+                assert tdcoll.all_reduce(torch.zeros(shape), ctx).shape == shape
+                assert tdcoll.reduce_scatter(torch.zeros(shape), ctx).shape == shape
+            ctx.check()
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1064) as ctx:
+            launches_of(REDUCE, ctx, x.nbytes, options=(torch.float32, "sum"), dtype=torch.float32)
+
+    World(2, ranks_per_node=1).run(host)
+
+
+def test_a_call_by_words_is_as_many_lamport_calls_as_epochs() -> None:
+    """Also in place, and by the fast path, which the second call takes. One of no bytes is one."""
+
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=32) as ctx:
+            assert ctx.device_lamport is not None
+            control, made = ctx.device_lamport.control, 0
+            for n, several in ((0, 1), (8, 1), (9, 2), (97, 13)):  # of 32 bytes, at most
+                every = [values(rank, n, n, torch.float32) for rank in range(2)]
+                for in_place in (False, False, True, True):
+                    x = every[pe].clone()
+                    call = tdcoll.all_reduce_ if in_place else tdcoll.all_reduce
+                    got = call(x, ctx, algorithm="two_shot")
+                    assert not n or different(got, reference(REDUCE, every, ctx.topology)) == 0
+                    made += several
+                    assert int(control) >> EPOCH_SHIFT.value == made
+            assert int(ctx.control) == 0, "epochs are counted apart"
+            x = torch.ones(97)
+            for wrong, message in (
+                (Plan("two_shot", 1, 16, 1), "no Plan for a call of several epochs: 388 bytes per rank are 13 epochs"),
+                ("one_shot", "'one_shot' needs fewer bytes, or a context with more lamport_bytes"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    tdcoll.all_reduce(x, ctx, algorithm=wrong)
+            far, integers = torch.ones(8 * MOST_EPOCHS + 1), x.int()
+            for wrong in (far, integers):
+                with pytest.raises(ValueError, match="'two_shot' needs fewer bytes, or a context with more"):
+                    tdcoll.all_reduce(wrong, ctx, algorithm="two_shot")
+            ctx.check()
+
+    World(2).run(host)
+
+
+def test_symmetric_tensors_of_any_size_are_one_epoch() -> None:
+    """And need no room in the context: 16 bytes for parts of 400."""
+
+    def host(pe: int) -> None:
+        x = tdcoll.empty((4 * 100,), torch.int32)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=16, debug=True) as ctx:
+            for turn in range(3):
+                x.copy_(torch.arange(400) * (pe + 1) + turn)
+                before = int(ctx.control[0]) >> EPOCH_SHIFT.value
+                got = tdcoll.reduce_scatter(x, ctx, symmetric=True)
+                assert got.tolist() == [10 * i + 4 * turn for i in range(100 * pe, 100 * pe + 100)]
+                assert (int(ctx.control[0]) >> EPOCH_SHIFT.value) == before + 1
+            ctx.check()
+
+    World(4).run(host)
+
+
+def test_the_kernels_of_all_epochs_are_made_before_a_graph() -> None:
+    """Calls whose last epochs alone have the same kernel are of two kinds: each needs a first call of its own."""
+    entries = Entry(40, "two_shot", chunk=32 * 16, num_warps=1), Entry(None, "two_shot", chunk=64 * 16, num_warps=1)
+    table = Table((Section(SIMULATOR, "all_reduce", 2, 1, False, entries),))
+
+    def host(pe: int) -> None:
+        make = tdcoll.CollectiveContext
+        with make(max_bytes_per_rank=96, flagged_bytes=0, lamport_bytes=64, tuning=table) as ctx:
+            options = {"options": (torch.float16, "sum"), "dtype": torch.float16}
+            one, same, two = (launches_of(REDUCE, ctx, n, **options) for n in (40, 38, 66))
+            assert [len(each._launches) for each in (one, same, two)] == [1, 1, 2]
+            assert one._variant == same._variant != two._variant
+
+    World(2).run(host)
+
+
+@each_spec
+def test_tdcolls_own_context_grows_and_leaves_room_in_the_heap(spec: Collective) -> None:
+    """Calls of 700 KB in a heap of 4 MB are several epochs."""
+
+    def host(pe: int) -> None:
+        for n in (2, 500, 350_000 if spec.reduces else 30_000, 6):
+            every = [torch.arange(float(n)) + rank for rank in range(2)]
+            wanted = reference(spec, every, tdcoll.topology())
+            out = torch.empty_like(wanted)
+            assert torch.equal(getattr(tdcoll, spec.name)(every[pe]), wanted)
+            assert torch.equal(getattr(tdcoll, spec.name)(every[pe], out=out), wanted)
+        assert tdcoll.heap_info().used < 2 << 20
+        (pool,) = (each for key, each in tdcoll.runtime.current().contexts.items() if key[0] == spec.name)
+        assert (pool.context.lamport_bytes > 0) == spec.reduces
+
+    World(2, heap_bytes=4 << 20).run(host)
+
+
+def test_two_contexts_at_once() -> None:
+    def host(pe: int) -> None:
+        make = tdcoll.CollectiveContext
+        with make(max_bytes_per_rank=256) as one, make([2, 0, 1], max_bytes_per_rank=256) as other:
+            got = []
+            for call, name in enumerate(("one_shot", "direct", "two_shot", "1d")):
+                got += [
+                    tdcoll.all_reduce(torch.full((20,), pe + 10.0 * call), ctx, algorithm=name) for ctx in (one, other)
+                ]
+            one.check()
+            other.check()
+            assert [each.tolist() for each in got] == [[3.0 + 30 * (i // 2)] * 20 for i in range(8)]
+
+    World(3, seed=3, weak=True).run(host)
+
+
+def test_what_ll_stages_between_nodes_fits_the_inbox() -> None:
+    def host(pe: int) -> None:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=64, flagged_bytes=1200) as ctx:
+            assert ctx.ll_bytes == (64 if tdcoll.topology().n_nodes > 1 else 1200)
+
+    World(4, ranks_per_node=2).run(host)
+    World(4).run(host)
+
+
+# ---------------------------------------------------------------------- torch's operations and functions
+
+
+@pytest.mark.parametrize("op", TORCH_OPERATIONS)
+def test_operations_of_torch_are_the_named_ones(op: Any) -> None:
+    """The ranks may spell them differently, also where debug mode compares the arguments."""
+    name = TORCH_OPERATIONS[op]
+
+    def host(pe: int) -> None:
+        x = torch.tensor([3.0, -2.0, 0.5, 1.0]) * (pe + 1)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=256, debug=True) as ctx:
+            for spec in REDUCING:
+                call = getattr(tdcoll, spec.name)
+                wanted = call(x, ctx, op=name)
+                for spelled in (op, ReduceOp(op), name):
+                    for _ in "ab":  # the second call takes the fast path
+                        assert torch.equal(call(x, ctx, op=spelled if pe else name), wanted)
+            mine = x.clone()
+            assert tdcoll.distributed.all_reduce(mine, op if pe else name) is None
+            assert torch.equal(mine, tdcoll.all_reduce(x, ctx, op=name))
+
+    World(2).run(host)
+
+
+def test_drop_ins_name_their_own_arguments() -> None:
+    def host(pe: int) -> None:
+        x, y = torch.zeros(2), torch.zeros(4)
+        gather, scatter, reduce = (
+            tdcoll.all_gather_into_tensor,
+            tdcoll.reduce_scatter_tensor,
+            tdcoll.distributed.all_reduce,
+        )
+        cases: list[tuple[type[Exception], str, Any, tuple[Any, ...]]] = [
+            (TypeError, r"output must be a torch\.Tensor", scatter, (None, x)),
+            (TypeError, r"input must be a torch\.Tensor", scatter, (x, 3)),
+            (ValueError, "input's first extent must be divisible by the 2", scatter, (x, x[:1])),
+            (ValueError, r"output must be torch\.float32 of shape \[1\]", scatter, (x, x)),
+            (ValueError, "output must be contiguous", scatter, (torch.zeros(4)[::2], torch.zeros(4))),
+            (
+                ValueError,
+                "output must not overlap input, except as input's own segment",
+                scatter,
+                (y[1 - pe : 3 - pe], y),
+            ),
+            (
+                ValueError,
+                "SUM, MAX, MIN, PRODUCT for torch.int32; got AVG",
+                scatter,
+                (x[:1].int(), x.int(), ReduceOp.AVG),
+            ),
+            (ValueError, "op must be one of SUM, AVG, .*; got BXOR", scatter, (x[:1], x, ReduceOp.BXOR)),
+            (ValueError, "op must be one of .*got 3", scatter, (x[:1], x, 3)),
+            (TypeError, r"input must be of float16, .*; got torch\.bool", scatter, (x[:1].bool(), x.bool())),
+            (ValueError, r"output_tensor must be torch\.float32 of shape \[4\]", gather, (x, x)),
+            (ValueError, "input_tensor must be contiguous", gather, (x, torch.zeros(4)[::2])),
+            (ValueError, "input_tensor must not overlap output_tensor, except as", gather, (y, y[1:3])),
+            (TypeError, r"tensor must be a torch\.Tensor", reduce, (3,)),
+            (ValueError, "op must be one of sum, mean, max, min, prod; got 'SUM'", reduce, (x, "SUM")),
+            (ValueError, "op must be one of SUM, AVG, MAX, MIN, PRODUCT; got BXOR", reduce, (x, ReduceOp.BXOR)),
+            (
+                ValueError,
+                r"SUM, MAX, MIN, PRODUCT for torch\.int32; got AVG",
+                reduce,
+                (x.int(), ReduceOp(ReduceOp.AVG)),
+            ),
+            (ValueError, r"op must be one of MAX, MIN for torch\.uint8; got SUM", reduce, (x.byte(),)),
+            (TypeError, r"tensor must be of float16, .*; got torch\.bool", reduce, (x.bool(),)),
+        ]
+        for kind, message, call, arguments in cases:
+            with pytest.raises(kind, match=message):
+                call(*arguments)
+
+    World(2).run(host)
+
+
+def test_asynchronous_drop_ins_return_a_work() -> None:
+    def host(pe: int) -> None:
+        world = 3
+        x, out, part = torch.full((2,), pe + 1.0), torch.zeros(2 * world), torch.zeros(2)
+        for call, result, wanted in (
+            (lambda: tdcoll.distributed.all_reduce(x, async_op=True), x, [6.0, 6.0]),
+            (lambda: tdcoll.all_gather_into_tensor(out, x + pe, async_op=True), out, [6.0, 6, 7, 7, 8, 8]),
+            (lambda: tdcoll.reduce_scatter_tensor(part, out, "max", async_op=True), part, [6.0 + pe] * 2),
+        ):
+            work = call()
+            assert isinstance(work, torch.distributed.Work)
+            assert work.wait() is True
+            assert work.is_completed()
+            assert work.is_success()
+            assert result.tolist() == wanted
+            assert [given.data_ptr() for given in work.get_future().wait()] == [result.data_ptr()]
+
+    World(3).run(host)
+
+
+def test_an_asynchronous_drop_in_without_its_peer_says_so() -> None:
+    told = {}
+
+    def host(pe: int) -> None:
+        x = torch.ones(2)
+        tdcoll.distributed.all_reduce(x)
+        if pe == 1:
+            world.kill(pe)
+        with pytest.raises(tdcoll.distributed.BackendTimeout) as raised:
+            tdcoll.distributed.all_reduce(x, async_op=True)
+        told[pe] = (raised.value.rank, raised.value.peer)
+
+    world = World(2)
+    world.run(host)
+    assert told == {0: (0, 1)}

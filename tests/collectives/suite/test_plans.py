@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for plans of dense collectives whatever the facts, and how all-reduces are cut into epochs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tdcoll.collectives._host import plan as plans
+from tdcoll.collectives._host import spec as specs
+from tdcoll.collectives._host.call import spec_of
+from tdcoll.collectives._host.plan import CHUNK_ALIGNMENT, MOST_EPOCHS, TARGET_CHUNK_BYTES, Facts
+from tdcoll.collectives._host.spec import Collective
+from tdcoll.collectives.all_reduce.policy import part_bytes
+from tdcoll.limits import CHANNELS, MAX_PROGRAMS, lamport_bytes
+from tdcoll.runtime.topology import Topology
+
+from .calls import SPECS
+from .ways import Nodes, topology_of
+
+K, M, G = 1 << 10, 1 << 20, 1 << 30
+REDUCE = spec_of("all_reduce")
+USUAL: dict[str, Any] = {"stores": True, "lamport_bytes": 512 * K, "ll_bytes": 340 * K, "itemsize": 4}
+
+
+# ---------------------------------------------------------------------- whatever the facts
+
+SIZES = st.one_of(
+    st.integers(0, 300), st.integers(0, 3 * CHANNELS * CHUNK_ALIGNMENT),
+    st.integers(0, 2 * CHANNELS * TARGET_CHUNK_BYTES),
+    st.integers(0, 1 << 40),
+)  # fmt: skip
+NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6).map(tuple)
+FACTS = st.fixed_dictionaries(
+    {
+        "stores": st.booleans(),
+        "in_place": st.booleans(),
+        "symmetric": st.booleans(),
+        "simulated": st.booleans(),
+        "puts": st.booleans(),
+        "ll_bytes": st.sampled_from([-1, 0, 100, 128 * K, M]),
+        "lamport_bytes": st.sampled_from([0, 1, 100, 128 * K, 2 * M]),
+        "channels": st.sampled_from([1, 2, 3, 100, CHANNELS]),
+        "max_programs": st.sampled_from([200, 1000, MAX_PROGRAMS]),
+        "itemsize": st.sampled_from([1, 2, 4, 8]),
+    }
+).map(lambda facts: facts if facts["stores"] else {**facts, "ll_bytes": -1, "lamport_bytes": 0})
+SPEC = st.sampled_from(SPECS)
+
+
+@given(SPEC, SIZES, NODES, FACTS, st.data())
+def test_all_ranks_choose_the_same(
+    spec: Collective, nbytes: int, nodes: Nodes, facts: Any, data: st.DataObject
+) -> None:
+    """In any order of ranks, for any PEs, seen from any rank; but for the thread blocks of uneven nodes."""
+    node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
+    pes = data.draw(st.permutations(range(100, 100 + len(node_ids))))
+    algorithm, answers, blocks = data.draw(st.sampled_from(("auto", *spec.names))), set(), set()
+    for rank in range(len(node_ids)):
+        try:
+            plan = spec.choose(Facts(nbytes, Topology.of(rank, pes, node_ids), **facts), algorithm)
+            answers.add(replace(plan, blocks=0))
+            blocks.add(plan.blocks)
+        except ValueError as error:
+            answers.add(str(error))
+    assert len(answers) == 1
+    assert len(blocks) <= 1 or len(set(nodes)) > 1
+
+
+@given(SPEC, SIZES, NODES, FACTS, st.sampled_from((CHUNK_ALIGNMENT, TARGET_CHUNK_BYTES)))
+def test_plans_cover_the_data_and_can_be_launched(
+    spec: Collective, nbytes: int, nodes: Nodes, facts: Any, target: int
+) -> None:
+    """With chunks near their alignment, too, where rounding up leaves whole channels without work."""
+    known = Facts(nbytes, topology_of(nodes), **facts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "TARGET_CHUNK_BYTES", target)
+        for how in spec.algorithms:
+            if how.supports(known) is not None:
+                with pytest.raises(ValueError, match=f"algorithm='{how.name}' needs"):
+                    spec.choose(known, how.name)
+                continue
+            plan, whole = spec.choose(known, how.name), how.extent(known).nbytes
+            assert plan.algorithm == how.name
+            assert plan.channels * plan.chunk >= whole
+            assert (plan.channels - 1) * plan.chunk < max(whole, 1), "the last chunk has nothing to carry"
+            assert plan.blocks < known.max_programs
+            assert spec.choose(known, plan) == plan, "somebody may ask for it"
+            if not how.words:
+                assert plan.chunk % CHUNK_ALIGNMENT == 0
+                assert plan.channels <= known.channels
+    assert nbytes < 1 << 41
+
+
+@given(SIZES, NODES, FACTS)
+def test_auto_takes_what_can_be_had(nbytes: int, nodes: Nodes, facts: Any) -> None:
+    for spec in SPECS:
+        known = Facts(nbytes, topology_of(nodes), **facts)
+        had = [how.name for how in spec.algorithms if how.supports(known) is None]
+        if had:
+            assert spec.choose(known).algorithm in had
+        else:
+            with pytest.raises(ValueError, match=f"^{spec.name} needs"):
+                spec.choose(known)
+
+
+def test_it_looks_at_nothing_that_ranks_may_see_differently() -> None:
+    """But for the number of thread blocks, of which each rank has what its own node needs."""
+    modules = [plans, specs, *(import_module(f"tdcoll.collectives.{spec.name}.policy") for spec in SPECS)]
+    allowed = {"__future__", "collections.abc", "dataclasses", "typing", "tdcoll.limits", "tdcoll.tuning"}
+    allowed |= {"tdcoll.collectives._host", "tdcoll.collectives._host.plan", "tdcoll.runtime.topology"}
+    for module in modules:
+        tree = ast.parse(inspect.getsource(module))
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert imported <= allowed, module.__name__
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        assert names <= {"dataclasses"}, module.__name__
+        for function in tree.body:
+            looked_at = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+            own = looked_at & {"rank", "node", "place"}
+            assert not own or getattr(function, "name", "").startswith("blocks"), (module.__name__, own)
+
+
+# ---------------------------------------------------------------------- all-reduces of several epochs
+
+
+def epochs(facts: Facts) -> list[int]:
+    """Bytes of each epoch of a two-shot."""
+    each = REDUCE.algorithm("two_shot").epoch(facts)
+    return [min(each, facts.nbytes - begin) for begin in range(0, facts.nbytes, each)]
+
+
+def test_words_are_for_less_than_half_of_what_32_bits_count() -> None:
+    huge = {**USUAL, "lamport_bytes": 4 * G, "ll_bytes": 4 * G}
+    assert REDUCE.choose(Facts(G - 1, topology_of((2,)), **huge), "two_shot").algorithm == "two_shot"
+    for nbytes, several in ((G, [G // 2] * 2), (3 * G, [3 * G // 4] * 4)):
+        assert epochs(Facts(nbytes, topology_of((2,)), **huge)) == several
+        for name, facts in (("one_shot", huge), ("two_shot", {**huge, "lamport_bytes": 0})):
+            with pytest.raises(ValueError, match=f"algorithm='{name}' needs less than {G} bytes"):
+                REDUCE.choose(Facts(nbytes, topology_of((2,)), **facts), name)
+
+
+@given(
+    nbytes=st.one_of(st.integers(1, 4096), st.integers(1, 64 * M)),
+    world=st.integers(1, 16),
+    lamport=st.sampled_from([16, 32, 33, 100, 4 * K, 2 * M]),
+    flagged=st.sampled_from([-1, 0, 100, 4 * K]),
+)
+def test_two_shot_is_as_few_equal_epochs_as_can_be(nbytes: int, world: int, lamport: int, flagged: int) -> None:
+    facts = Facts(nbytes, topology_of((world,)), flagged, stores=True, lamport_bytes=lamport, itemsize=1)
+    room = -(-lamport // 16) // 2 * world * 16
+    if REDUCE.algorithm("two_shot").supports(facts) is not None:
+        assert nbytes > MOST_EPOCHS * room
+        return
+    first, *others = epochs(facts)
+    if not others:  # by either kind of words
+        return
+    assert len(others) == -(-nbytes // room) - 1 < MOST_EPOCHS
+    assert first % 16 == 0
+    assert others[:-1] == [first] * (len(others) - 1)
+    assert first - 16 * len(others) - 16 < others[-1] <= first <= room
+    for each in (first, others[-1]):
+        assert epochs(replace(facts, nbytes=each)) == [each]
+    assert REDUCE.choose(facts, "two_shot") == REDUCE.choose(replace(facts, nbytes=first), "two_shot")
+
+
+@given(
+    nbytes=st.integers(0, 4 * M), world=st.integers(1, 16), lamport=st.sampled_from([0, 1, 100, 128 * K, 2 * M]),
+    flagged=st.sampled_from([0, 100, 128 * K]), itemsize=st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_words_fit_the_memory_of_the_context(
+    nbytes: int, world: int, lamport: int, flagged: int, itemsize: int
+) -> None:
+    facts = Facts(
+        nbytes, topology_of((world,)), ll_bytes=flagged, stores=True, lamport_bytes=lamport, itemsize=itemsize
+    )
+    for name, parts, phases in (("one_shot", 1, 1), ("two_shot", world, 2)):
+        how = REDUCE.algorithm(name)
+        if how.supports(facts) is None:
+            epoch, width = how.epoch(facts), how.extent(facts).width
+            room = -(-lamport // 16) if width == 16 else max(1, -(-flagged // 12))
+            assert phases * -(-max(1, -(-epoch // width)) // parts) <= room
+            assert epoch == nbytes or name == "two_shot"
+    part = part_bytes(nbytes, world)
+    assert part % 16 == 0
+    assert nbytes <= world * part < nbytes + 16 * world + 16 * (nbytes == 0)
+
+
+def test_room_for_words_by_default() -> None:
+    assert [lamport_bytes(world, 1) * world for world in (1, 2, 4, 8)] == [32 * M] * 4
+    assert lamport_bytes(8, 2) == 0

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels with one protection switched off are caught, and for what they lack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fused.mutants import MUTANTS as FUSED
+from kernel_mutants import Mutant
+
+from tdcoll.testing import explore
+
+from .index_match.mutants import MUTANTS as INDEX_MATCH
+from .sparse_all_reduce.mutants import MUTANTS as SPARSE
+from .suite.ways import all_dense
+
+DENSE = [mutant for dense in all_dense() for mutant in dense.mutants]
+ALL = [*DENSE, *FUSED, *SPARSE, *INDEX_MATCH]
+SETTINGS = {mutant.setting: mutant for mutant in ALL}
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=str)
+def test_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    mutant.is_caught(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", SETTINGS.values(), ids=str)
+def test_real_kernels_pass_where_mutants_are_caught(mutant: Mutant) -> None:
+    explore(mutant.case, seeds=3, **mutant.world)

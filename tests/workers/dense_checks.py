@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All dense collectives, as users call them, on every rank of a job; compared with the reference, to the bit.
+
+Each check is for all of them: `bash launch.sh tests/workers/dense_checks.py [checks]`. The calls are those of
+tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so there are few kinds of them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from dense_parts import (
+    SPECS,
+    Calls,
+    Watched,
+    cases,
+    data,
+    had,
+    in_pieces,
+    kind_of,
+    kinds_of,
+    make,
+    place,
+    reference,
+    right,
+    served,
+    sizes_of,
+    wanted,
+)
+from harness import (
+    check,
+    covering,
+    device,
+    expect,
+    expect_raises,
+    patience_s,
+    puts,
+    rank,
+    run,
+    scaled,
+    simulated,
+    world,
+)
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.collectives._host.launch import Launch
+from tdcoll.collectives._host.launches import facts_of, launches_of
+from tdcoll.collectives._host.spec import Collective
+from tdcoll.primitives.reduce import OPERATIONS_OF
+
+OTHERS = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
+"""Dtypes of tensors that are only moved."""
+
+# ---------------------------------------------------------------------- sizes, dtypes, forms
+
+
+@check
+def sizes() -> str:
+    """Every kind of call of every size, by every algorithm; filled anew and read without a synchronisation."""
+    seen = []
+    for spec in SPECS:
+        dtype, most = kind_of(spec), max(sizes_of(spec))
+        watched, used = Watched(spec, most, dtype), set()
+        with tdcoll.CollectiveContext(max_bytes_per_rank=4 * most) as ctx:
+            for call, n in enumerate(sizes_of(spec)):
+                every = data(spec, call, n, dtype)
+                should = wanted(spec, every)
+                for kind in kinds_of(spec):
+                    for algorithm in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind)):
+                        watched.call(ctx, kind, every, n, algorithm, should, offset=3 * (call % 2))
+                        used.add(algorithm)
+            ctx.check()
+        watched.done("sizes")
+        usable = {each.name for each in spec.algorithms if puts() or each.name not in ("1d", "2d")}
+        expect(
+            tdcoll.topology().n_nodes > 1 or used - {"auto"} >= usable - {"2d"},
+            f"only {used} of {spec.name} were to be had",
+        )
+        seen.append(f"{spec.name}: {', '.join(sorted(used))}")
+    return "; ".join(seen)
+
+
+@check
+def dtypes_and_operations() -> str:
+    """Every dtype by every algorithm, and with every operation, of special numbers as well."""
+    done = 0
+    for spec in SPECS:
+        make_context = partial(tdcoll.CollectiveContext, max_bytes_per_rank=1 << 14)
+        with make_context() as usual, make_context(lamport_bytes=0) as flagged:
+            for call, (dtype, ops) in enumerate(
+                OPERATIONS_OF.items() if spec.reduces else [(d, ("",)) for d in OTHERS]
+            ):
+                every = data(spec, call, 333, dtype)
+                if spec.reduces and dtype.is_floating_point:
+                    every[-1][::7] = float("nan")
+                    for tensor in every:
+                        tensor[3::11] = -0.0
+                ways = [(usual, name) for name in served(spec, usual, 333 * dtype.itemsize, dtype)]
+                if spec.reduces and dtype.is_floating_point:  # others have flags in any case
+                    ways += [(flagged, name) for _, name in ways if spec.algorithm(name).words]
+                for (ctx, algorithm), op in covering(ways, ops, call):
+                    out = torch.empty_like(wanted(spec, every, op))
+                    make(spec, "o", every[rank()], out, ctx, algorithm, op)
+                    right(out, wanted(spec, every, op), f"{spec.name}, {algorithm}, {op} of {dtype}")
+                    done += 1
+            usual.check()
+            flagged.check()
+    return f"{done} kinds of calls"
+
+
+@check
+def plans_by_hand() -> None:
+    """Chunks of 16 bytes and words by the few: more of them than anything takes by itself."""
+    for spec in SPECS:
+        dtype, n = kind_of(spec), scaled(3000, 60)
+        every = data(spec, 1, n, dtype)
+        watched, should = Watched(spec, n, dtype), wanted(spec, every)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=4 * n * dtype.itemsize) as ctx:
+            for kind in kinds_of(spec):
+                for algorithm in served(spec, ctx, n * dtype.itemsize, dtype, kind):
+                    form = {"in_place": kind == "p", "symmetric": kind in "st"}
+                    facts = facts_of(ctx, n * dtype.itemsize, dtype if spec.reduces else None, **form)
+                    plan = in_pieces(spec, facts, algorithm, 7, warps=8)
+                    watched.call(ctx, kind, every, n, plan, should, offset=1)
+            ctx.check()
+        watched.done("plans by hand")
+
+
+@check
+def larger_calls_are_several_epochs() -> None:
+    for spec in SPECS:
+        dtype = kind_of(spec)
+        unit = 512 // dtype.itemsize
+        watched = Watched(spec, 10 * unit, dtype)
+        with tdcoll.CollectiveContext(max_bytes_per_rank=512, flagged_bytes=512, lamport_bytes=512) as ctx:
+            for n in (unit, unit + 1, 8 * unit - 24, 10 * unit):
+                every = data(spec, n, n, dtype)
+                should = wanted(spec, every)
+                for kind in kinds_of(spec):
+                    for algorithm in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind)):
+                        watched.call(ctx, kind, every, n, algorithm, should)
+            far = torch.zeros(world() << 20, dtype=dtype, device=device())
+            refused = partial(
+                make,
+                spec,
+                "o",
+                far,
+                torch.zeros(spec.results(far.shape, world())[0], dtype=dtype, device=device()),
+                ctx,
+            )
+            expect_raises(tdcoll.ContextError, refused, "epochs of", "max_bytes_per_rank=")
+            ctx.check()
+        watched.done("larger calls")
+
+
+@check(gpu_only=True)
+def large_calls_by_words_are_several_epochs() -> str:
+    """By default, out of place and in place, in one graph with calls of one epoch."""
+    spec = next(spec for spec in SPECS if spec.name == "all_reduce")
+    numel, room = (17 << 20) + 5, (32 << 20) // world()  # of bfloat16, three epochs of at most 16 MB
+    every = data(spec, 5, numel, torch.bfloat16)
+    mine, should = every[rank()], wanted(spec, every)
+    few = wanted(spec, [tensor[:1000] for tensor in every])
+    with tdcoll.CollectiveContext(max_bytes_per_rank=room) as ctx:
+        launch = launches_of(spec, ctx, mine.nbytes, "auto", options=(mine.dtype, "sum"), dtype=mine.dtype)
+        out, inside, less = torch.empty_like(mine), mine.clone(), mine[:1000].clone()
+
+        def calls() -> None:
+            tdcoll.all_reduce(mine, ctx, out)
+            tdcoll.all_reduce_(less.copy_(mine[:1000]), ctx)
+            tdcoll.all_reduce_(inside.copy_(mine), ctx)
+
+        calls()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            calls()
+        for replay in range(5):
+            for got, numbers in ((out, should), (inside, should), (less, few)):
+                ctx.check()
+                right(got, numbers, f"before replay {replay}: {got.numel()} numbers")
+                got.zero_()
+            graph.replay()
+        ctx.check()
+    if ctx.lamport_bytes == room:  # on one node whose ranks can store to each other's memory
+        expect(launch.plan.algorithm == "two_shot", f"{launch.plan} was taken")
+    return str(launch.plan)
+
+
+@check
+def numbers_of_8_bits() -> None:
+    """Numbers are rounded as PyTorch rounds on CPUs. In the simulator tests of their own show it."""
+    codes = torch.arange(256).to(torch.uint8)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        got, expected = cases.decoded(codes.to(device()), dtype).cpu(), codes.view(dtype).float()
+        nan = expected.isnan()
+        expect(torch.equal(got.isnan(), nan), f"{dtype}: codes of NaN")
+        right(got[~nan], expected[~nan], f"{dtype}: codes as numbers")
+        values, wanted = cases.roundings(dtype)
+        got, nan = cases.encoded(values.to(device()), dtype).cpu(), values.isnan()
+        right(got[~nan], wanted[~nan], f"{dtype}: rounded numbers")
+        expect(bool((got[nan] & 0x7F == 0x7F).all()), f"{dtype}: NaN")
+
+
+# ---------------------------------------------------------------------- many calls
+
+
+@check
+def many_calls_with_a_straggler() -> str:
+    """Thousands of calls of all collectives on one context, without a synchronisation, of changing sizes; one rank at a
+    time is late."""
+    calls, most = scaled(5000, 24, shared_gpus=900), scaled(1500, 150)
+    chooser, wrong = random.Random(7), torch.zeros((), dtype=torch.int64, device=device())
+    ready = {spec.name: data(spec, 0, most, torch.int32) for spec in SPECS}
+    with tdcoll.CollectiveContext(max_bytes_per_rank=16 * most) as ctx:
+        for call in range(calls):
+            spec, n, step = SPECS[chooser.randrange(len(SPECS))], chooser.randrange(1, most), call % 5 + 1
+            many = n * world() if spec.scatters else n
+            every = [tensor[:many] * step for tensor in ready[spec.name]]
+            late, cycles = chooser.randrange(world()), chooser.choice((0, 0, 20_000, 200_000))
+            if rank() == late and cycles and not simulated():
+                torch.cuda._sleep(cycles)
+            names = served(spec, ctx, 4 * n, torch.int32)
+            should, kind = wanted(spec, every, "max"), "oi"[call % 2] if "i" in kinds_of(spec) else "o"
+            placed = place(spec, kind, n, 0, ctx, torch.int32, None)
+            placed.tensor.copy_(every[rank()])
+            make(spec, kind, placed.tensor, placed.out, ctx, names[chooser.randrange(len(names))], "max")
+            wrong += (placed.out != should).sum()
+        ctx.check()
+    expect(int(wrong) == 0, f"{int(wrong)} wrong numbers in {calls} calls")
+    return f"{calls} calls"
+
+
+@check
+def epochs_of_more_than_32_bits() -> None:
+    """LL's flags are 32 of them: the second call has words that were never written, and whose flag would be zero."""
+    for spec in SPECS:
+        for words in (None, 0) if spec.reduces else (None,):
+            case = Calls(spec, "auto", first=(1 << 32) - 1, lamport_bytes=words, counts=(1000,))
+            with case.context() as ctx:
+                names = served(spec, ctx, 1000, case.kind)
+            for name in names:
+                Calls(spec, name, "oooo", (100, 1000), first=(1 << 32) - 1, lamport_bytes=words, pieces=0).host(rank())
+
+
+@check
+def subgroups() -> None:
+    """A strided half of the ranks, as a ProcessGroup and as a list; reversed ranks; heap use that differs."""
+    halves = [list(range(first, world(), 2)) for first in range(min(2, world()))]
+    groups = [dist.new_group(half) for half in halves]
+    mine = rank() % 2 if world() > 1 else 0
+    half = halves[mine]
+    extra = tdcoll.empty(4096, torch.uint8, group=half) if mine == 0 else None
+    for given in (groups[mine], half, half[::-1]):
+        order = given if isinstance(given, list) else half
+        with tdcoll.CollectiveContext(given, max_bytes_per_rank=4000) as ctx:
+            expect(ctx.rank == order.index(rank()), f"group rank {ctx.rank}")
+            for spec in SPECS:
+                every = data(spec, 2, 40, kind_of(spec), len(order))
+                should = reference(spec, every, ctx.topology)
+                out = torch.empty_like(should)
+                make(spec, "o", every[ctx.rank], out, ctx)
+                right(out, should, f"{spec.name} in {order}")
+            ctx.check()
+        if world() > 1:
+            outside = partial(tdcoll.CollectiveContext, halves[1 - mine], max_bytes_per_rank=1)
+            expect_raises(ValueError, outside, "does not contain")
+    for spec in SPECS:  # all ranks, whose heaps differ
+        Calls(spec, "auto", had(spec, "oi"), (100,)).host(rank())
+    if extra is not None:
+        tdcoll.free(extra)
+
+
+@check
+def several_contexts() -> None:
+    used = tdcoll.heap_info().used
+    contexts = [tdcoll.CollectiveContext(max_bytes_per_rank=2048 * (i + 1)) for i in range(4)]
+    for call in range(scaled(50, 3, shared_gpus=9)):
+        for i, ctx in enumerate(contexts):
+            spec = SPECS[(call + i) % len(SPECS)]
+            if (call + i) % 4:
+                every = data(spec, call + i, 100, kind_of(spec))
+                out = torch.empty_like(wanted(spec, every))
+                make(spec, "o", every[rank()], out, ctx)
+                right(out, wanted(spec, every), f"{spec.name} on context {i}, call {call}")
+    for ctx in contexts[::2] + contexts[1::2]:
+        ctx.close()
+        ctx.close()
+    expect(tdcoll.heap_info().used == used, f"leaked {tdcoll.heap_info().used - used} bytes of heap")
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@check
+def errors() -> None:
+    """What must be refused on GPUs as well: devices and streams of tensors, and what differs between ranks."""
+    with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx:
+        for spec in SPECS:
+            call, x = getattr(tdcoll, spec.name), torch.zeros(4 * world(), device=device())
+            expect_raises(TypeError, partial(call, [1, 2], ctx), "tensor", "list")
+            expect_raises(ValueError, partial(call, x.view(-1, 2).t(), ctx), "tensor", "contiguous")
+            expect_raises(ValueError, partial(call, x, ctx, out=x.new_empty(5)), "out", "[5]")
+            if not simulated():
+                expect_raises(ValueError, partial(call, x.cpu(), ctx), "tensor", "cuda")
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    expect_raises(tdcoll.ContextError, partial(call, x, ctx), "stream")
+            for form in kinds_of(spec):
+                if form in "sp":
+                    ordinary = place(spec, "i", 4, 0, ctx, torch.float32, None)
+                    refused = partial(make, spec, form, ordinary.tensor, ordinary.out, ctx)
+                    expect_raises(tdcoll.NotSymmetricError, refused, "symmetric memory")
+            call(x, ctx)
+        ctx.check()
+    expect_raises(tdcoll.ContextError, partial(tdcoll.all_gather, x, ctx), "closed")
+    if world() > 1:
+        with tdcoll.CollectiveContext(max_bytes_per_rank=1024, debug=True) as debug:
+            for spec in SPECS:
+                call, x = getattr(tdcoll, spec.name), torch.zeros(world() * (2 + rank() % 2), device=device())
+                expect_raises(tdcoll.RankMismatchError, partial(call, x, debug), f"{spec.name} arguments")
+                call(x[: 2 * world()], debug)
+
+
+# ---------------------------------------------------------------------- graphs and streams
+
+
+def replay_captured(spec: Collective, n: int, captured: int, replays: int) -> None:
+    """``captured`` calls of all kinds as one graph, of changing data, replayed with eager calls in between."""
+    dtype = torch.float32 if spec.reduces else torch.int32
+    base = [tensor.remainder(50).to(dtype) for tensor in data(spec, 3, n, torch.int32)]  # exact in any order
+    watched, step = Watched(spec, n, dtype), torch.ones((), dtype=dtype, device=device())
+    with tdcoll.CollectiveContext(max_bytes_per_rank=8192) as ctx:
+        kinds = [
+            (kind, name)
+            for kind in kinds_of(spec)
+            for name in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind))
+        ]
+
+        def one(turn: int) -> None:
+            kind, name = kinds[turn % len(kinds)]
+            step.add_(1)
+            every = [tensor * step for tensor in base]
+            watched.call(ctx, kind, every, n, name, wanted(spec, every))
+
+        for turn in range(len(kinds)):
+            one(turn)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for turn in range(captured):
+                one(turn)
+        for replay in range(replays):
+            step.fill_(replay % 100)
+            graph.replay()
+            if replay % 7 == 3:
+                one(replay)
+        ctx.check()
+    expect(int(step) >= captured, "the graph did not run")
+    watched.done(f"{captured} calls of {n} captured")
+
+
+@check(gpu_only=True)
+def graphs() -> None:
+    """Odd and even numbers of captured calls; among them calls of several epochs."""
+    for spec in SPECS:
+        for n, captured in ((100, 1), (1000, 2), (5000, 3), (333, 20), (30_000, 5)):
+            replay_captured(spec, n, captured, scaled(50, 0, shared_gpus=11))
+
+
+@check(gpu_only=True)
+def capture_errors() -> None:
+    with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+        x = torch.zeros(32 * world(), device=device())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for spec in SPECS:
+                call = getattr(tdcoll, spec.name)
+                expect_raises(tdcoll.ContextError, partial(call, x, ctx), "capturing")
+            x.add_(1)
+
+
+@check(gpu_only=True)
+def side_streams() -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for spec in SPECS:
+        turns = [data(spec, call, 1024, torch.float32) for call in range(20)]
+        with torch.cuda.stream(side), tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+            for every in turns:
+                out = torch.empty_like(wanted(spec, every))
+                make(spec, "o", every[rank()], out, ctx)
+                right(out, wanted(spec, every), f"{spec.name} on a side stream")
+
+
+@check(gpu_only=True)
+def some_ranks_replay_what_others_call() -> str:
+    """Even ranks replay a graph while odd ones call eagerly, in place or not: all have the same plan. Here the tables
+    that are shipped for two H200s say most."""
+    spec, dtype, plans = next(spec for spec in SPECS if spec.name == "all_reduce"), torch.bfloat16, []
+    with tdcoll.CollectiveContext(max_bytes_per_rank=32 << 20) as ctx:
+        for n in [1 << power for power in range(15, 23)]:
+            every = data(spec, 5, n, dtype)
+            should, mine = wanted(spec, every), every[rank()]
+            out = torch.empty_like(mine)
+            tdcoll.all_reduce(mine, ctx, out)
+            plan = launches_of(spec, ctx, mine.nbytes, "auto", options=(dtype, "sum"), dtype=dtype).plan
+            plans.append(f"{mine.nbytes >> 10} KB {plan.algorithm}")
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                tdcoll.all_reduce(mine, ctx, out)
+            for _ in range(3):
+                out.zero_()
+                got = out
+                if rank() % 2 == 0:
+                    graph.replay()
+                else:
+                    got = tdcoll.all_reduce_(mine.clone(), ctx)
+                ctx.check()
+                right(got, should, f"{mine.nbytes} bytes")
+    return ", ".join(plans)
+
+
+# ---------------------------------------------------------------------- peers that are gone: the last checks
+
+
+def left_alone() -> None:
+    """Let all ranks leave without each other: contexts whose calls failed are never given back."""
+    runtime.current().failed = True
+
+
+@check
+def an_interrupted_call_gives_its_peers_a_timeout() -> str:
+    """Between two epochs of one rank's call."""
+    if world() == 1:
+        return "one rank has no peers"
+    real, numel, made = Launch.__call__, 200, [0]
+    ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=patience_s())
+    x = torch.arange(numel, dtype=torch.float32, device=device())
+    tdcoll.all_reduce(x, ctx, algorithm="direct" if tdcoll.topology().n_nodes == 1 else "1d")
+    again = partial(tdcoll.all_reduce, x, ctx, algorithm="direct" if tdcoll.topology().n_nodes == 1 else "1d")
+
+    def interrupted(launch: Launch, *arguments: int) -> None:
+        made[0] += 1
+        if made[0] == 2:
+            raise KeyboardInterrupt
+        real(launch, *arguments)
+
+    if rank() == 1:
+        Launch.__call__ = interrupted  # type: ignore[method-assign]
+        expect_raises(KeyboardInterrupt, again)
+        Launch.__call__ = real  # type: ignore[method-assign]
+        error = expect_raises(tdcoll.ContextError, again, "ended with KeyboardInterrupt")
+        time.sleep(2 * patience_s())
+    else:
+        again()
+        error = expect_raises(tdcoll.CollectiveTimeout, ctx.check)
+    left_alone()
+    return str(error)
+
+
+@check
+def timeouts_name_the_peer() -> str:
+    """One rank does not make the second call. The others must name it, or one that waits for it in turn."""
+    if world() == 1:
+        return "one rank waits for nobody"
+    absent, tried, owner = world() - 1, [], runtime.current()
+    for spec in SPECS:
+        for algorithm in spec.names:
+            owner.failed = False  # what failed is over, and all ranks are here
+            ctx = tdcoll.CollectiveContext(max_bytes_per_rank=2048, timeout_s=patience_s())
+            peer = None
+            if algorithm in served(spec, ctx, 256, torch.float32):
+                x = torch.ones(64 * (world() if spec.scatters else 1), device=device())
+                call = partial(getattr(tdcoll, spec.name), x, ctx, algorithm=algorithm)
+                call()
+                if rank() != absent:
+                    call()
+                    error = expect_raises(tdcoll.CollectiveTimeout, ctx.check)
+                    expect(error.rank == rank() != error.peer and error.epoch == 2, str(error))  # type: ignore[attr-defined]
+                    peer = error.peer  # type: ignore[attr-defined]
+                    expect_raises(tdcoll.CollectiveTimeout, call)
+                    ctx.close()
+                tried.append(algorithm)
+                named = owner.control.all_gather(range(world()), f"peer of {spec.name}, {algorithm}", peer)
+                passed_on = algorithm == "ring" or tdcoll.topology().n_nodes > 1
+                expect(
+                    absent in named if passed_on else set(named) == {absent, None}, f"{spec.name}, {algorithm}: {named}"
+                )
+            left_alone()
+    return f"peer named by {', '.join(tried)}"
+
+
+if __name__ == "__main__":
+    run()

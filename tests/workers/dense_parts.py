@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What check scripts share that call dense collectives."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import device, expect, simulated, world
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from collectives.suite.calls import (
+    SPECS,
+    Calls,
+    different,
+    had,
+    in_pieces,
+    kinds_of,
+    make,
+    pattern,
+    place,
+    reference,
+    values,
+)
+from primitives import cases
+
+import tdcoll
+from tdcoll.collectives._host.launches import facts_of
+from tdcoll.collectives._host.spec import Collective
+
+__all__ = ["SIZES", "SPECS", "Calls", "Watched", "cases", "data", "had", "in_pieces", "kind_of", "kinds_of", "make"]
+__all__ += ["place", "reference", "right", "served", "sizes_of", "wanted"]
+
+SIZES = [0, 1, 2, 7, 255, 1000, 4096, 65536 + 3, 1 << 18, 3 << 20]
+
+
+def kind_of(spec: Collective) -> torch.dtype:
+    return torch.float32 if spec.reduces else torch.uint8
+
+
+def served(
+    spec: Collective, ctx: tdcoll.CollectiveContext, nbytes: int, dtype: torch.dtype, kind: str = "o"
+) -> list[str]:
+    """Algorithms that serve segments of so many bytes on all ranks of this context."""
+    form = {"in_place": kind == "p", "symmetric": kind in "st"}
+    facts = facts_of(ctx, nbytes, dtype if spec.reduces else None, **form)
+    return [each.name for each in spec.algorithms if each.supports(facts) is None]
+
+
+def sizes_of(spec: Collective) -> list[int]:
+    """Elements of a segment: not too many in the simulator, nor for all ranks together."""
+    most = 1000 if simulated() else (4 << 20) // (world() if spec.scatters else 1)
+    return [size for size in SIZES if size <= most]
+
+
+def data(spec: Collective, call: int, n: int, dtype: torch.dtype, ranks: int = 0) -> list[torch.Tensor]:
+    """What each rank gives to a call of ``n`` elements in a segment; the same on all."""
+    ranks = ranks or world()
+    numbers = values if spec.reduces else pattern
+    return [numbers(owner, call, n * ranks if spec.scatters else n, dtype).to(device()) for owner in range(ranks)]
+
+
+def wanted(spec: Collective, every: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
+    return reference(spec, every, tdcoll.topology(), op)
+
+
+def right(got: torch.Tensor, should: torch.Tensor, what: str) -> None:
+    expect(got.dtype == should.dtype and got.numel() == should.numel(), f"{what}: got {got.dtype} {list(got.shape)}")
+    wrong = int(different(got.flatten(), should.flatten()))
+    expect(wrong == 0, f"{what}: {wrong} wrong elements")
+
+
+class Watched:
+    """Symmetric memory for calls of one kind after the other, and a counter of wrong elements, which needs no
+    synchronisation."""
+
+    def __init__(self, spec: Collective, most: int, dtype: torch.dtype) -> None:
+        self.spec, self.dtype = spec, dtype
+        many = world() if spec.scatters or spec.gathers else 1
+        self.shared = tdcoll.empty((32 + most * many,), dtype)
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device())
+
+    def call(
+        self, ctx: tdcoll.CollectiveContext, kind: str, every: list[torch.Tensor], n: int, how: Any,
+        should: torch.Tensor, offset: int = 0, op: str = "sum",
+    ) -> None:  # fmt: skip
+        """Make a call, and look at everything around its result as well."""
+        placed = place(self.spec, kind, n, offset, ctx, self.dtype, self.shared)
+        placed.tensor.copy_(every[ctx.rank])
+        expect(
+            make(self.spec, kind, placed.tensor, placed.out, ctx, how, op) is placed.out, "a call returns its result"
+        )
+        for memory in placed.memories:
+            self.wrong += different(memory, placed.should(memory, every[ctx.rank], should))
+
+    def done(self, what: str) -> None:
+        """Raise if anything was wrong; give the memory back."""
+        expect(int(self.wrong) == 0, f"{self.spec.name}, {what}: {int(self.wrong)} wrong elements")
+        tdcoll.free(self.shared)
