@@ -66,36 +66,40 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
     (lambda given: make(group="0"), TypeError, f"{GROUP}'0'"),
     # all-gathers
     (lambda given: tdcoll.all_gather(None), TypeError, "tensor must be a torch.Tensor, got NoneType"),
-    (lambda given: tdcoll.all_gather(None, given.ctx), TypeError, "tensor must be a torch.Tensor, got NoneType"),
+    (lambda given: tdcoll.all_gather(None, ctx=given.ctx), TypeError, "tensor must be a torch.Tensor, got NoneType"),
     (
-        lambda given: tdcoll.all_gather_in_place(None, given.ctx),
+        lambda given: tdcoll.all_gather_(None, ctx=given.ctx),
         TypeError,
-        "buffer must be a torch.Tensor, got NoneType",
+        "tensor must be a torch.Tensor, got NoneType",
     ),
     (
-        lambda given: tdcoll.all_gather_in_place(X.to_sparse(), given.ctx),
+        lambda given: tdcoll.all_gather_(X.to_sparse(), ctx=given.ctx),
         ValueError,
-        "buffer must be contiguous; got shape",
+        "tensor must be contiguous; got shape",
     ),
-    (lambda given: tdcoll.all_gather(X, given.ctx, algorithm=3), TypeError, "algorithm must be a str or a Plan, got 3"),
     (
-        lambda given: tdcoll.all_gather(X, given.ctx, algorithm=[]),
+        lambda given: tdcoll.all_gather(X, ctx=given.ctx, algorithm=3),
+        TypeError,
+        "algorithm must be a str or a Plan, got 3",
+    ),
+    (
+        lambda given: tdcoll.all_gather(X, ctx=given.ctx, algorithm=[]),
         TypeError,
         "algorithm must be a str or a Plan, got list",
     ),
     (
-        lambda given: tdcoll.all_gather_into_tensor(None, X),
+        lambda given: tdcoll.distributed.all_gather_into_tensor(None, X),
         TypeError,
         "output_tensor must be a torch.Tensor, got NoneType",
     ),
     (
-        lambda given: tdcoll.all_gather_into_tensor(X, None),
+        lambda given: tdcoll.distributed.all_gather_into_tensor(X, None),
         TypeError,
         "input_tensor must be a torch.Tensor, got NoneType",
     ),
     # sparse all-reduces
     (
-        lambda given: tdcoll.sparse_all_reduce(X.to_sparse(), given.ctx),
+        lambda given: tdcoll.sparse_all_reduce(X.to_sparse(), ctx=given.ctx),
         TypeError,
         "ctx must be a tdcoll.SparseContext or None, got CollectiveContext",
     ),

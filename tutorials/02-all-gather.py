@@ -211,8 +211,8 @@ def time_calls(rank, world, plot):
             mine = MyAllGather(len(tensor), tensor.dtype)
             calls = {
                 "my_all_gather": partial(mine, tensor),
-                "tdcoll": partial(tdcoll.all_gather, tensor, ctx, out),
-                "tdcoll in place": partial(tdcoll.all_gather_in_place, buffer, ctx),
+                "tdcoll": partial(tdcoll.all_gather, tensor, ctx=ctx, out=out),
+                "tdcoll in place": partial(tdcoll.all_gather_, buffer, ctx=ctx),
                 "NCCL": partial(torch_all_gather, out, tensor),
             }
             rows[nbytes] = helpers.times_us((world - 1) * nbytes, calls)
@@ -273,29 +273,29 @@ def main(arguments=None):
             chosen = small if algorithm == "ll" else sizes
             for call, size in enumerate(chosen):
                 tensor = make(rank, call, size, device)
-                gathered = tdcoll.all_gather(tensor, ctx, algorithm=algorithm)
+                gathered = tdcoll.all_gather(tensor, ctx=ctx, algorithm=algorithm)
                 ctx.check()  # waits for the stream; raises CollectiveTimeout if a peer did not answer
                 check(f"all_gather {algorithm}", gathered, reference(tensor))
             listed = ", ".join(str(4 * size) for size in chosen)
             say(f"all_gather {algorithm}: {listed} bytes per rank equal torch.distributed's")
 
-        # From a slot, the result has to be copied out. With `all_gather_in_place` you bring the buffer instead: it is
+        # From a slot, the result has to be copied out. With `all_gather_` you bring the buffer instead: it is
         # symmetric, and each rank has filled its own segment. Since there is only one buffer, the ranks first tell
         # each other that they have entered the call. That is one more hop, and pays for large pieces.
         buffer = tdcoll.empty(world * numel, torch.int32)
         for call in range(3):
             tensor = make(rank, call, numel, device)
             buffer.chunk(world)[rank].copy_(tensor)
-            tdcoll.all_gather_in_place(buffer, ctx)
+            tdcoll.all_gather_(buffer, ctx=ctx)
             ctx.check()
-            check("all_gather_in_place", buffer, reference(tensor))
-        say("all_gather_in_place: 3 calls on one buffer equal torch.distributed's")
+            check("all_gather_", buffer, reference(tensor))
+        say("all_gather_: 3 calls on one buffer equal torch.distributed's")
 
     # For code that calls `torch.distributed.all_gather_into_tensor` today: the same arguments, and tdcoll keeps the
     # context. (`async_op=True` returns a `Work`, but the call is made in the order of the current stream.)
     tensor = make(rank, 9, numel, device)
     out = torch.empty(world * numel, dtype=torch.int32, device=device)
-    tdcoll.all_gather_into_tensor(out, tensor)
+    tdcoll.distributed.all_gather_into_tensor(out, tensor)
     check("all_gather_into_tensor", out, reference(tensor))
     say("all_gather_into_tensor: equals torch.distributed's")
 

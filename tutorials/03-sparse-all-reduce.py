@@ -196,13 +196,13 @@ def try_small_contexts(grad, row_bytes):
     """Return the sum by a context that had to grow; one that may not has to refuse."""
     with tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=row_bytes) as small:
         try:
-            tdcoll.sparse_all_reduce(grad, small)
+            tdcoll.sparse_all_reduce(grad, ctx=small)
         except tdcoll.ContextError as error:
             say(f"too small a context: ContextError: {error}")
         else:
             raise AssertionError("a context for one row per rank took a gradient with more")
     with tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=row_bytes, grow=True) as growing:
-        result = tdcoll.sparse_all_reduce(grad, growing)
+        result = tdcoll.sparse_all_reduce(grad, ctx=growing)
         growing.check()
         say(f"grow=True: grown from 1 to {growing.max_rows_per_rank} rows per rank")
     return result
@@ -230,9 +230,9 @@ def train(ids, vocabulary, options, ctx):
             batch = draw(ids, vocabulary, step, world * options.batch).to(ctx.device)
             shares = batch.chunk(world)
             loss, grad = gradient(table, shares[rank], len(batch))
-            descend(table, tdcoll.sparse_all_reduce(grad, ctx, algorithm="owner", copy=False))
+            descend(table, tdcoll.sparse_all_reduce(grad, ctx=ctx, algorithm="owner", copy=False))
 
-            loss = tdcoll.all_gather(loss, gathers).sum()
+            loss = tdcoll.all_gather(loss, ctx=gathers).sum()
             expected, grad = gradient(alone, batch, len(batch))
             descend(alone, grad.coalesce())
             torch.testing.assert_close(loss, expected)
@@ -240,7 +240,7 @@ def train(ids, vocabulary, options, ctx):
             say(f"  step {step}: loss {loss:.5f}, alone {expected:.5f}")
         ctx.check()
         torch.testing.assert_close(table.weight, alone.weight)
-        gathered = tdcoll.all_gather(table.weight.detach().flatten(), gathers).view(world, *table.weight.shape)
+        gathered = tdcoll.all_gather(table.weight.detach().flatten(), ctx=gathers).view(world, *table.weight.shape)
         gathers.check()
     if not all(torch.equal(theirs, table.weight) for theirs in gathered):
         raise AssertionError("the ranks' tables differ")
@@ -287,7 +287,7 @@ def main(arguments=None):
     mine = torch.sparse_coo_tensor(grad._indices(), parts[rank], grad.shape, check_invariants=True)
     with tdcoll.SparseContext(max_rows_per_rank=shares[0].numel(), max_row_bytes=row_bytes) as ctx:
         for algorithm in ("owner", "gather", "dense"):
-            result = tdcoll.sparse_all_reduce(mine, ctx, algorithm=algorithm)
+            result = tdcoll.sparse_all_reduce(mine, ctx=ctx, algorithm=algorithm)
             ctx.check()  # waits for the stream; raises CollectiveTimeout if a peer did not answer
             check_exact(algorithm, result, shares, parts)
         say(f"integers: owner, gather, dense give exactly the sum of all entries, {result._nnz()} rows")

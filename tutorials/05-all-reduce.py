@@ -272,8 +272,10 @@ def decoders(ctx, blocks, embedding):
     """Return a decoder for each way to make the three steps."""
     ways = {
         "torch.distributed": unfused(dist.all_reduce),
-        "tdcoll": unfused(lambda x: tdcoll.all_reduce_(x, ctx)),
-        "tdcoll, fused": lambda x, residual, weight: tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, 1e-6),
+        "tdcoll": unfused(lambda x: tdcoll.all_reduce_(x, ctx=ctx)),
+        "tdcoll, fused": lambda x, residual, weight: tdcoll.fused.all_reduce_rms_norm(
+            x, residual, weight, ctx=ctx, eps=1e-6
+        ),
     }
     return {name: Decoder(blocks, embedding, way) for name, way in ways.items()}
 
@@ -294,7 +296,7 @@ def time_calls(rank, world, blocks, embedding, plot):
             x = make(rank, 0, nbytes // 4, device)
             mine, out = MyAllReduce(len(x)), x.clone()
             calls = {"one stage": partial(mine, x, 1), "two stages": partial(mine, x, 2)}
-            calls |= {"tdcoll": partial(tdcoll.all_reduce, x, ctx), "NCCL": partial(dist.all_reduce, out)}
+            calls |= {"tdcoll": partial(tdcoll.all_reduce, x, ctx=ctx), "NCCL": partial(dist.all_reduce, out)}
             rows[nbytes] = helpers.times_us(2 * (world - 1) / world * nbytes, calls)
             rows[nbytes] |= {f"predicted, {n}": predicted_us(nbytes, world, n) for n in (1, 2)}
             wanted = reference(0, len(x), world, device)
@@ -338,9 +340,9 @@ def main(arguments=None):
         x = make(rank, 1, rows * hidden, device).view(rows, hidden)
         residual = make(9, 2, rows * hidden, device).view(rows, hidden)
         weight = make(9, 3, hidden, device)
-        total = tdcoll.all_reduce(x, ctx)
-        out, new = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx)
-        alone = tdcoll.fused.all_reduce_rms_norm(x[2:3].clone(), residual[2:3].clone(), weight, ctx)
+        total = tdcoll.all_reduce(x, ctx=ctx)
+        out, new = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx)
+        alone = tdcoll.fused.all_reduce_rms_norm(x[2:3].clone(), residual[2:3].clone(), weight, ctx=ctx)
         ctx.check()
         check("the new residual", new, total + residual)
         torch.testing.assert_close(out, nn.functional.rms_norm(new, (hidden,), weight, 1e-6), atol=1e-4, rtol=1e-4)

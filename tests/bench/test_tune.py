@@ -161,7 +161,7 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
         clock.passes(2.5 if replace(plan, blocks=0) == quick else took[plan.algorithm])
         return function(*arguments)
 
-    for name in ("all_gather", "all_gather_in_place", "reduce_scatter", "all_reduce", "all_reduce_", "all_to_all"):
+    for name in ("all_gather", "all_gather_", "reduce_scatter", "all_reduce", "all_reduce_", "all_to_all"):
         monkeypatch.setattr(tdcoll, name, partial(timed, getattr(tdcoll, name)))
     file = tmp_path / "t.json"
     kept = Table.parse(
@@ -172,7 +172,7 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
     arguments = "-b 1K -e 4K --channels 4 --warps 4 --algorithms ll,1d --in-place --iterations 2 --warmup 1"
     rows = measured(Tune, f"{arguments} -o {file}")
     assert {(row.check, row.launch, row.peer) for row in rows} == {("ok", "graph", False)}
-    assert called == {"all_gather", "all_gather_in_place", "reduce_scatter", "all_reduce", "all_to_all"}
+    assert called == {"all_gather", "all_gather_", "reduce_scatter", "all_reduce", "all_to_all"}
     # Of three operations and two sizes; all-reduce has no such algorithm.
     assert [row.median_us for row in rows if row.algorithm == "ll"] == [pytest.approx(3.0)] * 6
     kinds = {tuple(row.facts[name] for name in ("operation", "dtype", "op")) for row in rows}

@@ -82,7 +82,7 @@ def apart(given: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def norm(source: torch.Tensor, out: torch.Tensor, ctx: Any, algorithm: Any) -> Tensors:
     made: Tensors = tdcoll.fused.all_reduce_rms_norm(
-        source, out.fill_(0.25), WEIGHT, ctx, 1e-3, in_place=True, algorithm=algorithm
+        source, out.fill_(0.25), WEIGHT, ctx=ctx, eps=1e-3, in_place=True, algorithm=algorithm
     )
     return made
 
@@ -94,7 +94,7 @@ def rows_of(rank: int) -> torch.Tensor:
 
 def sparse(source: torch.Tensor, out: torch.Tensor, ctx: tdcoll.SparseContext, algorithm: str) -> Tensors:
     ids = rows_of(ctx.rank)
-    made = tdcoll.sparse_all_reduce_padded(ids, source, ROWS, ctx, coalesced=True, algorithm=algorithm)
+    made = tdcoll.sparse_all_reduce_padded(ids, source, ROWS, ctx=ctx, coalesced=True, algorithm=algorithm)
     return (out.zero_().index_add_(0, made.indices, made.values),)
 
 

@@ -27,7 +27,7 @@ def gather_and_compare(
     ctx: tdcoll.CollectiveContext, call: int, ranks: list[int] | None = None, algorithm: str = "auto"
 ) -> None:
     ranks = list(range(ctx.world_size)) if ranks is None else ranks
-    got = tdcoll.all_gather(data(ranks[ctx.rank], call), ctx, algorithm=algorithm)
+    got = tdcoll.all_gather(data(ranks[ctx.rank], call), ctx=ctx, algorithm=algorithm)
     assert torch.equal(got, torch.cat([data(rank, call) for rank in ranks]))
 
 
@@ -91,9 +91,9 @@ def test_use_after_close() -> None:
         buffer = tdcoll.empty((N, 2), torch.int32)
         ctx.close()
         with pytest.raises(tdcoll.ContextError, match="all_gather: the context is closed"):
-            tdcoll.all_gather(data(pe, 0), ctx)
-        with pytest.raises(tdcoll.ContextError, match="all_gather_in_place: the context is closed"):
-            tdcoll.all_gather_in_place(buffer, ctx)
+            tdcoll.all_gather(data(pe, 0), ctx=ctx)
+        with pytest.raises(tdcoll.ContextError, match="all_gather_: the context is closed"):
+            tdcoll.all_gather_(buffer, ctx=ctx)
 
     everywhere(host)
 
@@ -105,7 +105,7 @@ def test_a_call_far_over_the_capacity_is_refused_with_the_number_and_costs_nothi
             with pytest.raises(
                 tdcoll.ContextError, match=r"16385 bytes would .*1024 epochs of 16 .*per_rank=192 or more"
             ):
-                tdcoll.all_gather(large, ctx, algorithm="1d")
+                tdcoll.all_gather(large, ctx=ctx, algorithm="1d")
             assert int(ctx.control) == 0
             gather_and_compare(ctx, 0, algorithm="1d")
             assert int(ctx.control) >> EPOCH_SHIFT.value == 4, "64 bytes are 4 epochs"
@@ -123,7 +123,7 @@ def test_error_in_the_body_does_not_wait_for_the_others() -> None:
             with pytest.raises(KeyError, match="mine"), ctx:
                 raise KeyError("mine")
             with pytest.raises(tdcoll.ContextError, match="left by an exception"):
-                tdcoll.all_gather(data(pe, 1), ctx)
+                tdcoll.all_gather(data(pe, 1), ctx=ctx)
         assert not ctx.closed
         ctx.close()
         assert ctx.closed
@@ -176,7 +176,7 @@ def test_capacity_is_checked_across_ranks_and_against_the_heap() -> None:
 def test_capacity_of_nothing() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=0) as ctx:
-            assert tdcoll.all_gather(torch.empty(0, 3), ctx).shape == (0, 3)
+            assert tdcoll.all_gather(torch.empty(0, 3), ctx=ctx).shape == (0, 3)
             assert int(ctx.control) >> EPOCH_SHIFT.value == 1
             gather_and_compare(ctx, 0)  # in epochs of 16 bytes, the least that there is
 
@@ -195,11 +195,11 @@ def test_every_call_is_one_epoch_and_slots_alternate(ranks_per_node: int, algori
                 other = ctx.staging[1 - epoch % 2].clone()
                 if epoch % 3 == 0:
                     buffer[pe] = data(pe, epoch)
-                    tdcoll.all_gather_in_place(buffer, ctx, algorithm=algorithm)
+                    tdcoll.all_gather_(buffer, ctx=ctx, algorithm=algorithm)
                 elif epoch % 3 == 1:
                     gather_and_compare(ctx, epoch, algorithm=algorithm)
                 else:
-                    tdcoll.all_gather(torch.empty(0), ctx, algorithm=algorithm)  # nothing to send is a call, too
+                    tdcoll.all_gather(torch.empty(0), ctx=ctx, algorithm=algorithm)  # nothing to send is a call, too
                 assert int(ctx.control) == epoch << EPOCH_SHIFT.value  # and the count of programs is 0 again
                 seen = ctx.signals[epoch % 2].amax(0)
                 assert all(int(seen[peer]) == epoch for peer in range(N) if peer != pe)
@@ -283,7 +283,7 @@ def test_debug_mode_raises_on_all_ranks_and_the_context_lives_on() -> None:
                 (torch.zeros(4), "2d" if odd else "1d", "algorithm (rank 0: 1d, rank 1: 1d, rank 2: 2d, rank 3: 1d)"),
             ):
                 with pytest.raises(tdcoll.RankMismatchError) as raised:
-                    tdcoll.all_gather(tensor, ctx, algorithm=algorithm)
+                    tdcoll.all_gather(tensor, ctx=ctx, algorithm=algorithm)
                 text = "all_gather arguments must be the same on all ranks; they differ in "
                 assert str(raised.value).startswith(text + differ)
                 assert str(raised.value).count("rank 3") == 1, "it names one field"
@@ -322,13 +322,13 @@ def test_failed_context_refuses_every_call_and_closes_alone() -> None:
         ctx.check()
         if pe == 1:
             world.kill(1)
-        tdcoll.all_gather(data(pe, 4), ctx)
+        tdcoll.all_gather(data(pe, 4), ctx=ctx)
         with pytest.raises(tdcoll.CollectiveTimeout) as raised:
             ctx.check()
         assert repr(ctx).endswith("failed>")
         for _ in range(2):
             with pytest.raises(tdcoll.CollectiveTimeout) as again:
-                tdcoll.all_gather(data(pe, 5), ctx)
+                tdcoll.all_gather(data(pe, 5), ctx=ctx)
             assert str(again.value) == str(raised.value)
         used = tdcoll.heap_info().used
         ctx.close()  # without the others
@@ -336,7 +336,7 @@ def test_failed_context_refuses_every_call_and_closes_alone() -> None:
         assert tdcoll.heap_info().used == used, "a message may still come: the memory stays taken"
         assert runtime.current().failed
         with pytest.raises(tdcoll.ContextError, match="closed"):
-            tdcoll.all_gather(data(pe, 6), ctx)
+            tdcoll.all_gather(data(pe, 6), ctx=ctx)
         return raised.value
 
     first, dead, last = world.run(host)
@@ -356,7 +356,7 @@ def test_timeout_names_group_ranks() -> None:
         ctx = tdcoll.CollectiveContext([3, 1], max_bytes_per_rank=64)
         if pe == 1:
             world.kill(1)
-        tdcoll.all_gather(data(0, 0), ctx)
+        tdcoll.all_gather(data(0, 0), ctx=ctx)
         with pytest.raises(tdcoll.CollectiveTimeout) as raised:
             ctx.check()
         return raised.value
@@ -382,7 +382,7 @@ def test_channels_are_a_number_of_chunks_that_ranks_agree_on() -> None:
                 data = torch.arange(10_000) * (pe + 1)
                 for algorithm in ("auto", "ll", "direct", "ring", "1d", "2d"):
                     small = data[: ctx.ll_bytes // 8] if algorithm == "ll" else data[:5000]
-                    got = tdcoll.all_gather(small, ctx, algorithm=algorithm)
+                    got = tdcoll.all_gather(small, ctx=ctx, algorithm=algorithm)
                     assert torch.equal(got, torch.cat([torch.arange(len(small)) * (p + 1) for p in range(N)]))
 
     everywhere(host)
@@ -480,7 +480,7 @@ def test_a_context_of_few_channels_over_nodes() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=40_000, channels=1) as ctx:
             for algorithm in ("ll", "1d", "2d"):
                 data = torch.arange(ctx.ll_bytes // 8) * (pe + 1)
-                got = tdcoll.all_gather(data, ctx, algorithm=algorithm)
+                got = tdcoll.all_gather(data, ctx=ctx, algorithm=algorithm)
                 assert torch.equal(got, torch.cat([torch.arange(len(data)) * (p + 1) for p in range(N)]))
 
     everywhere(host, ranks_per_node=2)

@@ -33,7 +33,7 @@ def test_a_rank_that_gave_up_sends_nothing_more(algorithm: str) -> None:
 
     def host(pe: int) -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, timeout_s=1.0 if pe == 0 else 1000.0)
-        tdcoll.all_gather(data(pe, 0), ctx, algorithm=algorithm)
+        tdcoll.all_gather(data(pe, 0), ctx=ctx, algorithm=algorithm)
         if pe == 0:
             out = torch.empty(32, dtype=torch.int32)
             launch = launches_of(ALL_GATHER, ctx, 64, algorithm)
@@ -45,7 +45,7 @@ def test_a_rank_that_gave_up_sends_nothing_more(algorithm: str) -> None:
                 ctx.check()
             return
         runtime.current().control.all_gather((0, 1), "given up", None)
-        got = tdcoll.all_gather(data(pe, 1), ctx, algorithm=algorithm)
+        got = tdcoll.all_gather(data(pe, 1), ctx=ctx, algorithm=algorithm)
         seen[pe] = got.tolist()
 
     world = World(2, heap_bytes=HEAP, on_timeout="expire", ranks_per_node=1 if algorithm == "2d" else None)
@@ -62,7 +62,7 @@ def test_closing_tells_what_nobody_has_asked_for(how: str) -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
         if pe == 1:
             return
-        tdcoll.all_gather(data(pe, 0), ctx)
+        tdcoll.all_gather(data(pe, 0), ctx=ctx)
         with pytest.raises(tdcoll.CollectiveTimeout, match="peer 1"):
             ctx.close() if how == "close" else ctx.__exit__(None, None, None)
         assert ctx.closed
@@ -79,7 +79,7 @@ def test_a_failed_process_closes_its_healthy_contexts_alone() -> None:
         broken = tdcoll.CollectiveContext(max_bytes_per_rank=64)
         if pe == 1:
             return
-        tdcoll.all_gather(data(pe, 0), broken)
+        tdcoll.all_gather(data(pe, 0), ctx=broken)
         with pytest.raises(tdcoll.CollectiveTimeout):
             broken.check()
         healthy.close()
@@ -98,7 +98,7 @@ def test_a_context_that_does_not_fit_takes_nothing(fits: str) -> None:
         assert tdcoll.heap_info().used == 0
         assert not runtime.current().held
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
-            assert tdcoll.all_gather(data(pe, 1), ctx).tolist() == [1000] * 16 + [1001] * 16
+            assert tdcoll.all_gather(data(pe, 1), ctx=ctx).tolist() == [1000] * 16 + [1001] * 16
 
     World(2, heap_bytes=HEAP).run(host)
 
@@ -207,13 +207,13 @@ def test_a_sparse_context_that_could_not_grow_refuses_calls_and_can_be_closed() 
 
     def host(pe: int) -> None:
         ctx = tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=4, grow=True)
-        rows = (torch.arange(3), torch.ones(3, 1), 3, ctx)
+        rows = (torch.arange(3), torch.ones(3, 1), 3)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tdcoll.collectives.sparse_all_reduce.context.Memory", fail)
             with pytest.raises(RuntimeError, match="here"):
-                tdcoll.sparse_all_reduce_rows(*rows)
+                tdcoll.sparse_all_reduce_rows(*rows, ctx=ctx)
         with pytest.raises(tdcoll.ContextError, match=r"it has lost its memory .* close"):
-            tdcoll.sparse_all_reduce_rows(*rows)
+            tdcoll.sparse_all_reduce_rows(*rows, ctx=ctx)
         ctx.close()
         _nothing_is_taken()
 
@@ -226,11 +226,11 @@ def test_in_place_of_no_bytes_in_debug_mode() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
             buffer = tdcoll.empty((2, 0))
-            assert tdcoll.all_gather_in_place(buffer, ctx) is buffer
+            assert tdcoll.all_gather_(buffer, ctx=ctx) is buffer
             other = [tdcoll.empty(16, torch.int32), tdcoll.empty(16, torch.int32)]
             with pytest.raises(tdcoll.RankMismatchError, match=r"differ in offset in the symmetric heap \(rank 0: "):
-                tdcoll.all_gather_in_place(other[pe], ctx)
-            gathered = tdcoll.all_gather_in_place(other[0], ctx)
+                tdcoll.all_gather_(other[pe], ctx=ctx)
+            gathered = tdcoll.all_gather_(other[0], ctx=ctx)
             assert gathered.data_ptr() == other[0].data_ptr()
 
     World(2, heap_bytes=HEAP).run(host)
@@ -254,15 +254,15 @@ def test_in_place_wants_memory_of_the_group() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             buffer = tdcoll.empty(32, torch.int32)
-            tdcoll.all_gather_in_place(buffer[:8], ctx)  # a part will do
+            tdcoll.all_gather_(buffer[:8], ctx=ctx)  # a part will do
             tdcoll.free(buffer)
             with pytest.raises(tdcoll.NotSymmetricError, match="not allocated"):
-                tdcoll.all_gather_in_place(buffer, ctx)
+                tdcoll.all_gather_(buffer, ctx=ctx)
             own = tdcoll.empty(32, torch.int32, group=[pe])
             with pytest.raises(tdcoll.NotSymmetricError, match=rf"belongs to ranks \[{pe}\]"):
-                tdcoll.all_gather_in_place(own, ctx)
+                tdcoll.all_gather_(own, ctx=ctx)
             with pytest.raises(ValueError, match="at most 64 bytes per rank; got 128 bytes"):
-                tdcoll.all_gather_in_place(tdcoll.empty(64, torch.int32), ctx, "ll")
+                tdcoll.all_gather_(tdcoll.empty(64, torch.int32), ctx=ctx, algorithm="ll")
 
     World(2, heap_bytes=HEAP).run(host)
 
@@ -293,10 +293,10 @@ def test_lazy_views_are_refused() -> None:
         values = torch.tensor([1 + 3j, 2 + 4j])
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             with pytest.raises(ValueError, match="resolve_conj"):
-                tdcoll.all_gather(values.conj(), ctx)
+                tdcoll.all_gather(values.conj(), ctx=ctx)
             with pytest.raises(ValueError, match="resolve_conj"):
-                tdcoll.all_gather(values.conj().imag, ctx)
-            got = tdcoll.all_gather(values.conj().resolve_conj(), ctx)
+                tdcoll.all_gather(values.conj().imag, ctx=ctx)
+            got = tdcoll.all_gather(values.conj().resolve_conj(), ctx=ctx)
             assert got.tolist() == [1 - 3j, 2 - 4j] * 2
 
     World(2, heap_bytes=HEAP).run(host)
@@ -327,16 +327,16 @@ def test_what_is_wrong_is_found_after_calls_that_were_right(algorithm: str) -> N
             for call in range(3):
                 x, out = torch.full((4,), float(pe + call)), torch.zeros(8)
                 expected = [float(call)] * 4 + [call + 1.0] * 4
-                assert tdcoll.all_gather(x, ctx, out, algorithm) is out
-                assert out.tolist() == tdcoll.all_gather(x, ctx, algorithm=algorithm).tolist() == expected
-                assert tdcoll.all_gather(out.view(2, 4)[pe], ctx, out, algorithm).tolist() == expected
+                assert tdcoll.all_gather(x, ctx=ctx, out=out, algorithm=algorithm) is out
+                assert out.tolist() == tdcoll.all_gather(x, ctx=ctx, algorithm=algorithm).tolist() == expected
+                assert tdcoll.all_gather(out.view(2, 4)[pe], ctx=ctx, out=out, algorithm=algorithm).tolist() == expected
                 for change, error, text in WRONG_AFTER_A_GOOD_CALL.values():
                     tensor, given = change(x, out)
                     with pytest.raises(error, match=text):
-                        tdcoll.all_gather(tensor, ctx, given, algorithm)
+                        tdcoll.all_gather(tensor, ctx=ctx, out=given, algorithm=algorithm)
                 assert out.tolist() == expected
         with pytest.raises(tdcoll.ContextError, match="closed"):
-            tdcoll.all_gather(x, ctx, out)
+            tdcoll.all_gather(x, ctx=ctx, out=out)
 
     World(2, heap_bytes=HEAP).run(host)
 
@@ -403,8 +403,8 @@ def test_debug_tells_all_ranks_what_is_wrong_on_one() -> None:
             out = torch.empty(32 if pe == 0 else 31, dtype=torch.int32)
             kind, text = (tdcoll.RankMismatchError, "rank 1 cannot") if pe == 0 else (ValueError, "out must be")
             with pytest.raises(kind, match=text):
-                tdcoll.all_gather(data(pe, 0), ctx, out=out)
-            assert tdcoll.all_gather(data(pe, 1), ctx).tolist() == [1000] * 16 + [1001] * 16
+                tdcoll.all_gather(data(pe, 0), ctx=ctx, out=out)
+            assert tdcoll.all_gather(data(pe, 1), ctx=ctx).tolist() == [1000] * 16 + [1001] * 16
 
     World(2, heap_bytes=HEAP).run(host)
 
@@ -414,7 +414,7 @@ def test_debug_sees_contexts_used_in_another_order() -> None:
         first = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True)
         second = tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True)
         with pytest.raises(tdcoll.RankMismatchError, match="all_gather arguments"):
-            tdcoll.all_gather(data(pe, 0), first if pe == 0 else second)
+            tdcoll.all_gather(data(pe, 0), ctx=first if pe == 0 else second)
 
     World(2, heap_bytes=HEAP).run(host)
 
@@ -439,7 +439,7 @@ def test_a_context_of_an_ended_job_is_refused() -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
         runtime.current().closed = True
         with pytest.raises(tdcoll.NotInitializedError, match="has ended"):
-            tdcoll.all_gather(data(pe, 0), ctx)
+            tdcoll.all_gather(data(pe, 0), ctx=ctx)
         ctx.close()
 
     World(2, heap_bytes=HEAP).run(host)
@@ -455,7 +455,7 @@ def test_the_drop_in_context_grows_as_far_as_the_heap_has_room(monkeypatch: pyte
             count = total // fraction // 4
             mine = data(pe, fraction, count)
             out = torch.empty(2 * count, dtype=torch.int32)
-            tdcoll.all_gather_into_tensor(out, mine)
+            tdcoll.distributed.all_gather_into_tensor(out, mine)
             assert out.tolist() == [1000 * fraction] * count + [1000 * fraction + 1] * count
         contexts = runtime.current().contexts
         assert len(contexts) == 1, "the smaller ones are freed"

@@ -87,8 +87,8 @@ class Norms:
         if kind in "ag":
             mine = [self.given(pe, call, 1) for pe in pes]
             if kind == "g":
-                return [("gathered", tdcoll.all_gather(mine[ctx.rank], ctx), torch.cat(mine))]
-            return [("reduced", tdcoll.all_reduce(mine[ctx.rank], ctx), reduce_parts(mine, nodes))]
+                return [("gathered", tdcoll.all_gather(mine[ctx.rank], ctx=ctx), torch.cat(mine))]
+            return [("reduced", tdcoll.all_reduce(mine[ctx.rank], ctx=ctx), reduce_parts(mine, nodes))]
         rows = 0 if kind == "z" else self.rows[call % len(self.rows)]
         turns = self.algorithms.split()
         name, block = turns[call % len(turns)], self.blocks[call % len(self.blocks)]
@@ -100,8 +100,8 @@ class Norms:
             x,
             old,
             weight,
-            ctx,
-            1e-3,
+            ctx=ctx,
+            eps=1e-3,
             in_place=kind == "i",
             out_dtype=FP8 if kind in "8s" else None,
             scale=scale,

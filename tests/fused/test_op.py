@@ -151,10 +151,10 @@ def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], message:
 def test_a_wrong_scale_after_a_right_one(scale: Any, kind: type[Exception], message: str) -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12) as ctx:
-            given = (X, torch.zeros(2, 64), torch.ones(64), ctx)
-            tdcoll.fused.all_reduce_rms_norm(*given, out_dtype=FP8, scale=torch.ones(1))
+            given = (X, torch.zeros(2, 64), torch.ones(64))
+            tdcoll.fused.all_reduce_rms_norm(*given, ctx=ctx, out_dtype=FP8, scale=torch.ones(1))
             with pytest.raises(kind, match=message):
-                tdcoll.fused.all_reduce_rms_norm(*given, out_dtype=FP8, scale=scale)
+                tdcoll.fused.all_reduce_rms_norm(*given, ctx=ctx, out_dtype=FP8, scale=scale)
 
     run(host)
 
@@ -163,9 +163,9 @@ def test_an_overlap_in_place_after_a_right_call() -> None:
     def host(pe: int) -> None:
         x = torch.zeros(2, 64)
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12) as ctx:
-            tdcoll.fused.all_reduce_rms_norm(x, x.clone(), torch.ones(64), ctx, in_place=True)
+            tdcoll.fused.all_reduce_rms_norm(x, x.clone(), torch.ones(64), ctx=ctx, in_place=True)
             with pytest.raises(ValueError, match="residual must not overlap x"):
-                tdcoll.fused.all_reduce_rms_norm(x, x, torch.ones(64), ctx, in_place=True)
+                tdcoll.fused.all_reduce_rms_norm(x, x, torch.ones(64), ctx=ctx, in_place=True)
 
     run(host)
 
@@ -191,9 +191,9 @@ def test_ranks_that_disagree() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12, debug=True) as ctx:
             x = torch.zeros(2, 64)
-            tdcoll.fused.all_reduce_rms_norm(x, x.clone(), torch.ones(64), ctx)
+            tdcoll.fused.all_reduce_rms_norm(x, x.clone(), torch.ones(64), ctx=ctx)
             with pytest.raises(RankMismatchError, match="eps"):
-                tdcoll.fused.all_reduce_rms_norm(x, x.clone(), torch.ones(64), ctx, eps=1e-5 if pe else 1e-6)
+                tdcoll.fused.all_reduce_rms_norm(x, x.clone(), torch.ones(64), ctx=ctx, eps=1e-5 if pe else 1e-6)
 
     run(host, 2)
 
@@ -223,8 +223,8 @@ def test_the_pool_alignment_and_the_short_way(in_place: bool) -> None:
 def test_a_closed_context_is_refused() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 12) as ctx:
-            tdcoll.fused.all_reduce_rms_norm(X, X.clone(), torch.ones(64), ctx)
+            tdcoll.fused.all_reduce_rms_norm(X, X.clone(), torch.ones(64), ctx=ctx)
         with pytest.raises(tdcoll.ContextError, match="all_reduce_rms_norm: the context is closed"):
-            tdcoll.fused.all_reduce_rms_norm(X, X.clone(), torch.ones(64), ctx)
+            tdcoll.fused.all_reduce_rms_norm(X, X.clone(), torch.ones(64), ctx=ctx)
 
     run(host)

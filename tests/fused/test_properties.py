@@ -50,7 +50,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_by_every_algorithm(seed, n_p
             def call(chosen: torch.Tensor, algorithm: str, block: int) -> tuple[torch.Tensor, ...]:
                 cut = plan(algorithm, hidden, dtype, max(block, HIDDEN[hidden]))
                 return tdcoll.fused.all_reduce_rms_norm(
-                    x[chosen], residual[chosen], weight, ctx, out_dtype=torch.float8_e4m3fn, algorithm=cut
+                    x[chosen], residual[chosen], weight, ctx=ctx, out_dtype=torch.float8_e4m3fn, algorithm=cut
                 )
 
             whole = [call(torch.arange(rows), *cut) for cut in cuts]

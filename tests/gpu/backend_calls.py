@@ -159,7 +159,7 @@ def own_row() -> dict[str, Any]:
 
         ways = {
             "all_gather": on_a_context(tdcoll.all_gather, part),
-            "all_gather_in_place": on_a_context(tdcoll.all_gather_in_place, buffer),
+            "all_gather_": on_a_context(tdcoll.all_gather_, buffer),
             "reduce_scatter": on_a_context(tdcoll.reduce_scatter, whole, op="max"),
             "all_reduce": on_a_context(tdcoll.all_reduce, part, op="max"),
             "all_reduce_": on_a_context(tdcoll.all_reduce_, part, op="max"),

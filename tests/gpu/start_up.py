@@ -141,7 +141,7 @@ def start(on_gpu: bool) -> Callable[[], None]:
     data = torch.full((NBYTES // 4,), dist.get_rank(), dtype=torch.int32, device=tdcoll.device())
     for name in ("first all_gather", "second all_gather"):
         with stage(name, memory=True):
-            result = tdcoll.all_gather(data, ctx)
+            result = tdcoll.all_gather(data, ctx=ctx)
             ctx.check()
         if name.startswith("first"):
             rows.append({"name": "IN ALL", "at_s": 0.0, "took_s": time.perf_counter() - began, "depth": 0})

@@ -97,7 +97,7 @@ def life(rank: int, case: Case, phase: Callable[[str], None]) -> None:
     for call in range(3):
         if call == 1:
             phase("call")
-        tdcoll.all_gather(data, ctx)
+        tdcoll.all_gather(data, ctx=ctx)
         ctx.check()
     phase("finalize")
 

@@ -76,10 +76,10 @@ def live_in_own_calls(number: int) -> None:
     """Between initialize() and finalize(): stores and puts, whose kernels were loaded in the first round."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         for algorithm in ("auto", "1d"):
-            gathered(tdcoll.all_gather(data(RANK, number), ctx, algorithm=algorithm), list(range(WORLD)), number)
+            gathered(tdcoll.all_gather(data(RANK, number), ctx=ctx, algorithm=algorithm), list(range(WORLD)), number)
         ctx.check()
     out = torch.empty(5 * WORLD, device=device())
-    tdcoll.all_gather_into_tensor(out, data(RANK, number))  # by a context that finalize() closes
+    tdcoll.distributed.all_gather_into_tensor(out, data(RANK, number))  # by a context that finalize() closes
     gathered(out, list(range(WORLD)), number)
 
 

@@ -33,10 +33,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def gather_and_compare() -> None:
     with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
         data = torch.arange(16, dtype=torch.int32)
-        assert torch.equal(tdcoll.all_gather(data, ctx), data)
+        assert torch.equal(tdcoll.all_gather(data, ctx=ctx), data)
         ctx.check()
     out = torch.zeros(16, dtype=torch.int32)
-    tdcoll.all_gather_into_tensor(out, data)
+    tdcoll.distributed.all_gather_into_tensor(out, data)
     assert torch.equal(out, data)
 
 
@@ -129,7 +129,7 @@ def test_refused_settings_leave_nothing_behind() -> None:
 
 def test_finalize_closes_contexts_of_the_drop_in_call() -> None:
     tdcoll.initialize()
-    tdcoll.all_gather_into_tensor(torch.zeros(4), torch.ones(4))
+    tdcoll.distributed.all_gather_into_tensor(torch.zeros(4), torch.ones(4))
     (pool,) = runtime.current().contexts.values()
     context = pool.context
     tdcoll.finalize()

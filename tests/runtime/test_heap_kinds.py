@@ -65,8 +65,8 @@ def test_what_puts_is_refused_by_name() -> None:
                     with pytest.raises(ValueError, match=f"algorithm='{algorithm}' needs"):
                         call(x, ctx, algorithm=algorithm)
             with pytest.raises(ValueError, match="needs NVSHMEM's puts, which memory of PyTorch's does not have"):
-                tdcoll.all_gather(x, ctx, algorithm="1d")
-            assert tdcoll.all_reduce(x, ctx).tolist() == (2 * x).tolist()
+                tdcoll.all_gather(x, ctx=ctx, algorithm="1d")
+            assert tdcoll.all_reduce(x, ctx=ctx).tolist() == (2 * x).tolist()
         _tell[(1,)](torch.zeros(1, dtype=torch.int32))
 
     with pytest.raises(TdcollError, match="my_pe calls NVSHMEM, and the symmetric heap of this job is PyTorch's"):
@@ -83,9 +83,9 @@ def test_large_all_gathers_go_by_stores(monkeypatch: pytest.MonkeyPatch, in_plac
         buffer.view(2, 4096)[pe].fill_(pe + 1)
         with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
             if in_place:
-                out = tdcoll.all_gather_in_place(buffer, ctx)
+                out = tdcoll.all_gather_(buffer, ctx=ctx)
             else:
-                out = tdcoll.all_gather(buffer.view(2, 4096)[pe], ctx)
+                out = tdcoll.all_gather(buffer.view(2, 4096)[pe], ctx=ctx)
             assert out.view(2, 4096).float().mean(1).tolist() == [1, 2]
 
     World(2, puts=False).run(host)

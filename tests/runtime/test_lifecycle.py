@@ -260,11 +260,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "SparseContext": lambda: tdcoll.SparseContext(max_rows_per_rank=1, max_row_bytes=4),
     "WaitMonitor": tdcoll.WaitMonitor,
     "all_gather": lambda: tdcoll.all_gather(torch.zeros(1)),
-    "all_gather_into_tensor": lambda: tdcoll.all_gather_into_tensor(torch.zeros(1), torch.zeros(1)),
     "all_reduce": lambda: tdcoll.all_reduce(torch.zeros(1)),
     "all_reduce_": lambda: tdcoll.all_reduce_(torch.zeros(1)),
+    "all_gather_": lambda: tdcoll.all_gather_(torch.zeros(1)),
     "all_to_all": lambda: tdcoll.all_to_all(torch.zeros(1)),
-    "all_to_all_single": lambda: tdcoll.all_to_all_single(torch.zeros(1), torch.zeros(1)),
     "barrier": tdcoll.barrier,
     "barrier_on_stream": tdcoll.barrier_on_stream,
     "copy_on_stream": lambda: tdcoll.copy_on_stream(torch.zeros(1), torch.zeros(1)),
@@ -273,18 +272,19 @@ CALLS: dict[str, Callable[[], object]] = {
     "free": lambda: tdcoll.free(torch.zeros(1)),
     "heap_info": tdcoll.heap_info,
     "peer_tensor": lambda: tdcoll.peer_tensor(torch.zeros(1), 0),
+    "rank": tdcoll.rank,
     "reduce_scatter": lambda: tdcoll.reduce_scatter(torch.zeros(1)),
-    "reduce_scatter_tensor": lambda: tdcoll.reduce_scatter_tensor(torch.zeros(1), torch.zeros(1)),
     "sparse_all_reduce": lambda: tdcoll.sparse_all_reduce(torch.zeros(1).to_sparse()),
     "sparse_all_reduce_rows": lambda: tdcoll.sparse_all_reduce_rows(torch.zeros(1).long(), torch.zeros(1), 1),
     "topology": tdcoll.topology,
     "wait_on_stream": lambda: tdcoll.wait_on_stream(torch.zeros(1).long(), ">=", 1),
+    "world_size": tdcoll.world_size,
     "write_on_stream": lambda: tdcoll.write_on_stream(torch.zeros(1).long(), 1),
     "zeros": lambda: tdcoll.zeros(1),
 }
 NEED_NO_JOB = {"finalize", "initialize", "is_initialized", "jit", "match_indices", "match_lists", "__version__"}
 NEED_NO_JOB |= {"Plan", "Table", "Topology", "begin_epoch"}
-TAKE_A_CONTEXT = {"all_gather", "all_gather_in_place", "sparse_all_reduce_padded"}
+TAKE_A_CONTEXT = {"sparse_all_reduce_padded"}
 RETURNED = {"PaddedRows"}
 
 

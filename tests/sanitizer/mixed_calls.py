@@ -62,7 +62,7 @@ def sparse(ctx: tdcoll.SparseContext, count: int, algorithm: str) -> None:
     ids = (torch.arange(count, device=device()) * 2 + rank()) % rows
     values = torch.ones(count, 4, device=device()) * (1 + rank())
     got = tdcoll.sparse_all_reduce(
-        torch.sparse_coo_tensor(ids[None], values, (rows, 4), check_invariants=False), ctx, algorithm=algorithm
+        torch.sparse_coo_tensor(ids[None], values, (rows, 4), check_invariants=False), ctx=ctx, algorithm=algorithm
     )
     wanted = torch.zeros(rows, 4, device=device())
     for r in range(world()):

@@ -34,7 +34,7 @@ def calls(kind: str, ctx: Any) -> Callable[[], None]:
     def run() -> None:
         for call in range(CALLS):
             of_all = [torch.arange(NBYTES // 4, dtype=torch.int32) * 3 + 1000 * rank + call for rank in range(N_PES)]
-            got = getattr(tdcoll, kind)(of_all[ctx.rank], ctx, algorithm="direct")
+            got = getattr(tdcoll, kind)(of_all[ctx.rank], ctx=ctx, algorithm="direct")
             total = sum(of_all)
             wanted = {"all_gather": torch.cat(of_all), "reduce_scatter": total.chunk(N_PES)[ctx.rank]}
             assert got.equal(wanted.get(kind, total))

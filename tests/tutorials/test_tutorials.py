@@ -30,7 +30,7 @@ def name(value):
 
 # ---------------------------------------------------------------------- as a reader runs them
 
-GATHERED = ["my_all_gather", "all_gather ll", "all_gather 1d", "all_gather 2d", "all_gather_in_place"]
+GATHERED = ["my_all_gather", "all_gather ll", "all_gather 1d", "all_gather 2d", "all_gather_"]
 REDUCED = ["my all-reduce", "all_reduce_rms_norm", "decoding", "time"]
 
 

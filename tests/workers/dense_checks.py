@@ -171,9 +171,9 @@ def large_calls_by_words_are_several_epochs() -> str:
         out, inside, less = torch.empty_like(mine), mine.clone(), mine[:1000].clone()
 
         def calls() -> None:
-            tdcoll.all_reduce(mine, ctx, out)
-            tdcoll.all_reduce_(less.copy_(mine[:1000]), ctx)
-            tdcoll.all_reduce_(inside.copy_(mine), ctx)
+            tdcoll.all_reduce(mine, ctx=ctx, out=out)
+            tdcoll.all_reduce_(less.copy_(mine[:1000]), ctx=ctx)
+            tdcoll.all_reduce_(inside.copy_(mine), ctx=ctx)
 
         calls()
         graph = torch.cuda.CUDAGraph()
@@ -315,15 +315,15 @@ def errors() -> None:
                     ordinary = place(spec, "i", 4, 0, ctx, torch.float32, None)
                     refused = partial(make, spec, form, ordinary.tensor, ordinary.out, ctx)
                     expect_raises(tdcoll.NotSymmetricError, refused, "symmetric memory")
-            call(x, ctx)
+            call(x, ctx=ctx)
         ctx.check()
-    expect_raises(tdcoll.ContextError, partial(tdcoll.all_gather, x, ctx), "closed")
+    expect_raises(tdcoll.ContextError, partial(tdcoll.all_gather, x, ctx=ctx), "closed")
     if world() > 1:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, debug=True) as debug:
             for spec in SPECS:
                 call, x = getattr(tdcoll, spec.name), torch.zeros(world() * (2 + rank() % 2), device=device())
                 expect_raises(tdcoll.RankMismatchError, partial(call, x, debug), f"{spec.name} arguments")
-                call(x[: 2 * world()], debug)
+                call(x[: 2 * world()], ctx=debug)
 
 
 # ---------------------------------------------------------------------- graphs and streams
@@ -407,20 +407,20 @@ def some_ranks_replay_what_others_call() -> str:
             every = data(spec, 5, n, dtype)
             should, mine = wanted(spec, every), every[rank()]
             out = torch.empty_like(mine)
-            tdcoll.all_reduce(mine, ctx, out)
+            tdcoll.all_reduce(mine, ctx=ctx, out=out)
             plan = launches_of(spec, ctx, mine.nbytes, "auto", options=(dtype, "sum"), dtype=dtype).plan
             plans.append(f"{mine.nbytes >> 10} KB {plan.algorithm}")
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                tdcoll.all_reduce(mine, ctx, out)
+                tdcoll.all_reduce(mine, ctx=ctx, out=out)
             for _ in range(3):
                 out.zero_()
                 got = out
                 if rank() % 2 == 0:
                     graph.replay()
                 else:
-                    got = tdcoll.all_reduce_(mine.clone(), ctx)
+                    got = tdcoll.all_reduce_(mine.clone(), ctx=ctx)
                 ctx.check()
                 right(got, should, f"{mine.nbytes} bytes")
     return ", ".join(plans)
@@ -442,8 +442,8 @@ def an_interrupted_call_gives_its_peers_a_timeout() -> str:
     real, numel, made = Launch.__call__, 200, [0]
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=256, timeout_s=patience_s())
     x = torch.arange(numel, dtype=torch.float32, device=device())
-    tdcoll.all_reduce(x, ctx, algorithm="direct" if tdcoll.topology().n_nodes == 1 else "1d")
-    again = partial(tdcoll.all_reduce, x, ctx, algorithm="direct" if tdcoll.topology().n_nodes == 1 else "1d")
+    tdcoll.all_reduce(x, ctx=ctx, algorithm="direct" if tdcoll.topology().n_nodes == 1 else "1d")
+    again = partial(tdcoll.all_reduce, x, ctx=ctx, algorithm="direct" if tdcoll.topology().n_nodes == 1 else "1d")
 
     def interrupted(launch: Launch, *arguments: int) -> None:
         made[0] += 1
@@ -477,7 +477,7 @@ def timeouts_name_the_peer() -> str:
             peer = None
             if algorithm in served(spec, ctx, 256, torch.float32):
                 x = torch.ones(64 * (world() if spec.scatters else 1), device=device())
-                call = partial(getattr(tdcoll, spec.name), x, ctx, algorithm=algorithm)
+                call = partial(getattr(tdcoll, spec.name), x, ctx=ctx, algorithm=algorithm)
                 call()
                 if rank() != absent:
                     call()

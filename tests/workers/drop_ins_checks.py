@@ -29,10 +29,16 @@ def drop_ins() -> Iterator[tuple[Collective, DropIn]]:
         return tdcoll.distributed.all_reduce(out.copy_(tensor), *more, **named)
 
     known: dict[str, DropIn] = {
-        "all_gather": lambda tensor, out, *more, **named: tdcoll.all_gather_into_tensor(out, tensor, *more, **named),
-        "reduce_scatter": lambda tensor, out, *more, **named: tdcoll.reduce_scatter_tensor(out, tensor, *more, **named),
+        "all_gather": lambda tensor, out, *more, **named: tdcoll.distributed.all_gather_into_tensor(
+            out, tensor, *more, **named
+        ),
+        "reduce_scatter": lambda tensor, out, *more, **named: tdcoll.distributed.reduce_scatter_tensor(
+            out, tensor, *more, **named
+        ),
         "all_reduce": all_reduce,
-        "all_to_all": lambda tensor, out, *more, **named: tdcoll.all_to_all_single(out, tensor, *more, **named),
+        "all_to_all": lambda tensor, out, *more, **named: tdcoll.distributed.all_to_all_single(
+            out, tensor, *more, **named
+        ),
     }
     for spec in SPECS:
         yield spec, known[spec.name]

@@ -63,17 +63,17 @@ def step(kind: int, write: Callable[[torch.Tensor], object], ctx: tdcoll.Collect
     if kind < 3:
         algorithm = ("auto", "one_shot", "direct")[kind]
         expected = world() * (base + 1) + ranks + 1
-        out = tdcoll.all_reduce(x, ctx, x if kind == 1 else None, algorithm=algorithm)
+        out = tdcoll.all_reduce(x, ctx=ctx, out=x if kind == 1 else None, algorithm=algorithm)
     elif kind == 3:
         expected = torch.stack([base + 2 + r for r in range(world())]).flatten()
-        out = tdcoll.all_gather(x, ctx)
+        out = tdcoll.all_gather(x, ctx=ctx)
     elif kind == 4:
         expected = torch.stack([base + 2 + r for r in range(world())]).flatten()
-        out = tdcoll.all_gather(x, ctx, algorithm="direct")
+        out = tdcoll.all_gather(x, ctx=ctx, algorithm="direct")
     else:
         part = slice(rank() * n // world(), (rank() + 1) * n // world())
         expected = (world() * (base + 1) + ranks + 1)[part]
-        out = tdcoll.reduce_scatter(x, ctx, algorithm="auto" if kind == 5 else "direct")
+        out = tdcoll.reduce_scatter(x, ctx=ctx, algorithm="auto" if kind == 5 else "direct")
     write(out)
     return (out != expected).sum()
 
@@ -86,7 +86,7 @@ def launches_are_early() -> str:
     """Launches are early where the GPU and Triton can; never in the simulator."""
     with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
         expect(ctx.early, "a context of the usual kind")
-        tdcoll.all_reduce(torch.ones(4, device=device()), ctx)
+        tdcoll.all_reduce(torch.ones(4, device=device()), ctx=ctx)
         made = [run_of for run_of in ctx.known.values() if hasattr(run_of, "_launches")]
         expect(made, "nothing was launched")
         first: Launch = made[0]._launches[0]
@@ -130,7 +130,7 @@ def chains_of_collectives_alone() -> str:
         expected = (torch.arange(n, device=device(), dtype=torch.float32) % 13) * world() + world() * (world() - 1) / 2
         for call in range(calls):
             algorithm = "auto" if call % 3 else "direct"
-            tdcoll.all_reduce_(x, (one, two)[call % 2], op="sum" if call == 0 else "max", algorithm=algorithm)
+            tdcoll.all_reduce_(x, ctx=(one, two)[call % 2], op="sum" if call == 0 else "max", algorithm=algorithm)
         one.check()
         two.check()
     expect(bool((x == expected).all()), "a call did not see the one before")

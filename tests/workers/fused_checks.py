@@ -67,7 +67,7 @@ def rows_and_hidden_sizes() -> str:
             for algorithm in algorithms(ctx, rows, hidden, dtype):
                 x, old, what = every[rank()], residual.clone(), f"{algorithm}, {rows} rows of {hidden} {dtype}"
                 out, new = tdcoll.fused.all_reduce_rms_norm(
-                    x, old, weight, ctx, EPS, in_place=True, algorithm=algorithm
+                    x, old, weight, ctx=ctx, eps=EPS, in_place=True, algorithm=algorithm
                 )
                 expect(new is old and same_bits(new, wanted[1]), f"the new residual: {what}")
                 if exact:
@@ -78,7 +78,7 @@ def rows_and_hidden_sizes() -> str:
                 if isinstance(algorithm, tdcoll.Plan) and algorithm.chunk == 16 * 512:
                     continue  # of plans one for each algorithm, as each is compiled
                 eight = tdcoll.fused.all_reduce_rms_norm(
-                    x, residual, weight, ctx, EPS, out_dtype=FP8, algorithm=algorithm
+                    x, residual, weight, ctx=ctx, eps=EPS, out_dtype=FP8, algorithm=algorithm
                 )
                 expect(same_bits(eight[1], wanted[1]), f"the new residual beside fp8: {what}")
                 if exact:
@@ -98,7 +98,7 @@ def a_row_has_the_same_bits_in_every_batch() -> None:
 
         def call(first: int, last: int) -> tuple[torch.Tensor, ...]:
             x, old = every[rank()][first:last].clone(), residual[first:last].clone()
-            return tdcoll.fused.all_reduce_rms_norm(x, old, weight, ctx, EPS, out_dtype=FP8)
+            return tdcoll.fused.all_reduce_rms_norm(x, old, weight, ctx=ctx, eps=EPS, out_dtype=FP8)
 
         whole = call(0, rows)
         for size in (1, 2, 5, rows - 1):
@@ -108,7 +108,7 @@ def a_row_has_the_same_bits_in_every_batch() -> None:
         ctx.check()
     codes = whole[0].view(torch.uint8)
     everywhere = torch.empty(world(), *codes.shape, dtype=torch.uint8, device=device())
-    tdcoll.all_gather_into_tensor(everywhere, codes)
+    tdcoll.distributed.all_gather_into_tensor(everywhere, codes)
     expect(all(torch.equal(codes, other) for other in everywhere), "ranks have different bits")
 
 
@@ -122,16 +122,16 @@ def many_calls_with_a_straggler() -> str:
         given_once = {}
         for rows in sizes:
             every, residual, weight = inputs(rows, rows, hidden, torch.bfloat16)
-            expected = tdcoll.fused.all_reduce_rms_norm(every[rank()], residual, weight, ctx, algorithm="composed")
+            expected = tdcoll.fused.all_reduce_rms_norm(every[rank()], residual, weight, ctx=ctx, algorithm="composed")
             given_once[rows] = every[rank()], residual, weight, expected, algorithms(ctx, rows, hidden, torch.bfloat16)
         for call in range(calls):
             x, residual, weight, expected, kinds = given_once[sizes[call % len(sizes)]]
             if rank() == call % world() and call % 3 == 0 and not simulated():
                 torch.cuda._sleep(100_000)
-            got = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, algorithm=kinds[call % len(kinds)])
+            got = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, algorithm=kinds[call % len(kinds)])
             wrong += (got[0] != expected[0]).sum() + (got[1] != expected[1]).sum()
             if call % 4 == 1:
-                total = tdcoll.all_reduce(x[0].float(), ctx)
+                total = tdcoll.all_reduce(x[0].float(), ctx=ctx)
                 wrong += (total.isnan()).sum()
         ctx.check()
     expect(int(wrong) == 0, f"{int(wrong)} wrong numbers in {calls} calls")
@@ -149,8 +149,8 @@ def replay_captured(rows: int, captured: int, ctx: tdcoll.CollectiveContext) -> 
     def one(algorithm: str | tdcoll.Plan) -> None:
         step.mul_(-1)
         x = every[rank()] * step
-        got = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, EPS, algorithm=algorithm)
-        want = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, EPS, algorithm="composed")
+        got = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, eps=EPS, algorithm=algorithm)
+        want = tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, eps=EPS, algorithm="composed")
         wrong.add_((got[0] != want[0]).sum() + (got[1] != want[1]).sum())
 
     for kind in kinds:
@@ -187,9 +187,9 @@ def fused_timeouts_name_the_peer() -> str:
         runtime.current().failed = False  # what failed is over, and all ranks are here
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16, timeout_s=5 if shared() else 1.5)
         if algorithm in algorithms(ctx, world(), 512, torch.bfloat16):
-            tdcoll.fused.all_reduce_rms_norm(x, x.clone(), weight, ctx, algorithm=algorithm)
+            tdcoll.fused.all_reduce_rms_norm(x, x.clone(), weight, ctx=ctx, algorithm=algorithm)
             if rank() != absent:
-                tdcoll.fused.all_reduce_rms_norm(x, x.clone(), weight, ctx, algorithm=algorithm)
+                tdcoll.fused.all_reduce_rms_norm(x, x.clone(), weight, ctx=ctx, algorithm=algorithm)
                 error = expect_raises(tdcoll.CollectiveTimeout, ctx.check)
                 peers = range(world()) if algorithm == "two_stage" else [absent]
                 expect(error.peer in peers and error.epoch == 2, str(error))  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             os.kill(os.getpid(), signal.SIGKILL)
-        tdcoll.all_gather(data, ctx)
+        tdcoll.all_gather(data, ctx=ctx)
         ctx.check()
 
 

@@ -49,11 +49,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, installed(changes, Path(folder), [KERNEL]):
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=8 * COUNT, timeout_s=TIMEOUT_S)
         wanted = source.fill_(rank + 1)[:COUNT].clone().fill_(world * (world + 1) // 2)
-        first = tdcoll.reduce_scatter(source, ctx, algorithm="pull", symmetric=True)
+        first = tdcoll.reduce_scatter(source, ctx=ctx, algorithm="pull", symmetric=True)
         ctx.check()
         assert torch.equal(first, wanted)
         tdcoll.barrier()
-        got = tdcoll.reduce_scatter(source, ctx, algorithm="pull", symmetric=True)
+        got = tdcoll.reduce_scatter(source, ctx=ctx, algorithm="pull", symmetric=True)
         source.fill_(-1)
         if rank == 0:
             tdcoll.write_on_stream(tdcoll.peer_tensor(ctx.ready, world - 1)[world - 1], 1)

@@ -87,9 +87,9 @@ def derivatives() -> None:
         tdcoll.CollectiveContext(max_bytes_per_rank=512 * n) as ctx,
         tdcoll.CollectiveContext(max_bytes_per_rank=300) as small,  # of parts of 512 bytes
     ):
-        compare(lambda x: tdcoll.all_gather(x, ctx), lambda r, of: torch.cat(of))
-        compare(lambda x: tdcoll.all_reduce(x, ctx, op="mean"), lambda r, of: sum(of) / n)
-        compare(lambda x: tdcoll.reduce_scatter(x, small), lambda r, of: sum(of)[2 * r : 2 * r + 2])
+        compare(lambda x: tdcoll.all_gather(x, ctx=ctx), lambda r, of: torch.cat(of))
+        compare(lambda x: tdcoll.all_reduce(x, ctx=ctx, op="mean"), lambda r, of: sum(of) / n)
+        compare(lambda x: tdcoll.reduce_scatter(x, ctx=small), lambda r, of: sum(of)[2 * r : 2 * r + 2])
     for which in (0, 1):
 
         def reference(r: int, of: list[torch.Tensor], which: int = which) -> torch.Tensor:
@@ -119,14 +119,14 @@ def derivatives_on_another_stream() -> None:
         wanted = 2 * n * sum(parts)  # of the sum over ranks of each one's squares
         for _ in range(3):
             torch.cuda._sleep(1_000_000)
-            loss = tdcoll.all_reduce(x, ctx).square().sum()
+            loss = tdcoll.all_reduce(x, ctx=ctx).square().sum()
             with torch.cuda.stream(torch.cuda.default_stream()):
                 (grad,) = torch.autograd.grad(loss, x)
             side.wait_stream(torch.cuda.default_stream())
             expect(torch.equal(grad, wanted), f"eager: {grad[:4]}")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
-            (grad,) = torch.autograd.grad(tdcoll.all_reduce(x, ctx).square().sum(), x)
+            (grad,) = torch.autograd.grad(tdcoll.all_reduce(x, ctx=ctx).square().sum(), x)
         for factor in (1.0, 2.0, 3.0):
             with torch.no_grad():
                 x.fill_(factor * (rank() + 1))

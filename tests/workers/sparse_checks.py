@@ -69,7 +69,7 @@ def sparse_nan() -> None:
             for op, last in (("max", inf), ("min", inf if world() == 1 else 1.0)):
                 for algorithm in algorithms():
                     mine = Part(ids, rows[rank()].to(dtype)).sparse(2)
-                    got = tdcoll.sparse_all_reduce(mine, ctx, op, algorithm=algorithm).values()[0].tolist()
+                    got = tdcoll.sparse_all_reduce(mine, ctx=ctx, op=op, algorithm=algorithm).values()[0].tolist()
                     middle = float(world() - 1) if op == "max" else 0.0
                     expect(all(x != x for x in got[:-2]) and got[-2:] == [middle, last], f"{op}, {algorithm}: {got}")
 
@@ -87,7 +87,9 @@ def sparse_zeros() -> None:
                 if op == "mean" and dtype == torch.float16 and world() > 1:
                     values[3, 0] = -6e-8  # the smallest number: a half of it is rounded to zero
                 for algorithm in ("owner", "gather", "dense"):
-                    got = tdcoll.sparse_all_reduce(Part(ids, values).sparse(2 + world()), ctx, op, algorithm=algorithm)
+                    got = tdcoll.sparse_all_reduce(
+                        Part(ids, values).sparse(2 + world()), ctx=ctx, op=op, algorithm=algorithm
+                    )
                     signs = got.values().signbit()
                     what = f"{op}, {dtype}, {algorithm}: {got.values().tolist()}"
                     expect(got.values().shape == (2 + world(), 3) and not signs.any() and not got.values().any(), what)
@@ -138,7 +140,9 @@ def sparse_text_like_rows() -> str:
                     union = torch.cat([p.ids for p in every]).unique()
                     for coalesced in (False, True):
                         mine = every[rank()].sparse(num_rows)
-                        got = tdcoll.sparse_all_reduce(mine.coalesce() if coalesced else mine, ctx, algorithm="owner")
+                        got = tdcoll.sparse_all_reduce(
+                            mine.coalesce() if coalesced else mine, ctx=ctx, algorithm="owner"
+                        )
                         what = f"{dim} x {dtype}, coalesced {coalesced}"
                         compare_rows(got.indices()[0], got.values(), union, table[union], what)
                     found = len(union)
@@ -178,9 +182,9 @@ def sparse_subgroups() -> None:
             expect(ctx.rank == order.index(rank()), f"group rank {ctx.rank}")
             every = [part(r, 1, 10, 15) for r in order]
             for algorithm in ("owner", "gather"):
-                got = tdcoll.sparse_all_reduce(every[ctx.rank].sparse(15), ctx, algorithm=algorithm)
+                got = tdcoll.sparse_all_reduce(every[ctx.rank].sparse(15), ctx=ctx, algorithm=algorithm)
                 compare(got, every, what=f"{order}, {algorithm}")
-            dense = partial(tdcoll.sparse_all_reduce, every[ctx.rank].sparse(15), ctx, algorithm="dense")
+            dense = partial(tdcoll.sparse_all_reduce, every[ctx.rank].sparse(15), ctx=ctx, algorithm="dense")
             if isinstance(group, list):
                 expect_raises(ValueError, dense, "algorithm='dense'", "process group")
             else:
@@ -202,7 +206,7 @@ def sparse_many_calls_with_a_straggler() -> str:
                 torch.cuda._sleep(cycles)
             got = tdcoll.sparse_all_reduce(
                 every[rank()].sparse(num_rows),
-                ctx,
+                ctx=ctx,
                 algorithm=("owner", "gather", "owner")[number % 3],
                 copy=number % 2 == 0,
             )
@@ -233,17 +237,17 @@ def sparse_padded() -> None:
             for number in range(3):
                 every = parts(number, 16 - number, 25, dtype=(torch.float32, torch.bfloat16)[number % 2])
                 mine = every[rank()]
-                got = tdcoll.sparse_all_reduce_padded(mine.ids, mine.values, 25, ctx, algorithm=algorithm)
+                got = tdcoll.sparse_all_reduce_padded(mine.ids, mine.values, 25, ctx=ctx, algorithm=algorithm)
                 expect(got.indices.shape == (16 * world(),), f"{got.indices.shape}")
                 _compare_padded(got, every, f"padded, {algorithm}, call {number}")
                 call(ctx, every, 25, algorithm=algorithm)
             bad = torch.tensor([25 if rank() == world() - 1 else 1], device=device())
             ones = torch.ones(1, 4, device=device())
-            got = tdcoll.sparse_all_reduce_padded(bad, ones, 25, ctx, algorithm=algorithm)
+            got = tdcoll.sparse_all_reduce_padded(bad, ones, 25, ctx=ctx, algorithm=algorithm)
             expect(got.count.tolist() == [0] and not got.values.any(), "0 rows where an index is out of range")
             expect_raises(ValueError, ctx.check, "sparse_all_reduce_padded", f"rank {world() - 1} ", "0..24")
             ctx.check()
-        dense = partial(tdcoll.sparse_all_reduce_padded, bad, ones, 25, ctx, algorithm="dense")
+        dense = partial(tdcoll.sparse_all_reduce_padded, bad, ones, 25, ctx=ctx, algorithm="dense")
         expect_raises(ValueError, dense, "algorithm", "dense")
 
 
@@ -269,7 +273,7 @@ def _replay(captured: int, replays: int, algorithm: str, coalesced: bool, dtype:
             every.append(Part(ids, (p.values + step % 5).to(dtype)))
         mine = every[rank()]
         got = tdcoll.sparse_all_reduce_padded(
-            mine.ids, mine.values, num_rows, ctx, algorithm=algorithm, coalesced=coalesced
+            mine.ids, mine.values, num_rows, ctx=ctx, algorithm=algorithm, coalesced=coalesced
         )
         table = torch.zeros(num_rows, dim, device=device())
         there = torch.zeros(num_rows, dtype=torch.int64, device=device())

@@ -32,7 +32,7 @@ def sparse_memory() -> None:
         kept = []
         for number, (count, shape) in enumerate(((1, (1,)), (9, (1,)), (3, (6,)), (30, (6,)), (2, (2,)))):
             every = [part(r, number, count if r == 0 else 1, 99, shape) for r in everyone()]
-            kept.append((tdcoll.sparse_all_reduce(every[rank()].sparse(99), ctx), every))
+            kept.append((tdcoll.sparse_all_reduce(every[rank()].sparse(99), ctx=ctx), every))
         for got, every in kept:
             compare(got, every, what="grown")
         used = tdcoll.heap_info().used - before.used
@@ -61,7 +61,7 @@ def sparse_views() -> None:
         every = parts(1, 16, 30)
         weight = torch.nn.Parameter(torch.ones(30, 4, device=device()))
         step = torch.optim.SGD([weight], lr=0.5)
-        weight.grad = view = tdcoll.sparse_all_reduce(every[rank()].sparse(30), ctx, algorithm="owner", copy=False)
+        weight.grad = view = tdcoll.sparse_all_reduce(every[rank()].sparse(30), ctx=ctx, algorithm="owner", copy=False)
         inside = heap.base <= view._values().data_ptr() < heap.base + heap.nbytes
         expect(inside, "a view of symmetric memory")
         compare(view, every, what="view")
@@ -88,7 +88,7 @@ def sparse_errors_of_one_rank() -> None:
             many = Part(
                 torch.arange(9 if last else 3, device=device()), torch.ones(9 if last else 3, 4, device=device())
             )
-            reduce_many = partial(tdcoll.sparse_all_reduce, many.sparse(40), ctx, algorithm=algorithm)
+            reduce_many = partial(tdcoll.sparse_all_reduce, many.sparse(40), ctx=ctx, algorithm=algorithm)
             expect_raises(tdcoll.ContextError, reduce_many, "9 different rows", "capacity of 8", "max_rows_per_rank=9")
             _goes_on(ctx)
             for ids, coalesced, text in (
@@ -99,12 +99,12 @@ def sparse_errors_of_one_rank() -> None:
             ):
                 given = (torch.tensor(ids if last else [1, 2], device=device()), torch.ones(2, 4, device=device()), 40)
                 options = {"coalesced": coalesced, "algorithm": algorithm}
-                reduce_bad = partial(tdcoll.sparse_all_reduce_rows, *given, ctx, **options)
+                reduce_bad = partial(tdcoll.sparse_all_reduce_rows, *given, ctx=ctx, **options)
                 expect_raises(ValueError, reduce_bad, f"indices of rank {world() - 1} ", text)
                 _goes_on(ctx)
     with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, max_union_rows=5) as ctx:
         some = torch.arange(6, device=device())[:: 1 if last else 2]
-        large = partial(tdcoll.sparse_all_reduce_rows, some, torch.ones(len(some), 4, device=device()), 40, ctx)
+        large = partial(tdcoll.sparse_all_reduce_rows, some, torch.ones(len(some), 4, device=device()), 40, ctx=ctx)
         expect_raises(tdcoll.ContextError, large, "6 different rows together", "max_union_rows=6")
         call(ctx, [part(r, 1, 5, 5) for r in everyone()], 5)
 
@@ -175,7 +175,7 @@ def sparse_capture_errors() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             expect_raises(
-                tdcoll.ContextError, lambda: tdcoll.sparse_all_reduce(mine.sparse(9), ctx), "CUDA graph", "padded"
+                tdcoll.ContextError, lambda: tdcoll.sparse_all_reduce(mine.sparse(9), ctx=ctx), "CUDA graph", "padded"
             )
             if not eager:
                 expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 9, ctx), "before")
@@ -186,7 +186,7 @@ def sparse_capture_errors() -> None:
     expect(int(counted) == 2, "a refused call must not spoil the capture")
     call(ctx, [mine] * world(), 9)
     many = Part(torch.arange(9, device=device()), torch.ones(9, 4, device=device()))
-    grow = partial(tdcoll.sparse_all_reduce, many.sparse(9), ctx, algorithm="owner")
+    grow = partial(tdcoll.sparse_all_reduce, many.sparse(9), ctx=ctx, algorithm="owner")
     expect_raises(tdcoll.ContextError, grow, "captured in a CUDA graph")
     ctx.close()
 

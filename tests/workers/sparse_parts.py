@@ -82,6 +82,6 @@ def compare_rows(got_ids: torch.Tensor, got: torch.Tensor, ids: torch.Tensor, va
 
 def call(ctx: tdcoll.SparseContext | None, every: Sequence[Part], num_rows: int, op: str = "sum", **more: Any) -> None:
     """One call on this rank's part, compared with PyTorch."""
-    got = tdcoll.sparse_all_reduce(every[rank()].sparse(num_rows), ctx, op, **more)
+    got = tdcoll.sparse_all_reduce(every[rank()].sparse(num_rows), ctx=ctx, op=op, **more)
     first = every[0].values
     compare(got, every, op, f"{op}, {list(first.shape[1:])}, {first.dtype}, {num_rows} rows, {more}")

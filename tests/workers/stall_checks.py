@@ -62,7 +62,7 @@ def wrong_numbers(changes: Sequence[Change]) -> int:
         for call in range(calls):
             wanted = base + call
             mine = wanted.view(world(), count)[rank()].clone()
-            wrong += (tdcoll.all_gather(mine, ctx, algorithm="direct") != wanted).sum()
+            wrong += (tdcoll.all_gather(mine, ctx=ctx, algorithm="direct") != wanted).sum()
         ctx.check()
         found = owner.control.all_gather(range(world()), "wrong numbers", int(wrong))
         tdcoll.barrier()  # a protocol that lacks something may still be storing

@@ -49,10 +49,10 @@ def all_reduces() -> None:
             for numel, turn in turns():
                 every = given(numel, turn)
                 out = symmetric(numel)
-                got = tdcoll.all_reduce(every[rank()].clone(), ctx, out, algorithm=algorithm, symmetric=True)
+                got = tdcoll.all_reduce(every[rank()].clone(), ctx=ctx, out=out, algorithm=algorithm, symmetric=True)
                 expect(got is out and torch.equal(out, every.sum(0)), f"{algorithm}, {numel} numbers")
                 out.copy_(every[rank()])
-                tdcoll.all_reduce_(out, ctx, algorithm=algorithm, symmetric=True)
+                tdcoll.all_reduce_(out, ctx=ctx, algorithm=algorithm, symmetric=True)
                 expect(torch.equal(out, every.sum(0)), f"{algorithm}, {numel} numbers in place")
         ctx.check()
 
@@ -65,7 +65,7 @@ def reduce_scatters() -> None:
                 every = given(world() * numel, turn)
                 whole = symmetric(world() * numel)
                 whole.copy_(every[rank()])
-                got = tdcoll.reduce_scatter(whole, ctx, algorithm=algorithm, symmetric=True)
+                got = tdcoll.reduce_scatter(whole, ctx=ctx, algorithm=algorithm, symmetric=True)
                 wanted = every.sum(0).view(world(), numel)[rank()]
                 expect(torch.equal(got, wanted), f"{algorithm}, {numel} numbers")
         ctx.check()
@@ -79,11 +79,9 @@ def all_gathers_in_place() -> None:
                 every = given(numel, turn)
                 buffer = symmetric(world() * numel).view(world(), numel)
                 buffer[rank()].copy_(every[rank()])
-                tdcoll.all_gather_in_place(buffer, ctx, algorithm=algorithm)
+                tdcoll.all_gather_(buffer, ctx=ctx, algorithm=algorithm)
                 expect(torch.equal(buffer, every), f"{algorithm}, {numel} numbers")
-        expect_raises(
-            ValueError, lambda: tdcoll.all_gather_in_place(buffer, ctx, algorithm="1d"), "memory of PyTorch's"
-        )
+        expect_raises(ValueError, lambda: tdcoll.all_gather_(buffer, ctx=ctx, algorithm="1d"), "memory of PyTorch's")
         ctx.check()
 
 
@@ -98,7 +96,7 @@ def calls_in_graphs() -> None:
         def one() -> None:
             step.add_(1)
             out.copy_(every[rank()] * step)
-            tdcoll.all_reduce_(out, ctx, algorithm="direct", symmetric=True)
+            tdcoll.all_reduce_(out, ctx=ctx, algorithm="direct", symmetric=True)
             wrong.add_((out != every.sum(0) * step).sum())
 
         one()
@@ -119,7 +117,7 @@ def what_is_neither_is_refused() -> None:
     usual = torch.zeros(64, device=device())
     with context() as ctx:
         expect_raises(
-            tdcoll.NotSymmetricError, lambda: tdcoll.all_reduce_(usual, ctx, symmetric=True), "tensor must be"
+            tdcoll.NotSymmetricError, lambda: tdcoll.all_reduce_(usual, ctx=ctx, symmetric=True), "tensor must be"
         )
 
 

@@ -70,7 +70,8 @@ def test_rows_in_more_pieces_have_the_same_bits() -> None:
         with make(max_bytes_per_rank=1 << 18) as alone, make(max_bytes_per_rank=1 << 18, max_programs=64) as shared:
             for algorithm in ("one_shot", "two_stage"):
                 one, other = (
-                    fused.all_reduce_rms_norm(x, residual, weight, ctx, algorithm=algorithm) for ctx in (alone, shared)
+                    fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, algorithm=algorithm)
+                    for ctx in (alone, shared)
                 )
                 assert all(mine.equal(theirs) for mine, theirs in zip(one, other, strict=True))
 

@@ -24,20 +24,20 @@ def tensor(pe: int, call: int, n: int = 16) -> torch.Tensor:
 
 
 def gather(ctx: Any, pe: int, call: int) -> torch.Tensor:
-    return tdcoll.all_gather(tensor(pe, call), ctx)
+    return tdcoll.all_gather(tensor(pe, call), ctx=ctx)
 
 
 def scatter(ctx: Any, pe: int, call: int) -> torch.Tensor:
-    return tdcoll.reduce_scatter(tensor(pe, call), ctx)
+    return tdcoll.reduce_scatter(tensor(pe, call), ctx=ctx)
 
 
 def reduce(ctx: Any, pe: int, call: int) -> torch.Tensor:
-    return tdcoll.all_reduce(tensor(pe, call), ctx)
+    return tdcoll.all_reduce(tensor(pe, call), ctx=ctx)
 
 
 def norm(ctx: Any, pe: int, call: int, algorithm: str = "one_shot") -> torch.Tensor:
     x = tensor(pe, call).view(2, 8)
-    return tdcoll.fused.all_reduce_rms_norm(x, torch.ones(2, 8), torch.ones(8), ctx, algorithm=algorithm)[1]
+    return tdcoll.fused.all_reduce_rms_norm(x, torch.ones(2, 8), torch.ones(8), ctx=ctx, algorithm=algorithm)[1]
 
 
 def composed(ctx: Any, pe: int, call: int) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_an_interrupt_between_epochs_ends_the_context(epoch: int, monkeypatch: p
     """No rank takes the next call of rank 1, which is epochs behind, for another."""
 
     def call_of(ctx: Any, pe: int, call: int) -> bool:
-        got = tdcoll.all_reduce(tensor(pe, call, 200), ctx, algorithm="direct")
+        got = tdcoll.all_reduce(tensor(pe, call, 200), ctx=ctx, algorithm="direct")
         return got.equal(tensor(0, call, 200) + tensor(1, call, 200))
 
     interrupted = Interrupted(monkeypatch, victim=1, number=epoch)
@@ -181,13 +181,13 @@ def test_graphs_do_nothing_after_an_interrupted_call(monkeypatch: pytest.MonkeyP
     def host(pe: int) -> str:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES)
         given, out = tensor(pe, 0, n), torch.empty(n)
-        tdcoll.all_reduce(given, ctx, out, algorithm="direct")
+        tdcoll.all_reduce(given, ctx=ctx, out=out, algorithm="direct")
         options = {"options": (torch.float32, "sum"), "dtype": torch.float32}
         captured = launches_of(ALL_REDUCE, ctx, given.nbytes, "direct", **options)
         interrupted.now = True
         other = tensor(pe, 1, n)
         try:
-            tdcoll.all_reduce(other, ctx, out, algorithm="direct")
+            tdcoll.all_reduce(other, ctx=ctx, out=out, algorithm="direct")
         except KeyboardInterrupt:
             interrupted.now = False
             captured(given.data_ptr(), out.data_ptr())  # as by a replay
@@ -219,7 +219,7 @@ def test_an_interrupted_all_gather_in_place_ends_the_context(monkeypatch: pytest
         if pe not in buffers:
             buffers[pe] = tdcoll.empty(32, torch.float32)
         buffers[pe].chunk(2)[pe].copy_(tensor(pe, call))
-        return tdcoll.all_gather_in_place(buffers[pe], ctx).tolist() == expected(gather, pe, call)
+        return tdcoll.all_gather_(buffers[pe], ctx=ctx).tolist() == expected(gather, pe, call)
 
     peer, victim = after_an_interrupt(call_of, Interrupted(monkeypatch, victim=1, number=1))
     assert victim == ENDED
@@ -230,7 +230,7 @@ def test_an_interrupted_all_gather_in_place_ends_the_context(monkeypatch: pytest
 def test_an_interrupted_sparse_call_ends_the_context(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def call_of(ctx: Any, pe: int, call: int) -> bool:
         ids, rows = torch.tensor([pe, 2, 2]), tensor(pe, call, 12).view(3, 4)
-        found, values = tdcoll.sparse_all_reduce_rows(ids, rows, 8, ctx)
+        found, values = tdcoll.sparse_all_reduce_rows(ids, rows, 8, ctx=ctx)
         total = sum(tensor(rank, call, 12).view(3, 4)[1:].sum(0) for rank in range(WORLD))
         return found.tolist() == [0, 1, 2] and values[2].equal(total)
 
@@ -250,8 +250,8 @@ def test_sparse_calls_that_all_ranks_refuse_leave_the_context_open() -> None:
     def host(pe: int) -> None:
         with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64) as ctx:
             with pytest.raises(ValueError, match=r"indices of rank [01] must be in 0\.\.7"):
-                tdcoll.sparse_all_reduce_rows(torch.tensor([9]), torch.ones(1, 4), 8, ctx)
-            found, _ = tdcoll.sparse_all_reduce_rows(torch.tensor([pe]), torch.ones(1, 4), 8, ctx)
+                tdcoll.sparse_all_reduce_rows(torch.tensor([9]), torch.ones(1, 4), 8, ctx=ctx)
+            found, _ = tdcoll.sparse_all_reduce_rows(torch.tensor([pe]), torch.ones(1, 4), 8, ctx=ctx)
             assert found.tolist() == [0, 1]
 
     World(WORLD).run(host)
@@ -262,8 +262,8 @@ def test_what_is_wrong_with_an_argument_leaves_the_context_open() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
             for _ in range(2):
                 with pytest.raises(ValueError, match="op must be one of"):
-                    tdcoll.all_reduce(torch.ones(4), ctx, op="median")
-                assert tdcoll.all_reduce(torch.ones(4), ctx).tolist() == [2.0] * 4
+                    tdcoll.all_reduce(torch.ones(4), ctx=ctx, op="median")
+                assert tdcoll.all_reduce(torch.ones(4), ctx=ctx).tolist() == [2.0] * 4
 
     World(WORLD).run(host)
 
@@ -309,7 +309,7 @@ def test_scalars_that_require_grad_may_be_passed_again() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
             for _ in range(3):
                 loss = torch.tensor(3.0, requires_grad=True)
-                tdcoll.all_reduce(loss, ctx).backward()
+                tdcoll.all_reduce(loss, ctx=ctx).backward()
                 assert loss.grad == 2.0
 
     World(WORLD, backend="thread").run(host)  # greenlets share grad mode
@@ -329,9 +329,9 @@ def test_a_repeated_fused_call_refuses_what_the_first_would(
     def host(pe: int) -> None:
         x, residual, weight = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)
         with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
-            tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, **first)
+            tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, **first)
             with pytest.raises(TypeError, match=message):
-                tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx, **second)
+                tdcoll.fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, **second)
 
     World(WORLD).run(host)
 

@@ -51,7 +51,7 @@ def _norm(**more: Any) -> Arguments:
 FORMS = {
     "all_gather": Form(tdcoll.all_gather, lambda: {"tensor": mine(N)}),
     "all_gather into out": Form(tdcoll.all_gather, lambda: {"tensor": mine(N), "out": torch.empty(WORLD * N)}),
-    "all_gather_in_place": Form(tdcoll.all_gather_in_place, lambda: {"buffer": _symmetric(WORLD, N)}),
+    "all_gather_": Form(tdcoll.all_gather_, lambda: {"tensor": _symmetric(WORLD, N)}),
     "reduce_scatter": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N)}),
     "reduce_scatter into out": Form(tdcoll.reduce_scatter, lambda: {"tensor": mine(WORLD, N), "out": torch.empty(N)}),
     "reduce_scatter, symmetric": Form(
@@ -108,7 +108,7 @@ def context(**options: Any) -> Any:
 def refill(arguments: Arguments, turn: int = 0) -> Arguments:
     """Write this turn's numbers to where the arguments lie, on all ranks; return the arguments."""
     tdcoll.barrier()
-    for key in {"tensor", "buffer", "x"} & set(arguments):
+    for key in {"tensor", "x"} & set(arguments):
         arguments[key].copy_(mine(*arguments[key].shape, turn=turn))
     if "residual" in arguments:
         arguments["residual"].fill_(1)
@@ -213,7 +213,7 @@ FUSED: dict[str, dict[str, Any]] = {
 def _cases() -> list[Any]:
     found = []
     for name, form in FORMS.items():
-        keys = {"all_gather_in_place": ("buffer",)}.get(name, ("x", "residual", "weight") if "norm" in name else None)
+        keys = ("x", "residual", "weight") if "norm" in name else None
         keys = keys or (("tensor", "out") if "into out" in name or name == "all_reduce, symmetric" else ("tensor",))
         changes: dict[str, Change] = {
             f"{key} {how}": of(key, change) for key in keys for how, change in TENSORS.items()
@@ -226,7 +226,7 @@ def _cases() -> list[Any]:
             others |= REDUCED
         if "into out" in name:
             changes["out overlaps tensor"] = _around("out", "tensor")
-        if "buffer" not in keys:
+        if name != "all_gather_":
             changes |= {f"{key} requires grad": of(key, _requiring) for key in keys}
         changes |= {how: functools.partial(lambda new, given: {**given, **new}, new) for how, new in others.items()}
         found += [pytest.param(form, change, id=f"{name}: {how}") for how, change in changes.items()]

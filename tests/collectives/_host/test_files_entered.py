@@ -45,12 +45,12 @@ def files_entered(call: Callable[[], Any]) -> list[str]:
 
 
 CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
-    "all_gather": lambda ctx, x: tdcoll.all_gather(x, ctx),
-    "all_gather_in_place": lambda ctx, x: tdcoll.all_gather_in_place(x, ctx),
-    "all_reduce": lambda ctx, x: tdcoll.all_reduce(x, ctx),
-    "all_reduce_": lambda ctx, x: tdcoll.all_reduce_(x, ctx),
-    "all_reduce, symmetric": lambda ctx, x: tdcoll.all_reduce(torch.ones_like(x), ctx, x, symmetric=True),
-    "norm": lambda ctx, x: fused.all_reduce_rms_norm(x, x, x[0], ctx),
+    "all_gather": lambda ctx, x: tdcoll.all_gather(x, ctx=ctx),
+    "all_gather_": lambda ctx, x: tdcoll.all_gather_(x, ctx=ctx),
+    "all_reduce": lambda ctx, x: tdcoll.all_reduce(x, ctx=ctx),
+    "all_reduce_": lambda ctx, x: tdcoll.all_reduce_(x, ctx=ctx),
+    "all_reduce, symmetric": lambda ctx, x: tdcoll.all_reduce(torch.ones_like(x), ctx=ctx, out=x, symmetric=True),
+    "norm": lambda ctx, x: fused.all_reduce_rms_norm(x, x, x[0], ctx=ctx),
 }
 
 

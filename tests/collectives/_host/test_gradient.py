@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
 import tdcoll
 from tdcoll.testing import World
@@ -26,14 +27,14 @@ def of(rank: int, numel: int, seed: int = 0) -> torch.Tensor:
 
 Call = Callable[[torch.Tensor, Any], torch.Tensor]
 CALLS: dict[str, tuple[Call, int, Callable[[int, list[torch.Tensor]], torch.Tensor]]] = {
-    "all_gather": (lambda x, ctx: tdcoll.all_gather(x, ctx), 6, lambda r, xs: torch.cat(xs)),
-    "reduce_scatter": (lambda x, ctx: tdcoll.reduce_scatter(x, ctx), 18, lambda r, xs: sum(xs)[6 * r : 6 * r + 6]),
+    "all_gather": (lambda x, ctx: tdcoll.all_gather(x, ctx=ctx), 6, lambda r, xs: torch.cat(xs)),
+    "reduce_scatter": (lambda x, ctx: tdcoll.reduce_scatter(x, ctx=ctx), 18, lambda r, xs: sum(xs)[6 * r : 6 * r + 6]),
     "reduce_scatter, mean": (
-        lambda x, ctx: tdcoll.reduce_scatter(x, ctx, op="mean"), 18, lambda r, xs: sum(xs)[6 * r : 6 * r + 6] / WORLD,
+        lambda x, ctx: tdcoll.reduce_scatter(x, "mean", ctx=ctx), 18, lambda r, xs: sum(xs)[6 * r : 6 * r + 6] / WORLD,
     ),
-    "all_reduce": (lambda x, ctx: tdcoll.all_reduce(x, ctx), 6, lambda r, xs: sum(xs)),
+    "all_reduce": (lambda x, ctx: tdcoll.all_reduce(x, ctx=ctx), 6, lambda r, xs: sum(xs)),
     "all_reduce, AVG": (
-        lambda x, ctx: tdcoll.all_reduce(x, ctx, op=torch.distributed.ReduceOp.AVG), 6, lambda r, xs: sum(xs) / WORLD,
+        lambda x, ctx: tdcoll.all_reduce(x, ReduceOp.AVG, ctx=ctx), 6, lambda r, xs: sum(xs) / WORLD,
     ),
 }  # fmt: skip
 
@@ -82,7 +83,7 @@ def test_derivatives_of_derivatives() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             x = of(pe, 4).requires_grad_()
-            (once,) = torch.autograd.grad(tdcoll.all_reduce(x, ctx).pow(3).sum(), x, create_graph=True)
+            (once,) = torch.autograd.grad(tdcoll.all_reduce(x, ctx=ctx).pow(3).sum(), x, create_graph=True)
             assert torch.equal(once, first[pe])
             (twice,) = torch.autograd.grad(once.square().sum(), x)
             assert torch.equal(twice, second[pe])
@@ -94,13 +95,13 @@ def test_shapes_and_results_that_are_changed_in_place() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             x = torch.tensor(2.0 + pe, requires_grad=True)
-            got = tdcoll.all_gather(x, ctx)
+            got = tdcoll.all_gather(x, ctx=ctx)
             got *= 2.0
             got[pe].backward()  # of one number, so that the gradient of the others is expanded zeros
             assert x.grad is not None
             assert x.grad.tolist() == 2.0
             grid = torch.ones(2 * WORLD, 2, requires_grad=True)
-            tdcoll.reduce_scatter(grid * 3, ctx).sum().backward()
+            tdcoll.reduce_scatter(grid * 3, ctx=ctx).sum().backward()
             assert torch.equal(grid.grad, torch.full((2 * WORLD, 2), 3.0))  # type: ignore[arg-type]
 
     run(host)
@@ -122,10 +123,10 @@ def test_a_forward_pass_leaves_the_other_ranks_alone() -> None:
 def refusals(x: torch.Tensor, ctx: Any) -> list[Callable[[], object]]:
     n = x.numel()
     return [
-        lambda: tdcoll.all_gather(x, ctx, torch.empty(WORLD * n)),
-        lambda: tdcoll.reduce_scatter(x, ctx, torch.empty(n // WORLD)),
-        lambda: tdcoll.all_reduce(x, ctx, torch.empty(n)),
-        lambda: tdcoll.all_reduce_(x, ctx),
+        lambda: tdcoll.all_gather(x, ctx=ctx, out=torch.empty(WORLD * n)),
+        lambda: tdcoll.reduce_scatter(x, ctx=ctx, out=torch.empty(n // WORLD)),
+        lambda: tdcoll.all_reduce(x, ctx=ctx, out=torch.empty(n)),
+        lambda: tdcoll.all_reduce_(x, ctx=ctx),
     ]
 
 
@@ -175,8 +176,8 @@ def test_drop_ins_write_as_torchs_do() -> None:
     def host(pe: int) -> None:
         x = of(pe, 6).requires_grad_()
         out, part = torch.empty(6 * WORLD), torch.empty(2)
-        tdcoll.all_gather_into_tensor(out, x)
-        tdcoll.reduce_scatter_tensor(part, x)
+        tdcoll.distributed.all_gather_into_tensor(out, x)
+        tdcoll.distributed.reduce_scatter_tensor(part, x)
         assert not out.requires_grad
         assert not part.requires_grad
         assert torch.equal(out, torch.cat([of(r, 6) for r in range(WORLD)]))

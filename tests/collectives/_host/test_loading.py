@@ -74,7 +74,8 @@ def _on_two_streams(loading: Loading) -> None:
 
         ones = torch.ones(4)
         world.streams(
-            stream(0, lambda ctx: tdcoll.all_gather(ones, ctx)), stream(1, lambda ctx: tdcoll.all_reduce(ones, ctx))
+            stream(0, lambda ctx: tdcoll.all_gather(ones, ctx=ctx)),
+            stream(1, lambda ctx: tdcoll.all_reduce(ones, ctx=ctx)),
         )
 
     world.run(host)

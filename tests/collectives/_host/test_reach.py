@@ -80,7 +80,7 @@ def test_all_reduce_stores_straight_into_it(memory: _Memory, in_place: bool) -> 
             mine = torch.arange(n, dtype=torch.float32) + 100 * pe + turn
             out.copy_(mine)
             given = out if in_place else mine
-            tdcoll.all_reduce(given, ctx, out, algorithm="direct", symmetric=True)
+            tdcoll.all_reduce(given, ctx=ctx, out=out, algorithm="direct", symmetric=True)
             assert torch.equal(out, sum(torch.arange(n) + 100.0 * r + turn for r in range(3)))
         assert len([key for key in ctx.tables if "PyTorch" in str(key)]) == 1
 
@@ -94,7 +94,7 @@ def test_reduce_scatter_loads_from_it(memory: _Memory) -> None:
         given = piece[: 4 * 3 * n].view(torch.float32)
         for turn in range(3):
             given.copy_(torch.arange(3.0 * n) + 10 * pe + turn)
-            got = tdcoll.reduce_scatter(given, ctx, algorithm="pull", symmetric=True)
+            got = tdcoll.reduce_scatter(given, ctx=ctx, algorithm="pull", symmetric=True)
             wanted = sum(torch.arange(3.0 * n) + 10 * r + turn for r in range(3)).view(3, n)[pe]
             assert torch.equal(got, wanted)
 
@@ -107,7 +107,7 @@ def test_all_gather_in_place_is_in_it(memory: _Memory, algorithm: str) -> None:
         buffer = piece[: 3 * 2048].view(3, 2048)
         for turn in range(3):
             buffer[pe].fill_(16 * pe + turn)
-            tdcoll.all_gather_in_place(buffer, ctx, algorithm=algorithm)
+            tdcoll.all_gather_(buffer, ctx=ctx, algorithm=algorithm)
             assert buffer.float().mean(1).tolist() == [16 * r + turn for r in range(3)]
 
     _in_a_context(memory, 3, call)
@@ -120,7 +120,7 @@ def test_a_closed_context_keeps_none_of_it(memory: _Memory) -> None:
         whole = tdcoll.zeros(ROOM + 2 * SHIFT, torch.uint8)
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=1024)
         ctx.group_name = "the group"
-        tdcoll.all_gather_in_place(memory.of(whole, 2)[:4096], ctx)
+        tdcoll.all_gather_(memory.of(whole, 2)[:4096], ctx=ctx)
         (handle,) = (made[1] for key, made in ctx.tables.items() if "PyTorch" in str(key))
         kept[pe] = weakref.ref(handle)
         del handle
@@ -134,9 +134,9 @@ def test_a_closed_context_keeps_none_of_it(memory: _Memory) -> None:
 def test_puts_do_not_reach_it(memory: _Memory) -> None:
     def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
         with pytest.raises(ValueError, match="needs NVSHMEM's puts, which memory of PyTorch's does not have"):
-            tdcoll.all_gather_in_place(piece[:4096], ctx, algorithm="1d")
+            tdcoll.all_gather_(piece[:4096], ctx=ctx, algorithm="1d")
         with pytest.raises(ValueError, match="algorithm='1d' needs"):
-            tdcoll.all_reduce_(piece[:4096].view(torch.float32), ctx, algorithm="1d", symmetric=True)
+            tdcoll.all_reduce_(piece[:4096].view(torch.float32), ctx=ctx, algorithm="1d", symmetric=True)
 
     _in_a_context(memory, 2, call)
 
@@ -145,15 +145,15 @@ def test_what_is_neither_is_refused(memory: _Memory) -> None:
     def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
         usual = torch.zeros(64)
         with pytest.raises(tdcoll.NotSymmetricError, match=r"tensor must be made by tdcoll\.empty.*it is neither"):
-            tdcoll.all_reduce_(usual, ctx, symmetric=True)
+            tdcoll.all_reduce_(usual, ctx=ctx, symmetric=True)
         ctx.group_name = None
         with pytest.raises(tdcoll.NotSymmetricError, match=r"made with its ProcessGroup.*for ranks \[0, 1\]"):
-            tdcoll.all_gather_in_place(piece[:4096], ctx)
+            tdcoll.all_gather_(piece[:4096], ctx=ctx)
         ctx.group_name = "the group"
         runtime.current().exchange(range(2), "what PyTorch says is over")
         memory.error = RuntimeError("no such group")
         with pytest.raises(tdcoll.NotSymmetricError, match="PyTorch says: no such group"):
-            tdcoll.reduce_scatter(usual, ctx, symmetric=True)
+            tdcoll.reduce_scatter(usual, ctx=ctx, symmetric=True)
 
     _in_a_context(memory, 2, call)
 
@@ -163,7 +163,7 @@ def test_memory_that_a_rank_lacks_is_refused(memory: _Memory) -> None:
         memory.begins[2] = 0
         runtime.current().exchange(range(2), "a third rank has none")
         with pytest.raises(tdcoll.NotSymmetricError, match=r"buffer is memory that ranks \[2\] lack"):
-            tdcoll.all_gather_in_place(piece[:4096], ctx)
+            tdcoll.all_gather_(piece[:4096], ctx=ctx)
 
     _in_a_context(memory, 2, call)
 
@@ -171,11 +171,11 @@ def test_memory_that_a_rank_lacks_is_refused(memory: _Memory) -> None:
 def test_the_ranks_compare_whose_memory_it_is(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
         out = piece[:256].view(torch.float32)
-        tdcoll.all_reduce_(out, ctx, symmetric=True)
+        tdcoll.all_reduce_(out, ctx=ctx, symmetric=True)
         runtime.current().exchange(range(2), "both have called")
         monkeypatch.setattr("tdcoll.collectives._host.call.place_of", lambda tensor, ctx: ctx.rank)
         with pytest.raises(tdcoll.RankMismatchError, match="offset in the symmetric heap"):
-            tdcoll.all_reduce_(out, ctx, symmetric=True)
+            tdcoll.all_reduce_(out, ctx=ctx, symmetric=True)
 
     _in_a_context(memory, 2, call, debug=True)
 
@@ -189,10 +189,10 @@ def test_a_context_is_of_the_group_that_it_was_given() -> None:
 
 
 CALLS: dict[str, Callable[[torch.Tensor, tdcoll.CollectiveContext], torch.Tensor]] = {
-    "all_gather_in_place": tdcoll.all_gather_in_place,
-    "all_reduce": lambda x, ctx: tdcoll.all_reduce(torch.ones_like(x), ctx, x, symmetric=True),
-    "all_reduce_": lambda x, ctx: tdcoll.all_reduce_(x, ctx, symmetric=True),
-    "reduce_scatter": lambda x, ctx: tdcoll.reduce_scatter(x, ctx, symmetric=True),
+    "all_gather_": tdcoll.all_gather_,
+    "all_reduce": lambda x, ctx: tdcoll.all_reduce(torch.ones_like(x), ctx=ctx, out=x, symmetric=True),
+    "all_reduce_": lambda x, ctx: tdcoll.all_reduce_(x, ctx=ctx, symmetric=True),
+    "reduce_scatter": lambda x, ctx: tdcoll.reduce_scatter(x, ctx=ctx, symmetric=True),
 }
 
 
@@ -245,7 +245,7 @@ def test_buffers_in_turn_are_told_apart(name: str) -> None:
                     other = buffers[1 - number].clone()
                     got = call(x, ctx)
                     both = {10 * turn + 4 * number + q + 1 for q in range(2)}
-                    if name == "all_gather_in_place":
+                    if name == "all_gather_":
                         assert [set(row.tolist()) for row in got] == [{value} for value in sorted(both)]
                     else:
                         assert set(got.flatten().tolist()) == {2.0 if name == "all_reduce" else float(sum(both))}
@@ -264,7 +264,7 @@ def test_pytorchs_memory_goes_the_long_way_each_time(memory: _Memory) -> None:
         for turn in range(3):
             before = memory.calls
             buffer[pe].fill_(16 * pe + turn)
-            tdcoll.all_gather_in_place(buffer, ctx)
+            tdcoll.all_gather_(buffer, ctx=ctx)
             assert memory.calls > before
             assert buffer[:, 0].tolist() == [turn, 16 + turn]
             tdcoll.barrier()
@@ -278,30 +278,30 @@ def test_wrong_arguments_do_not_go_the_short_way() -> None:
         z = torch.view_as_complex(x.view(8, 4, 2))
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
-            tdcoll.all_reduce_(x, ctx, symmetric=True)
-            tdcoll.all_reduce(x.clone(), ctx, x, symmetric=True)
+            tdcoll.all_reduce_(x, ctx=ctx, symmetric=True)
+            tdcoll.all_reduce(x.clone(), ctx=ctx, out=x, symmetric=True)
             with pytest.raises(ValueError, match="out must be contiguous"):
-                tdcoll.all_reduce(x, ctx, x.to_sparse(), symmetric=True)
+                tdcoll.all_reduce(x, ctx=ctx, out=x.to_sparse(), symmetric=True)
             with pytest.raises(TypeError, match="symmetric must be a bool, got 1"):
-                tdcoll.all_reduce_(x, ctx, symmetric=1)  # type: ignore[arg-type]
+                tdcoll.all_reduce_(x, ctx=ctx, symmetric=1)  # type: ignore[arg-type]
             for buffer in (x, z):
-                tdcoll.all_gather_in_place(buffer, ctx)
+                tdcoll.all_gather_(buffer, ctx=ctx)
             with pytest.raises(ValueError, match="algorithm must be"):
-                tdcoll.all_gather_in_place(x, ctx, "fast")
+                tdcoll.all_gather_(x, ctx=ctx, algorithm="fast")
             with pytest.raises(TypeError, match="algorithm must be"):
-                tdcoll.all_gather_in_place(x, ctx, ["ll"])  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="buffer must be contiguous"):
-                tdcoll.all_gather_in_place(x.T, ctx)
-            with pytest.raises(ValueError, match="buffer must hold its values as they are"):
-                tdcoll.all_gather_in_place(z.conj(), ctx)
+                tdcoll.all_gather_(x, ctx=ctx, algorithm=["ll"])  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="tensor must be contiguous"):
+                tdcoll.all_gather_(x.T, ctx=ctx)
+            with pytest.raises(ValueError, match="tensor must hold its values as they are"):
+                tdcoll.all_gather_(z.conj(), ctx=ctx)
             with pytest.raises(ValueError, match="must be an ordinary tensor; got a nested one"):
-                tdcoll.all_gather_in_place(nested, ctx)
-            with pytest.raises(ValueError, match="buffer's first extent must be divisible"):
-                tdcoll.all_gather_in_place(x[:7], ctx)
+                tdcoll.all_gather_(nested, ctx=ctx)
+            with pytest.raises(ValueError, match="tensor's first extent must be divisible"):
+                tdcoll.all_gather_(x[:7], ctx=ctx)
             raw = x.view(-1).view(torch.uint8)
             for other in (raw[:64].view(torch.float32), raw[:128].view(torch.float64), raw[:16]):  # at the same address
                 other.view(2, -1)[pe].fill_(pe + 1)
-                tdcoll.all_gather_in_place(other, ctx)
+                tdcoll.all_gather_(other, ctx=ctx)
                 assert other.view(2, -1).double().mean(1).tolist() == [1, 2]
                 tdcoll.barrier()
             ctx.check()

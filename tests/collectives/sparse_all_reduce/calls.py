@@ -65,7 +65,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def reduce_and_compare(ctx: tdcoll.SparseContext, call: int = 0, count: int = 6, **options: Any) -> None:
-    got = tdcoll.sparse_all_reduce(mine(ctx.rank, call, count), ctx, **options)
+    got = tdcoll.sparse_all_reduce(mine(ctx.rank, call, count), ctx=ctx, **options)
     assert same(got, total([mine(rank, call, count) for rank in range(ctx.world_size)]))
 
 

@@ -183,16 +183,16 @@ def call(part: Rows, num_rows: int, ctx: tdcoll.SparseContext | None, how: Optio
         tensor = torch.sparse_coo_tensor(
             part.indices.unsqueeze(0), part.values, (num_rows, *shape), is_coalesced=how.coalesced
         )
-        made = tdcoll.sparse_all_reduce(tensor, ctx, how.op, algorithm=how.algorithm, copy=how.copy)
+        made = tdcoll.sparse_all_reduce(tensor, ctx=ctx, op=how.op, algorithm=how.algorithm, copy=how.copy)
         assert made.layout == torch.sparse_coo
         assert made.is_coalesced()
         assert made.shape == tensor.shape
         return Rows(made.indices()[0], made.values())
     common: dict[str, Any] = {"coalesced": how.coalesced, "algorithm": how.algorithm}
     if how.form == "pair":
-        return Rows(*tdcoll.sparse_all_reduce_rows(*part, num_rows, ctx, how.op, copy=how.copy, **common))
+        return Rows(*tdcoll.sparse_all_reduce_rows(*part, num_rows, how.op, ctx=ctx, copy=how.copy, **common))
     assert ctx is not None
-    padded = tdcoll.sparse_all_reduce_padded(*part, num_rows, ctx, how.op, **common)
+    padded = tdcoll.sparse_all_reduce_padded(*part, num_rows, how.op, ctx=ctx, **common)
     ctx.check()
     size = int(padded.count)
     assert padded.indices.shape == (ctx.max_union_rows,)

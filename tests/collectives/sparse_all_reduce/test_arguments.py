@@ -65,7 +65,7 @@ def test_tensors_that_are_refused(tensor: Any, error: type[Exception], text: str
     def host(pe: int) -> None:
         with make(debug=debug) as ctx:
             with pytest.raises(error, match=text):
-                tdcoll.sparse_all_reduce(tensor, ctx if own else None)
+                tdcoll.sparse_all_reduce(tensor, ctx=ctx if own else None)
             reduce_and_compare(ctx)
 
     everywhere(host, 1)
@@ -157,21 +157,21 @@ def test_contexts_that_are_refused() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as other:
             wanted = r"^ctx must be a tdcoll\.SparseContext or None, got CollectiveContext$"
             with pytest.raises(TypeError, match=wanted):
-                tdcoll.sparse_all_reduce(mine(pe), other)
+                tdcoll.sparse_all_reduce(mine(pe), ctx=other)
             with pytest.raises(TypeError, match=wanted):
-                tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, other)
+                tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=other)
             for wrong in (other, None):
                 name = type(wrong).__name__
                 with pytest.raises(TypeError, match=rf"^ctx must be a tdcoll\.SparseContext, got {name}$"):
-                    tdcoll.sparse_all_reduce_padded(IDS, PART, ROWS, wrong)
+                    tdcoll.sparse_all_reduce_padded(IDS, PART, ROWS, ctx=wrong)
         with make(max_union_rows=12) as ctx:
             with pytest.raises(ValueError, match=r"^algorithm='gather' needs room .* \(16\)$"):
-                tdcoll.sparse_all_reduce(mine(pe, shape=(16,)), ctx, algorithm="gather")
+                tdcoll.sparse_all_reduce(mine(pe, shape=(16,)), ctx=ctx, algorithm="gather")
             with pytest.raises(ValueError, match=r"^algorithm='dense' needs a torch\.distributed process group"):
-                tdcoll.sparse_all_reduce(mine(pe), ctx, algorithm="dense")
+                tdcoll.sparse_all_reduce(mine(pe), ctx=ctx, algorithm="dense")
             with pytest.raises(ValueError, match=r"^algorithm must be 'owner', 'gather' or 'auto'.*got 'dense'$"):
-                tdcoll.sparse_all_reduce_padded(IDS, PART, ROWS, ctx, algorithm="dense")
-            tdcoll.sparse_all_reduce(mine(pe), ctx)
+                tdcoll.sparse_all_reduce_padded(IDS, PART, ROWS, ctx=ctx, algorithm="dense")
+            tdcoll.sparse_all_reduce(mine(pe), ctx=ctx)
 
     everywhere(host, 2)
 
@@ -192,17 +192,17 @@ def test_values_are_taken_as_they_are_meant() -> None:
                 base[:1].expand(6, 4),
                 base.clone().requires_grad_(),
             ):
-                found, got = tdcoll.sparse_all_reduce_rows(ids, given, ROWS, ctx)
+                found, got = tdcoll.sparse_all_reduce_rows(ids, given, ROWS, ctx=ctx)
                 wanted = sparse(ids, given.detach().resolve_neg() * 2).coalesce()
                 assert torch.equal(found, wanted.indices()[0])
                 assert torch.equal(got, wanted.values())
                 assert not got.requires_grad
-                got = tdcoll.sparse_all_reduce(sparse(ids, given), ctx)
+                got = tdcoll.sparse_all_reduce(sparse(ids, given), ctx=ctx)
                 assert torch.equal(got.values(), wanted.values())
             wide = torch.stack((ids, ids), 1)[:, 0]
             assert not wide.is_contiguous()
             assert torch.equal(
-                tdcoll.sparse_all_reduce_rows(wide, base, ROWS, ctx)[1], sparse(ids, 2 * base).coalesce().values()
+                tdcoll.sparse_all_reduce_rows(wide, base, ROWS, ctx=ctx)[1], sparse(ids, 2 * base).coalesce().values()
             )
 
     everywhere(host, 2)
@@ -216,14 +216,14 @@ def test_tables_of_nothing() -> None:
                 for algorithm in ("owner", "gather"):
                     for shape in ((4,), (), (0,)):
                         ids, rows = tdcoll.sparse_all_reduce_rows(
-                            none, torch.empty(0, *shape), num_rows, ctx, algorithm=algorithm, copy=False
+                            none, torch.empty(0, *shape), num_rows, ctx=ctx, algorithm=algorithm, copy=False
                         )
                         assert (ids.shape, rows.shape, ids.dtype) == ((0,), (0, *shape), torch.int64)
             # rows on one rank only
             part = sparse([4, 2], PART) if pe == 1 else sparse([], torch.empty(0, DIM))
             for algorithm in ("owner", "gather"):
                 assert same(
-                    tdcoll.sparse_all_reduce(part, ctx, algorithm=algorithm), sparse([2, 4], PART, coalesced=True)
+                    tdcoll.sparse_all_reduce(part, ctx=ctx, algorithm=algorithm), sparse([2, 4], PART, coalesced=True)
                 )
 
     everywhere(host)

@@ -31,7 +31,7 @@ def test_more_rows_than_fit_is_an_error_on_all_ranks(algorithm: str, ranks_per_n
         with make(max_rows_per_rank=8, max_row_bytes=8 << 10, debug=debug) as ctx:
             for call in range(2):
                 refused_everywhere(
-                    ctx, tdcoll.ContextError, text, lambda: tdcoll.sparse_all_reduce(part, ctx, algorithm=algorithm)
+                    ctx, tdcoll.ContextError, text, lambda: tdcoll.sparse_all_reduce(part, ctx=ctx, algorithm=algorithm)
                 )
                 reduce_and_compare(ctx, call, algorithm=algorithm)
 
@@ -48,14 +48,14 @@ def test_a_larger_union_than_fits_is_an_error_on_all_ranks(algorithm: str) -> No
             values = rows_of(pe, ids)
 
             def call() -> Any:
-                return tdcoll.sparse_all_reduce_rows(torch.tensor(ids), values, ROWS, ctx, algorithm=algorithm)
+                return tdcoll.sparse_all_reduce_rows(torch.tensor(ids), values, ROWS, ctx=ctx, algorithm=algorithm)
 
             if algorithm == "owner":
                 refused_everywhere(ctx, tdcoll.ContextError, text, call)
             else:  # gather's rows do travel with the ids
                 with pytest.raises(tdcoll.ContextError, match=text):
                     call()
-            got = tdcoll.sparse_all_reduce(sparse(ids[:3], values[:3]), ctx, algorithm=algorithm)
+            got = tdcoll.sparse_all_reduce(sparse(ids[:3], values[:3]), ctx=ctx, algorithm=algorithm)
             wanted = total([sparse([10 * r + i for i in range(3)], rows_of(r, ids)[:3]) for r in range(N)])
             assert same(got, wanted)
 
@@ -68,13 +68,13 @@ def test_rows_that_are_too_long() -> None:
         with make(max_row_bytes=16) as ctx:
             for row in ((5,), (5, 1)):
                 part = mine(pe, shape=row)
-                call = lambda: tdcoll.sparse_all_reduce(part, ctx, algorithm="owner")  # noqa: B023, E731
+                call = lambda: tdcoll.sparse_all_reduce(part, ctx=ctx, algorithm="owner")  # noqa: B023, E731
                 refused_everywhere(ctx, tdcoll.ContextError, text, call)
                 for algorithm in ("auto", "gather"):
                     with pytest.raises(tdcoll.ContextError, match=text):
-                        tdcoll.sparse_all_reduce(part, ctx, algorithm=algorithm)
+                        tdcoll.sparse_all_reduce(part, ctx=ctx, algorithm=algorithm)
                 with pytest.raises(tdcoll.ContextError, match=text):
-                    tdcoll.sparse_all_reduce_padded(part._indices()[0], part._values(), ROWS, ctx)
+                    tdcoll.sparse_all_reduce_padded(part._indices()[0], part._values(), ROWS, ctx=ctx)
             reduce_and_compare(ctx)
 
     everywhere(host, 2)
@@ -86,7 +86,7 @@ def test_exactly_full() -> None:
             used = tdcoll.heap_info()
             for algorithm in ("owner", "auto"):
                 ids = [20 * pe + i for i in range(6)]
-                got = tdcoll.sparse_all_reduce(sparse(ids, rows_of(pe, ids)), ctx, algorithm=algorithm)
+                got = tdcoll.sparse_all_reduce(sparse(ids, rows_of(pe, ids)), ctx=ctx, algorithm=algorithm)
                 assert same(got, total([sparse([20 * r + i for i in range(6)], rows_of(r, ids)) for r in range(2)]))
             assert tdcoll.heap_info() == used
 
@@ -106,7 +106,7 @@ def test_growing(algorithm: str) -> None:
                 (((1, 1, 1), 1), ((2, 2, 2), 1), ((2, 9, 1), 1), ((2, 1, 3), 6), ((12, 3, 30), 6), ((1, 1, 1), 2))
             ):
                 parts = [mine(rank, call, counts[rank], (width,)) for rank in range(N)]
-                got = tdcoll.sparse_all_reduce(parts[pe], ctx, algorithm=algorithm)
+                got = tdcoll.sparse_all_reduce(parts[pe], ctx=ctx, algorithm=algorithm)
                 kept.append((got, total(parts)))
                 seen.add((ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows))
                 assert ctx.max_rows_per_rank >= max(counts)
@@ -141,7 +141,7 @@ def test_growing_beyond_the_heap_leaves_the_context_as_it_was() -> None:
             long = mine(pe, 0, 2, (1 << 16,))
             for part in (sparse(many, rows_of(pe, many), 5000), long):
                 with pytest.raises(tdcoll.HeapExhaustedError, match="NVSHMEM_SYMMETRIC_SIZE"):
-                    tdcoll.sparse_all_reduce(part, ctx)
+                    tdcoll.sparse_all_reduce(part, ctx=ctx)
                 assert tdcoll.heap_info() == before
                 assert facts == (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
                 reduce_and_compare(ctx)
@@ -157,7 +157,7 @@ def test_memory_that_a_graph_uses_does_not_move() -> None:
             area = ctx.area.data_ptr()
             for part in (mine(pe, 0, 20), mine(pe, 0, 3, (30,))):
                 with pytest.raises(tdcoll.ContextError, match=r"cannot grow after a call was captured.*make it larger"):
-                    tdcoll.sparse_all_reduce(part, ctx)
+                    tdcoll.sparse_all_reduce(part, ctx=ctx)
             reduce_and_compare(ctx)
             assert ctx.area.data_ptr() == area
 

@@ -92,7 +92,7 @@ def test_no_call_takes_more_symmetric_memory(row_bytes: int) -> None:
                 reduce_and_compare(ctx, algorithm=algorithm)
                 reduce_and_compare(ctx, 1, algorithm=algorithm, copy=False)
                 tdcoll.sparse_all_reduce_padded(
-                    torch.tensor(ids_of(pe)), rows_of(pe, ids_of(pe)), ROWS, ctx, algorithm=algorithm
+                    torch.tensor(ids_of(pe)), rows_of(pe, ids_of(pe)), ROWS, ctx=ctx, algorithm=algorithm
                 )
             assert tdcoll.heap_info() == used
 
@@ -116,9 +116,9 @@ def test_use_after_close() -> None:
         ctx.close()
         ids = torch.tensor([1])
         calls: dict[str, Callable[[], Any]] = {
-            "sparse_all_reduce": lambda: tdcoll.sparse_all_reduce(mine(pe), ctx),
-            "sparse_all_reduce_rows": lambda: tdcoll.sparse_all_reduce_rows(ids, torch.ones(1, 4), ROWS, ctx),
-            "sparse_all_reduce_padded": lambda: tdcoll.sparse_all_reduce_padded(ids, torch.ones(1, 4), ROWS, ctx),
+            "sparse_all_reduce": lambda: tdcoll.sparse_all_reduce(mine(pe), ctx=ctx),
+            "sparse_all_reduce_rows": lambda: tdcoll.sparse_all_reduce_rows(ids, torch.ones(1, 4), ROWS, ctx=ctx),
+            "sparse_all_reduce_padded": lambda: tdcoll.sparse_all_reduce_padded(ids, torch.ones(1, 4), ROWS, ctx=ctx),
         }
         for name, call in calls.items():
             with pytest.raises(tdcoll.ContextError, match=f"{name}: the context is closed"):
@@ -137,7 +137,7 @@ def test_error_in_the_body_does_not_wait_for_the_others() -> None:
             with pytest.raises(KeyError, match="mine"), ctx:
                 raise KeyError("mine")
             with pytest.raises(tdcoll.ContextError, match="left by an exception"):
-                tdcoll.sparse_all_reduce(mine(pe), ctx)
+                tdcoll.sparse_all_reduce(mine(pe), ctx=ctx)
         assert not ctx.closed
         ctx.close()
         assert ctx.closed
@@ -164,7 +164,7 @@ def test_a_context_of_an_ended_job_is_refused() -> None:
         ctx = make()
         runtime.current().closed = True
         with pytest.raises(tdcoll.NotInitializedError, match="has ended"):
-            tdcoll.sparse_all_reduce(mine(pe), ctx)
+            tdcoll.sparse_all_reduce(mine(pe), ctx=ctx)
         ctx.close()
 
     everywhere(host, 2)
@@ -181,7 +181,7 @@ def test_several_contexts_groups_and_shapes() -> None:
                 assert of_two.rank == pair.index(pe)
                 reduce_and_compare(of_two, call)
         for shape in ((), (3, 5), (0,)):
-            got = tdcoll.sparse_all_reduce(mine(pe, 0, 4, shape), everybody[1])
+            got = tdcoll.sparse_all_reduce(mine(pe, 0, 4, shape), ctx=everybody[1])
             wanted = total([mine(rank, 0, 4, shape) for rank in range(4)])
             assert same(got, wanted)
         for ctx in (everybody[1], of_two, everybody[0]):

@@ -28,10 +28,10 @@ def test_failed_context_refuses_every_call_and_closes_alone(algorithm: str, padd
         def call_it() -> None:
             part = mine(pe)
             if padded:
-                tdcoll.sparse_all_reduce_padded(part._indices()[0], part._values(), ROWS, ctx, algorithm=algorithm)
+                tdcoll.sparse_all_reduce_padded(part._indices()[0], part._values(), ROWS, ctx=ctx, algorithm=algorithm)
                 ctx.check()
             else:
-                tdcoll.sparse_all_reduce(part, ctx, algorithm=algorithm)
+                tdcoll.sparse_all_reduce(part, ctx=ctx, algorithm=algorithm)
 
         with pytest.raises(tdcoll.CollectiveTimeout) as raised:
             call_it()
@@ -64,6 +64,6 @@ def test_a_peer_that_stays_away_is_named() -> None:
         if pe == 1:
             return
         with pytest.raises(tdcoll.CollectiveTimeout, match="waited 2 s for peer 1"):
-            tdcoll.sparse_all_reduce(mine(ctx.rank), ctx)
+            tdcoll.sparse_all_reduce(mine(ctx.rank), ctx=ctx)
 
     everywhere(host, 4, on_timeout="expire")

@@ -52,7 +52,7 @@ def test_indices_that_are_wrong_on_one_rank(
 
         with make() as ctx:
             call = lambda: tdcoll.sparse_all_reduce_rows(  # noqa: E731
-                given, PART, ROWS, ctx, coalesced=coalesced, algorithm=algorithm
+                given, PART, ROWS, ctx=ctx, coalesced=coalesced, algorithm=algorithm
             )
             wanted = f"^sparse_all_reduce_rows: indices of rank 1 .*{text}"
             if algorithm == "owner":
@@ -110,7 +110,7 @@ def test_ranks_that_take_different_ways_get_no_result(warm: tuple[str, ...]) -> 
         for algorithm in warm:
             reduce_and_compare(ctx, algorithm=algorithm)
         with pytest.raises((tdcoll.RankMismatchError, tdcoll.CollectiveTimeout)):
-            tdcoll.sparse_all_reduce(mine(pe), ctx, algorithm="gather" if pe == 1 else "owner")
+            tdcoll.sparse_all_reduce(mine(pe), ctx=ctx, algorithm="gather" if pe == 1 else "owner")
 
     everywhere(host, on_timeout="expire")
 
@@ -123,7 +123,7 @@ def test_longer_rows_on_one_rank_are_a_mismatch_and_not_a_reason_to_grow(grow: b
             wide = torch.ones(len(IDS), 1000 if pe == 1 else DIM)
             for algorithm in ("owner", "auto"):
                 with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different shapes"):
-                    tdcoll.sparse_all_reduce_rows(IDS, wide, ROWS, ctx, algorithm=algorithm)
+                    tdcoll.sparse_all_reduce_rows(IDS, wide, ROWS, ctx=ctx, algorithm=algorithm)
                 reduce_and_compare(ctx)
             assert tdcoll.heap_info() == before
 
@@ -138,7 +138,7 @@ def test_auto_and_owner_are_different_calls() -> None:
         ctx = make(max_rows_per_rank=2048, max_row_bytes=64)
         ctx.process_group = "some group"
         with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different"):
-            tdcoll.sparse_all_reduce_rows(ids, torch.ones(64, 16), 64, ctx, algorithm="owner" if pe else "auto")
+            tdcoll.sparse_all_reduce_rows(ids, torch.ones(64, 16), 64, ctx=ctx, algorithm="owner" if pe else "auto")
         ctx.close()
 
     everywhere(host, 4, ranks_per_node=1)
@@ -149,12 +149,12 @@ def test_results_of_a_context_are_not_its_input(debug: bool) -> None:
     def host(pe: int) -> None:
         with make(max_rows_per_rank=16, max_row_bytes=16 << 10, debug=debug) as ctx:
             for padded in (False, True):
-                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx, algorithm="owner", copy=False)
+                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
                 again = tdcoll.sparse_all_reduce_padded if padded else tdcoll.sparse_all_reduce_rows
                 with pytest.raises(ValueError, match=r"must not lie in the memory of the context.*clone"):
                     again(ids, rows, ROWS, ctx)
-                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx, algorithm="owner", copy=False)
-                tdcoll.sparse_all_reduce_rows(ids, rows.clone(), ROWS, ctx)
+                ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
+                tdcoll.sparse_all_reduce_rows(ids, rows.clone(), ROWS, ctx=ctx)
 
     everywhere(host)
 
@@ -165,7 +165,7 @@ def test_growing_takes_what_is_needed_where_the_heap_has_no_room_for_more() -> N
         rows = rows_of(pe, many, (1,))
         for grow in (False, True):
             with make(max_rows_per_rank=8 if grow else 800, max_row_bytes=4, grow=grow) as ctx:
-                tdcoll.sparse_all_reduce(sparse(many, rows, 800), ctx)
+                tdcoll.sparse_all_reduce(sparse(many, rows, 800), ctx=ctx)
                 assert ctx.max_rows_per_rank == 800
 
     everywhere(host, 2, heap_bytes=28 << 10)
@@ -188,7 +188,9 @@ def test_rows_are_spread_whatever_the_pattern_of_their_ids() -> None:
         with make(max_rows_per_rank=n, max_row_bytes=16, max_union_rows=n) as ctx:
             for shift in (0, 7, 19, 31, 40):
                 ids = torch.arange(n) << shift
-                tdcoll.sparse_all_reduce_rows(ids, torch.ones(n, 4), 1 << 50, ctx, coalesced=True, algorithm="owner")
+                tdcoll.sparse_all_reduce_rows(
+                    ids, torch.ones(n, 4), 1 << 50, ctx=ctx, coalesced=True, algorithm="owner"
+                )
                 mine = int(ctx.memory.whole.counters[1])  # rows that others have as well, and that this rank reduced
                 assert n // 4 - 12 <= mine <= n // 4 + 12, (shift, mine)
 
@@ -204,10 +206,10 @@ def test_padded_has_no_rows_once_a_wait_has_expired(turns: int) -> None:
     def host(pe: int) -> None:
         ctx = make(timeout_s=2)
         ids = torch.arange(8)
-        tdcoll.sparse_all_reduce_padded(ids, torch.ones(8, 4), 8, ctx, algorithm="owner")
+        tdcoll.sparse_all_reduce_padded(ids, torch.ones(8, 4), 8, ctx=ctx, algorithm="owner")
         if pe == 2:
             world.kill(pe, after_turns=turns)
-        got = tdcoll.sparse_all_reduce_padded(ids, torch.full((8, 4), 10.0), 8, ctx, algorithm="owner")
+        got = tdcoll.sparse_all_reduce_padded(ids, torch.full((8, 4), 10.0), 8, ctx=ctx, algorithm="owner")
         right = bool((got.values[:8] == 30).all())
         counts.append((ctx.monitor.expired, int(got.count) if not right else -1))
 
@@ -219,9 +221,21 @@ def test_padded_has_no_rows_once_a_wait_has_expired(turns: int) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda ctx: tdcoll.sparse_all_reduce_rows(IDS.int(), PART, ROWS, ctx), ValueError, "indices must be int64"),
-        (lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART.short(), ROWS, ctx), TypeError, "values must have one of"),
-        (lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx, "avg"), ValueError, "op must be one of"),
+        (
+            lambda ctx: tdcoll.sparse_all_reduce_rows(IDS.int(), PART, ROWS, ctx=ctx),
+            ValueError,
+            "indices must be int64",
+        ),
+        (
+            lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART.short(), ROWS, ctx=ctx),
+            TypeError,
+            "values must have one of",
+        ),
+        (
+            lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, op="avg"),
+            ValueError,
+            "op must be one of",
+        ),
     ],
     ids=["indices", "values", "op"],
 )
@@ -233,7 +247,7 @@ def test_debug_tells_all_ranks_what_is_wrong_on_one(call: Any, kind: type[Except
                     call(ctx)
             else:
                 with pytest.raises(tdcoll.RankMismatchError, match=f"rank 1 cannot make this call: .*{text}"):
-                    tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx)
+                    tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx)
             reduce_and_compare(ctx)
 
     everywhere(host)
@@ -253,9 +267,9 @@ def test_debug_compares_tensors_algorithms_and_contexts() -> None:
             (mine(pe), {"algorithm": "gather" if odd else "owner"}, "algorithm"),
         ):
             with pytest.raises(tdcoll.RankMismatchError, match=rf"{text}; they differ in {field} \(rank 0: "):
-                tdcoll.sparse_all_reduce(part, first, **options)
+                tdcoll.sparse_all_reduce(part, ctx=first, **options)
         reduce_and_compare(first)
         with pytest.raises(tdcoll.RankMismatchError, match=text):
-            tdcoll.sparse_all_reduce(mine(pe), first if pe == 0 else second)
+            tdcoll.sparse_all_reduce(mine(pe), ctx=first if pe == 0 else second)
 
     everywhere(host)

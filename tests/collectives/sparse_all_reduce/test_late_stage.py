@@ -48,7 +48,7 @@ class Queued:
             ids = ids_of(pe)
             numbers = rows_of(pe + call, ids)
             ctx.exchanges = 0  # which the host counts, and a replay of a graph does not
-            made = tdcoll.sparse_all_reduce_padded(torch.tensor(ids), numbers, ROWS, ctx, algorithm="owner")
+            made = tdcoll.sparse_all_reduce_padded(torch.tensor(ids), numbers, ROWS, ctx=ctx, algorithm="owner")
             results.append((made.indices, made.values.clone(), int(made.count)))
             self.launched(ctx, call)
         ctx.monitor.valid = looked_at

@@ -24,7 +24,7 @@ def test_padded(algorithm: str, debug: bool, ranks_per_node: int | None) -> None
                 part = mine(pe, call, count)
                 wanted = total([mine(rank, call, count) for rank in range(N)])
                 padded = tdcoll.sparse_all_reduce_padded(
-                    part._indices()[0], part._values(), ROWS, ctx, algorithm=algorithm
+                    part._indices()[0], part._values(), ROWS, ctx=ctx, algorithm=algorithm
                 )
                 union = wanted._nnz()
                 assert isinstance(padded, tdcoll.PaddedRows)
@@ -39,7 +39,7 @@ def test_padded(algorithm: str, debug: bool, ranks_per_node: int | None) -> None
                 dense = torch.zeros(ROWS, DIM).index_add_(0, padded.indices, padded.values)
                 assert torch.equal(dense, wanted.to_dense()), "padding adds nothing"
                 ids, rows = tdcoll.sparse_all_reduce_rows(
-                    part._indices()[0], part._values(), ROWS, ctx, algorithm=algorithm
+                    part._indices()[0], part._values(), ROWS, ctx=ctx, algorithm=algorithm
                 )
                 assert torch.equal(ids, wanted.indices()[0])
                 assert torch.equal(rows, wanted.values())
@@ -113,7 +113,7 @@ def test_padded_of_nothing() -> None:
             none = torch.empty(0, dtype=torch.int64)
             for num_rows in (0, ROWS, 1 << 40):
                 for shape in ((DIM,), (), (0,)):
-                    got = tdcoll.sparse_all_reduce_padded(none, torch.empty(0, *shape), num_rows, ctx)
+                    got = tdcoll.sparse_all_reduce_padded(none, torch.empty(0, *shape), num_rows, ctx=ctx)
                     assert got.values.shape == (5, *shape)
                     assert not got.values.any()
                     assert got.count.tolist() == [0]

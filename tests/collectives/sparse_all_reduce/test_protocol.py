@@ -106,7 +106,7 @@ class Killed:
         with tdcoll.SparseContext(max_rows_per_rank=4, max_row_bytes=8) as ctx:
 
             def call() -> None:
-                tdcoll.sparse_all_reduce_rows(*part, 6, ctx, algorithm=self.algorithm)
+                tdcoll.sparse_all_reduce_rows(*part, 6, ctx=ctx, algorithm=self.algorithm)
                 ctx.check()
 
             call()
@@ -170,7 +170,7 @@ def _moved(layout: list[int], elements: int, algorithm: str = "owner") -> tuple[
 
     def host(pe: int) -> None:
         with tdcoll.SparseContext(max_rows_per_rank=7, max_row_bytes=64) as ctx:
-            tdcoll.sparse_all_reduce_rows(*parts[pe], 11, ctx, algorithm=algorithm)
+            tdcoll.sparse_all_reduce_rows(*parts[pe], 11, ctx=ctx, algorithm=algorithm)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PointerAccess, "before_load", before_load)

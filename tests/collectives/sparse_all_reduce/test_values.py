@@ -133,9 +133,9 @@ def test_every_dtype_and_operation_is_computed_or_refused(dtype: torch.dtype) ->
                     error, text = ValueError, rf"^op must be one of sum, max, min, prod for {dtype}; got 'mean'$"
                 if error is not None:
                     with pytest.raises(error, match=text):
-                        tdcoll.sparse_all_reduce_rows(*parts[pe], 4, ctx, op)
+                        tdcoll.sparse_all_reduce_rows(*parts[pe], 4, op, ctx=ctx)
                     continue
-                got, wanted = Rows(*tdcoll.sparse_all_reduce_rows(*parts[pe], 4, ctx, op)), reduce(parts, op)
+                got, wanted = Rows(*tdcoll.sparse_all_reduce_rows(*parts[pe], 4, op, ctx=ctx)), reduce(parts, op)
                 assert torch.equal(got.indices, wanted.indices)
                 assert wrong_rows(got.values, wanted.values) == 0
                 computed += 1
@@ -162,9 +162,9 @@ def test_operations_of_torch_are_the_named_ones() -> None:
             for op, name in TORCH_OPERATIONS.items():
                 ours: Any = op if pe else name
                 for got in (
-                    tdcoll.sparse_all_reduce_rows(*rows, 5, ctx, ours)[1],
-                    tdcoll.sparse_all_reduce_rows(*rows, 5, ctx, ours, algorithm="gather")[1],
-                    tdcoll.sparse_all_reduce_padded(*rows, 5, ctx, ours).values,
+                    tdcoll.sparse_all_reduce_rows(*rows, 5, ours, ctx=ctx)[1],
+                    tdcoll.sparse_all_reduce_rows(*rows, 5, ours, ctx=ctx, algorithm="gather")[1],
+                    tdcoll.sparse_all_reduce_padded(*rows, 5, ours, ctx=ctx).values,
                 ):
                     first = {"sum": 4.0, "mean": 2.0, "prod": 4.0}.get(name, 2.0)
                     others = [1.5, 2.0] if name == "mean" else [3.0, 4.0]

@@ -26,13 +26,13 @@ def test_copies_and_views(debug: bool) -> None:
     def host(pe: int) -> None:
         with make(debug=debug) as ctx:
             wanted = [total([mine(rank, call) for rank in range(N)]) for call in range(3)]
-            copy = tdcoll.sparse_all_reduce(mine(pe), ctx, algorithm="owner")
+            copy = tdcoll.sparse_all_reduce(mine(pe), ctx=ctx, algorithm="owner")
             assert not in_symmetric_memory(copy.values())
-            view = tdcoll.sparse_all_reduce(mine(pe, 1), ctx, algorithm="owner", copy=False)
+            view = tdcoll.sparse_all_reduce(mine(pe, 1), ctx=ctx, algorithm="owner", copy=False)
             assert in_symmetric_memory(view._values())
             assert same(view, wanted[1])
             assert same(copy, wanted[0])
-            gathered = tdcoll.sparse_all_reduce(mine(pe, 2), ctx, algorithm="gather", copy=False)
+            gathered = tdcoll.sparse_all_reduce(mine(pe, 2), ctx=ctx, algorithm="gather", copy=False)
             assert not in_symmetric_memory(gathered.values())
             reduce_and_compare(ctx, algorithm="owner")
             assert same(gathered, wanted[2])
@@ -53,7 +53,7 @@ def test_a_view_as_a_gradient(optimizer: str, options: dict[str, Any]) -> None:
             twin = torch.nn.Parameter(torch.ones(ROWS, DIM))
             ours, theirs = (getattr(torch.optim, optimizer)([p], lr=0.5, **options) for p in (weight, twin))
             for call in range(2):
-                weight.grad = tdcoll.sparse_all_reduce(mine(pe, call), ctx, algorithm="owner", copy=False)
+                weight.grad = tdcoll.sparse_all_reduce(mine(pe, call), ctx=ctx, algorithm="owner", copy=False)
                 twin.grad = total([mine(rank, call) for rank in range(2)])
                 ours.step()
                 theirs.step()

@@ -6,7 +6,6 @@ Everything comes from the collective's spec: how many segments tensor and result
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,9 +84,8 @@ def different(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 def kinds_of(spec: Collective) -> str:
     """The kinds of calls (:class:`Calls`) that a collective has."""
-    symmetric = "symmetric" in inspect.signature(getattr(tdcoll, spec.name)).parameters
     in_place = spec.may_overlap_at(1, 0) is not None
-    return "o" + "i" * in_place + "st" * symmetric + "p" * spec.in_place
+    return "o" + "i" * in_place + "st" * spec.reduces + "p" * spec.in_place
 
 
 def had(spec: Collective, calls: str) -> str:
@@ -151,11 +149,11 @@ def make(
 ) -> torch.Tensor:
     """Make a call of this kind by the public function."""
     if kind == "p":
-        return getattr(tdcoll, f"{spec.name}_in_place")(out, ctx, algorithm=algorithm)
+        return getattr(tdcoll, f"{spec.name}_")(out, ctx=ctx, algorithm=algorithm)
     more: dict[str, Any] = {"op": op} if spec.reduces else {}
     if kind in "st":
         more["symmetric"] = True
-    return getattr(tdcoll, spec.name)(tensor, ctx, out=out, algorithm=algorithm, **more)
+    return getattr(tdcoll, spec.name)(tensor, ctx=ctx, out=out, algorithm=algorithm, **more)
 
 
 def in_pieces(spec: Collective, facts: Facts, algorithm: str, pieces: int, warps: int = 1) -> Plan:

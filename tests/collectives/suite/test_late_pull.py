@@ -59,7 +59,7 @@ class Late:
         looked_at, ctx.monitor.valid = ctx.monitor.valid, memoryview(bytearray(1))
         source.copy_(given[0][pe])
         for call, out in enumerate(outs):
-            tdcoll.reduce_scatter(source, ctx, out, algorithm=self.plan, symmetric=True)
+            tdcoll.reduce_scatter(source, ctx=ctx, out=out, algorithm=self.plan, symmetric=True)
             source.copy_(given[call + 1][pe])
             if pe == 0 and call + 1 == LATE_CALL:
                 tdcoll.write_on_stream(tdcoll.peer_tensor(ctx.ready, late)[late], 1)

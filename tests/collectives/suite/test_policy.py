@@ -418,13 +418,13 @@ def test_a_caller_may_give_a_plan() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, debug=True) as ctx:
             before = simulated.counts[pe].puts
-            y = tdcoll.all_gather(torch.full((100,), pe), ctx, algorithm=Plan("1d", 8, 128, 4))
+            y = tdcoll.all_gather(torch.full((100,), pe), ctx=ctx, algorithm=Plan("1d", 8, 128, 4))
             assert y.view(4, 100)[:, 0].tolist() == [0, 1, 2, 3]
             ctx.check()
             assert simulated.counts[pe].puts - before == 8 * 3
             with pytest.raises(tdcoll.RankMismatchError):
-                tdcoll.all_gather(torch.zeros(8), ctx, algorithm=Plan("1d", 1, 128, 4 if pe else 8))
+                tdcoll.all_gather(torch.zeros(8), ctx=ctx, algorithm=Plan("1d", 1, 128, 4 if pe else 8))
             with pytest.raises(ValueError, match="cover all 32 bytes"):
-                tdcoll.all_gather(torch.zeros(8), ctx, algorithm=Plan("1d", 1, 16, 4))
+                tdcoll.all_gather(torch.zeros(8), ctx=ctx, algorithm=Plan("1d", 1, 16, 4))
 
     simulated.run(host)

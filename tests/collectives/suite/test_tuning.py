@@ -144,7 +144,7 @@ def test_a_call_says_what_is_wrong_with_the_table_of_its_context() -> None:
     def host(pe: int) -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64, tuning=table_of(Entry(64, "3d")))
         with pytest.raises(ValueError, match=r"a tuning table: .*: algorithm: expected one of ll, direct"):
-            tdcoll.all_gather(torch.zeros(4), ctx)
+            tdcoll.all_gather(torch.zeros(4), ctx=ctx)
 
     World(4).run(host)
 
@@ -298,7 +298,7 @@ def gathered(table: Table | None, nbytes: int = 1024, n_pes: int = 4, **world: A
         with tdcoll.CollectiveContext(max_bytes_per_rank=nbytes, tuning=table) as ctx:
             x = torch.full((nbytes,), pe, dtype=torch.uint8)
             before = simulated.counts[pe].puts
-            y = tdcoll.all_gather(x, ctx)
+            y = tdcoll.all_gather(x, ctx=ctx)
             ctx.check()
             assert y.view(n_pes, nbytes).eq(torch.arange(n_pes)[:, None]).all()
             return simulated.counts[pe].puts - before
@@ -327,7 +327,11 @@ def test_all_ranks_choose_alike_whatever_each_passes_as_the_result() -> None:
             for n in (16, 400):
                 for _ in range(3):
                     x = torch.arange(n, dtype=torch.float32) + pe
-                    got = tdcoll.all_reduce_(x, ctx) if pe == 1 else tdcoll.all_reduce(x, ctx, x if pe else None)
+                    got = (
+                        tdcoll.all_reduce_(x, ctx=ctx)
+                        if pe == 1
+                        else tdcoll.all_reduce(x, ctx=ctx, out=x if pe else None)
+                    )
                     assert got.tolist() == [3.0 * i + 3 for i in range(n)]
             ctx.check()
 
