@@ -40,7 +40,9 @@ def deadline(timeout_s: Any) -> list[Callable[[Given], Any]]:
 SECONDS = "timeout_s must be greater than 0 and at most 1000000000 seconds, got "
 SHAPE = "shape must be an int or a sequence of ints, got "
 CTX = "ctx must be a tdcoll.CollectiveContext, got "
-GROUP = "group must be a ProcessGroup that this rank belongs to, a sequence of global ranks, or None; got "
+GROUP = (
+    "group must be a ProcessGroup that this rank belongs to, a DeviceMesh, a sequence of global ranks, or None; got "
+)
 
 CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
     # deadlines

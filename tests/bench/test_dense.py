@@ -91,8 +91,8 @@ def test_wrong_results_are_rows_that_say_so(kind: Any, mistake: str, monkeypatch
     real = getattr(tdcoll, kind.benchmark)
     kept: dict[int, torch.Tensor] = {}
 
-    def careless(tensor: torch.Tensor, ctx: Any, out: torch.Tensor, *rest: Any) -> torch.Tensor:
-        new = real(tensor, ctx, out, *rest).clone()
+    def careless(tensor: torch.Tensor, *op: Any, ctx: Any, out: torch.Tensor, **named: Any) -> torch.Tensor:
+        new = real(tensor, *op, ctx=ctx, out=out, **named).clone()
         if mistake == "the call before":
             out.copy_(kept.get(ctx.rank, new))
             kept[ctx.rank] = new
@@ -125,11 +125,11 @@ def test_the_measuring_path(kind: Any, clock: Any, measured: Any, monkeypatch: A
     real = getattr(tdcoll, kind.benchmark)
     given: list[int] = []
 
-    def timed(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def timed(tensor: torch.Tensor, *op: Any, **named: Any) -> torch.Tensor:
         clock.passes(5.0 + runtime.current().rank)
         if runtime.current().rank == 0:
             given.append(tensor.data_ptr())
-        return real(tensor, *rest)
+        return real(tensor, *op, **named)
 
     monkeypatch.setattr(tdcoll, kind.benchmark, timed)
     rows = measured(kind, "-b 64 -e 64 --algorithms direct --both --straggler")
@@ -152,11 +152,11 @@ def test_one_buffer_is_reduced_again_and_again(op: str, clock: Any, measured: An
     """The result of a launch of k calls is the sum times the number of ranks to the (k - 1)st."""
     given: set[int] = set()
 
-    def timed(function: Callable[..., Any], tensor: torch.Tensor, *rest: Any) -> Any:
+    def timed(function: Callable[..., Any], tensor: torch.Tensor, *op: Any, **named: Any) -> Any:
         clock.passes(2.0)
         if runtime.current().rank == 0:
             given.add(tensor.data_ptr())
-        return function(tensor, *rest)
+        return function(tensor, *op, **named)
 
     for name in ("all_reduce", "all_reduce_"):
         monkeypatch.setattr(tdcoll, name, functools.partial(timed, getattr(tdcoll, name)))

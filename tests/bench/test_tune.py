@@ -155,11 +155,11 @@ def test_measuring_writes_a_table(clock: Any, measured: Any, tmp_path: Path, mon
     """With calls of which the test says how long they take: the fastest get into the table, and the rest stays."""
     called, took, quick = set(), {"ll": 3.0, "1d": 5.0}, Plan("1d", 4, 1024, 4)
 
-    def timed(function: Callable[..., Any], *arguments: Any) -> Any:
-        (plan,) = (given for given in arguments if isinstance(given, Plan))
+    def timed(function: Callable[..., Any], *arguments: Any, algorithm: Plan, **named: Any) -> Any:
+        plan = algorithm
         called.add(function.__name__)
         clock.passes(2.5 if replace(plan, blocks=0) == quick else took[plan.algorithm])
-        return function(*arguments)
+        return function(*arguments, algorithm=plan, **named)
 
     for name in ("all_gather", "all_gather_", "reduce_scatter", "all_reduce", "all_reduce_", "all_to_all"):
         monkeypatch.setattr(tdcoll, name, partial(timed, getattr(tdcoll, name)))

@@ -363,6 +363,7 @@ def test_the_short_way_is_for_the_bound_stream_outside_of_graphs(bound: int, mon
 
     def host(pe: int) -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=64)
+        ctx.follows_stream = False  # as with stream=
         ctx._cuda, ctx._index, ctx._handle = True, 1, bound
         cuda.stream = bound
         assert ctx.enter() == bound

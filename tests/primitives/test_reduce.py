@@ -86,8 +86,9 @@ def test_integers_are_their_own_accumulators(dtype: torch.dtype) -> None:
 
 def test_operations_that_there_are_not() -> None:
     for op in OPERATIONS:
-        check_operation(op, torch.bfloat16)
-    with pytest.raises(ValueError, match="op must be one of sum, mean, max, min, prod; got 'avg'"):
-        check_operation("avg", torch.float32)
+        assert check_operation(op, torch.bfloat16) == op
+    assert [check_operation(op, torch.bfloat16) for op in ("avg", "product")] == ["mean", "prod"]  # torch's names
+    with pytest.raises(ValueError, match="op must be one of sum, mean, max, min, prod; got 'median'"):
+        check_operation("median", torch.float32)
     with pytest.raises(ValueError, match=r"op must be one of sum, max, min, prod for torch.int64; got 'mean'"):
         check_operation("mean", torch.int64)

@@ -155,8 +155,8 @@ def test_training_learns():
     "wrong",
     [
         lambda grad, ctx, summed: grad.coalesce(),
-        lambda grad, ctx, summed: summed(grad, ctx, op="mean"),
-        lambda grad, ctx, summed: summed(grad * (ctx.rank != 0), ctx),
+        lambda grad, ctx, summed: summed(grad, "mean", ctx=ctx),
+        lambda grad, ctx, summed: summed(grad * (ctx.rank != 0), ctx=ctx),
     ],
     ids=["own gradient only", "mean of the sums", "one rank's is lost"],
 )

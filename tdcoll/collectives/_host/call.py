@@ -25,7 +25,7 @@ from tdcoll.collectives._host.pool import pooled, strided_bytes
 from tdcoll.collectives._host.reach import Standing, deltas_to, place_of
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.reduce import check_dtype, check_operation, operation_name
+from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
 
 __all__ = ["Ready", "again", "check_context", "check_tensor", "make", "overlap", "spec_of", "unchecked", "usable"]
 
@@ -155,7 +155,7 @@ def make(
         raise ValueError(f"{spec.name}: group must be None with ctx, which has a group already; got {group!r}")
     check_context(ctx)
     requiring = getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
-    name = op if op is None else operation_name(op)
+    name = op if op is None or (type(op) is str and op in OPERATIONS) else operation_name(op)
     key: Hashable = None
     try:
         if symmetric is False or symmetric is True:

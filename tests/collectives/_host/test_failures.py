@@ -298,7 +298,7 @@ def test_scalars_may_be_passed_again(call: Callable[..., torch.Tensor]) -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES) as ctx:
             for again in range(3):
-                got = call(torch.tensor(1.0 + again), ctx)
+                got = call(torch.tensor(1.0 + again), ctx=ctx)
                 assert got.tolist() == ([1.0 + again] * 2 if call is tdcoll.all_gather else 2.0 + 2 * again)
 
     World(WORLD).run(host)
@@ -369,6 +369,7 @@ def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.M
     monkeypatch.setattr(fused, "choose", choosing)
     capturing = property(lambda gate: gate.topology.rank == 1, lambda gate, value: None)
     monkeypatch.setattr(Gate, "capturing", capturing, raising=False)
+    monkeypatch.setattr(Gate, "_follow_in_capture", lambda gate: None)
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES, tuning=table) as ctx:

@@ -114,7 +114,7 @@ def test_a_forward_pass_leaves_the_other_ranks_alone() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             for call in (tdcoll.all_gather, tdcoll.reduce_scatter, tdcoll.all_reduce):
-                assert call(of(pe, 6).requires_grad_(), ctx).requires_grad
+                assert call(of(pe, 6).requires_grad_(), ctx=ctx).requires_grad
                 assert torch.is_grad_enabled()
 
     World(WORLD, heap_bytes=1 << 24, backend="greenlet", seed=3).run(host)
@@ -165,8 +165,8 @@ def test_debug_mode_finds_ranks_without_a_backward_pass(call: Any) -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64, debug=True) as ctx:
             with pytest.raises(tdcoll.RankMismatchError, match="differ in requires_grad"):
-                call(of(pe, 6).requires_grad_(pe == 1), ctx)
-            call(of(pe, 6).requires_grad_(), ctx).sum().backward()
+                call(of(pe, 6).requires_grad_(pe == 1), ctx=ctx)
+            call(of(pe, 6).requires_grad_(), ctx=ctx).sum().backward()
             ctx.check()
 
     run(host)
@@ -193,7 +193,7 @@ def test_operations_without_a_derivative() -> None:
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             for call, name in ((tdcoll.all_reduce, "all_reduce"), (tdcoll.reduce_scatter, "reduce_scatter")):
-                made = call(of(pe, 6).requires_grad_(), ctx, op="max")
+                made = call(of(pe, 6).requires_grad_(), "max", ctx=ctx)
                 with pytest.raises(
                     ValueError, match=f"'sum' or 'mean' where .* through tdcoll.{name}; got 'max'. Pass tensor.detach"
                 ):

@@ -162,7 +162,7 @@ def test_memory_that_a_rank_lacks_is_refused(memory: _Memory) -> None:
     def call(pe: int, piece: torch.Tensor, ctx: tdcoll.CollectiveContext) -> None:
         memory.begins[2] = 0
         runtime.current().exchange(range(2), "a third rank has none")
-        with pytest.raises(tdcoll.NotSymmetricError, match=r"buffer is memory that ranks \[2\] lack"):
+        with pytest.raises(tdcoll.NotSymmetricError, match=r"tensor is memory that ranks \[2\] lack"):
             tdcoll.all_gather_(piece[:4096], ctx=ctx)
 
     _in_a_context(memory, 2, call)
@@ -189,7 +189,7 @@ def test_a_context_is_of_the_group_that_it_was_given() -> None:
 
 
 CALLS: dict[str, Callable[[torch.Tensor, tdcoll.CollectiveContext], torch.Tensor]] = {
-    "all_gather_": tdcoll.all_gather_,
+    "all_gather_": lambda x, ctx: tdcoll.all_gather_(x, ctx=ctx),
     "all_reduce": lambda x, ctx: tdcoll.all_reduce(torch.ones_like(x), ctx=ctx, out=x, symmetric=True),
     "all_reduce_": lambda x, ctx: tdcoll.all_reduce_(x, ctx=ctx, symmetric=True),
     "reduce_scatter": lambda x, ctx: tdcoll.reduce_scatter(x, ctx=ctx, symmetric=True),

@@ -134,8 +134,8 @@ class Reduces:
                     *tdcoll.sparse_all_reduce_rows(
                         *self.part(ctx.rank, call),
                         self.num_rows,
-                        ctx,
                         self.op,
+                        ctx=ctx,
                         coalesced=self.coalesced,
                         algorithm={"o": "owner", "g": "gather"}[letter],
                         copy=copy,

@@ -120,7 +120,7 @@ PAIRS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"^num_rows must be .*2\*\*62.* got 9223372036854775808$",
     ),
-    ("op unknown", {"op": "avg"}, ValueError, r"^op must be one of sum, mean, max, min, prod; got 'avg'$"),
+    ("op unknown", {"op": "median"}, ValueError, r"^op must be one of sum, mean, max, min, prod; got 'median'$"),
     ("op of torch", {"op": torch.distributed.ReduceOp.BOR}, ValueError, r"^op must be one of SUM, .*; got BOR$"),
     (
         "mean of ints",

@@ -152,7 +152,7 @@ def test_results_of_a_context_are_not_its_input(debug: bool) -> None:
                 ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
                 again = tdcoll.sparse_all_reduce_padded if padded else tdcoll.sparse_all_reduce_rows
                 with pytest.raises(ValueError, match=r"must not lie in the memory of the context.*clone"):
-                    again(ids, rows, ROWS, ctx)
+                    again(ids, rows, ROWS, ctx=ctx)
                 ids, rows = tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, algorithm="owner", copy=False)
                 tdcoll.sparse_all_reduce_rows(ids, rows.clone(), ROWS, ctx=ctx)
 
@@ -232,7 +232,7 @@ def test_padded_has_no_rows_once_a_wait_has_expired(turns: int) -> None:
             "values must have one of",
         ),
         (
-            lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, op="avg"),
+            lambda ctx: tdcoll.sparse_all_reduce_rows(IDS, PART, ROWS, ctx=ctx, op="median"),
             ValueError,
             "op must be one of",
         ),
