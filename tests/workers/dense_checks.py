@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -300,16 +302,17 @@ def several_contexts() -> None:
 @check
 def errors() -> None:
     """What must be refused on GPUs as well: devices and streams of tensors, and what differs between ranks."""
-    with tdcoll.CollectiveContext(max_bytes_per_rank=256) as ctx:
+    bound = None if simulated() else torch.cuda.current_stream()
+    with tdcoll.CollectiveContext(max_bytes_per_rank=256, stream=bound) as ctx:
         for spec in SPECS:
             call, x = getattr(tdcoll, spec.name), torch.zeros(4 * world(), device=device())
-            expect_raises(TypeError, partial(call, [1, 2], ctx), "tensor", "list")
-            expect_raises(ValueError, partial(call, x.view(-1, 2).t(), ctx), "tensor", "contiguous")
-            expect_raises(ValueError, partial(call, x, ctx, out=x.new_empty(5)), "out", "[5]")
+            expect_raises(TypeError, partial(call, [1, 2], ctx=ctx), "tensor", "list")
+            expect_raises(ValueError, partial(call, x.view(-1, 2).t(), ctx=ctx), "tensor", "contiguous")
+            expect_raises(ValueError, partial(call, x, ctx=ctx, out=x.new_empty(5)), "out", "[5]")
             if not simulated():
-                expect_raises(ValueError, partial(call, x.cpu(), ctx), "tensor", "cuda")
+                expect_raises(ValueError, partial(call, x.cpu(), ctx=ctx), "tensor", "cuda")
                 with torch.cuda.stream(torch.cuda.Stream()):
-                    expect_raises(tdcoll.ContextError, partial(call, x, ctx), "stream")
+                    expect_raises(tdcoll.ContextError, partial(call, x, ctx=ctx), "stream")
             for form in kinds_of(spec):
                 if form in "sp":
                     ordinary = place(spec, "i", 4, 0, ctx, torch.float32, None)
@@ -322,7 +325,7 @@ def errors() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024, debug=True) as debug:
             for spec in SPECS:
                 call, x = getattr(tdcoll, spec.name), torch.zeros(world() * (2 + rank() % 2), device=device())
-                expect_raises(tdcoll.RankMismatchError, partial(call, x, debug), f"{spec.name} arguments")
+                expect_raises(tdcoll.RankMismatchError, partial(call, x, ctx=debug), f"{spec.name} arguments")
                 call(x[: 2 * world()], ctx=debug)
 
 
@@ -380,7 +383,7 @@ def capture_errors() -> None:
         with torch.cuda.graph(graph):
             for spec in SPECS:
                 call = getattr(tdcoll, spec.name)
-                expect_raises(tdcoll.ContextError, partial(call, x, ctx), "capturing")
+                expect_raises(tdcoll.ContextError, partial(call, x, ctx=ctx), "capturing")
             x.add_(1)
 
 
@@ -395,6 +398,39 @@ def side_streams() -> None:
                 out = torch.empty_like(wanted(spec, every))
                 make(spec, "o", every[rank()], out, ctx)
                 right(out, wanted(spec, every), f"{spec.name} on a side stream")
+
+
+@check(gpu_only=True)
+def streams_in_turn() -> None:
+    """A context follows its caller from stream to stream, eagerly and within one capture; both streams are busy."""
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(here)
+    for spec in SPECS:
+        every = [data(spec, call, 1024, torch.float32) for call in range(12)]
+        outs = [torch.empty_like(wanted(spec, one)) for one in every]
+        with tdcoll.CollectiveContext(max_bytes_per_rank=4096) as ctx:
+
+            def calls(first: int, streams: Sequence[Any], ctx: tdcoll.CollectiveContext = ctx) -> None:
+                for number in range(first, first + 4):
+                    with torch.cuda.stream(streams[number % 2]):
+                        torch.cuda._sleep(200_000 * (1 + number % 3))
+                        make(spec, "o", every[number][rank()], outs[number], ctx)  # noqa: B023
+
+            calls(0, (here, side))
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                main = torch.cuda.current_stream()
+                side.wait_stream(main)
+                calls(4, (main, side))
+                main.wait_stream(side)
+            for _ in range(3):
+                graph.replay()
+            calls(8, (here, side))
+            here.wait_stream(side)
+            for number, (one, out) in enumerate(zip(every, outs, strict=True)):
+                right(out, wanted(spec, one), f"{spec.name}, call {number}")
+            ctx.check()
 
 
 @check(gpu_only=True)
