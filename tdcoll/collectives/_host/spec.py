@@ -93,7 +93,7 @@ class Collective:
         reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
-            to there, calls take no longer than NCCL's (``tests/gpu/backend_calls.py`` measures it).
+            to there, calls take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it).
     """
 
     name: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time and the memory of a start go: from `import tdcoll` to the result of a first all-gather.
 
-    bash launch.sh --nproc 1 tests/gpu/start_up.py
-    bash launch.sh --nproc 2 tests/gpu/start_up.py [--json FILE] [--stacks] [--cprofile FILE]
+    bash launch.sh --nproc 1 benchmarks/start_up.py
+    bash launch.sh --nproc 2 benchmarks/start_up.py [--json FILE] [--stacks] [--cprofile FILE]
 
 Run it twice: the first run fills Triton's cache. The clock starts in a process that has imported PyTorch and has its
 CUDA context (on the simulator: imported PyTorch). A stage that is indented is a part of the one above it, or, with a

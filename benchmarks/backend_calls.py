@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a call: of torch.distributed's on backend "tdcoll" and on NCCL, and of tdcoll's own on a context.
 
-    bash launch.sh --nproc 2 tests/gpu/backend_calls.py [--sizes 4K,256K,4M] [--programs 32,64,128] [--json FILE]
-    python tests/gpu/backend_calls.py --table FILE
+    bash launch.sh --nproc 2 benchmarks/backend_calls.py [--sizes 4K,256K,4M] [--programs 32,64,128] [--json FILE]
+    python benchmarks/backend_calls.py --table FILE
 
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
 all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once served and

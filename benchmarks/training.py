@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of a training step on backend "tdcoll" and on "nccl", in turns, and whether the losses are the same.
 
-    python tests/gpu/training.py --nproc 2 [--repeats 3] [--workloads fsdp-256,dlrm] [--json FILE] [-- options]
+    python benchmarks/training.py --nproc 2 [--repeats 3] [--workloads fsdp-256,dlrm] [--json FILE] [-- options]
 
 Options after -- are launch.sh's.
 
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 Step = Callable[[], torch.Tensor]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts of tests/gpu, which are given to machines with GPUs: the commands of measure.py are ones that there are, and
-its jobs end; the columns of backend_calls.py are named after the programs that the launches had."""
+"""benchmarks/, for machines with GPUs: the commands of measure.py exist, and its jobs end; the columns of
+backend_calls.py are named after the programs that the launches had."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tdcoll.bench import case, sparse_all_reduce, tune
 from tdcoll.distributed.handlers import Dense
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests" / "gpu"))
+sys.path.append(str(ROOT / "benchmarks"))
 measure: Any = importlib.import_module("measure")
 backend_calls: Any = importlib.import_module("backend_calls")
 
@@ -64,7 +64,7 @@ def test_scripts_have_the_options_that_they_are_given() -> None:
     for jobs in measure.stages(2).values():
         for job in jobs:
             script = next(word for word in job.words if word.endswith(".py") or word == "-m" or word == "tests")
-            if script.startswith("tests/"):
+            if script.startswith(("benchmarks/", "tests/")):
                 given = {word for word in job.words[job.words.index(script) :] if word.startswith("--")}
                 assert given <= options_of(script), script
                 seen.add(script)
@@ -72,7 +72,7 @@ def test_scripts_have_the_options_that_they_are_given() -> None:
                 assert job.words[-2:-1] in (["--json"], ["-o"])
             else:
                 assert script == "tests" or (ROOT / script).is_file()
-    assert seen == {"tests/gpu/backend_calls.py", "tests/gpu/training.py", "tests/sanitizer/sanitize.py"}
+    assert seen == {"benchmarks/backend_calls.py", "benchmarks/training.py", "tests/sanitizer/sanitize.py"}
 
 
 def test_heaps_differ_in_the_heap_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
