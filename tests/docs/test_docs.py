@@ -279,3 +279,28 @@ def test_words_are_found():
         "So one is left and a line more",
         "Nobody comes by here.",
     ]
+
+
+def description(readme: str) -> str:
+    """The package's description: the README after the substitutions of pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.findall(r"\{ pattern = '(.*)', replacement = '(.*)' \}", text)
+    assert len(found) == 3
+    for pattern, replacement in found:
+        readme = re.sub(pattern, replacement, readme)
+    return readme
+
+
+def test_the_description_has_no_relative_links():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"\]\((?!https?:)", readme) is not None
+    assert re.search(r"\]\((?!https?:)|<!--", description(readme)) is None
+    assert description("a [link](https://x.y) and [docs](docs/a.md)\n") == "a [link](https://x.y) and docs\n"
+
+
+def test_hooks_run_what_ci_runs():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    ci = (ROOT / ".ci/run").read_text(encoding="utf-8").replace('"$TDCOLL_PYTHON"', "python")
+    commands = re.findall(r"entry: ([^,\n]+)", hooks)
+    assert len(commands) == 5
+    assert [command for command in commands if f"step {command}" not in ci] == []
