@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tdcoll import environment, errors
+import tdcoll
+from tdcoll import environment, errors, runtime
 from tdcoll.bench import report
 from tdcoll.spec.functions import FUNCTIONS, overview, table
 from tdcoll.testing import World, explore, first_failure
@@ -84,27 +86,61 @@ def test_readme_example_runs():
     assert backend.startswith('torch.distributed.init_process_group("tdcoll")')  # tests/distributed
 
 
-def share(tmp_path: Path, program: str) -> Callable[[World], None]:
-    """The case of a program of docs/kernels.md."""
-    module = module_of(tmp_path / "share.py", program)
-    return lambda world: world.run(lambda pe: module.main())
+def pattern(tmp_path: Path, name: str, *changes: tuple[str, str]) -> Callable[[World], None]:
+    """The case of a kernel of docs/kernels.md, changed by texts for others."""
+    code = "\n\n".join(blocks(ROOT / "docs/kernels.md", "python"))
+    for given, broken in changes:
+        assert given in code
+        code = code.replace(given, broken)
+    module = module_of(tmp_path / "patterns.py", code)
+
+    def calls(pe: int) -> None:
+        """Calls of a kernel in which a rank hears from few others. Nothing else makes ranks wait for each other."""
+        world = tdcoll.topology().world_size
+        inbox, arrived = tdcoll.zeros(2, torch.int64), tdcoll.zeros(2, torch.int64)
+        credits, source = tdcoll.zeros(world, torch.int64), tdcoll.zeros(1, torch.int64)
+        out, control = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        monitor = tdcoll.WaitMonitor()
+        credits.fill_(2)
+        sender, last = ((pe - 1) % world, (world,)) if name == "shift" else (0, (world, 4))
+        for call in range(1, 7):
+            source.fill_(10 * call + pe)
+            getattr(module, name)[(1,)](inbox, arrived, credits, source, out, control, monitor.words, *last)
+            monitor.check()
+            assert (name, pe) == ("tell_all", 0) or out.tolist() == [10 * call + sender]
+
+    return lambda world: world.run((lambda pe: module.main()) if name == "share" else calls)
 
 
-def test_smallest_kernel(tmp_path):
-    (program,) = blocks(ROOT / "docs/kernels.md", "python")
-    explore(share(tmp_path, program), n_pes=3, seeds=8)
-    explore(share(tmp_path, program), n_pes=2, seeds=4, ranks_per_node=1, resident=1)
+@pytest.mark.parametrize("name", ["share", "shift", "tell_all"])
+def test_patterns_of_kernels(tmp_path, name):
+    explore(pattern(tmp_path, name), n_pes=3, seeds=8)
+    explore(pattern(tmp_path, name), n_pes=2, seeds=4, ranks_per_node=1, resident=1)
 
 
 @pytest.mark.parametrize(
-    ("given", "broken"),
-    [("epoch % 2 * WORLD", "epoch * 0 * WORLD"), ("tdl.CMP_GE, epoch,", "tdl.CMP_GE, epoch - 1,")],
-    ids=["one slot", "a wait for the call before"],
+    ("name", "given", "broken"),
+    [
+        ("share", "epoch % 2 * WORLD", "epoch * 0 * WORLD"),
+        ("share", "epoch, monitor, peer, peer", "epoch - 1, monitor, peer, peer"),
+        ("shift", "credits, tdl.CMP_GE, epoch", "credits, tdl.CMP_GE, 0"),
+        ("shift", "epoch, monitor, before", "epoch - 1, monitor, before"),
+        ("tell_all", "0, tdl.CMP_GE, epoch", "0, tdl.CMP_GE, 0"),
+        ("tell_all", "epoch, monitor, 0, slot", "epoch - 1, monitor, 0, slot"),
+    ],
 )
-def test_smallest_kernel_needs_each_rule(tmp_path, given, broken):
-    (program,) = blocks(ROOT / "docs/kernels.md", "python")
-    assert given in program
-    assert first_failure(share(tmp_path, program.replace(given, broken)), n_pes=3, seeds=40) is not None
+def test_patterns_need_each_rule(tmp_path, name, given, broken):
+    assert first_failure(pattern(tmp_path, name, (given, broken)), n_pes=3, seeds=60) is not None
+
+
+def test_one_counter_for_all_ranks_is_too_little(tmp_path):
+    """As docs/kernels.md says: a fast rank makes up for a slow one."""
+    waits = "tdl.wait_signals(credits, WORLD, 0, tdl.CMP_GE, epoch, monitor, BLOCK)"
+    sums = "tdl.wait_signal(credits, tdl.CMP_GE, (epoch - 2) * (WORLD - 1) + 2, monitor, 1, 0)"
+    one_counter = pattern(tmp_path, "tell_all", (waits, sums), ("credits + me, 1", "credits, 1"))
+    failure = first_failure(one_counter, n_pes=3, seeds=200)
+    assert failure is not None
+    assert "AssertionError" in str(failure)  # a wrong number, and no deadlock
 
 
 def test_recipes_run(tmp_path, launch):
@@ -222,11 +258,6 @@ def kernel(data, signals, nbytes):
 
 def test_kernel_of_same_names_with_other_imports(tmp_path):
     """With exactly the imports that docs/language.md gives."""
-    import torch
-
-    import tdcoll
-    from tdcoll import runtime
-
     (block,) = [text for text in blocks(ROOT / "docs/language.md", "python") if "triton_dist" in text]
     imports = "\n".join(line for line in block.splitlines() if re.match("import|from", line))
     module = module_of(tmp_path / "ported.py", PORTED.format(imports=imports))
