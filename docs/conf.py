@@ -13,6 +13,10 @@ sys.path.insert(0, str(ROOT))
 
 import tdcoll  # noqa: E402
 
+for _name, _value in [(name, getattr(tdcoll, name)) for name in tdcoll.__all__]:
+    if hasattr(_value, "fn"):  # a device function: autodoc shows the Python function inside
+        setattr(tdcoll, _name, _value.fn)
+
 project = "tdcoll"
 author = "the tdcoll authors"
 version = release = tdcoll.__version__
