@@ -205,5 +205,5 @@ def test_one_rank_per_host_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         environment.warn_of_unknown.__wrapped__()
         said[rank] = [record.getMessage() for record in caplog.records]
     (line,) = said["0"]
-    assert "TDCOLL_XYZ is none of tdcoll's and has no effect: docs/multi-node.md" in line
+    assert "TDCOLL_XYZ is none of tdcoll's and has no effect: docs/environment.md" in line
     assert said["1"] == []
