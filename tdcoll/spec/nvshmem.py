@@ -165,8 +165,8 @@ NVSHMEM_FUNCTIONS = [
         "signal_wait_until(sig_addr: ptr64, cmp_: int, cmp_val: u64) -> uint64",
         "uint64_t nvshmem_signal_wait_until(uint64_t *sig_addr, int cmp, uint64_t cmp_val)",
         "Waits until this PE's signal compares true (CMP_*), and returns its value. The caller "
-        "then sees the bytes that were put before the signal. Has no deadline: a peer that dies leaves the GPU hanging. "
-        "`wait_signal` is the bounded form.",
+        "then sees the bytes that were put before the signal. Has no deadline: a peer that dies leaves the GPU "
+        "hanging. `wait_signal` is the bounded form.",
         acquires=True,
     ),
     declared(
