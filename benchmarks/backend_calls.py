@@ -5,7 +5,7 @@
     python benchmarks/backend_calls.py --table FILE
 
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
-all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once served and
+all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once handled and
 once handed over. Each of tdcoll's own has its own context. Device times are of a graph of ten synchronous calls, by
 the number of programs that the context got, of those requested (`tdcoll 20 (of 64)`): they say up to which sizes
 tdcoll should serve (`handled_bytes` of its spec). Bytes are what each rank brings to an all-gather
@@ -131,7 +131,7 @@ def show(rows: Iterable[dict[str, Any]], what: str) -> None:
 
 
 def host_rows(kinds: list[str]) -> list[dict[str, Any]]:
-    """Measure and show calls of 4 KB, served and handed over."""
+    """Measure and show calls of 4 KB, handled and handed over."""
     handed = dist.new_group(backend="tdcoll", pg_options=Options(max_bytes_per_rank=0))
     rows = []
     for kind in kinds:

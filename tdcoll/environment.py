@@ -91,9 +91,9 @@ VARIABLES = (
         "File of a tuning table, the same on all hosts (`CollectiveContext(tuning=...)`).",
     ),
     Variable(
-        "TDCOLL_BACKEND_SERVES",
+        "TDCOLL_BACKEND_HANDLES",
         "`all`",
-        "Calls that the backend handles with tdcoll's kernels (`Options(serves=...)`).",
+        "Calls that the backend handles with tdcoll's kernels (`Options(handles=...)`).",
     ),
     Variable(
         "TDCOLL_PDL",

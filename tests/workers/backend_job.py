@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checks of backend "tdcoll" share: joining a job, data, calls by any PyTorch's names, and who served them."""
+"""What checks of backend "tdcoll" share: joining a job, data, calls by any PyTorch's names, and who handled them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def join() -> None:
     dist.init_process_group("tdcoll", timeout=timedelta(seconds=60))
 
 
-def served(kind: str, group=None) -> int:
-    """Calls of a kind that tdcoll's kernels have served."""
+def handled(kind: str, group=None) -> int:
+    """Calls of a kind that tdcoll's kernels have handled."""
     group = group or dist.group.WORLD
     return sum(count for (k, side, _), count in group.dispatcher.counts.items() if (k, side) == (kind, "tdcoll"))
 
 
 def by_inner(kind: str, group=None) -> dict[str, int]:
-    """Calls of a kind that the fallback backend has served, by reason."""
+    """Calls of a kind that the fallback backend has handled, by reason."""
     counts = (group or dist.group.WORLD).dispatcher.counts
     return {why: count for (k, side, why), count in counts.items() if k == kind and side != "tdcoll"}
 
