@@ -27,6 +27,10 @@ def empty(
     Collective over ``group``. Such a tensor is not freed by Python's garbage collector, which cannot act on all ranks
     at once: give it to :func:`free`, or let :func:`tdcoll.finalize` take the whole heap.
 
+    >>> inbox = tdcoll.empty((2, 1024), torch.float32, name="inbox")
+    >>> inbox.shape
+    torch.Size([2, 1024])
+
     Args:
         shape: extents, or one extent.
         dtype: any torch dtype.
@@ -56,6 +60,8 @@ def zeros(
     """``-> [*shape]`` symmetric tensor of zeros, on every rank by the time this returns: for signals and counters.
 
     As :func:`empty`, followed by :func:`barrier`: a peer may put to it, or signal it, at once.
+
+    >>> signals = tdcoll.zeros(tdcoll.world_size(), torch.int64, name="signals")
     """
     tensor = empty(shape, dtype, group=group, name=name)
     tensor.zero_()
@@ -65,6 +71,8 @@ def zeros(
 
 def barrier(group: runtime.Group = None) -> None:
     """Wait for this rank's GPU, then for all ranks of ``group``. Collective; on the host, so not for the fast path.
+
+    >>> tdcoll.barrier()
 
     Raises:
         TdcollError: a rank did not come within the time that :func:`tdcoll.initialize` was given.
@@ -76,12 +84,18 @@ def barrier(group: runtime.Group = None) -> None:
 
 
 def device() -> torch.device:
-    """Where this rank's symmetric memory lies: its GPU, or the CPU in the simulator."""
+    """Where this rank's symmetric memory lies: its GPU, or the CPU in the simulator.
+
+    >>> x = torch.ones(4, device=tdcoll.device())
+    """
     return runtime.current().device
 
 
 def free(tensor: torch.Tensor) -> None:
     """Give back what :func:`empty` made. Collective over the ranks that made it; waits for this rank's GPU.
+
+    >>> scratch = tdcoll.empty(16)
+    >>> tdcoll.free(scratch)
 
     Raises:
         TypeError: not a tensor.
@@ -96,7 +110,11 @@ def free(tensor: torch.Tensor) -> None:
 
 
 def heap_info() -> HeapInfo:
-    """Use of this rank's symmetric heap: total, used, free and largest free piece, in bytes, and allocations."""
+    """Use of this rank's symmetric heap: total, used, free and largest free piece, in bytes, and allocations.
+
+    >>> tdcoll.heap_info().allocations
+    0
+    """
     return runtime.current().heap_info
 
 
@@ -128,5 +146,9 @@ def world_size(group: runtime.Group = None) -> int:
 
 
 def topology(group: runtime.Group = None) -> Topology:
-    """Ranks, PEs and nodes of ``group``, seen from this rank."""
+    """Ranks, PEs and nodes of ``group``, seen from this rank.
+
+    >>> tdcoll.topology().n_nodes
+    1
+    """
     return runtime.current().topology(group)

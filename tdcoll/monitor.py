@@ -27,6 +27,9 @@ class WaitMonitor:
     Pass :attr:`words` to a kernel as the ``monitor`` of its waits, and call :meth:`check` before using what the
     kernel produced. Every :class:`~tdcoll.CollectiveContext` has one.
 
+    >>> monitor = tdcoll.WaitMonitor(timeout_s=5)
+    >>> monitor.check()
+
     Args:
         timeout_s: deadline of each wait, seconds. Default: that of :func:`tdcoll.initialize`.
         rank: group rank to report. Default: the global rank.

@@ -34,6 +34,10 @@ def clip_grad_norm_(
     Not collective: gradients that are the same on all ranks have the same norm there. Call it after all of them are
     reduced, and with a ``GradScaler`` after ``scaler.unscale_(optimizer)``.
 
+    >>> table = torch.nn.Embedding(4, 2, sparse=True)
+    >>> table(torch.tensor([1])).sum().backward()
+    >>> norm = tdcoll.distributed.clip_grad_norm_(table.parameters(), 1.0)
+
     Args:
         parameters: a tensor, or several, whose ``grad`` is scaled in place; those without one are left out.
         max_norm: the largest norm that the gradients keep.

@@ -20,6 +20,9 @@ __all__ = ["explain"]
 def explain(group: Any = None) -> str:
     """Return what handles which calls of a process group, and why; with the number of calls so far. Text, for people.
 
+    >>> torch.distributed.init_process_group("tdcoll")
+    >>> print(tdcoll.distributed.explain())
+
     Args:
         group: a process group; None for the default one.
 

@@ -42,6 +42,9 @@ def _kinds(text: str, source: str) -> tuple[str, ...]:
 class Options:
     """``pg_options`` of ``init_process_group("tdcoll")`` and ``new_group``. The same on all ranks of the group.
 
+    >>> options = tdcoll.distributed.Options(handles="all_reduce,all_gather")
+    >>> torch.distributed.init_process_group("tdcoll", pg_options=options)
+
     Attributes:
         handles: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
             the rest goes to the fallback backend. None: ``TDCOLL_BACKEND_HANDLES``, else ``"all"``.

@@ -391,6 +391,10 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     Helpers called by a kernel may be decorated with this or with ``triton.jit``; the kernel that is launched wants
     this one. Options are ``triton.jit``'s. Integers that are annotated with their type (``rank: tl.int32``), as
     parameters or as fields of a ``NamedTuple``, are not specialised: one compilation serves all values.
+
+    >>> @tdcoll.jit
+    ... def whoami(out):
+    ...     tl.store(out, tdl.my_pe())
     """
     inspect.signature(triton.jit).bind(fn, **options)  # raises TypeError for an option that there is not
 

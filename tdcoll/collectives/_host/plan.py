@@ -74,6 +74,8 @@ _REDUCED_BYTES = 1 << 30
 class Plan:
     """How one call is launched.
 
+    >>> plan = tdcoll.Plan("direct", channels=8, chunk=4096, num_warps=8)
+
     Attributes:
         algorithm: one of its operation's, not ``"auto"``.
         channels: chunks that each segment is cut into.
