@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec",),
     ("runtime.topology"),
     ("runtime",),
+    ("sizes",),
     ("runtime.simulator",),
     ("language",),
     # What joins a job: it starts the transport and, in the meantime, the compiler.

@@ -13,10 +13,9 @@ import triton.language as tl
 
 from tdcoll import arguments, capture
 from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, MOST_EPOCHS, Facts, Plan
+from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
 from tdcoll.collectives._host.spec import Algorithm, Collective
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import ContextError
 from tdcoll.primitives.group import Window
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
@@ -24,7 +23,8 @@ from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Section
 
 __all__ = ["Launches", "Planned", "arithmetic", "facts_of", "is_prepared", "launches_by", "launches_of", "local_peers"]
-__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "routes_beside_stores", "successors", "tiles"]
+__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "routes_beside_stores", "sections_of"]
+__all__ += ["successors", "tiles"]
 
 _Made = TypeVar("_Made")
 
@@ -302,10 +302,10 @@ def launches_by(
     """Return what launches calls by a plan that was made for these facts, prepared."""
     algorithm, calls = spec.algorithm(plan.algorithm), list[Planned]()
     deltas = ctx.device_group.deltas if deltas is None else deltas
-    for nbytes in _epochs(spec, facts, algorithm):
+    for nbytes in spec.epochs(facts, plan.algorithm):
         part = replace(facts, nbytes=nbytes)
         if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
-            plan = spec.choose(part, plan.algorithm, _sections(spec, ctx))
+            plan = spec.choose(part, plan.algorithm, sections_of(spec, ctx))
         width = algorithm.extent(part).width if algorithm.words else 0
         calls.append(Planned(ctx, part, plan, options, facts.nbytes, width, deltas))
     made = Launches(spec.name, algorithm, calls)
@@ -315,33 +315,12 @@ def launches_by(
 
 def plan_of(spec: Collective, ctx: CollectiveContext, facts: Facts, algorithm: str | Plan) -> Plan:
     """Return the plan of a call, or of the first epoch of a larger one, whose algorithm is that of the whole."""
-    sections = _sections(spec, ctx)
-    plan = spec.choose(facts, algorithm, sections)
-    if len(epochs := _epochs(spec, facts, spec.algorithm(plan.algorithm))) == 1:
-        return plan
-    if isinstance(algorithm, Plan):
-        raise ValueError(
-            f"algorithm must be a name and no Plan for a call of several epochs: {facts.nbytes} bytes per rank are "
-            f"{len(epochs)} epochs of at most {epochs[0]} bytes on this context"
-        )
-    return spec.choose(replace(facts, nbytes=epochs[0]), plan.algorithm, sections)
+    return spec.decide_call(facts, algorithm, sections_of(spec, ctx))[0].plan
 
 
-def _sections(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]:
+def sections_of(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]:
     """Return the sections of the context's tuning table for a collective."""
     return ctx.once((spec.name, "sections"), lambda: spec.sections(ctx.tuning.sections, ctx.tuning.name))
-
-
-def _epochs(spec: Collective, facts: Facts, algorithm: Algorithm) -> list[int]:
-    """Return the bytes of a segment in each epoch of a call."""
-    nbytes, room = facts.nbytes, algorithm.epoch(facts)
-    if nbytes > MOST_EPOCHS * room:
-        raise ContextError(
-            f"{spec.name}: {nbytes} bytes would take more than {MOST_EPOCHS} epochs of {room} bytes. "
-            f"Make the context with max_bytes_per_rank={nbytes // MOST_EPOCHS * 4 + 128} or more"
-        )
-    n = max(1, -(-nbytes // max(1, room)))
-    return [*(n - 1) * [room], nbytes - (n - 1) * room]
 
 
 def prepare(ctx: CollectiveContext, operation: str, variant: Hashable, launches: Iterable[Launch]) -> None:
