@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,8 +13,10 @@ import triton
 import triton.language as tl
 
 from tdcoll import arguments, capture
+from tdcoll.collectives._host.explain import explain_call
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
+from tdcoll.collectives._host.pool import Prospect
 from tdcoll.collectives._host.spec import Algorithm, Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import Window
@@ -27,6 +30,8 @@ __all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "route
 __all__ += ["successors", "tiles"]
 
 _Made = TypeVar("_Made")
+
+_log = logging.getLogger("tdcoll")
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,7 @@ class Launches:
         prepare(self._context, self._operation, self._variant, self._launches)
 
 
-def facts_of(ctx: CollectiveContext, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
+def facts_of(ctx: CollectiveContext | Prospect, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
     """Return the facts of a call on a context, of ``nbytes`` per segment; with its dtype if elements are reduced."""
     announced = dtype is not None and dtype.is_floating_point and dtype.itemsize <= 4
     return Facts(
@@ -275,6 +280,9 @@ def launches_of(
         facts = facts_of(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
         if elsewhere:
             facts = replace(facts, puts=False)
+        if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
+            sections = sections_of(spec, ctx)
+            _log.debug("%s", explain_call(spec, facts, algorithm, sections, ctx.tuning.name).line)
         return launches_by(spec, ctx, facts, plan_of(spec, ctx, facts, algorithm), options, deltas)
 
     return ctx.once(key, make)

@@ -23,7 +23,7 @@ from tdcoll.primitives.group import nodes_of
 from tdcoll.runtime.topology import Topology
 from tdcoll.sizes import Area, ContextSizes, context_sizes
 
-__all__ = ["SparseContext", "sparse_sizes", "symmetric_bytes"]
+__all__ = ["SparseContext", "segment_fits", "sparse_sizes", "symmetric_bytes"]
 
 
 def _up(nbytes: int) -> int:
@@ -73,6 +73,17 @@ def _area(areas: tuple[int, int, int]) -> Area:
 def _areas(world: int, rows: int, row_bytes: int, union: int) -> tuple[int, int, int]:
     """Bytes of lists, out and stage. ``out`` has a few more, for the padding of segments in its place."""
     return world * _list_bytes(rows), _up(union * row_bytes) + 16 * world, _up(rows * row_bytes)
+
+
+def _segment_stride(world: int, rows: int, row_bytes: int, union: int) -> int:
+    lists, out, _ = _areas(world, rows, row_bytes, union)
+    return min((lists + out) // world // 16 * 16, _segment_bytes(rows, row_bytes))
+
+
+def segment_fits(world: int, max_rows: int, max_row_bytes: int, max_union: int, row_bytes: int) -> bool:
+    """Return whether lists that are followed by their rows, of ``row_bytes``, fit into lists and out of a context with
+    these capacities."""
+    return _segment_bytes(max_rows, row_bytes) <= _segment_stride(world, max_rows, max_row_bytes, max_union)
 
 
 class SparseContext(CollectiveContext):
@@ -192,7 +203,7 @@ class SparseContext(CollectiveContext):
             self.list_bytes = _list_bytes(rows)
             # From one list that its rows follow to the next. The same for rows of any size: ranks that pass different
             # ones must find each other's headers to see it.
-            self._segment_stride = min((lists + out) // world // 16 * 16, _segment_bytes(rows, row_bytes))
+            self._segment_stride = _segment_stride(world, rows, row_bytes, union)
             self.out, self.stage = self.area[lists : lists + out], self.area[lists + out :]
             self.memory = Packed(
                 Memory(
@@ -220,7 +231,8 @@ class SparseContext(CollectiveContext):
 
     def holds_segments(self, row_bytes: int) -> bool:
         """Return whether lists that are followed by their rows fit into lists and out."""
-        return _segment_bytes(self.max_rows_per_rank, row_bytes) <= self._segment_stride
+        capacities = self.world_size, self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows
+        return segment_fits(*capacities, row_bytes)
 
     def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int) -> None:
         """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``."""
