@@ -40,7 +40,7 @@ def table(*entries: Entry, name: str = "all_reduce") -> Table:
 def test_it_says_what_the_call_does(name: str, ranks_per_node: int | None) -> None:
     def host(pe: int) -> None:
         job, before = runtime.current(), tdcoll.heap_info()
-        for count in (4, 1000, 20_000):
+        for count in (4, 1500):
             said = tdcoll.explain(name, (count * N,), dtype=torch.int32)
             contexts = dict(job.contexts)
             tensor = torch.full((count * N,), pe, dtype=torch.int32)
@@ -129,7 +129,7 @@ def test_the_fused_call() -> None:
 def test_the_sparse_call(ranks_per_node: int | None) -> None:
     def host(pe: int) -> None:
         job = runtime.current()
-        for count, width in ((3, 2), (5000, 16)):
+        for count, width in ((3, 2), (600, 16)):
             job.contexts.pop(("sparse", tuple(range(N))), None)
             indices, values = torch.arange(count)[None], torch.ones(count, width)
             tensor = torch.sparse_coo_tensor(indices, values, (2 * count, width))
@@ -143,7 +143,7 @@ def test_the_sparse_call(ranks_per_node: int | None) -> None:
             assert "known after the exchange of ids" in str(said)
             assert said.unsupported["dense"].startswith("algorithm='dense' needs a torch.distributed process group")
         over = tdcoll.explain("sparse_all_reduce", (1 << 20, 16))
-        assert "exceed the context's capacity of 5000 rows of 64 B per rank, 20000 together: the context grows" in str(
+        assert "exceed the context's capacity of 600 rows of 64 B per rank, 2400 together: the context grows" in str(
             over
         )
 
@@ -184,7 +184,11 @@ def test_the_first_call_of_a_shape_is_logged(caplog: pytest.LogCaptureFixture) -
         ({"dtype": "float"}, TypeError, "dtype must be a torch.dtype or None, got 'float'"),
         ({"dtype": torch.complex64}, TypeError, "dtype must be one of torch.float16, "),
         ({"tensor": torch.ones(1), "dtype": torch.int32}, ValueError, "dtype must be None with a tensor, which is of"),
-        ({"operation": "all_to_all", "tensor": 3}, ValueError, r"tensor's first extent must be divisible by the 2 rank"),
+        (
+            {"operation": "all_to_all", "tensor": 3},
+            ValueError,
+            "tensor's first extent must be divisible by the 2 ",
+        ),
         ({"algorithm": "ring"}, ValueError, "algorithm must be one of auto, one_shot, "),
         ({"algorithm": 3}, TypeError, "algorithm must be a str or a Plan, got 3"),
         ({"symmetric": 1}, TypeError, "symmetric must be a bool, got 1"),
