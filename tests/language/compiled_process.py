@@ -7,6 +7,7 @@ The GPU is not there. A driver that only takes notes stands for it: kernels are 
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -233,6 +234,10 @@ def main() -> None:
         "warming up": warming_up(driver),
         "lowering": tdl.LOWERING,
         "parameters": {name: parameters_of(function) for name, function in language.items()},
+        "described": {
+            name: [inspect.getdoc(function), [p for p in inspect.signature(function).parameters if p[0] != "_"]]
+            for name, function in language.items()
+        },
         "not_its_own": [name for name, function in language.items() if function is not getattr(nvshmem, name)],
         "marked": [name for name, function in language.items() if getattr(function, "needs_nvshmem", False)],
         "needs": [
