@@ -8,13 +8,14 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tdcoll import errors
 from tdcoll.bench import report
 from tdcoll.spec.functions import table
-from tdcoll.testing import World
+from tdcoll.testing import Deadlock, World
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/results/README.md"])
@@ -77,6 +78,34 @@ def test_readme_example_runs(ranks_per_node):
 
     World(4, seed=1, weak=True, ranks_per_node=ranks_per_node).run(host)
     assert sorted(done) == [0, 1, 2, 3]
+
+
+def first_kernel(tmp_path: Path, *changes: tuple[str, str]) -> Any:
+    """The program of docs/first-kernel.md, as a host function."""
+    (example,) = blocks(ROOT / "docs/first-kernel.md", "python")
+    for old, new in changes:
+        assert example.count(old) == 1
+        example = example.replace(old, new)
+    file = tmp_path / "pass_on.py"  # a file, because Triton reads the source of kernels
+    file.write_text(example, encoding="utf-8")
+    code = compile(example, str(file), "exec")
+    return lambda pe: exec(code, {"__name__": "pass_on"})
+
+
+def test_the_first_kernel_is_short_and_right(tmp_path):
+    assert len((ROOT / "docs/first-kernel.md").read_text(encoding="utf-8").splitlines()) <= 40
+    for seed in range(8):
+        World(4, seed=seed, weak=True).run(first_kernel(tmp_path))
+
+
+def test_mistakes_in_the_first_kernel_are_named(tmp_path):
+    """Which the page says."""
+    with pytest.raises(Deadlock, match=r"waits for pe\d\.arrived\[0\] >= 2, is 1 \(.*pass_on\.py:11\)"):
+        World(4, seed=0, weak=True).run(first_kernel(tmp_path, ("CMP_GE, 1,", "CMP_GE, 2,")))
+    without = first_kernel(tmp_path, ("    tdl.wait_signal(arrived, tdl.CMP_GE, 1, monitor)\n", ""))
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            World(4, seed=seed, weak=True).run(without)
 
 
 def test_tables_are_what_the_results_say():

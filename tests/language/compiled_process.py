@@ -188,11 +188,26 @@ def errors(driver: NotingDriver) -> dict[str, str]:
     return messages
 
 
+class SimpleMonitor:
+    """As a WaitMonitor is an argument of a kernel."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self._words = words
+
+    @property
+    def kernel_argument(self) -> torch.Tensor:
+        return self._words
+
+
 def monitors(driver: NotingDriver) -> dict[str, list[str]]:
     """Launches of a kernel that waits, with a monitor and with other memory."""
     out, words = MockTensor(triton.language.int32, (4,)), torch.zeros(8, dtype=torch.int64)
     runtime.install(SimpleNamespace(monitors={words.data_ptr()}))
     seen = {
+        "the monitor itself": events_of(driver, lambda: kernels.waits[(1,)](out, SimpleMonitor(words))),
+        "the monitor itself, by name": events_of(
+            driver, lambda: kernels.waits[(1,)](out, monitor=SimpleMonitor(words[4:]))
+        ),
         "a monitor": events_of(driver, lambda: kernels.waits[(1,)](out, words)),
         "other memory": events_of(driver, lambda: kernels.waits[(1,)](out, words[4:])),
         "other memory, by name": events_of(driver, lambda: kernels.waits[(1,)](out, monitor=words[4:])),
