@@ -16,6 +16,7 @@ from typing import Any
 __all__ = [
     "MOST_SECONDS",
     "byte_count",
+    "byte_text",
     "decimal",
     "extents",
     "instance",
@@ -109,6 +110,15 @@ def byte_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, or a text such as '64M' or '2G'; got {value!r}")
     return whole(name, value, 1)
+
+
+def byte_text(nbytes: int) -> str:
+    """``65536`` -> ``"64 KiB"``, ``1000`` -> ``"1000 B"``, ``1500000`` -> ``"1.4 MiB"``."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >> shift:
+            whole, rest = divmod(nbytes, 1 << shift)
+            return f"{nbytes / (1 << shift):.1f} {unit}" if rest else f"{whole} {unit}"
+    return f"{nbytes} B"
 
 
 def extents(name: str, value: Any) -> tuple[int, ...]:

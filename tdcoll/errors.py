@@ -74,8 +74,8 @@ class CollectiveTimeout(TdcollError):
 
     Attributes:
         rank: rank that waited: of the group for a wait in a kernel, of the job for one on the host.
-        peer: group rank that it waited for.
-        signal: index of the signal in the context's row of signals.
+        peer: group rank that it waited for; None if a kernel of yours does not tell its wait.
+        signal: index of the signal in the context's row of signals; None likewise.
         epoch: the call, counted from 1, in which the wait expired; or in which the peer's did.
         expected: value that the signal had to reach.
         seen: value that it had.
@@ -97,14 +97,16 @@ class CollectiveTimeout(TdcollError):
         """``host_wait``: in what the host waited and for whom, as the words behind "waited 30 s"; a kernel's: None."""
         self.rank, self.peer, self.signal, self.epoch = rank, peer, signal, epoch
         self.expected, self.seen, self.timeout_s = expected, seen, timeout_s
-        if signal is None:
+        if expected is None:
             why = (
                 f"for peer {peer}, which had itself given up in epoch {epoch}: it may have filled its memory anew "
                 "before this rank had read it. The peer's own error says whom it waited for. "
             )
         else:
+            whom = "a peer" if peer is None else f"peer {peer}"
+            what = "a signal" if signal is None else f"signal {signal}"
             why = (
-                f"for peer {peer}: signal {signal} had to reach {expected} in epoch {epoch} and is {seen}. "
+                f"for {whom}: {what} had to reach {expected} in epoch {epoch} and is {seen}. "
                 "The peer has died, hangs, did not make this call or made it with "
                 "other arguments (TDCOLL_DEBUG=1 compares them). "
             )

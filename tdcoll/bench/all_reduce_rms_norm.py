@@ -155,6 +155,10 @@ class AllReduceNorm(case.Case):
         room = (rows + 2) * row + 512 * rows  # rows that are not there, and measures
         with CollectiveContext(max_bytes_per_rank=self._capacity(rows * row, world), lamport_bytes=room) as context:
             calls, launches = _Calls(buffers, residual, weight, context), given.launches
-            made = [Wanted(name, False, partial(calls.ours, name), launches) for name in given.algorithms]
+            took = tdcoll.explain(self.benchmark, (rows, given.hidden), dtype=given.dtype, ctx=context).algorithm
+            made = [
+                Wanted(name, False, partial(calls.ours, name), launches, {"took": took} if name == "auto" else {})
+                for name in given.algorithms
+            ]
             made += [Wanted(name, True, partial(calls.peer, name), launches) for name in given.peers]
             yield made, context.check

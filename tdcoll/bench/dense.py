@@ -143,9 +143,29 @@ class Dense(case.Case):
     def wanted(self, nbytes: int) -> Iterator[tuple[Sequence[Wanted], Callable[[], object]]]:
         given, partial = self.options, functools.partial
         with self.context(nbytes) as (context, stock):
-            ours = [(name, False, partial(self._ours, name, nbytes, context, stock)) for name in given.algorithms]
-            peers = [(name, True, partial(self._peer, name, stock)) for name in given.peers]
-            yield [Wanted(*one, given.launches) for one in (*ours, *peers)], context.check
+            launches = given.launches
+            ours = [
+                Wanted(
+                    name, False, partial(self._ours, name, nbytes, context, stock), launches,
+                    self._took(name, nbytes, context),
+                )
+                for name in given.algorithms
+            ]  # fmt: skip
+            peers = [Wanted(name, True, partial(self._peer, name, stock), launches) for name in given.peers]
+            yield [*ours, *peers], context.check
+
+    def _took(self, name: str, nbytes: int, context: CollectiveContext) -> dict[str, str]:
+        """Return the algorithm that is chosen where none is requested, as a fact of rows."""
+        if name not in ("auto", IN_PLACE, SYMMETRIC):
+            return {}
+        given, result = self.spec.extents(nbytes, context.world_size)
+        in_place, dtype = name == IN_PLACE, self.options.dtype
+        extent = (result if in_place else given) // dtype.itemsize
+        how = {"op": self.op} if self.op else {}
+        said = tdcoll.explain(
+            self.spec.name, extent, dtype=dtype, ctx=context, in_place=in_place, symmetric=name == SYMMETRIC, **how
+        )
+        return {"took": said.algorithm} if said.algorithm else {}
 
     def _ours(self, name: str, nbytes: int, context: CollectiveContext, stock: Stock) -> Subject:
         """tdcoll's calls by the name that ``--algorithms`` has for them."""

@@ -117,6 +117,12 @@ def _fact(template: str) -> Text:
     return lambda row: template.format(**row.facts)
 
 
+def _took(row: Row) -> str:
+    """The label, and the algorithm that tdcoll chose if none was requested."""
+    took = row.facts.get("took")
+    return f"{row.label} ({took})" if took else row.label
+
+
 def _attribute(name: str) -> Text:
     return lambda row: number(getattr(row, name), 2)
 
@@ -192,7 +198,7 @@ class Layout:
             **self.size,
             "ranks": lambda row: str(row.ranks),
             "nodes": lambda row: str(row.nodes),
-            f"{'algorithm':>24}": lambda row: row.label,
+            f"{'algorithm':>24}": _took,
             "launch": lambda row: row.launch,
             **(counts if simulated else {**measured, **self.derived}),
             "check": lambda row: row.check if row.note is None else f"{row.check}: {row.note}",

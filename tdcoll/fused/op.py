@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Hashable
 from typing import Any
@@ -20,12 +21,13 @@ from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.context import CollectiveContext
 from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
-from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, ONE_SHOT, Rows, choose, takes
+from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, Rows, choose, explain_rows, takes
 from tdcoll.primitives.reduce import triton_dtype
 
 __all__ = ["DTYPES", "all_reduce_rms_norm"]
 
-_NAME = "all_reduce_rms_norm"
+_log = logging.getLogger("tdcoll")
+
 _FP8 = torch.float8_e4m3fn
 _REGISTERS = 128  # of a thread: what one of the largest programs, of 16 warps, can have
 
@@ -91,9 +93,9 @@ def all_reduce_rms_norm(
     """
     if ctx is None:
         arguments.tensor("x", x)
-        ctx = pooled(ALL_REDUCE, x, group, _NAME)
+        ctx = pooled(ALL_REDUCE, x, group, NAME)
     elif group is not None:
-        raise ValueError(f"{_NAME}: group must be None with ctx, which has a group already; got {group!r}")
+        raise ValueError(f"{NAME}: group must be None with ctx, which has a group already; got {group!r}")
     check_context(ctx)
     tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
     key: Hashable = None
@@ -102,7 +104,7 @@ def all_reduce_rms_norm(
         # All that the launches depend on but where the tensors lie; ``True == 1``, so types belong to it.
         shapes = x.shape, residual.shape, weight.shape, x.dtype, residual.dtype, weight.dtype
         scaling = None if scale is None else (scale.shape, scale.dtype)
-        key = (_NAME, *shapes, type(eps), eps, type(in_place), in_place, scaling, out_dtype, algorithm)
+        key = (NAME, *shapes, type(eps), eps, type(in_place), in_place, scaling, out_dtype, algorithm)
         ready = ctx.known.get(key)
     except (AttributeError, TypeError, RuntimeError):  # no tensors, nested ones, or what cannot be a key
         pass
@@ -151,8 +153,8 @@ def _first(
         "scale": len(tensors) > 3,
         "algorithm": algorithm,
     }
-    with ctx.calling(_NAME, facts, checked) as (ready, (result, given)):
-        ctx.wait_for_loads(_NAME, key)
+    with ctx.calling(NAME, facts, checked) as (ready, (result, given)):
+        ctx.wait_for_loads(NAME, key)
         ready.run(ctx.current_stream(), *given)
     made: tuple[torch.Tensor, ...] = result
     return made
@@ -189,7 +191,7 @@ def _check(
     if torch.is_grad_enabled() and (names := _requiring(x, residual, weight)):
         raise ValueError(
             f"{names[0]} must not require grad, since the call has no derivative; use the operator "
-            f"torch.ops.tdcoll.{_NAME}, which has one, pass {names[0]}.detach(), or make the call under torch.no_grad()"
+            f"torch.ops.tdcoll.{NAME}, which has one, pass {names[0]}.detach(), or make the call under torch.no_grad()"
         )
     arguments.instance("in_place", in_place, bool, "a bool")
     if in_place and _overlap(x, residual):
@@ -212,7 +214,10 @@ def _ready(
     x, _, weight = tensors[:3]
     hidden, shape = x.shape[-1], x.shape
     rows = Rows(shape.numel() // hidden, hidden, x.dtype.itemsize)
-    plan = choose(rows, facts_of(ctx, 0, x.dtype), algorithm)
+    facts = facts_of(ctx, 0, x.dtype)
+    plan = choose(rows, facts, algorithm)
+    if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%s", explain_rows(rows, facts, algorithm).line)
     composed, by_rows = plan.algorithm == COMPOSED, out_dtype is _FP8 and len(tensors) == 3
 
     def place(x: Any, residual: Any, weight: Any, scale: Any = None) -> tuple[Any, tuple[Any, ...]] | None:
@@ -231,7 +236,7 @@ def _ready(
         return made, (_aligned(x), residual, _aligned(weight), new, out, scale, summed, result)
 
     if not rows.rows:
-        return Ready(_NAME, place, lambda *given: None)
+        return Ready(NAME, place, lambda *given: None)
     (bits,) = struct.unpack("<i", struct.pack("<f", eps))
     scaling = arithmetic.NONE if out_dtype is not _FP8 else arithmetic.PER_ROW if by_rows else arithmetic.GIVEN
     given: dict[str, Any] = {
@@ -253,9 +258,7 @@ def _ready(
     changing = ("x", "residual", "weight", "new", "out", "scale")
     options: dict[str, Any] = {"num_warps": plan.num_warps, "maxnreg": _REGISTERS, "early": ctx.early}
     launch = Launch(kernel, plan.blocks, given, changing, **options)
-    prepare(
-        ctx, _NAME, (_NAME, plan.algorithm, *(v for k, v in given.items() if k.isupper()), plan.num_warps), [launch]
-    )
+    prepare(ctx, NAME, (NAME, plan.algorithm, *(v for k, v in given.items() if k.isupper()), plan.num_warps), [launch])
 
     def run(
         stream: int, x: Any, residual: Any, weight: Any, new: Any, out: Any, scale: Any, summed: Any, result: Any
@@ -268,4 +271,4 @@ def _ready(
         if result is not new:
             result.copy_(new)
 
-    return Ready(_NAME, place, run)
+    return Ready(NAME, place, run)

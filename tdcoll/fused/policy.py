@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tdcoll.collectives._host.explain import ONLY, UNSUPPORTED, Explanation
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES as WORD
 from tdcoll.collectives._host.plan import (
     WARPS,
@@ -21,8 +22,12 @@ from tdcoll.collectives._host.plan import (
     needs_stores,
     power,
 )
+from tdcoll.collectives._host.spec import DEFAULT, REQUESTED
 
-__all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "programs", "takes"]
+__all__ = ["ALGORITHMS", "COMPOSED", "MOST_HIDDEN", "NAME", "ONE_SHOT", "TWO_STAGE", "Rows", "choose", "explain_rows"]
+__all__ += ["programs", "takes"]
+
+NAME = "all_reduce_rms_norm"
 
 ONE_SHOT, TWO_STAGE, COMPOSED = "one_shot", "two_stage", "composed"
 ALGORITHMS = ("auto", ONE_SHOT, TWO_STAGE, COMPOSED)
@@ -166,6 +171,28 @@ def choose(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Plan:
     order = (TWO_STAGE, ONE_SHOT) if two else (ONE_SHOT, TWO_STAGE)
     plans = (_cut(rows, name, facts) for name in (*order, COMPOSED))
     return next(plan for plan in plans if _problem(rows, plan, facts) is None)
+
+
+def explain_rows(rows: Rows, facts: Facts, algorithm: str | Plan = "auto") -> Explanation:
+    """Explain a call, as :func:`choose` chooses.
+
+    Raises:
+        ValueError: an unknown algorithm, or a plan that cannot be launched.
+    """
+    group, nbytes = facts.topology.describe(), rows.rows * rows.hidden * rows.itemsize
+    problems = {name: _problem(rows, _cut(rows, name, facts), facts) for name in ALGORITHMS[1:]}
+    unsupported = {name: f"{problem}{group}" for name, problem in problems.items() if problem is not None}
+    try:
+        plan = choose(rows, facts, algorithm)
+    except ValueError as error:
+        if isinstance(algorithm, Plan) or algorithm not in ALGORITHMS:
+            raise
+        return Explanation(NAME, nbytes, group, None, reason=UNSUPPORTED, why=str(error), unsupported=unsupported)
+    reason = REQUESTED if algorithm != "auto" else ONLY if len(unsupported) == len(problems) - 1 else DEFAULT
+    return Explanation(
+        NAME, nbytes, group, plan.algorithm, plan.channels, plan.chunk, plan.blocks, plan.num_warps, reason=reason,
+        unsupported=unsupported, notes=[f"chunks are those of a row of {WORD * rows.words} bytes"],
+    )  # fmt: skip
 
 
 def _check(rows: Rows, plan: Plan, facts: Facts) -> None:

@@ -32,9 +32,7 @@ _PURE = {"my_pe", "n_pes", "remote_ptr"}
 def _lowered(spec: DeviceFunction) -> Any:
     """Return the extern call for one of NVSHMEM's functions."""
     name = spec.name
-    signature = inspect.Signature(
-        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n, _ in spec.parameters]
-    )
+    signature = spec.call
 
     def call(*args: Any, _semantic: Any = None, _generator: Any = None, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).args

@@ -31,13 +31,13 @@ _log = logging.getLogger("tdcoll")
 def _nothing(pointer, CALLS: tl.constexpr):
     """Names a function of NVSHMEM, so that it is compiled with its library, and does not call it."""
     if CALLS:
-        tl.store(pointer, tdl.my_pe())  # type: ignore[attr-defined]
+        tl.store(pointer, tdl.my_pe())
 
 
 @jit
 def _nothing_of_nvshmem(pointer, CALLS: tl.constexpr):
     if CALLS:
-        tl.store(pointer, tdl.tid(0))  # type: ignore[attr-defined]
+        tl.store(pointer, tdl.tid(0))
 
 
 def compile_nothing(nvshmem: bool = True) -> None:

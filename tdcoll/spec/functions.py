@@ -11,11 +11,15 @@ Source, for loads, stores and atomics: the PTX ISA's memory consistency model.
 
 from __future__ import annotations
 
+import json
+import textwrap
+
+from tdcoll.spec import constants
 from tdcoll.spec.entry import LIBRARY, LINKED, DeviceFunction, declared, no_puts, not_a_monitor, not_linked
 from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 
 __all__ = ["FUNCTIONS", "LIBRARY", "LINKED", "DeviceFunction", "no_puts", "not_a_monitor", "not_linked"]
-__all__ += ["overview", "table"]
+__all__ += ["overview", "stubs", "table"]
 
 _FUNCTIONS = [
     *NVSHMEM_FUNCTIONS,
@@ -77,16 +81,18 @@ _FUNCTIONS = [
         acquires=True,
     ),
     declared(
-        "wait_signal(signal: ptr64, compare: constant, value: u64, monitor: ptr64, peer: int, index: int) -> int32",
+        "wait_signal(signal: ptr64, compare: constant, value: u64, monitor: ptr64, peer: int = -1, index: int = -1) -> "
+        "int32",
         "bounded nvshmem_signal_wait_until",
         "The whole block waits until this PE's 64-bit signal `compare`s true with `value`: 1. Or until the deadline "
         "of `monitor` (see `tdcoll.WaitMonitor`) expires or another wait's has: 0, and the host's next check raises "
-        "CollectiveTimeout naming `peer` and `index`. Acquires at system scope and ends with a block barrier; the "
-        "answer is the same in all threads. Test it and leave the kernel on 0.",
+        "CollectiveTimeout naming `peer` and `index` (-1: not known). Acquires at system scope and ends with a block "
+        "barrier; the answer is the same in all threads. Test it and leave the kernel on 0.",
         acquires=True,
     ),
     declared(
-        "wait_token(signal: ptr64, compare: constant, value: u64, monitor: ptr64, peer: int, index: int) -> int32",
+        "wait_token(signal: ptr64, compare: constant, value: u64, monitor: ptr64, peer: int = -1, index: int = -1) -> "
+        "int32",
         "bounded nvshmem_signal_wait_until in a pipelined loop",
         "`wait_signal` for loops that Triton is to pipeline; a plain wait forbids that. Returns its 1 or 0, as a "
         "token: loads by pointers or descriptor offsets from `consume_token` stay behind the wait, others may move "
@@ -108,7 +114,8 @@ _FUNCTIONS = [
         acquires=True,
     ),
     declared(
-        "wait_word(word: ptr, compare: constant, value: value, monitor: ptr64, peer: int, index: int) -> int32",
+        "wait_word(word: ptr, compare: constant, value: value, monitor: ptr64, peer: int = -1, index: int = -1) -> "
+        "int32",
         "bounded nvshmem_TYPE_wait_until",
         "Waits as `wait_signal` does, for an integer of 32 or 64 bits in any memory that loads reach: symmetric, a "
         "peer's through `remote_ptr`, or this GPU's own. Compares as integers of the pointee's type, signed or not.",
@@ -142,7 +149,7 @@ _FUNCTIONS = [
         acquires=True,
     ),
     declared(
-        "wait_flagged(words: ptr, flag: int, mask: value, monitor: ptr64, peer: int) -> value",
+        "wait_flagged(words: ptr, flag: int, mask: value, monitor: ptr64, peer: int = -1) -> value",
         "bounded polling of 128-bit words {3 x 32 bits of data, 32 bits of flag}",
         "Waits until every 128-bit word at the block of addresses `words`, where `mask` is true, has the flag (its "
         "last 32 bits) `flag`, an int32; returns the blocks of first, second and third 32 bits, and a block of 1, or "
@@ -252,3 +259,49 @@ def table() -> str:
         cells = (f"`{function.signature}`", f"`{function.prototype}`", function.doc)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+_STUBS = '''# SPDX-License-Identifier: Apache-2.0
+# Made by `python -m tdcoll.language --stubs > tdcoll/language/__init__.pyi`, from tdcoll.spec.
+"""Communication functions for Triton kernels: ``import tdcoll.language as tdl``."""
+
+from typing import Any, Literal, TypeAlias
+
+import triton.language as tl
+
+_Number: TypeAlias = tl.tensor | tl.constexpr | int
+_Pointer: TypeAlias = tl.tensor | int
+_Value: TypeAlias = tl.tensor | tl.constexpr | int | float
+_Scope: TypeAlias = Literal["gpu", "sys"]
+_Semantic: TypeAlias = Literal["relaxed", "acquire", "release", "acq_rel"]
+
+INTERPRETED: bool
+LOWERING: str
+'''
+
+_STUB_TYPES = {"ptr": "_Pointer", "ptr64": "_Pointer", "value": "_Value", "constant": "tl.constexpr | int"}
+_STUB_RETURNS = {None: "None", "value": "Any"}
+"""Some functions return several blocks."""
+
+
+def _stub(function: DeviceFunction) -> str:
+    """Return the declaration of a function for type checkers."""
+    shown = []
+    for (name, kind), parameter in zip(function.parameters, function.call.parameters.values(), strict=True):
+        of = {"scope": "_Scope", "semantic": "_Semantic"}.get(name, _STUB_TYPES.get(kind, "_Number"))
+        default = parameter.default
+        given = "" if default is parameter.empty else f" = {json.dumps(default)}"
+        shown.append(f"{name}: {of}{given}")
+    returns = _STUB_RETURNS.get(function.returns, "tl.tensor")
+    head = f"def {function.name}({', '.join(shown)}) -> {returns}:"
+    if len(head) > 120:
+        inner = f"    {', '.join(shown)}\n" if len(", ".join(shown)) <= 116 else "".join(f"    {s},\n" for s in shown)
+        head = f"def {function.name}(\n{inner}) -> {returns}:"
+    doc = "\n    ".join(textwrap.wrap(f'"""{function.doc}"""', 116))
+    return f"{head}\n    {doc}\n"
+
+
+def stubs() -> str:
+    """Return ``tdcoll/language/__init__.pyi``: the device language for type checkers and editors."""
+    names = [f"{name}: tl.constexpr" for name in constants.__all__]
+    return "\n".join([_STUBS + "\n".join(names) + "\n", *map(_stub, FUNCTIONS.values())])

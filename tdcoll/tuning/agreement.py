@@ -12,9 +12,10 @@ import torch
 
 from tdcoll import arguments, runtime
 from tdcoll.errors import RankMismatchError
+from tdcoll.runtime.topology import Topology
 from tdcoll.tuning.table import SIMULATOR, Section, Table, shipped
 
-__all__ = ["Tuning", "agree", "architectures"]
+__all__ = ["Tuning", "agree", "architectures", "local"]
 
 _VARIABLE = "TDCOLL_TUNING"
 
@@ -85,10 +86,20 @@ def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.
         listing = ", ".join(f"rank {rank}: {name} ({digest})" for rank, (_, (digest, name), _) in enumerate(answers))
         raise RankMismatchError(f"the tuning table must be the same on all ranks; got {listing}")
     alike = len({answer[2] for answer in answers}) == 1  # nothing was measured on GPUs of several kinds
-    topology = owner.topology(ranks)
+    return _of(table, names if alike else (), owner.topology(ranks))
+
+
+def local(owner: runtime.Runtime, ranks: Sequence[int]) -> Tuning:
+    """Return the tuning that :func:`agree` would return if nothing is given and all GPUs are alike. Local.
+
+    Raises:
+        ValueError: the file of ``TDCOLL_TUNING`` is no table.
+    """
+    return _of(_table(None), architectures(owner.device), owner.topology(ranks))
+
+
+def _of(table: Table, names: Sequence[str], topology: Topology) -> Tuning:
+    """Return the sections of a table that are for GPUs of these names and a group of this shape."""
     shape = (topology.ranks_per_node, topology.n_nodes)
-    sections = table.of(names) if alike else ()
-    return Tuning(
-        tuple(section for section in sections if (section.ranks_per_node, section.nodes) == shape),
-        table.name,
-    )
+    sections = (section for section in table.of(names) if (section.ranks_per_node, section.nodes) == shape)
+    return Tuning(tuple(sections), table.name)

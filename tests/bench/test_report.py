@@ -121,6 +121,8 @@ def test_every_benchmark_has_a_layout_and_lines_on_the_terminal() -> None:
     headings = "# bytes per rank ranks nodes algorithm launch µs min µs p90 µs skew µs bus GB/s check"
     assert " ".join(line_of(columns).split()) == headings
     assert " ".join(line_of(columns, one).split()) == "1 KB 8 1 tdcoll auto graph 4.00 3.50 - - 1.8 ok: x"
+    took = dataclasses.replace(one, facts={**one.facts, "took": "direct"})
+    assert " tdcoll auto (direct) graph " in " ".join(line_of(columns, took).split())
     counted = line_of(LAYOUTS["reduce_scatter"].columns(True), one)
     assert counted.split()[7:] == ["4", "-", "-", "0", "-", "-", "ok:", "x"]
     columns = LAYOUTS["sparse_all_reduce"].columns(False)

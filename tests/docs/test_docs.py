@@ -19,7 +19,7 @@ import tdcoll
 from tdcoll import environment, errors, runtime
 from tdcoll.bench import report
 from tdcoll.spec.functions import FUNCTIONS, overview, table
-from tdcoll.testing import World, explore, first_failure
+from tdcoll.testing import Deadlock, World, explore, first_failure
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/results/README.md"])
@@ -148,6 +148,38 @@ def test_recipes_run(tmp_path, launch):
     script.write_text("\n".join(blocks(ROOT / "docs/recipes.md", "python")) + "print('ended')\n", encoding="utf-8")
     done = launch("--simulate", "--nproc", "2", "--timeout", "60", str(script), timeout=200)
     assert (done.returncode, done.stdout.count("ended")) == (0, 2), done.stdout + done.stderr
+
+
+def first_kernel(tmp_path: Path, *changes: tuple[str, str]) -> Any:
+    """The program of docs/first-kernel.md, as a host function."""
+    (example,) = blocks(ROOT / "docs/first-kernel.md", "python")
+    for old, new in changes:
+        assert example.count(old) == 1
+        example = example.replace(old, new)
+    file = tmp_path / "pass_on.py"  # a file, because Triton reads the source of kernels
+    file.write_text(example, encoding="utf-8")
+    code = compile(example, str(file), "exec")
+    return lambda pe: exec(code, {"__name__": "pass_on"})
+
+
+def test_the_first_kernel_is_short_and_right(tmp_path):
+    assert len((ROOT / "docs/first-kernel.md").read_text(encoding="utf-8").splitlines()) <= 40
+    for seed in range(8):
+        World(4, seed=seed, weak=True).run(first_kernel(tmp_path))
+
+
+def test_mistakes_in_the_first_kernel_are_named(tmp_path):
+    """Which the page says."""
+    with pytest.raises(Deadlock, match=r"waits for pe\d\.arrived\[0\] >= 2, is 1 \(.*pass_on\.py:11\)"):
+        World(4, seed=0, weak=True).run(first_kernel(tmp_path, ("CMP_GE, 1,", "CMP_GE, 2,")))
+    without = first_kernel(tmp_path, ("    tdl.wait_signal(arrived, tdl.CMP_GE, 1, monitor)\n", ""))
+
+    def all_seeds() -> None:
+        for seed in range(8):
+            World(4, seed=seed, weak=True).run(without)
+
+    with pytest.raises(AssertionError):
+        all_seeds()
 
 
 def test_tables_are_what_the_results_say():

@@ -241,7 +241,9 @@ def test_what_another_program_has_put_is_ordered_and_completed_as_well(how):
 
 
 def test_barrier_without_everybody_is_a_deadlock():
-    with pytest.raises(Deadlock, match=r"pe1 call\(0,0,0\) waits in sync_all number 1 for pe0"):
+    with pytest.raises(
+        Deadlock, match=r"pe1 call\(0,0,0\) waits in sync_all number 1 for pe0 \(.*test_world\.py:\d+\)"
+    ):
         World(2).run(lambda pe: device(BARRIERS["sync_all" if pe else "barrier_all"]))
 
 
@@ -308,7 +310,9 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
     assert all(0 <= event["ts"] <= event["ts"] + event["dur"] <= world.steps for event in by_phase["X"])
     assert len(by_phase["b"]) == len(by_phase["e"]) == sum(count.puts for count in world.counts)
     assert sorted(e["id"] for e in by_phase["b"]) == sorted(e["id"] for e in by_phase["e"])
-    assert {(e["name"], e["args"]["to"]) for e in by_phase["b"]} >= {("put+signal to pe1", "pe1.buffer[64]")}
+    assert {(e["name"], e["args"]["to"]) for e in by_phase["b"]} >= {
+        ("put+signal buffer[64:80] -> pe1", "pe1.buffer[64]")
+    }
     assert len(by_phase["i"]) == sum(count.signals for count in world.counts)
     assert any((event["pid"], event["name"]) == (1, "pe1.signals[4] = 1") for event in by_phase["i"])
     assert any(event["name"].startswith("wait pe0.signals[1] and 2 more >= ") for event in by_phase["X"])

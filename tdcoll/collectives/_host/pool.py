@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,15 @@ from tdcoll.capture import refuse
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError
+from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.cuda import multiprocessors
+from tdcoll.runtime.topology import Topology
+from tdcoll.sizes import ContextSizes, context_sizes
+from tdcoll.tuning.agreement import Tuning, local
 
-__all__ = ["Pool", "give_back_programs", "on", "pooled", "strided_bytes", "take_programs"]
+__all__ = ["Pool", "Prospect", "give_back_programs", "on", "pooled", "prospect", "sizes_for", "strided_bytes"]
+__all__ += ["take_programs"]
 
 _SMALLEST = 1 << 20
 
@@ -79,6 +85,11 @@ def give_back_programs(owner: Runtime, programs: int) -> None:
     """Give back, on this rank, ``programs`` that :func:`take_programs` took."""
     with owner.accounts:
         owner.programs_taken -= programs
+
+
+def _generous(old: CollectiveContext | None, nbytes: int) -> int:
+    """Return the bytes per rank of a context that is made for ``nbytes``: it holds twice what the old one does."""
+    return max(_SMALLEST, nbytes, 2 * old.max_bytes_per_rank if old is not None else 0)
 
 
 class Pool:
@@ -170,7 +181,7 @@ class Pool:
         """A context for ``nbytes`` and, where the heap has room, for twice what the old one holds. Beside the old one
         if possible, else in its place, unless a graph may use it."""
         size = old.max_bytes_per_rank if old is not None else 0
-        generous = max(_SMALLEST, nbytes, 2 * size)
+        generous = _generous(old, nbytes)
         if self.limit is not None:
             generous = max(nbytes, min(self.limit, generous))
         captured = old is not None and any(
@@ -256,12 +267,85 @@ def pooled(spec: Collective, tensor: torch.Tensor, group: runtime.Group, operati
     name = operation or spec.name
     pool: Pool | None = owner.contexts.get((name, ranks))
     if pool is None:
-        pool = Pool(owner, ranks, name, lamport_bytes=None if spec.reduces else 0)
+        pool = Pool(owner, ranks, name, lamport_bytes=_lamport_bytes(spec))
         owner.contexts[name, ranks] = pool
     segment = spec.segment_bytes(strided_bytes(tensor), len(ranks))
     pool.prepare(spec.inbox(segment, len(ranks), owner.heap.nbytes))
     assert pool.context is not None
     return pool.context
+
+
+def _lamport_bytes(spec: Collective) -> int | None:
+    return None if spec.reduces else 0
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """The facts of a context of tdcoll's own that isn't there yet, by the names that a context has for them."""
+
+    job: Runtime
+    topology: Topology
+    capacity: int
+    ll_bytes: int
+    lamport_bytes: int
+    stores: bool
+    tuning: Tuning
+    channels: int = CHANNELS
+    max_programs: int = MAX_PROGRAMS
+
+
+def prospect(spec: Collective, segment: int, group: runtime.Group, operation: str = "") -> CollectiveContext | Prospect:
+    """Return the context that :func:`pooled` has for calls with such segments, or else the facts of the one that it
+    would make. Local.
+
+    Args:
+        segment: bytes of a segment.
+        group, operation: as for :func:`pooled`.
+
+    Raises:
+        NotInitializedError: before ``tdcoll.initialize()``.
+    """
+    job = runtime.current()
+    ranks = job.ranks_of(group)
+    nbytes = spec.inbox(segment, len(ranks), job.heap.nbytes)
+    pool: Pool | None = job.contexts.get((operation or spec.name, ranks))
+    old = None if pool is None else pool.context
+    if old is not None and nbytes <= old.max_bytes_per_rank:
+        return old
+    topology = job.topology(ranks)
+    stores = all(job.heap.peer_base(topology.pes[rank]) for rank in topology.members[topology.node])
+    sizes = sizes_for(spec, nbytes, topology, job.heap.nbytes, job.heap_info.free, old, stores)
+    return Prospect(
+        job, topology, sizes.capacity, sizes.ll_bytes, sizes.lamport_bytes, stores, local(job, ranks)
+    )  # fmt: skip
+
+
+def sizes_for(
+    spec: Collective,
+    nbytes: int,
+    topology: Topology,
+    heap_bytes: int,
+    free: int,
+    old: CollectiveContext | None = None,
+    stores: bool = True,
+) -> ContextSizes:
+    """Return the sizes of the context that :func:`pooled` makes for ``nbytes`` per rank.
+
+    Args:
+        heap_bytes, free: bytes of the symmetric heap, and those that are free. If none of the sizes that are tried fits
+            in there, the result is the last.
+        old: the context that the calls have outgrown.
+        stores: whether the ranks of each node can store to each other's memory.
+    """
+    for size in dict.fromkeys((_generous(old, nbytes), nbytes)):
+        sizes = context_sizes(
+            topology, heap_bytes, stores=stores, max_bytes_per_rank=size, lamport_bytes=_lamport_bytes(spec)
+        )
+        if sizes.heap_bytes > free and sizes.lamport_bytes >= 16:
+            sizes = sizes.with_less_lamport()
+        if sizes.heap_bytes <= free:
+            break
+    return sizes
 
 
 def strided_bytes(tensor: Any) -> int:

@@ -129,6 +129,16 @@ class Memory:
         index, rest = divmod(offset - found.begin, found.itemsize)
         return f"pe{pe}.{found.name}[{index}]" + (f"+{rest}" if rest else "")
 
+    def describe_range(self, address: int, nbytes: int) -> str:
+        """``slots[24:48]`` for the elements in ``[address, address + nbytes)`` of an allocation, of any PE."""
+        pe, offset = divmod(address - self.base, self.nbytes)
+        found = self.allocations[pe].at(offset) if self.owns(address) else None
+        if found is None:
+            return f"{nbytes} bytes"
+        begin = (offset - found.begin) // found.itemsize
+        end = max(begin, -((found.begin - offset - nbytes) // found.itemsize))
+        return f"{found.name}[{begin}]" if end == begin + 1 else f"{found.name}[{begin}:{end}]"
+
 
 class MemoryView:
     """One PE's view of a :class:`Memory`: the symmetric heap that tdcoll's host code works with.

@@ -23,6 +23,7 @@ from tdcoll.runtime.simulator.extents import Origin, origin_of
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.memory import read_word
 from tdcoll.runtime.simulator.network import Network
+from tdcoll.runtime.simulator.places import kernel_place
 
 __all__ = ["PointerAccess", "replace_word"]
 
@@ -98,8 +99,10 @@ class PointerAccess:
         else:
             first = int(addresses[int(inside.argmax())])
         program.quiet_loads = 0
+        place, describe = kernel_place(), machine.memory.describe
         machine.scheduler.poll(
-            first, lambda: f"spins on {machine.memory.describe(first)}, is {read_word(first & ~7) if first else 0}"
+            first,
+            lambda: f"spins on {describe(first)}, is {read_word(first & ~7) if first else 0}{place.note()}",
         )
         if inside is not None and machine.network is not None and program.in_flight:
             remote = addresses[inside & (self._pes(addresses) != program.pe)]

@@ -13,6 +13,7 @@ import numpy as np
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.memory import write_word
 from tdcoll.runtime.simulator.network import Operation
+from tdcoll.runtime.simulator.places import kernel_place
 from tdcoll.runtime.simulator.pointers import PointerAccess, replace_word
 from tdcoll.spec import constants as c
 
@@ -196,12 +197,12 @@ def barrier(machine: Machine, name: str) -> None:
         quiet(machine)
     arrivals, pe, scheduler = machine.arrivals[name], machine.program.pe, machine.scheduler
     arrivals[pe] += 1
-    generation = arrivals[pe]
+    generation, place = arrivals[pe], kernel_place()
     scheduler.notify(("barrier", name))
 
     def describe() -> str:
         missing = [f"pe{other}" for other, count in enumerate(arrivals) if count < generation]
-        return f"waits in {name} number {generation} for {', '.join(missing)}"
+        return f"waits in {name} number {generation} for {', '.join(missing)}{place.note()}"
 
     with machine.slice(name):
         scheduler.wait(lambda: min(arrivals) >= generation, describe, [("barrier", name)])
