@@ -26,6 +26,7 @@ from tdcoll.fused.op import DTYPES
 from tdcoll.fused.op import all_reduce_rms_norm as _all_reduce_rms_norm
 from tdcoll.fused.policy import takes
 from tdcoll.limits import COLLECTIVES
+from tdcoll.primitives.reduce import operation_name
 
 __all__ = ["all_reduce_rms_norm", "fuse", "fusing", "group_name", "operators"]
 
@@ -92,7 +93,10 @@ def _operator(name: str) -> Any:
         return make(spec, x, op=op, group=_named(group))
 
     def shaped(x: torch.Tensor, *given: str) -> torch.Tensor:
-        return x.new_empty(spec.results(x.shape, _world(op_and_group(*given)[1]))[0])
+        world = _world(op_and_group(*given)[1])
+        if not (shapes := spec.results(x.shape, world)):
+            raise ValueError(f"x's first dimension must be divisible by the {world} rank(s); got {list(x.shape)}")
+        return x.new_empty(shapes[0])
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         group, adjoint = ctx.group, operators[spec.adjoint]
@@ -103,7 +107,8 @@ def _operator(name: str) -> Any:
         return (adjoint(grad, op, group), *ctx.others)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op, ctx.group = op_and_group(*inputs[1:])
+        op, ctx.group = op_and_group(*inputs[1:])
+        ctx.op = operation_name(op)
         ctx.others = (None,) * (len(inputs) - 1)
 
     schema = f"(Tensor x, {options}str group='') -> Tensor"

@@ -99,7 +99,7 @@ class Preconditions:
         self._calls = 0
         self._cuda = self.device.type == "cuda"
         self._stream = stream
-        self._captured: tuple[int, Any] | None = None
+        self._last_captured: tuple[int, Any] | None = None
         """The capture and the stream of the last call that was captured."""
         if self._cuda and stream is None:
             self._stream = torch.cuda.current_stream(self.device)
@@ -290,6 +290,6 @@ class Preconditions:
         """Order a call that is captured after the last one of the same capture, if that was on another stream."""
         stream = torch.cuda.current_stream(self.device)
         capture = capture_of(stream.cuda_stream)
-        if self._captured is not None and self._captured[0] == capture and self._captured[1] != stream:
-            stream.wait_stream(self._captured[1])
-        self._captured = capture, stream
+        if self._last_captured is not None and self._last_captured[0] == capture and self._last_captured[1] != stream:
+            stream.wait_stream(self._last_captured[1])
+        self._last_captured = capture, stream

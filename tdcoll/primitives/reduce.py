@@ -133,7 +133,9 @@ def check_operation(op: Any, dtype: torch.dtype) -> str:
     if isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
         spelled = {name: kind.name for kind, name in TORCH_OPERATIONS.items()}
         allowed, got = [spelled[name] for name in allowed], spelled.get(name) or name.name
-    raise ValueError(f"op must be one of {', '.join(allowed)}{f' for {dtype}' if known else ''}; got {got}")
+    named = isinstance(op, (str, ReduceOp, ReduceOp.RedOpType))
+    hint = "" if named else ". Arguments behind op are passed by name, such as ctx="
+    raise ValueError(f"op must be one of {', '.join(allowed)}{f' for {dtype}' if known else ''}; got {got}{hint}")
 
 
 @jit

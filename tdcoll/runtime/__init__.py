@@ -50,6 +50,8 @@ def group_of(group: Group) -> Group:
         raise ValueError(
             f"group must be a DeviceMesh of one dimension, as mesh[name] is; got one of {list(group.mesh.shape)}"
         )
+    if group.get_coordinate() is None:
+        raise ValueError(f"group {group.mesh.tolist()} does not contain this process")
     return group.get_group()
 
 

@@ -28,7 +28,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(node: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return node.derivative(grad.contiguous()).view(node.shape), None, None
+        return node.derivative(grad.resolve_conj().resolve_neg().contiguous()).view(node.shape), None, None
 
 
 def attach(

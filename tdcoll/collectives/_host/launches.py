@@ -263,7 +263,7 @@ def launches_of(
         dtype: if elements are reduced.
         in_place: peers write to the caller's buffer.
         symmetric: peers may reach the caller's tensor or result.
-        deltas: from addresses in the caller's memory to the same places on each rank, by :func:`~.reach.deltas_to`.
+        deltas: from addresses in the caller's memory to the same on each rank, by :func:`~.registered.deltas_to`.
 
     Raises:
         TypeError, ValueError: ``algorithm`` is not one that such a call can have.

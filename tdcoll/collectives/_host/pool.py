@@ -229,6 +229,11 @@ class Pool:
         if self.context is not None:
             yield self.context
 
+    @property
+    def outgrown(self) -> bool:
+        """Whether there are contexts that captured graphs may still use, beside :attr:`context`."""
+        return bool(self._kept)
+
     def check(self) -> None:
         """Raise what the kernels that are finished have left, also those of graphs that use an outgrown context."""
         for context in self._all():
@@ -272,6 +277,8 @@ def pooled(spec: Collective, tensor: torch.Tensor, group: runtime.Group, operati
     segment = spec.segment_bytes(strided_bytes(tensor), len(ranks))
     pool.prepare(spec.inbox(segment, len(ranks), owner.heap.nbytes))
     assert pool.context is not None
+    if pool.outgrown:
+        pool.check()  # nobody else looks at contexts that only captured graphs still use
     return pool.context
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tdcoll import runtime
@@ -62,14 +60,6 @@ def all_gather(
     Algorithms: one-sided puts, each with a signal (NVSHMEM documentation, *Signaling Operations*), or stores with a
     released flag inside a node; a hierarchical exchange between nodes; LL (after NCCL's protocol) for small sizes.
     """
-    if (
-        symmetric is True
-        and isinstance(out, torch.Tensor)
-        and (own := _own_segment(tensor, out, group, ctx)) is not None
-    ):
-        if own.data_ptr() != tensor.data_ptr():
-            own.copy_(tensor)
-        return all_gather_(out, group=group, ctx=ctx, algorithm=algorithm)
     return make(SPEC, tensor, out=out, group=group, ctx=ctx, algorithm=algorithm, symmetric=symmetric)
 
 
@@ -107,18 +97,3 @@ def all_gather_(
         Others: as for :func:`all_gather`.
     """
     return make(SPEC, tensor, group=group, ctx=ctx, algorithm=algorithm, in_place=True, names=("tensor", "tensor"))
-
-
-def _own_segment(tensor: Any, out: torch.Tensor, group: runtime.Group, ctx: Any) -> torch.Tensor | None:
-    """Return the segment of ``out`` that is for ``tensor``; None if the call is wrong, which :func:`make` then says."""
-    if not isinstance(tensor, torch.Tensor) or not (tensor.layout is out.layout is torch.strided):
-        return None
-    if tensor.dtype != out.dtype or not out.is_contiguous() or (tensor.requires_grad and torch.is_grad_enabled()):
-        return None
-    if ctx is None:
-        ctx = runtime.current().topology(group)
-    elif group is not None or not isinstance(ctx, CollectiveContext):
-        return None
-    if tuple(out.shape) not in map(tuple, SPEC.results(tensor.shape, ctx.world_size)):
-        return None
-    return out.view(ctx.world_size, *tensor.shape)[ctx.rank]
