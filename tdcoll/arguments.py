@@ -64,8 +64,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return ``value``, a deadline in seconds: above 0 and at most :data:`MOST_SECONDS`, because every wait must
-    end."""
+    """Return ``value``, a deadline of 0 to :data:`MOST_SECONDS` seconds, without 0, because every wait must end."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}")
     if not 0 < float(value) <= MOST_SECONDS:  # nor NaN

@@ -40,8 +40,8 @@ def pause(microseconds: float) -> None:
 class LineUp:
     """When called, let the current streams of all ranks of ``group`` continue at about the same moment. Collective.
 
-    A context manager. If a rank does not come, the others raise :class:`~tdcoll.CollectiveTimeout`, because it has its
-    own collective context on the current stream.
+    A context manager. It makes a collective context on the current stream: if a rank does not come, the others raise
+    :class:`~tdcoll.CollectiveTimeout`.
 
     Args:
         group: as for :class:`~tdcoll.CollectiveContext`.

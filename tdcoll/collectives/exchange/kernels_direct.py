@@ -11,19 +11,19 @@ Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank 
 that chunk out.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`; the receiver acquires the signal. Nothing else is relied on. Reuse of
-a slot is what :mod:`tdcoll.context` says.
+a slot follows from :mod:`tdcoll.context`.
 
 Order of programs: chunk by chunk, so that those of a large message are copied out while later ones are on their way.
-Program i of a channel sends to the i-th successor and then waits for the i-th predecessor, whose program i sends to it;
-so any number of resident blocks makes progress.
+Any number of resident blocks makes progress, because program i of a channel sends to the i-th successor and then waits
+for the i-th predecessor, whose program i sends to it.
 
 In place (an inbox of one slot; all-gathers only): the caller's symmetric buffer is the inbox, and nothing is copied.
-The program of channel 0 first tells the rank that it waits for that this rank has entered the call, and every program
-writes to a rank only when that rank has told so.
+The program of channel 0 first tells the rank from which it receives that this rank has entered the call, and a program
+writes to a rank only when that rank has entered the call.
 
-Counted (``COUNTED``, in place only): segments have room for ``nbytes`` bytes and carry fewer, as many as the 64-bit
-integer at the beginning of each says; chunks are cut at the same places whatever it says, and those past it are
-signalled and empty.
+Counted (``COUNTED``, in place only): segments have a capacity of ``nbytes`` bytes and carry as many as the 64-bit
+integer at the beginning of each counts. Chunks are cut at the same places for any count, and if they lie past it, they
+are signalled and empty.
 """
 
 import triton.language as tl
@@ -38,7 +38,7 @@ __all__ = ["exchange_direct", "receive_chunk", "used_bytes"]
 
 @jit
 def used_bytes(segment, nbytes, COUNTED: tl.constexpr):
-    """Bytes that the segment at address ``segment`` carries."""
+    """Return the bytes that the segment at address ``segment`` carries."""
     used = tl.cast(nbytes, tl.int64)
     if COUNTED:
         used = tl.minimum(tl.load(tl.cast(segment, tl.int64).to(tl.pointer_type(tl.int64))), used)
@@ -65,7 +65,7 @@ def exchange_direct(
 ):  # fmt: skip
     """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Programs: ``world`` for each chunk.
 
-    Args (addresses are integers, so that one compilation serves all dtypes and alignments):
+    Args (addresses are integers, so that all dtypes and alignments share one compilation):
         source: this rank's segments, the first for rank 0. In place: its segment of the buffer.
         out: the result, any memory of this GPU. Not used in place.
         inbox: :class:`~tdcoll.primitives.group.Inbox` of segments of at least ``nbytes`` bytes.

@@ -6,13 +6,13 @@ Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of a
     source[p] --{data, data, data, flag} words--> words[slot, r] on rank p, for every other rank p
     words[slot, s] --data--> out[s], for every other rank s;  source[r] --> out[r]
 
-A put with a signal crosses NVLink three times: the data, their acknowledgement (the signal may not overtake them), the
-signal. Here data and flag cross together, once: see :mod:`tdcoll.primitives.ll`, for the flags and the ordering too.
-Reuse of a slot is what :mod:`tdcoll.context` says: a rank that has all words of epoch e knows that everybody has
-started e. It is the same in place, since nothing lands in the caller's buffer but what this rank writes.
+A put with a signal takes three hops: the data, their acknowledgement (because the signal must not overtake them), the
+signal. With LL data and flag take one hop together: see :mod:`tdcoll.primitives.ll`, for the flags and the ordering
+too. Reuse of a slot follows from :mod:`tdcoll.context`: when a rank has all words of epoch e, all ranks have started e.
+It is the same in place, because only this rank writes to the caller's buffer.
 
 Order of programs: program i of every rank sends to its i-th successor and then waits for its i-th predecessor, whose
-program i sends to it: no program waits for one of another index, so any number of resident blocks makes progress.
+program i sends to it. Any number of resident blocks makes progress, because no program waits for one of another index.
 """
 
 import triton.language as tl
