@@ -41,7 +41,7 @@ _MOST_KNOWN = 4096
 
 
 class _Known(NamedTuple):
-    """What a group remembers about a call.
+    """A call that a group remembers.
 
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.

@@ -24,29 +24,30 @@ The second part begins after as many words as the first has for ``ceil(rows / wo
 again. Measures are the piece's sum of squares and, for a scale per row, its largest value: they are never the sentinel,
 because neither is negative. The residual must be the same on all ranks, because only the owner's is read.
 
-Rows of several pieces. Every program that stores pieces of a row needs the measures of all its pieces. Because no
-program may wait for a later one of its own launch, a piece that is reduced here has two programs: the first sends,
-reduces and *publishes* the measures; the second, behind the first programs of all pieces of its row, reduces the same
-words again, waits for the measures, and stores. Measures of one GPU are LL words (:mod:`tdcoll.primitives.ll`) in the
-rank's own segment of the inbox, which no peer writes to. Nothing has to be cleared, because their flag is the number of
-the call (:func:`_flag`), and nothing else has to be ordered, because a wide word holds flag and measures and arrives
-whole.
+Rows of several pieces. Every thread block that stores pieces of a row needs the measures of all its pieces. Because no
+thread block may wait for a later one of its own launch, a piece that is reduced here has two thread blocks: the first
+sends, reduces and *publishes* the measures; the second, behind the first thread blocks of all pieces of its row,
+reduces the same words again, waits for the measures, and stores. Measures of one GPU are LL words
+(:mod:`tdcoll.primitives.ll`) in the rank's own segment of the inbox, which no peer writes to. Nothing has to be
+cleared, because their flag is the number of the call (:func:`_flag`), and nothing else has to be ordered, because a
+wide word holds flag and measures and arrives whole.
 
 Signal map: there are no signals. Words of ``inbox[slot, s]`` on rank r are written by rank s and polled by r; those of
-``inbox[slot, r]`` are written by the publishing programs of r and polled by its storing ones.
+``inbox[slot, r]`` are written by the publishing thread blocks of r and polled by its storing ones.
 
 Ordering and reuse of a slot: those of :mod:`tdcoll.primitives.lamport`. A rank is done with a call when it has heard
 from every peer: in one-shot, of every row; in two-stage, because it owns a row, for which all have sent, and has rows
 of all.
 
-Order of programs. One-shot, by rows: a row's first programs send before they wait, and wait for the programs of the
-same number elsewhere; its second ones wait for the first ones, here and elsewhere, which come before. Two-stage: those
-that reduce own rows come before all others. They send before they wait, and wait for the same programs elsewhere; the
-others wait for words that these have sent or published. Any number of resident blocks therefore makes progress.
+Order of thread blocks. One-shot, by rows: a row's first thread blocks send before they wait, and wait for the thread
+blocks of the same number elsewhere; its second ones wait for the first ones, here and elsewhere, which come before.
+Two-stage: those that reduce own rows come before all others. They send before they wait, and wait for the same thread
+blocks elsewhere; the others wait for words that these have sent or published. Any number of resident blocks therefore
+makes progress.
 
-In place: ``new`` may be ``residual``, word for word. A piece is stored by the only program that reads its residual; or,
-if a row has several pieces, by its second program when the measures of all pieces have come, so that its first has read
-it.
+In place: ``new`` may be ``residual``, word for word. A piece is stored by the only thread block that reads its
+residual; or, if a row has several pieces, by its second thread block when the measures of all pieces have come, so that
+its first has read it.
 
 Bits: those of an all-reduce, rounded, and of :mod:`tdcoll.fused.kernels_rows`, in all three kernels. They depend
 neither on the number of rows nor on PIECES, BLOCK, the number of warps or the algorithm.
@@ -92,7 +93,7 @@ def _as_words(total, largest, BLOCK: tl.constexpr):
 
 @jit
 def _publish(g, inbox, index, total, largest, call, BLOCK: tl.constexpr):
-    """Store the measures of piece ``index`` for other programs of this GPU."""
+    """Store the measures of piece ``index`` for other thread blocks of this GPU."""
     lane = tl.arange(0, BLOCK)
     at = lamport.segment(g, inbox, call, g.rank) + 16 * tl.cast(index + lane, tl.int64)
     measures = _as_words(total, largest, BLOCK)
@@ -135,7 +136,7 @@ def norm_rows_one_shot(
     rows: tl.int32, eps: tl.int32, HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT: tl.constexpr,
     SCALE: tl.constexpr, PIECES: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice. Programs: one for each row, or two for each of several pieces.
+    """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice. Thread blocks: one for each row, or two for each of several pieces.
 
     Args (addresses are integers, so that all ranks share one compilation):
         x, residual: the rows to reduce, and those to add to the sum.
@@ -197,9 +198,9 @@ def norm_rows_two_stage(
 ):  # fmt: skip
     """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice, on at least two ranks, of at least as many rows.
 
-    Programs: ``PIECES`` for each of ``ceil(rows / world)`` rows that a rank may own, which reduce; then ``PIECES`` for
-    each of these rows of every rank, which store. With one piece for each row the first ones also store the rank's own
-    rows, and the others are for rows of other ranks only.
+    Thread blocks: ``PIECES`` for each of ``ceil(rows / world)`` rows that a rank may own, which reduce; then ``PIECES``
+    for each of these rows of every rank, which store. With one piece for each row the first ones also store the rank's
+    own rows, and the others are for rows of other ranks only.
 
     Args: those of :func:`norm_rows_one_shot`; the inbox's segments hold two such parts of the words, and a word for
     each piece of one.
@@ -281,7 +282,7 @@ def norm_rows(
     HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT: tl.constexpr, SCALE: tl.constexpr, PIECES: tl.constexpr,
     ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice: the norm after an all-reduce. Programs: one for each row.
+    """``[rows, HIDDEN] -> [rows, HIDDEN]``, twice: the norm after an all-reduce. Thread blocks: one for each row.
 
     Args: those of :func:`norm_rows_one_shot`; ``x`` is reduced already.
     """

@@ -126,5 +126,5 @@ class TorchHeap(CudaHeap):
         del self._bytes
 
     def abandon(self) -> None:
-        """Keep the memory, since peers may write to it."""
+        """Keep the memory, because peers may write to it."""
         _abandoned.append(self)

@@ -17,7 +17,8 @@ Signal map: ``arrived[slot, channel, s]`` on rank r
 
 - is written (SET to the epoch) by the rank that delivers chunk ``channel`` of rank s to r: s itself, or in 2D the rank
   of r's node on s's rail, which forwards it;
-- is polled (>= epoch) on r by the program that copies that chunk out, and in 2D on s's rail by those that forward it.
+- is polled (>= epoch) on r by the thread block that copies that chunk out, and in 2D on s's rail by those that forward
+  it.
 
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and nothing
 else is needed, because each chunk has its own signal and a forwarder has *acquired* the chunk (``wait_signal``) before
@@ -25,17 +26,17 @@ it passes it on. Puts between nodes are nbi and need no quiet at the end, becaus
 segment, which is written next two epochs later, when the receiver has confirmed by starting the next call (see
 :mod:`tdcoll.context`).
 
-Order of programs: first all that put to other nodes; then chunk by chunk those that put it inside the node, those that
-forward it, and those that receive it. The chunks of a large message are therefore copied out while later ones are on
-their way. A launch with fewer resident blocks than programs still makes progress, because a GPU starts programs in grid
-order and no program waits for one that comes after it, on any rank.
+Order of thread blocks: first all that put to other nodes; then chunk by chunk those that put it inside the node, those
+that forward it, and those that receive it. The chunks of a large message are therefore copied out while later ones are
+on their way. A launch with fewer resident blocks than thread blocks still makes progress, because a GPU starts thread
+blocks in grid order and no thread block waits for one that comes after it, on any rank.
 
 In place (an inbox of one slot): the caller's symmetric buffer is the inbox, on both sides, and nothing is copied.
-Before the first write to rank p, a sender waits for ``entered[p] >= epoch``, see :mod:`tdcoll.context`; one more
-program, the first of the grid, tells the others. The nbi puts are completed (quiet) before the launch ends, because the
-caller may overwrite its own segment when the call is over. One program per chunk waits for its signals of all ranks.
-Signals alternate between the slots here too, because a signal word must not be set again before the rank that polls it
-is done with the epoch.
+Before the first write to rank p, a sender waits for ``entered[p] >= epoch``, see :mod:`tdcoll.context`; one more thread
+block, the first of the grid, tells the others. The nbi puts are completed (quiet) before the launch ends, because the
+caller may overwrite its own segment when the call is over. One thread block per chunk waits for its signals of all
+ranks. Signals alternate between the slots here too, because a signal word must not be set again before the rank that
+polls it is done with the epoch.
 
 Counted (``COUNTED``, in place only): segments have a capacity of ``nbytes`` bytes and carry as many as the 64-bit
 integer at the beginning of each counts. Chunks are cut at the same places for any count, and if they lie past it, they
@@ -56,7 +57,7 @@ __all__ = ["all_gather_1d", "all_gather_2d", "all_gather_ll_2d"]
 
 @jit
 def _n_senders(routes, inbox):
-    """Return the programs per channel that put to other nodes: one that stages the chunk, or in place one per rank."""
+    """Return the senders per channel to other nodes: one that stages the chunk, or in place one per rank."""
     if inbox.slots == 1:
         n_senders = routes.n_remote
     else:
@@ -66,10 +67,10 @@ def _n_senders(routes, inbox):
 
 @jit
 def _task(channels, n_senders, n_pushes, inbox, g):
-    """Return ``(program, channel, given)``: the chunk of this program, and its task.
+    """Return ``(program, channel, given)``: the chunk of this thread block, and its task.
 
-    ``program`` counts from -1, which in place is the announcer. ``given`` is negative if the program sends to other
-    nodes; then come ``n_pushes`` that put inside this node; then receivers.
+    ``program`` counts from -1, which in place is the announcer. ``given`` is negative if the thread block sends to
+    other nodes; then come ``n_pushes`` that put inside this node; then receivers.
     """
     program = tl.program_id(0)
     per_chunk = n_pushes
@@ -120,7 +121,7 @@ def all_gather_1d(
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: every rank puts its segment to every other.
 
-    Programs: ``channels`` times one remote sender if n_remote > 0, then ``channels`` times (n_local pushes, world
+    Thread blocks: ``channels`` times one remote sender if n_remote > 0, then ``channels`` times (n_local pushes, world
     receivers); in place an announcer first, n_remote remote senders per channel, and one receiver per channel.
 
     Args: those of ``exchange_direct``, and
@@ -161,8 +162,8 @@ def all_gather_2d(
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: between nodes along rails, then forwarded inside each node.
 
-    Programs: ``channels`` times one rail sender if n_remote > 0, then ``channels`` times (n_local pushes, n_remote *
-    n_local forwarders, world receivers); in place an announcer first, n_remote rail senders per channel, and one
+    Thread blocks: ``channels`` times one rail sender if n_remote > 0, then ``channels`` times (n_local pushes, n_remote
+    * n_local forwarders, world receivers); in place an announcer first, n_remote rail senders per channel, and one
     receiver per channel. Every node has ``n_local + 1`` ranks.
 
     Args: those of :func:`all_gather_1d`, except
@@ -222,13 +223,13 @@ def all_gather_ll_2d(
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]`` over several nodes of ``n_local + 1`` ranks each, small messages.
 
-    Programs: ``channels`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those of the
-    rail, world - 1 - n_remote receivers).
+    Thread blocks: ``channels`` that put to the rail; then ``blocks`` times (1 for the own segment, n_remote for those
+    of the rail, world - 1 - n_remote receivers).
 
     Args: those of :func:`all_gather_2d` and ``exchange_ll``, except
         routes: after them, the group ranks whose data comes by LL.
         chunk: bytes of a put between nodes, a multiple of ``12 * BLOCK``; there are ``channels``.
-        blocks: programs for each segment, of ``BLOCK`` words each.
+        blocks: thread blocks for each segment, of ``BLOCK`` words each.
     """
     program = tl.program_id(0)
     block = (program - channels) % blocks

@@ -17,8 +17,8 @@ A chunk is passed on before it is copied out, because the next rank waits for it
 is one rank, it copies its own.
 
 Signal map: ``arrived[slot, channel, o]`` on rank r is set to the epoch by p, for every o, when p has stored o's chunk
-there, and polled by the one program that moves that chunk. The address of a peer's copy of a symmetric address is that
-address plus ``g.deltas[peer]``.
+there, and polled by the one thread block that moves that chunk. The address of a peer's copy of a symmetric address is
+that address plus ``g.deltas[peer]``.
 
 Ordering: the block's stores of a chunk come before its barrier, and that before the release at system scope by one of
 its threads; n acquires the signal before it reads the chunk, whether to copy it out or to pass it on. Each hop has its
@@ -29,14 +29,15 @@ origin has sent it. Every rank has therefore started the epoch, as :mod:`tdcoll.
 before and after. On a ring, only p writes into r's inbox and signals. It writes slot ``e % 2`` again in epoch e + 2,
 after it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
 
-Order of programs: chunk by chunk, step by step. Any number of resident blocks makes progress, because step s of a
+Order of thread blocks: chunk by chunk, step by step. Any number of resident blocks makes progress, because step s of a
 channel waits for step s - 1 of the same channel on p, which has a smaller index there. About one in W of the resident
 blocks moves data at a time while the others wait, because the steps of a chunk follow each other.
 
-In place (an inbox of one slot): the symmetric buffer is the inbox, and nothing is copied out. The first program
+In place (an inbox of one slot): the symmetric buffer is the inbox, and nothing is copied out. The first thread block
 first tells p, which is the only one that writes here, that this rank has entered the call (``entered``), and every
-program that stores waits until n has told so. Of the segments here p writes all but r's own, each chunk once, and r
-waits for each: when its call is over, nothing is on the way to its buffer, and its own reads for n are over.
+thread block that stores waits until n has entered the call too. Of the segments here p writes all but r's own, each
+chunk once, and r waits for each: when its call is over, nothing is on the way to its buffer, and its own reads for n
+are over.
 
 When a wait expires, its record names p (or n, for ``entered``): the rank that had to deliver. If that rank itself
 waited for the rank before it, the cause is further up the ring: look for a rank that is named and raises nothing
@@ -57,7 +58,7 @@ __all__ = ["all_gather_ring"]
 def all_gather_ring(
     source: tl.int64, out: tl.int64, inbox, g, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64
 ):  # fmt: skip
-    """``[nbytes] -> [world * nbytes]`` inside one node. Programs: ``world`` for each chunk.
+    """``[nbytes] -> [world * nbytes]`` inside one node. Thread blocks: ``world`` for each chunk.
 
     Args: those of ``exchange_direct``.
     """

@@ -14,21 +14,21 @@ or empty, and each part into ``channels`` chunks. A segment of the inbox has two
     second half of inbox[slot, p] --> out[p], for every other rank p
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s when its chunk for rank r is there. It
-is polled by the program that sums the chunk. ``arrived[slot, channels + channel, s]`` is set by rank s when its sum is
-there, and polled by the program that copies it out.
+is polled by the thread block that sums the chunk. ``arrived[slot, channels + channel, s]`` is set by rank s when its
+sum is there, and polled by the thread block that copies it out.
 
-Ordering: that of :mod:`tdcoll.primitives.stores`. The summing program stores a chunk to all ranks, passes one block
-barrier, and then releases the second signal to each. Reuse of a slot follows from :mod:`tdcoll.context`: when a rank
-has the second signals of epoch e from all ranks, all have started e.
+Ordering: that of :mod:`tdcoll.primitives.stores`. The summing thread block stores a chunk to all ranks, passes one
+block barrier, and then releases the second signal to each. Reuse of a slot follows from :mod:`tdcoll.context`: when a
+rank has the second signals of epoch e from all ranks, all have started e.
 
-Order of programs: chunk by chunk; in a chunk first those that send, then the one that sums, then those that copy out. A
-sender doesn't wait. The sum waits for senders of its chunk on other ranks, and a receiver waits for the sums of its
-chunk there. Any number of resident blocks makes progress, because all of these come before the one that waits, on every
-rank.
+Order of thread blocks: chunk by chunk; in a chunk first those that send, then the one that sums, then those that copy
+out. A sender doesn't wait. The sum waits for senders of its chunk on other ranks, and a receiver waits for the sums of
+its chunk there. Any number of resident blocks makes progress, because all of these come before the one that waits, on
+every rank.
 
-In place: ``out`` may be ``source``. ``out[r]`` is written by the program that has read ``source[r]``. ``out[p]`` is
-written over ``source[p]`` when the sum of that chunk has come back from rank p, which had it from this rank before: its
-sender here had read it. Chunks are cut alike in both stages.
+In place: ``out`` may be ``source``. ``out[r]`` is written by the thread block that has read ``source[r]``. ``out[p]``
+is written over ``source[p]`` when the sum of that chunk has come back from rank p, which had it from this rank before:
+its sender here had read it. Chunks are cut alike in both stages.
 
 Without a copy (``ZERO_COPY``): ``out`` is symmetric, and the second stage stores sums into it on every rank. Nothing is
 copied out, and a segment has the first half only. ::
@@ -38,8 +38,8 @@ copied out, and a segment has the first half only. ::
 
 No rank has to announce that peers may write to it, because a chunk is summed when all ranks have sent their parts of
 it. Every rank has begun the call by then, so its earlier work, which may have used ``out``, is over. If in place, its
-sender has read ``source[r]`` there. The last program of a chunk waits for all second signals, and thereby acquires the
-stores of other ranks.
+sender has read ``source[r]`` there. The last thread block of a chunk waits for all second signals, and thereby acquires
+the stores of other ranks.
 
 Bits: those of every other algorithm, see ``kernels_words``.
 """
@@ -80,8 +80,8 @@ def all_reduce_direct(
     channels: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr, ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] -> [nbytes]`` inside one node. Programs for each chunk: ``2 * world - 1``; without a copy
-    ``world + 1``.
+    """``[nbytes] -> [nbytes]`` inside one node. Thread blocks for each chunk: ``2 * world - 1``; without a copy ``world
+    + 1``.
 
     Args (addresses are integers, so that all ranks share one compilation):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.

@@ -19,18 +19,18 @@ first holds a part in the accumulator's type::
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s: of the node, when its chunk for rank
 r is there; of the rail, when its node's sum is. ``arrived[slot, channels + channel, s]`` is set by rank s of the node
-when the result is there. The first are polled by the program that sums the chunk, the second by the one that copies it
-out.
+when the result is there. The first are polled by the thread block that sums the chunk, the second by the one that
+copies it out.
 
 Ordering: that of ``kernels_puts``. Reuse of a slot: a rank is done with epoch e when it has the results of all ranks of
 its node. All ranks have then started e, for every chunk, because each rank of its node has heard from its whole rail,
 and each rank of a rail from its whole node.
 
-Order of programs: chunk by chunk; in a chunk those that send inside the node, the one that sums, and those that copy
-out. The one that sums waits for senders of its chunk; then it puts, and waits for those that sum this chunk on its
+Order of thread blocks: chunk by chunk; in a chunk those that send inside the node, the one that sums, and those that
+copy out. The one that sums waits for senders of its chunk; then it puts, and waits for those that sum this chunk on its
 rail, which put before they wait for it. Receivers wait for those that sum. Any number of resident blocks makes
-progress, because each program waits only for ones that come before its own number on every rank, or for those of its
-own number when they have put.
+progress, because each thread block waits only for ones that come before its own number on every rank, or for those of
+its own number when they have put.
 
 In place: as in ``kernels_direct``.
 """
@@ -102,7 +102,7 @@ def all_reduce_nodes(
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on nodes of as many ranks each.
 
-    Programs: for each chunk n_local that send, one that sums, and n_local that copy out.
+    Thread blocks: for each chunk n_local that send, one that sums, and n_local that copy out.
 
     Args: those of ``all_reduce_direct``, and
         routes: :class:`~tdcoll.primitives.puts.Routes`: local ones to the other ranks of the node, remote ones to the

@@ -24,9 +24,9 @@ own second inbox, after the launch has ended; nothing waits for them. This rank 
 it is done with e + 1, for which it has heard from every peer. By then each peer had started e + 1, and was therefore
 done with e and had received the puts to it.
 
-Order of programs: first all that put source; then chunk by chunk those that store, the one that sums, and those that
-copy out. Any number of resident blocks makes progress, because, as in ``kernels_direct``, each waits only for programs
-that come before its own number on every rank.
+Order of thread blocks: first all that put source; then chunk by chunk those that store, the one that sums, and those
+that copy out. Any number of resident blocks makes progress, because, as in ``kernels_direct``, each waits only for
+thread blocks that come before its own number on every rank.
 
 In place: as in ``kernels_direct``. A putter has copied ``source[p]`` to the outbox before rank p can have summed it.
 """
@@ -79,7 +79,7 @@ def all_reduce_puts(
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` on any nodes.
 
-    Programs: ``channels`` times n_remote that put, then ``channels`` times n_local that store, one that sums, and
+    Thread blocks: ``channels`` times n_remote that put, then ``channels`` times n_local that store, one that sums, and
     ``world - 1`` that copy out.
 
     Args: those of ``all_reduce_direct``, and

@@ -11,8 +11,9 @@ signal. With LL data and flag take one hop together: see :mod:`tdcoll.primitives
 too. Reuse of a slot follows from :mod:`tdcoll.context`: when a rank has all words of epoch e, all ranks have started e.
 It is the same in place, because only this rank writes to the caller's buffer.
 
-Order of programs: program i of every rank sends to its i-th successor and then waits for its i-th predecessor, whose
-program i sends to it. Any number of resident blocks makes progress, because no program waits for one of another index.
+Order of thread blocks: thread block i of every rank sends to its i-th successor and then waits for its i-th
+predecessor, whose thread block i sends to it. Any number of resident blocks makes progress, because no thread block
+waits for one of another index.
 """
 
 import triton.language as tl
@@ -29,13 +30,13 @@ def exchange_ll(
     source: tl.int64, out: tl.int64, words, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
     blocks: tl.int32, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Programs: ``world * blocks``.
+    """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Thread blocks: ``world * blocks``.
 
     Args:
         source, out, source_stride, out_stride, g: as for ``exchange_direct``; of an all-gather, ``source`` may be this
             rank's segment of ``out``.
         words: :class:`~tdcoll.primitives.group.Inbox` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
-        blocks: programs per peer, of ``BLOCK`` words each.
+        blocks: thread blocks per peer, of ``BLOCK`` words each.
     """
     in_stream_order()
     block = tl.program_id(0) % blocks

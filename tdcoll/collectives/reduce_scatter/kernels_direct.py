@@ -11,19 +11,19 @@ Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for
     source[p] --stores--> inbox[slot, r] on rank p, for every other rank p; then a release of the chunk's signal
     inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the programs that
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
 reduce that chunk. They wait for all ranks at once, because the sum takes them in order.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Nothing else is relied on. Reuse of
 a slot follows from :mod:`tdcoll.context`: when a rank has the signals of epoch e from all ranks, all have started e,
 and have therefore read the inbox of e - 1.
 
-Order of programs: chunk by chunk, and in a chunk the senders first. A sender doesn't wait. Any number of resident
+Order of thread blocks: chunk by chunk, and in a chunk the senders first. A sender doesn't wait. Any number of resident
 blocks makes progress, because a reducer waits for the senders of its chunk on other ranks, which come before the
 reducers of that chunk there. The chunks of a large message are reduced while later ones are on their way.
 
-In place: ``out`` may be ``source[r]``. No other rank reads that part, and every element of it is read by the program
-that then writes it.
+In place: ``out`` may be ``source[r]``. No other rank reads that part, and every element of it is read by the thread
+block that then writes it.
 
 The association is that of every dense reduction on one node: rank order, in the accumulator's type
 (:mod:`tdcoll.primitives.reduce`).
@@ -63,7 +63,7 @@ def reduce_scatter_direct(
     reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr,
 ):  # fmt: skip
-    """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``world - 1 + reducers`` for each chunk.
+    """``[world, nbytes] -> [nbytes]`` inside one node. Thread blocks: ``world - 1 + reducers`` for each chunk.
 
     Args (addresses are integers, so that all ranks share one compilation):
         source: the parts, the first for rank 0; any alignment that ``DTYPE`` allows.
@@ -73,7 +73,7 @@ def reduce_scatter_direct(
         g: :class:`~tdcoll.primitives.group.Group`.
         nbytes: of a part in this epoch.
         chunk: bytes of a chunk, a multiple of 16.
-        reducers: programs that reduce a chunk, tile by tile in turn.
+        reducers: thread blocks that reduce a chunk, tile by tile in turn.
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
         COUNT: elements of a tile.
         WAITED: a power of two of at least ``world``.

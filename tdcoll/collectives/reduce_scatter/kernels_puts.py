@@ -12,7 +12,7 @@ from which this rank puts::
     source[p] --> outbox of own inbox[slot, p] --nbi put+signal--> inbox of inbox[slot, r] on p             all others
     inboxes and source[r] --sum in rank order inside each node--> node sums --sum in node order--> out
 
-Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the programs that
+Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread blocks that
 reduce that chunk.
 
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and the
@@ -21,9 +21,9 @@ writes that outbox next in epoch e + 2, when it is done with e + 1, for which it
 peer had started e + 1, and was therefore done with e and had received the puts to it. A call of another kind may write
 the whole segment in e + 2, too, because every rank then knows this of all others.
 
-Order of programs: first all that put; then chunk by chunk those that store, and those that reduce. A sender doesn't
-wait. Any number of resident blocks makes progress, because a reducer waits for senders of its chunk, which on every
-rank come before the reducers of that chunk.
+Order of thread blocks: first all that put; then chunk by chunk those that store, and those that reduce. A sender
+doesn't wait. Any number of resident blocks makes progress, because a reducer waits for senders of its chunk, which on
+every rank come before the reducers of that chunk.
 
 In place: as in ``kernels_direct``.
 """
@@ -47,7 +47,7 @@ def reduce_scatter_puts(
 ):  # fmt: skip
     """``[world, nbytes] -> [nbytes]`` on any nodes.
 
-    Programs: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``reducers``).
+    Thread blocks: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``reducers``).
 
     Args: those of ``reduce_scatter_direct``, and
         inbox: its segments have at least ``outbox + nbytes`` bytes.

@@ -99,8 +99,8 @@ def _extern(fn: Callable[..., Any]) -> Any:
 def replacements() -> list[tuple[Any, str, Any]]:
     """Return what to replace while a machine is installed: function, attribute and value.
 
-    The functions get other code, since programs import them by name, too (``from triton.language.extra.libdevice import
-    tanh``).
+    The functions get other code, because programs import them by name, too (``from triton.language.extra.libdevice
+    import tanh``).
     """
 
     def found() -> Iterator[tuple[Any, str, Any]]:
