@@ -153,7 +153,7 @@ def dlrm(width: int, compiled: bool, small: bool) -> Step:
 
 
 def pipeline(width: int, compiled: bool, small: bool) -> Step:
-    """Make a step that passes activations on and gradients back: point-to-point calls, which tdcoll hands over."""
+    """Make a step that passes activations on and gradients back: point-to-point calls, for which tdcoll falls back."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1 + rank)
     model = nn.Sequential(*(Mlp(width) for _ in range(2))).to(device())

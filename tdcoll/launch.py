@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tdcoll run``: start a job with torchrun, on GPUs or on the simulator.
 
-``launch.sh`` runs this module in the first Python that it finds, so it imports nothing but the standard library.
+It imports nothing but the standard library, because ``launch.sh`` runs this module in the first Python that it finds.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ _SPREAD = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
 
 def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll run") -> int:
-    """Become what the command line asks for. With ``--setenv``, print the commands that ``setenv.sh`` evaluates.
+    """Replace this process by the requested job. With ``--setenv``, print the commands that ``setenv.sh`` evaluates.
 
     Args:
-        words: the command line; None: that of this process.
-        program: how the user has started it, for help and errors.
+        words: the command line; that of this process if None.
+        program: the user's command, for help and errors.
     """
     usage = _USAGE.format(program=program, tests=" | tests" * IN_CHECKOUT)
     about = _ABOUT + _ABOUT_TESTS * IN_CHECKOUT
@@ -97,7 +97,7 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
         say(str(error))
         return 2
     if job.simulated and not job.variables.get("OMP_NUM_THREADS"):
-        # Simulated PEs share the cores; a pool of threads in each would only make them wait for each other.
+        # Because simulated PEs share the cores, a pool of threads in each would only make them wait for each other.
         job.variables["OMP_NUM_THREADS"] = "1"
     command = [job.python, "-m", *command]
     if given.dry_run:
@@ -116,7 +116,7 @@ def _exports(variables: Mapping[str, str]) -> str:
 
 
 def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
-    """Return what the program runs with, and the module and arguments that Python is to run.
+    """Return the job's environment, and the module and arguments that Python runs.
 
     Raises ``ValueError`` if an option, or a variable of SLURM's, is wrong.
     """
@@ -171,7 +171,7 @@ def _planned(given: argparse.Namespace) -> tuple[Job, list[str]]:
     if given.monitor_interval is not None:
         interval = arguments.seconds("--monitor-interval", given.monitor_interval)
         command += ["--monitor-interval", str(interval)]
-    # What comes after -- is not torchrun's. It knows -m as a flag.
+    # Words after -- are not torchrun's. It knows -m as a flag.
     return job, [
         *command,
         *(["-m"] if given.m or given.compat else []),
@@ -192,7 +192,7 @@ def _whole(name: str, text: str | None, least: int) -> int | None:
 
 
 def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]:
-    """Return how many hosts the job has, which this is, and where they meet, by options or by SLURM's variables."""
+    """Return the number of hosts, this one's, and their meeting place, from options or SLURM's variables."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_") and value}
     nnodes, node_rank = _whole("--nnodes", given.nnodes, 1), _whole("--node-rank", given.node_rank, 0)
     rdzv = given.rdzv

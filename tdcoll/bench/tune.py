@@ -2,10 +2,10 @@
 """Measure a tuning table of the dense collectives: ``bash launch.sh [--nproc N] -m tdcoll tune --help``.
 
 For each size all candidates are measured as the collective's benchmark does it, interleaved and checked: algorithms,
-each with several numbers of chunks and of warps. :mod:`tdcoll.bench.choosing` says what the table takes.
+each with several numbers of chunks and of warps. :mod:`tdcoll.bench.choosing` describes how the table is made.
 
-After every size the table is written, with what is known by then, and beside it the rows that it follows from
-(``FILE.part``). A run that was cut off goes on from there, unless machine, versions or settings are not the same.
+After every size the table so far is written, and beside it the rows that it follows from (``FILE.part``). If a run was
+cut off, the next one continues from there, unless machine, versions or settings differ.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _operations(options: argparse.Namespace, topology: Topology) -> list[Operati
 
 
 def listing(options: argparse.Namespace, topology: Topology) -> str:
-    """Return what would be measured, as text."""
+    """Return a listing of the measurements to make, as text."""
     operations = _operations(options, topology)
     found = [(each.name, nbytes, each.candidates(nbytes)) for each in operations for nbytes in each.sizes]
     total = sum(len(candidates) for _, _, candidates in found)
@@ -110,7 +110,7 @@ def listing(options: argparse.Namespace, topology: Topology) -> str:
 
 
 Size = tuple[Operation, Dense, int]
-"""What is tuned, its benchmark on the ranks of this job, and bytes of a segment."""
+"""An operation to tune, its benchmark on the ranks of this job, and bytes of a segment."""
 
 
 class Tune(case.Case):
@@ -183,7 +183,7 @@ class Tune(case.Case):
         settings = {name: getattr(options, name) for name in _SETTINGS}
         more = {"ranks": self.topology.describe(), "architectures": architectures(self.device)}
         self._circumstances = json.loads(json.dumps({**facts, **settings, **more}))
-        """Machine, versions and settings; rows of others do not count."""
+        """Machine, versions and settings; rows don't count if theirs differ."""
         self._rows: list[Row] = []
 
     def sizes(self) -> Iterator[Size]:
@@ -193,9 +193,10 @@ class Tune(case.Case):
 
     @contextlib.contextmanager
     def wanted(self, size: Size) -> Iterator[tuple[list[Wanted], Callable[[], object]]]:
-        """Every candidate; calls out of place share their buffers, and so do those in place.
+        """Yield every candidate; calls out of place share their buffers, and so do those in place.
 
-        They are timed in CUDA graphs: eager calls take the same plans, and times of small ones are the host's.
+        They are timed in CUDA graphs, because eager calls take the same plans, and small ones are bound by launch
+        overhead.
         """
         operation, bench, nbytes = size
         with bench.context(nbytes) as (context, stock):
@@ -215,7 +216,7 @@ class Tune(case.Case):
         return bench.facts(nbytes)
 
     def measure(self, show: case.Show) -> list[Row]:
-        """Measure what an earlier run has not, and write the table after every size. Collective."""
+        """Measure the sizes that an earlier run has not, and write the table after every size. Collective."""
         first = self.owner.rank == 0
         measured = [asdict(row) for row in self._resumed()] if first else []
         self._rows = [Row(**fields) for fields in self.gather("tune: what is measured already", measured)[0]]
@@ -243,7 +244,7 @@ class Tune(case.Case):
         return rows
 
     def _save(self, rows: Sequence[Row]) -> None:
-        """Write the table that follows from ``rows``; and them, unless all sizes are there."""
+        """Write the table that follows from ``rows``; also write the rows, unless all sizes are there."""
         output = self.options.output
         unfinished = any(each.left(rows) for each in self._operations)
         if unfinished:
@@ -259,7 +260,7 @@ class Tune(case.Case):
             part_of(output).unlink(missing_ok=True)
 
     def done(self, size: Size, rows: Sequence[Row], seconds: float) -> None:
-        """Save, and say what is taken and how much time is left if every measurement takes as long."""
+        """Save, and print the choice, and the time that is left if every measurement takes as long."""
         if self.owner.rank != 0:
             return
         (operation, _, nbytes), rows = size, [*self._rows, *rows]
@@ -275,7 +276,7 @@ class Tune(case.Case):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; its exit status: 1 if a result was wrong, 2 where nothing can be measured."""
+    """Run the command; return 1 if a result was wrong, 2 if nothing can be measured."""
     given = Tune.parse(arguments)
     if given.dry_run:
         tdcoll.initialize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of Triton-distributed that are not provided, and why: errors say it, and the documentation lists it."""
+"""The names of Triton-distributed that are not provided, and the reasons, for errors and the documentation."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class NotProvidedError(ImportError):
 
 
 def attributes_of(module: str) -> Callable[[str], Any]:
-    """Make a ``__getattr__`` for ``module`` that says why a name is not there."""
+    """Make a ``__getattr__`` for ``module`` whose error gives the reason if a name is not provided."""
 
     def missing(name: str) -> Any:
         if not name.endswith("__") and (reason := _reason(f"{module}.{name}")):

@@ -18,13 +18,13 @@ __all__ = ["explain"]
 
 
 def explain(group: Any = None) -> str:
-    """Return what handles which calls of a process group, and why; with the number of calls so far. Text, for people.
+    """Return a text for people: the backend of each kind of call of a process group, the reasons, and numbers of calls.
 
     >>> torch.distributed.init_process_group("tdcoll")
     >>> print(tdcoll.distributed.explain())
 
     Args:
-        group: a process group; None for the default one.
+        group: a process group; the default one if None.
 
     Raises:
         TypeError: ``group`` is no process group.
@@ -43,7 +43,7 @@ def explain(group: Any = None) -> str:
 
 
 def _lines(dispatcher: Dispatcher) -> Iterator[str]:
-    """Yield what handles which calls, and why; calls so far."""
+    """Yield the backend of each kind of call, the reasons, and the calls so far."""
     agreed, job = dispatcher.agreed, dispatcher.job
     if job is not None:
         where = "simulator" if job.simulated else str(dispatcher.device)

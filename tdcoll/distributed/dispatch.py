@@ -41,7 +41,7 @@ _MOST_KNOWN = 4096
 
 
 class _Known(NamedTuple):
-    """What a group remembers about a call.
+    """A call that a group remembers.
 
     Attributes:
         counted: the kind, the implementation that handled it, and the reason: the key of ``counts``.
@@ -70,7 +70,7 @@ class Dispatcher:
 
     Attributes:
         handlers: for each kind of call; empty without a job.
-        device: where tdcoll's memory is; None without a job.
+        device: of tdcoll's memory; None if there is no job.
         coalescing: whether calls belong to a block that the fallback backend launches as one.
         counts: calls so far, by kind, implementation, and reason.
         Others: as given.
@@ -193,10 +193,10 @@ class Dispatcher:
             start: starts the call on the fallback backend.
             key: remember the call under this key for :meth:`call_one`; None for calls that aren't remembered.
             refused: why tdcoll doesn't handle it; None if it may.
-            how: how the fallback backend makes it, for people.
+            how: describes how the fallback backend makes it, for people.
         """
         obstacle = self._obstacle()
-        # In debug mode the ranks compare a call first, since a wrong argument may decide who handles it.
+        # In debug mode the ranks compare a call first, because a wrong argument may decide who handles it.
         skip = refused is None and obstacle is None and self.compares(kind, call)
         unsupported = refused or (None if skip else self._unsupported(kind, call))
         why = unsupported or obstacle
@@ -437,7 +437,7 @@ class Dispatcher:
     def _ends(self, job: Runtime) -> bool:
         """Count this group out; return whether a job that the backend has joined ends with it.
 
-        It ends with the default group, and with the last group of all ranks.
+        It ends when the default group or the last group of all ranks ends.
         """
         counted, self._whole = self._whole, False
         job.groups -= counted

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions with torch.distributed's signatures, in the order of the current stream.
 
-Each uses a context that tdcoll makes for the group at the first call and replaces when a larger message comes. That is
-collective and synchronises, so make the first and the largest call before you capture a CUDA graph.
+Each uses a context that tdcoll makes for the group at the first call and replaces when a larger message comes. Make the
+first and the largest call before you capture a CUDA graph, because making a context is collective and synchronises.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def all_to_all_single(
         None, or the ``Work``.
 
     Raises:
-        ValueError: segments have different sizes, for which there is ``torch.distributed.all_to_all_single``.
+        ValueError: segments have different sizes; use ``torch.distributed.all_to_all_single`` instead.
         Others: as :func:`all_gather_into_tensor` and :func:`tdcoll.all_to_all`.
     """
     for name, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
@@ -143,7 +143,7 @@ def _call(
         arguments.tensor(argument, tensor)
     spec = spec_of(name)
     ctx = pooled(spec, input, group)
-    # Detached, because stores of a kernel are nothing that autograd sees.
+    # Detached, because autograd doesn't see a kernel's stores.
     make(spec, input.detach(), op=op, out=output.detach(), ctx=ctx, names=names)
     if not async_op:
         return None

@@ -31,7 +31,7 @@ from tdcoll.runtime.control import ControlPlane
 __all__ = ["Barrier", "Dense", "Handler", "Lane", "Members"]
 
 PACKED_BYTES = 256 << 10
-"""Several tensors of one call are packed for one launch up to so many bytes in all: a copy costs less than a launch."""
+"""Up to so many bytes, several tensors of one call are packed for one launch, because a copy is cheaper than one."""
 
 
 class Lane:
@@ -95,11 +95,12 @@ class Handler(ABC):
 
     @abstractmethod
     def refuse(self, call: Call) -> str | None:
-        """Return why this call cannot be handled, or None if it can, from what is the same on all ranks."""
+        """Return why this call cannot be handled, or None if it can, from facts that are the same on all ranks."""
 
     @abstractmethod
     def prepare(self, call: Call) -> str | None:
-        """Make what the call needs, which is collective; return why it cannot be had, the same everywhere; or None."""
+        """Prepare the call, which is collective; return why it cannot be handled, the same on all ranks; None if it
+        can."""
 
     @abstractmethod
     def check_call(self, call: Call) -> None:
@@ -110,11 +111,12 @@ class Handler(ABC):
         """
 
     def facts(self, call: Call) -> dict[str, Any]:
-        """Return what of a call must be the same on all ranks, for debug mode. Some of it decides who handles it."""
+        """Return the facts that must be the same on all ranks, for debug mode, because some decide who handles the
+        call."""
         return {"op": call.op, "dtypes": [str(tensor.dtype) for tensor in call.inputs]}
 
     def compare(self, call: Call) -> None:
-        """Raise on all ranks what is wrong with the call on one of them, or differs. Collective; for debug mode.
+        """Raise on all ranks if the call is wrong on one of them, or differs. Collective; for debug mode.
 
         Raises:
             RankMismatchError: something differs, or another rank's tensors do not fit each other.
@@ -137,11 +139,11 @@ class Handler(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return what is handled, in words for people."""
+        """Return a description of the handled calls, for people."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise the error that finished kernels have left, if any.
+        """Raise the error of finished kernels, if there is one.
 
         Raises:
             CollectiveTimeout: a wait has expired.
@@ -153,7 +155,7 @@ class Handler(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what it holds. Collective."""
+        """Free its memory. Collective."""
 
 
 class Dense(Handler):
@@ -250,7 +252,7 @@ class Dense(Handler):
         return context is not None and all(is_prepared(self.spec, context, size, options) for size in sizes)
 
     def _packed(self, call: Call) -> int:
-        """Return the bytes of a segment of all tensors of the call if one launch has them all, else 0."""
+        """Return the bytes of a segment of all tensors of the call if one launch has them all, otherwise 0."""
         sizes = self._segments(call)
         total = sum(sizes)
         together = len(sizes) > 1 and total <= min(PACKED_BYTES, self.limit) and len(set(map(_kind, call.inputs))) == 1
@@ -354,12 +356,12 @@ class Barrier(Handler):
         return f"on the context of {self._gathers.kind}"
 
     def check(self) -> None:
-        """Do nothing: a barrier has nothing of its own."""
+        """Do nothing, because a barrier uses the context of all-gathers."""
 
     give_up = close = check
 
     def check_call(self, call: Call) -> None:
-        """Do nothing: there is no tensor."""
+        """Do nothing, because there is no tensor."""
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:

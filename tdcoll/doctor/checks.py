@@ -178,7 +178,7 @@ def _gpus(facts: Facts) -> list[Line]:
 
 
 def _simulator(name: str, facts: Facts) -> Line:
-    """Say which launchers run kernels in the simulator, which isn't the same for all of them."""
+    """Name the launchers that run kernels in the simulator, because not all of them do."""
     variables = facts.environment
     by_setenv = "TRITON_INTERPRET=1" in variables.get("TDCOLL_SETENV", "").split()
     if variables.get("TRITON_INTERPRET") and not by_setenv:
@@ -284,7 +284,7 @@ _CHOICES = {"TDCOLL_COMPILER": ("triton", "triton_dist"), "TDCOLL_HEAP": ("auto"
 
 
 def _refuse(variable: str, value: str, facts: Facts) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if tdcoll refuses the value. It takes an empty one for none."""
+    """Raise ``TypeError`` or ``ValueError`` if tdcoll refuses the value. An empty one counts as unset."""
     if not value:
         return
     if variable in _CHOICES and value not in _CHOICES[variable]:

@@ -14,15 +14,15 @@ __all__ = ["attach", "linear"]
 class _Attached(torch.autograd.Function):
     """The node of the autograd graph for a result that has been computed.
 
-    The collective is not called in here. In the simulator's ``World`` the ranks of a process take turns during a call,
-    and would see this rank's grad mode.
+    The collective is not called in here, because in the simulator's ``World`` the ranks of a process take turns during
+    a call, and would see this rank's grad mode.
     """
 
     @staticmethod
     def forward(
         node: Any, tensor: torch.Tensor, made: torch.Tensor, derivative: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        node.mark_dirty(made)  # what is returned is `made` itself, no view of it
+        node.mark_dirty(made)  # `made` itself is returned, no view of it
         node.shape, node.derivative = tensor.shape, derivative
         return made
 

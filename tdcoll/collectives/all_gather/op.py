@@ -26,7 +26,7 @@ def all_gather(
     """``[n, ...] -> [world * n, ...]``: concatenate the tensors of all ranks, in rank order.
 
     Collective over the group. Asynchronous on the current stream, without any synchronisation, and safe in CUDA graphs
-    after one eager call of the size. Any dtype will do, because bytes are moved as they are.
+    after one eager call of the size. Any dtype is supported, because bytes are moved as they are.
 
     >>> tdcoll.all_gather(torch.tensor([tdcoll.rank()]))  # on 2 ranks
     tensor([0, 1])
@@ -36,15 +36,15 @@ def all_gather(
 
     Args:
         tensor: contiguous, on the context's device; of the same size on all ranks.
-        out: where the result goes: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None.
-            May hold ``tensor`` as its own segment, and must not overlap it otherwise. It gets no gradient, hence
-            ``tensor`` must not require grad, unless under ``torch.no_grad()``.
+        out: the result: ``[world * n, ...]`` or ``[world, n, ...]``, contiguous, same dtype. Made if None. May hold
+            ``tensor`` as its own segment, and must not overlap it otherwise. Because it gets no gradient, ``tensor``
+            must not require grad, unless under ``torch.no_grad()``.
         group: a ProcessGroup, a one-dimensional DeviceMesh, a sequence of global ranks, or None for all ranks. The call
             uses a context of tdcoll's own, which it makes at the first call and enlarges for a larger one. That is
             collective and synchronises.
         ctx: a context of yours, instead of ``group``.
-        algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which decides by the tuning
-            table, size and topology. A :class:`~tdcoll.Plan` fixes chunks and warps as well.
+        algorithm: ``"ll"``, ``"direct"``, ``"ring"``, ``"1d"``, ``"2d"`` or ``"auto"``, which uses the tuning table,
+            size and topology. A :class:`~tdcoll.Plan` fixes chunks and warps as well.
         symmetric: ``out`` is symmetric memory that peers may write to, as for :func:`all_gather_`.
 
     Returns:

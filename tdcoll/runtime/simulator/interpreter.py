@@ -40,7 +40,7 @@ _rewritten: dict[Any, Any] = {}  # kernels rewritten with KernelTransformer
 
 
 def _called_at_once(owner: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
-    """Make a function of Triton's language one that kernels call, without Triton's two wrappers around it."""
+    """Let kernels call a function of Triton's language without Triton's two wrappers around it."""
     function = getattr(member, "__wrapped__", member)
 
     def call(*args: Any, **named: Any) -> Any:
@@ -51,7 +51,7 @@ def _called_at_once(owner: Any, name: str, member: Callable[..., Any], builder: 
 
 
 def _reducing(original: Callable[..., Any], element_by_element: str) -> Callable[..., Any]:
-    """A reduction or a scan that leaves bf16 to the function that combines, as numpy cannot add it up."""
+    """Return a reduction or scan that leaves bf16 to the combining function, because numpy cannot add it."""
 
     def apply_impl(self: Any, input: Any) -> Any:
         if any(map(of_threads, input)):
@@ -64,7 +64,7 @@ def _reducing(original: Callable[..., Any], element_by_element: str) -> Callable
 
 
 def _materializing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Pointers of a block pointer or a descriptor have the origin of its base."""
+    """Let pointers of a block pointer or a descriptor have the origin of its base."""
 
     def materialize_pointers(self: Any, *args: Any) -> Any:
         pointers, mask = original(self, *args)
