@@ -14,6 +14,7 @@ Everything is put back by :meth:`Installed.remove`, also after errors.
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,6 +74,19 @@ def _materializing(original: Callable[..., Any]) -> Callable[..., Any]:
     return materialize_pointers
 
 
+def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let threads rewrite functions in turn: ``ast.parse`` in several at once raises SystemError in Python 3.11."""
+    lock = threading.Lock()
+
+    def rewrite(self: Any) -> Any:
+        if self.fn in self.rewritten_fn:
+            return self.rewritten_fn[self.fn]
+        with lock:
+            return original(self)
+
+    return rewrite
+
+
 class Installed:
     """The hooks, from construction until :meth:`remove`."""
 
@@ -104,8 +118,11 @@ class Installed:
                 scope.set_attr(owner, "materialize_pointers", _materializing(owner.materialize_pointers))
         for owner, generic in ((module.ReduceOps, "generic_reduce"), (module.ScanOps, "generic_scan")):
             scope.set_attr(owner, "apply_impl", _reducing(owner.apply_impl, generic))
-        scope.set_attr(module.FunctionRewriter, "ast_transformer", KernelTransformer())
+        # Each function gets a transformer of its own, which has state: threads may launch kernels at the same time.
+        fresh = types.SimpleNamespace(visit=lambda tree: KernelTransformer().visit(tree))
+        scope.set_attr(module.FunctionRewriter, "ast_transformer", fresh)
         scope.set_attr(module.InterpretedFunction, "rewritten_fn", _rewritten)
+        scope.set_attr(module.InterpretedFunction, "rewrite", _one_at_a_time(module.InterpretedFunction.rewrite))
         call = lambda function, *args, **named: function.rewrite()(*args, **named)  # noqa: E731  lets errors through
         scope.set_attr(module.InterpretedFunction, "__call__", call)
         for name, value in branches.FUNCTIONS.items():
