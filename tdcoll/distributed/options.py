@@ -47,7 +47,7 @@ class Options:
 
     Attributes:
         handles: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
-            the rest goes to the fallback backend. None: ``TDCOLL_BACKEND_HANDLES``, else ``"all"``.
+            the rest goes to the fallback backend. None becomes ``TDCOLL_BACKEND_HANDLES`` as it is now, else ``"all"``.
         max_bytes_per_rank: the largest segment that tdcoll handles, in bytes: what a rank brings to an all-gather or an
             all-reduce, and what it gets from a reduce-scatter. None: the limit in each collective's spec.
         programs: the most programs of one launch, which is what a kind of call takes of the GPU while it waits for
@@ -67,7 +67,10 @@ class Options:
     nccl: Any = None
 
     def __post_init__(self) -> None:
-        if self.handles is not None:
+        if self.handles is None:
+            object.__setattr__(self, "handles", os.environ.get(HANDLES) or "all")
+            _kinds(str(self.handles), HANDLES)
+        else:
             arguments.instance("handles", self.handles, str, "a str or None")
             _kinds(self.handles, "handles")
         if self.max_bytes_per_rank is not None:
@@ -78,10 +81,8 @@ class Options:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that tdcoll handles, by this and the environment."""
-        if self.handles is not None:
-            return _kinds(self.handles, "handles")
-        return _kinds(os.environ.get(HANDLES) or "all", HANDLES)
+        """The kinds that tdcoll handles, in the order of :data:`KINDS`."""
+        return _kinds(str(self.handles), "handles")
 
     def limits(self) -> dict[str, int]:
         """Return the most bytes of a segment that is handled, for each dense kind."""
