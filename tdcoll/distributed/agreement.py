@@ -76,7 +76,7 @@ class Agreement:
 
     def _local_obstacle(self, size: int) -> str | None:
         if not self.kinds:
-            return "told to handle nothing"
+            return "configured to handle nothing"
         job = runtime.current_or_none()
         if job is not None:
             return None

@@ -8,6 +8,7 @@ and C++ (DDP's reducer, functional collectives) calls them if PyTorch's trampoli
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from torch._C._distributed_c10d import (
 
 from tdcoll import arguments, capture, runtime
 from tdcoll.distributed.agreement import Agreement
-from tdcoll.distributed.call import Call, check_pieces
+from tdcoll.distributed.call import Call, check_pieces, plain
 from tdcoll.distributed.dispatch import Dispatcher
 from tdcoll.distributed.fallback import (
     Fallback,
@@ -57,18 +58,6 @@ _UNSET = AllgatherOptions().timeout
 def _operation(opts: Any) -> str:
     """Return tdcoll's name of the operation in a call's options, or torch's name if tdcoll does not have it."""
     return NAMES_BY_HASH.get(hash(opts.reduceOp)) or str(operation_name(opts.reduceOp))
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or the one behind a functional collective's result, waited for.
-
-    PyTorch's dispatcher does that for its own backends, but isn't called here.
-    """
-    if type(tensor) is torch.Tensor:
-        return tensor
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _with(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
@@ -218,7 +207,9 @@ class TdcollProcessGroup(ProcessGroup):
             return None
         name = group_name if group_name is not None else "-".join(map(str, new_ranks))
         members = [self._members[rank] for rank in new_ranks]
-        options = self._options if not isinstance(opts, Options) else opts
+        options = self._options if opts is None else Options.of(opts)
+        if not isinstance(opts, Options):  # NCCL's, which torch.distributed.split_group always passes
+            options = dataclasses.replace(self._options, nccl=options.nccl)
         made: Any = _class_for(options)(
             self._store,
             new_ranks.index(self._rank),
@@ -235,12 +226,14 @@ class TdcollProcessGroup(ProcessGroup):
         return found
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self.dispatcher.coalescing = True  # calls until the end belong to one launch of the fallback backend
         super()._start_coalescing(device)
+        self.dispatcher.coalescing = True  # what is issued until the end belongs to the fallback backend's one launch
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        self.dispatcher.coalescing = False
-        return super()._end_coalescing(device)
+        try:
+            return super()._end_coalescing(device)
+        finally:
+            self.dispatcher.coalescing = False
 
     def shutdown(self) -> None:
         expired = self.dispatcher.close()
@@ -390,7 +383,13 @@ class TdcollProcessGroup(ProcessGroup):
         rank."""
         output, input, opts = plain(output), plain(input), AllToAllOptions() if opts is None else opts
         if output_splits or input_splits:
-            return exchange_parts(self._plain, output, input, output_splits, input_splits, opts)
+            return self.dispatcher.call(
+                "all_to_all", Call([output], [input]), opts.asyncOp,
+                lambda group, call: exchange_parts(
+                    group, call.outs[0], call.inputs[0], output_splits, input_splits, opts
+                ),
+                refused="split sizes",
+            )  # fmt: skip
         return self.dispatcher.call_one(
             "all_to_all", output, input, None, opts.asyncOp,
             lambda group, call: exchange_parts(group, call.outs[0], call.inputs[0], [], [], opts),

@@ -9,7 +9,7 @@ import torch
 
 from tdcoll.collectives._host.call import Ready
 
-__all__ = ["Call", "check_pieces", "is_plain", "plain_memory", "write"]
+__all__ = ["Call", "check_pieces", "is_plain", "plain", "plain_memory", "write"]
 
 
 class Call:
@@ -53,6 +53,28 @@ class Call:
         for made, asked in zip(self.results, other.results, strict=True):
             if made is not asked:
                 write(asked, made)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, or the one behind a functional collective's result, waited for.
+
+    PyTorch's dispatcher does the same for its own backends, but tdcoll's calls don't pass it.
+
+    Raises:
+        NotImplementedError: the tensor wraps others and has no memory itself, as a DTensor.
+    """
+    if type(tensor) is torch.Tensor:
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return plain(tensor.trigger_wait())
+    if tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.nbytes and not tensor.data_ptr():
+        raise NotImplementedError(
+            f"tensor must have memory of its own; got {type(tensor).__name__}, which wraps other tensors. Pass one of "
+            "those, for example DTensor.to_local()"
+        )
+    return tensor
 
 
 def check_pieces(call: Call, world: int) -> None:

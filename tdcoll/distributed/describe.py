@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from tdcoll import arguments
 from tdcoll.distributed.backend import TdcollProcessGroup
 from tdcoll.distributed.dispatch import Dispatcher
-from tdcoll.distributed.options import HANDLES, KINDS
+from tdcoll.distributed.options import KINDS
 
 __all__ = ["explain"]
 
@@ -44,17 +43,14 @@ def explain(group: Any = None) -> str:
 
 def _lines(dispatcher: Dispatcher) -> Iterator[str]:
     """Yield the backend of each kind of call, the reasons, and the calls so far."""
-    agreed, job = dispatcher.agreed, dispatcher.job
+    job = dispatcher.job
     if job is not None:
         where = "simulator" if job.simulated else str(dispatcher.device)
         yield f"  ranks: {job.topology(dispatcher.ranks).describe()}, symmetric memory: {where}"
     yield f"  fallback backend: {dispatcher.fallback}"
     for kind in KINDS:
-        if kind in agreed.kinds:
-            yield f"  {kind}: tdcoll; {dispatcher.handlers[kind].describe()}"
-        else:
-            configured = dispatcher.options.handles or os.environ.get(HANDLES)
-            yield f"  {kind}: fallback backend; {agreed.reason or f'configured kinds: {configured}'}"
+        by, why = dispatcher.handled_by(kind)
+        yield f"  {kind}: {by}; {why}"
     yield "  everything else: fallback backend"
     for (kind, by, why), count in dispatcher.counts.items():
         yield f"  calls so far: {count} {kind} by {by}" + (f" ({why})" if why else "")

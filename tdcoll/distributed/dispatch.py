@@ -122,10 +122,21 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ who handles a call
 
+    def handled_by(self, kind: str) -> tuple[str, str]:
+        """Return which backend handles calls of a kind now, and its limits or the reason, as text."""
+        why = self._never(kind) or self._obstacle() or self.handlers[kind].problem
+        return ("tdcoll", self.handlers[kind].describe()) if why is None else ("fallback backend", why)
+
+    def _never(self, kind: str) -> str | None:
+        """Return why tdcoll never handles calls of a kind; None if it may."""
+        if kind not in self.agreed.kinds:
+            return self.agreed.reason or f"configured kinds: {self.options.handles}"
+        return "one rank" if len(self.ranks) == 1 and not self.handlers[kind].alone else None
+
     def _unsupported(self, kind: str, call: Call) -> str | None:
         """Return why tdcoll never handles such calls; None if it may."""
-        if kind not in self.agreed.kinds:
-            return self.agreed.reason or "not among the configured kinds"
+        if (why := self._never(kind)) is not None:
+            return why
         own, device = self.device, call.device
         assert own is not None
         if call.inputs and device.type != own.type:
@@ -135,10 +146,7 @@ class Dispatcher:
                 f"{kind}: the tensor is on {device}, and tdcoll has this rank's memory on {own}; call "
                 'torch.cuda.set_device(LOCAL_RANK) before init_process_group("tdcoll")'
             )
-        handler = self.handlers[kind]
-        if len(self.ranks) == 1 and not handler.alone:
-            return "one rank"
-        return handler.refuse(call)
+        return self.handlers[kind].refuse(call)
 
     def compares(self, kind: str, call: Call) -> bool:
         """Return whether the ranks compare a call like this one: in debug mode, of a kind that tdcoll may handle."""

@@ -198,6 +198,8 @@ def _nccl(
     c10d = dist.distributed_c10d
     options = copy.deepcopy(given) if given is not None else dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    if getattr(given, "split_from", None) is not None:  # split_group passes the options of another group
+        options.split_from = None
     # Ranks outside of a new group split the default group's communicator if it is bound to a device: so must we.
     if split and ranks and dist.is_initialized() and c10d._get_default_group().bound_device_id:
         if source := c10d._get_split_source(c10d._get_default_group()):

@@ -77,6 +77,7 @@ class Handler(ABC):
         blocks: whether ``wait()`` of an asynchronous call waits on the host.
         members: of the group.
         lane: of its calls.
+        problem: why it has no context and can't get one, the same on all ranks; None if it may have one.
         stream: CUDA stream of asynchronous calls; made with the first.
         before: event that the stream waits for before each call.
         events: free events, which works take and give back.
@@ -89,6 +90,7 @@ class Handler(ABC):
 
     def __init__(self, members: Members, lane: Lane) -> None:
         self.members, self.lane = members, lane
+        self.problem: str | None = None
         self.stream: Any = None
         self.before: Any = None
         self.events: list[Any] = []
@@ -215,7 +217,9 @@ class Dense(Handler):
         nbytes = self._inbox(self._packed(call) or max(self._segments(call)))
         if not self.pool.holds(nbytes):
             self.lane.queue.drain()  # its calls use the context that is replaced
-        return None if self.pool.prepare(nbytes) else self.pool.problem
+        made = self.pool.prepare(nbytes)
+        self.problem = None if self.pool.context is not None else self.pool.problem
+        return None if made else self.pool.problem
 
     def check_call(self, call: Call) -> None:
         world, spec, device = len(self.members.ranks), self.spec, call.device
@@ -343,7 +347,8 @@ class Barrier(Handler):
         return None
 
     def prepare(self, call: Call) -> str | None:
-        return None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
+        self.problem = None if self._gathers.pool.prepare(0) else self._gathers.pool.problem
+        return self.problem
 
     def run(self, call: Call) -> list[torch.Tensor]:
         gathers, context = self._gathers, self._gathers.pool.context

@@ -47,7 +47,7 @@ class Options:
 
     Attributes:
         handles: the calls that tdcoll's kernels handle: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas
-            between them; the rest falls back. If None, ``TDCOLL_BACKEND_HANDLES``, otherwise ``"all"``.
+            between them; the rest falls back. None becomes ``TDCOLL_BACKEND_HANDLES`` as it is now, else ``"all"``.
         max_bytes_per_rank: the largest segment that tdcoll handles, in bytes: a rank's input of an all-gather or an
             all-reduce, and its result of a reduce-scatter. If None, the limit in each collective's spec.
         programs: the most thread blocks of one launch. A kind of call occupies so many when it waits for other ranks;
@@ -67,7 +67,10 @@ class Options:
     nccl: Any = None
 
     def __post_init__(self) -> None:
-        if self.handles is not None:
+        if self.handles is None:
+            object.__setattr__(self, "handles", os.environ.get(HANDLES) or "all")
+            _kinds(str(self.handles), HANDLES)
+        else:
             arguments.instance("handles", self.handles, str, "a str or None")
             _kinds(self.handles, "handles")
         if self.max_bytes_per_rank is not None:
@@ -78,10 +81,8 @@ class Options:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that tdcoll handles, from this and the environment."""
-        if self.handles is not None:
-            return _kinds(self.handles, "handles")
-        return _kinds(os.environ.get(HANDLES) or "all", HANDLES)
+        """The kinds that tdcoll handles, in the order of :data:`KINDS`."""
+        return _kinds(str(self.handles), "handles")
 
     def limits(self) -> dict[str, int]:
         """Return the most bytes of a segment that is handled, for each dense kind."""

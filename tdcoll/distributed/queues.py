@@ -19,7 +19,9 @@ aborts the process. A forked child has none of them, and its outstanding calls f
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -43,6 +45,8 @@ _CALLBACKS_S = 1.0
 """The longest time that a queue waits for the callbacks of a call before it makes the next one."""
 
 __all__ = ["Queue", "Task", "TaskWork"]
+
+_log = logging.getLogger("tdcoll")
 
 
 class Task:
@@ -73,6 +77,9 @@ class Task:
         self.done = threading.Event()
         self.result: list[torch.Tensor] = []
         self.error: BaseException | None = None
+        self.undelivered: list[BaseException] = []
+        """The error, as long as it has not been raised or returned."""
+        self._dropped = False
         self._future: Any = None
         self._finishing = threading.Lock()
 
@@ -101,6 +108,7 @@ class Task:
                     self.event = self.stream.record_event()
         except BaseException as error:
             self.error = as_backend_error(error)
+            self.undelivered.append(self.error)
         return self._finish()
 
     def lose(self) -> None:
@@ -113,7 +121,28 @@ class Task:
     def _finish(self) -> bool:
         with self._finishing:
             self.done.set()
-            return self._future is not None
+            asked = self._future is not None
+        if self._dropped:
+            self._report()
+        return asked
+
+    def drop(self) -> None:
+        """Log its error, now or when it fails, unless that was raised or returned. Takes no lock, for ``__del__``."""
+        self._dropped = True
+        if self.done.is_set():
+            self._report()
+
+    def _report(self) -> None:
+        try:
+            error = self.undelivered.pop()
+        except IndexError:
+            return
+        if self._future is None:
+            _log.error(
+                "backend tdcoll: an asynchronous call failed, and its Work was dropped without wait(): %s: %s",
+                type(error).__name__,
+                error,
+            )
 
     def tell(self) -> None:
         """Set the future's result, which runs its callbacks."""
@@ -356,6 +385,10 @@ class TaskWork(Work):
         super().__init__()
         self._task, self._queue = task, queue
 
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._task.drop()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         task, seconds = self._task, seconds_of(timeout)
         if self._queue.calls_back and self._queue.waits_behind(task):
@@ -364,6 +397,7 @@ class TaskWork(Work):
             assert seconds is not None
             raise expired(seconds)
         if task.error is not None:
+            task.undelivered.clear()
             raise task.error
         if task.stream is not None:
             current = torch.cuda.current_stream(task.stream.device)
@@ -377,6 +411,7 @@ class TaskWork(Work):
         return task.done.is_set() and (task.event is None or bool(task.event.query()))
 
     def exception(self) -> Any:
+        self._task.undelivered.clear()
         return self._task.error
 
     def result(self) -> list[torch.Tensor]:

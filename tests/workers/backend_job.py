@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from harness import device, everyone, expect
 
+from tdcoll.distributed import Options
+
 SINGLE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def join() -> None:
-    """Begin a job with backend "tdcoll"."""
+def join(programs: int = 64) -> None:
+    """Begin a job with backend "tdcoll". ``programs``: of the default group's launches."""
     warnings.simplefilter("ignore")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60))
+    dist.init_process_group("tdcoll", timeout=timedelta(seconds=60), pg_options=Options(programs=programs))
 
 
 def handled(kind: str, group=None) -> int:
