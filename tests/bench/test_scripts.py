@@ -187,7 +187,7 @@ def test_every_own_call_is_made(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
     monkeypatch.setattr(backend_calls, "host_us", lambda call, asynchronous: float(call().numel()))
     row, _ = World(2).run(lambda pe: backend_calls.own_row())
     gathered = {"all_gather": [2048.0], "all_gather_": [2048.0], "reduce_scatter": [1024.0]}
-    reduced = dict.fromkeys(["all_reduce", "all_reduce_", "all_reduce_ symmetric"], [1024.0])
+    reduced = {name: [1024.0] for name in ("all_reduce", "all_reduce_", "all_reduce_ symmetric")}
     assert row == {"kind": "own calls", "nbytes": 4096, "us": gathered | reduced}
     assert capsys.readouterr().out.count("own calls") == 1
 

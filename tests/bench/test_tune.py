@@ -152,7 +152,7 @@ def test_the_listing() -> None:
 
 
 def test_sizes_and_operations_without_candidates_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--dry-run -b 1K -e 512K -f 512 --channels 1 --warps 4 --algorithms".split()
+    arguments = ["--dry-run", "-b1K", "-e512K", "-f512", "--channels", "1", "--warps", "4", "--algorithms"]
     operations = ["--operation", "all_gather,all_to_all"]
     listed = tune.listing(Tune.parse([*arguments, "ring", *operations]), FOUR).splitlines()[1:]
     assert [line.partition(" per rank")[0] for line in listed] == ["all_gather, 1 KB", "all_gather, 512 KB"]

@@ -210,7 +210,7 @@ def test_scontrol_knows_the_first_host_best(plan: Planner, shell: Shell) -> None
         ("--nnodes 2", BATCH, "--rdzv: expected HOST:PORT"),
         ("", "LOCALID=1", "SLURM_LOCALID: "),
         ("", "JOB_NODELIST=", "--rdzv: |SLURM_JOB_NODELIST"),
-        ("", "JOB_NODELIST=rack[1-2]n[3-4]", "SLURM_JOB_NODELIST: |one pair of brackets|rack[1-2]n[3-4]|scontrol|--rdzv"),
+        ("", "JOB_NODELIST=rack[1-2]n[3-4]", "SLURM_JOB_NODELIST: |one pair|'rack[1-2]n[3-4]'|scontrol|--rdzv"),
         ("", "STEP_NODELIST=[1-2] LAUNCH_NODE_IPADDR=10.0.0.1", "SLURM_STEP_NODELIST: |'[1-2]'"),
     ],
 )
