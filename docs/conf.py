@@ -12,9 +12,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tdcoll  # noqa: E402
+from tdcoll import fused, ops  # noqa: E402
 
+fused.all_reduce_rms_norm = fused.all_reduce_rms_norm  # autodoc finds no name that was never used
+ops.all_reduce_rms_norm = ops.all_reduce_rms_norm._init_fn  # of a custom operator, as of a device function:
 for _name, _value in [(name, getattr(tdcoll, name)) for name in tdcoll.__all__]:
-    if hasattr(_value, "fn"):  # a device function: autodoc shows the Python function inside
+    if hasattr(_value, "fn"):  # autodoc shows the Python function inside
         setattr(tdcoll, _name, _value.fn)
 
 project = "tdcoll"
@@ -97,6 +100,22 @@ def _links(app: Any, name: str, source: list[str]) -> None:
     source[0] = text if original == page else f"{text}\n{source[0].partition(_END)[2]}"
 
 
+_OF_CONTEXTS = """
+begin calling captured capturing current_stream device_group device_lamport enter fail follows_stream group_name inbox
+known ll_bytes loads_together once refuse stores tables take_back wait_for_loads
+"""
+_OF_SPARSE = f"{_OF_CONTEXTS} beside_others enlarge excess holds_segments lists raise_if_wrong"
+_FOR_TDCOLL = {"CollectiveContext": _OF_CONTEXTS.split(), "SparseContext": _OF_SPARSE.split()}
+"""Members of public classes that are for tdcoll's own modules."""
+
+
+def _skip(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
+    """Leave such members out; None leaves the decision to autodoc."""
+    of_class = what == "class" and app.env.temp_data.get("autodoc:class")
+    return True if of_class and name in _FOR_TDCOLL.get(of_class, ()) else None
+
+
 def setup(app: Any) -> None:
-    """Register the rewriting of links."""
+    """Register the rewriting of links, and the choice of members."""
     app.connect("source-read", _links)
+    app.connect("autodoc-skip-member", _skip)

@@ -157,7 +157,7 @@ VARIABLES = (
         "TDCOLL_SETENV", "", "The defaults that `setenv.sh` exported, so that it can replace them later.", "internal"
     ),
     Variable(
-        "TDCOLL_LAST_WORDS", "", "Folder in which ranks tell `tdcoll.torchrun` about their last errors.", "internal"
+        "TDCOLL_LAST_WORDS", "", "Path by which ranks tell `tdcoll.torchrun` about their last errors.", "internal"
     ),
     Variable("TDCOLL_OFFLINE", "0", "1: skip the test that downloads a package.", "internal"),
 )

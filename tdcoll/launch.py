@@ -33,7 +33,9 @@ Nothing has to be installed or activated, see setenv.sh.
   tests  pytest in this repository's root, without torchrun. On the simulator the tests are spread over the cores.
          Tests marked slow are the second tier: -m slow runs them."""
 
-_STATUS = "Exit status: 0 if every process ended well, else 1 (of tests pytest's own); 2 for a wrong command line."
+_STATUS = """\
+Exit status: 0 if every process ended well, else 1 (of tests pytest's own); 2 for a wrong command line; 130 after
+Ctrl-C."""
 
 _FLAGS = {
     "-m": "the program is a module",
@@ -86,6 +88,8 @@ def main(words: Sequence[str] | None = None, program: str = "python -m tdcoll ru
     parser.add_argument("--setenv", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
+    if given.program[:1] == ["--"]:
+        del given.program[0]
     try:
         if given.setenv:
             nnodes = _whole("TDCOLL_NNODES", os.environ.get("TDCOLL_NNODES") or "1", 1)
@@ -231,9 +235,16 @@ def _hosts(given: argparse.Namespace) -> tuple[int, int, tuple[str, int] | None]
 
 def _rdzv_of_slurm(slurm: Mapping[str, str]) -> str:
     """Return the first host and a port, which are the same on all hosts, and the port another for each job."""
-    nodes = slurm.get("SLURM_STEP_NODELIST") or slurm.get("SLURM_JOB_NODELIST", "")
+    variable = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in slurm else "SLURM_JOB_NODELIST"
+    nodes = slurm.get(variable, "")
     host = run(["scontrol", "show", "hostnames", nodes], 30, os.environ, with_stderr=False).output.partition("\n")[0]
-    if not host and (found := re.match(r"([^],[]+)(?:\[([0-9]+)[^]]*\]([^],[]*))?", nodes)):  # node[03-05,9],other
+    if not host and nodes:
+        found = re.match(r"([^],[]+)(?:\[([0-9]+)[^]]*\]([^],[]*))?(?=,|$)", nodes)  # node[03-05,9],other
+        if found is None:
+            raise ValueError(
+                f"{variable}: expected a first host such as node[03-05,9], with one pair of brackets, got '{nodes}', "
+                "which needs SLURM's scontrol in PATH; or give --rdzv HOST:PORT"
+            )
         host = "".join(part or "" for part in found.groups())
     host = host or slurm.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if not host:

@@ -30,7 +30,7 @@ from tdcoll.child import run
 __all__ = ["IN_CHECKOUT", "ROOT", "Job", "count_gpus", "prepare", "say"]
 
 ROOT = Path(__file__).resolve().parent.parent
-IN_CHECKOUT = (ROOT / "launch.sh").is_file()
+IN_CHECKOUT = all((ROOT / name).is_file() for name in ("setenv.sh", "launch.sh", "constraints-cpu.txt"))
 """Whether this is a checkout of the repository, which may make ``.venv``, and not an installed package."""
 
 _VENV = ROOT / ".venv"
@@ -167,7 +167,8 @@ def _python(modules: Sequence[str], gpus: bool, pip_args: Sequence[str], dry_run
     about = ", ".join([f"Python {platform.python_version()}", *map(" ".join, versions.items())])
     if not IN_CHECKOUT:  # installed for this Python
         if problem and not dry_run:
-            sys.exit(f"tdcoll: {sys.executable} {problem}")
+            extras = "'tdcoll[sim]'" if "greenlet" in modules else "'tdcoll[cu12]' or 'tdcoll[cu13]', as PyTorch's CUDA"
+            sys.exit(f"tdcoll: {sys.executable} {problem}: pip install {extras}")
         return sys.executable, about
     sums = (str(zlib.crc32((ROOT / name).read_bytes())) for name in ("pyproject.toml", "constraints-cpu.txt"))
     inputs, kind, before = "\n".join([str(ROOT), *sums]), "gpu" if gpus else "cpu", _text(_STAMP)

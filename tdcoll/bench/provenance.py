@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -92,7 +93,7 @@ def provenance() -> dict[str, Any]:
         "gpus": gpus,
         "simulated": owner.simulated,
         "environment": {
-            name: Path(value).name if name == "TDCOLL_TUNING" else value.replace(host, "<host>") if host else value
+            name: _without_place(name, value.replace(host, "<host>") if host else value)
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLES) and name not in _LEFT_OUT
         },
@@ -110,16 +111,26 @@ def provenance() -> dict[str, Any]:
     return facts
 
 
+def _without_place(name: str, value: str) -> str:
+    """Return the value of a variable, of a path its last part."""
+    return Path(value).name if name == "TDCOLL_TUNING" or value.startswith("/") else value
+
+
 def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated: bool) -> str:
     """Return the command that starts this job, without the options that only name output files."""
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world))
-    words = ["bash launch.sh", f"--nproc {local}"]
+    words = ["bash", "launch.sh", "--nproc", local]
     if simulated:
         words.append("--simulate")
     if int(local) < world:
-        words.append(f"--nnodes {world // int(local)}")
+        words += ["--nnodes", str(world // int(local))]
     if emulated := os.environ.get("TDCOLL_EMULATE_NODES"):
-        words.append(f"--emulate-nodes {emulated}")
-    kept = re.sub(r"(?:^| )(?:--json|--output|-o)[ =]\S+", "", " ".join(arguments)).strip()
-    command = "tune" if benchmark == "tune" else f"bench {benchmark}"
-    return " ".join([*words, "-m tdcoll", command, *([kept] if kept else [])])
+        words += ["--emulate-nodes", emulated]
+    words += ["-m", "tdcoll", *([] if benchmark == "tune" else ["bench"]), benchmark]
+    given = iter(arguments)
+    for word in given:
+        if word in ("--json", "--output", "-o"):
+            next(given, None)  # the file
+        elif not word.startswith(("--json=", "--output=", "-o")):
+            words.append(word)
+    return shlex.join(words)

@@ -68,7 +68,7 @@ class Operation:
     Attributes:
         case: its benchmark.
         options: that benchmark's.
-        sizes: bytes of a segment.
+        sizes: bytes of a segment, of which there is something to measure.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, topology: Topology) -> None:
@@ -76,8 +76,9 @@ class Operation:
         spec = self.case.spec
         self.choice = Choice(spec, topology, options.margin / 100)
         dtype: torch.dtype = getattr(torch, spec.tuned_dtype)
-        self.sizes: list[int] = distinct(-(-size // dtype.itemsize) * dtype.itemsize for size in options.sizes)
         self._kinds = (False, True) if options.in_place and spec.in_heap else (False,)
+        sizes: list[int] = distinct(-(-size // dtype.itemsize) * dtype.itemsize for size in options.sizes)
+        self.sizes = [nbytes for nbytes in sizes if self.candidates(nbytes)]
         asked = {"algorithms": [IN_PLACE] if True in self._kinds else [], "dtype": dtype}
         self.options = argparse.Namespace(**{**vars(options), **asked, "peers": [], "op": "sum", "buffers": None})
 
@@ -95,7 +96,14 @@ class Operation:
 def _operations(options: argparse.Namespace, topology: Topology) -> list[Operation]:
     if topology.ranks_per_node is None:
         raise ValueError(f"tables are for nodes of one size; this job has {topology.describe()}")
-    return [Operation(name, options, topology) for name in options.operation]
+    operations = [Operation(name, options, topology) for name in options.operation]
+    operations = [operation for operation in operations if operation.sizes]
+    if not operations:
+        options.refuse(
+            f"--algorithms: expected one that {' or '.join(options.operation)} has for these sizes on "
+            f"{topology.describe()}, got {','.join(options.algorithms)}"
+        )
+    return operations
 
 
 def listing(options: argparse.Namespace, topology: Topology) -> str:
@@ -163,12 +171,13 @@ class Tune(case.Case):
                         load(file)
             except (OSError, ValueError) as error:
                 parser.error(f"-o: {error}")
-        given.arguments = list(arguments)
+        given.arguments, given.refuse = list(arguments), parser.error
         return given
 
     @classmethod
     def heap_bytes(cls, options: argparse.Namespace, world: int) -> int:
-        operations = _operations(options, Topology.of(0, range(world), [0] * world))
+        topology = Topology.of(0, range(world), [0] * world)  # what is measured is known after joining
+        operations = [Operation(name, options, topology) for name in options.operation]
         return max(each.case.heap_bytes(each.options, world) for each in operations)
 
     def __init__(self, options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from tdcoll.compat.missing import NotProvidedError
+from tdcoll.compat.missing import NotProvidedError, missing_import, missing_module
 
 __all__ = ["NotProvidedError", "activate"]
 
@@ -64,14 +64,19 @@ class _Finder(importlib.abc.MetaPathFinder):
         elif fullname.partition(".")[0] == "triton_dist":
             ours = _HERE + _ALIASES.get(fullname, fullname).removeprefix("triton_dist")
         else:
+            if fullname.startswith(f"{_HERE}.") and not importlib.machinery.PathFinder.find_spec(fullname, path):
+                # Python looks for a submodule of the name in `from triton_dist.utils import name`.
+                if error := missing_import(fullname.removeprefix("tdcoll.compat.")):
+                    raise error
             return None
         try:
             found = importlib.util.find_spec(ours)
         except ModuleNotFoundError:  # of what is around it
             found = None
         if found is None:
-            raise NotProvidedError.of_module(fullname)
-        is_package = found.submodule_search_locations is not None
+            raise missing_module(fullname)
+        # Of a package Python asks the finder for names that are not there, so that their error can say why.
+        is_package = fullname not in self._nvshmem or found.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, _Loader(ours), is_package=is_package)
 
 

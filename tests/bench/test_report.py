@@ -288,8 +288,10 @@ def test_the_commit_that_is_told_and_variables_of_the_launcher(monkeypatch: pyte
         monkeypatch.setenv(name, "/a/path")
     monkeypatch.setenv("TDCOLL_COMMIT", "0123")
     monkeypatch.setenv("TDCOLL_DEBUG", "0")
+    monkeypatch.setenv("NVSHMEM_HOME", "/home/somebody/nvshmem-3")
     (facts,) = World(1).run(lambda pe: provenance.provenance())
     assert (facts["commit"], facts["dirty"], facts["environment"]["TDCOLL_DEBUG"]) == ("0123", None, "0")
+    assert facts["environment"]["NVSHMEM_HOME"] == "nvshmem-3"
     assert environment.INTERNAL & set(facts["environment"]) == set()
 
 

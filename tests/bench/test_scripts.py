@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/, for machines with GPUs: the commands of measure.py exist, and its jobs end; the columns of
-backend_calls.py are named after the programs that the launches had."""
+"""benchmarks/, for machines with GPUs: the commands of measure.py exist, and its jobs end; backend_calls.py makes its
+calls, and names its columns after the programs that the launches had."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import importlib
+import json
 import re
 import shlex
 import signal
@@ -19,9 +20,11 @@ from typing import Any
 
 import pytest
 
+from tdcoll import runtime
 from tdcoll.__main__ import main
 from tdcoll.bench import case, sparse_all_reduce, tune
 from tdcoll.distributed.handlers import Dense
+from tdcoll.testing import World
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -175,3 +178,20 @@ def test_columns_are_named_after_the_granted_programs(monkeypatch: pytest.Monkey
 
 def test_a_group_that_serves_nothing_has_a_column_too() -> None:
     assert backend_calls.column(32, Group(32).explain()) == "tdcoll none (of 32)"
+
+
+def test_every_own_call_is_made(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    dist = SimpleNamespace(get_world_size=lambda: 2, get_rank=lambda: runtime.current().rank)
+    monkeypatch.setattr(backend_calls, "dist", dist)
+    monkeypatch.setattr(backend_calls, "ROUNDS", 1)
+    monkeypatch.setattr(backend_calls, "host_us", lambda call, asynchronous: float(call().numel()))
+    row, _ = World(2).run(lambda pe: backend_calls.own_row())
+    gathered = {"all_gather": [2048.0], "all_gather_": [2048.0], "reduce_scatter": [1024.0]}
+    reduced = {name: [1024.0] for name in ("all_reduce", "all_reduce_", "all_reduce_ symmetric")}
+    assert row == {"kind": "own calls", "nbytes": 4096, "us": gathered | reduced}
+    assert capsys.readouterr().out.count("own calls") == 1
+
+
+def test_the_page_has_the_table_of_its_file() -> None:
+    rows = json.loads((ROOT / "docs/results/host/calls-2xH200.json").read_text())["host"]
+    assert backend_calls.table(rows) in (ROOT / "docs/tables.md").read_text()

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -367,3 +370,25 @@ def test_hooks_run_what_ci_runs():
     commands = re.findall(r"entry: ([^,\n]+)", hooks)
     assert len(commands) == 5
     assert [command for command in commands if f"step {command}" not in ci] == []
+
+
+def test_the_reference_has_all_public_names(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")  # of the extra docs
+    modules = re.findall(r"^   (tdcoll[\w.]*)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.M)
+    assert "tdcoll.ops" in modules
+    autosummary = ".. autosummary::\n   :toctree: api\n   :template: module.rst\n\n"
+    (tmp_path / "index.rst").write_text(autosummary + "".join(f"   {module}\n" for module in modules))
+    changes = {
+        "extensions": "sphinx.ext.autodoc,sphinx.ext.autosummary,sphinx.ext.napoleon",
+        "templates_path": str(ROOT / "docs/_templates"),
+    }
+    options = [word for name, value in changes.items() for word in ("-D", f"{name}={value}")]
+    command = [sys.executable, "-m", "sphinx", "-q", "-c", str(ROOT / "docs"), *options, str(tmp_path), "built"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    inventory = (tmp_path / "built" / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    found = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    for module in modules:
+        names = set(importlib.import_module(module).__all__) - {"__version__"}
+        assert {name for name in names if f"{module}.{name}" not in found} == set()
+    assert not {"tdcoll.CollectiveContext.stores", "tdcoll.SparseContext.lists"} & found

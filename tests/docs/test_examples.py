@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -20,10 +22,11 @@ import tdcoll.fused
 import tdcoll.language as tdl
 from tdcoll.testing import World
 
-WITHOUT = {"PaddedRows", "Table", "Topology", "begin_epoch", "TdcollProcessGroup"}
+WITHOUT = {"Explanation", "MemoryPlan", "PaddedRows", "Table", "Topology", "begin_epoch", "TdcollProcessGroup"}
 """What calls return or take, and what only kernels call: docs/kernels.md has examples of them."""
 
-JOBS = {"initialize", "finalize", "is_initialized", "explain", "Options", "SparseGradientReducer", "sparse_hook", "jit"}
+JOBS = {f"tdcoll.{name}" for name in ("initialize", "finalize", "is_initialized", "jit")}
+JOBS |= {f"tdcoll.distributed.{name}" for name in ("explain", "Options", "SparseGradientReducer", "sparse_hook")}
 """Examples that join a job themselves, or define a kernel, which needs a file."""
 
 
@@ -50,7 +53,7 @@ def test_there_is_one(name: str) -> None:
     assert examples(name), f"{name} has no example"
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name.rsplit(".", 1)[1] not in JOBS])
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in JOBS])
 def test_on_two_ranks(name: str) -> None:
     """Rank 1 compares the output: of a statement that is an expression, its ``repr``."""
 
@@ -59,17 +62,19 @@ def test_on_two_ranks(name: str) -> None:
         known: dict[str, Any] = {"torch": torch, "tdcoll": tdcoll, "tl": tl, "tdl": tdl, "x": x, "whole": torch.ones(4)}
         known |= {"gathered": torch.empty(8), "received": torch.empty(4), "mine": torch.empty(2)}
         for example in examples(name):
-            if not example.want:
+            if not example.want or "H200s" in example.source:  # whose numbers are not the simulator's
                 exec(example.source, known)
             else:
-                got = repr(eval(example.source, known)) + "\n"
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    value = eval(example.source, known)
+                got = printed.getvalue() + ("" if value is None else f"{value!r}\n")
                 same = doctest.OutputChecker().check_output(example.want, got, doctest.NORMALIZE_WHITESPACE)
                 assert same or pe == 0, f"{example.source.strip()} gives {got.strip()}"
 
     World(2).run(host)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name.rsplit(".", 1)[1] in JOBS])
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name in JOBS])
 def test_as_a_job(name: str) -> None:
     lines = ["import torch, tdcoll, tdcoll.distributed", "import triton.language as tl, tdcoll.language as tdl"]
     for example in examples(name):

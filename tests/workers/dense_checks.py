@@ -25,9 +25,11 @@ from dense_parts import (
     in_pieces,
     kind_of,
     kinds_of,
+    left_alone,
     make,
     place,
     reference,
+    replay_captured,
     right,
     served,
     sizes_of,
@@ -52,7 +54,6 @@ import tdcoll
 from tdcoll import runtime
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.launches import facts_of, launches_of
-from tdcoll.collectives._host.spec import Collective
 from tdcoll.primitives.reduce import OPERATIONS_OF
 
 OTHERS = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -332,41 +333,6 @@ def errors() -> None:
 # ---------------------------------------------------------------------- graphs and streams
 
 
-def replay_captured(spec: Collective, n: int, captured: int, replays: int) -> None:
-    """``captured`` calls of all kinds as one graph, of changing data, replayed with eager calls in between."""
-    dtype = torch.float32 if spec.reduces else torch.int32
-    base = [tensor.remainder(50).to(dtype) for tensor in data(spec, 3, n, torch.int32)]  # exact in any order
-    watched, step = Watched(spec, n, dtype), torch.ones((), dtype=dtype, device=device())
-    with tdcoll.CollectiveContext(max_bytes_per_rank=8192) as ctx:
-        kinds = [
-            (kind, name)
-            for kind in kinds_of(spec)
-            for name in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind))
-        ]
-
-        def one(turn: int) -> None:
-            kind, name = kinds[turn % len(kinds)]
-            step.add_(1)
-            every = [tensor * step for tensor in base]
-            watched.call(ctx, kind, every, n, name, wanted(spec, every))
-
-        for turn in range(len(kinds)):
-            one(turn)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for turn in range(captured):
-                one(turn)
-        for replay in range(replays):
-            step.fill_(replay % 100)
-            graph.replay()
-            if replay % 7 == 3:
-                one(replay)
-        ctx.check()
-    expect(int(step) >= captured, "the graph did not run")
-    watched.done(f"{captured} calls of {n} captured")
-
-
 @check(gpu_only=True)
 def graphs() -> None:
     """Odd and even numbers of captured calls; among them calls of several epochs."""
@@ -463,11 +429,6 @@ def some_ranks_replay_what_others_call() -> str:
 
 
 # ---------------------------------------------------------------------- peers that are gone: the last checks
-
-
-def left_alone() -> None:
-    """Let all ranks leave without each other: contexts whose calls failed are never given back."""
-    runtime.current().failed = True
 
 
 @check

@@ -94,6 +94,9 @@ class SparseContext(CollectiveContext):
     any number of rows, any dtype and any row of at most ``max_row_bytes``. ``docs/sparse-all-reduce.md`` says how much
     memory it takes; :func:`symmetric_bytes` computes what it takes of the symmetric heap.
 
+    >>> with tdcoll.SparseContext(max_rows_per_rank=1024, max_row_bytes=256) as ctx:
+    ...     ctx.check()
+
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
         max_rows_per_rank: the most *different* rows that one rank brings to a call.

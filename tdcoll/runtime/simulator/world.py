@@ -131,6 +131,9 @@ class World:
         spin_limit: loads of the same words, while no other task does anything, after which a spin loop counts as
             blocked.
 
+    Raises:
+        TypeError, ValueError: an argument is not as described, or ``late_data`` or ``stragglers`` has no seed.
+
     Attributes:
         n_pes: number of PEs.
         seed: as given.
@@ -159,11 +162,18 @@ class World:
         max_steps: int = 10_000_000,
         spin_limit: int = 1000,
     ) -> None:
-        if n_pes < 1:
-            raise ValueError(f"n_pes must be at least 1, got {n_pes}")
+        arguments.whole("n_pes", n_pes, 1)
         for name, most in (("resident", resident), ("room", room)):
-            if most is not None and most < 1:
-                raise ValueError(f"{name} must be at least 1, or None for no limit; got {most}")
+            if most is not None:
+                arguments.whole(name, most, 1)
+        arguments.seconds("timeout_s", timeout_s)
+        if seed is not None:
+            arguments.instance("seed", seed, int, "an int or None")
+        if stragglers is not None and not isinstance(stragglers, bool):
+            arguments.whole("stragglers", stragglers, 0, n_pes - 1)
+        for name, habit in (("late_data", late_data), ("stragglers", stragglers)):
+            if seed is None and habit is not None and habit is not False:
+                raise ValueError(f"{name}={habit} needs a seed, whose random choices it is about; got seed=None")
         if on_timeout not in ("raise", "expire", "early"):
             raise ValueError(f"on_timeout must be 'raise', 'expire' or 'early', got {on_timeout!r}")
         if on_timeout == "early" and seed is None:
