@@ -42,7 +42,7 @@ class WaitMonitor:
 
     Attributes:
         words: int64 ``[4]`` on the device, laid out as ``MONITOR_*`` of the device language says.
-        valid: ``[1]``, on the host: 0 until a wait has expired. What a call looks at before it launches: it takes a
+        valid: ``[1]``, on the host: 0 until a wait has expired. A call looks at it before it launches: it takes a
             third of the time that numpy takes.
     """
 
@@ -66,7 +66,7 @@ class WaitMonitor:
         address = self.words.data_ptr()
         self._runtime.monitors.add(address)
         weakref.finalize(self, self._runtime.monitors.discard, address)
-        # Kernels write to this memory when a wait expires, whoever still refers to it.
+        # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self._runtime.held[id(self)] = self
 
     @property

@@ -66,7 +66,7 @@ def compare(
 
 
 class Preconditions:
-    """What a context's calls have to pass.
+    """The checks that a context's calls have to pass.
 
     Args:
         job, topology: of the context.

@@ -297,7 +297,7 @@ class TdcollJITFunction(JITFunction):
 
     @functools.cached_property
     def _reached(self) -> tuple[Any, ...]:
-        """What this kernel reaches, whatever its arguments are."""
+        """All that this kernel reaches, whatever its arguments are."""
         return tuple(_reach(self))
 
     @functools.cached_property

@@ -431,7 +431,7 @@ def finalize() -> None:
     >>> tdcoll.finalize()
 
     Raises:
-        CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, and nobody has been told yet.
+        CollectiveTimeout: a wait in one of tdcoll's own contexts has expired, which hasn't been reported yet.
     """
     global _settings, _own_group
     if _settings is None:

@@ -328,7 +328,7 @@ def test_words_that_readers_stumble_over():
         "nobody, whoever, everybody": 2,  # docs/style.md itself
     }
     assert len(in_pages["connectives"]) >= 0.16 * len(in_pages[""])
-    for name, most in (("What or Which", 30), ("So", 10), ("nobody, whoever, everybody", 25)):
+    for name, most in (("What or Which", 15), ("So", 10), ("nobody, whoever, everybody", 15)):
         assert len(kinds[name]) <= most, "\n".join(kinds[name])
     assert len(kinds["connectives"]) >= 0.18 * len(kinds[""])
 

@@ -411,7 +411,7 @@ def unchecked(
     """Make a call for a caller that has checked both tensors, which may have any shapes.
 
     Returns:
-        What :func:`again` makes calls with, of tensors of the same numbers of elements and dtypes.
+        The record with which :func:`again` makes calls, of tensors of the same numbers of elements and dtypes.
     """
     segment = spec.segment_bytes(tensor.nbytes, ctx.world_size)
     options, dtype = ((tensor.dtype, op), tensor.dtype) if spec.reduces else (None, None)

@@ -138,7 +138,7 @@ def outside_of_graphs(ctx: CollectiveContext, operation: str) -> None:
 
 
 def local_peers(topology: Topology) -> list[int]:
-    """The other ranks of this node, the successor first, so that no rank is everybody's first target."""
+    """The other ranks of this node, the successor first, so that no rank is the first target of all."""
     mates = topology.members[topology.node]
     return [mates[(topology.place + i) % len(mates)] for i in range(1, len(mates))]
 

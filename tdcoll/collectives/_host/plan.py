@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a call is cut: pure functions of facts that are the same on every rank.
 
-Two ranks that choose differently wait for signals that nobody sends. A choice may therefore look at :class:`Facts`, at
+Two ranks that choose differently wait for signals that no rank sends. A choice may therefore look at :class:`Facts`, at
 the algorithm that the caller asks for and at the sections of a tuning table, which the ranks have compared
 (:mod:`tdcoll.tuning`), and at nothing else: not at the rank, the clock, the device or an environment variable, and not
 at whether this rank captures a CUDA graph, because another may replay one while this rank calls eagerly.
@@ -94,7 +94,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a choice may look at; the same on every rank of the group, but for the rank in ``topology``.
+    """The facts on which a choice may depend; the same on every rank of the group, but for the rank in ``topology``.
 
     Attributes:
         nbytes: of one segment, which is what one rank sends to another.
@@ -133,7 +133,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Payload:
-    """What the chunks of a call are cut from.
+    """The bytes from which the chunks of a call are cut.
 
     Attributes:
         nbytes: that they cover together.

@@ -277,7 +277,7 @@ def pooled(spec: Collective, tensor: torch.Tensor, group: runtime.Group, operati
     pool.prepare(spec.inbox(segment, len(ranks), owner.heap.nbytes))
     assert pool.context is not None
     if pool.outgrown:
-        pool.check()  # nobody else looks at contexts that only captured graphs still use
+        pool.check()  # no one else looks at contexts that only captured graphs still use
     return pool.context
 
 

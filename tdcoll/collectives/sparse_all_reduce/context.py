@@ -166,7 +166,7 @@ class SparseContext(CollectiveContext):
             raise
 
     def _prepare(self, group: runtime.Group, max_programs: int | None) -> None:
-        """What does not depend on the capacity."""
+        """Parts that don't depend on the capacity."""
         dist, device, words = torch.distributed, self.device, STATUS_WORDS.value
         cuda = device.type == "cuda"
         self.process_group = group if isinstance(group, dist.ProcessGroup) else None
@@ -182,7 +182,7 @@ class SparseContext(CollectiveContext):
         most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.most_programs = most if max_programs is None else min(most, max_programs)
         self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
-        """What the lists of a call say, on the host."""
+        """The status of a call, from its lists, on the host."""
         self.status_event = torch.cuda.Event() if cuda else None
         self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
         """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table."""
