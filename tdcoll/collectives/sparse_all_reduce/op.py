@@ -68,6 +68,7 @@ def _calling(
     refuses calls. ``facts``: what more debug mode compares."""
 
     def checked() -> Rows:
+        arguments.instance("algorithm", algorithm, str, "a str")
         rows = prepare()
         check_operation(op, rows.values.dtype)
         begin, end = ctx.area.data_ptr(), ctx.area.data_ptr() + ctx.area.nbytes
