@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import triton.language as tl
@@ -136,6 +136,9 @@ class CollectiveContext(Preconditions):
         HeapExhaustedError: the symmetric heap is too small.
         RankMismatchError: ranks pass different arguments. (Deadlines and streams may differ.)
     """
+
+    dense: ClassVar[bool] = True
+    """Whether it is for dense collectives."""
 
     def __init__(
         self,

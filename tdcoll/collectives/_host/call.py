@@ -56,8 +56,10 @@ def overlap(tensor: int, nbytes: int, out: int, total: int, allowed: int | None)
 
 
 def check_context(ctx: Any) -> None:
-    """Raise unless ``ctx`` is a context."""
-    if not isinstance(ctx, CollectiveContext):
+    """Raise unless ``ctx`` is a context for dense calls."""
+    if not isinstance(ctx, CollectiveContext) or not ctx.dense:
+        if isinstance(ctx, CollectiveContext):
+            raise TypeError(f"ctx must be a tdcoll.CollectiveContext, got {type(ctx).__name__}")
         arguments.instance("ctx", ctx, CollectiveContext, "a tdcoll.CollectiveContext")
 
 

@@ -119,6 +119,8 @@ class SparseContext(CollectiveContext):
         RankMismatchError: ranks pass different arguments.
     """
 
+    dense = False
+
     def __init__(
         self,
         group: runtime.Group = None,

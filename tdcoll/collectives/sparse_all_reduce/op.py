@@ -148,8 +148,8 @@ def sparse_all_reduce(
     nodes, if there are several), in fp32 for fp16 and bf16, and rounded once per level: repeated rows, node, result.
     NaN propagates through max and min; -0.0 in the result is +0.0.
 
-    The call returns when the size of the result is known; the rows may still be on their way, in the order of the
-    stream. It cannot be captured in a CUDA graph: see :func:`sparse_all_reduce_padded`.
+    The result has no gradient. The call returns when its size is known; the rows may still be on their way, in the
+    order of the stream. It cannot be captured in a CUDA graph: see :func:`sparse_all_reduce_padded`.
 
     >>> mine = torch.sparse_coo_tensor([[tdcoll.rank(), 2]], torch.ones(2, 1), (4, 1))
     >>> tdcoll.sparse_all_reduce(mine).to_dense().flatten()  # on 2 ranks
