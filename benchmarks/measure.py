@@ -104,7 +104,7 @@ def stages(nproc: int) -> dict[str, list[Job]]:
             job("tune", f"{launch} -m tdcoll tune --operation all_reduce,reduce_scatter,all_gather {tune} -o FILE")
         ],
         "calls": [job("calls", f"{launch} benchmarks/backend_calls.py --programs 32,64,128 --json FILE")],
-        "training": [job("training", f"{python} benchmarks/training.py --nproc {nproc} --json FILE")],
+        "training": [job("training", f"{launch} benchmarks/training.py --json FILE")],
         "tutorial": [job("tutorial", f"{launch} tutorials/05-all-reduce.py")],
     }
 

@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a training step on backend "tdcoll" and on "nccl", in turns, and whether the losses are the same.
+"""Time of a training step on backend "tdcoll" and on "nccl", step by step in turns in one job, and their losses.
 
-    python benchmarks/training.py --nproc 2 [--repeats 3] [--workloads fsdp-256,dlrm] [--json FILE] [-- options]
+    bash launch.sh --nproc 2 benchmarks/training.py [--workloads fsdp-256,dlrm-4x500k] [--steps 30] [--json FILE]
 
-Options after -- are launch.sh's.
+Every workload is made once per backend, on a group of its own, with the same weights and the same data. The two then
+take turns: a step of one, a step of the other, and the next pair the other way round. Separate jobs differ by 20
+percent for reasons that have nothing to do with a backend; the two steps of a pair share the process, the clocks of the
+GPU and the host's caches. A step counts from a barrier until the slowest rank's GPU is idle.
 
-Each repeat is a job of its own per backend: nccl, tdcoll, nccl, tdcoll and so on, so that what changes on the machine
-with time changes for both. A job runs every workload; its time is the median step. The table has the median of the
-jobs and, in brackets, the fastest and the slowest: two backends whose brackets overlap are level. --workloads and
---repeats make it shorter; what torch.compile has compiled, later jobs find in its cache.
-
-Losses of one backend have to be equal from job to job, to the bit; those of both, equal within the dtype's rounding,
-and to the bit where tdcoll reduces nothing. Where there is no GPU, "gloo" is the baseline and tdcoll runs in the
-simulator: this shows that the script works, and its times say nothing.
+The ratio is the median over the pairs, with its quartiles in brackets. The column "alone" has the step without
+communication, for workloads that make sense without it. Losses must be equal within the dtype's rounding, since
+backends add in different orders. Where there is no GPU, "gloo" is the baseline and tdcoll runs in the simulator with
+tiny models: this shows that the script works, and its times say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-ROOT = Path(__file__).resolve().parents[1]
+import tdcoll
+import tdcoll.distributed
+
 Step = Callable[[], torch.Tensor]
+Group = dist.ProcessGroup | None
 
 
 # ---------------------------------------------------------------------- workloads: a function that makes one step
@@ -76,11 +78,20 @@ def faster(model: nn.Module, small: bool) -> Any:
     return torch.compile(model, backend="aot_eager" if small else "inductor")
 
 
-def fsdp(width: int, compiled: bool, small: bool) -> Step:
-    from torch.distributed.device_mesh import init_device_mesh
+def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device().type)
+
+
+def parallel(model: nn.Module, group: Group) -> nn.Module:
+    """Wrap a model in DDP, unless the step goes without communication."""
+    where = [device().index] if device().type == "cuda" else None
+    return model if group is None else nn.parallel.DistributedDataParallel(model, where, process_group=group)
+
+
+def fsdp(group: dist.ProcessGroup, width: int, compiled: bool, small: bool) -> Step:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    mesh = mesh_of(group)
     model = blocks(width, 2 if small else 8)
     for block in model:
         fully_shard(block, mesh=mesh)
@@ -88,9 +99,8 @@ def fsdp(width: int, compiled: bool, small: bool) -> Step:
     return trained(model, faster(model, small) if compiled else model, sequences(width, small))
 
 
-def ddp(width: int, compiled: bool, small: bool) -> Step:
-    where = [device().index] if device().type == "cuda" else None
-    model = nn.parallel.DistributedDataParallel(blocks(width, 2 if small else 8), device_ids=where)
+def ddp(group: Group, width: int, compiled: bool, small: bool) -> Step:
+    model = parallel(blocks(width, 2 if small else 8), group)
     return trained(model, faster(model, small) if compiled else model, sequences(width, small))
 
 
@@ -103,11 +113,10 @@ class Mlp(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
-def tensor_parallel(width: int, compiled: bool, small: bool) -> Step:
-    from torch.distributed.device_mesh import init_device_mesh
+def tensor_parallel(group: dist.ProcessGroup, width: int, compiled: bool, small: bool) -> Step:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    mesh = mesh_of(group)
     torch.manual_seed(1)
     model = nn.Sequential(*(Mlp(width) for _ in range(2 if small else 8))).to(device())
     for layer in model:
@@ -120,7 +129,7 @@ def tensor_parallel(width: int, compiled: bool, small: bool) -> Step:
 class Dlrm(nn.Module):
     """Tables of rows, and a dense part."""
 
-    def __init__(self, rows: int, width: int, tables: int, sparse: bool) -> None:
+    def __init__(self, tables: int, rows: int, width: int, sparse: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum", sparse=sparse) for _ in range(tables))
@@ -132,15 +141,14 @@ class Dlrm(nn.Module):
         return self.dense(torch.cat([table(ids[i]) for i, table in enumerate(self.tables)], 1))
 
 
-def dlrm(width: int, compiled: bool, small: bool) -> Step:
-    """Make a step with sparse gradients on tdcoll, and dense ones elsewhere, since NCCL refuses sparse tensors."""
-    rows, tables = (1000, 2) if small else (500_000, 4)
-    made = Dlrm(rows, width, tables, sparse=dist.get_backend() == "tdcoll").to(device())
-    where = [device().index] if device().type == "cuda" else None
-    model = nn.parallel.DistributedDataParallel(made, device_ids=where)
+def dlrm(group: Group, tables: int, rows: int, width: int, bag: int, small: bool) -> Step:
+    """Make a step with sparse gradients, except on NCCL and gloo: NCCL refuses sparse tensors."""
+    sparse = group is None or dist.get_backend(group) == "tdcoll"
+    tables, rows, width = (2, 1000, 16) if small else (tables, rows, width)
+    model = parallel(Dlrm(tables, rows, width, sparse).to(device()), group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(2 + dist.get_rank())
-    ids = torch.randint(0, rows, (tables, 8 if small else 2048, 4), device=device())
+    ids = torch.randint(0, rows, (tables, 8 if small else 2048, bag), device=device())
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -152,7 +160,7 @@ def dlrm(width: int, compiled: bool, small: bool) -> Step:
     return step
 
 
-def pipeline(width: int, compiled: bool, small: bool) -> Step:
+def pipeline(group: dist.ProcessGroup, width: int, compiled: bool, small: bool) -> Step:
     """Make a step that passes activations on and gradients back: point-to-point calls, for which tdcoll falls back."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1 + rank)
@@ -164,58 +172,54 @@ def pipeline(width: int, compiled: bool, small: bool) -> Step:
         optimizer.zero_grad(set_to_none=True)
         entered = first.clone()
         if rank > 0:
-            dist.recv(entered, rank - 1)
+            dist.recv(entered, rank - 1, group)
         entered.requires_grad_()
         left = model(entered)
         if rank < world - 1:
-            dist.send(left.detach(), rank + 1)
+            dist.send(left.detach(), rank + 1, group)
             gradient = torch.empty_like(left)
-            dist.recv(gradient, rank + 1)
+            dist.recv(gradient, rank + 1, group)
             loss = left.detach().square().mean()
             left.backward(gradient)
         else:
             loss = left.square().mean()
             loss.backward()
         if rank > 0:
-            dist.send(entered.grad, rank - 1)
+            dist.send(entered.grad, rank - 1, group)
         optimizer.step()
         return loss.detach()
 
     return step
 
 
-WORKLOADS: dict[str, tuple[Callable[[int, bool, bool], Step], int, bool]] = {
-    "fsdp-256": (fsdp, 256, False),
-    "fsdp-1024": (fsdp, 1024, False),
-    "fsdp-256-compiled": (fsdp, 256, True),
-    "ddp-256": (ddp, 256, False),
-    "ddp-256-compiled": (ddp, 256, True),
-    "tensor-parallel-256": (tensor_parallel, 256, False),
-    "tensor-parallel-256-compiled": (tensor_parallel, 256, True),
-    "dlrm": (dlrm, 64, False),
-    "pipeline-256": (pipeline, 256, False),
+def _dense(make: Callable[..., Step], width: int, compiled: bool = False) -> Callable[..., Step]:
+    return lambda group, small: make(group, 16 if small else width, compiled, small)
+
+
+def _sparse(*sizes: int) -> Callable[..., Step]:
+    return lambda group, small: dlrm(group, *sizes, small)
+
+
+WORKLOADS: dict[str, Callable[..., Step]] = {
+    "fsdp-256": _dense(fsdp, 256),
+    "fsdp-1024": _dense(fsdp, 1024),
+    "fsdp-2048": _dense(fsdp, 2048),
+    "fsdp-256-compiled": _dense(fsdp, 256, True),
+    "ddp-256": _dense(ddp, 256),
+    "ddp-1024": _dense(ddp, 1024),
+    "ddp-256-compiled": _dense(ddp, 256, True),
+    "tensor-parallel-256": _dense(tensor_parallel, 256),
+    "tensor-parallel-256-compiled": _dense(tensor_parallel, 256, True),
+    "dlrm-26x100k": _sparse(26, 100_000, 64, 1),
+    "dlrm-4x500k": _sparse(4, 500_000, 64, 4),
+    "dlrm-8x1m": _sparse(8, 1_000_000, 128, 10),
+    "pipeline-256": _dense(pipeline, 256),
 }
+ALONE = ("ddp", "dlrm")
+"""What the names of workloads begin with that can go without communication."""
 
 
-# ---------------------------------------------------------------------- one job
-
-
-def measure(step: Step, warm_up: int, steps: int) -> dict[str, Any]:
-    """Return the milliseconds of each step, on the slowest rank, and its loss on this one."""
-    losses = [step() for _ in range(warm_up)]
-    began, ended = [], []
-    for _ in range(steps):
-        dist.barrier()
-        synchronize()
-        began.append(time.perf_counter())
-        losses.append(step())
-        synchronize()
-        ended.append(time.perf_counter())
-    mine = torch.tensor([1e3 * (b - a) for a, b in zip(began, ended, strict=True)], device=device())
-    all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_ranks, mine)
-    slowest = torch.stack(all_ranks).amax(0).tolist()
-    return {"ms": slowest, "median_ms": statistics.median(slowest), "losses": [float(loss) for loss in losses]}
+# ---------------------------------------------------------------------- in turns
 
 
 def synchronize() -> None:
@@ -223,115 +227,102 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def run_job(backend: str, names: list[str], warm_up: int, steps: int, small: bool, file: str) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if backend == "tdcoll":
-        import tdcoll.distributed
-    torch.set_num_threads(1)
-    dist.init_process_group(backend)
-    found: dict[str, Any] = {}
-    for name in names:
-        make, width, compiled = WORKLOADS[name]
-        began = time.perf_counter()
-        found[name] = measure(make(16 if small else width, compiled, small), warm_up, steps)
-        torch._dynamo.reset()
-        if dist.get_rank() == 0:
-            took = time.perf_counter() - began
-            print(f"  {backend:6s} {name:30s} {found[name]['median_ms']:9.3f} ms ({took:.0f} s)", flush=True)
-    if dist.get_rank() == 0:
-        words = tdcoll.distributed.explain() if backend == "tdcoll" else ""
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        facts = {"torch": torch.__version__, "gpu": gpu, "ranks": dist.get_world_size(), "explain": words}
-        Path(file).write_text(json.dumps({"backend": backend, "workloads": found, **facts}))
-    dist.destroy_process_group()
+def in_turns(ways: dict[str, Step], warm_up: int, steps: int) -> dict[str, dict[str, list[float]]]:
+    """Return the milliseconds of each timed step on the slowest rank, and the losses of all steps on this one."""
+    milliseconds: dict[str, list[float]] = {way: [] for way in ways}
+    losses: dict[str, list[torch.Tensor]] = {way: [] for way in ways}
+    for number in range(warm_up + steps):
+        for way in sorted(ways, reverse=bool(number % 2)):
+            dist.barrier()
+            synchronize()
+            began = time.perf_counter()
+            losses[way].append(ways[way]())
+            synchronize()
+            milliseconds[way].append(1e3 * (time.perf_counter() - began))
+    mine = torch.tensor([milliseconds[way][warm_up:] for way in ways], device=device())
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return {
+        way: {"ms": slowest, "losses": [float(loss) for loss in losses[way]]}
+        for way, slowest in zip(ways, mine.tolist(), strict=True)
+    }
 
 
-# ---------------------------------------------------------------------- all of them
+def compare(ours: dict[str, list[float]], baseline: dict[str, list[float]]) -> dict[str, float]:
+    """Return what a row of the table says: medians, the ratio's quartiles, and the losses' greatest difference."""
+    ratios = [a / b for a, b in zip(ours["ms"], baseline["ms"], strict=True)]
+    lower, ratio, upper = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
+    pairs = zip(ours["losses"], baseline["losses"], strict=True)
+    return {
+        "tdcoll_ms": statistics.median(ours["ms"]),
+        "baseline_ms": statistics.median(baseline["ms"]),
+        "ratio": ratio,
+        "ratio_lower_quartile": lower,
+        "ratio_upper_quartile": upper,
+        "losses_differ_by": max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs),
+    }
 
 
-def jobs(arguments: argparse.Namespace, backends: list[str]) -> Iterator[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as folder:
-        for repeat in range(arguments.repeats):
-            for backend in backends:
-                file = Path(folder) / f"{backend}-{repeat}.json"
-                command = [
-                    "bash",
-                    str(ROOT / "launch.sh"),
-                    "--nproc",
-                    str(arguments.nproc),
-                    *arguments.launch,
-                    __file__,
-                ]
-                command += ["--backend", backend, "--workloads", arguments.workloads, "--json", str(file)]
-                command += ["--warm-up", str(arguments.warm_up), "--steps", str(arguments.steps)]
-                print(f"repeat {repeat}, {backend}", flush=True)
-                done = subprocess.run(
-                    [*command, *(["--small"] if arguments.small else [])],
-                    env=environment, timeout=arguments.timeout, capture_output=True, text=True, check=False,
-                )  # fmt: skip
-                print("".join(line + "\n" for line in done.stdout.splitlines() if line.startswith("  ")), end="")
-                if done.returncode != 0:
-                    sys.exit(f"the job on {backend} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-                yield json.loads(file.read_text())
-
-
-def compare(name: str, baseline: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row of the table."""
-    row: dict[str, Any] = {"workload": name}
-    for side, runs in (("baseline", baseline), ("tdcoll", ours)):
-        medians = [run["workloads"][name]["median_ms"] for run in runs]
-        row[side] = {"median_ms": statistics.median(medians), "least_ms": min(medians), "most_ms": max(medians)}
-        losses = [run["workloads"][name]["losses"] for run in runs]
-        row[side]["losses_repeat"] = all(one == losses[0] for one in losses)
-    row["ratio"] = row["tdcoll"]["median_ms"] / row["baseline"]["median_ms"]
-    pairs = zip(ours[0]["workloads"][name]["losses"], baseline[0]["workloads"][name]["losses"], strict=True)
-    row["losses_differ_by"] = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
-    overlap = (
-        row["tdcoll"]["least_ms"] <= row["baseline"]["most_ms"]
-        and row["baseline"]["least_ms"] <= row["tdcoll"]["most_ms"]
-    )
-    row["verdict"] = "level" if overlap else "faster" if row["ratio"] < 1 else "slower"
-    return row
+def run(name: str, groups: dict[str, dist.ProcessGroup], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure a workload, and return its row."""
+    ways: dict[str, Step] = {way: WORKLOADS[name](group, arguments.small) for way, group in groups.items()}
+    if name.startswith(ALONE):
+        ways["alone"] = WORKLOADS[name](None, arguments.small)
+    found = in_turns(ways, arguments.warm_up, arguments.steps)
+    del ways
+    torch._dynamo.reset()
+    gc.collect()  # DDP and FSDP have circles, and the next workload needs the memory
+    row = {"workload": name, **compare(found["tdcoll"], found["baseline"])}
+    if "alone" in found:
+        row["alone_ms"] = statistics.median(found["alone"]["ms"])
+    return {**row, "steps": found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="names with commas between them")
     parser.add_argument("--warm-up", type=int, default=5, help="steps that are not timed")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--small", action="store_true", help="tiny models, as in the simulator")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds of one job")
     parser.add_argument("--json", help="write what was measured there")
-    parser.add_argument("--backend", help="run one job: what this script starts")
-    parser.add_argument("launch", nargs="*", help="options of launch.sh")
     arguments = parser.parse_args()
     names = arguments.workloads.split(",")
     if unknown := [name for name in names if name not in WORKLOADS]:
         sys.exit(f"--workloads: unknown {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    if arguments.backend:
-        run_job(arguments.backend, names, arguments.warm_up, arguments.steps, arguments.small, arguments.json)
-        return
+    if arguments.steps < 1 or arguments.warm_up < 0:
+        sys.exit(f"--steps, --warm-up: expected at least 1 and 0; got {arguments.steps} and {arguments.warm_up}")
     on_gpus = torch.cuda.is_available()
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     arguments.small = arguments.small or not on_gpus
-    backends = ["nccl" if on_gpus else "gloo", "tdcoll"]
-    runs = list(jobs(arguments, backends))
-    sides = [[run for run in runs if run["backend"] == backend] for backend in backends]
-    rows = [compare(name, *sides) for name in names]
-    print(f"\n{'ms per step':30s} {backends[0]:>26s} {'tdcoll':>26s}  ratio          losses")
-    for row in rows:
-        cells = [
-            f"{row[side]['median_ms']:8.3f} [{row[side]['least_ms']:.3f}, {row[side]['most_ms']:.3f}]"
-            for side in ("baseline", "tdcoll")
-        ]
-        repeat = "repeat" if row["tdcoll"]["losses_repeat"] else "DIFFER FROM RUN TO RUN"
-        same = f"{repeat}; from {backends[0]}'s by {row['losses_differ_by']:.1e}"
-        print(f"{row['workload']:30s} {cells[0]:>26s} {cells[1]:>26s}  {row['ratio']:.3f} {row['verdict']:7s} {same}")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"command": sys.argv, "rows": rows, "runs": runs}, indent=1))
+    torch.set_num_threads(1)
+    backend = "nccl" if on_gpus else "gloo"
+    dist.init_process_group(backend)
+    groups = {"baseline": dist.new_group(backend=backend), "tdcoll": dist.new_group(backend="tdcoll")}
+    first, rows = dist.get_rank() == 0, []
+    if first:
+        print(f"{'ms per step':30s} {backend:>9s} {'tdcoll':>9s} {'alone':>9s}  ratio                losses differ by")
+    for name in names:
+        rows.append(row := run(name, groups, arguments))
+        if first:
+            alone = f"{row['alone_ms']:9.3f}" if "alone_ms" in row else 9 * " "
+            spread = f"[{row['ratio_lower_quartile']:.3f}, {row['ratio_upper_quartile']:.3f}]"
+            print(
+                f"{name:30s} {row['baseline_ms']:9.3f} {row['tdcoll_ms']:9.3f} {alone}  {row['ratio']:.3f} {spread} "
+                f"{row['losses_differ_by']:.1e}",
+                flush=True,
+            )
+    if first and arguments.json:
+        facts = {
+            "command": sys.argv,
+            "baseline": backend,
+            "gpu": torch.cuda.get_device_name() if on_gpus else None,
+            "ranks": dist.get_world_size(),
+            "torch": torch.__version__,
+            "commit": os.environ.get("TDCOLL_COMMIT"),
+            "explain": tdcoll.distributed.explain(groups["tdcoll"]),
+        }
+        Path(arguments.json).write_text(json.dumps({**facts, "rows": rows}, indent=1))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
