@@ -14,6 +14,7 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_merge,
     kernels_nodes,
     kernels_reduce,
+    kernels_tables,
     kernels_values,
 )
 from tdcoll.language.jit import needs_nvshmem
@@ -76,19 +77,34 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
         "*fp16",
         (90, 100),
     ),
-    ("pad", {"ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
+    ("pad", {"TABLES": 2, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
+    ("reduce", {**_SUM, "tables": 4, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("reduce", {**_SUM, "tables": 8, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
+    ("reduce_nodes", {**_SUM, "tables": 4, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("forward", {"tables": 4, "WAITED": 8}, "*fp32", (90,)),
+    ("combine", {**_ROW, "tables": 4, "ALL": False, "BEHIND": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("sum_pieces", {"tables": 1, "ACC": tl.float32, "DEEP": 8, "WIDE": 64}, "*bf16", (90,)),
+    (
+        "merge",
+        {"tables": 8, "OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
+        "*fp16",
+        (90,),
+    ),
+    ("pad", {"tables": 4, "TABLES": 32, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
+    ("join", {"given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
+    ("split", {"tables": 1, "BLOCK": 32}, "*fp32", (90,)),
     ("count_first", {"BLOCK": 1024}, "*fp32", (90,)),
     ("write_list", {"BLOCK": 1024}, "*fp32", (90,)),
     ("copy_list", {"BLOCK": 1024}, "*fp32", (90,)),
 ]
 SPARSE_KERNELS = {
     name: kernel
-    for module in (kernels_lists, kernels_values, kernels_reduce, kernels_nodes, kernels_merge)
+    for module in (kernels_lists, kernels_tables, kernels_values, kernels_reduce, kernels_nodes, kernels_merge)
     for name, kernel in vars(module).items()
     if name in module.__all__
 }
 SPARSE_TYPES = {
-    **dict.fromkeys(("ids", "begins", "order", "count", "indices", "remembered"), "*i64"),
+    **dict.fromkeys(("ids", "begins", "order", "count", "counts", "indices", "joined", "remembered"), "*i64"),
     "totals": "*i32",
     "partial": "*fp32",
     "g": tuples()["g"],
@@ -101,13 +117,19 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
     kernel = SPARSE_KERNELS[name]
     constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
     search = bool(constants.pop("search", False))
-    types = SPARSE_TYPES | dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
+    tables = constants.pop("tables", 0)  # elements in 16 bytes of a list of tables; 0: there is one
+    one = kernels_tables.Tables("*i64", "*i32", "*i64", "i32", not tables, tables or 1)
+    given = ["i64"] * constants.pop("given", 1)
+    given = kernels_tables.given(given, given, [*given, "i64"])
+    types = SPARSE_TYPES | {"tables": one, "given": given}
+    types |= dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
     ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED"))).asm["ptx"]
     return {
         "kernel": name,
         "arch": arch,
         "rows": rows,
         "search": search,
+        "tables": tables,
         "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
         "aligned": bool(constants.get("ALIGNED")),
         "needs": needs_nvshmem(kernel),

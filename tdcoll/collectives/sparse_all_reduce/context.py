@@ -144,7 +144,11 @@ class SparseContext(CollectiveContext):
         """What the lists of a call say, on the host."""
         self.status_event = torch.cuda.Event() if cuda else None
         self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
-        """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table."""
+        """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table; -1 if it
+        had several."""
+        self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(LISTS.value, dtype=torch.int32, device=device)
+        """Lengths of the work lists."""
 
     def _make_area(self, rows: int, row_bytes: int, union: int) -> None:
         """Make lists, out and stage for these capacities, and their scratch; or raise, and take nothing. Collective."""
@@ -172,7 +176,7 @@ class SparseContext(CollectiveContext):
                     self.stage.data_ptr(),
                     self.out.data_ptr(),
                     torch.empty((LISTS.value, rows), dtype=torch.int32, device=self.device),
-                    torch.zeros(LISTS.value, dtype=torch.int32, device=self.device),
+                    self.counters,
                     torch.empty(rows, dtype=torch.int32, device=self.device),
                 )
             )
@@ -195,19 +199,25 @@ class SparseContext(CollectiveContext):
         """Return whether lists that are followed by their rows fit into lists and out."""
         return _segment_bytes(self.max_rows_per_rank, row_bytes) <= self._segment_stride
 
-    def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int) -> None:
-        """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``."""
+    def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int | None) -> None:
+        """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``.
+
+        Args:
+            num_rows: of the table; None for calls with several.
+        """
         if bad := status[BAD_SIGNATURE.value]:
             raise RankMismatchError(
                 f"{operation}: ranks pass different shapes, dtypes, operations or algorithms (rank {bad - 1} differs "
                 f"from rank {self.rank}); TDCOLL_DEBUG=1 says which"
             )
+        if num_rows is None and (bad := status[BAD_RANGE.value]):  # -1 in its place is not in order, either
+            raise ValueError(f"{operation}: indices of rank {bad - 1} must be rows of their tensors, counted from 0")
         if bad := status[BAD_ORDER.value]:
             raise ValueError(
                 f"{operation}: indices of rank {bad - 1} are said to be coalesced, and are not ascending or not "
                 "different"
             )
-        if bad := status[BAD_RANGE.value]:
+        if num_rows is not None and (bad := status[BAD_RANGE.value]):
             raise ValueError(
                 f"{operation}: indices of rank {bad - 1} must be in 0..{num_rows - 1}, the rows of the tensor"
             )
@@ -248,7 +258,7 @@ class SparseContext(CollectiveContext):
         if num_rows_and_1:
             self.remembered.zero_()
             operation = "sparse_all_reduce_padded"
-            self.raise_if_wrong(operation, status, num_rows_and_1 - 1)
+            self.raise_if_wrong(operation, status, num_rows_and_1 - 1 if num_rows_and_1 > 0 else None)
             if error := self.excess(operation, status[MAX_ROWS.value], union=status[UNION.value]):
                 raise error
 

@@ -15,22 +15,14 @@ import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import ANY_ALIGNMENT, HEADER, LONG, STAGED, work_list
+from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order, still_alive
 
-__all__ = ["PIECE", "combine", "end_of_ids", "rows_of", "sum_partial", "sum_pieces"]
+__all__ = ["PIECE", "combine", "end_of_ids", "sum_partial", "sum_pieces"]
 
 PIECE = tl.constexpr(128)
 """Rows of one id that one program sums; with more of them the work is divided."""
-
-
-@jit
-def rows_of(address, like, ALIGNED: tl.constexpr = False):
-    """``address`` as a pointer to elements of the type that ``like`` points to. ``ALIGNED``: a multiple of 16."""
-    rows = tl.cast(address, tl.int64).to(tl.pointer_type(like.dtype.element_ty))
-    if ALIGNED:
-        rows = tl.multiple_of(rows, 16)
-    return rows
 
 
 @jit
@@ -49,20 +41,26 @@ def _target(index, memory, g, like, BEHIND: tl.constexpr, ALIGNED: tl.constexpr)
     return rows_of(place, like, ALIGNED)
 
 
+@jit
+def _id_of(index, g, row):
+    """Id of a row of this rank's list."""
+    return tl.load(match.list_of(index, g.rank) + HEADER + row)
+
+
 @jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def combine(
-    source, order, begins, index, memory, g, row_elements,
+    source, order, begins, index, memory, tables, g, row_elements,
     ALL: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of ``source``, those with one id summed, ``->`` :func:`_target`.
 
-    Any number of programs. ``ALL``: every row of this rank's list, else those of the work list STAGED. A sum takes
-    ``DEEP`` rows at a time, in an order that depends on nothing but their number and, beyond :data:`PIECE`, the number
-    of rows before them. Rows of which there are more than :data:`PIECE` go to the work list LONG.
+    Any number of programs. ``ALL``: every row of this rank's list, else those of the work list STAGED. A sum adds
+    the rows one after the other, and beyond :data:`PIECE` of them the sums of that many, so its bits depend on the rows
+    alone. Rows of which there are more than :data:`PIECE` go to the work list LONG.
 
     Args:
-        source: ``[n, row_elements]``.
+        source: ``[n, row_elements]``; of several tables, see ``kernels_tables.source_of``.
         order: int64 ``[n]``: which row of ``source`` is the i-th in the order of ids. With ``REPEATED`` only.
         begins: int64: where in ``order`` each id begins. With ``REPEATED`` only.
     """
@@ -82,17 +80,18 @@ def combine(
         if REPEATED:
             begin = tl.load(begins + row)
             end = tl.load(begins + row + 1)
-        for column in tl.range(0, row_elements, WIDE):
+        here, width = source_of(source, _id_of(index, g, row), tables, row_elements)
+        for column in tl.range(0, width, WIDE):
             columns = column + tl.arange(0, WIDE)
-            inside = columns < row_elements
+            inside = columns < width
             if end - begin == 1:
-                here = begin
+                entry = begin
                 if REPEATED:
-                    here = tl.load(order + begin)
-                only = tl.load(source + here * row_elements + columns, mask=inside)
+                    entry = tl.load(order + begin)
+                only = tl.load(here + entry * width + columns, mask=inside)
                 tl.store(to + row * row_elements + columns, only, mask=inside)
             elif end - begin <= PIECE:
-                sum = _sum_of(source, order, begin, end, columns, row_elements, ACC, DEEP, WIDE)
+                sum = _sum_of(here, order, begin, end, columns, width, ACC, DEEP, WIDE)
                 tl.store(to + row * row_elements + columns, sum.to(source.dtype.element_ty), mask=inside)
         if REPEATED:
             if end - begin > PIECE:
@@ -102,34 +101,39 @@ def combine(
 
 @jit
 def _sum_of(
-    source, order, begin, end, columns, row_elements, ACC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr
+    source, order, begin, end, columns, width, ACC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Sum of the rows ``order[begin:end]`` of ``source``, ``DEEP`` at a time."""
+    """Sum of the rows ``order[begin:end]`` of ``source``, which are of one id, in this order; ``DEEP`` are loaded at a
+    time.
+
+    The bits don't depend on ``DEEP`` and ``WIDE``, as those of a sum over an axis of a tile would: these are chosen for
+    the widest table of a call.
+    """
     sum = tl.zeros([WIDE], ACC)
+    inside = columns < width
     for i in tl.range(begin, end, DEEP):
-        parts = i + tl.arange(0, DEEP)
-        here = tl.load(order + parts, mask=parts < end, other=0)
-        tile = tl.load(
-            source + here[:, None] * row_elements + columns[None, :],
-            mask=(parts < end)[:, None] & (columns < row_elements)[None, :],
-            other=0,
-        )
-        sum += tl.sum(tile.to(ACC), axis=0)
+        for j in tl.static_range(0, DEEP):
+            there = i + j < end
+            entry = tl.load(order + i + j, mask=there, other=0)
+            part = tl.load(source + entry * width + columns, mask=inside & there, other=0)
+            sum += part.to(ACC)
     return sum
 
 
 @jit
 def _slot(piece, begin):
-    """Place of a partial sum: the rows of an id that are in the ``piece``-th :data:`PIECE` of all, in the order of ids.
+    """Place of the sum of the ``piece``-th :data:`PIECE` rows of an id that is there more than :data:`PIECE` times, and
+    whose first row is number ``begin`` in the order of ids.
 
-    At most two ids that are there more than :data:`PIECE` times have rows in one piece, and one of them begins in it.
+    No two have one place. Of ids that follow each other, the last piece of the first and the first piece of the second
+    may fall into the same :data:`PIECE` rows of all; no other pieces do.
     """
-    return 2 * piece + (begin > piece * PIECE).to(tl.int64)
+    return 2 * (begin // PIECE + piece) + (piece > 0).to(tl.int64)
 
 
 @jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def sum_pieces(
-    source, order, begins, partial, index, memory, row_elements,
+    source, order, begins, partial, index, memory, tables, g, row_elements,
     ACC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of the work list LONG, piece by piece, ``-> partial [slots, row_elements]`` in the type of sums.
@@ -142,19 +146,20 @@ def sum_pieces(
         row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
-        for piece in tl.range(begin // PIECE + tl.program_id(1), (end - 1) // PIECE + 1, tl.num_programs(1)):
-            first = tl.maximum(begin, piece * PIECE)
-            last = tl.minimum(end, (piece + 1) * PIECE)
-            for column in tl.range(0, row_elements, WIDE):
+        here, width = source_of(source, _id_of(index, g, row), tables, row_elements)
+        for piece in tl.range(tl.program_id(1), (end - begin + PIECE - 1) // PIECE, tl.num_programs(1)):
+            first = begin + piece * PIECE
+            last = tl.minimum(end, first + PIECE)
+            for column in tl.range(0, width, WIDE):
                 columns = column + tl.arange(0, WIDE)
-                sum = _sum_of(source, order, first, last, columns, row_elements, ACC, DEEP, WIDE)
-                place = partial + _slot(piece, begin) * row_elements
-                tl.store(place + columns, sum, mask=columns < row_elements)
+                sum = _sum_of(here, order, first, last, columns, width, ACC, DEEP, WIDE)
+                place = partial + _slot(tl.cast(piece, tl.int64), begin) * row_elements
+                tl.store(place + columns, sum, mask=columns < width)
 
 
 @jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def sum_partial(
-    like, begins, partial, index, memory, g, row_elements,
+    like, begins, partial, index, memory, tables, g, row_elements,
     BEHIND: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum what :func:`sum_pieces` has left, in order ``->`` where :func:`combine` puts rows. Any programs."""
@@ -167,10 +172,11 @@ def sum_partial(
         row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
-        for column in tl.range(0, row_elements, WIDE):
+        _, width = source_of(like, _id_of(index, g, row), tables, row_elements)
+        for column in tl.range(0, width, WIDE):
             columns = column + tl.arange(0, WIDE)
             sum = tl.zeros([WIDE], ACC)
-            for piece in tl.range(begin // PIECE, (end - 1) // PIECE + 1):
-                part = partial + _slot(piece, begin) * row_elements
-                sum += tl.load(part + columns, mask=columns < row_elements, other=0)
-            tl.store(to + row * row_elements + columns, sum.to(like.dtype.element_ty), mask=columns < row_elements)
+            for piece in tl.range(0, (end - begin + PIECE - 1) // PIECE):
+                part = partial + _slot(tl.cast(piece, tl.int64), begin) * row_elements
+                sum += tl.load(part + columns, mask=columns < width, other=0)
+            tl.store(to + row * row_elements + columns, sum.to(like.dtype.element_ty), mask=columns < width)

@@ -19,23 +19,30 @@ __all__ = ["default_context", "growing_context"]
 _FEWEST_ROWS = 256
 
 
-def default_context(group: runtime.Group, values: Any, num_rows: Any = None) -> SparseContext:
+def default_context(group: runtime.Group, values: Sequence[Any], num_rows: Sequence[Any]) -> SparseContext:
     """Return tdcoll's own context of a group: it grows, follows the stream, and lives until ``finalize``.
 
-    ``values`` are the rows, or the sparse tensor, of this rank's first call, not checked yet.
+    ``values`` are the rows, or the sparse tensors, of this rank's first call, not checked yet; ``num_rows``, of the
+    tables, says nothing of sparse tensors.
     """
     owner = runtime.current()
     key = ("sparse", owner.ranks_of(group))
     if key not in owner.contexts:
-        n, row_bytes = 0, 0
-        if isinstance(values, torch.Tensor) and values.layout == torch.sparse_coo:
-            values, num_rows = values.detach()._values(), values.shape[0]
-        if isinstance(values, torch.Tensor) and values.layout == torch.strided and values.dim():
-            n, row_bytes = values.shape[0], values.shape[1:].numel() * values.dtype.itemsize
-        n = min(n, num_rows) if isinstance(num_rows, int) else n  # repeated rows count once
+        sizes = [_size(of, rows) for of, rows in zip(values, num_rows, strict=True)]
+        n, row_bytes = sum(n for n, _ in sizes), max((nbytes for _, nbytes in sizes), default=0)
         owner.contexts[key] = growing_context(owner, key[1], n, row_bytes, group=group)
     found: SparseContext = owner.contexts[key]
     return found
+
+
+def _size(values: Any, num_rows: Any) -> tuple[int, int]:
+    """``(rows, bytes of a row)`` of one table's rows; 0 of what no call takes."""
+    if isinstance(values, torch.Tensor) and values.layout == torch.sparse_coo:
+        values, num_rows = values.detach()._values(), values.shape[0]
+    if not isinstance(values, torch.Tensor) or values.layout != torch.strided or not values.dim():
+        return 0, 0
+    n = min(values.shape[0], num_rows) if isinstance(num_rows, int) else values.shape[0]  # repeated rows count once
+    return n, values.shape[1:].numel() * values.dtype.itemsize
 
 
 def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: int, **options: Any) -> SparseContext:

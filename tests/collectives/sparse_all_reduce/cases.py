@@ -150,6 +150,59 @@ class Reduces:
         assert tdcoll.heap_info().used == 0
 
 
+TABLES = ((9, (3,)), (1, ()), (40, (5, 2)), (3, (1,)))
+"""Rows of tables, and shapes of their rows: of several widths, and one that a single row makes."""
+
+
+class ReducesLists(Reduces):
+    """:class:`Reduces` for calls with a tensor for each of ``tables``, each compared with the reference of its own.
+
+    Args:
+        algorithms, rows: as for :class:`Reduces`; tensors of one rank have different numbers of rows.
+        tables: the number of rows of each, and the shape of a row.
+        options: others of :class:`Reduces`.
+    """
+
+    def __init__(
+        self,
+        algorithms: str = "ooo",
+        rows: Sequence[int] = (4, 0, 6, 1),
+        tables: Sequence[tuple[int, tuple[int, ...]]] = TABLES,
+        **options: Any,
+    ) -> None:
+        super().__init__(algorithms, rows, **options)
+        self.tables = tables
+        self.capacity = max(1, *rows) * len(tables)
+
+    def part_of(self, rank: int, call: int, table: int) -> Rows:
+        """What ``rank`` brings of a table to ``call``."""
+        num_rows, shape = self.tables[table]
+        n = self.rows[(rank + call + table) % len(self.rows)]
+        return some_part(101 * table + 17 * call + rank, n, num_rows, shape, self.dtype, self.exact)
+
+    def host(self, pe: int) -> None:
+        row_bytes = max(torch.Size(shape).numel() for _, shape in self.tables) * self.dtype.itemsize
+        with tdcoll.SparseContext(max_rows_per_rank=self.capacity, max_row_bytes=row_bytes) as ctx:
+            for call, letter in enumerate(self.algorithms):
+                nodes = ctx.topology.nodes if letter == "o" else None
+                given = []
+                for table, (num_rows, shape) in enumerate(self.tables):
+                    ids, values = self.part_of(ctx.rank, call, table)
+                    given.append(torch.sparse_coo_tensor(ids.unsqueeze(0), values, (num_rows, *shape)))
+                got = tdcoll.sparse_all_reduce(
+                    given, self.op, ctx=ctx, algorithm={"o": "owner", "g": "gather"}[letter], copy=call % 2 == 0
+                )
+                for table, one in enumerate(got):
+                    parts = [self.part_of(rank, call, table) for rank in range(ctx.world_size)]
+                    wanted, where = reduce(parts, self.op, nodes), f"rank {ctx.rank}, call {call} ({letter})"
+                    found = one.indices()[0]
+                    assert torch.equal(found, wanted.indices), f"{where}: {found} are wrong indices of table {table}"
+                    wrong = wrong_rows(one.values(), wanted.values)
+                    assert wrong == 0, f"{where}: {wrong} wrong rows of {len(wanted.indices)}, table {table}"
+            ctx.check()
+        assert tdcoll.heap_info().used == 0
+
+
 @dataclass(frozen=True)
 class Options:
     """How a call is made.

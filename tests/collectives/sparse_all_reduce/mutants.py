@@ -10,7 +10,7 @@ import torch
 from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Mutant, at_once, dropped, missing
 
 from ..suite.all_gather import RELEASED_FIRST
-from .cases import HEAP, Reduces, some_part
+from .cases import HEAP, Reduces, ReducesLists, some_part
 from .reference import Rows
 
 WRONG_ROWS = r"AssertionError: rank \d+, call \d+ \([og]\): \d+ wrong rows"
@@ -55,6 +55,8 @@ LONG_GATHERS = Reduces("gg", (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 REPEATED = Reduces("og", (300,), 2, shape=(2,), data=_many_times)
 
 ANY, MEANS = Reduces(), Reduces(op="mean")
+LISTS = ReducesLists("oog")
+FLOAT_LISTS = ReducesLists("oo", (9,), dtype=torch.float16, exact=False)
 
 
 def _mutant(
@@ -110,7 +112,7 @@ MUTANTS = (
     ONE(
         "the first of repeated rows stands for all",
         Change(
-            "kernels_values._sum_of", "tile.to(ACC)", "(tl.where(parts == begin, 1, 0)[:, None] * tile.to(ACC))"
+            "kernels_values._sum_of", "part.to(ACC)", "(tl.where(i + j == begin, 1, 0) * part.to(ACC))"
         ),
     ),
     ONE(
@@ -144,7 +146,9 @@ MUTANTS = (
     ),
     ONE(
         "two rows of which many are there share a partial sum",
-        Change("kernels_values._slot", "2 * piece + (begin > piece * PIECE).to(tl.int64)", "2 * piece"),
+        Change(
+            "kernels_values._slot", "2 * (begin // PIECE + piece) + (piece > 0).to(tl.int64)", "begin // PIECE + piece"
+        ),
         case=REPEATED, nodes=(1,),
     ),
     ONE(
@@ -154,6 +158,33 @@ MUTANTS = (
             Argument(MERGE, "end_of_ids", "q", "g.world - 1 - q"),
         ),
         case=Reduces("gg", (9,), 9, shape=(2,), data=_of_any_floats),
+    ),
+    # ------------------------------------------------------------------ several tables
+    ONE(
+        "tables: ids are those of the table alone",
+        Change("kernels_tables.join", "begins_at + row", "row"), BAD_INDICES, LISTS,
+    ),
+    ONE(
+        "tables: values are found as if the table were the only one",
+        Change("kernels_tables.join", "values - begin * width * ITEM", "values"), case=LISTS,
+    ),
+    ONE(
+        "tables: rows are as wide as the widest",
+        Change(
+            "kernels_tables.source_of",
+            "tl.multiple_of(tl.load(tables.widths + table, mask=there, other=0), tables.aligned)",
+            "row_elements + 0 * table",
+        ),
+        case=LISTS,
+    ),
+    ONE(
+        "tables: a table begins in the union where the one before it has its last row",
+        Change("kernels_tables.below", "((found < ids) & (place < size))", "(found < found)"), BAD_LISTS, LISTS,
+    ),
+    THREE(
+        "tables: the order of nodes is that of ids of all tables",
+        Change("kernels_tables.local", "ids = ids - tl.load(tables.firsts + _table_of(ids, tables))", "pass"),
+        case=FLOAT_LISTS,
     ),
     # ------------------------------------------------------------------ lists
     ONE(
