@@ -51,7 +51,7 @@ class Tables(NamedTuple):
 
 def _tuple_of(count: int) -> Any:
     fields = [f"{name}{i}" for name in ("ids", "values", "begin") for i in range(count)]
-    return NamedTuple(f"Given{count}", [(field, tl.int64) for field in [*fields, "end"]])  # type: ignore[misc]
+    return NamedTuple(f"Given{count}", [(field, tl.int64) for field in [*fields, "end"]])
 
 
 _GIVEN = {count: _tuple_of(count) for count in range(1, MOST_GIVEN + 1)}

@@ -352,7 +352,7 @@ def sparse_all_reduce_padded(
 
     As :func:`sparse_all_reduce_rows`, with no synchronisation at all: the results have the context's capacity. After
     one eager call with tensors of the same dtype and row shape it can be captured; indices and values may change from
-    replay to replay, their number not.
+    replay to replay, their number not. Lists of ``indices``, ``values`` and ``num_rows`` are several tensors.
 
     What only the lists of all ranks show (too many rows, indices out of range, other arguments on other ranks) gives 0
     rows on every rank, and so does a wait that has expired on the rank where it has; :meth:`SparseContext.check` then
@@ -364,7 +364,8 @@ def sparse_all_reduce_padded(
         Others: as for :func:`sparse_all_reduce_rows`.
 
     Returns:
-        :class:`PaddedRows`. The values may be a view of symmetric memory, valid until the next call on the context.
+        :class:`PaddedRows`, or a list of them. The values of one tensor may be a view of symmetric memory, valid until
+        the next call on the context.
 
     Raises:
         As :func:`sparse_all_reduce`; and ContextError for the first call of its kind while a graph is captured.
