@@ -15,10 +15,10 @@ is this GPU's own::
                                                                                                           epoch e + 1
     meet       nothing moves                                                                              epoch e + 2
 
-Several tensors of one dtype are one call: before *pack*, *join* makes their ids those of one table, and after *directory*,
-*split* finds where each begins in the union (:mod:`~tdcoll.collectives.sparse_all_reduce.kernels_tables`). All else is as
-for one tensor, and so is the reason why memory may be used again: both launches touch this GPU's own memory alone, and the
-next call writes it on the same stream.
+Several tensors of one dtype are one call: before *pack*, *join* makes their ids those of one table, and after
+*directory*, *split* finds where each begins in the union (:mod:`~tdcoll.collectives.sparse_all_reduce.kernels_tables`).
+All else is as for one tensor, and so is the reason why memory may be used again: both launches touch this GPU's own
+memory alone, and the next call writes it on the same stream.
 
 With few rows (gather) they travel behind the ids in ``lists``, and each rank sums all of them itself: *merge* comes
 after *directory*, and the rest is left out. Over several nodes *reduce* is one launch and one epoch for each node, and
