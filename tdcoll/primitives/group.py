@@ -28,7 +28,7 @@ from tdcoll.runtime.topology import Topology
 __all__ = [
     *("EPOCH_SHIFT", "Group", "Nodes", "Window"),
     *("begin_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "row", "segment", "slot", "start"),
-    *("still_alive", "this_program"),
+    *("say_done", "still_alive", "this_program", "wait_until_done"),
 ]
 
 EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
@@ -153,6 +153,26 @@ def still_alive(monitor):
     A barrier of the block, whose threads all get the same answer.
     """
     return tdl.block_and(tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed") == 0)
+
+
+@jit
+def say_done(word):
+    """This program has done its part of a phase of the launch: what it has stored is seen by those that
+    :func:`wait_until_done` lets go on. ``word``: int32, 0 before the launch; one for each phase."""
+    tdl.syncthreads()
+    tl.atomic_add(word, 1, sem="release", scope="gpu")
+
+
+@jit
+def wait_until_done(word, programs):
+    """Return when so many programs of this launch have done their part of the phase that ``word`` counts.
+
+    They must have lower numbers than those that wait, because blocks come onto the GPU in the order of their numbers:
+    those that all others wait for are then there first, and any number of resident blocks makes progress. Nothing
+    here waits for another rank, so there is no deadline.
+    """
+    while tdl.block_and(tdl.ld(word, "gpu", "acquire") >= programs) == 0:
+        pass
 
 
 @jit

@@ -58,6 +58,8 @@ def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> d
 
 _SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
+_PLANNED = {**_ROW, "PLANS": True, "ALL": False, "BEHIND": False, "BLOCK": 256}
+_GATHERED = {**_ROW, "PLANS": False, "ALL": True, "BEHIND": True, "BLOCK": 256}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
@@ -67,10 +69,11 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("forward", {"WAITED": 8}, "*fp32", (90,)),
     ("meet", {"WAITED": 8}, "*fp32", (90,)),
     ("meet_nodes", {"WAITED": 8}, "*fp32", (90,)),
-    ("plan", {"REPEATED": True, "BLOCK": 256}, "*fp32", (90,)),
-    ("combine", {**_ROW, "ALL": False, "BEHIND": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
-    ("sum_pieces", {"ACC": tl.float32, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
-    ("sum_partial", {"BEHIND": True, "ACC": tl.float32, "ALIGNED": True, "WIDE": 2048}, "*bf16", (90,)),
+    ("prepare", {**_PLANNED, "PIECES": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
+    ("prepare", {**_GATHERED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
+    ("prepare", {**_PLANNED, "search": True, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*fp32", (90,)),
     (
         "merge",
         {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
@@ -82,8 +85,8 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "tables": 8, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
     ("reduce_nodes", {**_SUM, "tables": 4, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("forward", {"tables": 4, "WAITED": 8}, "*fp32", (90,)),
-    ("combine", {**_ROW, "tables": 4, "ALL": False, "BEHIND": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
-    ("sum_pieces", {"tables": 1, "ACC": tl.float32, "DEEP": 8, "WIDE": 64}, "*bf16", (90,)),
+    ("prepare", {**_PLANNED, "tables": 4, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "tables": 1, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*bf16", (90,)),
     (
         "merge",
         {"tables": 8, "OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},

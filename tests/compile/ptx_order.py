@@ -27,6 +27,7 @@ OF_THIS_GPU = {
     "workers.stores_and_waits_checks.sum_of_late_parts",
     *(f"index_match.kernels.{name}" for name in ("_read_header", "_read_ids", "mark", "number_leaders")),
     *("sparse_all_reduce.kernels_lists._append", "sparse_all_reduce.kernels_values.combine"),
+    *("primitives.group.say_done", "primitives.group.wait_until_done"),
 }
 """Functions whose words only programs of this GPU touch: there, and nowhere else, GPU scope is enough."""
 

@@ -166,7 +166,7 @@ def test_one_node_sparse_all_reduce_has_no_nvshmem(compiled) -> None:
     """All that it launches: its own kernels, and the exchange of lists."""
     one_node = [k for k in compiled["sparse"] if k["kernel"] not in ("reduce_nodes", "reduce_nodes_of_single")]
     one_node = [k for k in one_node if k["kernel"] not in ("forward", "meet_nodes")]
-    assert {"write_list", "copy_list", "plan", "combine", "reduce", "meet", "merge"} <= {k["kernel"] for k in one_node}
+    assert {"write_list", "copy_list", "prepare", "reduce", "meet", "merge"} <= {k["kernel"] for k in one_node}
     assert [k for k in one_node if k["calls"] or k["needs"]] == []
     (exchange,) = compiled["exchange"]
     assert exchange["counted"]
@@ -175,7 +175,7 @@ def test_one_node_sparse_all_reduce_has_no_nvshmem(compiled) -> None:
 
 
 def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
-    kernels = [k for k in compiled["sparse"] if k["aligned"] and k["kernel"] in ("reduce", "combine")]
+    kernels = [k for k in compiled["sparse"] if k["aligned"] and k["kernel"] in ("reduce", "prepare")]
     assert len(kernels) >= 4
     for kernel in kernels:
         assert kernel["wide_loads"] > 0, kernel

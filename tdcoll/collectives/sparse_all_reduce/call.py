@@ -149,7 +149,7 @@ class Call:
             self.match()
             self.move()
             if self.algorithm == "dense" or self.kind.may_be_dense:
-                self._combine(everything=True)
+                self._prepare()
         finally:
             launcher.only_loads = False
         self.kind.loaded = True
@@ -188,7 +188,7 @@ class Call:
             self.launch(kernels_lists.count_first, blocks, ids=ids, totals=totals, BLOCK=_IDS_BLOCK)
             self.launch(kernels_lists.write_list, blocks, ids=ids, totals=totals, **how)
         if with_rows:
-            self._combine(everything=True, behind=True)
+            self._prepare(behind=True)
         if ctx.launch.only_loads:
             counted_launches(ctx, nbytes)
         else:
@@ -219,17 +219,26 @@ class Call:
             )  # fmt: skip
         return ids
 
-    def _combine(self, *, everything: bool = False, behind: bool = False) -> None:
-        """Own rows, those that another rank needs or ``everything``, to the stage, or ``behind`` the ids."""
-        rows, piece = self.rows, kernels_values.PIECE.value
-        n = rows.n
-        self.launch(kernels_values.combine, self.workers(n), ALL=everything, BEHIND=behind)
-        if rows.coalesced or n <= piece:
-            return
-        pieces = n // piece + 1
-        partial = torch.empty(2 * pieces, rows.elements, dtype=ACCUMULATORS[rows.dtype], device=self.ctx.device)
-        self.launch(kernels_values.sum_pieces, (min(16, pieces), min(32, pieces)), partial=partial)
-        self.launch(kernels_values.sum_partial, self.workers(pieces), partial=partial, BEHIND=behind)
+    def _prepare(self, *, plans: bool = False, behind: bool = False) -> None:
+        """Own rows, with ``plans`` those that another rank needs and otherwise all, to the stage, or ``behind`` the ids.
+
+        With ``plans``, who reduces which row is found out as well.
+        """
+        rows, ctx, piece = self.rows, self.ctx, kernels_values.PIECE.value
+        kept, combiners = min(rows.n, ctx.max_rows_per_rank), self.workers(rows.n)
+        planners = max(1, -(-kept // _PLAN_BLOCK)) if plans else 0
+        adders, at_a_time, finishers, partial = 0, 1, 0, rows.parts[0].values  # which is not looked at
+        pieces = rows.n // piece + 1
+        if has_pieces := not rows.coalesced and rows.n > piece:
+            at_a_time, finishers = min(16, pieces), self.workers(pieces)
+            adders = at_a_time * min(32, pieces)
+            partial = torch.empty(2 * pieces, rows.elements, dtype=ACCUMULATORS[rows.dtype], device=ctx.device)
+        self.launch(
+            kernels_values.prepare,
+            planners + combiners + adders + finishers,
+            partial=partial, planners=planners, combiners=combiners, adders=adders, at_a_time=at_a_time,
+            PLANS=plans, ALL=not plans, BEHIND=behind, PIECES=has_pieces, BLOCK=_PLAN_BLOCK,
+        )  # fmt: skip
 
     def move(self) -> torch.Tensor:
         """The rows of the union ``-> [max_union, elements]``, of which the first are theirs."""
@@ -247,8 +256,7 @@ class Call:
         nothing moves where the lists are not valid."""
         ctx = self.ctx
         n = min(self.rows.n, ctx.max_rows_per_rank)
-        self.launch(kernels_lists.plan, max(1, -(-n // _PLAN_BLOCK)), BLOCK=_PLAN_BLOCK)
-        self._combine()
+        self._prepare(plans=True)
         announcers = ctx.world_size - 1
         if ctx.topology.n_nodes == 1:
             self.launch(kernels_reduce.reduce, announcers + self.workers(-(-n // self.kind.tiles.rows)))
@@ -293,7 +301,7 @@ class Call:
         ctx, rows, dist = self.ctx, self.rows, torch.distributed
         dtype, wide = rows.dtype, ACCUMULATORS[rows.dtype]
         n = min(rows.n, ctx.max_rows_per_rank)
-        self._combine(everything=True)
+        self._prepare()
         parts = _rows_in(ctx.stage, n, rows).to(wide)
         if self.op == "mean":
             parts = parts / ctx.world_size

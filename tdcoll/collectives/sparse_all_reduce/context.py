@@ -12,7 +12,7 @@ from tdcoll import arguments, runtime
 from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LISTS, Memory
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, HEADER, LISTS, Memory
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
@@ -147,8 +147,8 @@ class SparseContext(CollectiveContext):
         """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table; -1 if it
         had several."""
         self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
-        self.counters = torch.zeros(LISTS.value, dtype=torch.int32, device=device)
-        """Lengths of the work lists."""
+        self.counters = torch.zeros(COUNTERS.value, dtype=torch.int32, device=device)
+        """Lengths of the work lists, and progress of the launch that fills the stage."""
 
     def _make_area(self, rows: int, row_bytes: int, union: int) -> None:
         """Make lists, out and stage for these capacities, and their scratch; or raise, and take nothing. Collective."""

@@ -27,7 +27,7 @@ from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
 
 __all__ = [
-    *("ANY_ALIGNMENT", "CONTESTED", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
+    *("ANY_ALIGNMENT", "CONTESTED", "COUNTERS", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
     *("Memory", "owner_in", "pick", "turn", "valid", "work_list"),
     *("copy_list", "count_first", "plan", "write_list"),
 ]
@@ -40,6 +40,10 @@ these the ones that are too many times there for one program."""
 
 LISTS = tl.constexpr(4)
 
+COUNTERS = tl.constexpr(8)
+"""Words that count, all of them 0 after a list is packed: entries of the work lists, and behind them programs that have
+done their part of each phase of ``kernels_values.prepare``."""
+
 ANY_ALIGNMENT = ["ids", "order", "begins"]
 """Parameters that may be the caller's indices, at any address. So may rows be, whose alignment pays."""
 
@@ -49,7 +53,8 @@ class Memory(NamedTuple):
 
     Attributes:
         stage, out: addresses of this rank's ``stage`` and ``out``; plus ``g.deltas[q]``, those of rank q of this node.
-        work, counters: int32 ``[LISTS, capacity]`` and ``[LISTS]``: the work lists and their lengths.
+        work: int32 ``[LISTS, capacity]``: the work lists.
+        counters: int32 ``[COUNTERS]``: their lengths, and progress.
         targets: int32 ``[capacity]``: place in the union of each row of this rank's list.
     """
 
@@ -82,7 +87,7 @@ def _write_header(index, memory, g, count, signature, row_bytes):
     tl.store(own + 1, count)
     tl.store(own + 2, signature)
     tl.store(own + 3, tl.cast(0, tl.int64))
-    tl.store(memory.counters + tl.arange(0, LISTS), tl.zeros([LISTS], tl.int32))
+    tl.store(memory.counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
 
 
 @jit
@@ -203,9 +208,11 @@ def valid(index):
     return fits & (bad == 0)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
-def plan(begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.constexpr):
+@jit
+def plan(program, begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.constexpr):
     """Sort this rank's rows into work lists, and find their places in the union. One program per ``BLOCK`` rows.
+
+    A phase of ``kernels_values.prepare``.
 
     The work lists stay empty, and nothing moves, if the lists of ids are not valid (see :func:`valid`).
 
@@ -213,8 +220,7 @@ def plan(begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.cons
         begins: as :func:`write_list` leaves it. With ``REPEATED`` only.
         REPEATED: rows may be there several times: ``begins`` says where each begins.
     """
-    in_stream_order()
-    rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < match.list_size(index, g.rank)
     if valid(index):
         ids = tl.load(match.list_of(index, g.rank) + HEADER + rows, mask=inside, other=0)

@@ -3,23 +3,36 @@
 
 ::
 
+    lists of all ranks --plan--> work lists
     rows of this rank --combine--> stage[place in lists[rank]], or for gather behind the ids of lists[rank]
     rows of which there are more than PIECE --sum_pieces--> partial --sum_partial--> the same places
 
-The launches have no epoch. Each reads what the launches before it have written; who reads ``stage`` on other ranks
-waits for a signal that this rank sends in a later launch. Once a wait of the context has expired, ``stage`` stays as it
+These are phases of one launch, *prepare*. Programs of a phase wait until all of the phase before are done, which have
+lower numbers (:func:`tdcoll.primitives.group.wait_until_done`). For gather there is no plan, and with few rows there
+are no pieces.
+
+The launch has no epoch. It reads what the launches before it have written; who reads ``stage`` on other ranks waits for
+a signal that this rank sends in a later launch. Once a wait of the context has expired, ``stage`` stays as it
 is: replays of a graph may follow, while a peer that is only late still reads the rows of the call before.
 """
 
 import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import ANY_ALIGNMENT, HEADER, LONG, STAGED, work_list
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
+    ANY_ALIGNMENT,
+    HEADER,
+    LISTS,
+    LONG,
+    STAGED,
+    plan,
+    work_list,
+)
 from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import in_stream_order, still_alive
+from tdcoll.primitives.group import in_stream_order, say_done, still_alive, wait_until_done
 
-__all__ = ["PIECE", "combine", "end_of_ids", "sum_partial", "sum_pieces"]
+__all__ = ["PIECE", "combine", "end_of_ids", "prepare", "sum_partial", "sum_pieces"]
 
 PIECE = tl.constexpr(128)
 """Rows of one id that one program sums; with more of them the work is divided."""
@@ -47,9 +60,9 @@ def _id_of(index, g, row):
     return tl.load(match.list_of(index, g.rank) + HEADER + row)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@jit
 def combine(
-    source, order, begins, index, memory, tables, g, row_elements,
+    program, programs, source, order, begins, index, memory, tables, g, row_elements,
     ALL: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -64,14 +77,13 @@ def combine(
         order: int64 ``[n]``: which row of ``source`` is the i-th in the order of ids. With ``REPEATED`` only.
         begins: int64: where in ``order`` each id begins. With ``REPEATED`` only.
     """
-    in_stream_order()
-    if still_alive(g.monitor) == 0:
-        return
     count = tl.load(memory.counters + STAGED).to(tl.int64)
     if ALL:
         count = match.list_size(index, g.rank).to(tl.int64)
+    if still_alive(g.monitor) == 0:
+        count = tl.cast(0, tl.int64)
     to = _target(index, memory, g, source, BEHIND, ALIGNED)
-    for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+    for k in tl.range(program, count, programs):
         row = tl.cast(k, tl.int64)
         if not ALL:
             row = tl.load(work_list(memory, index, STAGED) + k).to(tl.int64)
@@ -131,23 +143,22 @@ def _slot(piece, begin):
     return 2 * (begin // PIECE + piece) + (piece > 0).to(tl.int64)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@jit
 def sum_pieces(
-    source, order, begins, partial, index, memory, tables, g, row_elements,
+    program, programs, at_a_time, source, order, begins, partial, index, memory, tables, g, row_elements,
     ACC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of the work list LONG, piece by piece, ``-> partial [slots, row_elements]`` in the type of sums.
 
-    Programs: any number of rows at a time, times any number of pieces.
+    Programs: ``at_a_time`` rows at a time, times any number of pieces.
     """
-    in_stream_order()
     count = tl.load(memory.counters + LONG)
-    for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+    for k in tl.range(program % at_a_time, count, at_a_time):
         row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
         here, width = source_of(source, _id_of(index, g, row), tables, row_elements)
-        for piece in tl.range(tl.program_id(1), (end - begin + PIECE - 1) // PIECE, tl.num_programs(1)):
+        for piece in tl.range(program // at_a_time, (end - begin + PIECE - 1) // PIECE, programs // at_a_time):
             first = begin + piece * PIECE
             last = tl.minimum(end, first + PIECE)
             for column in tl.range(0, width, WIDE):
@@ -157,18 +168,17 @@ def sum_pieces(
                 tl.store(place + columns, sum, mask=columns < width)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@jit
 def sum_partial(
-    like, begins, partial, index, memory, tables, g, row_elements,
+    program, programs, like, begins, partial, index, memory, tables, g, row_elements,
     BEHIND: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum what :func:`sum_pieces` has left, in order ``->`` where :func:`combine` puts rows. Any programs."""
-    in_stream_order()
-    if still_alive(g.monitor) == 0:
-        return
     to = _target(index, memory, g, like, BEHIND, ALIGNED)
     count = tl.load(memory.counters + LONG)
-    for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+    if still_alive(g.monitor) == 0:
+        count = tl.cast(0, tl.int32)
+    for k in tl.range(program, count, programs):
         row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
@@ -180,3 +190,52 @@ def sum_partial(
                 part = partial + _slot(tl.cast(piece, tl.int64), begin) * row_elements
                 sum += tl.load(part + columns, mask=columns < width, other=0)
             tl.store(to + row * row_elements + columns, sum.to(like.dtype.element_ty), mask=columns < width)
+
+
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+def prepare(
+    source, order, begins, partial, index, memory, tables, nodes, g, planners: tl.int32, combiners: tl.int32,
+    adders: tl.int32, at_a_time: tl.int32, row_elements,
+    PLANS: tl.constexpr, ALL: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, PIECES: tl.constexpr,
+    ACC: tl.constexpr, ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All phases: see the module's docstring. Programs: ``planners``, ``combiners``, ``adders``, any number.
+
+    Args:
+        partial: as for :func:`sum_pieces`; with ``PIECES`` only.
+        planners: of :func:`plan`, as many as it has programs, with ``PLANS``; otherwise 0.
+        adders: of :func:`sum_pieces`, ``at_a_time`` times any number, with ``PIECES``; otherwise 0, and no program
+            comes after the ``combiners``.
+        ALL, BEHIND: as for :func:`combine`.
+    """
+    in_stream_order()
+    program = tl.program_id(0)
+    planned = memory.counters + LISTS
+    if program < planners:
+        if PLANS:
+            plan(program, begins, index, memory, nodes, g, REPEATED, BLOCK)
+            say_done(planned)
+    elif program < planners + combiners:
+        if PLANS:
+            wait_until_done(planned, planners)
+        combine(
+            program - planners, combiners, source, order, begins, index, memory, tables, g, row_elements,
+            ALL, BEHIND, REPEATED, ACC, ALIGNED, DEEP, WIDE,
+        )  # fmt: skip
+        if PIECES:
+            say_done(planned + 1)
+    elif PIECES:
+        adder = program - planners - combiners
+        if adder < adders:
+            wait_until_done(planned + 1, combiners)
+            sum_pieces(
+                adder, adders, at_a_time, source, order, begins, partial, index, memory, tables, g, row_elements,
+                ACC, DEEP, WIDE,
+            )  # fmt: skip
+            say_done(planned + 2)
+        else:
+            wait_until_done(planned + 2, adders)
+            sum_partial(
+                adder - adders, tl.num_programs(0) - planners - combiners - adders, source, begins, partial, index,
+                memory, tables, g, row_elements, BEHIND, ACC, ALIGNED, WIDE,
+            )  # fmt: skip
