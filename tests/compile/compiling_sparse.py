@@ -23,16 +23,13 @@ from tdcoll.primitives.group import Nodes
 
 INDEX_MATCH = {  # constants, as op.py has them
     "clear": {"BLOCK": 4096},
-    "mark": {"BLOCK": 1024},
-    "unite": {"BLOCK": 512},
-    "number": {"BLOCK": 512, "TOTALS": 1024},
-    "find_leaders": {"BLOCK": 512},
-    "number_leaders": {"BLOCK": 512, "TOTALS": 1024},
-    "place_leaders": {"BLOCK": 512},
+    "build": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 0},
+    "build, tables": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
+    "build, search": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
 }
 INDEX_MATCH_TYPES = {
-    **dict.fromkeys(("status", "target"), "*i64"),
-    **dict.fromkeys(("totals", "leaders"), "*i32"),
+    **dict.fromkeys(("status", "target", "firsts", "places"), "*i64"),
+    **dict.fromkeys(("totals", "leaders", "progress"), "*i32"),
 }
 
 
@@ -41,9 +38,9 @@ def index_of_all(search: bool) -> index_match.Index:
 
 
 def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> dict[str, object]:
-    kernel = getattr(index_match, name)
+    kernel = getattr(index_match, name.partition(",")[0])
     declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
-    types = INDEX_MATCH_TYPES | {"index": index_of_all("leaders" in name)}
+    types = INDEX_MATCH_TYPES | {"index": index_of_all("search" in name)}
     ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
     return {
         "kernel": name,
@@ -95,7 +92,6 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ),
     ("pad", {"tables": 4, "TABLES": 32, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
     ("join", {"given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
-    ("split", {"tables": 1, "BLOCK": 32}, "*fp32", (90,)),
     ("count_first", {"BLOCK": 1024}, "*fp32", (90,)),
     ("write_list", {"BLOCK": 1024}, "*fp32", (90,)),
     ("copy_list", {"BLOCK": 1024}, "*fp32", (90,)),

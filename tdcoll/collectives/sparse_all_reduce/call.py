@@ -95,7 +95,7 @@ class _Kind:
             "ROWS": cut.rows,
             "WIDE": cut.wide,
             "DEEP": cut.deep,
-            "TABLES": triton.next_power_of_2(len(rows.parts) + 1),
+            "TABLES": triton.next_power_of_2(len(rows.parts)),
             "WAITED": max(8, triton.next_power_of_2(ctx.world_size)),  # most groups share what was compiled
         }
 
@@ -195,9 +195,8 @@ class Call:
             ctx.exchanges += 1
             if ctx.world_size > 1:
                 exchange_counted(ctx, lists.data_ptr(), nbytes)
-        ctx.directory.build(lists, self._signature)
-        if not rows.single:
-            self.launch(kernels_tables.split, 1, BLOCK=self.kind.arguments["TABLES"])
+        firsts = None if rows.single else self.kind.tables.whole.firsts
+        ctx.directory.build(lists, self._signature, firsts, self.kind.counts)
 
     def _join(self) -> torch.Tensor:
         """``-> [n]``: the ids of all tables."""
@@ -220,7 +219,7 @@ class Call:
         return ids
 
     def _prepare(self, *, plans: bool = False, behind: bool = False) -> None:
-        """Own rows, with ``plans`` those that another rank needs and otherwise all, to the stage, or ``behind`` the ids.
+        """Own rows to the stage, or ``behind`` the ids: with ``plans`` those that another rank needs, otherwise all.
 
         With ``plans``, who reduces which row is found out as well.
         """

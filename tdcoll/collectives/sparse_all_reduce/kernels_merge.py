@@ -79,7 +79,7 @@ def pad(
     do rows that a wait which has expired has kept from coming. Programs: any number, times the tables.
 
     Args:
-        counts: as ``kernels_tables.split`` leaves it. With several tables only.
+        counts: as ``Directory.build`` leaves it. With several tables only.
         TABLES: a power of two, at least the number of tables.
     """
     in_stream_order()

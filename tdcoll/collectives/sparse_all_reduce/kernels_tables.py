@@ -6,10 +6,10 @@ one reduction serve all of them. Rows of different widths lie in ``stage`` and `
 widest, and only their own elements move::
 
     tensors of this rank, where they are --join--> ids of all tables, in the order of the tables; sources
-    union --split--> where each table begins in it, behind a copy of the status
+    union --last phase of directory--> where each table begins in it, behind a copy of the status
 
-A single tensor is a list of one and needs neither launch: its ids are those of the call, and constants in the tuple
-:class:`Tables` remove the look-ups. The launches have no epoch, and no other rank takes part.
+A single tensor is a list of one and needs neither: its ids are those of the call, and constants in the tuple
+:class:`Tables` remove the look-ups. The launch has no epoch, and no other rank takes part.
 
 An id that its table doesn't have becomes -1, which no directory accepts. It can't become a row of the next table.
 """
@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.index_match.kernels import find_sorted
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import in_stream_order
 
-__all__ = ["MOST_GIVEN", "Tables", "below", "given", "join", "local", "rows_of", "source_of", "split", "within"]
+__all__ = ["MOST_GIVEN", "Tables", "given", "join", "local", "rows_of", "source_of", "within"]
 
 MOST_GIVEN = 64
 """Tensors that one launch of :func:`join` takes: their addresses are parameters, of which a kernel may have 4 KB."""
@@ -119,15 +118,7 @@ def within(columns, width, tables):
     return inside
 
 
-@jit
-def below(ids, index):
-    """How many ids of the union are less than each of ``ids``."""
-    size = tl.minimum(tl.load(index.status + match.UNION), tl.cast(index.max_union, tl.int64)).to(tl.int32)
-    place, found = find_sorted(ids, index.union, size)
-    return place + ((found < ids) & (place < size)).to(tl.int32)
-
-
-# ---------------------------------------------------------------------- launches
+# ---------------------------------------------------------------------- launch
 
 
 @jit
@@ -161,18 +152,3 @@ def join(given, tables, joined, first: tl.int32, ITEM: tl.constexpr, COUNT: tl.c
         row = tl.load(source + at, mask=inside, other=0)
         there = (row >= 0) & (row < extent)
         tl.store(joined + begin + at, tl.where(there, begins_at + row, -1), mask=inside)
-
-
-@jit
-def split(index, tables, counts, BLOCK: tl.constexpr):
-    """The status, then for each table, and for the end, its first row's place in the union ``-> counts``. One program.
-
-    ``BLOCK``: a power of two, at least ``count + 1``.
-    """
-    in_stream_order()
-    word = tl.arange(0, match.STATUS_WORDS)
-    tl.store(counts + word, tl.load(index.status + word))
-    table = tl.arange(0, BLOCK)
-    inside = table <= tables.count
-    ids = tl.load(tables.firsts + table, mask=inside, other=0)
-    tl.store(counts + match.STATUS_WORDS + table, below(ids, index).to(tl.int64), mask=inside)
