@@ -92,9 +92,8 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ),
     ("pad", {"tables": 4, "TABLES": 32, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
     ("join", {"given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
-    ("count_first", {"BLOCK": 1024}, "*fp32", (90,)),
-    ("write_list", {"BLOCK": 1024}, "*fp32", (90,)),
-    ("copy_list", {"BLOCK": 1024}, "*fp32", (90,)),
+    ("pack", {"REPEATED": True, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90, 100)),
+    ("pack", {"REPEATED": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
 ]
 SPARSE_KERNELS = {
     name: kernel
@@ -104,7 +103,8 @@ SPARSE_KERNELS = {
 }
 SPARSE_TYPES = {
     **dict.fromkeys(("ids", "begins", "order", "count", "counts", "indices", "joined", "remembered"), "*i64"),
-    "totals": "*i32",
+    **dict.fromkeys(("target", "status"), "*i64"),
+    **dict.fromkeys(("totals", "progress"), "*i32"),
     "partial": "*fp32",
     "g": tuples()["g"],
     "memory": kernels_lists.Memory("i64", "i64", "*i32", "*i32", "*i32"),

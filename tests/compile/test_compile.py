@@ -166,7 +166,7 @@ def test_one_node_sparse_all_reduce_has_no_nvshmem(compiled) -> None:
     """All that it launches: its own kernels, and the exchange of lists."""
     one_node = [k for k in compiled["sparse"] if k["kernel"] not in ("reduce_nodes", "reduce_nodes_of_single")]
     one_node = [k for k in one_node if k["kernel"] not in ("forward", "meet_nodes")]
-    assert {"write_list", "copy_list", "prepare", "reduce", "meet", "merge"} <= {k["kernel"] for k in one_node}
+    assert {"pack", "prepare", "reduce", "meet", "merge"} <= {k["kernel"] for k in one_node}
     assert [k for k in one_node if k["calls"] or k["needs"]] == []
     (exchange,) = compiled["exchange"]
     assert exchange["counted"]

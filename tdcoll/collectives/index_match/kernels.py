@@ -14,8 +14,9 @@ Two kinds of directory answer the same questions (:func:`find`, :func:`find_in_u
                               Place of an id in the union = sum over p of leaders[p, ids of list p below it].
                               Lists, and the union, are searched by bisection: log2(n) loads.
 
-Two launches on one stream, *clear* and *build*. Programs of a phase of *build* wait until all of the phase before are
-done, which have lower numbers (:func:`tdcoll.primitives.group.wait_until_done`), and nothing else orders them::
+Two launches on one stream: *clear*, in whose place a launch of the caller's may do the same, and *build*. Programs of a
+phase of *build* wait until all of the phase before are done, which have lower numbers
+(:func:`tdcoll.primitives.group.wait_until_done`), and nothing else orders them::
 
     bitmap   clear -> mark -> unite -> number                               -> place_firsts, if wanted
     search   clear -> find_leaders -> number_leaders -> place_leaders       -> place_firsts, if wanted
@@ -50,7 +51,7 @@ __all__ = [
     *("BAD_ORDER", "BAD_RANGE", "BAD_SIGNATURE", "MAX_ROWS", "STATUS_WORDS", "TOTAL", "UNION"),
     *("HEADER", "LIST_BYTES", "LIST_COUNT", "LIST_SIGNATURE"),
     *("Index", "below", "find", "find_in_union", "find_sorted", "list_of", "list_size", "popcount"),
-    *("PHASES", "build", "clear"),
+    *("PHASES", "build", "clear", "wipe"),
 ]
 
 # Words of a list's header.
@@ -200,14 +201,20 @@ def below(ids, index):
 
 
 @jit
-def clear(target, size: tl.int64, status, progress, BLOCK: tl.constexpr):
+def wipe(program, target, size, status, progress, BLOCK: tl.constexpr):
     """Zero ``target[:size]``, ``status`` and ``progress``. Programs: ceil(size / BLOCK), at least 1."""
-    in_stream_order()
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + i, tl.zeros([BLOCK], tl.int64), mask=i < size)
-    if tl.program_id(0) == 0:
+    if program == 0:
         tl.store(status + tl.arange(0, STATUS_WORDS), tl.zeros([STATUS_WORDS], tl.int64))
         tl.store(progress + tl.arange(0, PHASES), tl.zeros([PHASES], tl.int32))
+
+
+@jit
+def clear(target, size: tl.int64, status, progress, BLOCK: tl.constexpr):
+    """:func:`wipe` as a launch of its own."""
+    in_stream_order()
+    wipe(tl.program_id(0), target, size, status, progress, BLOCK)
 
 
 @jit

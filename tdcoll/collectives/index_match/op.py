@@ -28,7 +28,7 @@ _MAX_PROGRAMS = 4096
 MOST_PLACES = (1 << 31) - (1 << 21)
 """Places are 32 bits: in entries, and in what ``find`` returns. Loops over them count one step further."""
 
-_CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK = 4096, 1024, 512, 512, 1024
+CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK = 4096, 1024, 512, 512, 1024
 
 _NO_ID = torch.iinfo(torch.int64).max
 """Comes after all ids."""
@@ -176,7 +176,22 @@ class Directory:
             self._key, self._packed = key, Packed(kernels.Index(*tensors, *sizes, tl.constexpr(self.search)))
         return self._packed
 
-    def build(self, lists: torch.Tensor, signature: int, firsts: Any = None, places: Any = None) -> None:
+    @property
+    def to_clear(self) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]:
+        """``(target, size, status, progress)`` of ``kernels.wipe``, for a launch of the caller's."""
+        # Of a search, the union: unsorted lists leave holes in it, and what is there must be a row.
+        target, size = (self.union, self.max_union) if self.search else (self.entries, self.world * self.words)
+        return target, size, self.status, self._progress
+
+    def build(
+        self,
+        lists: torch.Tensor,
+        signature: int,
+        firsts: Any = None,
+        places: Any = None,
+        *,
+        cleared: bool = False,
+    ) -> None:
         """Make the directory of ``lists``: two launches on the current stream; no synchronisation.
 
         CUDA-graph safe after one eager call with as many rows.
@@ -187,15 +202,15 @@ class Directory:
             firsts: int64 ``[count]``, ids. None: ``places`` is left alone.
             places: int64 ``[STATUS_WORDS + count]``: becomes the status, and how many ids of the union are below each
                 of ``firsts``.
+            cleared: a launch since the last build has cleared what :attr:`to_clear` says; one launch is enough then.
         """
         index, totals, search = self.index(lists), self._totals, self.search
         if capturing(self.device):
             self._captured = True
         run: Any = partial(self._launch, variant=(search, lists.data_ptr() % 16))
-        # Of a search, the union: unsorted lists leave holes in it, and what is there must be a row.
-        target, size = (self.union, self.max_union) if search else (self.entries, self.world * self.words)
-        cleared = target, size, self.status, self._progress
-        run(kernels.clear, _blocks(size, _CLEAR_BLOCK), cleared, (_CLEAR_BLOCK,), num_warps=8)
+        if not cleared:
+            blocks = _blocks(self.to_clear[1], CLEAR_BLOCK)
+            run(kernels.clear, blocks, self.to_clear, (CLEAR_BLOCK,), num_warps=8)
         block = _SEARCH_BLOCK if search else _WORDS_BLOCK
         blocks = self.capacity // block + 1 if search else _blocks(self.words, block)
         per_list = blocks if search else _blocks(self.capacity, _MARK_BLOCK)

@@ -16,6 +16,7 @@ from tdcoll.collectives._host.launch import Packed
 from tdcoll.collectives._host.launches import outside_of_graphs
 from tdcoll.collectives.all_gather.spec import counted_launches, exchange_counted
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS, TOTAL, UNION
+from tdcoll.collectives.index_match.op import CLEAR_BLOCK
 from tdcoll.collectives.sparse_all_reduce import (
     kernels_lists,
     kernels_merge,
@@ -55,7 +56,7 @@ class _Kind:
             such rows, and move no further.
         lists: int64 ``[world, stride]``: every rank's list.
         seed: of the signature.
-        tables: what kernels know of the tables.
+        tables, firsts: what kernels know of the tables; id of the first row of each.
         counts: int64, the status, and of several tables where each begins in the union; and the same on the host.
         arguments: of all kernels, by the names of their parameters, as far as they are the same.
     """
@@ -79,7 +80,7 @@ class _Kind:
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.seed = zlib.crc32(repr((rows.tables, str(dtype), op, wanted, dense_allowed)).encode())
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)
-        self.tables, self.counts, self.on_host = _tables(ctx, rows)
+        self.tables, self.firsts, self.counts, self.on_host = _tables(ctx, rows)
         self.arguments = {
             "tables": self.tables,
             "counts": self.counts,
@@ -178,15 +179,18 @@ class Call:
         given = rows.parts[0].indices if rows.single else self._join()
         blocks = max(1, -(-n // _IDS_BLOCK))
         with_rows = self.algorithm == "gather" and not self.kind.too_wide
-        how = {"row_bytes": rows.row_bytes if with_rows else 0, "BLOCK": _IDS_BLOCK}
-        if rows.coalesced:
-            self.launch(kernels_lists.copy_list, blocks, ids=given, **how)
-        else:
+        ids, totals = given, ctx.counters  # which is not looked at
+        if not rows.coalesced:
             ids, self._arguments["order"] = torch.sort(given, stable=True)
             self._arguments["begins"] = torch.empty(n + 1, dtype=torch.int64, device=ctx.device)
             totals = torch.empty(blocks, dtype=torch.int32, device=ctx.device)
-            self.launch(kernels_lists.count_first, blocks, ids=ids, totals=totals, BLOCK=_IDS_BLOCK)
-            self.launch(kernels_lists.write_list, blocks, ids=ids, totals=totals, **how)
+        target, size, status, progress = ctx.directory.to_clear
+        self.launch(
+            kernels_lists.pack,
+            blocks * (1 if rows.coalesced else 2) + max(1, -(-size // CLEAR_BLOCK)),
+            ids=ids, totals=totals, blocks=blocks, row_bytes=rows.row_bytes if with_rows else 0,
+            target=target, size=size, status=status, progress=progress, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
+        )  # fmt: skip
         if with_rows:
             self._prepare(behind=True)
         if ctx.launch.only_loads:
@@ -195,8 +199,8 @@ class Call:
             ctx.exchanges += 1
             if ctx.world_size > 1:
                 exchange_counted(ctx, lists.data_ptr(), nbytes)
-        firsts = None if rows.single else self.kind.tables.whole.firsts
-        ctx.directory.build(lists, self._signature, firsts, self.kind.counts)
+        firsts = None if rows.single else self.kind.firsts
+        ctx.directory.build(lists, self._signature, firsts, self.kind.counts, cleared=True)
 
     def _join(self) -> torch.Tensor:
         """``-> [n]``: the ids of all tables."""
@@ -328,13 +332,13 @@ def _rows_in(memory: torch.Tensor, count: int, like: Joined) -> torch.Tensor:
     return memory[: count * like.row_bytes].view(like.dtype).view(count, like.elements)
 
 
-def _tables(ctx: SparseContext, rows: Joined) -> tuple[Packed, torch.Tensor, torch.Tensor]:
-    """``(tables as kernels see them, counts, counts on the host)``."""
+def _tables(ctx: SparseContext, rows: Joined) -> tuple[Packed, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(tables as kernels see them, their first rows, counts, counts on the host)``."""
     if rows.single:
         nothing = kernels_tables.Tables(
             *(ctx.no_indices, ctx.counters, ctx.no_indices), 1, tl.constexpr(True), tl.constexpr(1)
         )  # fmt: skip
-        return Packed(nothing), ctx.directory.status, ctx.status_words
+        return Packed(nothing), ctx.no_indices, ctx.directory.status, ctx.status_words
     key = "sparse", "tables", rows.tables  # they stay as long as the context, since a graph may refer to them
 
     def make() -> tuple[torch.Tensor, ...]:
@@ -350,7 +354,7 @@ def _tables(ctx: SparseContext, rows: Joined) -> tuple[Packed, torch.Tensor, tor
     firsts, widths, sources, counts, on_host = ctx.tables[key]
     single, aligned = tl.constexpr(False), tl.constexpr(rows.aligned)
     tables = kernels_tables.Tables(firsts, widths, sources, len(rows.parts), single, aligned)
-    return Packed(tables), counts, on_host
+    return Packed(tables), firsts, counts, on_host
 
 
 def _neutral(op: str, dtype: torch.dtype) -> float | int:

@@ -147,7 +147,7 @@ class SparseContext(CollectiveContext):
         """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table; -1 if it
         had several."""
         self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
-        self.counters = torch.zeros(COUNTERS.value, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
         """Lengths of the work lists, and progress of the launch that fills the stage."""
 
     def _make_area(self, rows: int, row_bytes: int, union: int) -> None:
