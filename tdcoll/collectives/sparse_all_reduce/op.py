@@ -232,6 +232,8 @@ def sparse_all_reduce(
     Args:
         tensor: ``torch.sparse_coo`` with one sparse dimension and any dense ones, coalesced or not; fp16, bf16, fp32,
             fp64, int32 or int64; on the context's device. The ranks may bring different numbers of rows, also none.
+            Or a list of such tensors, of any numbers of rows and shapes of rows, in the same order on all ranks: one
+            call for those of each dtype, whose results are those of calls of their own, as a list.
         op: ``"sum"``, ``"mean"`` or ``"avg"`` (each part is divided by the number of ranks, of the group and not of the
             row, before it is added), ``"max"``, ``"min"``, ``"prod"`` or ``"product"``, or a
             ``torch.distributed.ReduceOp``.
