@@ -3,7 +3,7 @@
 
 A context owns, in symmetric memory,
 
-- ``staging`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, r]``;
+- ``inbox`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``inbox[slot, r]``;
 - ``signals`` ``[2, channels, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose
   chunk ``channel`` of rank r has landed there;
 - ``flagged`` ``[2, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small
@@ -50,7 +50,7 @@ import triton.language as tl
 
 from tdcoll import arguments, limits, runtime
 from tdcoll.errors import HeapExhaustedError
-from tdcoll.gate import Gate
+from tdcoll.preconditions import Preconditions
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
@@ -82,7 +82,7 @@ def _group_name(group: runtime.Group, topology: Topology) -> str | None:
     return str(group.group_name)
 
 
-class CollectiveContext(Gate):
+class CollectiveContext(Preconditions):
     """Symmetric slots, signals and the epoch for the collectives of one group.
 
     >>> with tdcoll.CollectiveContext() as ctx:
@@ -231,7 +231,7 @@ class CollectiveContext(Gate):
         self.stores = self._agree_on_stores()
         self.ll_bytes = self._most_ll_bytes()
         words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))  # a call of no bytes sends one
-        self.staging = self._allocate((2, world, self.capacity), torch.uint8, "staging")
+        self.inbox = self._allocate((2, world, self.capacity), torch.uint8, "inbox")
         self.signals = self._allocate((2, self.channels, world), torch.int64, "signals")
         self.ready = self._allocate((world,), torch.int64, "ready")
         self.gave_up = self._allocate((world,), torch.int64, "gave_up")
