@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives that run inside Triton kernels over NVSHMEM symmetric memory.
 
-Every public name is imported when it is first used. So ``import tdcoll`` costs nothing, a process pays for the
-collectives that it calls, and ``python -m tdcoll`` runs where PyTorch or Triton cannot be imported. Importing
+Every public name is imported when it is first used. ``import tdcoll`` therefore costs nothing, a process pays only for
+the collectives that it calls, and ``python -m tdcoll`` runs even if PyTorch or Triton cannot be imported. Importing
 tdcoll also makes ``init_process_group("tdcoll")`` known to ``torch.distributed``.
 """
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         RankMismatchError,
         TdcollError,
     )
+    from tdcoll.explanation import Explanation, explain
+    from tdcoll.footprint import MemoryPlan, memory_plan
     from tdcoll.language.jit import jit
     from tdcoll.memory import barrier, device, empty, free, heap_info, rank, topology, world_size, zeros
     from tdcoll.monitor import WaitMonitor
@@ -52,7 +54,9 @@ __all__ = [
     "CollectiveContext",
     "CollectiveTimeout",
     "ContextError",
+    "Explanation",
     "HeapExhaustedError",
+    "MemoryPlan",
     "NotInitializedError",
     "NotSymmetricError",
     "PaddedRows",
@@ -75,6 +79,7 @@ __all__ = [
     "copy_on_stream",
     "device",
     "empty",
+    "explain",
     "finalize",
     "free",
     "heap_info",
@@ -83,6 +88,7 @@ __all__ = [
     "jit",
     "match_indices",
     "match_lists",
+    "memory_plan",
     "peer_tensor",
     "rank",
     "reduce_scatter",
@@ -112,6 +118,8 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes any name for
             "AlreadyInitializedError CollectiveTimeout ContextError HeapExhaustedError NotInitializedError "
             "NotSymmetricError RankMismatchError TdcollError"
         ),
+        "explanation": "Explanation explain",
+        "footprint": "MemoryPlan memory_plan",
         "language.jit": "jit",
         "memory": "barrier device empty free heap_info rank topology world_size zeros",
         "monitor": "WaitMonitor",

@@ -35,7 +35,7 @@ before the bytes of e. In one row, "at least e" would take it for the signal of 
 
 **In place.** When the result is the caller's own symmetric buffer there is only one of it, and the argument above
 fails: a peer may still read the result of e-1 from the very bytes that e would write. There, a rank first tells its
-peers that it has *entered* the call (``ready``), and nobody writes into a buffer before its owner has. (LL needs none
+peers that it has *entered* the call (``ready``), and no peer writes into a buffer before its owner has. (LL needs none
 of that: it lands in ``flagged``, and each rank writes its buffer itself.)
 """
 
@@ -43,21 +43,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import triton.language as tl
 
-from tdcoll import arguments, limits, runtime
+from tdcoll import arguments, runtime
 from tdcoll.errors import HeapExhaustedError
-from tdcoll.preconditions import Preconditions
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.monitor import WaitMonitor
+from tdcoll.preconditions import Preconditions
 from tdcoll.primitives.group import Group
 from tdcoll.primitives.lamport import SENTINEL, Lamport
 from tdcoll.runtime.topology import Topology
+from tdcoll.sizes import Area, ContextSizes, context_sizes
 from tdcoll.tuning.agreement import agree
 
 if TYPE_CHECKING:
@@ -136,6 +137,9 @@ class CollectiveContext(Preconditions):
         RankMismatchError: ranks pass different arguments. (Deadlines and streams may differ.)
     """
 
+    dense: ClassVar[bool] = True
+    """Whether it is for dense collectives."""
+
     def __init__(
         self,
         group: runtime.Group = None,
@@ -172,9 +176,14 @@ class CollectiveContext(Preconditions):
             )
         monitor = WaitMonitor(timeout_s=timeout_s, rank=topology.rank)
         super().__init__(job, topology, monitor, debug, stream)
-        if max_bytes_per_rank is None:
-            max_bytes_per_rank = limits.inbox_bytes(topology.world_size, job.heap.nbytes)
-        self.max_bytes_per_rank = max_bytes_per_rank
+        self._given_sizes: dict[str, Any] = {
+            "max_bytes_per_rank": max_bytes_per_rank,
+            "channels": channels,
+            "flagged_bytes": flagged_bytes,
+            "lamport_bytes": lamport_bytes,
+        }
+        sizes = context_sizes(topology, job.heap.nbytes, **self._given_sizes)
+        self.max_bytes_per_rank = sizes.max_bytes_per_rank
         """The most that one rank sends to another in one epoch, in bytes."""
         self.channels = channels
         self.max_programs = MAX_PROGRAMS if max_programs is None else max_programs
@@ -186,11 +195,7 @@ class CollectiveContext(Preconditions):
         self.ll_bytes: int
         """The most of one rank's data that flagged words carry, in bytes; -1 where there are none: ranks of a node
         cannot store to each other, or nodes have different numbers of ranks."""
-        self._lamport_bytes = lamport_bytes
-        if lamport_bytes is None:
-            usual = limits.lamport_bytes(topology.world_size, topology.n_nodes)
-            lamport_bytes = min(max_bytes_per_rank, usual, job.heap.nbytes // (12 * topology.world_size))
-        self.lamport_bytes = lamport_bytes
+        self.lamport_bytes: int
         """The most of one rank's data that words which announce themselves carry, in bytes; 0 where there are none."""
         self.device_lamport: Lamport | None = None
         """The inbox of such words as kernels see it; None where there is none."""
@@ -202,7 +207,6 @@ class CollectiveContext(Preconditions):
         self.group_name = _group_name(group, topology)
         """The name in ``torch.distributed`` of the process group that was given, or of the default group if it has the
         same ranks; None otherwise."""
-        self._flagged_bytes = flagged_bytes
         self._closed = False
         self.known: dict[Hashable, Any] = {}
         """What :meth:`once` has made and not forgotten, by key."""
@@ -216,48 +220,45 @@ class CollectiveContext(Preconditions):
 
     def _make(self, tuning: Any) -> None:
         """Agree with the other ranks, and take memory. Collective."""
-        owner, world = self.job, self.topology.world_size
+        owner, given = self.job, self._given_sizes
         same = {
+            **given,
             "max_bytes_per_rank": self.max_bytes_per_rank,
-            "channels": self.channels,
-            "flagged_bytes": self._flagged_bytes,
-            "lamport_bytes": self._lamport_bytes,
             "max_programs": self.max_programs,
             "debug": self.debug,
         }
         owner.agree(self._group, "arguments of CollectiveContext", same)
         self.tuning = agree(owner, self._group, tuning)
-        self.capacity = max(16, -(-self.max_bytes_per_rank // 16) * 16)
         self.stores = self._agree_on_stores()
-        self.ll_bytes = self._most_ll_bytes()
-        words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))  # a call of no bytes sends one
-        self.inbox = self._allocate((2, world, self.capacity), torch.uint8, "inbox")
-        self.signals = self._allocate((2, self.channels, world), torch.int64, "signals")
-        self.ready = self._allocate((world,), torch.int64, "ready")
-        self.gave_up = self._allocate((world,), torch.int64, "gave_up")
-        self.flagged = self._allocate((2, world, words, 2), torch.int64, "flagged")
+        sizes = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, **given)
+        self.capacity, self.ll_bytes = sizes.capacity, sizes.ll_bytes
+        self.inbox = self._allocate(sizes.inbox)
+        self.signals = self._allocate(sizes.signals)
+        self.ready = self._allocate(sizes.ready)
+        self.gave_up = self._allocate(sizes.gave_up)
+        self.flagged = self._allocate(sizes.flagged)
         self.flagged.zero_()
         self.signals.zero_()
         self.ready.zero_()
         self.gave_up.zero_()
         self.control = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.device_group = self._device_group()
-        self.lamport_bytes = self.lamport_bytes if self.stores else 0
-        if self.lamport_bytes:
+        if sizes.lamport_bytes:
             try:
-                self.device_lamport = self._device_lamport()
+                self.device_lamport = self._device_lamport(sizes)
             except HeapExhaustedError:  # on all ranks
-                if self._lamport_bytes is not None or self.lamport_bytes < 16:
+                if given["lamport_bytes"] is not None or sizes.lamport_bytes < 16:
                     raise
-                self.lamport_bytes //= 16
-                self.device_lamport = self._device_lamport()
-        barrier(self._group)  # nobody may signal or send before everybody's memory is as it must be
+                sizes = sizes.with_less_lamport()
+                self.device_lamport = self._device_lamport(sizes)
+        self.lamport_bytes = sizes.lamport_bytes
+        barrier(self._group)  # no rank may signal or send before the memory of all is ready
         owner.held[id(self)] = self
 
     def take_back(self) -> None:
         """Give back what the context has taken, on this rank alone: where it could not be made, for whatever reason.
 
-        Nobody uses the memory: what all ranks do last is to wait for each other, and this one has not come so far.
+        No rank uses the memory: what all ranks do last is to wait for each other, and this one has not come so far.
         """
         self._closed, self._refusal = True, "the context could not be made"
         for tensor in self._symmetric:
@@ -272,14 +273,6 @@ class CollectiveContext(Preconditions):
         mates = [topology.pes[rank] for rank in topology.members[topology.node]]
         reachable = all(owner.heap.peer_base(pe) != 0 for pe in mates)
         return all(owner.exchange(self._group, "peers reachable", reachable))
-
-    def _most_ll_bytes(self) -> int:
-        topology = self.topology
-        if not self.stores or topology.ranks_per_node is None:
-            return -1
-        if self._flagged_bytes is not None:  # what crosses between nodes is staged in the inbox first
-            return self._flagged_bytes if topology.n_nodes == 1 else min(self._flagged_bytes, self.capacity)
-        return min(self.max_bytes_per_rank, limits.flagged_bytes(topology.world_size, topology.n_nodes))
 
     def _device_group(self) -> Group:
         heap = self.job.heap
@@ -296,19 +289,18 @@ class CollectiveContext(Preconditions):
             world=tl.constexpr(self.world_size),
         )
 
-    def _device_lamport(self) -> Lamport:
-        stride = -(-self.lamport_bytes // 16) * 16
-        inbox = self._allocate((3, self.world_size, stride // 4), torch.int32, "lamport")
+    def _device_lamport(self, sizes: ContextSizes) -> Lamport:
+        inbox = self._allocate(sizes.lamport)
         inbox.fill_(SENTINEL.value)
         return Lamport(
             base=inbox.data_ptr(),
-            stride=stride,
+            stride=inbox[0, 0].nbytes,
             control=torch.zeros(1, dtype=torch.int64, device=self.device),
             extents=torch.zeros(3, dtype=torch.int64, device=self.device),
         )
 
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-        tensor = self.job.allocate(shape, dtype, group=self._group, name=name)
+    def _allocate(self, area: Area) -> torch.Tensor:
+        tensor = self.job.allocate(area.shape, area.dtype, group=self._group, name=area.name)
         self._symmetric.append(tensor)
         return tensor
 
@@ -374,7 +366,7 @@ class CollectiveContext(Preconditions):
         After an expired wait it is local, since a peer may be gone, and the memory stays taken.
 
         Raises:
-            CollectiveTimeout: a wait has expired, and nobody has been told yet.
+            CollectiveTimeout: a wait has expired, which hasn't been reported yet.
         """
         if self._closed:
             return

@@ -20,12 +20,18 @@ from tdcoll.spec import constants as c
 
 __all__ = ["WaitMonitor"]
 
+_TOLD = (c.RECORD_PEER, c.RECORD_SIGNAL)
+
 
 class WaitMonitor:
     """The deadline and the record of the bounded waits of some kernels. Local to one rank.
 
-    Pass :attr:`words` to a kernel as the ``monitor`` of its waits, and call :meth:`check` before using what the
-    kernel produced. Every :class:`~tdcoll.CollectiveContext` has one.
+    Pass it to a kernel of :func:`tdcoll.jit` as the ``monitor`` of its waits, and call :meth:`check` before using what
+    the kernel produced. (Kernels of ``triton.jit``, and tuples, take its :attr:`words`.) Every
+    :class:`~tdcoll.CollectiveContext` has one.
+
+    >>> monitor = tdcoll.WaitMonitor(timeout_s=5)
+    >>> monitor.check()
 
     Args:
         timeout_s: deadline of each wait, seconds. Default: that of :func:`tdcoll.initialize`.
@@ -36,7 +42,7 @@ class WaitMonitor:
 
     Attributes:
         words: int64 ``[4]`` on the device, laid out as ``MONITOR_*`` of the device language says.
-        valid: ``[1]``, on the host: 0 until a wait has expired. What a call looks at before it launches: it takes a
+        valid: ``[1]``, on the host: 0 until a wait has expired. A call looks at it before it launches: it takes a
             third of the time that numpy takes.
     """
 
@@ -60,8 +66,13 @@ class WaitMonitor:
         address = self.words.data_ptr()
         self._runtime.monitors.add(address)
         weakref.finalize(self, self._runtime.monitors.discard, address)
-        # Kernels write to this memory when a wait expires, whoever still refers to it.
+        # Kernels write to this memory when a wait expires, even if nothing refers to it any more.
         self._runtime.held[id(self)] = self
+
+    @property
+    def kernel_argument(self) -> torch.Tensor:
+        """What a kernel of :func:`tdcoll.jit` gets in the place of the monitor: its words."""
+        return self.words
 
     @property
     def reported(self) -> bool:
@@ -108,13 +119,15 @@ class WaitMonitor:
         if self.expired:
             self._runtime.failed = self._reported = True
             words = [int(word) for word in self._host]
-            rank, peer, seen = (words[place.value] for place in (c.RECORD_RANK, c.RECORD_PEER, c.RECORD_SEEN))
+            rank, seen = words[c.RECORD_RANK.value], words[c.RECORD_SEEN.value]
+            # -1: the kernel has not told its wait.
+            peer, signal = (number if (number := words[place.value]) >= 0 else None for place in _TOLD)
             if words[c.RECORD_EXPECTED.value] == c.GAVE_UP.value:  # stores.none_gave_up
                 raise CollectiveTimeout(rank=rank, peer=peer, epoch=seen - c.GAVE_UP.value, timeout_s=self.timeout_s)
             raise CollectiveTimeout(
                 rank=rank,
                 peer=peer,
-                signal=words[c.RECORD_SIGNAL.value],
+                signal=signal,
                 epoch=words[c.RECORD_EPOCH.value],
                 expected=words[c.RECORD_EXPECTED.value],
                 seen=seen,

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec",),
     ("runtime.topology"),
     ("runtime",),
+    ("sizes",),
     ("runtime.simulator",),
     ("language",),
     # What joins a job: it starts the transport and, in the meantime, the compiler.
@@ -39,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     tuple(f"collectives.{name}" for name in COLLECTIVES),
     ("collectives.sparse_all_reduce",),
     ("fused",),
+    ("explanation", "footprint"),
     ("ops",),
     ("",),  # the package itself, which gives out the public names of all the above
     ("distributed",),

@@ -44,5 +44,9 @@ LOWERING: str = _lowering()
 """The module that implements the device language in this process."""
 
 _implementation = importlib.import_module(LOWERING)
-for _name in FUNCTIONS:
-    globals()[_name] = getattr(_implementation, _name)
+for _name, _spec in FUNCTIONS.items():
+    globals()[_name] = _function = getattr(_implementation, _name)
+    if LOWERING != "tdcoll.language.triton_dist":  # some of which are another library's
+        _function.__doc__ = _spec.doc
+        if hasattr(_function, "fn"):  # a Triton function, which does not say how it is called
+            _function.__signature__ = _spec.call

@@ -274,12 +274,30 @@ def _with_plain_fields(bind: Callable[..., Any], function: JITFunction) -> Calla
     return bound
 
 
+def _as_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a launch, those that have a ``kernel_argument`` replaced by it, in 1 us where none has."""
+    for value in (*args, *kwargs.values()):
+        kind = type(value)
+        if kind not in _plain_types:
+            if hasattr(kind, "kernel_argument"):
+                break
+            _plain_types.add(kind)
+    else:
+        return args, kwargs
+    given = lambda value: getattr(value, "kernel_argument", value)  # noqa: E731
+    return tuple(map(given, args)), {name: given(value) for name, value in kwargs.items()}
+
+
+_plain_types: set[type] = set()
+"""Types of arguments that were seen and have no ``kernel_argument``."""
+
+
 class TdcollJITFunction(JITFunction):
     """A ``triton.jit`` function that links and initialises NVSHMEM when it calls it."""
 
     @functools.cached_property
     def _reached(self) -> tuple[Any, ...]:
-        """What this kernel reaches, whatever its arguments are."""
+        """All that this kernel reaches, whatever its arguments are."""
         return tuple(_reach(self))
 
     @functools.cached_property
@@ -327,6 +345,7 @@ class TdcollJITFunction(JITFunction):
         return f"{super().cache_key}-{_lowering_digest()}"
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        args, kwargs = _as_arguments(args, kwargs)
         self._check_monitor(args, kwargs)
         if not _LEFT_TO_TRITON_DISTRIBUTED and (
             self.calls_nvshmem or _arguments_need_nvshmem(args) or _arguments_need_nvshmem(kwargs.values())
@@ -371,6 +390,7 @@ def _checked_interpreted(function: Any) -> Any:
             raise TypeError(
                 f"{name}() got unknown keyword(s) {unknown}: neither parameters of the kernel nor launch options"
             )
+        args, kwargs = _as_arguments(args, kwargs)
         try:
             return launch(*args, grid=grid, warmup=warmup, **{LINKED: True}, **kwargs)
         except InterpreterError as error:
@@ -389,8 +409,13 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Like ``triton.jit``, for kernels that call :mod:`tdcoll.language`.
 
     Helpers called by a kernel may be decorated with this or with ``triton.jit``; the kernel that is launched wants
-    this one. Options are ``triton.jit``'s. Integers that are annotated with their type (``rank: tl.int32``), as
-    parameters or as fields of a ``NamedTuple``, are not specialised: one compilation serves all values.
+    this one. A :class:`~tdcoll.WaitMonitor` may be passed as it is. Options are ``triton.jit``'s. Integers that are
+    annotated with their type (``rank: tl.int32``), as parameters or as fields of a ``NamedTuple``, are not specialised:
+    one compilation serves all values.
+
+    >>> @tdcoll.jit
+    ... def whoami(out):
+    ...     tl.store(out, tdl.my_pe())
     """
     inspect.signature(triton.jit).bind(fn, **options)  # raises TypeError for an option that there is not
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,13 +60,7 @@ def device(implementation: Callable[..., Any], name: str = "", *, as_given: tupl
     """
     name = name or implementation.__name__
     spec = FUNCTIONS[name]
-    defaults = (inspect.Parameter.empty,) * (len(spec.parameters) - len(spec.defaults)) + spec.defaults
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-            for (parameter, _), default in zip(spec.parameters, defaults, strict=True)
-        ]
-    )
+    signature = spec.call
 
     def argument(running: Machine, parameter: str, kind: str, value: Any) -> Any:
         if kind in as_given:

@@ -164,7 +164,7 @@ def _block_and_for_descriptors(flag, _semantic=None):
 
 
 @triton.jit
-def wait_signal(signal, compare: tl.constexpr, value, monitor, peer, index):
+def wait_signal(signal, compare: tl.constexpr, value, monitor, peer=-1, index=-1):
     require_ptr64("wait_signal", "signal", signal)
     require_ptr64("wait_signal", "monitor", monitor)
     return block_and(_poll(signal, compare, value, monitor, 1, peer, index))
@@ -181,7 +181,7 @@ def wait_signals(signals, count, skip, compare: tl.constexpr, value, monitor, BL
 
 
 @triton.jit
-def wait_word(word, compare: tl.constexpr, value, monitor, peer, index):
+def wait_word(word, compare: tl.constexpr, value, monitor, peer=-1, index=-1):
     require_ptr64("wait_word", "monitor", monitor)
     return block_and(_poll_word(word, compare, value, monitor, peer, index))
 
@@ -286,7 +286,7 @@ def grid_barrier(counter, monitor):
 
 
 @triton.jit
-def wait_token(signal, compare: tl.constexpr, value, monitor, peer, index):
+def wait_token(signal, compare: tl.constexpr, value, monitor, peer=-1, index=-1):
     require_ptr64("wait_token", "signal", signal)
     require_ptr64("wait_token", "monitor", monitor)
     token = tl.cast(0, tl.int32)

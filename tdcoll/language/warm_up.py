@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton does once per process before its first kernel, done early and in the background.
+"""The work that Triton does once per process before its first kernel, done early and in the background.
 
 With every kernel in Triton's cache, the first launch of a process still takes half a second. Triton hashes its own
 library of 400 MB, and tdcoll NVSHMEM's of 30 MB, to find the part of it that kernels link. Triton imports the whole of
@@ -31,13 +31,13 @@ _log = logging.getLogger("tdcoll")
 def _nothing(pointer, CALLS: tl.constexpr):
     """Names a function of NVSHMEM, so that it is compiled with its library, and does not call it."""
     if CALLS:
-        tl.store(pointer, tdl.my_pe())  # type: ignore[attr-defined]
+        tl.store(pointer, tdl.my_pe())
 
 
 @jit
 def _nothing_of_nvshmem(pointer, CALLS: tl.constexpr):
     if CALLS:
-        tl.store(pointer, tdl.tid(0))  # type: ignore[attr-defined]
+        tl.store(pointer, tdl.tid(0))
 
 
 def compile_nothing(nvshmem: bool = True) -> None:

@@ -97,7 +97,7 @@ _poll_flagged.bounded = _poll_words.bounded = _poll_words_of_all.bounded = True
 
 
 @triton.jit
-def wait_flagged(words, flag, mask, monitor, peer):
+def wait_flagged(words, flag, mask, monitor, peer=-1):
     require_ptr64("wait_flagged", "monitor", monitor)
     place = tl.arange(0, words.shape[0])
     found = _poll_flagged(words, flag, monitor, mask.to(tl.int32), peer, place)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,12 +59,21 @@ class DeviceFunction:
         return tuple(self.symbol.replace("TYPE", kind) for kind in self.types) or (self.symbol,)
 
     @property
+    def call(self) -> inspect.Signature:
+        """How it is called in Python's terms."""
+        none = (inspect.Parameter.empty,) * (len(self.parameters) - len(self.defaults))
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Signature(
+            [
+                inspect.Parameter(name, kind, default=default)
+                for (name, _), default in zip(self.parameters, (*none, *self.defaults), strict=True)
+            ]
+        )
+
+    @property
     def signature(self) -> str:
         """``name(a, b=default)``."""
-        names = [name for name, _ in self.parameters]
-        first = len(names) - len(self.defaults)
-        shown = names[:first] + [f"{n}={d!r}" for n, d in zip(names[first:], self.defaults, strict=True)]
-        return f"{self.name}({', '.join(shown)})"
+        return f"{self.name}{self.call}"
 
 
 def declared(

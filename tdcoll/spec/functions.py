@@ -2,18 +2,24 @@
 """The device language as data: one entry per function, from which lowerings, docs and tests are made.
 
 Names and argument order of NVSHMEM's functions (:mod:`tdcoll.spec.nvshmem`) are those of Triton-distributed's
-``libshmem_device``, where it has them. The table in ``docs/language.md`` is generated from this one (``python -m
-tdcoll.language``); a test compares it with Triton-distributed's sources, another with what each lowering implements.
+``libshmem_device``, where it has them. The tables in ``docs/language.md`` and ``docs/functions.md`` are generated from
+this one (``python -m tdcoll.language``). One test compares it with Triton-distributed's sources, another with the
+functions of each lowering.
 
 Source, for loads, stores and atomics: the PTX ISA's memory consistency model.
 """
 
 from __future__ import annotations
 
+import json
+import textwrap
+
+from tdcoll.spec import constants
 from tdcoll.spec.entry import LIBRARY, LINKED, DeviceFunction, declared, no_puts, not_a_monitor, not_linked
 from tdcoll.spec.nvshmem import NVSHMEM_FUNCTIONS
 
-__all__ = ["FUNCTIONS", "LIBRARY", "LINKED", "DeviceFunction", "no_puts", "not_a_monitor", "not_linked", "table"]
+__all__ = ["FUNCTIONS", "LIBRARY", "LINKED", "DeviceFunction", "no_puts", "not_a_monitor", "not_linked"]
+__all__ += ["overview", "stubs", "table"]
 
 _FUNCTIONS = [
     *NVSHMEM_FUNCTIONS,
@@ -39,7 +45,7 @@ _FUNCTIONS = [
         "ld(ptr: ptr, scope: constant = 'gpu', semantic: constant = 'relaxed') -> value",
         "ld.{relaxed,acquire}.{gpu,sys}",
         "Loads the integer(s) at `ptr` with the memory order `semantic` (relaxed or acquire) at `scope` (gpu or sys). "
-        "What another GPU writes wants sys.",
+        "Use sys for memory that another GPU writes.",
     ),
     declared(
         "ld_acquire(ptr: ptr, scope: constant = 'gpu') -> value",
@@ -75,16 +81,18 @@ _FUNCTIONS = [
         acquires=True,
     ),
     declared(
-        "wait_signal(signal: ptr64, compare: constant, value: u64, monitor: ptr64, peer: int, index: int) -> int32",
+        "wait_signal(signal: ptr64, compare: constant, value: u64, monitor: ptr64, peer: int = -1, index: int = -1) -> "
+        "int32",
         "bounded nvshmem_signal_wait_until",
         "The whole block waits until this PE's 64-bit signal `compare`s true with `value`: 1. Or until the deadline "
         "of `monitor` (see `tdcoll.WaitMonitor`) expires or another wait's has: 0, and the host's next check raises "
-        "CollectiveTimeout naming `peer` and `index`. Acquires at system scope and ends with a block barrier; the "
-        "answer is the same in all threads. Test it and leave the kernel on 0.",
+        "CollectiveTimeout naming `peer` and `index` (-1: not known). Acquires at system scope and ends with a block "
+        "barrier; the answer is the same in all threads. Test it and leave the kernel on 0.",
         acquires=True,
     ),
     declared(
-        "wait_token(signal: ptr64, compare: constant, value: u64, monitor: ptr64, peer: int, index: int) -> int32",
+        "wait_token(signal: ptr64, compare: constant, value: u64, monitor: ptr64, peer: int = -1, index: int = -1) -> "
+        "int32",
         "bounded nvshmem_signal_wait_until in a pipelined loop",
         "`wait_signal` for loops that Triton is to pipeline; a plain wait forbids that. Returns its 1 or 0, as a "
         "token: loads by pointers or descriptor offsets from `consume_token` stay behind the wait, others may move "
@@ -94,8 +102,8 @@ _FUNCTIONS = [
     declared(
         "consume_token(value: value, token: value) -> value",
         "an addition of 0 that the compiler cannot see through",
-        "`value` unchanged: a pointer, a block of pointers, or an integer offset of a descriptor's load. What is "
-        "loaded there is loaded after the `wait_token` that returned `token`.",
+        "`value` unchanged: a pointer, a block of pointers, or an integer offset of a descriptor's load. "
+        "Loads from there come after the `wait_token` that returned `token`.",
     ),
     declared(
         "wait_signals(signals: ptr64, count: int, skip: int, compare: constant, value: u64, monitor: ptr64, BLOCK: "
@@ -106,7 +114,8 @@ _FUNCTIONS = [
         acquires=True,
     ),
     declared(
-        "wait_word(word: ptr, compare: constant, value: value, monitor: ptr64, peer: int, index: int) -> int32",
+        "wait_word(word: ptr, compare: constant, value: value, monitor: ptr64, peer: int = -1, index: int = -1) -> "
+        "int32",
         "bounded nvshmem_TYPE_wait_until",
         "Waits as `wait_signal` does, for an integer of 32 or 64 bits in any memory that loads reach: symmetric, a "
         "peer's through `remote_ptr`, or this GPU's own. Compares as integers of the pointee's type, signed or not.",
@@ -119,7 +128,7 @@ _FUNCTIONS = [
         "The whole block waits until one of `signals[0:count]`, but for index `skip` (-1: none), `compare`s true with "
         "`value`, and returns the lowest index that does, the same in all threads. Returns -1 when a deadline "
         "expires, as for `wait_signal`, and where there is nothing to wait for. `BLOCK` is a power of two of at least "
-        "`count`. What was put before that signal is seen; what was put before others may not be.",
+        "`count`. Bytes put before that signal are seen; those put before others may not be.",
         acquires=True,
     ),
     declared(
@@ -133,14 +142,14 @@ _FUNCTIONS = [
         "grid_barrier(counter: ptr64, monitor: ptr64) -> int32",
         "bounded cooperative_groups::this_grid().sync()",
         "Waits for all programs of the launch, and returns 1; or 0 when a deadline expires, as for `wait_signal`, "
-        "with this rank as the peer. What each has stored before is seen by all after. `counter` is an int64 of this "
+        "with this rank as the peer. Stores of each before it are seen by all after it. `counter` is an int64 of this "
         "GPU's memory, 0 at first, and never set back: launches that follow one another, and replays of a CUDA graph, "
         "may share it, whatever their grids. All programs must be on the GPU at once: launch with "
         "`launch_cooperative_grid=True`.",
         acquires=True,
     ),
     declared(
-        "wait_flagged(words: ptr, flag: int, mask: value, monitor: ptr64, peer: int) -> value",
+        "wait_flagged(words: ptr, flag: int, mask: value, monitor: ptr64, peer: int = -1) -> value",
         "bounded polling of 128-bit words {3 x 32 bits of data, 32 bits of flag}",
         "Waits until every 128-bit word at the block of addresses `words`, where `mask` is true, has the flag (its "
         "last 32 bits) `flag`, an int32; returns the blocks of first, second and third 32 bits, and a block of 1, or "
@@ -200,8 +209,8 @@ _FUNCTIONS = [
     declared(
         "signal_block(sig_addr: ptr64, signal: u64, sig_op: int, pe: pe)",
         "signal_op by the block",
-        "`signal_op`, once for the whole block: a block barrier, then one thread fences and updates. What the block "
-        "has read, stored, and sent to `pe` before comes before the signal.",
+        "`signal_op`, once for the whole block: a block barrier, then one thread fences and updates. The block's "
+        "earlier loads, stores and puts to `pe` come before the signal.",
     ),
     declared(
         "copy_block(dst: ptr, src: ptr, nbytes: size)",
@@ -215,10 +224,84 @@ FUNCTIONS: dict[str, DeviceFunction] = {function.name: function for function in 
 """Every function of the device language by name."""
 
 
+_TOPICS = {
+    "Ranks and addresses": "my_pe n_pes remote_ptr",
+    "Puts and gets": "putmem getmem p g int_p",
+    "Signals": "putmem_signal signal_block signal_op",
+    "Waits with a deadline": "wait_signal wait_signals wait_until_any wait_word wait_token consume_token test_signal",
+    "Order and barriers": "fence quiet syncthreads block_and grid_barrier barrier_all sync_all signal_wait_until",
+    "Atomics": "atomic_add atomic_fetch_add atomic_swap atomic_compare_swap atomic_fetch atomic_set atom_add atom_cas",
+    "Loads, stores and copies": "ld ld_acquire st st_release copy_block tid ntid",
+    "LL and Lamport words": "store_flagged wait_flagged store_words load_words wait_words wait_words_of_all",
+}
+"""The functions by topic, without the forms that end with _nbi, _warp and _block of functions that have them."""
+
+
+def overview() -> str:
+    """Return the tables of ``docs/language.md``: a line for each function and its forms, by topic."""
+    parts = []
+    for topic, names in _TOPICS.items():
+        lines = [f"**{topic}**", "", "| function | meaning |", "|---|---|"]
+        for name in names.split():
+            function = FUNCTIONS[name]
+            forms = [end for end in ("_nbi", "_warp", "_block") if not name.endswith(end) and name + end in FUNCTIONS]
+            also = f", also {', '.join(f'`{end}`' for end in forms)}" if forms else ""
+            first = function.doc.partition(". ")[0].partition("; ")[0].removesuffix(".").replace("|", "\\|")
+            lines.append(f"| `{function.signature}`{also} | {first} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 def table() -> str:
-    """``docs/language.md``'s table: each function's signature beside what it stands for."""
+    """Return the table of ``docs/functions.md``: each function's signature, what it stands for, and its meaning."""
     lines = ["| in a kernel | stands for | meaning |", "|---|---|---|"]
     for function in FUNCTIONS.values():
         cells = (f"`{function.signature}`", f"`{function.prototype}`", function.doc)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+_STUBS = '''# SPDX-License-Identifier: Apache-2.0
+# Made by `python -m tdcoll.language --stubs > tdcoll/language/__init__.pyi`, from tdcoll.spec.
+"""Communication functions for Triton kernels: ``import tdcoll.language as tdl``."""
+
+from typing import Any, Literal, TypeAlias
+
+import triton.language as tl
+
+_Number: TypeAlias = tl.tensor | tl.constexpr | int
+_Pointer: TypeAlias = tl.tensor | int
+_Value: TypeAlias = tl.tensor | tl.constexpr | int | float
+_Scope: TypeAlias = Literal["gpu", "sys"]
+_Semantic: TypeAlias = Literal["relaxed", "acquire", "release", "acq_rel"]
+
+INTERPRETED: bool
+LOWERING: str
+'''
+
+_STUB_TYPES = {"ptr": "_Pointer", "ptr64": "_Pointer", "value": "_Value", "constant": "tl.constexpr | int"}
+_STUB_RETURNS = {None: "None", "value": "Any"}
+"""Some functions return several blocks."""
+
+
+def _stub(function: DeviceFunction) -> str:
+    """Return the declaration of a function for type checkers."""
+    shown = []
+    for (name, kind), parameter in zip(function.parameters, function.call.parameters.values(), strict=True):
+        of = {"scope": "_Scope", "semantic": "_Semantic"}.get(name, _STUB_TYPES.get(kind, "_Number"))
+        default = parameter.default
+        given = "" if default is parameter.empty else f" = {json.dumps(default)}"
+        shown.append(f"{name}: {of}{given}")
+    returns = _STUB_RETURNS.get(function.returns, "tl.tensor")
+    head = f"def {function.name}({', '.join(shown)}) -> {returns}:"
+    if len(head) > 120:
+        inner = f"    {', '.join(shown)}\n" if len(", ".join(shown)) <= 116 else "".join(f"    {s},\n" for s in shown)
+        head = f"def {function.name}(\n{inner}) -> {returns}:"
+    doc = "\n    ".join(textwrap.wrap(f'"""{function.doc}"""', 116))
+    return f"{head}\n    {doc}\n"
+
+
+def stubs() -> str:
+    """Return ``tdcoll/language/__init__.pyi``: the device language for type checkers and editors."""
+    names = [f"{name}: tl.constexpr" for name in constants.__all__]
+    return "\n".join([_STUBS + "\n".join(names) + "\n", *map(_stub, FUNCTIONS.values())])

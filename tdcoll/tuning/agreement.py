@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a context go by, on which they agree when they make it."""
+"""The tuning of a context, on which its ranks agree when they make it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 
 from tdcoll import arguments, runtime
 from tdcoll.errors import RankMismatchError
+from tdcoll.runtime.topology import Topology
 from tdcoll.tuning.table import SIMULATOR, Section, Table, shipped
 
-__all__ = ["Tuning", "agree", "architectures"]
+__all__ = ["Tuning", "agree", "architectures", "local"]
 
 _VARIABLE = "TDCOLL_TUNING"
 
 
 def architectures(device: torch.device) -> tuple[str, ...]:
-    """Return what tables may call a device: its name, its compute capability."""
+    """Return the names of a device in tables: its name, its compute capability."""
     if device.type != "cuda":
         return (SIMULATOR,)
     major, minor = torch.cuda.get_device_capability(device)
@@ -29,7 +30,7 @@ def architectures(device: torch.device) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a context goes by; agreed by its ranks.
+    """The tuning that a context uses; agreed by its ranks.
 
     Attributes:
         sections: of the table, for these GPUs and groups of this shape; none if the GPUs differ.
@@ -56,10 +57,10 @@ def _table(given: Any) -> Table:
 
 
 def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.PathLike[str] | None) -> Tuning:
-    """The tuning of a context that is being made: compared, so that all ranks choose alike. Collective over ``ranks``.
+    """Return the tuning of a new context, compared because all ranks must choose alike. Collective over ``ranks``.
 
     Args:
-        given: a table, or the path of its file; None: that of ``TDCOLL_TUNING``, else tdcoll's own.
+        given: a table, or the path of its file; if None, that of ``TDCOLL_TUNING``, otherwise tdcoll's own.
 
     Raises:
         TypeError: ``given`` is none of these.
@@ -70,7 +71,7 @@ def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.
     table: Table | None = None
     try:
         table = _table(given)
-    except Exception as error:  # of whatever kind: the other ranks wait to be told
+    except Exception as error:  # of any kind, because the other ranks wait for it
         problem = error
     names = architectures(owner.device)
     mine = (None if problem is None else str(problem), table and (table.digest, table.name), names)
@@ -85,10 +86,20 @@ def agree(owner: runtime.Runtime, ranks: Sequence[int], given: Table | str | os.
         listing = ", ".join(f"rank {rank}: {name} ({digest})" for rank, (_, (digest, name), _) in enumerate(answers))
         raise RankMismatchError(f"the tuning table must be the same on all ranks; got {listing}")
     alike = len({answer[2] for answer in answers}) == 1  # nothing was measured on GPUs of several kinds
-    topology = owner.topology(ranks)
+    return _of(table, names if alike else (), owner.topology(ranks))
+
+
+def local(owner: runtime.Runtime, ranks: Sequence[int]) -> Tuning:
+    """Return the tuning that :func:`agree` would return if nothing is given and all GPUs are alike. Local.
+
+    Raises:
+        ValueError: the file of ``TDCOLL_TUNING`` is no table.
+    """
+    return _of(_table(None), architectures(owner.device), owner.topology(ranks))
+
+
+def _of(table: Table, names: Sequence[str], topology: Topology) -> Tuning:
+    """Return the sections of a table that are for GPUs of these names and a group of this shape."""
     shape = (topology.ranks_per_node, topology.n_nodes)
-    sections = table.of(names) if alike else ()
-    return Tuning(
-        tuple(section for section in sections if (section.ranks_per_node, section.nodes) == shape),
-        table.name,
-    )
+    sections = (section for section in table.of(names) if (section.ranks_per_node, section.nodes) == shape)
+    return Tuning(tuple(sections), table.name)

@@ -22,7 +22,8 @@ def test_everything_is_checked_and_peers_say_why_not(dtype: str, rows_of: Callab
         **{(rows, "trtllm-one-shot"): "not run" for rows in (1, 3)},
     }
     assert {row.note for row in rows if row.check == "not run"} == {"needs GPUs"}
-    assert rows[0].facts == {"rows": 1, "hidden": 64, "dtype": dtype}
+    assert rows[0].facts == {"rows": 1, "hidden": 64, "dtype": dtype, "took": "one_shot"}
+    assert "took" not in rows[1].facts
 
 
 @pytest.mark.parametrize("mistake", ["the residual", "a rank", "the weight"])

@@ -189,3 +189,40 @@ def test_text_of_the_error() -> None:
     error = tdcoll.CollectiveTimeout(rank=2, peer=1, epoch=8, timeout_s=30.0)
     assert str(error).startswith("rank 2 waited 30 s for peer 1, which had itself given up in epoch 8")
     assert " timeout " in str(error)
+
+
+@tdcoll.jit
+def wait_untold(signals, monitor, came):
+    tl.store(came, tdl.wait_signal(signals, tdl.CMP_GE, 3, monitor))
+    tl.store(came + 1, tdl.wait_word(signals + 1, tdl.CMP_GE, 3, monitor))
+    token = tdl.wait_token(signals + 1, tdl.CMP_GE, 3, monitor=monitor)
+    tl.store(came + 2, token)
+
+
+def test_a_kernel_takes_the_monitor_itself_and_waits_need_not_be_told() -> None:
+    def host(pe: int) -> None:
+        signals, came = tdcoll.zeros(2, torch.int64), torch.full((3,), -1, dtype=torch.int32)
+        for by_name in (False, True):
+            monitor = tdcoll.WaitMonitor(timeout_s=1)
+            signals[0] = 3
+            if by_name:
+                wait_untold[(1,)](signals, came=came, monitor=monitor)
+            else:
+                wait_untold[(1,)](signals, monitor, came)
+            assert came.tolist() == [1, 0, 0]
+            text = f"^rank {pe} waited 1 s for a peer: a signal had to reach 3 in epoch 3 and is 0. "
+            with pytest.raises(tdcoll.CollectiveTimeout, match=text) as raised:
+                monitor.check()
+            assert (raised.value.peer, raised.value.signal, raised.value.expected) == (None, None, 3)
+
+    World(1, on_timeout="expire").run(host)
+
+
+def test_a_report_does_not_name_a_peer_that_was_not_told() -> None:
+    def host(pe: int) -> None:
+        signals, came = tdcoll.zeros(2, torch.int64, name="flags"), torch.zeros(3, dtype=torch.int32)
+        wait_untold[(1,)](signals, tdcoll.WaitMonitor(), came)
+
+    line = wait_untold.fn.__code__.co_firstlineno + 2
+    with pytest.raises(Deadlock, match=rf"waits for pe0\.flags\[0\] >= 3, is 0 \([^;]*test_monitor\.py:{line}\)"):
+        World(1).run(host)

@@ -7,6 +7,7 @@ The GPU is not there. A driver that only takes notes stands for it: kernels are 
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -187,11 +188,26 @@ def errors(driver: NotingDriver) -> dict[str, str]:
     return messages
 
 
+class SimpleMonitor:
+    """As a WaitMonitor is an argument of a kernel."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self._words = words
+
+    @property
+    def kernel_argument(self) -> torch.Tensor:
+        return self._words
+
+
 def monitors(driver: NotingDriver) -> dict[str, list[str]]:
     """Launches of a kernel that waits, with a monitor and with other memory."""
     out, words = MockTensor(triton.language.int32, (4,)), torch.zeros(8, dtype=torch.int64)
     runtime.install(SimpleNamespace(monitors={words.data_ptr()}))
     seen = {
+        "the monitor itself": events_of(driver, lambda: kernels.waits[(1,)](out, SimpleMonitor(words))),
+        "the monitor itself, by name": events_of(
+            driver, lambda: kernels.waits[(1,)](out, monitor=SimpleMonitor(words[4:]))
+        ),
         "a monitor": events_of(driver, lambda: kernels.waits[(1,)](out, words)),
         "other memory": events_of(driver, lambda: kernels.waits[(1,)](out, words[4:])),
         "other memory, by name": events_of(driver, lambda: kernels.waits[(1,)](out, monitor=words[4:])),
@@ -233,6 +249,10 @@ def main() -> None:
         "warming up": warming_up(driver),
         "lowering": tdl.LOWERING,
         "parameters": {name: parameters_of(function) for name, function in language.items()},
+        "described": {
+            name: [inspect.getdoc(function), [p for p in inspect.signature(function).parameters if p[0] != "_"]]
+            for name, function in language.items()
+        },
         "not_its_own": [name for name, function in language.items() if function is not getattr(nvshmem, name)],
         "marked": [name for name, function in language.items() if getattr(function, "needs_nvshmem", False)],
         "needs": [

@@ -98,8 +98,9 @@ def test_wait_in_a_helper_that_is_not_inlined_is_refused(compiled: dict[str, Any
 
 def test_monitor_that_is_none_is_refused_at_the_launch(compiled: dict[str, Any]) -> None:
     seen = compiled["monitors"]
-    assert [event.split()[0] for event in seen["a monitor"]] == ["load", "launch"]
-    for name in ("other memory", "other memory, by name"):
+    assert [event.split()[0] for event in seen["the monitor itself"]] == ["load", "launch"]
+    assert seen["a monitor"] == ["launch waits"]
+    for name in ("other memory", "other memory, by name", "the monitor itself, by name"):
         (refusal,) = seen[name]
         assert refusal.startswith("ValueError: waits: monitor must be the words of an open tdcoll.WaitMonitor")
 

@@ -41,6 +41,14 @@ def test_nvshmem_has_the_parameters(compiled: dict[str, Any], name: str) -> None
     assert compiled["parameters"][name] == parameters_in_the_table(name)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_function_says_what_it_does_and_how_it_is_called(compiled: dict[str, Any], name: str) -> None:
+    expected = [FUNCTIONS[name].doc, [parameter for parameter, _ in FUNCTIONS[name].parameters]]
+    assert compiled["described"][name] == expected
+    function = getattr(tdl, name)
+    assert [inspect.getdoc(function), list(inspect.signature(function).parameters)] == expected
+
+
 def test_nvshmem_lowering_is_the_one_of_a_compiled_process(compiled: dict[str, Any]) -> None:
     assert compiled["lowering"] == "tdcoll.language.nvshmem"
     assert compiled["not_its_own"] == []

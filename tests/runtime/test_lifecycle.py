@@ -269,6 +269,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "copy_on_stream": lambda: tdcoll.copy_on_stream(torch.zeros(1), torch.zeros(1)),
     "device": tdcoll.device,
     "empty": lambda: tdcoll.empty(1),
+    "explain": lambda: tdcoll.explain("all_reduce", 1),
     "free": lambda: tdcoll.free(torch.zeros(1)),
     "heap_info": tdcoll.heap_info,
     "peer_tensor": lambda: tdcoll.peer_tensor(torch.zeros(1), 0),
@@ -283,9 +284,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "zeros": lambda: tdcoll.zeros(1),
 }
 NEED_NO_JOB = {"finalize", "initialize", "is_initialized", "jit", "match_indices", "match_lists", "__version__"}
-NEED_NO_JOB |= {"Plan", "Table", "Topology", "begin_epoch"}
+NEED_NO_JOB |= {"Plan", "Table", "Topology", "begin_epoch", "memory_plan"}
 TAKE_A_CONTEXT = {"sparse_all_reduce_padded"}
-RETURNED = {"PaddedRows"}
+RETURNED = {"Explanation", "MemoryPlan", "PaddedRows"}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -69,7 +69,7 @@ def deadlines(job: runtime.Runtime) -> None:
     expect(CollectiveTimeout, "for peer 7: signal 9 had to reach 1 in epoch 1 and is 0", monitor.check)
     expect(
         CollectiveTimeout,
-        f"rank {rank} waited 1 s in pe{rank} call(0,0,0), which waits for pe{rank}.signals[1] >= 1, is 0.",
+        f"rank {rank} waited 1 s in pe{rank} call(0,0,0), which waits for pe{rank}.signals[1] >= 1, is 0 (",
         lambda: device(lambda signal: tdl.signal_wait_until(signal, tdl.CMP_GE, 1), signals[1:]),
     )
     expect(CollectiveTimeout, "spins on", lambda: device(spin_for_ever, signals))

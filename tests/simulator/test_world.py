@@ -241,7 +241,7 @@ def test_what_another_program_has_put_is_ordered_and_completed_as_well(how):
 
 
 def test_barrier_without_everybody_is_a_deadlock():
-    with pytest.raises(Deadlock, match=r"pe1 call\(0,0,0\) waits in sync_all number 1 for pe0"):
+    with pytest.raises(Deadlock, match=r"pe1 call\(0,0,0\) waits in sync_all number 1 for pe0 \(.*cases\.py:\d+\)"):
         World(2).run(lambda pe: device(BARRIERS["sync_all" if pe else "barrier_all"]))
 
 
@@ -308,7 +308,9 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
     assert all(0 <= event["ts"] <= event["ts"] + event["dur"] <= world.steps for event in by_phase["X"])
     assert len(by_phase["b"]) == len(by_phase["e"]) == sum(count.puts for count in world.counts)
     assert sorted(e["id"] for e in by_phase["b"]) == sorted(e["id"] for e in by_phase["e"])
-    assert {(e["name"], e["args"]["to"]) for e in by_phase["b"]} >= {("put+signal to pe1", "pe1.buffer[64]")}
+    assert {(e["name"], e["args"]["to"]) for e in by_phase["b"]} >= {
+        ("put+signal buffer[64:80] -> pe1", "pe1.buffer[64]")
+    }
     assert len(by_phase["i"]) == sum(count.signals for count in world.counts)
     assert any((event["pid"], event["name"]) == (1, "pe1.signals[4] = 1") for event in by_phase["i"])
     assert any(event["name"].startswith("wait pe0.signals[1] and 2 more >= ") for event in by_phase["X"])
@@ -329,10 +331,19 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
         ({"n_pes": 4, "ranks_per_node": 0}, "ranks_per_node must be at least 1"),
         ({"n_pes": 4, "on_timeout": "ignore"}, "on_timeout must be 'raise', 'expire' or 'early', got 'ignore'"),
         ({"n_pes": 4, "on_timeout": "early"}, "on_timeout='early' needs a seed"),
+        ({"n_pes": 2.0}, "n_pes must be an int, got 2.0"),
+        ({"n_pes": 4, "seed": "1"}, "seed must be an int or None, got '1'"),
+        ({"n_pes": 4, "timeout_s": 0}, "timeout_s must be greater than 0"),
+        ({"n_pes": 4, "timeout_s": "1"}, "timeout_s must be a number of seconds, got '1'"),
+        ({"n_pes": 4, "resident": 1.5}, "resident must be an int, got 1.5"),
+        ({"n_pes": 4, "room": 0}, "room must be at least 1, got 0"),
+        ({"n_pes": 4, "seed": 1, "stragglers": 4}, "stragglers must be 0 to 3, got 4"),
+        ({"n_pes": 4, "stragglers": 0}, "stragglers=0 needs a seed"),
+        ({"n_pes": 4, "late_data": True}, "late_data=True needs a seed"),
     ],
 )
 def test_world_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         World(**arguments)
 
 

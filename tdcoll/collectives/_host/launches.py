@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,11 +13,12 @@ import triton
 import triton.language as tl
 
 from tdcoll import arguments, capture
+from tdcoll.collectives._host.explain import explain_call
 from tdcoll.collectives._host.launch import Launch
-from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, MOST_EPOCHS, Facts, Plan
+from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
+from tdcoll.collectives._host.pool import Prospect
 from tdcoll.collectives._host.spec import Algorithm, Collective
 from tdcoll.context import CollectiveContext
-from tdcoll.errors import ContextError
 from tdcoll.primitives.group import Inbox
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
@@ -24,9 +26,12 @@ from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Section
 
 __all__ = ["Launches", "Planned", "arithmetic", "facts_of", "is_prepared", "launches_by", "launches_of", "local_peers"]
-__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "routes_beside_stores", "successors", "tiles"]
+__all__ += ["make_routes", "of_words", "on_device", "plan_of", "prepare", "routes_beside_stores", "sections_of"]
+__all__ += ["successors", "tiles"]
 
 _Made = TypeVar("_Made")
+
+_log = logging.getLogger("tdcoll")
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Planned:
             "chunk": plan.chunk,
             "channels": plan.channels,
             "blocks": plan.channels,
-            "straight": self.deltas,
+            "out_deltas": self.deltas,
         }
 
 
@@ -133,7 +138,7 @@ def outside_of_graphs(ctx: CollectiveContext, operation: str) -> None:
 
 
 def local_peers(topology: Topology) -> list[int]:
-    """The other ranks of this node, the successor first, so that no rank is everybody's first target."""
+    """The other ranks of this node, the successor first, so that no rank is the first target of all."""
     mates = topology.members[topology.node]
     return [mates[(topology.place + i) % len(mates)] for i in range(1, len(mates))]
 
@@ -206,7 +211,7 @@ class Launches:
         self.run(self._context.current_stream(), *self.addresses(source, out))
 
     def addresses(self, source: int, out: int) -> tuple[int, ...]:
-        """Return what :attr:`run` takes: a inbox of the caller's memory is a third address, and has no result."""
+        """Return what :attr:`run` takes: an inbox of the caller's memory is a third address, and has no result."""
         return (source, 0, out) if self.in_buffer else (source, out)
 
     def prepare(self) -> None:
@@ -218,7 +223,7 @@ class Launches:
         prepare(self._context, self._operation, self._variant, self._launches)
 
 
-def facts_of(ctx: CollectiveContext, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
+def facts_of(ctx: CollectiveContext | Prospect, nbytes: int, dtype: torch.dtype | None = None, **more: Any) -> Facts:
     """Return the facts of a call on a context, of ``nbytes`` per segment; with its dtype if elements are reduced."""
     announced = dtype is not None and dtype.is_floating_point and dtype.itemsize <= 4
     return Facts(
@@ -258,7 +263,7 @@ def launches_of(
         dtype: if elements are reduced.
         in_place: peers write to the caller's buffer.
         symmetric: peers may reach the caller's tensor or result.
-        deltas: from addresses in the caller's memory to the same places on each rank, by :func:`~.reach.deltas_to`.
+        deltas: from addresses in the caller's memory to the same on each rank, by :func:`~.registered.deltas_to`.
 
     Raises:
         TypeError, ValueError: ``algorithm`` is not one that such a call can have.
@@ -275,6 +280,9 @@ def launches_of(
         facts = facts_of(ctx, nbytes, dtype, in_place=in_place, symmetric=symmetric)
         if elsewhere:
             facts = replace(facts, puts=False)
+        if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
+            sections = sections_of(spec, ctx)
+            _log.debug("%s", explain_call(spec, facts, algorithm, sections, ctx.tuning.name).line)
         return launches_by(spec, ctx, facts, plan_of(spec, ctx, facts, algorithm), options, deltas)
 
     return ctx.once(key, make)
@@ -302,10 +310,10 @@ def launches_by(
     """Return what launches calls by a plan that was made for these facts, prepared."""
     algorithm, calls = spec.algorithm(plan.algorithm), list[Planned]()
     deltas = ctx.device_group.deltas if deltas is None else deltas
-    for nbytes in _epochs(spec, facts, algorithm):
+    for nbytes in spec.epochs(facts, plan.algorithm):
         part = replace(facts, nbytes=nbytes)
         if calls and nbytes != calls[0].facts.nbytes:  # the last, which may be shorter
-            plan = spec.choose(part, plan.algorithm, _sections(spec, ctx))
+            plan = spec.choose(part, plan.algorithm, sections_of(spec, ctx))
         width = algorithm.extent(part).width if algorithm.words else 0
         calls.append(Planned(ctx, part, plan, options, facts.nbytes, width, deltas))
     made = Launches(spec.name, algorithm, calls)
@@ -315,33 +323,12 @@ def launches_by(
 
 def plan_of(spec: Collective, ctx: CollectiveContext, facts: Facts, algorithm: str | Plan) -> Plan:
     """Return the plan of a call, or of the first epoch of a larger one, whose algorithm is that of the whole."""
-    sections = _sections(spec, ctx)
-    plan = spec.choose(facts, algorithm, sections)
-    if len(epochs := _epochs(spec, facts, spec.algorithm(plan.algorithm))) == 1:
-        return plan
-    if isinstance(algorithm, Plan):
-        raise ValueError(
-            f"algorithm must be a name and no Plan for a call of several epochs: {facts.nbytes} bytes per rank are "
-            f"{len(epochs)} epochs of at most {epochs[0]} bytes on this context"
-        )
-    return spec.choose(replace(facts, nbytes=epochs[0]), plan.algorithm, sections)
+    return spec.decide_call(facts, algorithm, sections_of(spec, ctx))[0].plan
 
 
-def _sections(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]:
+def sections_of(spec: Collective, ctx: CollectiveContext) -> tuple[Section, ...]:
     """Return the sections of the context's tuning table for a collective."""
     return ctx.once((spec.name, "sections"), lambda: spec.sections(ctx.tuning.sections, ctx.tuning.name))
-
-
-def _epochs(spec: Collective, facts: Facts, algorithm: Algorithm) -> list[int]:
-    """Return the bytes of a segment in each epoch of a call."""
-    nbytes, room = facts.nbytes, algorithm.epoch(facts)
-    if nbytes > MOST_EPOCHS * room:
-        raise ContextError(
-            f"{spec.name}: {nbytes} bytes would take more than {MOST_EPOCHS} epochs of {room} bytes. "
-            f"Make the context with max_bytes_per_rank={nbytes // MOST_EPOCHS * 4 + 128} or more"
-        )
-    n = max(1, -(-nbytes // max(1, room)))
-    return [*(n - 1) * [room], nbytes - (n - 1) * room]
 
 
 def prepare(ctx: CollectiveContext, operation: str, variant: Hashable, launches: Iterable[Launch]) -> None:

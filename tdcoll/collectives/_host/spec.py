@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dense collective is: one :class:`Collective`, which its folder exports as ``SPEC``.
+"""A dense collective as data: one :class:`Collective`, which its folder exports as ``SPEC``.
 
 Everything that is not the same for all dense collectives stands in that record: calls, the backend, operators, tuning,
 benchmarks and tests read it there, and name no collective. This module needs neither torch nor triton.
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from tdcoll.collectives._host.plan import (
     CHUNK_ALIGNMENT,
     LL_MOST_WORDS,
-    Payload,
+    MOST_EPOCHS,
     Facts,
+    Payload,
     Plan,
     check_numbers,
     check_warps,
@@ -26,13 +27,14 @@ from tdcoll.collectives._host.plan import (
     most_channels,
     word_chunks,
 )
+from tdcoll.errors import ContextError
 from tdcoll.limits import inbox_bytes
 from tdcoll.tuning import Entry, Section
 
 if TYPE_CHECKING:
     from tdcoll.runtime.topology import Topology
 
-__all__ = ["WORLD", "Algorithm", "Collective"]
+__all__ = ["DEFAULT", "REQUESTED", "TABLE", "WORLD", "Algorithm", "Collective", "Decision"]
 
 WORLD = "world"
 """In :attr:`Collective.segments`: one segment for each rank of the group."""
@@ -40,6 +42,26 @@ WORLD = "world"
 Shape = tuple[int, ...]
 
 _NOTHING_MEASURED = Entry(None, "")
+
+
+REQUESTED, TABLE, DEFAULT = "requested", "table", "default"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The plan of a call, and why it was made.
+
+    Attributes:
+        plan: of the call.
+        reason: of its algorithm: ``"requested"`` by the caller, ``"table"``: measured to be the fastest, or
+            ``"default"``.
+        found: the section and the entry of the tuning table that hold for the call, if there are any. The entry's
+            algorithm is another one if it was not requested, or doesn't support the call.
+    """
+
+    plan: Plan
+    reason: str
+    found: tuple[Section, Entry] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +115,7 @@ class Collective:
         reduces: whether elements are reduced: calls then have an operation, and a dtype that matters.
         in_place: whether there is a form whose peers write into the caller's buffer, ``NAME_``.
         handled_bytes: the largest segment, in bytes, that the backend for ``torch.distributed`` handles by default: up
-            to there, calls take no longer than NCCL's (``tests/gpu/backend_calls.py`` measures it).
+            to there, calls take no longer than NCCL's (``benchmarks/backend_calls.py`` measures it).
     """
 
     name: str
@@ -179,7 +201,11 @@ class Collective:
         return algorithm
 
     def choose(self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()) -> Plan:
-        """Return the plan of a call; the same on all ranks of the group.
+        """Return the plan of a call of one epoch, as :meth:`decide` makes it."""
+        return self.decide(facts, algorithm, sections).plan
+
+    def decide(self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()) -> Decision:
+        """Decide about a call, or the first epoch of a larger one; the same on all ranks of the group.
 
         Args:
             facts: of the call.
@@ -193,35 +219,74 @@ class Collective:
         """
         if isinstance(algorithm, Plan):
             self._check_plan(facts, algorithm)
-            return self._with_blocks(facts, algorithm)
+            return Decision(self._with_blocks(facts, algorithm), REQUESTED)
         if algorithm not in ("auto", *self.names):
             raise ValueError(f"algorithm must be one of auto, {', '.join(self.names)}; got {algorithm!r}")
-        entry = self._entry(facts, sections)
+        found = self._entry(facts, sections)
+        entry = None if found is None else found[1]
         if algorithm != "auto":
-            chosen = self.supported(algorithm, facts)
+            reason, chosen = REQUESTED, self.supported(algorithm, facts)
+        elif entry is not None and (measured := self.algorithm(entry.algorithm)).supports(facts) is None:
+            reason, chosen = TABLE, measured
         else:
-            measured = None if entry is None else self.algorithm(entry.algorithm)
-            if measured is None or measured.supports(facts) is not None:
-                measured = self.algorithm(self.default(facts))
-                if (problem := measured.supports(facts)) is not None:
-                    raise ValueError(f"{self.name} {problem}{facts.topology.describe()}")
-            chosen = measured
+            reason, chosen = DEFAULT, self.algorithm(self.default(facts))
+            if (problem := chosen.supports(facts)) is not None:
+                raise ValueError(f"{self.name} {problem}{facts.topology.describe()}")
         if entry is None or entry.algorithm != chosen.name:
             entry = _NOTHING_MEASURED
-        return self._with_blocks(facts, chosen.cut(facts, entry))
+        return Decision(self._with_blocks(facts, chosen.cut(facts, entry)), reason, found)
+
+    def decide_call(
+        self, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = ()
+    ) -> tuple[Decision, list[int]]:
+        """Decide about a call of any size.
+
+        Returns:
+            The decision about its first epoch, whose algorithm is that of the whole, and the :meth:`epochs`.
+
+        Raises:
+            ValueError: as :meth:`decide`; or a plan was given for a call of several epochs.
+            ContextError: the context is far too small.
+        """
+        decision = self.decide(facts, algorithm, sections)
+        epochs = self.epochs(facts, decision.plan.algorithm)
+        if len(epochs) == 1:
+            return decision, epochs
+        if isinstance(algorithm, Plan):
+            raise ValueError(
+                f"algorithm must be a name and no Plan for a call of several epochs: {facts.nbytes} bytes per rank are "
+                f"{len(epochs)} epochs of at most {epochs[0]} bytes on this context"
+            )
+        first = self.choose(replace(facts, nbytes=epochs[0]), decision.plan.algorithm, sections)
+        return replace(decision, plan=first), epochs
+
+    def epochs(self, facts: Facts, algorithm: str) -> list[int]:
+        """Return the bytes of a segment in each epoch of a call.
+
+        Raises:
+            ContextError: they would be too many.
+        """
+        nbytes, capacity = facts.nbytes, self.algorithm(algorithm).epoch(facts)
+        if nbytes > MOST_EPOCHS * capacity:
+            raise ContextError(
+                f"{self.name}: {nbytes} bytes would take more than {MOST_EPOCHS} epochs of {capacity} bytes. "
+                f"Make the context with max_bytes_per_rank={nbytes // MOST_EPOCHS * 4 + 128} or more"
+            )
+        n = max(1, -(-nbytes // max(1, capacity)))
+        return [*(n - 1) * [capacity], nbytes - (n - 1) * capacity]
 
     def _with_blocks(self, facts: Facts, plan: Plan) -> Plan:
         return plan if plan.blocks else replace(plan, blocks=self.algorithm(plan.algorithm).blocks(facts, plan))
 
-    def _entry(self, facts: Facts, sections: Sequence[Section]) -> Entry | None:
-        """The first entry that holds for such a call."""
+    def _entry(self, facts: Facts, sections: Sequence[Section]) -> tuple[Section, Entry] | None:
+        """The first entry that holds for such a call, and its section."""
         topology = facts.topology
         kind = (self.name, topology.ranks_per_node, topology.n_nodes, facts.in_place)
         for section in sections:
             if section.kind[1:] == kind:
                 for entry in section.entries:
                     if entry.up_to is None or facts.nbytes <= entry.up_to:
-                        return entry
+                        return section, entry
         return None
 
     def _check_plan(self, facts: Facts, plan: Plan) -> None:
@@ -239,7 +304,7 @@ class Collective:
                 f"a Plan's chunks must be {expected} bytes and cover all {extent.nbytes} bytes; got {plan.channels} of "
                 f"{plan.chunk} bytes"
             )
-        # No more blocks of words than carry something: others would wait for puts that nobody makes.
+        # No more blocks of words than carry something: others would wait for puts that no block makes.
         signalled = most_channels(replace(facts, channels=facts.channels // extent.signals))
         most = max(1, -(-extent.nbytes // plan.chunk)) if words else signalled
         if not 1 <= plan.channels <= most:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +27,14 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_values,
 )
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
+from tdcoll.collectives.sparse_all_reduce.explain import Capacities, explain_rows
 from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, prefers_dense, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Joined
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator, operation_name
 
 __all__ = ["Call"]
+
+_log = logging.getLogger("tdcoll")
 
 NO_ONE_NUMBER = -2
 """In place of the number of rows of a table, of calls with several."""
@@ -47,7 +51,7 @@ def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 class _Kind:
-    """What calls of one kind on a context have in common, which the host need not find out again.
+    """The facts that calls of one kind on a context have in common, which the host need not find out again.
 
     Attributes:
         algorithm: the choice that the context's capacity allows.
@@ -77,6 +81,9 @@ class _Kind:
         most = ctx.world_size * min(ctx.max_rows_per_rank, ctx.max_union_rows)
         may_change = wanted == "auto" and self.algorithm == "owner" and dense_allowed
         self.may_be_dense = may_change and prefers_dense(most, rows.num_rows, ctx.topology)
+        if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
+            n, capacities = rows.indices.shape[0], Capacities.of(ctx)
+            _log.debug("%s", explain_rows(capacities, n, rows.row_bytes, rows.num_rows, wanted).line)
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.seed = zlib.crc32(repr((rows.tables, str(dtype), op, wanted, dense_allowed)).encode())
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.memory import barrier
 from tdcoll.primitives.group import nodes_of
+from tdcoll.runtime.topology import Topology
+from tdcoll.sizes import Area, ContextSizes, context_sizes
 
-__all__ = ["SparseContext", "symmetric_bytes"]
+__all__ = ["SparseContext", "segment_fits", "sparse_sizes", "symmetric_bytes"]
 
 
 def _up(nbytes: int) -> int:
@@ -37,15 +40,50 @@ def _segment_bytes(rows: int, row_bytes: int) -> int:
     return _up(_list_bytes(rows) + rows * row_bytes)
 
 
+def sparse_sizes(
+    topology: Topology,
+    heap_bytes: int,
+    *,
+    max_rows_per_rank: int,
+    max_row_bytes: int,
+    max_union_rows: int | None = None,
+    stores: bool = True,
+) -> ContextSizes:
+    """Return the sizes of a :class:`SparseContext`, with the arguments of :func:`tdcoll.sizes.context_sizes`."""
+    union = topology.world_size * max_rows_per_rank if max_union_rows is None else max_union_rows
+    plain = context_sizes(topology, heap_bytes, stores=stores, max_bytes_per_rank=0, channels=EXCHANGE_CHANNELS)
+    return replace(plain, more=(_area(_areas(topology.world_size, max_rows_per_rank, max_row_bytes, union)),))
+
+
 def symmetric_bytes(world: int, max_rows_per_rank: int, max_row_bytes: int, max_union_rows: int | None = None) -> int:
-    """Bytes of symmetric heap that a :class:`SparseContext` takes on each rank; of signals, an upper bound."""
-    union = world * max_rows_per_rank if max_union_rows is None else max_union_rows
-    return sum(_areas(world, max_rows_per_rank, max_row_bytes, union)) + (8 << 10) + (world << 10)
+    """Bytes of symmetric heap that a :class:`SparseContext` of ``world`` ranks takes on each of them."""
+    return sparse_sizes(
+        Topology.of(0, range(world), [0] * world),
+        0,
+        max_rows_per_rank=max_rows_per_rank,
+        max_row_bytes=max_row_bytes,
+        max_union_rows=max_union_rows,
+    ).heap_bytes
+
+
+def _area(areas: tuple[int, int, int]) -> Area:
+    return Area("sparse", (sum(areas),), torch.uint8)
 
 
 def _areas(world: int, rows: int, row_bytes: int, union: int) -> tuple[int, int, int]:
     """Bytes of lists, out and stage. ``out`` has a few more, for the padding of segments in its place."""
     return world * _list_bytes(rows), _up(union * row_bytes) + 16 * world, _up(rows * row_bytes)
+
+
+def _segment_stride(world: int, rows: int, row_bytes: int, union: int) -> int:
+    lists, out, _ = _areas(world, rows, row_bytes, union)
+    return min((lists + out) // world // 16 * 16, _segment_bytes(rows, row_bytes))
+
+
+def segment_fits(world: int, max_rows: int, max_row_bytes: int, max_union: int, row_bytes: int) -> bool:
+    """Return whether lists that are followed by their rows, of ``row_bytes``, fit into lists and out of a context with
+    these capacities."""
+    return _segment_bytes(max_rows, row_bytes) <= _segment_stride(world, max_rows, max_row_bytes, max_union)
 
 
 class SparseContext(CollectiveContext):
@@ -55,6 +93,9 @@ class SparseContext(CollectiveContext):
     :class:`~tdcoll.CollectiveContext` for streams, deadlines and leaving by an exception. One context serves tensors of
     any number of rows, any dtype and any row of at most ``max_row_bytes``. ``docs/sparse-all-reduce.md`` says how much
     memory it takes; :func:`symmetric_bytes` computes what it takes of the symmetric heap.
+
+    >>> with tdcoll.SparseContext(max_rows_per_rank=1024, max_row_bytes=256) as ctx:
+    ...     ctx.check()
 
     Args:
         group: a ProcessGroup, a sequence of global ranks, or None for all ranks of the job.
@@ -77,6 +118,8 @@ class SparseContext(CollectiveContext):
         HeapExhaustedError: the symmetric heap is too small.
         RankMismatchError: ranks pass different arguments.
     """
+
+    dense = False
 
     def __init__(
         self,
@@ -125,7 +168,7 @@ class SparseContext(CollectiveContext):
             raise
 
     def _prepare(self, group: runtime.Group, max_programs: int | None) -> None:
-        """What does not depend on the capacity."""
+        """Parts that don't depend on the capacity."""
         dist, device, words = torch.distributed, self.device, STATUS_WORDS.value
         cuda = device.type == "cuda"
         self.process_group = group if isinstance(group, dist.ProcessGroup) else None
@@ -141,7 +184,7 @@ class SparseContext(CollectiveContext):
         most = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.most_programs = most if max_programs is None else min(most, max_programs)
         self.status_words = torch.zeros(words, dtype=torch.int64, pin_memory=cuda)
-        """What the lists of a call say, on the host."""
+        """The status of a call, from its lists, on the host."""
         self.status_event = torch.cuda.Event() if cuda else None
         self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
         """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table; -1 if it
@@ -160,16 +203,16 @@ class SparseContext(CollectiveContext):
                 f"max_rows_per_rank times {world} ranks and max_union_rows must be at most {MOST_PLACES}; got {rows} "
                 f"and {union}"
             )
-        lists, out, stage = _areas(world, rows, row_bytes, union)
+        lists, out, _ = areas = _areas(world, rows, row_bytes, union)
         self.known.clear()
-        self.area = self._allocate((lists + out + stage,), torch.uint8, "sparse")
+        self.area = self._allocate(_area(areas))
         """``[nbytes]`` uint8, symmetric: lists, then out, then stage."""
         try:
             self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows = rows, row_bytes, union
             self.list_bytes = _list_bytes(rows)
             # From one list that its rows follow to the next. The same for rows of any size: ranks that pass different
             # ones must find each other's headers to see it.
-            self._segment_stride = min((lists + out) // world // 16 * 16, _segment_bytes(rows, row_bytes))
+            self._segment_stride = _segment_stride(world, rows, row_bytes, union)
             self.out, self.stage = self.area[lists : lists + out], self.area[lists + out :]
             self.memory = Packed(
                 Memory(
@@ -197,7 +240,8 @@ class SparseContext(CollectiveContext):
 
     def holds_segments(self, row_bytes: int) -> bool:
         """Return whether lists that are followed by their rows fit into lists and out."""
-        return _segment_bytes(self.max_rows_per_rank, row_bytes) <= self._segment_stride
+        capacities = self.world_size, self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows
+        return segment_fits(*capacities, row_bytes)
 
     def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int | None) -> None:
         """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``.

@@ -79,6 +79,7 @@ def _calling(
     """
 
     def checked() -> list[tuple[list[int], Joined]]:
+        arguments.instance("algorithm", algorithm, str, "a str")
         given = prepare()
         for part in given:
             check_operation(op, part.values.dtype)
@@ -226,8 +227,15 @@ def sparse_all_reduce(
     nodes, if there are several), in fp32 for fp16 and bf16, and rounded once per level: repeated rows, node, result.
     NaN propagates through max and min; -0.0 in the result is +0.0.
 
-    The call returns when the size of the result is known; the rows may still be on their way, in the order of the
-    stream. It cannot be captured in a CUDA graph: see :func:`sparse_all_reduce_padded`.
+    The result has no gradient. The call returns when its size is known; the rows may still be on their way, in the
+    order of the stream. It cannot be captured in a CUDA graph: see :func:`sparse_all_reduce_padded`.
+
+    >>> mine = torch.sparse_coo_tensor([[tdcoll.rank(), 2]], torch.ones(2, 1), (4, 1))
+    >>> tdcoll.sparse_all_reduce(mine).to_dense().flatten()  # on 2 ranks
+    tensor([1., 1., 2., 0.])
+    >>> other = torch.sparse_coo_tensor([[0]], torch.ones(1, 3), (2, 3))
+    >>> [one.shape for one in tdcoll.sparse_all_reduce([mine, other])]  # the tables of a model, in one call
+    [torch.Size([4, 1]), torch.Size([2, 3])]
 
     Args:
         tensor: ``torch.sparse_coo`` with one sparse dimension and any dense ones, coalesced or not; fp16, bf16, fp32,
@@ -288,6 +296,10 @@ def sparse_all_reduce_rows(
     copy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[n], [n, ...] -> [U], [U, ...]``: :func:`sparse_all_reduce` on indices and rows.
+
+    >>> ids, rows = tdcoll.sparse_all_reduce_rows(torch.tensor([tdcoll.rank(), 2]), torch.ones(2, 1), num_rows=4)
+    >>> ids  # on 2 ranks
+    tensor([0, 1, 2])
 
     Args:
         indices: int64 ``[n]``, each in ``0..num_rows - 1``; any order, and repeated, unless ``coalesced``.
@@ -359,6 +371,12 @@ def sparse_all_reduce_padded(
     What only the lists of all ranks show (too many rows, indices out of range, other arguments on other ranks) gives 0
     rows on every rank, and so does a wait that has expired on the rank where it has; :meth:`SparseContext.check` then
     raises it.
+
+    >>> with tdcoll.SparseContext(max_rows_per_rank=2, max_row_bytes=4) as ctx:
+    ...     ids = torch.tensor([tdcoll.rank(), 2])
+    ...     padded = tdcoll.sparse_all_reduce_padded(ids, torch.ones(2, 1), 4, ctx=ctx)
+    >>> padded.count  # on 2 ranks
+    tensor([3])
 
     Args:
         ctx: a :class:`SparseContext`. It does not grow here.

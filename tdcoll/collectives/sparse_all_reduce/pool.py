@@ -14,9 +14,10 @@ from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.errors import HeapExhaustedError
 from tdcoll.runtime import Runtime
 
-__all__ = ["default_context", "growing_context"]
+__all__ = ["FEWEST_ROWS", "default_context", "existing", "extents_of", "growing_context"]
 
-_FEWEST_ROWS = 256
+FEWEST_ROWS = 256
+"""Rows per rank of the smallest context."""
 
 
 def default_context(group: runtime.Group, values: Sequence[Any], num_rows: Sequence[Any]) -> SparseContext:
@@ -28,21 +29,33 @@ def default_context(group: runtime.Group, values: Sequence[Any], num_rows: Seque
     owner = runtime.current()
     key = ("sparse", owner.ranks_of(group))
     if key not in owner.contexts:
-        sizes = [_size(of, rows) for of, rows in zip(values, num_rows, strict=True)]
+        sizes = [extents_of(of, rows) for of, rows in zip(values, num_rows, strict=True)]
         n, row_bytes = sum(n for n, _ in sizes), max((nbytes for _, nbytes in sizes), default=0)
         owner.contexts[key] = growing_context(owner, key[1], n, row_bytes, group=group)
     found: SparseContext = owner.contexts[key]
     return found
 
 
-def _size(values: Any, num_rows: Any) -> tuple[int, int]:
-    """``(rows, bytes of a row)`` of one table's rows; 0 of what no call takes."""
+def extents_of(values: Any, num_rows: Any = None) -> tuple[int, int]:
+    """Return how many rows there are at most in ``values``, rows or a sparse tensor, and the bytes of one; zeros of
+    anything else.
+
+    Args:
+        num_rows: of the table, if ``values`` are rows: repeated rows count once.
+    """
+    n, row_bytes = 0, 0
     if isinstance(values, torch.Tensor) and values.layout == torch.sparse_coo:
         values, num_rows = values.detach()._values(), values.shape[0]
-    if not isinstance(values, torch.Tensor) or values.layout != torch.strided or not values.dim():
-        return 0, 0
-    n = min(values.shape[0], num_rows) if isinstance(num_rows, int) else values.shape[0]  # repeated rows count once
-    return n, values.shape[1:].numel() * values.dtype.itemsize
+    if isinstance(values, torch.Tensor) and values.layout == torch.strided and values.dim():
+        n, row_bytes = values.shape[0], values.shape[1:].numel() * values.dtype.itemsize
+    return min(n, num_rows) if isinstance(num_rows, int) else n, row_bytes
+
+
+def existing(group: runtime.Group) -> SparseContext | None:
+    """Return tdcoll's own context of a group, if it is there."""
+    owner = runtime.current()
+    found: SparseContext | None = owner.contexts.get(("sparse", owner.ranks_of(group)))
+    return found
 
 
 def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: int, **options: Any) -> SparseContext:
@@ -59,14 +72,14 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
         HeapExhaustedError: the heap has no room for either. On all ranks.
     """
     asked = owner.exchange(ranks, "sparse all-reduce: rows, row bytes", (rows, row_bytes))
-    most, widest = max(_FEWEST_ROWS, *(n for n, _ in asked)), max(nbytes for _, nbytes in asked)
+    most, widest = max(FEWEST_ROWS, *(n for n, _ in asked)), max(nbytes for _, nbytes in asked)
     options |= {"max_row_bytes": widest, "grow": True}
     group = options.pop("group", None) or ranks
     with on(owner.device):
         try:
             made = SparseContext(group, max_rows_per_rank=most, **options)
         except HeapExhaustedError:  # on all ranks alike
-            if most == _FEWEST_ROWS:
+            if most == FEWEST_ROWS:
                 raise
-            made = SparseContext(group, max_rows_per_rank=_FEWEST_ROWS, **options)
+            made = SparseContext(group, max_rows_per_rank=FEWEST_ROWS, **options)
     return made

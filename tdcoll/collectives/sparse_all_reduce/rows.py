@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank brings to a sparse all-reduce, checked: the rows of one tensor, and of all tensors of a call."""
+"""The rows of one rank in a sparse all-reduce, checked: those of one tensor, and of all tensors of a call."""
 
 from __future__ import annotations
 

@@ -171,5 +171,6 @@ class Machine:
         """Begin a transfer to ``to`` on the timeline, if there is one; the result ends it."""
         if self.trace is None:
             return None
-        program, details = self.program, {"bytes": nbytes, "to": self.memory.describe(to)}
-        return self.trace.transfer(program.pe, program.track, f"{what} to pe{pe}", details)
+        program, place = self.program, self.memory.describe(to)
+        name = f"{what} {self.memory.describe_range(to, nbytes)} -> pe{pe}"
+        return self.trace.transfer(program.pe, program.track, name, {"bytes": nbytes, "to": place})

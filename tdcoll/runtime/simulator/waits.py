@@ -18,6 +18,7 @@ import triton.runtime.interpreter as triton_interpreter
 from tdcoll import runtime
 from tdcoll.runtime.simulator.machine import Machine
 from tdcoll.runtime.simulator.memory import read_word, write_word
+from tdcoll.runtime.simulator.places import kernel_place
 from tdcoll.runtime.simulator.pointers import PointerAccess
 from tdcoll.spec import constants as c
 from tdcoll.spec.functions import not_a_monitor
@@ -125,9 +126,9 @@ def word(machine: Machine, address: int, kind: Any, compare: int, value: int, **
 
 def holds(machine: Machine, address: int, compare: int, value: int) -> bool:
     """Return whether the signal at ``address`` compares true now. A schedule point, since it may be in a loop."""
-    (sign, true), memory = _COMPARE[compare], machine.memory
+    (sign, true), memory, place = _COMPARE[compare], machine.memory, kernel_place()
     machine.scheduler.poll(
-        address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}"
+        address, lambda: f"asks for {memory.describe(address)} {sign} {value}, is {read_word(address)}{place.note()}"
     )
     return bool(true(read_word(address), value))
 
@@ -194,7 +195,7 @@ def _wait(
     Threads look again when ``enough`` of them would be content. In reports stands ``condition``, and in them and in the
     record the ``number`` that is made of what a thread sees.
     """
-    scheduler, describe, n = machine.scheduler, machine.memory.describe, addresses.size
+    scheduler, describe, n, place = machine.scheduler, machine.memory.describe, addresses.size, kernel_place()
     machine.counts[machine.program.pe].waits += 1
     if not n:
         return np.zeros(0, np.uint64), np.zeros(0, bool)
@@ -208,10 +209,11 @@ def _wait(
 
     def missing() -> str:
         now = read(addresses[left])
-        absent = [
-            f"{describe(int(addresses[left[i]]))} {condition}, is {number(now[i])}" for i in np.flatnonzero(~true(now))
-        ]
-        return f"waits for {'one of ' if one else ''}{', '.join(absent)}"
+        absent = [(left[i], number(now[i])) for i in np.flatnonzero(~true(now))]
+        values = [f"{describe(int(addresses[i]))} {condition}, is {value}" for i, value in absent]
+        peers = sorted({peer for i, _ in absent if threads and (peer := threads[i][0]) >= 0})
+        whom = f"from rank {', '.join(map(str, peers))}" if peers else ""
+        return f"waits for {'one of ' if one else ''}{', '.join(values)}{place.note(whom)}"
 
     deadline_ns = None if monitor is None else scheduler.now_ns + monitor.timeout_ns
     in_time = True

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say how a call is made, and why: :class:`Explanation`. Pure, see :mod:`.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tdcoll.arguments import byte_text
+from tdcoll.collectives._host.plan import Facts, Plan
+from tdcoll.collectives._host.spec import DEFAULT, TABLE, Collective, Decision
+from tdcoll.errors import ContextError
+from tdcoll.tuning import Section
+
+__all__ = ["ONLY", "UNSUPPORTED", "Explanation", "explain_call"]
+
+UNSUPPORTED, ONLY = "unsupported", "supports"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call is made, and why. ``str()`` is for people: :attr:`line`, and a line for each unsupported algorithm.
+
+    Attributes:
+        operation: the collective.
+        nbytes: of a segment, which is what one rank sends to another; of all rows of this rank for the sparse and the
+            fused all-reduce.
+        group: the ranks, in words.
+        algorithm: the one that is taken; None if the call is refused.
+        chunks: pieces that a segment, or a row, is cut into.
+        chunk_bytes: bytes of a chunk; the last may be shorter.
+        blocks: thread blocks of a launch on this rank.
+        warps: of each thread block.
+        epochs: launches that the call takes, one after the other.
+        reason: ``"requested"``, ``"table"``, ``"default"``, ``"supports"`` (no other algorithm supports the call) or
+            ``"unsupported"``.
+        why: the reason in words.
+        entry: the entry of the tuning table that holds for the call, whether it decided or not; empty if there is none.
+        unsupported: the algorithms that don't support the call, each with the reason.
+        notes: what else there is to say.
+    """
+
+    operation: str
+    nbytes: int
+    group: str
+    algorithm: str | None
+    chunks: int = 0
+    chunk_bytes: int = 0
+    blocks: int = 0
+    warps: int = 0
+    epochs: int = 1
+    reason: str = DEFAULT
+    why: str = ""
+    entry: str = ""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def line(self) -> str:
+        """The call in one line."""
+        call = f"{self.operation} of {byte_text(self.nbytes)} per rank on {self.group}"
+        if self.algorithm is None:
+            return f"{call}: refused ({self.why})"
+        how = [self.algorithm]
+        if self.blocks:
+            how += [
+                f"{_count(self.chunks, 'chunk')} of {byte_text(self.chunk_bytes)}",
+                f"{_count(self.blocks, 'thread block')} of {_count(self.warps, 'warp')}",
+                _count(self.epochs, "epoch"),
+            ]
+        return f"{call}: {', '.join(how)} ({self.reason}{self.why and f': {self.why}'})"
+
+    def __str__(self) -> str:
+        others = [f"  not {name}: {why}" for name, why in self.unsupported.items()]
+        return "\n".join([self.line, *others, *(f"  {note}" for note in self.notes)])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def explain_call(
+    spec: Collective, facts: Facts, algorithm: str | Plan = "auto", sections: Sequence[Section] = (), table: str = ""
+) -> Explanation:
+    """Explain a call of a dense collective.
+
+    Args:
+        facts, algorithm, sections: as for :meth:`~.spec.Collective.decide_call`.
+        table: the name of the tuning table.
+
+    Raises:
+        ValueError: an unknown algorithm, or a plan that can't be launched.
+    """
+    group = facts.topology.describe()
+    problems = {each.name: each.supports(facts) for each in spec.algorithms}
+    unsupported = {name: f"{problem}{group}" for name, problem in problems.items() if problem is not None}
+    try:
+        decision, epochs = spec.decide_call(facts, algorithm, sections)
+    except (ContextError, ValueError) as error:
+        if isinstance(algorithm, Plan) or algorithm not in ("auto", *spec.names):
+            raise
+        why = str(error)
+        return Explanation(spec.name, facts.nbytes, group, None, reason=UNSUPPORTED, why=why, unsupported=unsupported)
+    plan, reason = decision.plan, decision.reason
+    if reason == DEFAULT and len(unsupported) == len(problems) - 1:
+        reason = ONLY
+    return Explanation(
+        spec.name, facts.nbytes, group, plan.algorithm, plan.channels, plan.chunk, plan.blocks, plan.num_warps,
+        len(epochs), reason, _why(decision, unsupported, table),
+        f"{table}: {decision.found[0].where(decision.found[1])}" if decision.found else "", unsupported,
+    )  # fmt: skip
+
+
+def _why(decision: Decision, unsupported: Mapping[str, str], table: str) -> str:
+    """Return the reason of a decision in words."""
+    if decision.reason not in (TABLE, DEFAULT):
+        return ""
+    if decision.found is None:
+        return "no entry of the tuning table holds for such a call"
+    section, entry = decision.found
+    where = f"{table}, {section.where(entry)}"
+    if decision.reason == TABLE:
+        return where
+    return f"{where} says {entry.algorithm}, which {unsupported[entry.algorithm]}"

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The symmetric memory of a context: one place for what it allocates, and for what is said of it beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tdcoll import limits
+from tdcoll.runtime.heap import Arena
+from tdcoll.runtime.topology import Topology
+
+__all__ = ["Area", "ContextSizes", "context_sizes"]
+
+
+@dataclass(frozen=True)
+class Area:
+    """A symmetric tensor of a context.
+
+    Attributes:
+        name: as the simulator's reports have it.
+        shape, dtype: of the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def heap_bytes(self) -> int:
+        """Bytes that it takes of the symmetric heap of each rank, padding included."""
+        elements = torch.Size(self.shape).numel()
+        return Arena.padded(elements * self.dtype.itemsize) if elements else 0
+
+
+@dataclass(frozen=True)
+class ContextSizes:
+    """The sizes of a :class:`~tdcoll.CollectiveContext`, with all defaults resolved.
+
+    Attributes:
+        world_size: ranks of the group.
+        max_bytes_per_rank, channels: as given.
+        ll_bytes: the most of one rank's data that LL carries, in bytes; -1 if there is none.
+        lamport_bytes: the same for the Lamport protocol; 0 if there is none.
+        more: what kinds of contexts have beyond that.
+    """
+
+    world_size: int
+    max_bytes_per_rank: int
+    channels: int
+    ll_bytes: int
+    lamport_bytes: int
+    more: tuple[Area, ...] = ()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a slot of the inbox for one rank: a multiple of 16."""
+        return max(16, -(-self.max_bytes_per_rank // 16) * 16)
+
+    @property
+    def inbox(self) -> Area:
+        """The inbox: two slots of a segment of each rank."""
+        return Area("inbox", (2, self.world_size, self.capacity), torch.uint8)
+
+    @property
+    def signals(self) -> Area:
+        """A signal for each slot, chunk and rank."""
+        return Area("signals", (2, self.channels, self.world_size), torch.int64)
+
+    @property
+    def ready(self) -> Area:
+        """Who has entered a call in place."""
+        return Area("ready", (self.world_size,), torch.int64)
+
+    @property
+    def gave_up(self) -> Area:
+        """Who has given up on a call."""
+        return Area("gave_up", (self.world_size,), torch.int64)
+
+    @property
+    def flagged(self) -> Area:
+        """Two slots of 128-bit words for LL. A call of no bytes sends one word."""
+        words = 0 if self.ll_bytes < 0 else max(1, -(-self.ll_bytes // 12))
+        return Area("flagged", (2, self.world_size, words, 2), torch.int64)
+
+    @property
+    def lamport(self) -> Area:
+        """Three slots of the Lamport protocol."""
+        return Area("lamport", (3, self.world_size, -(-self.lamport_bytes // 16) * 4), torch.int32)
+
+    @property
+    def areas(self) -> tuple[Area, ...]:
+        """All symmetric tensors, in the order of their allocation."""
+        return self.inbox, self.signals, self.ready, self.gave_up, self.flagged, self.lamport, *self.more
+
+    @property
+    def heap_bytes(self) -> int:
+        """Bytes that the context takes of the symmetric heap of each rank."""
+        return sum(area.heap_bytes for area in self.areas)
+
+    def with_less_lamport(self) -> ContextSizes:
+        """Return the sizes where the heap has no room for the usual ``lamport_bytes``."""
+        return replace(self, lamport_bytes=self.lamport_bytes // 16)
+
+
+def context_sizes(
+    topology: Topology,
+    heap_bytes: int,
+    *,
+    stores: bool = True,
+    max_bytes_per_rank: int | None = None,
+    channels: int = limits.CHANNELS,
+    flagged_bytes: int | None = None,
+    lamport_bytes: int | None = None,
+) -> ContextSizes:
+    """Return the sizes of a context.
+
+    Args:
+        topology: of its group.
+        heap_bytes: of the symmetric heap.
+        stores: whether the ranks of each node can store to each other's memory.
+        max_bytes_per_rank, channels, flagged_bytes, lamport_bytes: as for :class:`~tdcoll.CollectiveContext`.
+    """
+    world, nodes = topology.world_size, topology.n_nodes
+    if max_bytes_per_rank is None:
+        max_bytes_per_rank = limits.inbox_bytes(world, heap_bytes)
+    if lamport_bytes is None:
+        lamport_bytes = min(max_bytes_per_rank, limits.lamport_bytes(world, nodes), heap_bytes // (12 * world))
+    sizes = ContextSizes(world, max_bytes_per_rank, channels, -1, lamport_bytes if stores else 0)
+    if not stores or topology.ranks_per_node is None:
+        return sizes
+    ll_bytes = flagged_bytes
+    if ll_bytes is None:
+        ll_bytes = min(max_bytes_per_rank, limits.flagged_bytes(world, nodes))
+    elif nodes > 1:  # what crosses between nodes is staged in the inbox first
+        ll_bytes = min(ll_bytes, sizes.capacity)
+    return replace(sizes, ll_bytes=ll_bytes)
