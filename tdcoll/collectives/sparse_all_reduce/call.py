@@ -82,8 +82,8 @@ class _Kind:
         may_change = wanted == "auto" and self.algorithm == "owner" and dense_allowed
         self.may_be_dense = may_change and prefers_dense(most, rows.num_rows, ctx.topology)
         if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
-            n, capacities = rows.indices.shape[0], Capacities.of(ctx)
-            _log.debug("%s", explain_rows(capacities, n, rows.row_bytes, rows.num_rows, wanted).line)
+            capacities = Capacities.of(ctx)
+            _log.debug("%s", explain_rows(capacities, rows.n, rows.row_bytes, rows.num_rows, wanted).line)
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
         self.seed = zlib.crc32(repr((rows.tables, str(dtype), op, wanted, dense_allowed)).encode())
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)
