@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tdcoll.collectives._host.call import make
 from tdcoll.collectives._host.launch import Packed
 from tdcoll.collectives._host.launches import outside_of_graphs
 from tdcoll.collectives.all_gather.spec import counted_launches, exchange_counted
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.index_match.kernels import STATUS_WORDS, TOTAL, UNION
 from tdcoll.collectives.index_match.op import CLEAR_BLOCK
 from tdcoll.collectives.sparse_all_reduce import (
@@ -30,6 +32,7 @@ from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.explain import Capacities, explain_rows
 from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, prefers_dense, tiles
 from tdcoll.collectives.sparse_all_reduce.rows import Joined
+from tdcoll.errors import HeapExhaustedError
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator, operation_name
 
 __all__ = ["Call"]
@@ -66,7 +69,7 @@ class _Kind:
     """
 
     def __init__(self, ctx: SparseContext, rows: Joined, op: str, wanted: str) -> None:
-        dtype, dense_allowed = rows.dtype, ctx.process_group is not None
+        dtype = rows.dtype
         self.too_wide, self.loaded = rows.row_bytes > ctx.max_row_bytes, False
         widest = ctx.max_row_bytes if wanted == "auto" else min(rows.row_bytes, ctx.max_row_bytes)
         self.algorithm = choose(
@@ -75,17 +78,16 @@ class _Kind:
             max_rows_per_rank=ctx.max_rows_per_rank,
             max_row_bytes=ctx.max_row_bytes,
             segments_fit=ctx.holds_segments(widest),
-            dense_allowed=dense_allowed,
             beside_others=ctx.beside_others,
         )
         most = ctx.world_size * min(ctx.max_rows_per_rank, ctx.max_union_rows)
-        may_change = wanted == "auto" and self.algorithm == "owner" and dense_allowed
+        may_change = wanted == "auto" and self.algorithm == "owner" and not ctx.beside_others
         self.may_be_dense = may_change and prefers_dense(most, rows.num_rows, ctx.topology)
         if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
             capacities = Capacities.of(ctx)
             _log.debug("%s", explain_rows(capacities, rows.n, rows.row_bytes, rows.num_rows, wanted).line)
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
-        self.seed = zlib.crc32(repr((rows.tables, str(dtype), op, wanted, dense_allowed)).encode())
+        self.seed = zlib.crc32(repr((rows.tables, str(dtype), op, wanted)).encode())
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)
         self.tables, self.firsts, self.counts, self.on_host = _tables(ctx, rows)
         self.arguments = {
@@ -302,36 +304,39 @@ class Call:
 
     def settle(self, status: Sequence[int]) -> torch.Tensor:
         """Decide by the counts of this call, and move the rows of the union ``-> [at least union, elements]``."""
+        if self.algorithm == "dense":
+            return self._densify(status[UNION.value])
         if self.kind.may_be_dense and prefers_dense(status[TOTAL.value], self.rows.num_rows, self.ctx.topology):
+            try:
+                self.ctx.for_tables()
+            except HeapExhaustedError:
+                return self.move()
             self.algorithm = "dense"
-        return self._densify(status[UNION.value]) if self.algorithm == "dense" else self.move()
+            return self._densify(status[UNION.value])
+        return self.move()
 
     def _densify(self, union: int) -> torch.Tensor:
-        """``-> [union, elements]`` by a dense all-reduce of the whole table, in fp32 for 16-bit types."""
-        ctx, rows, dist = self.ctx, self.rows, torch.distributed
-        dtype, wide = rows.dtype, ACCUMULATORS[rows.dtype]
+        """``-> [union, elements]`` by a dense all-reduce of the whole table.
+
+        Raises:
+            HeapExhaustedError: there is no room for its context; on all ranks.
+        """
+        ctx, rows, reducer = self.ctx, self.rows, self.ctx.for_tables()
         n = min(rows.n, ctx.max_rows_per_rank)
         self._prepare()
-        parts = _rows_in(ctx.stage, n, rows).to(wide)
-        if self.op == "mean":
-            parts = parts / ctx.world_size
-        neutral = _neutral(self.op, wide)
-        table = torch.full((rows.num_rows + 1, rows.elements), neutral, dtype=wide, device=ctx.device)
+        parts, op = _rows_in(ctx.stage, n, rows), self.op
+        if op == "mean":  # divided before they are added, as by the other algorithms
+            parts, op = parts.to(ACCUMULATORS[rows.dtype]) / ctx.world_size, "sum"
+        table = parts.new_full((rows.num_rows + 1, rows.elements), _neutral(op, parts.dtype))
         own = self.kind.lists[ctx.rank]
         begin = kernels_lists.HEADER.value
         # Past the end of the list, what earlier calls have left goes to a row of its own.
         there = torch.arange(n, device=ctx.device) < own[1]
         table.index_copy_(0, own[begin : begin + n].where(there, rows.num_rows), parts)
         table = table[: rows.num_rows]
-        operation = {"max": "MAX", "min": "MIN", "prod": "PRODUCT"}.get(self.op, "SUM")
-        lossy = self.op in ("max", "min") and wide.is_floating_point  # whether they keep NaN is up to the backend
-        nan = table.isnan().to(torch.uint8) if lossy else table
-        dist.all_reduce(table, getattr(dist.ReduceOp, operation), group=ctx.process_group)
-        if lossy:
-            dist.all_reduce(nan, dist.ReduceOp.MAX, group=ctx.process_group)
-            table.masked_fill_(nan.bool(), float("nan"))
-        reduced = table.index_select(0, ctx.directory.union[:union]).to(dtype)
-        return reduced.add_(0)  # no -0.0, as in the kernels
+        make(ALL_REDUCE, table, op=op, out=table, ctx=reducer)
+        reduced = table.index_select(0, ctx.directory.union[:union])
+        return reduced if reduced.dtype == rows.dtype else reduced.to(rows.dtype).add_(0)  # -0.0 + 0 is +0.0
 
 
 def _rows_in(memory: torch.Tensor, count: int, like: Joined) -> torch.Tensor:

@@ -154,6 +154,7 @@ class SparseContext(CollectiveContext):
             stream=stream,
         )
         self.capacity = 0  # other collectives find no room, and say so
+        self._of_tables: CollectiveContext | None = None
         self.grow = bool(grow)
         try:
             if not self.stores:  # on which the ranks have agreed
@@ -161,20 +162,16 @@ class SparseContext(CollectiveContext):
                     "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access "
                     "between their GPUs), which the sparse all-reduce needs inside a node"
                 )
-            self._prepare(group, max_programs)
+            self._prepare(max_programs)
             self._make_area(rows, row_bytes, self.world_size * rows if max_union_rows is None else max_union_rows)
         except Exception:
             self.take_back()
             raise
 
-    def _prepare(self, group: runtime.Group, max_programs: int | None) -> None:
+    def _prepare(self, max_programs: int | None) -> None:
         """Parts that don't depend on the capacity."""
-        dist, device, words = torch.distributed, self.device, STATUS_WORDS.value
+        device, words = self.device, STATUS_WORDS.value
         cuda = device.type == "cuda"
-        self.process_group = group if isinstance(group, dist.ProcessGroup) else None
-        """torch.distributed's group of the ranks, if tdcoll knows one: for dense all-reduces."""
-        if group is None and dist.is_available() and dist.is_initialized():
-            self.process_group = dist.group.WORLD
         self.exchanges = 0
         """Exchanges of lists so far, which the ranks make together."""
         self.last_algorithm = ""
@@ -288,7 +285,30 @@ class SparseContext(CollectiveContext):
             + (", closed>" if self.closed else ">")
         )
 
+    def for_tables(self) -> CollectiveContext:
+        """Return the context of dense all-reduces of whole tables; the first call makes it. Collective.
+
+        Raises:
+            HeapExhaustedError: there is no room for it; on all ranks.
+        """
+        if self._of_tables is None:
+            self._of_tables = CollectiveContext(
+                self.topology.pes,
+                flagged_bytes=0,  # tables are large
+                lamport_bytes=0,
+                max_programs=self.max_programs if self.beside_others else None,
+                timeout_s=self.monitor.timeout_s,
+                debug=self.debug,
+                stream=None if self.follows_stream else self._stream,
+            )
+        return self._of_tables
+
     # ------------------------------------------------------------------ life
+
+    def close(self) -> None:
+        if self._of_tables is not None:
+            self._of_tables.close()
+        super().close()
 
     def check(self) -> None:
         """Wait for this context's stream, and raise what went wrong on the device.
@@ -298,6 +318,8 @@ class SparseContext(CollectiveContext):
             ContextError, RankMismatchError, ValueError: what a call of fixed size could not do; once.
         """
         super().check()
+        if self._of_tables is not None:
+            self._of_tables.check()
         *status, num_rows_and_1 = self.remembered.tolist()
         if num_rows_and_1:
             self.remembered.zero_()

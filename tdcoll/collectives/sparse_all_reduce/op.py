@@ -248,8 +248,8 @@ def sparse_all_reduce(
         group: as for :func:`tdcoll.all_gather`. The call uses a context of tdcoll's own, which grows when needed.
         ctx: a :class:`SparseContext` of yours, instead of ``group``.
         algorithm: ``"owner"`` (one contributor reduces each row), ``"gather"`` (every rank is sent everything; for few
-            rows), ``"dense"`` (through torch.distributed's all-reduce; the sum is in the order that it takes), or
-            ``"auto"``: see :func:`tdcoll.collectives.sparse_all_reduce.policy.choose`.
+            rows), ``"dense"`` (an all-reduce of the whole table, in its order of sums), or ``"auto"``: see
+            :func:`tdcoll.collectives.sparse_all_reduce.policy.choose`.
         copy: give the values memory of their own. False: they may be a view of the context's symmetric memory, valid
             until the next call on the context; reading it later gives rows of other calls.
 

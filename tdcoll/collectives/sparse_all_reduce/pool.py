@@ -31,7 +31,7 @@ def default_context(group: runtime.Group, values: Sequence[Any], num_rows: Seque
     if key not in owner.contexts:
         sizes = [extents_of(of, rows) for of, rows in zip(values, num_rows, strict=True)]
         n, row_bytes = sum(n for n, _ in sizes), max((nbytes for _, nbytes in sizes), default=0)
-        owner.contexts[key] = growing_context(owner, key[1], n, row_bytes, group=group)
+        owner.contexts[key] = growing_context(owner, key[1], n, row_bytes)
     found: SparseContext = owner.contexts[key]
     return found
 
@@ -66,7 +66,7 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
 
     Args:
         rows, row_bytes: what this rank brings to the first call.
-        options: others of :class:`SparseContext`; its ``group`` if that is a ProcessGroup, for the dense algorithm.
+        options: others of :class:`SparseContext`.
 
     Raises:
         HeapExhaustedError: the heap has no room for either. On all ranks.
@@ -74,12 +74,11 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
     asked = owner.exchange(ranks, "sparse all-reduce: rows, row bytes", (rows, row_bytes))
     most, widest = max(FEWEST_ROWS, *(n for n, _ in asked)), max(nbytes for _, nbytes in asked)
     options |= {"max_row_bytes": widest, "grow": True}
-    group = options.pop("group", None) or ranks
     with on(owner.device):
         try:
-            made = SparseContext(group, max_rows_per_rank=most, **options)
+            made = SparseContext(ranks, max_rows_per_rank=most, **options)
         except HeapExhaustedError:  # on all ranks alike
             if most == FEWEST_ROWS:
                 raise
-            made = SparseContext(group, max_rows_per_rank=FEWEST_ROWS, **options)
+            made = SparseContext(ranks, max_rows_per_rank=FEWEST_ROWS, **options)
     return made

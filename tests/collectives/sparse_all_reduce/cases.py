@@ -26,6 +26,8 @@ FLOATS = DTYPES[:4]
 OPS = ("sum", "mean", "max", "min", "prod")
 HUGE = 1 << 40
 BOTH = pytest.mark.parametrize("algorithm", ["owner", "gather"])
+EACH = pytest.mark.parametrize("algorithm", ["owner", "gather", "dense"])
+NAMES = {"o": "owner", "g": "gather", "d": "dense"}
 
 
 @contextmanager
@@ -59,7 +61,7 @@ class Reduces:
     at the end.
 
     Args:
-        algorithms: of the calls, in order: ``o`` owner, ``g`` gather.
+        algorithms: of the calls, in order: ``o`` owner, ``g`` gather, ``d`` dense.
         rows: how many each rank brings in the first call; they go around from call to call.
         num_rows: of the table.
         op, shape, dtype: as for ``sparse_all_reduce_rows``.
@@ -137,7 +139,7 @@ class Reduces:
                         self.op,
                         ctx=ctx,
                         coalesced=self.coalesced,
-                        algorithm={"o": "owner", "g": "gather"}[letter],
+                        algorithm=NAMES[letter],
                         copy=copy,
                     )
                 )
@@ -189,9 +191,7 @@ class ReducesLists(Reduces):
                 for table, (num_rows, shape) in enumerate(self.tables):
                     ids, values = self.part_of(ctx.rank, call, table)
                     given.append(torch.sparse_coo_tensor(ids.unsqueeze(0), values, (num_rows, *shape)))
-                got = tdcoll.sparse_all_reduce(
-                    given, self.op, ctx=ctx, algorithm={"o": "owner", "g": "gather"}[letter], copy=call % 2 == 0
-                )
+                got = tdcoll.sparse_all_reduce(given, self.op, ctx=ctx, algorithm=NAMES[letter], copy=call % 2 == 0)
                 for table, one in enumerate(got):
                     parts = [self.part_of(rank, call, table) for rank in range(ctx.world_size)]
                     wanted, where = reduce(parts, self.op, nodes), f"rank {ctx.rank}, call {call} ({letter})"
@@ -282,7 +282,8 @@ def check(got: Outcome, parts: Sequence[Rows], op: str) -> None:
 
     In bf16 only where results are exact: the interpreter cuts numbers to 16 bits where GPUs round them.
     """
-    wanted = reduce(parts, op, got.nodes if got.algorithm == "owner" else None)
+    nodes = None if got.algorithm == "gather" else got.nodes
+    wanted = reduce(parts, op, nodes, dense=got.algorithm == "dense")
     assert torch.equal(got.rows.indices, wanted.indices)
     assert (got.rows.values.dtype, got.rows.values.shape) == (wanted.values.dtype, wanted.values.shape)
     if wanted.values.dtype == torch.bfloat16 and op in ("mean", "prod"):
