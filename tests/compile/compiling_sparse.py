@@ -131,6 +131,7 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
         "tables": tables,
         "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
         "aligned": bool(constants.get("ALIGNED")),
+        "wide": constants.get("WIDE", 0),
         "needs": needs_nvshmem(kernel),
         "globaltimer": ptx.count("%globaltimer"),
         "release_sys": ptx.count("st.release.sys"),

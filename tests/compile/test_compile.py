@@ -176,7 +176,10 @@ def test_one_node_sparse_all_reduce_has_no_nvshmem(compiled) -> None:
 
 def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
     kernels = [k for k in compiled["sparse"] if k["aligned"] and k["kernel"] in ("reduce", "prepare")]
-    assert len(kernels) >= 4
+    # A thread block of "prepare" takes one row at a time: a short one has one element for each thread.
+    kernels = [k for k in kernels if k["kernel"] == "reduce" or k["wide"] >= 512]
+    assert {k["kernel"] for k in kernels} == {"reduce", "prepare"}
+    assert len(kernels) >= 10
     for kernel in kernels:
         assert kernel["wide_loads"] > 0, kernel
         assert kernel["wide_stores"] > 0, kernel
@@ -309,8 +312,9 @@ def test_fused_kernels_contract_nothing_but_squares(compiled) -> None:
 
 def test_the_maximum_propagates_nan(compiled) -> None:
     """Which the interpreter's does whatever it is asked for."""
-    (merge,) = [k for k in compiled["sparse"] if k["kernel"] == "merge" and k["arch"] == 90]
-    assert merge["nan_max"] > 0
+    merges = [k for k in compiled["sparse"] if k["kernel"] == "merge" and k["arch"] == 90]
+    assert len(merges) == 2
+    assert all(merge["nan_max"] > 0 for merge in merges)
 
 
 def test_kernels_of_the_signal_benchmark(compiled) -> None:
@@ -376,7 +380,7 @@ def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others
         *("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "reduce_scatter_puts", "all_reduce_puts"),
         *("all_reduce_nodes", "all_to_all_puts", "reduce_nodes", "forward", "meet_nodes"),
     }
-    assert len(early) > 25
+    assert len(early) > 15
     for kernel in kernels:
         assert kernel["waits_first"] is (True if kernel["launched_early"] else None), kernel
 
