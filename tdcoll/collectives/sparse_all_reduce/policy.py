@@ -55,10 +55,11 @@ def prefers_dense(rows: int, num_rows: int, topology: Topology) -> bool:
     Dense moves 2 (W - 1) rows for each row of the table, and owner at most as many: (c - 1) + (W - 1) for each that c
     of W ranks have. The ids have been exchanged and matched when the counts are known, whatever is taken.
 
-    Inside a node, dense gains nothing. On H200s owner moves 295 to 315 GB/s per rank, all its launches included
-    (docs/results/sparse-2xH200.json and sparse-4xH200.json, CUDA graphs), and an all-reduce of 256 MB 339 GB/s
-    (all-reduce-2xH200.json). Dense also writes the table, copies this rank's rows into it, and the result out of it:
-    5 bytes of local memory for each byte of the table, or 1.4 ms per GB at 3.5 TB/s, more than its lead of 0.4 ms.
+    Inside a node, dense gains nothing. On H200s owner moves 295 to 328 GB/s per rank, all its launches included
+    (docs/results/sparse-2xH200.json and sparse-4xH200.json, CUDA graphs), and an all-reduce of 256 MiB 339 GB/s
+    (all-reduce-2xH200.json). That saves dense at most 0.44 ms for each GB that a rank sends, or 0.88 ms for each GB of
+    the table. But dense also fills the table, copies this rank's rows into it, and the result out of it: 5 bytes of
+    local memory for each byte of the table, which take 1.04 ms for a GB at the 4.8 TB/s of an H200.
 
     From one node to another, owner puts rows one by one, and a dense all-reduce sends large messages. There, dense is
     taken if the ranks bring more than half of the table each, on average, because it then moves less than twice as many
