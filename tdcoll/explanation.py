@@ -160,10 +160,7 @@ def _sparse(
         capacities = Capacities.of(context)
     else:
         topology, most = runtime.current().topology(group), max(FEWEST_ROWS, rows)
-        dist = torch.distributed
-        known = group is None and dist.is_available() and dist.is_initialized()
-        dense = known or (dist.is_available() and isinstance(group, dist.ProcessGroup))
-        capacities = Capacities(topology, most, row_bytes, topology.world_size * most, True, dense)
+        capacities = Capacities(topology, most, row_bytes, topology.world_size * most, True)
     sparse = isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
     return explain_rows(capacities, rows, row_bytes, shape[0] if sparse else None, algorithm)
 

@@ -34,7 +34,7 @@ MODULES = [  # each may import those before it
     "tdcoll.collectives.index_match.kernels",
     *(
         f"tdcoll.collectives.sparse_all_reduce.kernels_{name}"
-        for name in ("lists", "values", "reduce", "nodes", "merge")
+        for name in ("tables", "lists", "values", "reduce", "nodes", "merge")
     ),
 ]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tdcoll import arguments, runtime
 from tdcoll.distributed.call import Call
@@ -28,7 +29,7 @@ __all__ = ["SparseGradientReducer", "sparse_hook"]
 _log = logging.getLogger("tdcoll")
 
 _FIRST_ROWS = 1024
-"""Rows per rank that a reducer's context begins with."""
+"""Rows of a table per rank that a reducer's context begins with."""
 
 
 def _group(given: Any) -> Any:
@@ -52,14 +53,83 @@ def _sums(group: Any) -> SparseAllReduce:
     return found
 
 
-def _submit(sums: SparseAllReduce, tensor: torch.Tensor, after: Any = None) -> Task:
-    """The mean over the ranks, made by a queue on the sums' own stream; the task's result is ``[mean]``.
+class _Pass:
+    """The sparse gradients of one model in one backward pass, which are reduced by one call.
 
-    ``after``: the event behind which the tensor is there; None: what the current stream has now.
+    Args:
+        sums: reduces them.
+
+    Attributes:
+        task: the call; its result has a mean for each gradient.
     """
-    if sums.stream is not None:
-        record_stream(tensor, sums.stream)
-    return sums.lane.queue.submit(Task(lambda: [sums.reduce(tensor, "mean")], sums.stream, after, give_up=sums.give_up))
+
+    def __init__(self, sums: SparseAllReduce) -> None:
+        self._sums = sums
+        self._gradients: list[torch.Tensor] = []
+        self._there: list[Any] = []
+        """On a GPU: the events behind which the gradients are."""
+        self.task = Task(self._reduce, sums.stream, give_up=sums.give_up)
+
+    def add(self, gradient: torch.Tensor, there: Any = None) -> int:
+        """Take a gradient, which is behind the event ``there`` or what the current stream has now; return its number in
+        the task's result."""
+        self._gradients.append(gradient)
+        if self._sums.stream is not None:
+            record_stream(gradient, self._sums.stream)
+            self._there.append(there or torch.cuda.current_stream(gradient.device).record_event())
+        return len(self._gradients) - 1
+
+    def submit(self) -> None:
+        """Let the queue's thread make the call, while the backward pass goes on."""
+        self._sums.lane.queue.submit(self.task)
+
+    def make(self) -> None:
+        """Make the call here, when those of the queue are made."""
+        self._sums.lane.queue.drain()
+        if self.task.run():
+            self.task.tell()
+
+    def _reduce(self) -> list[torch.Tensor]:
+        for event in self._there:
+            self._sums.stream.wait_event(event)
+        return self._sums.reduce(self._gradients, "mean") if self._gradients else []
+
+
+class _HookedPass(_Pass):
+    """One whose gradients come from DDP's buckets, and which may have to be reduced by the process group."""
+
+    def __init__(self, sums: SparseAllReduce, group: Any) -> None:
+        super().__init__(sums)
+        self._group = group
+
+    def _reduce(self) -> list[torch.Tensor]:
+        gradients = self._gradients
+        why = self._sums.prepare(Call(gradients, gradients, "mean")) if gradients else None
+        if why is None:
+            return super()._reduce()
+        _log.warning("sparse_hook: gradients go through the process group: %s", why)
+        for event in self._there:
+            self._sums.stream.wait_event(event)
+        return [sparse_sum_by_gather(self._group, gradient, "mean") for gradient in gradients]
+
+
+_passes: "weakref.WeakKeyDictionary[nn.Module, _HookedPass]" = weakref.WeakKeyDictionary()
+"""Of models whose backward pass has begun and has not come to DDP's last bucket."""
+_models: Any = WeakIdKeyDictionary()
+"""``parameter -> weakref`` of the model that a DistributedDataParallel wraps."""
+_SOME_MODEL = nn.Module()
+"""Stands for those whose DistributedDataParallel is not known."""
+
+
+def _model_of(parameter: torch.Tensor) -> nn.Module:
+    """Return the model of a parameter of a DDP bucket. Backward passes of several may run at the same time."""
+    found = _models.get(parameter)
+    if found is None or found() is None:
+        for wrapper in living_ddp(_SOME_MODEL):
+            for one in wrapper.module.parameters():
+                _models[one] = weakref.ref(wrapper.module)
+        found = _models.get(parameter)
+    return (found and found()) or _SOME_MODEL
 
 
 # DDP looks at these annotations themselves: no `from __future__ import annotations` in this file.
@@ -68,8 +138,9 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     """Communication hook for ``DistributedDataParallel``: sparse gradients by tdcoll, dense ones as without a hook.
 
     ``model.register_comm_hook(None, tdcoll.distributed.sparse_hook)`` after ``tdcoll.initialize()``, with any backend.
-    Gradients are averaged. A sparse one is reduced on a stream of its own while the backward pass goes on. DDP itself
-    wants every sparse table used in every backward pass; see :class:`SparseGradientReducer` where that does not hold.
+    Gradients are averaged. DDP gives every sparse gradient a bucket of its own; the hook keeps them until the last
+    bucket of the pass is there, and reduces all of them by one call on a stream of its own. DDP itself wants every
+    sparse table used in every backward pass; see :class:`SparseGradientReducer` where that does not hold.
 
     >>> torch.distributed.init_process_group("tdcoll")
     >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
@@ -87,18 +158,29 @@ def sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
         NotInitializedError: before ``tdcoll.initialize()``.
     """
     group = _group(state)
-    gradient = bucket.buffer()
+    gradient, parameters = bucket.buffer(), bucket.parameters()
+    model = _model_of(parameters[0]) if parameters else _SOME_MODEL
+    if bucket.index() == 0:  # those of a pass that was aborted are of no use
+        _passes.pop(model, None)
+    future: Any
     if gradient.layout != torch.sparse_coo:
         gradient.div_(group.size())
         work = dist.all_reduce(gradient, group=group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-    sums, call = _sums(group), Call([gradient], [gradient], "mean")
-    if (why := sums.refuse(call) or sums.prepare(call)) is not None:
-        _log.warning("sparse_hook: a gradient goes through the process group: %s", why)
-        future: Any = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
-        future.set_result(sparse_sum_by_gather(group, gradient, "mean"))
-        return future
-    return _submit(sums, gradient).future.then(lambda done: done.value()[0])
+        future = work.get_future().then(lambda done: done.value()[0])
+    else:
+        sums = _sums(group)
+        if (why := sums.refuse(Call([gradient], [gradient], "mean"))) is not None:
+            _log.warning("sparse_hook: a gradient goes through the process group: %s", why)
+            future = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
+            future.set_result(sparse_sum_by_gather(group, gradient, "mean"))
+        else:
+            if model not in _passes:
+                _passes[model] = _HookedPass(sums, group)
+            number = _passes[model].add(gradient)
+            future = _passes[model].task.future.then(lambda done: done.value()[number])
+    if bucket.is_last() and (ready := _passes.pop(model, None)) is not None:
+        ready.make()  # DDP has all gradients, so the wait for the sizes of results holds up nothing
+    return future
 
 
 # ---------------------------------------------------------------------- without DDP
@@ -110,10 +192,10 @@ class _Table:
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
         self.hook: Any = None
-        self.taken: torch.Tensor | None = None
+        self.taken: Any = None
+        """This rank's gradient; None until it is there."""
         self.there: Any = None
         """On a GPU: the event behind which ``taken`` is."""
-        self.task: Task | None = None
 
     def watch(self, take: Callable[[Any], None]) -> None:
         """Call ``take`` with this table whenever a backward pass has left a gradient, also if it is frozen now."""
@@ -151,10 +233,10 @@ class SparseGradientReducer:
         reducer.finish()                        # before clipping, GradScaler.unscale_ or step, optimizer.step
         optimizer.step()
 
-    A table's gradient is reduced as soon as it is there and those of the tables behind it in the module are, on a
-    stream of its own. A rank on which a table was not used, has no rows or is frozen brings none. A table that no rank
-    has rows of keeps no gradient. Tables may be frozen and unfrozen between steps. A table that two modules share is
-    one table.
+    One call reduces all of them, on a stream of its own: as soon as every table has its gradient, or in :meth:`finish`
+    if a table was not used. A rank on which a table was not used, has no rows or is frozen brings none. A table that no
+    rank has rows of keeps no gradient. Tables may be frozen and unfrozen between steps. A table that two modules share
+    is one table.
 
     The weights are made equal to those of rank 0.
 
@@ -168,7 +250,8 @@ class SparseGradientReducer:
     Args:
         module: whose ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` are meant.
         group: the process group; None for the default one.
-        rows_per_rank: different rows that one rank brings, as far as is known; the memory for them grows when needed.
+        rows_per_rank: different rows of a table that one rank brings, as far as is known; the memory for them grows
+            when needed.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -194,7 +277,9 @@ class SparseGradientReducer:
         self._take_over(tables)
         self._sums = _sums(group)
         row_bytes = max(p[:1].numel() * p.element_size() for p in tables)
-        self._sums.open(rows_per_rank, row_bytes)
+        self._sums.open(rows_per_rank * len(tables), row_bytes)
+        self._pass: _Pass | None = None
+        """The call of this step; None until there are gradients of all tables."""
         self._synchronising = True
         for table in self._tables:
             table.watch(self._take)
@@ -243,7 +328,11 @@ class SparseGradientReducer:
                 "after each, or accumulate in `with reducer.no_sync():`"
             )
         self._hold(table)
-        self._advance()
+        for other in self._tables:
+            if other.taken is None and other.frozen:
+                self._hold(other)
+        if all(other.taken is not None for other in self._tables):
+            self._begin().submit()  # the backward pass may have more to do than these tables
 
     def _hold(self, table: _Table) -> None:
         """Take this rank's gradient away from the table, or one without rows if there is none or it is frozen."""
@@ -260,15 +349,12 @@ class SparseGradientReducer:
         if table.taken.is_cuda:
             table.there = torch.cuda.current_stream(table.taken.device).record_event()
 
-    def _advance(self) -> None:
-        """Submit what can be: in the same order on all ranks, whatever order the gradients come in."""
+    def _begin(self) -> _Pass:
+        """Return the call of this step: tables in the same order on all ranks, whatever order gradients come in."""
+        self._pass = made = _Pass(self._sums)
         for table in self._tables:
-            if table.taken is None and table.frozen:
-                self._hold(table)
-            if table.taken is None:
-                break
-            if table.task is None:
-                table.task = _submit(self._sums, table.taken, table.there)
+            made.add(table.taken, table.there)
+        return made
 
     def finish(self) -> None:
         """Wait until every table's ``grad`` is the average over the ranks. Collective, once per step.
@@ -287,18 +373,20 @@ class SparseGradientReducer:
         for table in self._tables:
             if table.taken is None:
                 self._hold(table)
-        self._advance()
+        ready = self._pass
+        if ready is None:
+            ready = self._begin()
+            ready.make()
         try:
-            for table in self._tables:
-                assert table.task is not None
-                TaskWork(table.task, self._sums.lane.queue).wait()
-                (mean,) = table.task.result
+            TaskWork(ready.task, self._sums.lane.queue).wait()
+            for table, mean in zip(self._tables, ready.task.result, strict=True):
                 if not table.frozen:
                     table.parameter.grad = mean if mean._nnz() else None
         finally:
             self._left.clear()
+            self._pass = None
             for table in self._tables:
-                table.taken = table.task = table.there = None
+                table.taken = table.there = None
 
     def _refuse_after_the_job(self) -> None:
         if self._sums.members.job.closed:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tdcoll.collectives._host.pool import give_back_programs, take_programs
-from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce_rows
+from tdcoll.collectives.sparse_all_reduce import SparseContext, sparse_all_reduce
 from tdcoll.collectives.sparse_all_reduce.pool import growing_context
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES
 from tdcoll.distributed.call import Call
@@ -42,7 +43,7 @@ def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
 
 
 class SparseAllReduce(Handler):
-    """All-reduces of one COO tensor, which becomes the sum or the mean.
+    """All-reduces of COO tensors, each of which becomes the sum or the mean.
 
     Attributes:
         context: for the calls, which it has room for or grows for; None as long as there was none.
@@ -60,26 +61,27 @@ class SparseAllReduce(Handler):
         self._programs = 0
 
     def refuse(self, call: Call) -> str | None:
-        tensor = call.inputs[0]
-        if tensor.dtype not in DTYPES:
-            return f"{tensor.dtype} is not among the dtypes of tdcoll's sums"
+        for tensor in call.inputs:
+            if tensor.dtype not in DTYPES:
+                return f"{tensor.dtype} is not among the dtypes of tdcoll's sums"
+            if not tensor.sparse_dim():
+                return "a tensor without sparse dimensions"
         if call.op not in ("sum", "mean"):
             return f"{call.op} of sparse tensors is not defined by torch.distributed"
-        if len(call.inputs) != 1 or not tensor.sparse_dim():
-            return "not one tensor with sparse dimensions"
         return None
 
     def check_call(self, call: Call) -> None:
-        """Do nothing: there is one tensor, which becomes the result."""
+        """Do nothing: each tensor becomes its own result."""
 
     def facts(self, call: Call) -> dict[str, Any]:
         return {**super().facts(call), "shapes": [tuple(tensor.shape) for tensor in call.inputs]}
 
     def prepare(self, call: Call) -> str | None:
         if self.context is None and self.problem is None:
-            values = call.inputs[0].detach()._values()
+            rows = [tensor.detach()._values() for tensor in call.inputs]
+            widest = max(values.shape[1:].numel() * values.dtype.itemsize for values in rows)
             try:
-                self.open(values.shape[0], values.shape[1:].numel() * values.dtype.itemsize)
+                self.open(sum(values.shape[0] for values in rows), widest)
             except HeapExhaustedError:  # on all ranks
                 self.problem = "the symmetric heap has no room for it"
             except ContextError as error:  # likewise
@@ -107,35 +109,23 @@ class SparseAllReduce(Handler):
                 raise
 
     def run(self, call: Call) -> list[torch.Tensor]:
-        tensor = call.inputs[0]
-        tensor.data = self.reduce(tensor, str(call.op))
-        return [tensor]
+        for tensor, result in zip(call.inputs, self.reduce(call.inputs, str(call.op)), strict=True):
+            tensor.data = result
+        return list(call.inputs)
 
-    def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """Return the sum or mean over the ranks of a COO tensor, coalesced. Call it after :meth:`prepare`.
-
-        Several sparse dimensions are one of all their indices.
+    def reduce(self, tensors: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
+        """Return the sum or mean over the ranks of each COO tensor, coalesced, by one call. After :meth:`prepare`.
 
         Raises:
-            HeapExhaustedError: it needs a larger context than the heap has room for; on all ranks.
+            HeapExhaustedError: they need a larger context than the heap has room for; on all ranks.
         """
         assert self.context is not None
-        tensor = tensor.detach()
-        indices, values, extents = tensor._indices(), tensor._values(), tensor.shape[: tensor.sparse_dim()]
-        strides, coalesced = torch.empty(extents, device="meta").stride(), tensor.is_coalesced()
-        flat: Any = indices[0]
-        if len(extents) > 1:
-            flat = sum(index * stride for index, stride in zip(indices, strides, strict=True))
+        given = [_with_one_dimension(tensor.detach()) for tensor in tensors]
         with self.members.job.through(self.lane.control):  # the context may grow
-            flat, values = sparse_all_reduce_rows(
-                flat, values, extents.numel(), ctx=self.context, op=op, coalesced=coalesced
-            )
-        if tensor.device.type == "cpu":
+            made = sparse_all_reduce(given, op, ctx=self.context)
+        if self.context.device.type == "cpu":
             self.context.monitor.raise_if_expired()
-        found = flat.unsqueeze(0)
-        if len(extents) > 1:
-            found = torch.stack([flat // stride % extent for stride, extent in zip(strides, extents, strict=True)])
-        return torch.sparse_coo_tensor(found, values, tensor.shape, is_coalesced=True, check_invariants=False)
+        return [_with_dimensions_of(tensor, one) for tensor, one in zip(tensors, made, strict=True)]
 
     def describe(self) -> str:
         context = self.context
@@ -162,3 +152,32 @@ class SparseAllReduce(Handler):
     def _give_back(self) -> None:
         give_back_programs(self.members.job, self._programs)
         self._programs = 0
+
+
+def _strides(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """``(extent, stride)`` of each sparse dimension, in the one dimension of all their indices."""
+    extents = tensor.shape[: tensor.sparse_dim()]
+    return tuple(zip(extents, torch.empty(extents, device="meta").stride(), strict=True))
+
+
+def _with_one_dimension(tensor: torch.Tensor) -> torch.Tensor:
+    """The COO tensor whose one sparse dimension is all of ``tensor``'s."""
+    if (dims := tensor.sparse_dim()) == 1:
+        return tensor
+    products = [index * stride for index, (_, stride) in zip(tensor._indices(), _strides(tensor), strict=True)]
+    return torch.sparse_coo_tensor(
+        torch.stack(products).sum(0, keepdim=True),
+        tensor._values(),
+        (tensor.shape[:dims].numel(), *tensor.shape[dims:]),
+        is_coalesced=tensor.is_coalesced(),
+        check_invariants=False,
+    )
+
+
+def _with_dimensions_of(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """The reverse of :func:`_with_one_dimension`."""
+    if like.sparse_dim() == 1:
+        return made
+    flat = made.indices()[0]
+    found = torch.stack([flat // stride % extent for extent, stride in _strides(like)])
+    return torch.sparse_coo_tensor(found, made.values(), like.shape, is_coalesced=True, check_invariants=False)

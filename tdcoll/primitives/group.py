@@ -28,7 +28,7 @@ from tdcoll.runtime.topology import Topology
 __all__ = [
     *("EPOCH_SHIFT", "Group", "Nodes", "Inbox"),
     *("begin_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "row", "segment", "slot", "start"),
-    *("still_alive", "this_program"),
+    *("say_done", "still_alive", "this_program", "wait_until_done"),
 ]
 
 EPOCH_SHIFT = tl.constexpr(MAX_PROGRAMS.bit_length() - 1)
@@ -152,6 +152,41 @@ def still_alive(monitor):
     A barrier of the block, whose threads all get the same answer.
     """
     return tdl.block_and(tdl.ld(monitor + tdl.MONITOR_ABORTED, "gpu", "relaxed") == 0)
+
+
+if INTERPRETED:  # by functions of Triton alone, because index matching needs no job
+
+    @jit
+    def say_done(word):
+        tl.atomic_add(word, 1, sem="release", scope="gpu")
+
+    @jit
+    def wait_until_done(word, programs):
+        while tl.load(word, volatile=True) < programs:
+            pass
+
+else:
+
+    @jit
+    def say_done(word):
+        tdl.syncthreads()
+        tl.atomic_add(word, 1, sem="release", scope="gpu")
+
+    @jit
+    def wait_until_done(word, programs):
+        while tdl.block_and(tdl.ld(word, "gpu", "acquire") >= programs) == 0:
+            pass
+
+
+say_done.__doc__ = """This program has done its part of a phase of the launch: what it has stored is seen by those that
+:func:`wait_until_done` lets go on. ``word``: int32, 0 before the launch; one for each phase."""
+wait_until_done.__doc__ = """Return when so many programs of this launch have done their part of the phase that ``word``
+counts.
+
+They must have lower numbers than those that wait. Blocks come onto the GPU in the order of their numbers, so those that
+others wait for are there first, and any number of resident blocks makes progress. Nothing here waits for another rank,
+so there is no deadline.
+"""
 
 
 @jit

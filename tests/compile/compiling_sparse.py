@@ -14,6 +14,7 @@ from tdcoll.collectives.sparse_all_reduce import (
     kernels_merge,
     kernels_nodes,
     kernels_reduce,
+    kernels_tables,
     kernels_values,
 )
 from tdcoll.language.jit import needs_nvshmem
@@ -22,16 +23,13 @@ from tdcoll.primitives.group import Nodes
 
 INDEX_MATCH = {  # constants, as op.py has them
     "clear": {"BLOCK": 4096},
-    "mark": {"BLOCK": 1024},
-    "unite": {"BLOCK": 512},
-    "number": {"BLOCK": 512, "TOTALS": 1024},
-    "find_leaders": {"BLOCK": 512},
-    "number_leaders": {"BLOCK": 512, "TOTALS": 1024},
-    "place_leaders": {"BLOCK": 512},
+    "build": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 0},
+    "build, tables": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
+    "build, search": {"MARK": 1024, "BLOCK": 512, "TOTALS": 1024, "FIRSTS": 32},
 }
 INDEX_MATCH_TYPES = {
-    **dict.fromkeys(("status", "target"), "*i64"),
-    **dict.fromkeys(("totals", "leaders"), "*i32"),
+    **dict.fromkeys(("status", "target", "firsts", "places"), "*i64"),
+    **dict.fromkeys(("totals", "leaders", "progress"), "*i32"),
 }
 
 
@@ -40,9 +38,9 @@ def index_of_all(search: bool) -> index_match.Index:
 
 
 def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> dict[str, object]:
-    kernel = getattr(index_match, name)
+    kernel = getattr(index_match, name.partition(",")[0])
     declared = {parameter.name: parameter.annotation_type for parameter in kernel.params if parameter.annotation_type}
-    types = INDEX_MATCH_TYPES | {"index": index_of_all("leaders" in name)}
+    types = INDEX_MATCH_TYPES | {"index": index_of_all("search" in name)}
     ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
     return {
         "kernel": name,
@@ -57,6 +55,8 @@ def compile_index_match(arch: int, name: str, constants: dict[str, object]) -> d
 
 _SUM = {"REPEATED": True, "OP": reduce.SUM, "ACC": tl.float32}
 _ROW = {"REPEATED": True, "ACC": tl.float32, "ALIGNED": True}
+_PLANNED = {**_ROW, "PLANS": True, "ALL": False, "BEHIND": False, "BLOCK": 256}
+_GATHERED = {**_ROW, "PLANS": False, "ALL": True, "BEHIND": True, "BLOCK": 256}
 SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
     ("reduce", {**_SUM, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
@@ -66,30 +66,45 @@ SPARSE = [  # kernel, constants as op.py has them, dtype of rows, architectures
     ("forward", {"WAITED": 8}, "*fp32", (90,)),
     ("meet", {"WAITED": 8}, "*fp32", (90,)),
     ("meet_nodes", {"WAITED": 8}, "*fp32", (90,)),
-    ("plan", {"REPEATED": True, "BLOCK": 256}, "*fp32", (90,)),
-    ("combine", {**_ROW, "ALL": False, "BEHIND": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
-    ("sum_pieces", {"ACC": tl.float32, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
-    ("sum_partial", {"BEHIND": True, "ACC": tl.float32, "ALIGNED": True, "WIDE": 2048}, "*bf16", (90,)),
+    ("prepare", {**_PLANNED, "PIECES": False, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
+    ("prepare", {**_GATHERED, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*bf16", (90,)),
+    ("prepare", {**_PLANNED, "search": True, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*fp32", (90,)),
     (
         "merge",
         {"OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
         "*fp16",
         (90, 100),
     ),
-    ("pad", {"ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
-    ("count_first", {"BLOCK": 1024}, "*fp32", (90,)),
-    ("write_list", {"BLOCK": 1024}, "*fp32", (90,)),
-    ("copy_list", {"BLOCK": 1024}, "*fp32", (90,)),
+    ("pad", {"TABLES": 2, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
+    ("reduce", {**_SUM, "tables": 4, "ALIGNED": True, "ROWS": 1, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("reduce", {**_SUM, "tables": 8, "ALIGNED": True, "ROWS": 64, "WIDE": 64, "WAITED": 8}, "*bf16", (90,)),
+    ("reduce_nodes", {**_SUM, "tables": 4, "WIDE": 2048, "WAITED": 8}, "*fp32", (90, 100)),
+    ("forward", {"tables": 4, "WAITED": 8}, "*fp32", (90,)),
+    ("prepare", {**_PLANNED, "tables": 4, "PIECES": True, "DEEP": 4, "WIDE": 2048}, "*fp32", (90, 100)),
+    ("prepare", {**_PLANNED, "tables": 1, "PIECES": True, "DEEP": 8, "WIDE": 64}, "*bf16", (90,)),
+    (
+        "merge",
+        {"tables": 8, "OP": reduce.MAX, "ACC": tl.float32, "ALIGNED": True, "ROWS": 8, "WIDE": 256},
+        "*fp16",
+        (90,),
+    ),
+    ("pad", {"tables": 4, "TABLES": 32, "ROWS": 1, "WIDE": 2048}, "*fp32", (90,)),
+    ("join", {"given": 26, "ITEM": 4, "COUNT": 26, "BLOCK": 1024}, "*fp32", (90, 100)),
+    ("pack", {"REPEATED": True, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90, 100)),
+    ("pack", {"REPEATED": False, "BLOCK": 1024, "CLEAR": 4096}, "*fp32", (90,)),
 ]
 SPARSE_KERNELS = {
     name: kernel
-    for module in (kernels_lists, kernels_values, kernels_reduce, kernels_nodes, kernels_merge)
+    for module in (kernels_lists, kernels_tables, kernels_values, kernels_reduce, kernels_nodes, kernels_merge)
     for name, kernel in vars(module).items()
     if name in module.__all__
 }
 SPARSE_TYPES = {
-    **dict.fromkeys(("ids", "begins", "order", "count", "indices", "remembered"), "*i64"),
-    "totals": "*i32",
+    **dict.fromkeys(("ids", "begins", "order", "count", "counts", "indices", "joined", "remembered"), "*i64"),
+    **dict.fromkeys(("target", "status"), "*i64"),
+    **dict.fromkeys(("totals", "progress"), "*i32"),
     "partial": "*fp32",
     "g": tuples()["g"],
     "memory": kernels_lists.Memory("i64", "i64", "*i32", "*i32", "*i32"),
@@ -101,15 +116,22 @@ def compile_sparse(name: str, arch: int, constants: dict[str, object], rows: str
     kernel = SPARSE_KERNELS[name]
     constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
     search = bool(constants.pop("search", False))
-    types = SPARSE_TYPES | dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
+    tables = constants.pop("tables", 0)  # elements in 16 bytes of a list of tables; 0: there is one
+    one = kernels_tables.Tables("*i64", "*i32", "*i64", "i32", not tables, tables or 1)
+    given = ["i64"] * constants.pop("given", 1)
+    given = kernels_tables.given(given, given, [*given, "i64"])
+    types = SPARSE_TYPES | {"tables": one, "given": given}
+    types |= dict.fromkeys(("source", "out", "values", "like"), rows) | {"index": index_of_all(search)}
     ptx = compile_for(kernel, arch, constants, types, aligned=bool(constants.get("ALIGNED"))).asm["ptx"]
     return {
         "kernel": name,
         "arch": arch,
         "rows": rows,
         "search": search,
+        "tables": tables,
         "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
         "aligned": bool(constants.get("ALIGNED")),
+        "wide": constants.get("WIDE", 0),
         "needs": needs_nvshmem(kernel),
         "globaltimer": ptx.count("%globaltimer"),
         "release_sys": ptx.count("st.release.sys"),

@@ -128,7 +128,7 @@ def test_two_programs_of_8_warps_fit_on_a_multiprocessor(compiled) -> None:
 def test_index_matching_compiles_without_spills_or_nvshmem(compiled) -> None:
     kernels = compiled["index_match"]
     assert {k["arch"] for k in kernels} == {90, 100}
-    assert {"mark", "number", "find_leaders", "place_leaders"} <= {k["kernel"] for k in kernels}
+    assert {"clear", "build", "build, tables", "build, search"} == {k["kernel"] for k in kernels}
     assert [k for k in kernels if k["spilled_bytes"] or k["needs"]] == []
     assert all(k["registers"] <= 96 for k in kernels)
 
@@ -136,9 +136,9 @@ def test_index_matching_compiles_without_spills_or_nvshmem(compiled) -> None:
 def test_index_matching_says_the_right_things(compiled) -> None:
     for kernel in compiled["index_match"]:
         name, wide = kernel["kernel"], set(kernel["wide"])
-        assert (kernel["or64"] > 0) == (name == "mark"), kernel
-        assert name != "number" or kernel["popcounts"] > 0, kernel
-        assert name not in ("mark", "find_leaders") or {"num_rows", "signature"} <= wide, kernel
+        assert (kernel["or64"] > 0) == (name in ("build", "build, tables")), kernel
+        assert "build" not in name or "search" in name or kernel["popcounts"] > 0, kernel
+        assert "build" not in name or {"num_rows", "signature"} <= wide, kernel
 
 
 def test_sparse_all_reduce_compiles_without_spills(compiled) -> None:
@@ -166,7 +166,7 @@ def test_one_node_sparse_all_reduce_has_no_nvshmem(compiled) -> None:
     """All that it launches: its own kernels, and the exchange of lists."""
     one_node = [k for k in compiled["sparse"] if k["kernel"] not in ("reduce_nodes", "reduce_nodes_of_single")]
     one_node = [k for k in one_node if k["kernel"] not in ("forward", "meet_nodes")]
-    assert {"write_list", "copy_list", "plan", "combine", "reduce", "meet", "merge"} <= {k["kernel"] for k in one_node}
+    assert {"pack", "prepare", "reduce", "meet", "merge"} <= {k["kernel"] for k in one_node}
     assert [k for k in one_node if k["calls"] or k["needs"]] == []
     (exchange,) = compiled["exchange"]
     assert exchange["counted"]
@@ -175,8 +175,11 @@ def test_one_node_sparse_all_reduce_has_no_nvshmem(compiled) -> None:
 
 
 def test_rows_move_in_wide_loads_and_stores(compiled) -> None:
-    kernels = [k for k in compiled["sparse"] if k["aligned"] and k["kernel"] in ("reduce", "combine")]
-    assert len(kernels) >= 4
+    kernels = [k for k in compiled["sparse"] if k["aligned"] and k["kernel"] in ("reduce", "prepare")]
+    # A thread block of "prepare" takes one row at a time: a short one has one element for each thread.
+    kernels = [k for k in kernels if k["kernel"] == "reduce" or k["wide"] >= 512]
+    assert {k["kernel"] for k in kernels} == {"reduce", "prepare"}
+    assert len(kernels) >= 10
     for kernel in kernels:
         assert kernel["wide_loads"] > 0, kernel
         assert kernel["wide_stores"] > 0, kernel
@@ -309,8 +312,9 @@ def test_fused_kernels_contract_nothing_but_squares(compiled) -> None:
 
 def test_the_maximum_propagates_nan(compiled) -> None:
     """Which the interpreter's does whatever it is asked for."""
-    (merge,) = [k for k in compiled["sparse"] if k["kernel"] == "merge" and k["arch"] == 90]
-    assert merge["nan_max"] > 0
+    merges = [k for k in compiled["sparse"] if k["kernel"] == "merge" and k["arch"] == 90]
+    assert len(merges) == 2
+    assert all(merge["nan_max"] > 0 for merge in merges)
 
 
 def test_kernels_of_the_signal_benchmark(compiled) -> None:
@@ -376,7 +380,7 @@ def test_kernels_that_are_launched_early_wait_before_anything_else_and_no_others
         *("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "reduce_scatter_puts", "all_reduce_puts"),
         *("all_reduce_nodes", "all_to_all_puts", "reduce_nodes", "forward", "meet_nodes"),
     }
-    assert len(early) > 25
+    assert len(early) > 15
     for kernel in kernels:
         assert kernel["waits_first"] is (True if kernel["launched_early"] else None), kernel
 

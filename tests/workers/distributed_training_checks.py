@@ -15,6 +15,7 @@ from torch._dynamo import convert_frame
 import tdcoll
 from tdcoll import runtime
 from tdcoll.distributed import SparseGradientReducer, clip_grad_norm_, explain, sparse_hook
+from tdcoll.distributed.sparse import SparseAllReduce
 
 DDP = nn.parallel.DistributedDataParallel
 
@@ -130,15 +131,71 @@ def clipped_gradients() -> None:
     same(everywhere, norms[0].expand(world()).contiguous(), "on all ranks")
 
 
+def other_group() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo" if device().type == "cpu" or shared() else "cpu:gloo,cuda:nccl")
+
+
+def exchanges() -> int:
+    """How many calls the hook and the reducers have made by tdcoll."""
+    sums = runtime.current().contexts.get(("tdcoll.distributed", tuple(everyone())))
+    return 0 if sums is None or sums.context is None else sums.context.exchanges
+
+
 @check
 def ddp_hook_with_another_backend() -> None:
-    group = dist.new_group(backend="gloo" if device().type == "cpu" or shared() else "cpu:gloo,cuda:nccl")
-    batches = [lookups(step, 2) for step in range(3)]
-    model = DDP(Model(True, 2), process_group=group)
+    """One call for the tables of a step, the first too, after which DDP makes other buckets."""
+    group = other_group()
+    batches = [lookups(step, 3) for step in range(3)]
+    model, before = DDP(Model(True, 3), process_group=group), exchanges()
     model.register_comm_hook(group, sparse_hook)
-    equal(train(model, batches), dense_run(batches, 2), "sparse_hook")
-    context = runtime.current().contexts["tdcoll.distributed", tuple(everyone())].context
-    expect(context.exchanges >= 6, f"{context.exchanges} exchanges were tdcoll's")
+    got = train(model, batches)
+    expect(exchanges() - before <= 2 * len(batches), "a call that grows the context exchanges lists twice")
+    equal(got, dense_run(batches, 3), "sparse_hook")
+    before = exchanges()
+    train(model, batches)
+    expect(exchanges() - before == len(batches), f"{exchanges() - before} calls in {len(batches)} steps")
+
+
+@check
+def ddp_hook_after_an_aborted_pass() -> None:
+    """A pass that ends with an exception, between the buckets of its tables, leaves nothing to the next one's call."""
+    group, module, broken = other_group(), Model(True, 3), [False]
+
+    def fail(gradient: torch.Tensor) -> None:
+        if broken[0]:
+            raise ValueError("on purpose")
+
+    module.tables[0].weight.register_hook(fail)
+    reduce, together = SparseAllReduce.reduce, []
+
+    def counted(self: SparseAllReduce, tensors: list[torch.Tensor], op: str) -> list[torch.Tensor]:
+        together.append(len(tensors))
+        return reduce(self, tensors, op)
+
+    SparseAllReduce.reduce = counted
+    try:
+        _with_an_aborted_pass(group, module, broken)
+    finally:
+        SparseAllReduce.reduce = reduce
+    expect(together == [3, 3], f"calls of {together} gradients")
+
+
+def _with_an_aborted_pass(group: dist.ProcessGroup, module: Model, broken: list[bool]) -> None:
+    for attempt in range(3):
+        model = DDP(module, process_group=group)  # which a pass that did not finish leaves of no use
+        model.register_comm_hook(group, sparse_hook)
+        broken[0] = attempt == 1
+        if broken[0]:
+            expect_raises(ValueError, lambda m=model: m(lookups(1, 3)).sum().backward(), "on purpose")
+        else:
+            start = [parameter.detach().clone() for parameter in module.parameters()]
+            other = Model(False, 3)
+            with torch.no_grad():
+                for parameter, value in zip(other.parameters(), start, strict=True):
+                    parameter.copy_(value)
+            batches = [lookups(attempt, 3)]
+            wanted = train(DDP(other, find_unused_parameters=True), batches)
+            equal(train(model, batches), wanted, f"attempt {attempt}")
 
 
 @check
@@ -155,8 +212,10 @@ def reducer() -> None:
         with torch.no_grad():
             model.tables[0].weight.zero_()  # it is rank 0's weights that count
     sums = SparseGradientReducer(model, rows_per_rank=2)
+    before = exchanges()
     got = train(DDP(model, find_unused_parameters=True), batches, sums.finish)
     equal(got, dense_run(batches, 3), "reducer")
+    expect(exchanges() - before <= len(batches) + 2, "a call for each step, and two that grow the context at most")
     grads = [table.weight.grad is None for table in model.tables]
     expect(grads == [False, True, True], f"a table that nobody used has no gradient: {grads}")
     sums.close()

@@ -13,6 +13,7 @@ from harness import check, device, everyone, expect, expect_raises, rank, run, s
 from sparse_parts import Part, Shape, call, compare, compare_rows, part, parts, reduced
 
 import tdcoll
+from tdcoll import runtime
 from tdcoll.collectives.sparse_all_reduce import policy
 
 
@@ -42,7 +43,7 @@ MORE_CASES: list[tuple[str, torch.dtype, Shape]] = [
 
 @check
 def sparse_operations() -> None:
-    """Operations, dtypes, shapes, algorithms; dense goes through torch.distributed."""
+    """Operations, dtypes, shapes, algorithms."""
     rows = 12
     with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=256) as ctx:
         for number, (op, dtype, shape) in enumerate(CASES + ([] if simulated() else MORE_CASES)):
@@ -152,7 +153,7 @@ def sparse_text_like_rows() -> str:
 
 @check
 def sparse_dense_by_policy() -> str:
-    """ "auto" goes through torch.distributed where several nodes bring most of the table each."""
+    """ "auto" reduces the whole table where several nodes bring most of it each, also without a context."""
     rows, dim = scaled(4096, 64), 512
     ids = torch.arange(rows, device=device())
     every = [Part(ids, part(r, 1, rows, rows, (dim,)).values) for r in everyone()]
@@ -163,6 +164,10 @@ def sparse_dense_by_policy() -> str:
             for num_rows, wanted in ((rows, "dense" if nodes > 1 else "owner"), (2 * rows, "owner")):
                 call(ctx, every, num_rows)
                 expect(ctx.last_algorithm == wanted, f"{rows} rows of {num_rows}: {ctx.last_algorithm}")
+                made = tdcoll.sparse_all_reduce(every[rank()].sparse(num_rows))
+                compare(made, every, what=f"drop-in, {rows} rows of {num_rows}")
+                of_tdcoll = runtime.current().contexts["sparse", tuple(everyone())]
+                expect(of_tdcoll.last_algorithm == wanted, f"drop-in: {of_tdcoll.last_algorithm}")
         finally:
             policy.GATHERED_BYTES = gathered
         ctx.check()
@@ -181,14 +186,9 @@ def sparse_subgroups() -> None:
         with tdcoll.SparseContext(group, max_rows_per_rank=10, max_row_bytes=16) as ctx:
             expect(ctx.rank == order.index(rank()), f"group rank {ctx.rank}")
             every = [part(r, 1, 10, 15) for r in order]
-            for algorithm in ("owner", "gather"):
+            for algorithm in ("owner", "gather", "dense"):
                 got = tdcoll.sparse_all_reduce(every[ctx.rank].sparse(15), ctx=ctx, algorithm=algorithm)
                 compare(got, every, what=f"{order}, {algorithm}")
-            dense = partial(tdcoll.sparse_all_reduce, every[ctx.rank].sparse(15), ctx=ctx, algorithm="dense")
-            if isinstance(group, list):
-                expect_raises(ValueError, dense, "algorithm='dense'", "process group")
-            else:
-                compare(dense(), every, what=f"{order}, dense")
 
 
 @check

@@ -14,12 +14,14 @@ Two kinds of directory answer the same questions (:func:`find`, :func:`find_in_u
                               Place of an id in the union = sum over p of leaders[p, ids of list p below it].
                               Lists, and the union, are searched by bisection: log2(n) loads.
 
-Four launches on one stream; each reads what the ones before wrote, and nothing else orders them::
+Two launches on one stream: *clear*, in whose place a launch of the caller's may do the same, and *build*. Programs of a
+phase of *build* wait until all of the phase before are done, which have lower numbers
+(:func:`tdcoll.primitives.group.wait_until_done`), and nothing else orders them::
 
-    bitmap   clear -> mark -> unite -> number
-    search   clear -> find_leaders -> number_leaders -> place_leaders
+    bitmap   clear -> mark -> unite -> number                               -> place_firsts, if wanted
+    search   clear -> find_leaders -> number_leaders -> place_leaders       -> place_firsts, if wanted
 
-    clear           zeroes status, and entries[0 .. W-1] or, for search, union
+    clear           zeroes status, progress, and entries[0 .. W-1] or, for search, union
     mark            one 64-bit atomic or per id: its bit, with its place in the high half if it is the word's first id.
                     Ids of one word may come from different programs, in any order: no two of them set the same bit.
     unite           bits of row W = or over the W rows; ids per block of words -> totals
@@ -27,6 +29,7 @@ Four launches on one stream; each reads what the ones before wrote, and nothing 
     find_leaders    leaders within a block of ids (bisection of all earlier lists) -> totals
     number_leaders  adds the totals of earlier blocks; U += leaders of the list
     place_leaders   union[place of each leader] = its id
+    place_firsts    copies status, and finds how many ids of the union are below each of some: places[...]
 
 A bitmap is built by a few passes over its W + 1 rows and one atomic for each id. A search takes W log2(n) loads for
 each id, and no memory that depends on the number of rows. See :mod:`tdcoll.collectives.index_match.policy`.
@@ -42,13 +45,13 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import in_stream_order
+from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
 
 __all__ = [
     *("BAD_ORDER", "BAD_RANGE", "BAD_SIGNATURE", "MAX_ROWS", "STATUS_WORDS", "TOTAL", "UNION"),
     *("HEADER", "LIST_BYTES", "LIST_COUNT", "LIST_SIGNATURE"),
-    *("Index", "find", "find_in_union", "find_sorted", "list_of", "list_size", "popcount"),
-    *("clear", "mark", "unite", "number", "find_leaders", "number_leaders", "place_leaders"),
+    *("Index", "below", "find", "find_in_union", "find_sorted", "list_of", "list_size", "popcount"),
+    *("PHASES", "build", "clear", "wipe"),
 ]
 
 # Words of a list's header.
@@ -65,6 +68,9 @@ BAD_ORDER = tl.constexpr(3)  # 1 + the last rank whose ids are not strictly asce
 BAD_SIGNATURE = tl.constexpr(4)  # 1 + the last rank whose signature is not ours; 0: none
 TOTAL = tl.constexpr(5)  # sum of the headers' counts
 STATUS_WORDS = tl.constexpr(8)
+
+PHASES = tl.constexpr(4)
+"""Words of progress: programs that have done their part of each phase."""
 
 _BITS = tl.constexpr(0xFFFFFFFF)
 _ODD = tl.constexpr(0x5555555555555555)
@@ -183,17 +189,32 @@ def find_in_union(x, index):
     return place
 
 
+@jit
+def below(ids, index):
+    """How many ids of the union, of those for which there is room, are less than each of ``ids``. int32."""
+    size = tl.minimum(tl.load(index.status + UNION), tl.cast(index.max_union, tl.int64)).to(tl.int32)
+    place, found = find_sorted(ids, index.union, size)
+    return place + ((found < ids) & (place < size)).to(tl.int32)
+
+
 # ---------------------------------------------------------------------- both kinds
 
 
 @jit
-def clear(target, size: tl.int64, status, BLOCK: tl.constexpr):
-    """Zero ``target[:size]`` and ``status``. Programs: ceil(size / BLOCK), at least 1."""
-    in_stream_order()
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def wipe(program, target, size, status, progress, BLOCK: tl.constexpr):
+    """Zero ``target[:size]``, ``status`` and ``progress``. Programs: ceil(size / BLOCK), at least 1."""
+    i = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + i, tl.zeros([BLOCK], tl.int64), mask=i < size)
-    if tl.program_id(0) == 0:
+    if program == 0:
         tl.store(status + tl.arange(0, STATUS_WORDS), tl.zeros([STATUS_WORDS], tl.int64))
+        tl.store(progress + tl.arange(0, PHASES), tl.zeros([PHASES], tl.int32))
+
+
+@jit
+def clear(target, size: tl.int64, status, progress, BLOCK: tl.constexpr):
+    """:func:`wipe` as a launch of its own."""
+    in_stream_order()
+    wipe(tl.program_id(0), target, size, status, progress, BLOCK)
 
 
 @jit
@@ -236,15 +257,13 @@ def _sum_before(totals, count, BLOCK: tl.constexpr):
 
 
 @jit
-def mark(index, num_rows: tl.int64, signature: tl.int64, BLOCK: tl.constexpr):
-    """Rows 0 .. W-1 of ``entries``, which are zero before. Programs: (any number, W)."""
-    in_stream_order()
-    q = tl.program_id(1).to(tl.int64)
-    if tl.program_id(0) == 0:
+def mark(program, programs, q, index, num_rows, signature, BLOCK: tl.constexpr):
+    """Rows 0 .. W-1 of ``entries``, which are zero before. Programs: any number for each list ``q``, int64."""
+    if program == 0:
         _read_header(q, index, signature)
     n = list_size(index, q)
     row = index.entries + q * index.words
-    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+    for start in tl.range(program * BLOCK, n, programs * BLOCK):
         i = start + tl.arange(0, BLOCK)
         x, before, valid = _read_ids(q, index, i, n, num_rows)
         first = (i == 0) | ((before >> 5) != (x >> 5))
@@ -253,26 +272,23 @@ def mark(index, num_rows: tl.int64, signature: tl.int64, BLOCK: tl.constexpr):
 
 
 @jit
-def unite(index, totals, BLOCK: tl.constexpr):
+def unite(program, index, totals, BLOCK: tl.constexpr):
     """Low halves of row W, and ``totals``: how many ids each block of words has. Programs: ceil(words / BLOCK)."""
-    in_stream_order()
-    w = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = w < index.words
     bits = tl.zeros([BLOCK], tl.int64)
     for q in tl.range(0, index.world, loop_unroll_factor=4):
         bits |= tl.load(index.entries + q * index.words + w, mask=inside, other=0)
     bits &= _BITS
     tl.store(index.entries + index.world * index.words + w, bits, mask=inside)
-    tl.store(totals + tl.program_id(0), tl.sum(popcount(bits), axis=0))
+    tl.store(totals + program, tl.sum(popcount(bits), axis=0))
 
 
 @jit
-def number(index, totals, BLOCK: tl.constexpr, TOTALS: tl.constexpr):
+def number(block, blocks, index, totals, BLOCK: tl.constexpr, TOTALS: tl.constexpr):
     """High halves of row W, the union's first ``max_union`` ids, and U. Programs as for :func:`unite`."""
-    in_stream_order()
-    block = tl.program_id(0)
     offset = _sum_before(totals, block, TOTALS)
-    w = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = w < index.words
     row = index.entries + index.world * index.words
     bits = tl.load(row + w, mask=inside, other=0)
@@ -280,7 +296,7 @@ def number(index, totals, BLOCK: tl.constexpr, TOTALS: tl.constexpr):
     place = (offset + tl.cumsum(count, axis=0) - count).to(tl.int64)
     tl.store(row + w, bits | (place << 32), mask=inside)
     here = tl.sum(count, axis=0)
-    if block == tl.num_programs(0) - 1:
+    if block == blocks - 1:
         tl.store(index.status + UNION, (offset + here).to(tl.int64))
     if here > 0:
         # A thread writes the ids of its word one after the other: a warp's stores fall close together.
@@ -300,34 +316,30 @@ def _leaders_of(index, leaders, q):
 
 
 @jit
-def find_leaders(
-    index, leaders, totals, blocks: tl.int32, num_rows: tl.int64, signature: tl.int64, BLOCK: tl.constexpr
-):  # fmt: skip
-    """``leaders``, counted from the start of each block, and ``totals[W, blocks]``. Programs: (any number, W)."""
-    in_stream_order()
-    q = tl.program_id(1).to(tl.int64)
-    if tl.program_id(0) == 0:
+def find_leaders(program, programs, q, index, leaders, totals, blocks, num_rows, signature, BLOCK: tl.constexpr):
+    """``leaders``, counted from the start of each block, and ``totals[W, blocks]``. Programs as for :func:`mark`."""
+    if program == 0:
         _read_header(q, index, signature)
     n = list_size(index, q)
     row = _leaders_of(index, leaders, q)
-    for block in tl.range(tl.program_id(0), n // BLOCK + 1, tl.num_programs(0)):
+    for block in tl.range(program, n // BLOCK + 1, programs):
         i = block * BLOCK + tl.arange(0, BLOCK)
         x, _before, valid = _read_ids(q, index, i, n, num_rows)
         leads = valid.to(tl.int32)
-        for p in tl.range(0, tl.program_id(1)):
+        for p in tl.range(0, q):
             leads = tl.where(find(x, p, index) >= 0, 0, leads)
         tl.store(row + i, tl.cumsum(leads, axis=0) - leads, mask=i <= n)
         tl.store(totals + q * blocks + block, tl.sum(leads, axis=0))
 
 
 @jit
-def number_leaders(index, leaders, totals, blocks: tl.int32, BLOCK: tl.constexpr, TOTALS: tl.constexpr):
-    """``leaders``, counted from the start of each list, 0 .. n_q; U. Programs: (any number, W)."""
-    in_stream_order()
-    q = tl.program_id(1).to(tl.int64)
+def number_leaders(
+    program, programs, q, index, leaders, totals, blocks, BLOCK: tl.constexpr, TOTALS: tl.constexpr
+):  # fmt: skip
+    """``leaders``, counted from the start of each list, 0 .. n_q; U. Programs as for :func:`mark`."""
     n = list_size(index, q)
     row = _leaders_of(index, leaders, q)
-    for block in tl.range(tl.program_id(0), n // BLOCK + 1, tl.num_programs(0)):
+    for block in tl.range(program, n // BLOCK + 1, programs):
         offset = _sum_before(totals + q * blocks, block, TOTALS)
         i = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(row + i, tl.load(row + i, mask=i <= n, other=0) + offset, mask=i <= n)
@@ -337,13 +349,11 @@ def number_leaders(index, leaders, totals, blocks: tl.int32, BLOCK: tl.constexpr
 
 
 @jit
-def place_leaders(index, leaders, BLOCK: tl.constexpr):
-    """The union's first ``max_union`` ids. Programs: (any number, W)."""
-    in_stream_order()
-    q = tl.program_id(1).to(tl.int64)
+def place_leaders(program, programs, q, index, leaders, BLOCK: tl.constexpr):
+    """The union's first ``max_union`` ids. Programs as for :func:`mark`."""
     n = list_size(index, q)
     row = _leaders_of(index, leaders, q)
-    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+    for start in tl.range(program * BLOCK, n, programs * BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < n
         x = tl.load(list_of(index, q) + HEADER + i, mask=inside, other=0)
@@ -356,3 +366,73 @@ def place_leaders(index, leaders, BLOCK: tl.constexpr):
             below = at + ((v < x) & (at < m)).to(tl.int32)
             place += tl.load(_leaders_of(index, leaders, p) + below, mask=leads, other=0)
         tl.store(index.union + place, x, mask=leads & (place < index.max_union))
+
+
+# ---------------------------------------------------------------------- launch
+
+
+@jit
+def place_firsts(index, firsts, count, places, FIRSTS: tl.constexpr):
+    """The status, and behind it how many ids of the union are below each of ``firsts [count]``, ``-> places``."""
+    word = tl.arange(0, STATUS_WORDS)
+    tl.store(places + word, tl.load(index.status + word))
+    i = tl.arange(0, FIRSTS)
+    ids = tl.load(firsts + i, mask=i < count, other=0)
+    tl.store(places + STATUS_WORDS + i, below(ids, index).to(tl.int64), mask=i < count)
+
+
+@jit
+def build(
+    index, leaders, totals, progress, firsts, places, per_list: tl.int32, blocks: tl.int32, count: tl.int32,
+    num_rows: tl.int64, signature: tl.int64,
+    MARK: tl.constexpr, BLOCK: tl.constexpr, TOTALS: tl.constexpr, FIRSTS: tl.constexpr,
+):  # fmt: skip
+    """All phases but *clear*. Programs: ``W * per_list`` for each phase that goes over lists, ``blocks`` for each that
+    goes over the words of a bitmap, and one for *place_firsts*.
+
+    Args:
+        leaders: int32 ``[W, capacity + 1]``, of a search only.
+        totals: int32; of a bitmap one for each block of words, of a search ``[W, blocks]``.
+        progress: int32 ``[PHASES]``, zero before.
+        firsts, places: of :func:`place_firsts`; not looked at if there is none.
+        per_list: programs for each list.
+        blocks: of the words of a bitmap, or of each list in a search.
+        count: of ``firsts``.
+        MARK: ids that a program of :func:`mark` takes at a time.
+        BLOCK: words, or in a search ids, of a block.
+        TOTALS: a power of two.
+        FIRSTS: a power of two, at least ``count``; 0 leaves *place_firsts* out.
+    """
+    in_stream_order()
+    program = tl.program_id(0)
+    first = per_list * index.world
+    second = blocks
+    if index.search:
+        second = first
+    if program < first:
+        q = (program // per_list).to(tl.int64)
+        if index.search:
+            find_leaders(program % per_list, per_list, q, index, leaders, totals, blocks, num_rows, signature, BLOCK)
+        else:
+            mark(program % per_list, per_list, q, index, num_rows, signature, MARK)
+        say_done(progress)
+    elif program < first + second:
+        wait_until_done(progress, first)
+        own = program - first
+        if index.search:
+            q = (own // per_list).to(tl.int64)
+            number_leaders(own % per_list, per_list, q, index, leaders, totals, blocks, BLOCK, TOTALS)
+        else:
+            unite(own, index, totals, BLOCK)
+        say_done(progress + 1)
+    elif program < first + 2 * second:
+        wait_until_done(progress + 1, second)
+        own = program - first - second
+        if index.search:
+            place_leaders(own % per_list, per_list, (own // per_list).to(tl.int64), index, leaders, BLOCK)
+        else:
+            number(own, blocks, index, totals, BLOCK, TOTALS)
+        say_done(progress + 2)
+    elif FIRSTS > 0:
+        wait_until_done(progress + 2, second)
+        place_firsts(index, firsts, count, places, FIRSTS)

@@ -28,7 +28,7 @@ _MAX_PROGRAMS = 4096
 MOST_PLACES = (1 << 31) - (1 << 21)
 """Places are 32 bits: in entries, and in what ``find`` returns. Loops over them count one step further."""
 
-_CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK = 4096, 1024, 512, 512, 1024
+CLEAR_BLOCK, _MARK_BLOCK, _WORDS_BLOCK, _SEARCH_BLOCK, _TOTALS_BLOCK = 4096, 1024, 512, 512, 1024
 
 _NO_ID = torch.iinfo(torch.int64).max
 """Comes after all ids."""
@@ -96,6 +96,7 @@ class Directory:
         self.device = torch.empty(0, device=device).device  # with its index
         self.union = torch.empty(max_union, dtype=torch.int64, device=self.device)
         self.status = torch.zeros(kernels.STATUS_WORDS.value, dtype=torch.int64, device=self.device)
+        self._progress = torch.zeros(kernels.PHASES.value, dtype=torch.int32, device=self.device)
         self._scratch: dict[str, torch.Tensor] = {}
         self._in_graphs: list[torch.Tensor] = []
         self._captured = False
@@ -175,36 +176,58 @@ class Directory:
             self._key, self._packed = key, Packed(kernels.Index(*tensors, *sizes, tl.constexpr(self.search)))
         return self._packed
 
-    def build(self, lists: torch.Tensor, signature: int) -> None:
-        """Make the directory of ``lists``: four launches on the current stream; no synchronisation.
+    @property
+    def to_clear(self) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]:
+        """``(target, size, status, progress)`` of ``kernels.wipe``, for a launch of the caller's."""
+        # Of a search, the union: unsorted lists leave holes in it, and what is there must be a row.
+        target, size = (self.union, self.max_union) if self.search else (self.entries, self.world * self.words)
+        return target, size, self.status, self._progress
+
+    def build(
+        self,
+        lists: torch.Tensor,
+        signature: int,
+        firsts: Any = None,
+        places: Any = None,
+        *,
+        cleared: bool = False,
+    ) -> None:
+        """Make the directory of ``lists``: two launches on the current stream; no synchronisation.
 
         CUDA-graph safe after one eager call with as many rows.
 
         Args:
             lists: as for :meth:`index`.
             signature: what word ``LIST_SIGNATURE`` of each header must be.
+            firsts: int64 ``[count]``, ids. None: ``places`` is left alone.
+            places: int64 ``[STATUS_WORDS + count]``: becomes the status, and how many ids of the union are below each
+                of ``firsts``.
+            cleared: a launch since the last build has cleared what :attr:`to_clear` says; one launch is enough then.
         """
-        index, totals, checks = self.index(lists), self._totals, (self.num_rows, signature)
+        index, totals, search = self.index(lists), self._totals, self.search
         if capturing(self.device):
             self._captured = True
-        run: Any = partial(self._launch, variant=(self.search, lists.data_ptr() % 16))
-        # Of a search, the union: unsorted lists leave holes in it, and what is there must be a row.
-        target, size = (self.union, self.max_union) if self.search else (self.entries, self.world * self.words)
-        run(kernels.clear, _blocks(size, _CLEAR_BLOCK), (target, size, self.status), (_CLEAR_BLOCK,), num_warps=8)
-        if self.search:
-            leaders, blocks = self._leaders, self.capacity // _SEARCH_BLOCK + 1
-            grid, sizes = self._grid(blocks), (_SEARCH_BLOCK, _TOTALS_BLOCK)
-            run(kernels.find_leaders, grid, (index, leaders, totals, blocks, *checks), sizes[:1])
-            run(kernels.number_leaders, grid, (index, leaders, totals, blocks), sizes)
-            run(kernels.place_leaders, grid, (index, leaders), sizes[:1])
-        else:
-            blocks, sizes = _blocks(self.words, _WORDS_BLOCK), (_WORDS_BLOCK, _TOTALS_BLOCK)
-            run(kernels.mark, self._grid(_blocks(self.capacity, _MARK_BLOCK)), (index, *checks), (_MARK_BLOCK,))
-            run(kernels.unite, blocks, (index, totals), sizes[:1])
-            run(kernels.number, blocks, (index, totals), sizes)
-
-    def _grid(self, blocks: int) -> tuple[int, int]:
-        return min(blocks, max(1, _MAX_PROGRAMS // self.world)), self.world
+        run: Any = partial(self._launch, variant=(search, lists.data_ptr() % 16))
+        if not cleared:
+            blocks = _blocks(self.to_clear[1], CLEAR_BLOCK)
+            run(kernels.clear, blocks, self.to_clear, (CLEAR_BLOCK,), num_warps=8)
+        block = _SEARCH_BLOCK if search else _WORDS_BLOCK
+        blocks = self.capacity // block + 1 if search else _blocks(self.words, block)
+        per_list = blocks if search else _blocks(self.capacity, _MARK_BLOCK)
+        per_list = min(per_list, max(1, _MAX_PROGRAMS // self.world))
+        over_lists = per_list * self.world
+        count = 0 if firsts is None else firsts.numel()
+        programs = over_lists + 2 * (over_lists if search else blocks) + (count > 0)
+        given = (
+            index,
+            self._leaders if search else totals,
+            totals,
+            self._progress,
+            *((self.status, self.status) if firsts is None else (firsts, places)),
+        )
+        sizes = per_list, blocks, count, self.num_rows, signature
+        constants = _MARK_BLOCK, block, _TOTALS_BLOCK, 1 << max(0, count - 1).bit_length() if count else 0
+        run(kernels.build, programs, (*given, *sizes), constants)
 
 
 # ---------------------------------------------------------------------- operations of their own

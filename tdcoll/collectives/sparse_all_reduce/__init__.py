@@ -5,26 +5,38 @@ Every row is reduced by one of the ranks that have it. One call, step by step; e
 in the order of its stream. ``lists``, ``out`` and ``stage`` are symmetric memory of a :class:`SparseContext`, the rest
 is this GPU's own::
 
-    pack       own ids --sorted, each once--> lists[rank], with a header that says how many
+    join       ids of several tensors --each behind those of the table before--> own ids; only with several
+    pack       own ids --sorted by PyTorch before, each once--> lists[rank], with a header that says how many; clears
+               the directory
     exchange   lists[rank] --counted all-gather in place--> lists[rank] on every rank                     epoch e
-    directory  lists --> the union, and where each id is in each list (tdcoll.collectives.index_match)
-    plan       own ids, directory --> who reduces each of my rows: work lists
-    combine    rows that I have several times, or that another rank reduces: sum --> stage[position in lists[rank]]
-               (two more launches if there may be more than PIECE rows of one id)
+    directory  lists --> the union, where each id is in each list, and where each table begins in the union
+               (tdcoll.collectives.index_match)
+    prepare    own ids, directory --> who reduces each of my rows: work lists
+               rows that I have several times, or that another rank reduces: sum --> stage[position in lists[rank]]
     reduce     rows that I reduce: own row, stage[...] of the others --sum in rank order--> out[union position] of all
                                                                                                           epoch e + 1
     meet       nothing moves                                                                              epoch e + 2
 
-With few rows (gather) they travel behind the ids in ``lists``, and each rank sums all of them itself: *merge* comes
-after *directory*, and the rest is left out. Over several nodes *reduce* is one launch and one epoch for each node, and
-*forward* one more.
+Why each is a launch: PyTorch sorts between *join* and *pack*. *exchange* is the all-gather's kernel, which waits for
+peers. *directory* needs the lists of all ranks, and *prepare* a complete directory, with another number of programs.
+*reduce* waits for peers that have prepared, and *meet* for peers that have reduced: its signal says that the launch
+before has ended. Inside of a launch, phases follow each other without the host
+(:func:`tdcoll.primitives.group.wait_until_done`).
+
+Several tensors of one dtype are one call: ids of each table follow those of the one before, so they share the exchange,
+the directory and the reduction (:mod:`~tdcoll.collectives.sparse_all_reduce.kernels_tables`). The host waits once, for
+the sizes of the results, after it has launched everything.
+
+With few rows (gather) they travel behind the ids in ``lists``, and each rank sums all of them itself: *prepare*,
+without work lists, comes before *exchange*, *merge* after *directory*, and the rest is left out. Over several nodes
+*reduce* is one launch and one epoch for each node, and *forward* one more.
 
 The exchange is the all-gather in place: by stores in one node, else by puts. Signal maps: see the modules of kernels.
 
 Why the memory may be used again: when *exchange* of the next call is complete here, every rank has begun that call, so
 it is done with the results of this one (the caller's work on its stream included) and with everybody's ``stage``. The
 exchange itself lets no peer write into ``lists`` of a rank that has not begun. So one ``lists``, one ``stage`` and one
-``out`` are enough. If a wait expires, no call follows that could complete, and *combine* leaves ``stage`` alone for
+``out`` are enough. If a wait expires, no call follows that could complete, and *prepare* leaves ``stage`` alone for
 peers that still read it.
 
 Accumulation is in fp32 for fp16 and bf16, rounded when a partial result is stored: once where a rank has a row several

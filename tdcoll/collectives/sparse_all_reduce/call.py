@@ -11,25 +11,36 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
+from tdcoll.collectives._host.call import make
+from tdcoll.collectives._host.launch import Packed
+from tdcoll.collectives._host.launches import outside_of_graphs
 from tdcoll.collectives.all_gather.spec import counted_launches, exchange_counted
-from tdcoll.collectives.index_match.kernels import TOTAL, UNION
+from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
+from tdcoll.collectives.index_match.kernels import STATUS_WORDS, TOTAL, UNION
+from tdcoll.collectives.index_match.op import CLEAR_BLOCK
 from tdcoll.collectives.sparse_all_reduce import (
     kernels_lists,
     kernels_merge,
     kernels_nodes,
     kernels_reduce,
+    kernels_tables,
     kernels_values,
 )
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.explain import Capacities, explain_rows
 from tdcoll.collectives.sparse_all_reduce.policy import NUM_WARPS, choose, prefers_dense, tiles
-from tdcoll.collectives.sparse_all_reduce.rows import Rows
+from tdcoll.collectives.sparse_all_reduce.rows import Joined
+from tdcoll.errors import HeapExhaustedError
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS, accumulator, operation_name
 
 __all__ = ["Call"]
 
 _log = logging.getLogger("tdcoll")
+
+NO_ONE_NUMBER = -2
+"""In place of the number of rows of a table, of calls with several."""
 
 _IDS_BLOCK, _PLAN_BLOCK = 1024, 256
 """Ids of a program that does nothing else with them, and of one that looks each of them up."""
@@ -52,11 +63,13 @@ class _Kind:
             such rows, and move no further.
         lists: int64 ``[world, stride]``: every rank's list.
         seed: of the signature.
+        tables, firsts: what kernels know of the tables; id of the first row of each.
+        counts: int64, the status, and of several tables where each begins in the union; and the same on the host.
         arguments: of all kernels, by the names of their parameters, as far as they are the same.
     """
 
-    def __init__(self, ctx: SparseContext, rows: Rows, op: str, wanted: str) -> None:
-        dtype, dense_allowed = rows.values.dtype, ctx.process_group is not None
+    def __init__(self, ctx: SparseContext, rows: Joined, op: str, wanted: str) -> None:
+        dtype = rows.dtype
         self.too_wide, self.loaded = rows.row_bytes > ctx.max_row_bytes, False
         widest = ctx.max_row_bytes if wanted == "auto" else min(rows.row_bytes, ctx.max_row_bytes)
         self.algorithm = choose(
@@ -65,25 +78,26 @@ class _Kind:
             max_rows_per_rank=ctx.max_rows_per_rank,
             max_row_bytes=ctx.max_row_bytes,
             segments_fit=ctx.holds_segments(widest),
-            dense_allowed=dense_allowed,
             beside_others=ctx.beside_others,
         )
         most = ctx.world_size * min(ctx.max_rows_per_rank, ctx.max_union_rows)
-        may_change = wanted == "auto" and self.algorithm == "owner" and dense_allowed
+        may_change = wanted == "auto" and self.algorithm == "owner" and not ctx.beside_others
         self.may_be_dense = may_change and prefers_dense(most, rows.num_rows, ctx.topology)
         if ctx.rank == 0 and _log.isEnabledFor(logging.DEBUG):
-            n, capacities = rows.indices.shape[0], Capacities.of(ctx)
-            _log.debug("%s", explain_rows(capacities, n, rows.row_bytes, rows.num_rows, wanted).line)
+            capacities = Capacities.of(ctx)
+            _log.debug("%s", explain_rows(capacities, rows.n, rows.row_bytes, rows.num_rows, wanted).line)
         self.lists = ctx.lists(with_rows=self.algorithm == "gather")
-        self.seed = zlib.crc32(repr((rows.num_rows, rows.shape, str(dtype), op, wanted, dense_allowed)).encode())
+        self.seed = zlib.crc32(repr((rows.tables, str(dtype), op, wanted)).encode())
         self.tiles = cut = tiles(rows.elements, dtype.itemsize)
+        self.tables, self.firsts, self.counts, self.on_host = _tables(ctx, rows)
         self.arguments = {
+            "tables": self.tables,
+            "counts": self.counts,
             "memory": ctx.memory,
             "nodes": ctx.nodes,
             "g": ctx.group,
-            "num_rows": rows.num_rows,
+            "num_rows": rows.num_rows if rows.single else NO_ONE_NUMBER,
             "row_elements": rows.elements,
-            "row_bytes": rows.row_bytes,
             "REPEATED": not rows.coalesced,
             "OP": OPERATIONS[op],
             "ACC": accumulator(dtype),
@@ -91,6 +105,7 @@ class _Kind:
             "ROWS": cut.rows,
             "WIDE": cut.wide,
             "DEEP": cut.deep,
+            "TABLES": triton.next_power_of_2(len(rows.parts)),
             "WAITED": max(8, triton.next_power_of_2(ctx.world_size)),  # most groups share what was compiled
         }
 
@@ -105,23 +120,26 @@ class Call:
         variant: what Triton specialises kernels on, besides the constants that are parameters.
     """
 
-    def __init__(self, ctx: SparseContext, rows: Rows, op: Any, algorithm: str) -> None:
+    def __init__(self, ctx: SparseContext, rows: Joined, op: Any, algorithm: str) -> None:
         self.ctx, self.rows, self.op = ctx, rows, operation_name(op)
-        key = "sparse", rows.num_rows, rows.shape, rows.values.dtype, rows.coalesced, self.op, algorithm
+        aligned = rows.single or rows.aligned
+        key = "sparse", rows.tables, rows.dtype, rows.coalesced, self.op, algorithm, aligned
         self.kind: _Kind = ctx.once(key, lambda: _Kind(ctx, rows, self.op, algorithm))
         self.algorithm = self.kind.algorithm
         self.decides_late = self.kind.too_wide or self.kind.may_be_dense or self.algorithm == "dense"
         ctx.directory.prepare(rows.num_rows)
-        self.variant = (rows.values.dtype, rows.elements, rows.values.data_ptr() % 16, ctx.directory.search)
+        like = rows.parts[0].values
+        place = like.data_ptr() % 16 if rows.single else aligned
+        self.variant = (rows.dtype, rows.elements, rows.single, place, ctx.directory.search)
         # The number of the exchange, too: ranks that look for lists at different places find those of an earlier one.
         self._signature = zlib.crc32(b"%d" % ctx.exchanges, self.kind.seed) >> 1
         self._arguments = {
             **self.kind.arguments,
-            "source": rows.values,
-            "like": rows.values,
-            "order": rows.indices,  # not read where the rows are coalesced; nor is begins
-            "begins": rows.indices,
-            "n": rows.indices.shape[0],
+            "source": like,
+            "like": like,
+            "order": ctx.no_indices,  # not read where the rows are coalesced; nor is begins
+            "begins": ctx.no_indices,
+            "n": rows.n,
             "signature": self._signature,
             "index": ctx.directory.index(self.kind.lists),
         }
@@ -141,7 +159,7 @@ class Call:
             self.match()
             self.move()
             if self.algorithm == "dense" or self.kind.may_be_dense:
-                self._combine(everything=True)
+                self._prepare()
         finally:
             launcher.only_loads = False
         self.kind.loaded = True
@@ -166,47 +184,81 @@ class Call:
     def match(self) -> None:
         """Own ids to everybody, everybody's ids into the directory; for gather, rows go with them."""
         ctx, rows, lists = self.ctx, self.rows, self.kind.lists
-        n, nbytes = rows.indices.shape[0], 8 * lists.shape[1]
+        n, nbytes = rows.n, 8 * lists.shape[1]
+        given = rows.parts[0].indices if rows.single else self._join()
         blocks = max(1, -(-n // _IDS_BLOCK))
         with_rows = self.algorithm == "gather" and not self.kind.too_wide
-        how = {"row_bytes": rows.row_bytes if with_rows else 0, "BLOCK": _IDS_BLOCK}
-        if rows.coalesced:
-            self.launch(kernels_lists.copy_list, blocks, ids=rows.indices, **how)
-        else:
-            ids, self._arguments["order"] = torch.sort(rows.indices, stable=True)
+        ids, totals = given, ctx.counters  # which is not looked at
+        if not rows.coalesced:
+            ids, self._arguments["order"] = torch.sort(given, stable=True)
             self._arguments["begins"] = torch.empty(n + 1, dtype=torch.int64, device=ctx.device)
             totals = torch.empty(blocks, dtype=torch.int32, device=ctx.device)
-            self.launch(kernels_lists.count_first, blocks, ids=ids, totals=totals, BLOCK=_IDS_BLOCK)
-            self.launch(kernels_lists.write_list, blocks, ids=ids, totals=totals, **how)
+        target, size, status, progress = ctx.directory.to_clear
+        self.launch(
+            kernels_lists.pack,
+            blocks * (1 if rows.coalesced else 2) + max(1, -(-size // CLEAR_BLOCK)),
+            ids=ids, totals=totals, blocks=blocks, row_bytes=rows.row_bytes if with_rows else 0,
+            target=target, size=size, status=status, progress=progress, BLOCK=_IDS_BLOCK, CLEAR=CLEAR_BLOCK,
+        )  # fmt: skip
         if with_rows:
-            self._combine(everything=True, behind=True)
+            self._prepare(behind=True)
         if ctx.launch.only_loads:
             counted_launches(ctx, nbytes)
         else:
             ctx.exchanges += 1
             if ctx.world_size > 1:
                 exchange_counted(ctx, lists.data_ptr(), nbytes)
-        ctx.directory.build(lists, self._signature)
+        firsts = None if rows.single else self.kind.firsts
+        ctx.directory.build(lists, self._signature, firsts, self.kind.counts, cleared=True)
 
-    def _combine(self, *, everything: bool = False, behind: bool = False) -> None:
-        """Own rows, those that another rank needs or ``everything``, to the stage, or ``behind`` the ids."""
-        rows, piece = self.rows, kernels_values.PIECE.value
-        n = rows.indices.shape[0]
-        self.launch(kernels_values.combine, self.workers(n), ALL=everything, BEHIND=behind)
-        if rows.coalesced or n <= piece:
-            return
-        pieces = n // piece + 1
-        partial = torch.empty(2 * pieces, rows.elements, dtype=ACCUMULATORS[rows.values.dtype], device=self.ctx.device)
-        self.launch(kernels_values.sum_pieces, (min(16, pieces), min(32, pieces)), partial=partial)
-        self.launch(kernels_values.sum_partial, self.workers(pieces), partial=partial, BEHIND=behind)
+    def _join(self) -> torch.Tensor:
+        """``-> [n]``: the ids of all tables."""
+        rows, most = self.rows, kernels_tables.MOST_GIVEN
+        ids = torch.empty(rows.n, dtype=torch.int64, device=self.ctx.device)
+        for first in range(0, len(rows.parts), most):
+            parts = rows.parts[first : first + most]
+            given = kernels_tables.given(
+                [part.indices.data_ptr() for part in parts],
+                [part.values.data_ptr() for part in parts],
+                list(rows.begins[first : first + len(parts) + 1]),
+            )
+            longest = max(part.indices.shape[0] for part in parts)
+            self.launch(
+                kernels_tables.join,
+                (self.workers(-(-longest // _IDS_BLOCK)), len(parts)),
+                given=Packed(given), joined=ids, first=first,
+                ITEM=rows.dtype.itemsize, COUNT=len(parts), BLOCK=_IDS_BLOCK,
+            )  # fmt: skip
+        return ids
+
+    def _prepare(self, *, plans: bool = False, behind: bool = False) -> None:
+        """Own rows to the stage, or ``behind`` the ids: with ``plans`` those that another rank needs, otherwise all.
+
+        With ``plans``, who reduces which row is found out as well.
+        """
+        rows, ctx, piece = self.rows, self.ctx, kernels_values.PIECE.value
+        kept, combiners = min(rows.n, ctx.max_rows_per_rank), self.workers(rows.n)
+        planners = max(1, -(-kept // _PLAN_BLOCK)) if plans else 0
+        adders, at_a_time, finishers, partial = 0, 1, 0, rows.parts[0].values  # which is not looked at
+        pieces = rows.n // piece + 1
+        if has_pieces := not rows.coalesced and rows.n > piece:
+            at_a_time, finishers = min(16, pieces), self.workers(pieces)
+            adders = at_a_time * min(32, pieces)
+            partial = torch.empty(2 * pieces, rows.elements, dtype=ACCUMULATORS[rows.dtype], device=ctx.device)
+        self.launch(
+            kernels_values.prepare,
+            planners + combiners + adders + finishers,
+            partial=partial, planners=planners, combiners=combiners, adders=adders, at_a_time=at_a_time,
+            PLANS=plans, ALL=not plans, BEHIND=behind, PIECES=has_pieces, BLOCK=_PLAN_BLOCK,
+        )  # fmt: skip
 
     def move(self) -> torch.Tensor:
-        """The rows of the union ``-> [max_union, *shape]``, of which the first are theirs."""
+        """The rows of the union ``-> [max_union, elements]``, of which the first are theirs."""
         ctx, rows = self.ctx, self.rows
         if self.algorithm != "gather":
             self.reduce()
             return _rows_in(ctx.out, ctx.max_union_rows, rows)
-        out = torch.empty((ctx.max_union_rows, *rows.shape), dtype=rows.values.dtype, device=ctx.device)
+        out = torch.empty((ctx.max_union_rows, rows.elements), dtype=rows.dtype, device=ctx.device)
         if rows.elements:
             self.launch(kernels_merge.merge, self.workers(-(-ctx.max_union_rows // self.kind.tiles.rows)), out=out)
         return out
@@ -215,9 +267,8 @@ class Call:
         """Rows to those who reduce them, and the sums to all. The same epochs on all ranks, whatever their rows are;
         nothing moves where the lists are not valid."""
         ctx = self.ctx
-        n = min(self.rows.indices.shape[0], ctx.max_rows_per_rank)
-        self.launch(kernels_lists.plan, max(1, -(-n // _PLAN_BLOCK)), BLOCK=_PLAN_BLOCK)
-        self._combine()
+        n = min(self.rows.n, ctx.max_rows_per_rank)
+        self._prepare(plans=True)
         announcers = ctx.world_size - 1
         if ctx.topology.n_nodes == 1:
             self.launch(kernels_reduce.reduce, announcers + self.workers(-(-n // self.kind.tiles.rows)))
@@ -232,8 +283,8 @@ class Call:
             self.launch(meet, ctx.world_size)
 
     def copy_status(self) -> None:
-        """Start copying the directory's status to the host."""
-        self.ctx.status_words.copy_(self.ctx.directory.status, non_blocking=True)
+        """Start copying the status and the counts of the tables to the host."""
+        self.kind.on_host.copy_(self.kind.counts, non_blocking=True)
         if (event := self.ctx.status_event) is not None:
             event.record()
 
@@ -242,48 +293,80 @@ class Call:
         if (event := self.ctx.status_event) is not None:
             event.synchronize()
         self.ctx.monitor.raise_if_expired()
-        words: list[int] = self.ctx.status_words.tolist()
+        words: list[int] = self.kind.on_host.tolist()
         return words
+
+    def bounds(self, status: Sequence[int]) -> list[int]:
+        """Return where each table begins in the union, and where the last ends."""
+        return [0, status[UNION.value]] if self.rows.single else list(status[STATUS_WORDS.value :])
 
     # ------------------------------------------------------------------ late decisions
 
     def settle(self, status: Sequence[int]) -> torch.Tensor:
-        """Decide by the counts of this call, and move the rows of the union ``-> [at least union, *shape]``."""
+        """Decide by the counts of this call, and move the rows of the union ``-> [at least union, elements]``."""
+        if self.algorithm == "dense":
+            return self._densify(status[UNION.value])
         if self.kind.may_be_dense and prefers_dense(status[TOTAL.value], self.rows.num_rows, self.ctx.topology):
+            try:
+                self.ctx.for_tables()
+            except HeapExhaustedError:
+                return self.move()
             self.algorithm = "dense"
-        return self._densify(status[UNION.value]) if self.algorithm == "dense" else self.move()
+            return self._densify(status[UNION.value])
+        return self.move()
 
     def _densify(self, union: int) -> torch.Tensor:
-        """``-> [union, *shape]`` by a dense all-reduce of the whole table, in fp32 for 16-bit types."""
-        ctx, rows, dist = self.ctx, self.rows, torch.distributed
-        dtype, wide = rows.values.dtype, ACCUMULATORS[rows.values.dtype]
-        n = min(rows.indices.shape[0], ctx.max_rows_per_rank)
-        self._combine(everything=True)
-        parts = _rows_in(ctx.stage, n, rows).view(n, rows.elements).to(wide)
-        if self.op == "mean":
-            parts = parts / ctx.world_size
-        neutral = _neutral(self.op, wide)
-        table = torch.full((rows.num_rows + 1, rows.elements), neutral, dtype=wide, device=ctx.device)
+        """``-> [union, elements]`` by a dense all-reduce of the whole table.
+
+        Raises:
+            HeapExhaustedError: there is no room for its context; on all ranks.
+        """
+        ctx, rows, reducer = self.ctx, self.rows, self.ctx.for_tables()
+        n = min(rows.n, ctx.max_rows_per_rank)
+        self._prepare()
+        parts, op = _rows_in(ctx.stage, n, rows), self.op
+        if op == "mean":  # divided before they are added, as by the other algorithms
+            parts, op = parts.to(ACCUMULATORS[rows.dtype]) / ctx.world_size, "sum"
+        table = parts.new_full((rows.num_rows + 1, rows.elements), _neutral(op, parts.dtype))
         own = self.kind.lists[ctx.rank]
         begin = kernels_lists.HEADER.value
         # Past the end of the list, what earlier calls have left goes to a row of its own.
         there = torch.arange(n, device=ctx.device) < own[1]
         table.index_copy_(0, own[begin : begin + n].where(there, rows.num_rows), parts)
         table = table[: rows.num_rows]
-        operation = {"max": "MAX", "min": "MIN", "prod": "PRODUCT"}.get(self.op, "SUM")
-        lossy = self.op in ("max", "min") and wide.is_floating_point  # whether they keep NaN is up to the backend
-        nan = table.isnan().to(torch.uint8) if lossy else table
-        dist.all_reduce(table, getattr(dist.ReduceOp, operation), group=ctx.process_group)
-        if lossy:
-            dist.all_reduce(nan, dist.ReduceOp.MAX, group=ctx.process_group)
-            table.masked_fill_(nan.bool(), float("nan"))
-        reduced = table.index_select(0, ctx.directory.union[:union]).to(dtype)
-        return reduced.add_(0).view(union, *rows.shape)  # no -0.0, as in the kernels
+        make(ALL_REDUCE, table, op=op, out=table, ctx=reducer)
+        reduced = table.index_select(0, ctx.directory.union[:union])
+        return reduced if reduced.dtype == rows.dtype else reduced.to(rows.dtype).add_(0)  # -0.0 + 0 is +0.0
 
 
-def _rows_in(memory: torch.Tensor, count: int, like: Rows) -> torch.Tensor:
-    """``[count, *shape]`` at the beginning of ``memory``."""
-    return memory[: count * like.row_bytes].view(like.values.dtype).view(count, *like.shape)
+def _rows_in(memory: torch.Tensor, count: int, like: Joined) -> torch.Tensor:
+    """``[count, elements]`` at the beginning of ``memory``."""
+    return memory[: count * like.row_bytes].view(like.dtype).view(count, like.elements)
+
+
+def _tables(ctx: SparseContext, rows: Joined) -> tuple[Packed, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(tables as kernels see them, their first rows, counts, counts on the host)``."""
+    if rows.single:
+        nothing = kernels_tables.Tables(
+            *(ctx.no_indices, ctx.counters, ctx.no_indices), 1, tl.constexpr(True), tl.constexpr(1)
+        )  # fmt: skip
+        return Packed(nothing), ctx.no_indices, ctx.directory.status, ctx.status_words
+    key = "sparse", "tables", rows.tables  # they stay as long as the context, since a graph may refer to them
+
+    def make() -> tuple[torch.Tensor, ...]:
+        firsts = torch.tensor(rows.firsts, device=ctx.device)
+        widths = torch.tensor([part.elements for part in rows.parts], dtype=torch.int32, device=ctx.device)
+        counts = torch.zeros(STATUS_WORDS.value + len(rows.firsts), dtype=torch.int64, device=ctx.device)
+        on_host = torch.zeros(counts.shape, dtype=torch.int64, pin_memory=ctx.device.type == "cuda")
+        return firsts, widths, torch.zeros_like(firsts), counts, on_host
+
+    if key not in ctx.tables:
+        outside_of_graphs(ctx, "sparse_all_reduce_padded")
+        ctx.tables[key] = make()
+    firsts, widths, sources, counts, on_host = ctx.tables[key]
+    single, aligned = tl.constexpr(False), tl.constexpr(rows.aligned)
+    tables = kernels_tables.Tables(firsts, widths, sources, len(rows.parts), single, aligned)
+    return Packed(tables), firsts, counts, on_host
 
 
 def _neutral(op: str, dtype: torch.dtype) -> float | int:

@@ -13,7 +13,7 @@ from tdcoll import arguments, runtime
 from tdcoll.collectives._host.launch import Launcher, Packed
 from tdcoll.collectives.index_match.kernels import BAD_ORDER, BAD_RANGE, BAD_SIGNATURE, MAX_ROWS, STATUS_WORDS, UNION
 from tdcoll.collectives.index_match.op import MOST_PLACES, Directory
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import HEADER, LISTS, Memory
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import COUNTERS, HEADER, LISTS, Memory
 from tdcoll.collectives.sparse_all_reduce.policy import EXCHANGE_CHANNELS, PROGRAMS_PER_SM
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
@@ -154,6 +154,7 @@ class SparseContext(CollectiveContext):
             stream=stream,
         )
         self.capacity = 0  # other collectives find no room, and say so
+        self._of_tables: CollectiveContext | None = None
         self.grow = bool(grow)
         try:
             if not self.stores:  # on which the ranks have agreed
@@ -161,20 +162,16 @@ class SparseContext(CollectiveContext):
                     "SparseContext: ranks of one node cannot store to each other's memory (no peer-to-peer access "
                     "between their GPUs), which the sparse all-reduce needs inside a node"
                 )
-            self._prepare(group, max_programs)
+            self._prepare(max_programs)
             self._make_area(rows, row_bytes, self.world_size * rows if max_union_rows is None else max_union_rows)
         except Exception:
             self.take_back()
             raise
 
-    def _prepare(self, group: runtime.Group, max_programs: int | None) -> None:
+    def _prepare(self, max_programs: int | None) -> None:
         """Parts that don't depend on the capacity."""
-        dist, device, words = torch.distributed, self.device, STATUS_WORDS.value
+        device, words = self.device, STATUS_WORDS.value
         cuda = device.type == "cuda"
-        self.process_group = group if isinstance(group, dist.ProcessGroup) else None
-        """torch.distributed's group of the ranks, if tdcoll knows one: for dense all-reduces."""
-        if group is None and dist.is_available() and dist.is_initialized():
-            self.process_group = dist.group.WORLD
         self.exchanges = 0
         """Exchanges of lists so far, which the ranks make together."""
         self.last_algorithm = ""
@@ -187,7 +184,11 @@ class SparseContext(CollectiveContext):
         """The status of a call, from its lists, on the host."""
         self.status_event = torch.cuda.Event() if cuda else None
         self.remembered = torch.zeros(words + 1, dtype=torch.int64, device=device)
-        """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table."""
+        """The first status that was wrong in a call of fixed size, and 1 + the number of rows of its table; -1 if it
+        had several."""
+        self.no_indices = torch.zeros(1, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(COUNTERS.value + 2, dtype=torch.int32, device=device)
+        """Lengths of the work lists, and progress of the launch that fills the stage."""
 
     def _make_area(self, rows: int, row_bytes: int, union: int) -> None:
         """Make lists, out and stage for these capacities, and their scratch; or raise, and take nothing. Collective."""
@@ -215,7 +216,7 @@ class SparseContext(CollectiveContext):
                     self.stage.data_ptr(),
                     self.out.data_ptr(),
                     torch.empty((LISTS.value, rows), dtype=torch.int32, device=self.device),
-                    torch.zeros(LISTS.value, dtype=torch.int32, device=self.device),
+                    self.counters,
                     torch.empty(rows, dtype=torch.int32, device=self.device),
                 )
             )
@@ -239,19 +240,25 @@ class SparseContext(CollectiveContext):
         capacities = self.world_size, self.max_rows_per_rank, self.max_row_bytes, self.max_union_rows
         return segment_fits(*capacities, row_bytes)
 
-    def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int) -> None:
-        """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``."""
+    def raise_if_wrong(self, operation: str, status: Sequence[int], num_rows: int | None) -> None:
+        """Raise what the lists of all ranks show to be wrong, which is the same on every rank: by their ``status``.
+
+        Args:
+            num_rows: of the table; None for calls with several.
+        """
         if bad := status[BAD_SIGNATURE.value]:
             raise RankMismatchError(
                 f"{operation}: ranks pass different shapes, dtypes, operations or algorithms (rank {bad - 1} differs "
                 f"from rank {self.rank}); TDCOLL_DEBUG=1 says which"
             )
+        if num_rows is None and (bad := status[BAD_RANGE.value]):  # -1 in its place is not in order, either
+            raise ValueError(f"{operation}: indices of rank {bad - 1} must be rows of their tensors, counted from 0")
         if bad := status[BAD_ORDER.value]:
             raise ValueError(
                 f"{operation}: indices of rank {bad - 1} are said to be coalesced, and are not ascending or not "
                 "different"
             )
-        if bad := status[BAD_RANGE.value]:
+        if num_rows is not None and (bad := status[BAD_RANGE.value]):
             raise ValueError(
                 f"{operation}: indices of rank {bad - 1} must be in 0..{num_rows - 1}, the rows of the tensor"
             )
@@ -278,7 +285,30 @@ class SparseContext(CollectiveContext):
             + (", closed>" if self.closed else ">")
         )
 
+    def for_tables(self) -> CollectiveContext:
+        """Return the context of dense all-reduces of whole tables; the first call makes it. Collective.
+
+        Raises:
+            HeapExhaustedError: there is no room for it; on all ranks.
+        """
+        if self._of_tables is None:
+            self._of_tables = CollectiveContext(
+                self.topology.pes,
+                flagged_bytes=0,  # tables are large
+                lamport_bytes=0,
+                max_programs=self.max_programs if self.beside_others else None,
+                timeout_s=self.monitor.timeout_s,
+                debug=self.debug,
+                stream=None if self.follows_stream else self._stream,
+            )
+        return self._of_tables
+
     # ------------------------------------------------------------------ life
+
+    def close(self) -> None:
+        if self._of_tables is not None:
+            self._of_tables.close()
+        super().close()
 
     def check(self) -> None:
         """Wait for this context's stream, and raise what went wrong on the device.
@@ -288,11 +318,13 @@ class SparseContext(CollectiveContext):
             ContextError, RankMismatchError, ValueError: what a call of fixed size could not do; once.
         """
         super().check()
+        if self._of_tables is not None:
+            self._of_tables.check()
         *status, num_rows_and_1 = self.remembered.tolist()
         if num_rows_and_1:
             self.remembered.zero_()
             operation = "sparse_all_reduce_padded"
-            self.raise_if_wrong(operation, status, num_rows_and_1 - 1)
+            self.raise_if_wrong(operation, status, num_rows_and_1 - 1 if num_rows_and_1 > 0 else None)
             if error := self.excess(operation, status[MAX_ROWS.value], union=status[UNION.value]):
                 raise error
 

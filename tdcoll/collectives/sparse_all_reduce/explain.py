@@ -26,15 +26,13 @@ class Capacities:
     max_row_bytes: int
     max_union_rows: int
     grow: bool
-    dense_allowed: bool
     beside_others: bool = False
 
     @classmethod
     def of(cls, ctx: SparseContext) -> Capacities:
         """Return those of a context."""
         rows, row_bytes, union = ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows
-        dense = ctx.process_group is not None
-        return cls(ctx.topology, rows, row_bytes, union, ctx.grow, dense, ctx.beside_others)
+        return cls(ctx.topology, rows, row_bytes, union, ctx.grow, ctx.beside_others)
 
 
 def explain_rows(
@@ -62,7 +60,6 @@ def explain_rows(
             max_rows_per_rank=most,
             max_row_bytes=widest,
             segments_fit=segment_fits(world, most, widest, union, considered),
-            dense_allowed=capacities.dense_allowed,
             beside_others=capacities.beside_others,
         )
 
@@ -82,9 +79,8 @@ def explain_rows(
     if rows > most or row_bytes > widest:
         grows = "the context grows first" if capacities.grow else "if that many are different, the call is refused"
         notes.append(f"{rows} rows of {byte_text(row_bytes)} exceed the context's capacity of {capacity}: {grows}")
-    dense = algorithm == "auto" and taken == "owner" and capacities.dense_allowed
-    if dense and (num_rows is None or prefers_dense(world * min(most, union), num_rows, topology)):
-        if topology.n_nodes > 1:
+    if algorithm == "auto" and taken == "owner" and not capacities.beside_others and topology.n_nodes > 1:
+        if num_rows is None or prefers_dense(world * min(most, union), num_rows, topology):
             notes.append("dense instead if the ranks bring more than half of the table each, on average")
     why = f"by the capacity of the context, {capacity}" if algorithm == "auto" else ""
     reason = DEFAULT if algorithm == "auto" else REQUESTED

@@ -3,9 +3,13 @@
 
 ::
 
-    own ids, sorted --count_first, write_list--> lists[rank], each once, with a header that says how many
-    own ids, sorted and different --copy_list--> lists[rank]
+    own ids, sorted --pack: count_first, write_list--> lists[rank], each once, with a header that says how many
+    own ids, sorted and different --pack: copy_list--> lists[rank]
     lists of all ranks --plan--> work lists: what this rank does with each of its rows
+
+*pack* is one launch: the programs of *write_list* wait until those of *count_first*, which have lower numbers, are
+done. It clears the directory as well, since what was launched before it on this stream is done with that. *plan* is a
+phase of ``kernels_values.prepare``.
 
 No launch here has an epoch: each reads what launches of this rank before it have written, and what the exchange of the
 lists has brought. Programs of one launch meet in the counters of the work lists only, by atomic additions; the order of
@@ -24,12 +28,12 @@ import triton.language as tl
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.index_match.kernels import find
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import in_stream_order
+from tdcoll.primitives.group import in_stream_order, say_done, wait_until_done
 
 __all__ = [
-    *("ANY_ALIGNMENT", "CONTESTED", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
+    *("ANY_ALIGNMENT", "CONTESTED", "COUNTERS", "HEADER", "LISTS", "LONG", "SINGLE", "STAGED"),
     *("Memory", "owner_in", "pick", "turn", "valid", "work_list"),
-    *("copy_list", "count_first", "plan", "write_list"),
+    *("PACKED", "pack", "plan"),
 ]
 
 HEADER = match.HEADER
@@ -40,6 +44,13 @@ these the ones that are too many times there for one program."""
 
 LISTS = tl.constexpr(4)
 
+PACKED = tl.constexpr(8)
+"""Place among the counters of the two that :func:`pack` uses, and leaves at 0."""
+
+COUNTERS = tl.constexpr(8)
+"""Words before :data:`PACKED`, all of them 0 after a list is packed: entries of the work lists, and behind them
+programs that have done their part of each phase of ``kernels_values.prepare``."""
+
 ANY_ALIGNMENT = ["ids", "order", "begins"]
 """Parameters that may be the caller's indices, at any address. So may rows be, whose alignment pays."""
 
@@ -49,7 +60,8 @@ class Memory(NamedTuple):
 
     Attributes:
         stage, out: addresses of this rank's ``stage`` and ``out``; plus ``g.deltas[q]``, those of rank q of this node.
-        work, counters: int32 ``[LISTS, capacity]`` and ``[LISTS]``: the work lists and their lengths.
+        work: int32 ``[LISTS, capacity]``: the work lists.
+        counters: int32 ``[COUNTERS + 2]``: their lengths, and progress.
         targets: int32 ``[capacity]``: place in the union of each row of this rank's list.
     """
 
@@ -82,7 +94,7 @@ def _write_header(index, memory, g, count, signature, row_bytes):
     tl.store(own + 1, count)
     tl.store(own + 2, signature)
     tl.store(own + 3, tl.cast(0, tl.int64))
-    tl.store(memory.counters + tl.arange(0, LISTS), tl.zeros([LISTS], tl.int32))
+    tl.store(memory.counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
 
 
 @jit
@@ -94,52 +106,81 @@ def _is_first(ids, at, n):
     return inside & ((at == 0) | (here != before)), here
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
-def count_first(ids, totals, n: tl.int32, BLOCK: tl.constexpr):
+@jit
+def count_first(block, ids, totals, n, BLOCK: tl.constexpr):
     """``ids [n]`` sorted ``-> totals [blocks]``: distinct ids of each block that do not begin before it."""
-    in_stream_order()
-    block = tl.program_id(0)
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first, _ = _is_first(ids, at, n)
     tl.store(totals + block, tl.sum(first.to(tl.int32), axis=0))
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@jit
 def write_list(
-    ids, totals, begins, index, memory, g, n: tl.int32, signature: tl.int64, row_bytes: tl.int64, BLOCK: tl.constexpr
+    block, blocks, ids, totals, begins, index, memory, g, n, signature, row_bytes, BLOCK: tl.constexpr
 ):  # fmt: skip
     """``ids [n]`` sorted ``->`` this rank's list: each once, with the header; ``begins[k]``: where the k-th begins in
     ``ids``.
 
     ``begins`` has room for ``n + 1``; the last one used is ``n``. One program per ``BLOCK`` ids, at least one.
     """
-    in_stream_order()
-    block = tl.program_id(0)
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first, here = _is_first(ids, at, n)
     before = tl.cast(0, tl.int64)
     for other in tl.range(0, block, BLOCK):
-        blocks = other + tl.arange(0, BLOCK)
-        before += tl.sum(tl.load(totals + blocks, mask=blocks < block, other=0).to(tl.int64), axis=0)
+        others = other + tl.arange(0, BLOCK)
+        before += tl.sum(tl.load(totals + others, mask=others < block, other=0).to(tl.int64), axis=0)
     number = before + tl.cumsum(first.to(tl.int64), axis=0) - 1
     tl.store(begins + number, at, mask=first)
     tl.store(match.list_of(index, g.rank) + HEADER + number, here, mask=first & (number < index.capacity))
-    if block == tl.num_programs(0) - 1:
+    if block == blocks - 1:
         count = before + tl.sum(first.to(tl.int64), axis=0)
         tl.store(begins + count, tl.cast(n, tl.int64))
         _write_header(index, memory, g, count, signature, row_bytes)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
-def copy_list(ids, index, memory, g, n: tl.int32, signature: tl.int64, row_bytes: tl.int64, BLOCK: tl.constexpr):
+@jit
+def copy_list(block, ids, index, memory, g, n, signature, row_bytes, BLOCK: tl.constexpr):
     """``ids [n]``, sorted, each once, ``->`` this rank's list, with the header. Programs as for :func:`write_list`."""
-    in_stream_order()
-    block = tl.program_id(0)
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.minimum(tl.cast(n, tl.int64), tl.cast(index.capacity, tl.int64))
     tl.store(match.list_of(index, g.rank) + HEADER + at, tl.load(ids + at, mask=inside, other=0), mask=inside)
     if block == 0:
         _write_header(index, memory, g, tl.cast(n, tl.int64), signature, row_bytes)
+
+
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+def pack(
+    ids, totals, begins, index, memory, g, target, status, progress, size: tl.int64, blocks: tl.int32, n: tl.int32,
+    signature: tl.int64, row_bytes: tl.int64, REPEATED: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """This rank's list, and an empty directory. Programs: ``blocks`` of ``BLOCK`` ids, with ``REPEATED`` twice as many,
+    then those of ``index_match.kernels.wipe``, whose arguments are ``target`` to ``size``.
+
+    Args:
+        totals: int32 ``[blocks]``. With ``REPEATED`` only, as ``begins``.
+        row_bytes: of the rows that follow the ids; 0 if none do.
+    """
+    in_stream_order()
+    program = tl.program_id(0)
+    packed = memory.counters + PACKED
+    lists = blocks
+    if REPEATED:
+        lists = 2 * blocks
+    if program >= lists:
+        match.wipe(program - lists, target, size, status, progress, CLEAR)
+    elif REPEATED:
+        if program < blocks:
+            count_first(program, ids, totals, n, BLOCK)
+            say_done(packed)
+        else:
+            wait_until_done(packed, blocks)
+            write_list(
+                program - blocks, blocks, ids, totals, begins, index, memory, g, n, signature, row_bytes, BLOCK
+            )  # fmt: skip
+            if tl.atomic_add(packed + 1, 1, sem="relaxed", scope="gpu") == blocks - 1:  # nobody waits any more
+                tl.store(packed + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    else:
+        copy_list(program, ids, index, memory, g, n, signature, row_bytes, BLOCK)
 
 
 # ---------------------------------------------------------------------- plan
@@ -203,9 +244,11 @@ def valid(index):
     return fits & (bad == 0)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
-def plan(begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.constexpr):
+@jit
+def plan(program, begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.constexpr):
     """Sort this rank's rows into work lists, and find their places in the union. One program per ``BLOCK`` rows.
+
+    A phase of ``kernels_values.prepare``.
 
     The work lists stay empty, and nothing moves, if the lists of ids are not valid (see :func:`valid`).
 
@@ -213,8 +256,7 @@ def plan(begins, index, memory, nodes, g, REPEATED: tl.constexpr, BLOCK: tl.cons
         begins: as :func:`write_list` leaves it. With ``REPEATED`` only.
         REPEATED: rows may be there several times: ``begins`` says where each begins.
     """
-    in_stream_order()
-    rows = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < match.list_size(index, g.rank)
     if valid(index):
         ids = tl.load(match.list_of(index, g.rank) + HEADER + rows, mask=inside, other=0)

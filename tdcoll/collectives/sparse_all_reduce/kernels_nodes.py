@@ -35,7 +35,7 @@ import tdcoll.language as tdl
 from tdcoll.collectives.index_match import kernels as match
 from tdcoll.collectives.index_match.kernels import find, list_of
 from tdcoll.collectives.sparse_all_reduce import kernels_lists as lists
-from tdcoll.collectives.sparse_all_reduce.kernels_values import rows_of
+from tdcoll.collectives.sparse_all_reduce.kernels_tables import local, rows_of, source_of
 from tdcoll.language.jit import jit
 from tdcoll.primitives.group import row, start
 from tdcoll.primitives.reduce import accumulate, rounded, share
@@ -78,6 +78,12 @@ def _entrance(id, node, nodes):
 
 
 @jit
+def _bytes_of(elements, like):
+    """Bytes of so many elements of the type that ``like`` points to, as int64."""
+    return tl.cast(elements, tl.int64) * (like.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@jit
 def _hand_on(out, offset, row_bytes, nodes, g):
     """This rank's ``out[offset:offset + row_bytes]`` to all others of its node. After a block barrier."""
     begin = tl.load(nodes.begins + nodes.node)
@@ -90,7 +96,7 @@ def _hand_on(out, offset, row_bytes, nodes, g):
 
 @jit(do_not_specialize_on_alignment=lists.ANY_ALIGNMENT)
 def reduce_nodes(
-    source, order, begins, index, memory, nodes, g, step: tl.int32, row_elements,
+    source, order, begins, index, memory, tables, nodes, g, step: tl.int32, row_elements,
     REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
     """One step: see the module's docstring. Programs: ``world - 1`` that announce, and any number that work.
@@ -108,7 +114,7 @@ def reduce_nodes(
         worker = program - (nodes.world - 1)
         workers = tl.num_programs(0) - (nodes.world - 1)
         n_nodes = nodes.n_nodes
-        row_bytes = tl.cast(row_elements, tl.int64) * (source.dtype.element_ty.primitive_bitwidth // 8)
+        stride = _bytes_of(row_elements, source)
         out = memory.out
         n_single = tl.load(memory.counters + lists.SINGLE)
         n_mine = n_single + tl.load(memory.counters + lists.CONTESTED)
@@ -118,14 +124,15 @@ def reduce_nodes(
             item = tl.where(k < n_single, tl.cast(k, tl.int64), tl.cast(index.capacity, tl.int64) + k - n_single)
             mine = tl.load(memory.work + item).to(tl.int64)
             id = tl.load(list_of(index, g.rank) + lists.HEADER + mine)
-            first = lists.turn(id, n_nodes)
+            first = lists.turn(local(id, tables), n_nodes)
             if (nodes.node - first + n_nodes) % n_nodes == step:
                 earlier, following, _ = _steps_of(index, id, first, step, nodes)
                 at = tl.load(memory.targets + mine).to(tl.int64)
                 result = rows_of(out, source) + at * row_elements
-                for column in tl.range(0, row_elements, WIDE):
+                here, width = source_of(source, id, tables, row_elements)
+                for column in tl.range(0, width, WIDE):
                     columns = column + tl.arange(0, WIDE)
-                    inside = columns < row_elements
+                    inside = columns < width
                     sum = tl.zeros([WIDE], ACC)
                     seen = tl.cast(0, tl.int32)
                     for m in tl.range(mates_begin, mates_end):
@@ -137,9 +144,9 @@ def reduce_nodes(
                                 if REPEATED:
                                     begin = tl.load(begins + mine)
                                     if tl.load(begins + mine + 1) - begin == 1:
-                                        address = source + tl.load(order + begin) * row_elements
+                                        address = here + tl.load(order + begin) * width
                                 else:
-                                    address = source + mine * row_elements
+                                    address = here + mine * width
                             part = share(tl.load(address + columns, mask=inside, other=0), nodes.world, ACC, OP)
                             sum = accumulate(sum, part, seen == 0, OP)
                             seen += 1
@@ -148,7 +155,8 @@ def reduce_nodes(
                         sum = accumulate(before, sum, False, OP)
                     tl.store(result + columns, rounded(sum, source.dtype.element_ty, OP), mask=inside)
                 tdl.syncthreads()
-                offset = at * row_bytes
+                offset = at * stride
+                row_bytes = _bytes_of(width, source)
                 if following < n_nodes:
                     after, _ = lists.owner_in(id, (first + following) % n_nodes, index, nodes)
                     tdl.putmem_nbi_block(out + offset, out + offset, row_bytes, tl.load(nodes.pes + after))
@@ -168,7 +176,7 @@ reduce_nodes_of_single = jit(do_not_specialize=["row_elements"], do_not_speciali
 
 
 @jit
-def forward(index, memory, nodes, g, row_bytes: tl.int64, WAITED: tl.constexpr):
+def forward(like, index, memory, tables, nodes, g, row_elements, WAITED: tl.constexpr):
     """Final rows that came to this rank from another node, to the others of its own.
 
     Programs: ``world - 1`` that announce, and any number that work.
@@ -187,10 +195,11 @@ def forward(index, memory, nodes, g, row_bytes: tl.int64, WAITED: tl.constexpr):
             size = tl.cast(0, tl.int64)
         for k in tl.range(program - (nodes.world - 1), size, tl.num_programs(0) - (nodes.world - 1)):
             id = tl.load(index.union + k)
-            first = lists.turn(id, nodes.n_nodes)
+            first = lists.turn(local(id, tables), nodes.n_nodes)
             _, _, last = _steps_of(index, id, first, 0, nodes)
             if ((first + last) % nodes.n_nodes != nodes.node) & (_entrance(id, nodes.node, nodes) == g.rank):
-                _hand_on(out, tl.cast(k, tl.int64) * row_bytes, row_bytes, nodes, g)
+                _source, width = source_of(like, id, tables, row_elements)
+                _hand_on(out, k * _bytes_of(row_elements, like), _bytes_of(width, like), nodes, g)
 
 
 @jit

@@ -28,7 +28,7 @@ import triton.language as tl
 import tdcoll.language as tdl
 from tdcoll.collectives.index_match.kernels import find, list_of
 from tdcoll.collectives.sparse_all_reduce.kernels_lists import ANY_ALIGNMENT, CONTESTED, HEADER, SINGLE, work_list
-from tdcoll.collectives.sparse_all_reduce.kernels_values import rows_of
+from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of, within
 from tdcoll.language.jit import jit
 from tdcoll.primitives import stores
 from tdcoll.primitives.group import in_stream_order, row, start
@@ -38,10 +38,11 @@ __all__ = ["meet", "reduce"]
 
 
 @jit
-def _own_rows(work, items, inside, memory, order, begins, REPEATED: tl.constexpr):
-    """``(rows, at, places, direct)`` of the ``items`` of a work list: where they are in this rank's list, in the union,
-    and in ``source`` where ``direct``, in ``stage`` where combined."""
+def _own_rows(work, items, inside, index, memory, g, order, begins, REPEATED: tl.constexpr):
+    """``(ids, at, places, direct)`` of the ``items`` of a work list: where they are in the union, and in ``source``
+    where ``direct``, in ``stage`` where combined."""
     rows = tl.load(work + items, mask=inside, other=0).to(tl.int64)
+    ids = tl.load(list_of(index, g.rank) + HEADER + rows, mask=inside, other=0)
     at = tl.load(memory.targets + rows, mask=inside, other=0).to(tl.int64)
     places = rows
     direct = inside
@@ -50,25 +51,29 @@ def _own_rows(work, items, inside, memory, order, begins, REPEATED: tl.constexpr
         end = tl.load(begins + rows + 1, mask=inside, other=0)
         direct = inside & (end - begin == 1)
         places = tl.where(direct, tl.load(order + begin, mask=inside, other=0), rows)
-    return rows, at, places, direct
+    return ids, at, places, direct
 
 
 @jit
-def _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED: tl.constexpr):
-    """``-> [ROWS, WIDE]``: rows at ``places``, see :func:`_own_rows`."""
-    within = (columns < row_elements)[None, :]
-    offsets = places[:, None] * row_elements + columns[None, :]
-    tile = tl.load(source + offsets, mask=direct[:, None] & within, other=0)
+def _load_own(
+    places, inside, direct, columns, there, begin, width, stage, row_elements, REPEATED: tl.constexpr
+):  # fmt: skip
+    """``-> [ROWS, WIDE]``: rows at ``places``, see :func:`_own_rows`.
+
+    ``there``: the columns that they have; ``begin, width``: of ``source_of``.
+    """
+    rows = begin + places * width
+    tile = tl.load(rows[:, None] + columns[None, :], mask=direct[:, None] & there, other=0)
     if REPEATED:
-        combined = tl.load(stage + offsets, mask=(inside & (direct == 0))[:, None] & within, other=0)
+        offsets = places[:, None] * row_elements + columns[None, :]
+        combined = tl.load(stage + offsets, mask=(inside & (direct == 0))[:, None] & there, other=0)
         tile = tl.where(direct[:, None], tile, combined)
     return tile
 
 
 @jit
-def _store_everywhere(tile, at, inside, columns, memory, g, like, row_elements, ALIGNED: tl.constexpr):
+def _store_everywhere(tile, at, mask, columns, memory, g, like, row_elements, ALIGNED: tl.constexpr):
     """Rows ``at`` of every rank's ``out``, this one's first, so that no rank is everybody's first target."""
-    mask = inside[:, None] & (columns < row_elements)[None, :]
     for i in tl.range(0, g.world):
         out = rows_of(memory.out + tl.load(g.deltas + (g.rank + i) % g.world), like, ALIGNED)
         tl.store(out + at[:, None] * row_elements + columns[None, :], tile, mask=mask)
@@ -83,7 +88,7 @@ def _announce(i, begun, g, epoch):
 
 @jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def reduce(
-    source, order, begins, index, memory, g, row_elements,
+    source, order, begins, index, memory, tables, g, row_elements,
     REPEATED: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
@@ -114,41 +119,50 @@ def reduce(
         for k in tl.range(worker * ROWS, n_single, workers * ROWS):
             items = k + tl.arange(0, ROWS)
             inside = items < n_single
-            _, at, places, direct = _own_rows(single, items, inside, memory, order, begins, REPEATED)
+            ids, at, places, direct = _own_rows(single, items, inside, index, memory, g, order, begins, REPEATED)
+            begin, width = source_of(source, ids, tables, row_elements)
             for column in tl.range(0, row_elements, WIDE):
                 columns = column + tl.arange(0, WIDE)
-                tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
+                there = within(columns, width, tables)
+                tile = _load_own(
+                    places, inside, direct, columns, there, begin, width, stage, row_elements, REPEATED
+                )  # fmt: skip
                 alone = accumulate(tl.zeros([ROWS, WIDE], ACC), share(tile, g.world, ACC, OP), True, OP)
                 tile = rounded(alone, source.dtype.element_ty, OP)
-                _store_everywhere(tile, at, inside, columns, memory, g, source, row_elements, ALIGNED)
+                _store_everywhere(tile, at, inside[:, None] & there, columns, memory, g, source, row_elements, ALIGNED)
         n_contested = tl.load(memory.counters + CONTESTED)
         if (worker == 0) | (worker * ROWS < n_contested):
             if tdl.wait_signals(begun, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
                 for k in tl.range(worker * ROWS, n_contested, workers * ROWS):
                     items = k + tl.arange(0, ROWS)
                     inside = items < n_contested
-                    rows, at, places, direct = _own_rows(contested, items, inside, memory, order, begins, REPEATED)
-                    ids = tl.load(list_of(index, g.rank) + HEADER + rows, mask=inside, other=0)
+                    ids, at, places, direct = _own_rows(
+                        contested, items, inside, index, memory, g, order, begins, REPEATED
+                    )  # fmt: skip
+                    begin, width = source_of(source, ids, tables, row_elements)
                     for column in tl.range(0, row_elements, WIDE):
                         columns = column + tl.arange(0, WIDE)
+                        there = within(columns, width, tables)
                         sum = tl.zeros([ROWS, WIDE], ACC)
                         seen = tl.zeros([ROWS], tl.int32)
                         for q in tl.range(0, g.world):
                             if q == g.rank:
                                 has = inside
-                                tile = _load_own(places, inside, direct, columns, source, stage, row_elements, REPEATED)
+                                tile = _load_own(
+                                    places, inside, direct, columns, there, begin, width, stage, row_elements, REPEATED
+                                )  # fmt: skip
                             else:
                                 position = find(ids, q, index)
                                 has = inside & (position >= 0)
                                 theirs = rows_of(memory.stage + tl.load(g.deltas + q), source, ALIGNED)
                                 offsets = position.to(tl.int64)[:, None] * row_elements + columns[None, :]
-                                mask = has[:, None] & (columns < row_elements)[None, :]
-                                tile = tl.load(theirs + offsets, mask=mask, other=0)
+                                tile = tl.load(theirs + offsets, mask=has[:, None] & there, other=0)
                             both = accumulate(sum, share(tile, g.world, ACC, OP), (seen == 0)[:, None], OP)
                             sum = tl.where(has[:, None], both, sum)
                             seen += has.to(tl.int32)
                         result = rounded(sum, source.dtype.element_ty, OP)
-                        _store_everywhere(result, at, inside, columns, memory, g, source, row_elements, ALIGNED)
+                        mask = inside[:, None] & there
+                        _store_everywhere(result, at, mask, columns, memory, g, source, row_elements, ALIGNED)
 
 
 @jit

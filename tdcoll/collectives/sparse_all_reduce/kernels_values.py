@@ -3,34 +3,39 @@
 
 ::
 
+    lists of all ranks --plan--> work lists
     rows of this rank --combine--> stage[place in lists[rank]], or for gather behind the ids of lists[rank]
     rows of which there are more than PIECE --sum_pieces--> partial --sum_partial--> the same places
 
-The launches have no epoch. Each reads what the launches before it have written; who reads ``stage`` on other ranks
-waits for a signal that this rank sends in a later launch. Once a wait of the context has expired, ``stage`` stays as it
+These are phases of one launch, *prepare*. Programs of a phase wait until all of the phase before are done, which have
+lower numbers (:func:`tdcoll.primitives.group.wait_until_done`). For gather there is no plan, and with few rows there
+are no pieces.
+
+The launch has no epoch. It reads what the launches before it have written; who reads ``stage`` on other ranks waits for
+a signal that this rank sends in a later launch. Once a wait of the context has expired, ``stage`` stays as it
 is: replays of a graph may follow, while a peer that is only late still reads the rows of the call before.
 """
 
 import triton.language as tl
 
 from tdcoll.collectives.index_match import kernels as match
-from tdcoll.collectives.sparse_all_reduce.kernels_lists import ANY_ALIGNMENT, HEADER, LONG, STAGED, work_list
+from tdcoll.collectives.sparse_all_reduce.kernels_lists import (
+    ANY_ALIGNMENT,
+    HEADER,
+    LISTS,
+    LONG,
+    STAGED,
+    plan,
+    work_list,
+)
+from tdcoll.collectives.sparse_all_reduce.kernels_tables import rows_of, source_of
 from tdcoll.language.jit import jit
-from tdcoll.primitives.group import in_stream_order, still_alive
+from tdcoll.primitives.group import in_stream_order, say_done, still_alive, wait_until_done
 
-__all__ = ["PIECE", "combine", "end_of_ids", "rows_of", "sum_partial", "sum_pieces"]
+__all__ = ["PIECE", "combine", "end_of_ids", "prepare", "sum_partial", "sum_pieces"]
 
 PIECE = tl.constexpr(128)
 """Rows of one id that one program sums; with more of them the work is divided."""
-
-
-@jit
-def rows_of(address, like, ALIGNED: tl.constexpr = False):
-    """``address`` as a pointer to elements of the type that ``like`` points to. ``ALIGNED``: a multiple of 16."""
-    rows = tl.cast(address, tl.int64).to(tl.pointer_type(like.dtype.element_ty))
-    if ALIGNED:
-        rows = tl.multiple_of(rows, 16)
-    return rows
 
 
 @jit
@@ -49,31 +54,36 @@ def _target(index, memory, g, like, BEHIND: tl.constexpr, ALIGNED: tl.constexpr)
     return rows_of(place, like, ALIGNED)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@jit
+def _id_of(index, g, row):
+    """Id of a row of this rank's list."""
+    return tl.load(match.list_of(index, g.rank) + HEADER + row)
+
+
+@jit
 def combine(
-    source, order, begins, index, memory, g, row_elements,
+    program, programs, source, order, begins, index, memory, tables, g, row_elements,
     ALL: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr,
     DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of ``source``, those with one id summed, ``->`` :func:`_target`.
 
-    Any number of programs. ``ALL``: every row of this rank's list, else those of the work list STAGED. A sum takes
-    ``DEEP`` rows at a time, in an order that depends on nothing but their number and, beyond :data:`PIECE`, the number
-    of rows before them. Rows of which there are more than :data:`PIECE` go to the work list LONG.
+    Any number of programs. ``ALL``: every row of this rank's list, else those of the work list STAGED. A sum adds
+    the rows one after the other, and beyond :data:`PIECE` of them the sums of that many, so its bits depend on the rows
+    alone. Rows of which there are more than :data:`PIECE` go to the work list LONG.
 
     Args:
-        source: ``[n, row_elements]``.
+        source: ``[n, row_elements]``; of several tables, see ``kernels_tables.source_of``.
         order: int64 ``[n]``: which row of ``source`` is the i-th in the order of ids. With ``REPEATED`` only.
         begins: int64: where in ``order`` each id begins. With ``REPEATED`` only.
     """
-    in_stream_order()
-    if still_alive(g.monitor) == 0:
-        return
     count = tl.load(memory.counters + STAGED).to(tl.int64)
     if ALL:
         count = match.list_size(index, g.rank).to(tl.int64)
+    if still_alive(g.monitor) == 0:
+        count = tl.cast(0, tl.int64)
     to = _target(index, memory, g, source, BEHIND, ALIGNED)
-    for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+    for k in tl.range(program, count, programs):
         row = tl.cast(k, tl.int64)
         if not ALL:
             row = tl.load(work_list(memory, index, STAGED) + k).to(tl.int64)
@@ -82,17 +92,18 @@ def combine(
         if REPEATED:
             begin = tl.load(begins + row)
             end = tl.load(begins + row + 1)
-        for column in tl.range(0, row_elements, WIDE):
+        here, width = source_of(source, _id_of(index, g, row), tables, row_elements)
+        for column in tl.range(0, width, WIDE):
             columns = column + tl.arange(0, WIDE)
-            inside = columns < row_elements
+            inside = columns < width
             if end - begin == 1:
-                here = begin
+                entry = begin
                 if REPEATED:
-                    here = tl.load(order + begin)
-                only = tl.load(source + here * row_elements + columns, mask=inside)
+                    entry = tl.load(order + begin)
+                only = tl.load(here + entry * width + columns, mask=inside)
                 tl.store(to + row * row_elements + columns, only, mask=inside)
             elif end - begin <= PIECE:
-                sum = _sum_of(source, order, begin, end, columns, row_elements, ACC, DEEP, WIDE)
+                sum = _sum_of(here, order, begin, end, columns, width, ACC, DEEP, WIDE)
                 tl.store(to + row * row_elements + columns, sum.to(source.dtype.element_ty), mask=inside)
         if REPEATED:
             if end - begin > PIECE:
@@ -102,75 +113,129 @@ def combine(
 
 @jit
 def _sum_of(
-    source, order, begin, end, columns, row_elements, ACC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr
+    source, order, begin, end, columns, width, ACC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Sum of the rows ``order[begin:end]`` of ``source``, ``DEEP`` at a time."""
+    """Sum of the rows ``order[begin:end]`` of ``source``, which are of one id, in this order; ``DEEP`` are loaded at a
+    time.
+
+    The bits don't depend on ``DEEP`` and ``WIDE``, as those of a sum over an axis of a tile would: these are chosen for
+    the widest table of a call.
+    """
     sum = tl.zeros([WIDE], ACC)
+    inside = columns < width
     for i in tl.range(begin, end, DEEP):
-        parts = i + tl.arange(0, DEEP)
-        here = tl.load(order + parts, mask=parts < end, other=0)
-        tile = tl.load(
-            source + here[:, None] * row_elements + columns[None, :],
-            mask=(parts < end)[:, None] & (columns < row_elements)[None, :],
-            other=0,
-        )
-        sum += tl.sum(tile.to(ACC), axis=0)
+        for j in tl.static_range(0, DEEP):
+            there = i + j < end
+            entry = tl.load(order + i + j, mask=there, other=0)
+            part = tl.load(source + entry * width + columns, mask=inside & there, other=0)
+            sum += part.to(ACC)
     return sum
 
 
 @jit
 def _slot(piece, begin):
-    """Place of a partial sum: the rows of an id that are in the ``piece``-th :data:`PIECE` of all, in the order of ids.
+    """Place of the sum of the ``piece``-th :data:`PIECE` rows of an id that is there more than :data:`PIECE` times, and
+    whose first row is number ``begin`` in the order of ids.
 
-    At most two ids that are there more than :data:`PIECE` times have rows in one piece, and one of them begins in it.
+    No two have one place. Of ids that follow each other, the last piece of the first and the first piece of the second
+    may fall into the same :data:`PIECE` rows of all; no other pieces do.
     """
-    return 2 * piece + (begin > piece * PIECE).to(tl.int64)
+    return 2 * (begin // PIECE + piece) + (piece > 0).to(tl.int64)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@jit
 def sum_pieces(
-    source, order, begins, partial, index, memory, row_elements,
+    program, programs, at_a_time, source, order, begins, partial, index, memory, tables, g, row_elements,
     ACC: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of the work list LONG, piece by piece, ``-> partial [slots, row_elements]`` in the type of sums.
 
-    Programs: any number of rows at a time, times any number of pieces.
+    Programs: ``at_a_time`` rows at a time, times any number of pieces.
     """
-    in_stream_order()
     count = tl.load(memory.counters + LONG)
-    for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+    for k in tl.range(program % at_a_time, count, at_a_time):
         row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
-        for piece in tl.range(begin // PIECE + tl.program_id(1), (end - 1) // PIECE + 1, tl.num_programs(1)):
-            first = tl.maximum(begin, piece * PIECE)
-            last = tl.minimum(end, (piece + 1) * PIECE)
-            for column in tl.range(0, row_elements, WIDE):
+        here, width = source_of(source, _id_of(index, g, row), tables, row_elements)
+        for piece in tl.range(program // at_a_time, (end - begin + PIECE - 1) // PIECE, programs // at_a_time):
+            first = begin + piece * PIECE
+            last = tl.minimum(end, first + PIECE)
+            for column in tl.range(0, width, WIDE):
                 columns = column + tl.arange(0, WIDE)
-                sum = _sum_of(source, order, first, last, columns, row_elements, ACC, DEEP, WIDE)
-                place = partial + _slot(piece, begin) * row_elements
-                tl.store(place + columns, sum, mask=columns < row_elements)
+                sum = _sum_of(here, order, first, last, columns, width, ACC, DEEP, WIDE)
+                place = partial + _slot(tl.cast(piece, tl.int64), begin) * row_elements
+                tl.store(place + columns, sum, mask=columns < width)
 
 
-@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@jit
 def sum_partial(
-    like, begins, partial, index, memory, g, row_elements,
+    program, programs, like, begins, partial, index, memory, tables, g, row_elements,
     BEHIND: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum what :func:`sum_pieces` has left, in order ``->`` where :func:`combine` puts rows. Any programs."""
-    in_stream_order()
-    if still_alive(g.monitor) == 0:
-        return
     to = _target(index, memory, g, like, BEHIND, ALIGNED)
     count = tl.load(memory.counters + LONG)
-    for k in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+    if still_alive(g.monitor) == 0:
+        count = tl.cast(0, tl.int32)
+    for k in tl.range(program, count, programs):
         row = tl.load(work_list(memory, index, LONG) + k).to(tl.int64)
         begin = tl.load(begins + row)
         end = tl.load(begins + row + 1)
-        for column in tl.range(0, row_elements, WIDE):
+        _, width = source_of(like, _id_of(index, g, row), tables, row_elements)
+        for column in tl.range(0, width, WIDE):
             columns = column + tl.arange(0, WIDE)
             sum = tl.zeros([WIDE], ACC)
-            for piece in tl.range(begin // PIECE, (end - 1) // PIECE + 1):
-                part = partial + _slot(piece, begin) * row_elements
-                sum += tl.load(part + columns, mask=columns < row_elements, other=0)
-            tl.store(to + row * row_elements + columns, sum.to(like.dtype.element_ty), mask=columns < row_elements)
+            for piece in tl.range(0, (end - begin + PIECE - 1) // PIECE):
+                part = partial + _slot(tl.cast(piece, tl.int64), begin) * row_elements
+                sum += tl.load(part + columns, mask=columns < width, other=0)
+            tl.store(to + row * row_elements + columns, sum.to(like.dtype.element_ty), mask=columns < width)
+
+
+@jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+def prepare(
+    source, order, begins, partial, index, memory, tables, nodes, g, planners: tl.int32, combiners: tl.int32,
+    adders: tl.int32, at_a_time: tl.int32, row_elements,
+    PLANS: tl.constexpr, ALL: tl.constexpr, BEHIND: tl.constexpr, REPEATED: tl.constexpr, PIECES: tl.constexpr,
+    ACC: tl.constexpr, ALIGNED: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All phases: see the module's docstring. Programs: ``planners``, ``combiners``, ``adders``, any number.
+
+    Args:
+        partial: as for :func:`sum_pieces`; with ``PIECES`` only.
+        planners: of :func:`plan`, as many as it has programs, with ``PLANS``; otherwise 0.
+        adders: of :func:`sum_pieces`, ``at_a_time`` times any number, with ``PIECES``; otherwise 0, and no program
+            comes after the ``combiners``.
+        ALL, BEHIND: as for :func:`combine`.
+    """
+    in_stream_order()
+    program = tl.program_id(0)
+    planned = memory.counters + LISTS
+    if program < planners:
+        if PLANS:
+            plan(program, begins, index, memory, nodes, g, REPEATED, BLOCK)
+            say_done(planned)
+    elif program < planners + combiners:
+        if PLANS:
+            wait_until_done(planned, planners)
+        combine(
+            program - planners, combiners, source, order, begins, index, memory, tables, g, row_elements,
+            ALL, BEHIND, REPEATED, ACC, ALIGNED, DEEP, WIDE,
+        )  # fmt: skip
+        if PIECES:
+            say_done(planned + 1)
+    elif PIECES:
+        adder = program - planners - combiners
+        if adder < adders:
+            wait_until_done(planned + 1, combiners)
+            sum_pieces(
+                adder, adders, at_a_time, source, order, begins, partial, index, memory, tables, g, row_elements,
+                ACC, DEEP, WIDE,
+            )  # fmt: skip
+            say_done(planned + 2)
+        else:
+            wait_until_done(planned + 2, adders)
+            sum_partial(
+                adder - adders, tl.num_programs(0) - planners - combiners - adders, source, begins, partial, index,
+                memory, tables, g, row_elements, BEHIND, ACC, ALIGNED, WIDE,
+            )  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, overload
 
 import torch
 
@@ -19,7 +20,7 @@ from tdcoll.collectives.sparse_all_reduce import kernels_merge, kernels_values
 from tdcoll.collectives.sparse_all_reduce.call import Call
 from tdcoll.collectives.sparse_all_reduce.context import SparseContext
 from tdcoll.collectives.sparse_all_reduce.pool import default_context
-from tdcoll.collectives.sparse_all_reduce.rows import Rows, rows_of_pair, rows_of_tensor
+from tdcoll.collectives.sparse_all_reduce.rows import Joined, Rows, joined, rows_of_pair, rows_of_tensor
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.primitives.reduce import check_operation, operation_name
 
@@ -44,7 +45,7 @@ class PaddedRows:
 
 
 def _context(
-    given: SparseContext | None, group: runtime.Group, operation: str, values: Any, num_rows: Any = None
+    given: SparseContext | None, group: runtime.Group, operation: str, values: Sequence[Any], num_rows: Sequence[Any]
 ) -> SparseContext:
     """Return the context of a call whose result has any size: the given one, or tdcoll's own of the group."""
     if given is not None:
@@ -60,44 +61,76 @@ def _context(
     return default_context(group, values, num_rows) if given is None else given
 
 
+def _by_dtype(parts: Sequence[Rows]) -> list[list[int]]:
+    """Places of the tensors of each dtype, in the order in which dtypes first appear: the same on all ranks."""
+    places: dict[torch.dtype, list[int]] = {}
+    for place, part in enumerate(parts):
+        places.setdefault(part.values.dtype, []).append(place)
+    return list(places.values())
+
+
 @contextlib.contextmanager
 def _calling(
-    ctx: SparseContext, operation: str, prepare: Callable[[], Rows], op: Any, algorithm: str, **facts: Any
-) -> Iterator[Rows]:
-    """The checks of every call, and the call as the body. After an error that ranks do not raise alike, the context
-    refuses calls. ``facts``: what more debug mode compares."""
+    ctx: SparseContext, operation: str, prepare: Callable[[], list[Rows]], op: Any, algorithm: str, **facts: Any
+) -> Iterator[list[tuple[list[int], Joined]]]:
+    """The checks of every call, and the call as the body, which gets the tensors of each dtype and their places.
 
-    def checked() -> Rows:
+    After an error that ranks do not raise alike, the context refuses calls. ``facts``: what more debug mode compares.
+    """
+
+    def checked() -> list[tuple[list[int], Joined]]:
         arguments.instance("algorithm", algorithm, str, "a str")
-        rows = prepare()
-        check_operation(op, rows.values.dtype)
+        given = prepare()
+        for part in given:
+            check_operation(op, part.values.dtype)
         begin, end = ctx.area.data_ptr(), ctx.area.data_ptr() + ctx.area.nbytes
-        if any(part.numel() and begin <= part.data_ptr() < end for part in (rows.indices, rows.values)):
+        tensors = [tensor for part in given for tensor in (part.indices, part.values)]
+        if any(tensor.numel() and begin <= tensor.data_ptr() < end for tensor in tensors):
             raise ValueError(
                 f"{operation}: rows that are reduced must not lie in the memory of the context that reduces them, as "
                 "results of copy=False do; clone() them"
             )
+        calls = [(places, joined([given[i] for i in places])) for places in _by_dtype(given)]
         if ctx.loads_together:
-            Call(ctx, rows, op, algorithm).load()
-        return rows
+            for _, rows in calls:
+                Call(ctx, rows, op, algorithm).load()
+        return calls
 
     name = operation_name(op)
     alike = (ContextError, HeapExhaustedError, RankMismatchError, ValueError)  # what the lists of all ranks show
-    with ctx.calling(operation, {"op": name, "algorithm": algorithm, **facts}, checked, alike) as rows:
-        kind = rows.num_rows, rows.shape, rows.values.dtype, name, algorithm  # the same on all ranks
+    with ctx.calling(operation, {"op": name, "algorithm": algorithm, **facts}, checked, alike) as calls:
+        kind = *((rows.tables, rows.dtype) for _, rows in calls), name, algorithm  # the same on all ranks
         ctx.wait_for_loads(operation, kind)
-        yield rows
+        yield calls
 
 
-def _facts(name: str, tensor: Any, first: int = 0) -> dict[str, Any]:
-    """Return what debug mode compares of a tensor: its shape from the ``first`` dimension on, by ``name``."""
-    return {"dtype": getattr(tensor, "dtype", None), name: tuple(getattr(tensor, "shape", ()))[first:]}
+def _facts(name: str, tensors: Any, first: int = 0) -> dict[str, Any]:
+    """Return what debug mode compares of a tensor, or of several: shapes from the ``first`` dimension on, by
+    ``name``."""
+
+    def shape(tensor: Any) -> tuple[int, ...]:
+        return tuple(getattr(tensor, "shape", ()))[first:]
+
+    if isinstance(tensors, (list, tuple)):
+        return {"dtype": [getattr(tensor, "dtype", None) for tensor in tensors], name: list(map(shape, tensors))}
+    return {"dtype": getattr(tensors, "dtype", None), name: shape(tensors)}
+
+
+def _run_all(
+    operation: str, ctx: SparseContext, calls: Sequence[tuple[list[int], Joined]], op: Any, algorithm: str, copy: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``(indices, values)`` of each tensor, in the order in which they were given."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for number, (places, rows) in enumerate(calls, 1):
+        results = _run(operation, ctx, rows, op, algorithm, copy or number < len(calls))  # the next call's memory
+        made |= dict(zip(places, results, strict=True))
+    return [made[place] for place in sorted(made)]
 
 
 def _run(
-    operation: str, ctx: SparseContext, rows: Rows, op: Any, algorithm: str, copy: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(indices [U], values [U, *shape])``."""
+    operation: str, ctx: SparseContext, rows: Joined, op: Any, algorithm: str, copy: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``(indices [U], values [U, *shape])`` of each tensor."""
     while True:
         call = Call(ctx, rows, op, algorithm)
         call.match()
@@ -106,7 +139,7 @@ def _run(
         status = call.status()
         if whole is None and status[BAD_SIGNATURE.value] and call.algorithm != "gather":
             call.reduce()  # moves nothing: a rank that passes something else may have launched this already
-        ctx.raise_if_wrong(operation, status, rows.num_rows)
+        ctx.raise_if_wrong(operation, status, rows.num_rows if rows.single else None)
         most, union = status[MAX_ROWS.value], status[UNION.value]
         error = ctx.excess(operation, most, rows.row_bytes, union)
         if error is None:
@@ -122,15 +155,38 @@ def _run(
                 "%s: algorithm %s for %d rows of all ranks, %d of them different, on %s",
                 operation, call.algorithm, status[TOTAL.value], union, ctx.topology.describe(),
             )  # fmt: skip
-    values = whole[:union]
-    if copy and (call.algorithm == "owner" or 2 * values.nbytes < whole.nbytes):  # nor is much more kept alive
-        values = values.clone()
-    return ctx.directory.union[:union].clone(), values
+    copies = copy and (call.algorithm == "owner" or 2 * union < len(whole))  # nor is much more kept alive
+    return _results(call, whole, call.bounds(status), copies)
+
+
+def _results(
+    call: Call, whole: torch.Tensor, bounds: Sequence[int], copies: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``(indices, values)`` of each tensor.
+
+    Args:
+        whole: ``[at least union, elements]``: all rows of the union, in memory that the next call uses if ``copies``.
+        bounds: where each table begins in the union, and where the last ends.
+    """
+    rows = call.rows
+    alike = all(part.elements == rows.elements for part in rows.parts)
+    if copies and alike:
+        whole, copies = whole[: bounds[-1]].clone(), False
+    sizes = [end - begin for begin, end in pairwise(bounds)]
+    ids = list(call.ctx.directory.union[: bounds[-1]].clone().split(sizes))
+    if not rows.single:
+        torch._foreach_sub_(ids, list(rows.firsts[:-1]))
+    made = []
+    for own, size, begin, part in zip(ids, sizes, bounds, rows.parts, strict=False):
+        values = whole[begin : begin + size, : part.elements].view(size, *part.shape)
+        made.append((own, values.clone(memory_format=torch.contiguous_format) if copies else values))
+    return made
 
 
 # ---------------------------------------------------------------------- public
 
 
+@overload
 def sparse_all_reduce(
     tensor: torch.Tensor,
     op: str | torch.distributed.ReduceOp = "sum",
@@ -139,7 +195,30 @@ def sparse_all_reduce(
     ctx: SparseContext | None = None,
     algorithm: str = "auto",
     copy: bool = True,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+
+
+@overload
+def sparse_all_reduce(
+    tensor: Sequence[torch.Tensor],
+    op: str | torch.distributed.ReduceOp = "sum",
+    *,
+    group: runtime.Group = None,
+    ctx: SparseContext | None = None,
+    algorithm: str = "auto",
+    copy: bool = True,
+) -> list[torch.Tensor]: ...
+
+
+def sparse_all_reduce(
+    tensor: torch.Tensor | Sequence[torch.Tensor],
+    op: str | torch.distributed.ReduceOp = "sum",
+    *,
+    group: runtime.Group = None,
+    ctx: SparseContext | None = None,
+    algorithm: str = "auto",
+    copy: bool = True,
+) -> torch.Tensor | list[torch.Tensor]:
     """``sparse [num_rows, ...] -> the same shape, coalesced``: rows of all ranks, those with the same index reduced.
 
     Collective over the context's group. Every rank gets the same indices, in ascending order, and bitwise the same
@@ -154,18 +233,23 @@ def sparse_all_reduce(
     >>> mine = torch.sparse_coo_tensor([[tdcoll.rank(), 2]], torch.ones(2, 1), (4, 1))
     >>> tdcoll.sparse_all_reduce(mine).to_dense().flatten()  # on 2 ranks
     tensor([1., 1., 2., 0.])
+    >>> other = torch.sparse_coo_tensor([[0]], torch.ones(1, 3), (2, 3))
+    >>> [one.shape for one in tdcoll.sparse_all_reduce([mine, other])]  # the tables of a model, in one call
+    [torch.Size([4, 1]), torch.Size([2, 3])]
 
     Args:
         tensor: ``torch.sparse_coo`` with one sparse dimension and any dense ones, coalesced or not; fp16, bf16, fp32,
             fp64, int32 or int64; on the context's device. The ranks may bring different numbers of rows, also none.
+            Or a list of such tensors, of any numbers of rows and shapes of rows, in the same order on all ranks: one
+            call for those of each dtype, whose results are those of calls of their own, as a list.
         op: ``"sum"``, ``"mean"`` or ``"avg"`` (each part is divided by the number of ranks, of the group and not of the
             row, before it is added), ``"max"``, ``"min"``, ``"prod"`` or ``"product"``, or a
             ``torch.distributed.ReduceOp``.
         group: as for :func:`tdcoll.all_gather`. The call uses a context of tdcoll's own, which grows when needed.
         ctx: a :class:`SparseContext` of yours, instead of ``group``.
         algorithm: ``"owner"`` (one contributor reduces each row), ``"gather"`` (every rank is sent everything; for few
-            rows), ``"dense"`` (through torch.distributed's all-reduce; the sum is in the order that it takes), or
-            ``"auto"``: see :func:`tdcoll.collectives.sparse_all_reduce.policy.choose`.
+            rows), ``"dense"`` (an all-reduce of the whole table, in its order of sums), or ``"auto"``: see
+            :func:`tdcoll.collectives.sparse_all_reduce.policy.choose`.
         copy: give the values memory of their own. False: they may be a view of the context's symmetric memory, valid
             until the next call on the context; reading it later gives rows of other calls.
 
@@ -182,13 +266,21 @@ def sparse_all_reduce(
     :mod:`tdcoll.collectives.sparse_all_reduce`.
     """
     name = "sparse_all_reduce"
-    context = _context(ctx, group, name, tensor)
+    several = isinstance(tensor, (list, tuple))
+    given: list[Any] = list(tensor) if several else [tensor]
+    context = _context(ctx, group, name, given, [None] * len(given))
 
-    facts = _facts("shape", tensor)
-    with _calling(context, name, lambda: rows_of_tensor(tensor, context.device), op, algorithm, **facts) as rows:
-        indices, values = _run(name, context, rows, op, algorithm, copy)
-    shape = rows.num_rows, *rows.shape
-    return torch.sparse_coo_tensor(indices.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False)
+    def prepare() -> list[Rows]:
+        names = [f"tensor[{i}]" for i in range(len(given))] if several else ["tensor"]
+        return [rows_of_tensor(one, context.device, called) for one, called in zip(given, names, strict=True)]
+
+    with _calling(context, name, prepare, op, algorithm, **_facts("shape", tensor)) as calls:
+        results = _run_all(name, context, calls, op, algorithm, copy)
+    made = [
+        torch.sparse_coo_tensor(ids.unsqueeze(0), values, one.shape, is_coalesced=True, check_invariants=False)
+        for (ids, values), one in zip(results, given, strict=True)
+    ]
+    return made if several else made[0]
 
 
 def sparse_all_reduce_rows(
@@ -223,16 +315,18 @@ def sparse_all_reduce_rows(
         As :func:`sparse_all_reduce`.
     """
     name = "sparse_all_reduce_rows"
-    context = _context(ctx, group, name, values, num_rows)
+    context = _context(ctx, group, name, [values], [num_rows])
 
-    def prepare() -> Rows:
-        return rows_of_pair(indices, values, num_rows, coalesced, context.device)
+    def prepare() -> list[Rows]:
+        return [rows_of_pair(indices, values, num_rows, coalesced, context.device)]
 
     facts = _facts("row_shape", values, 1) | {"num_rows": num_rows}
-    with _calling(context, name, prepare, op, algorithm, **facts) as rows:
-        return _run(name, context, rows, op, algorithm, copy)
+    with _calling(context, name, prepare, op, algorithm, **facts) as calls:
+        (result,) = _run_all(name, context, calls, op, algorithm, copy)
+    return result
 
 
+@overload
 def sparse_all_reduce_padded(
     indices: torch.Tensor,
     values: torch.Tensor,
@@ -242,12 +336,37 @@ def sparse_all_reduce_padded(
     ctx: SparseContext,
     coalesced: bool = False,
     algorithm: str = "auto",
-) -> PaddedRows:
+) -> PaddedRows: ...
+
+
+@overload
+def sparse_all_reduce_padded(
+    indices: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    num_rows: Sequence[int],
+    op: str | torch.distributed.ReduceOp = "sum",
+    *,
+    ctx: SparseContext,
+    coalesced: bool = False,
+    algorithm: str = "auto",
+) -> list[PaddedRows]: ...
+
+
+def sparse_all_reduce_padded(
+    indices: torch.Tensor | Sequence[torch.Tensor],
+    values: torch.Tensor | Sequence[torch.Tensor],
+    num_rows: int | Sequence[int],
+    op: str | torch.distributed.ReduceOp = "sum",
+    *,
+    ctx: SparseContext,
+    coalesced: bool = False,
+    algorithm: str = "auto",
+) -> PaddedRows | list[PaddedRows]:
     """``[n], [n, ...] -> [max_union_rows], [max_union_rows, ...], [1]``: the form of fixed size, for CUDA graphs.
 
     As :func:`sparse_all_reduce_rows`, with no synchronisation at all: the results have the context's capacity. After
     one eager call with tensors of the same dtype and row shape it can be captured; indices and values may change from
-    replay to replay, their number not.
+    replay to replay, their number not. Lists of ``indices``, ``values`` and ``num_rows`` are several tensors.
 
     What only the lists of all ranks show (too many rows, indices out of range, other arguments on other ranks) gives 0
     rows on every rank, and so does a wait that has expired on the rank where it has; :meth:`SparseContext.check` then
@@ -265,7 +384,8 @@ def sparse_all_reduce_padded(
         Others: as for :func:`sparse_all_reduce_rows`.
 
     Returns:
-        :class:`PaddedRows`. The values may be a view of symmetric memory, valid until the next call on the context.
+        :class:`PaddedRows`, or a list of them. The values of one tensor may be a view of symmetric memory, valid until
+        the next call on the context.
 
     Raises:
         As :func:`sparse_all_reduce`; and ContextError for the first call of its kind while a graph is captured.
@@ -273,26 +393,60 @@ def sparse_all_reduce_padded(
     name = "sparse_all_reduce_padded"
     arguments.instance("ctx", ctx, SparseContext, "a tdcoll.SparseContext")
 
-    def prepare() -> Rows:
-        rows = rows_of_pair(indices, values, num_rows, coalesced, ctx.device)
+    several = isinstance(values, (list, tuple))
+    given: list[tuple[Any, ...]] = [(indices, values, num_rows)]
+    if several:
+        for called, argument in (("indices", indices), ("num_rows", num_rows)):
+            if not isinstance(argument, (list, tuple)) or len(argument) != len(values):
+                raise ValueError(f"{called} must be a list of {len(values)} like values, got {argument!r}")
+        given = list(zip(indices, values, num_rows, strict=True))  # type: ignore[arg-type]
+
+    def prepare() -> list[Rows]:
+        places = [f"[{i}]" if several else "" for i in range(len(given))]
+        parts = [
+            rows_of_pair(ids, rows, count, coalesced, ctx.device, place)
+            for (ids, rows, count), place in zip(given, places, strict=True)
+        ]
         if algorithm == "dense":
             raise ValueError("algorithm must be 'owner', 'gather' or 'auto' in sparse_all_reduce_padded; got 'dense'")
-        if error := ctx.excess(name, row_bytes=rows.row_bytes):
+        if error := ctx.excess(name, row_bytes=max((part.row_bytes for part in parts), default=0)):
             raise error
-        return rows
+        return parts
 
     facts = _facts("row_shape", values, 1) | {"num_rows": num_rows}
-    with _calling(ctx, name, prepare, op, algorithm, **facts) as rows:
-        call = Call(ctx, rows, op, algorithm)
-        pieces = not coalesced and rows.indices.shape[0] > kernels_values.PIECE.value
-        kernels = name, call.variant, call.op, call.algorithm, coalesced, pieces
-        if kernels not in ctx.tables:
-            outside_of_graphs(ctx, name)
-            ctx.tables[kernels] = True
-        union = torch.empty(ctx.max_union_rows, dtype=torch.int64, device=ctx.device)
-        count = torch.empty(1, dtype=torch.int64, device=ctx.device)
-        call.match()
-        padded = call.move()
-        programs = call.workers(-(-ctx.max_union_rows // call.kind.tiles.rows))
-        call.launch(kernels_merge.pad, programs, indices=union, values=padded, count=count, remembered=ctx.remembered)
-    return PaddedRows(union, padded, count)
+    made: dict[int, PaddedRows] = {}
+    with _calling(ctx, name, prepare, op, algorithm, **facts) as calls:
+        for places, rows in calls:
+            made |= dict(zip(places, _run_padded(name, ctx, rows, op, algorithm, len(calls) > 1), strict=True))
+    results = [made[place] for place in sorted(made)]
+    return results if several else results[0]
+
+
+def _run_padded(
+    operation: str, ctx: SparseContext, rows: Joined, op: Any, algorithm: str, copies: bool
+) -> list[PaddedRows]:
+    """The padded results of each tensor. ``copies``: the next call on the context comes at once."""
+    call, tables, most = Call(ctx, rows, op, algorithm), len(rows.parts), ctx.max_union_rows
+    pieces = not rows.coalesced and rows.n > kernels_values.PIECE.value
+    kernels = operation, call.variant, call.op, call.algorithm, rows.coalesced, pieces, tables
+    if kernels not in ctx.tables:
+        outside_of_graphs(ctx, operation)
+        ctx.tables[kernels] = True
+    ids = torch.empty(tables, most, dtype=torch.int64, device=ctx.device)
+    counts = torch.empty(tables, 1, dtype=torch.int64, device=ctx.device)
+    call.match()
+    out = call.move()
+    sizes = [most * part.elements for part in rows.parts]
+    padded = out if rows.single else torch.empty(sum(sizes), dtype=rows.dtype, device=ctx.device)
+    call.launch(
+        kernels_merge.pad,
+        (call.workers(-(-most // call.kind.tiles.rows)), tables),
+        indices=ids, values=padded, count=counts, out=out, remembered=ctx.remembered,
+    )  # fmt: skip
+    if copies and rows.single:
+        padded = padded.clone()
+    values = padded.view(-1).split(sizes)
+    return [
+        PaddedRows(own, part.view(most, *of.shape), count)
+        for own, part, count, of in zip(ids, values, counts, rows.parts, strict=True)
+    ]

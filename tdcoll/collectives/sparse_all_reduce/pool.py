@@ -20,16 +20,18 @@ FEWEST_ROWS = 256
 """Rows per rank of the smallest context."""
 
 
-def default_context(group: runtime.Group, values: Any, num_rows: Any = None) -> SparseContext:
+def default_context(group: runtime.Group, values: Sequence[Any], num_rows: Sequence[Any]) -> SparseContext:
     """Return tdcoll's own context of a group: it grows, follows the stream, and lives until ``finalize``.
 
-    ``values`` are the rows, or the sparse tensor, of this rank's first call, not checked yet.
+    ``values`` are the rows, or the sparse tensors, of this rank's first call, not checked yet; ``num_rows``, of the
+    tables, says nothing of sparse tensors.
     """
     owner = runtime.current()
     key = ("sparse", owner.ranks_of(group))
     if key not in owner.contexts:
-        n, row_bytes = extents_of(values, num_rows)
-        owner.contexts[key] = growing_context(owner, key[1], n, row_bytes, group=group)
+        sizes = [extents_of(of, rows) for of, rows in zip(values, num_rows, strict=True)]
+        n, row_bytes = sum(n for n, _ in sizes), max((nbytes for _, nbytes in sizes), default=0)
+        owner.contexts[key] = growing_context(owner, key[1], n, row_bytes)
     found: SparseContext = owner.contexts[key]
     return found
 
@@ -64,7 +66,7 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
 
     Args:
         rows, row_bytes: what this rank brings to the first call.
-        options: others of :class:`SparseContext`; its ``group`` if that is a ProcessGroup, for the dense algorithm.
+        options: others of :class:`SparseContext`.
 
     Raises:
         HeapExhaustedError: the heap has no room for either. On all ranks.
@@ -72,12 +74,11 @@ def growing_context(owner: Runtime, ranks: Sequence[int], rows: int, row_bytes: 
     asked = owner.exchange(ranks, "sparse all-reduce: rows, row bytes", (rows, row_bytes))
     most, widest = max(FEWEST_ROWS, *(n for n, _ in asked)), max(nbytes for _, nbytes in asked)
     options |= {"max_row_bytes": widest, "grow": True}
-    group = options.pop("group", None) or ranks
     with on(owner.device):
         try:
-            made = SparseContext(group, max_rows_per_rank=most, **options)
+            made = SparseContext(ranks, max_rows_per_rank=most, **options)
         except HeapExhaustedError:  # on all ranks alike
             if most == FEWEST_ROWS:
                 raise
-            made = SparseContext(group, max_rows_per_rank=FEWEST_ROWS, **options)
+            made = SparseContext(ranks, max_rows_per_rank=FEWEST_ROWS, **options)
     return made

@@ -112,7 +112,7 @@ MUTANTS = (
     _mutant(
         "status is not cleared",
         Change(
-            "index_match.kernels.clear",
+            "index_match.kernels.wipe",
             "tl.store(status + tl.arange(0, STATUS_WORDS), tl.zeros([STATUS_WORDS], tl.int64))", "pass",
         ),
         SEARCH,

@@ -26,6 +26,8 @@ FLOATS = DTYPES[:4]
 OPS = ("sum", "mean", "max", "min", "prod")
 HUGE = 1 << 40
 BOTH = pytest.mark.parametrize("algorithm", ["owner", "gather"])
+EACH = pytest.mark.parametrize("algorithm", ["owner", "gather", "dense"])
+NAMES = {"o": "owner", "g": "gather", "d": "dense"}
 
 
 @contextmanager
@@ -59,7 +61,7 @@ class Reduces:
     at the end.
 
     Args:
-        algorithms: of the calls, in order: ``o`` owner, ``g`` gather.
+        algorithms: of the calls, in order: ``o`` owner, ``g`` gather, ``d`` dense.
         rows: how many each rank brings in the first call; they go around from call to call.
         num_rows: of the table.
         op, shape, dtype: as for ``sparse_all_reduce_rows``.
@@ -137,7 +139,7 @@ class Reduces:
                         self.op,
                         ctx=ctx,
                         coalesced=self.coalesced,
-                        algorithm={"o": "owner", "g": "gather"}[letter],
+                        algorithm=NAMES[letter],
                         copy=copy,
                     )
                 )
@@ -147,6 +149,57 @@ class Reduces:
             ctx.check()
             for call, got in kept:
                 self.check(ctx.topology, ctx.rank, call, got)
+        assert tdcoll.heap_info().used == 0
+
+
+TABLES = ((9, (3,)), (1, ()), (40, (5, 2)), (3, (1,)))
+"""Rows of tables, and shapes of their rows: of several widths, and one that a single row makes."""
+
+
+class ReducesLists(Reduces):
+    """:class:`Reduces` for calls with a tensor for each of ``tables``, each compared with the reference of its own.
+
+    Args:
+        algorithms, rows: as for :class:`Reduces`; tensors of one rank have different numbers of rows.
+        tables: the number of rows of each, and the shape of a row.
+        options: others of :class:`Reduces`.
+    """
+
+    def __init__(
+        self,
+        algorithms: str = "ooo",
+        rows: Sequence[int] = (4, 0, 6, 1),
+        tables: Sequence[tuple[int, tuple[int, ...]]] = TABLES,
+        **options: Any,
+    ) -> None:
+        super().__init__(algorithms, rows, **options)
+        self.tables = tables
+        self.capacity = max(1, *rows) * len(tables)
+
+    def part_of(self, rank: int, call: int, table: int) -> Rows:
+        """What ``rank`` brings of a table to ``call``."""
+        num_rows, shape = self.tables[table]
+        n = self.rows[(rank + call + table) % len(self.rows)]
+        return some_part(101 * table + 17 * call + rank, n, num_rows, shape, self.dtype, self.exact)
+
+    def host(self, pe: int) -> None:
+        row_bytes = max(torch.Size(shape).numel() for _, shape in self.tables) * self.dtype.itemsize
+        with tdcoll.SparseContext(max_rows_per_rank=self.capacity, max_row_bytes=row_bytes) as ctx:
+            for call, letter in enumerate(self.algorithms):
+                nodes = ctx.topology.nodes if letter == "o" else None
+                given = []
+                for table, (num_rows, shape) in enumerate(self.tables):
+                    ids, values = self.part_of(ctx.rank, call, table)
+                    given.append(torch.sparse_coo_tensor(ids.unsqueeze(0), values, (num_rows, *shape)))
+                got = tdcoll.sparse_all_reduce(given, self.op, ctx=ctx, algorithm=NAMES[letter], copy=call % 2 == 0)
+                for table, one in enumerate(got):
+                    parts = [self.part_of(rank, call, table) for rank in range(ctx.world_size)]
+                    wanted, where = reduce(parts, self.op, nodes), f"rank {ctx.rank}, call {call} ({letter})"
+                    found = one.indices()[0]
+                    assert torch.equal(found, wanted.indices), f"{where}: {found} are wrong indices of table {table}"
+                    wrong = wrong_rows(one.values(), wanted.values)
+                    assert wrong == 0, f"{where}: {wrong} wrong rows of {len(wanted.indices)}, table {table}"
+            ctx.check()
         assert tdcoll.heap_info().used == 0
 
 
@@ -229,7 +282,8 @@ def check(got: Outcome, parts: Sequence[Rows], op: str) -> None:
 
     In bf16 only where results are exact: the interpreter cuts numbers to 16 bits where GPUs round them.
     """
-    wanted = reduce(parts, op, got.nodes if got.algorithm == "owner" else None)
+    nodes = None if got.algorithm == "gather" else got.nodes
+    wanted = reduce(parts, op, nodes, dense=got.algorithm == "dense")
     assert torch.equal(got.rows.indices, wanted.indices)
     assert (got.rows.values.dtype, got.rows.values.shape) == (wanted.values.dtype, wanted.values.shape)
     if wanted.values.dtype == torch.bfloat16 and op in ("mean", "prod"):

@@ -10,13 +10,14 @@ import torch
 from kernel_mutants import AnyChange, Argument, Call, Change, Inserted, Mutant, at_once, dropped, missing
 
 from ..suite.all_gather import RELEASED_FIRST
-from .cases import HEAP, Reduces, some_part
+from .cases import HEAP, Reduces, ReducesLists, some_part
 from .reference import Rows
 
 WRONG_ROWS = r"AssertionError: rank \d+, call \d+ \([og]\): \d+ wrong rows"
 WRONG_INDICES = r"AssertionError: rank \d+, call \d+ \([og]\): .* are wrong indices"
 REFUSED = r"RankMismatchError: |ValueError: .* indices of rank|ContextError: .* different rows"
 UNSIGNALLED = missing("signals")
+NO_TENSOR = r"ValueError: pe\d+ .* would load from (address \w+, where no tensor lives|a null pointer)"
 BAD_INDICES = f"{WRONG_INDICES}|{REFUSED}"
 BAD_LISTS = f"{WRONG_ROWS}|{BAD_INDICES}"
 ANYTHING = f"{BAD_LISTS}|{UNSIGNALLED}"
@@ -55,6 +56,8 @@ LONG_GATHERS = Reduces("gg", (1, 28, 30, 0, 2, 29), 40, shape=(1,))
 REPEATED = Reduces("og", (300,), 2, shape=(2,), data=_many_times)
 
 ANY, MEANS = Reduces(), Reduces(op="mean")
+LISTS = ReducesLists("oog")
+FLOAT_LISTS = ReducesLists("oo", (20,), ((9, (2,)), (9, (4,))), dtype=torch.float16, exact=False)
 
 
 def _mutant(
@@ -110,7 +113,7 @@ MUTANTS = (
     ONE(
         "the first of repeated rows stands for all",
         Change(
-            "kernels_values._sum_of", "tile.to(ACC)", "(tl.where(parts == begin, 1, 0)[:, None] * tile.to(ACC))"
+            "kernels_values._sum_of", "part.to(ACC)", "(tl.where(i + j == begin, 1, 0) * part.to(ACC))"
         ),
     ),
     ONE(
@@ -144,7 +147,9 @@ MUTANTS = (
     ),
     ONE(
         "two rows of which many are there share a partial sum",
-        Change("kernels_values._slot", "2 * piece + (begin > piece * PIECE).to(tl.int64)", "2 * piece"),
+        Change(
+            "kernels_values._slot", "2 * (begin // PIECE + piece) + (piece > 0).to(tl.int64)", "begin // PIECE + piece"
+        ),
         case=REPEATED, nodes=(1,),
     ),
     ONE(
@@ -154,6 +159,34 @@ MUTANTS = (
             Argument(MERGE, "end_of_ids", "q", "g.world - 1 - q"),
         ),
         case=Reduces("gg", (9,), 9, shape=(2,), data=_of_any_floats),
+    ),
+    # ------------------------------------------------------------------ several tables
+    ONE(
+        "tables: ids are those of the table alone",
+        Change("kernels_tables.join", "begins_at + row", "row"), f"{BAD_INDICES}|{NO_TENSOR}", LISTS,
+    ),
+    ONE(
+        "tables: values are found as if the table were the only one",
+        Change("kernels_tables.join", "values - begin * width * ITEM", "values"),
+        f"{WRONG_ROWS}|{NO_TENSOR}", LISTS,
+    ),
+    ONE(
+        "tables: rows are as wide as the widest",
+        Change(
+            "kernels_tables.source_of",
+            "tl.multiple_of(tl.load(tables.widths + table, mask=there, other=0), tables.aligned)",
+            "row_elements + 0 * table",
+        ),
+        f"{WRONG_ROWS}|{NO_TENSOR}", LISTS,
+    ),
+    ONE(
+        "tables: a table begins in the union where the one before it has its last row",
+        Change("index_match.kernels.below", "((found < ids) & (place < size))", "(found < found)"), BAD_LISTS, LISTS,
+    ),
+    THREE(
+        "tables: the order of nodes is that of ids of all tables",
+        Change("kernels_tables.local", "ids = ids - tl.load(tables.firsts + _table_of(ids, tables))", "pass"),
+        case=FLOAT_LISTS,
     ),
     # ------------------------------------------------------------------ lists
     ONE(

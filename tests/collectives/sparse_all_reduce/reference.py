@@ -77,13 +77,16 @@ def first_node(indices: torch.Tensor, n_nodes: int) -> torch.Tensor:
     return ((key * 2246822519 >> 16) & 0xFFFF) * n_nodes >> 16
 
 
-def reduce(parts: Sequence[Rows], op: str = "sum", nodes: Sequence[int] | None = None, exact: bool = False) -> Rows:
+def reduce(
+    parts: Sequence[Rows], op: str = "sum", nodes: Sequence[int] | None = None, exact: bool = False, dense: bool = False
+) -> Rows:
     """``parts`` of the ranks ``->`` what every rank has to get.
 
     Args:
         nodes: node of each rank, where it matters in which order parts are summed: every node's in rank order, then
             node after node, rounded where a partial result goes to the next one. None: all in rank order.
         exact: in float64 throughout, and not rounded to the dtype.
+        dense: nodes in the order of their numbers for every row, and rounded once.
     """
     dtype = parts[0].values.dtype
     wide = torch.float64 if exact else ACCUMULATED_IN[dtype]
@@ -105,11 +108,11 @@ def reduce(parts: Sequence[Rows], op: str = "sum", nodes: Sequence[int] | None =
     of_node = [_Running(shape, wide, op) for _ in range(n_nodes)]
     for node, part in zip(nodes, each, strict=True):
         of_node[node].add(*placed(part))
-    result, turn = _Running(shape, wide, op), first_node(union, n_nodes)
+    result, turn = _Running(shape, wide, op), first_node(union, 1 if dense else n_nodes)
     for step in range(n_nodes):
         for node, sums in enumerate(of_node):
             result.add(sums.begun & ((turn + step) % n_nodes == node), sums.values)
-        if not exact:
+        if not exact and not dense:
             result.round(dtype)
     return Rows(union, result.values if exact else result.values.to(dtype) + 0)  # -0.0 + 0 is +0.0
 

@@ -38,16 +38,17 @@ def cases(draw: st.DrawFn, layouts: list[list[int]], most: int) -> tuple[list[in
     """``(layout, num_rows, parts, options, seed)``."""
     layout = draw(st.sampled_from(layouts))
     num_rows, place = SPACES[draw(st.sampled_from(sorted(SPACES)))]
+    algorithms = ["owner", "owner", "gather", "auto", *(["dense"] if num_rows < HUGE else [])]
     dtype = draw(st.sampled_from(DTYPES))
     how = Options(
         op=draw(st.sampled_from(OPS if dtype in FLOATS else [op for op in OPS if op != "mean"])),
-        algorithm=draw(st.sampled_from(["owner", "owner", "gather", "auto"])),
+        algorithm=draw(st.sampled_from(algorithms)),
         copy=draw(st.booleans()),
         coalesced=draw(st.booleans()),
         form=draw(st.sampled_from(["coo", "pair", "padded"])),
         spare=draw(st.sampled_from([0, 1, 7])),
     )
-    if how.form == "padded" and how.algorithm == "auto":
+    if how.form == "padded" and how.algorithm in ("auto", "dense"):
         how = replace(how, algorithm="gather")
     shape = draw(st.sampled_from([(), (1,), (3,), (2, 5), (40,), (0,), (4,)]))
     counts = draw(st.lists(st.just(0) | st.integers(0, most), min_size=sum(layout), max_size=sum(layout)))

@@ -131,12 +131,11 @@ def test_longer_rows_on_one_rank_are_a_mismatch_and_not_a_reason_to_grow(grow: b
 
 
 def test_auto_and_owner_are_different_calls() -> None:
-    """One of them may turn out to be dense, with the process group, when the other waits for its rows."""
+    """One of them may turn out to be dense when the other waits for its rows."""
 
     def host(pe: int) -> None:
         ids = torch.arange(64)
         ctx = make(max_rows_per_rank=2048, max_row_bytes=64)
-        ctx.process_group = "some group"
         with pytest.raises(tdcoll.RankMismatchError, match="ranks pass different"):
             tdcoll.sparse_all_reduce_rows(ids, torch.ones(64, 16), 64, ctx=ctx, algorithm="owner" if pe else "auto")
         ctx.close()

@@ -25,9 +25,9 @@ def nodes_of(*sizes: int, rank: int = 0) -> Topology:
 
 
 def pick(algorithm: str = "auto", nodes: tuple[int, ...] = (8,), **facts: Any) -> str:
-    """``choose`` with what a test does not care about filled in: many rows, all of which fit, and a process group."""
+    """``choose`` with what a test does not care about filled in: many rows, all of which fit."""
     known: dict[str, Any] = {
-        "max_rows_per_rank": TABLE, "max_row_bytes": 512, "segments_fit": True, "dense_allowed": True
+        "max_rows_per_rank": TABLE, "max_row_bytes": 512, "segments_fit": True
     }  # fmt: skip
     return choose(algorithm, topology=nodes_of(*nodes), **(known | facts))
 
@@ -49,14 +49,13 @@ FEW_BYTES = {(1,): 8 << 20, (2,): 8 << 20, (8,): 1198372, (4, 4): 65536, (1, 3):
         (16 * TABLE, None, True, "owner"),
     ],
 )
-@pytest.mark.parametrize("dense_allowed", [True, False])
 def test_few_rows_go_with_their_ids(
-    nodes: tuple[int, ...], rows: int, over: int | None, fit: bool, algorithm: str, dense_allowed: bool
+    nodes: tuple[int, ...], rows: int, over: int | None, fit: bool, algorithm: str
 ) -> None:
     """``over``: bytes of a row over what just fits; None: rows of 4 bytes."""
     row_bytes = 4 if over is None else FEW_BYTES[nodes] // rows - 8 + over
     facts: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes}
-    assert pick(nodes=nodes, segments_fit=fit, dense_allowed=dense_allowed, **facts) == algorithm
+    assert pick(nodes=nodes, segments_fit=fit, **facts) == algorithm
 
 
 def test_beside_others_few_rows_go_with_their_ids() -> None:
@@ -98,9 +97,7 @@ def test_refusals_say_what_and_why() -> None:
         assert str(raised.value) == f"algorithm must be one of {', '.join(ALGORITHMS)}; got {wrong!r}"
     with pytest.raises(ValueError, match=r"'gather'.*room for the rows of all ranks: max_union_rows.*8.*\(64\)"):
         pick("gather", max_rows_per_rank=64, segments_fit=False)
-    with pytest.raises(ValueError, match=r"'dense'.*process group.*group=None after init_process_group"):
-        pick("dense", dense_allowed=False)
-    assert pick("owner", segments_fit=False, dense_allowed=False) == "owner"
+    assert pick("owner", segments_fit=False) == "owner"
 
 
 # ---------------------------------------------------------------------- for any size and topology
@@ -109,9 +106,9 @@ def test_refusals_say_what_and_why() -> None:
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 
 
-@given(NODES, st.integers(0, 1 << 16), st.sampled_from(ALGORITHMS), st.booleans(), st.booleans(), st.data())
+@given(NODES, st.integers(0, 1 << 16), st.sampled_from(ALGORITHMS), st.booleans(), st.data())
 def test_all_ranks_choose_the_same(
-    nodes: list[int], row_bytes: int, asked: str, fit: bool, dense: bool, data: st.DataObject
+    nodes: list[int], row_bytes: int, asked: str, fit: bool, data: st.DataObject
 ) -> None:
     """In any order of ranks, for any PEs, seen from any rank."""
     node_ids = data.draw(st.permutations([node for node, size in enumerate(nodes) for _ in range(size)]))
@@ -123,7 +120,7 @@ def test_all_ranks_choose_the_same(
         topology = Topology.of(rank, pes, node_ids)
         capacity: dict[str, Any] = {"max_rows_per_rank": rows, "max_row_bytes": row_bytes, "segments_fit": fit}
         try:
-            chosen = choose(asked, topology=topology, dense_allowed=dense, **capacity)
+            chosen = choose(asked, topology=topology, **capacity)
         except ValueError as error:
             chosen = str(error)
         answers.add((chosen, prefers_dense(rows, num_rows, topology)))

@@ -13,7 +13,7 @@ import tdcoll
 from tdcoll.primitives.reduce import TORCH_OPERATIONS
 from tdcoll.testing import World
 
-from .cases import BOTH, DTYPES, FLOATS, OPS, Options, check_all, outcomes, some_part, some_values
+from .cases import DTYPES, EACH, FLOATS, OPS, Options, check_all, outcomes, some_part, some_values
 from .cases import small_pieces as small
 from .reference import Rows, bits, reduce, wrong_rows
 
@@ -41,14 +41,14 @@ def test_floats_have_the_same_bits_on_all_ranks_and_in_all_schedules(dtype: torc
     assert dtype == torch.float64 or error.max() > 0, "nothing was rounded, so the test sees no order"
 
 
-@BOTH
+@EACH
 @LAYOUTS
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
 @pytest.mark.parametrize("dtype", [torch.float16, second(torch.float32)], ids=str)
 def test_floats_have_the_bits_of_the_documented_order(
     dtype: torch.dtype, op: str, layout: list[int], algorithm: str
 ) -> None:
-    """In rank order with one rounding, or in every node's order with a rounding each."""
+    """In rank order with one rounding, in every node's order with a rounding each, or node by node with one."""
     parts = [Rows(torch.arange(9), some_values((9, 3), dtype, rank, exact=False)) for rank in range(3)]
     check_all(parts, 9, Options(op, algorithm, coalesced=True), layout=layout)
 
@@ -56,7 +56,7 @@ def test_floats_have_the_bits_of_the_documented_order(
 ODD = (float("nan"), float("inf"), float("-inf"), -0.0, 1.5)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("layout", [[2], [1, 1]], ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.float16, *map(second, (torch.float32, torch.float64))], ids=str)
@@ -71,7 +71,7 @@ def test_numbers_that_are_none(dtype: torch.dtype, op: str, layout: list[int], a
     check_all(parts, 200, Options(op, algorithm, coalesced=True), layout=layout)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("layout", [[3], [2, 1]], ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.float16, second(torch.float32)], ids=str)
@@ -91,7 +91,7 @@ def test_no_result_is_a_negative_zero(dtype: torch.dtype, op: str, layout: list[
         assert not got.rows.values.signbit().any()
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *map(second, (torch.float32, torch.int32))], ids=str)
 @pytest.mark.parametrize(("times", "value"), [(2, 3), (100, 3), (128, 3), (129, 4), (300, 1)])
 def test_a_row_that_is_many_times_there(times: int, value: int, dtype: torch.dtype, algorithm: str) -> None:
@@ -107,7 +107,7 @@ def test_many_rows_that_are_many_times_there() -> None:
     ids = torch.cat([torch.full((n,), id) for id, n in enumerate((150, 3, 200, 131, 1, 128, 260))])
     shuffled = ids[torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(0))]
     parts = [Rows(shuffled, some_values((ids.numel(), 2), torch.float32, 5)), some_part(1, 9, 7, (2,), torch.float32)]
-    for algorithm in ("owner", "gather"):
+    for algorithm in ("owner", "gather", "dense"):
         check_all(parts, 7, Options(algorithm=algorithm))
 
 
@@ -151,7 +151,7 @@ def test_integers_wrap_and_reach_their_limits(dtype: torch.dtype, op: str) -> No
     limits = torch.iinfo(dtype)
     values = torch.tensor([[limits.max, limits.min], [limits.min, limits.max]], dtype=dtype)
     more = torch.tensor([[1, -1], [limits.min, limits.max]], dtype=dtype)
-    for algorithm in ("owner", "gather"):
+    for algorithm in ("owner", "gather", "dense"):
         check_all([Rows(torch.arange(2), values), Rows(torch.arange(2), more)], 2, Options(op, algorithm))
 
 

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many launches a call makes, and how often its host waits for the device: neither may grow."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tdcoll
+from tdcoll import runtime
+from tdcoll.collectives._host.launch import Launch
+from tdcoll.collectives.sparse_all_reduce.call import Call
+
+from .calls import DIM, everywhere, make, sparse
+
+Seen = dict[int, list[str]]
+OWNER = ["pack", "exchange_direct", "build", "prepare", "reduce", "meet"]
+GATHER = ["pack", "prepare", "exchange_direct", "build", "merge"]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """What each rank has launched, and ``"wait"`` where its host waited for the device."""
+    found: Seen = defaultdict(list)
+
+    def note(name: str) -> None:
+        found[runtime.current().rank].append(name)
+
+    def launching(real: Any) -> Any:
+        def launch(self: Launch, *arguments: Any) -> Any:
+            note(self._kernel.__name__)
+            return real(self, *arguments)
+
+        return launch
+
+    def waiting(real: Any, name: str) -> Any:
+        def wait(self: Any, *arguments: Any, **options: Any) -> Any:
+            note(name)
+            return real(self, *arguments, **options)
+
+        return wait
+
+    for name in ("__call__", "with_arguments"):
+        monkeypatch.setattr(Launch, name, launching(getattr(Launch, name)))
+    monkeypatch.setattr(Call, "status", waiting(Call.status, "wait"))
+    for name in ("item", "tolist", "nonzero", "cpu", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name), name))
+    return found
+
+
+def _gradient(pe: int, table: int, coalesced: bool) -> torch.Tensor:
+    count = 5 if coalesced or table else 150
+    ids = torch.arange(count) % 5 + pe
+    return sparse(ids, torch.ones(len(ids), 1 + table % DIM), 40 + table, coalesced)
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+@pytest.mark.parametrize(("algorithm", "wanted"), [("owner", OWNER), ("gather", GATHER)])
+@pytest.mark.parametrize("tables", [1, 4])
+def test_a_call_of_any_number_of_tables(
+    seen: Seen, tables: int, algorithm: str, wanted: list[str], coalesced: bool
+) -> None:
+    def host(pe: int) -> None:
+        given = [_gradient(pe, table, coalesced) for table in range(tables)]
+        with make(max_rows_per_rank=8 * tables, max_row_bytes=16) as ctx:
+            seen[pe].clear()
+            tdcoll.sparse_all_reduce(given, ctx=ctx, algorithm=algorithm)
+            made = list(seen[pe])
+        launches = [name for name in made if name not in ("wait", "tolist")]
+        assert launches == (["join"] if tables > 1 else []) + wanted
+        assert made.count("wait") == 1
+        assert made.count("tolist") == 1, "the status, once it is on the host"
+        assert made[-2:] == ["wait", "tolist"], "everything is launched before the host waits"
+
+    everywhere(host, 2, heap_bytes=1 << 21)
+
+
+def test_a_padded_call_waits_for_nothing(seen: Seen) -> None:
+    def host(pe: int) -> None:
+        given = [_gradient(pe, table, False) for table in range(2)]
+        parts = [each._indices()[0] for each in given], [each._values() for each in given]
+        with make(max_rows_per_rank=12) as ctx:
+            seen[pe].clear()
+            tdcoll.sparse_all_reduce_padded(*parts, [len(each) for each in given], ctx=ctx, algorithm="owner")
+            made = list(seen[pe])
+            ctx.check()
+        assert made == ["join", *OWNER, "pad"]
+
+    everywhere(host, 2)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several tensors in one call: bit for bit what calls of their own give."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from tiers import second, seeds
+
+import tdcoll
+from tdcoll.collectives.sparse_all_reduce import kernels_tables
+from tdcoll.testing import explore
+
+from .calls import DIM, ROWS, everywhere, make, refused_everywhere, sparse
+from .cases import DTYPES, HEAP, OPS, ReducesLists, small_pieces, some_part
+
+SHAPES = [(), (1,), (3,), (4,), (8,), (16,), (2, 3), (5, 1, 2), (0,)]
+
+
+def _tables(chosen: random.Random) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+    """Rows of tables, shapes of their rows, and dtypes: the same on all ranks."""
+    dtypes = chosen.sample(DTYPES, chosen.choice((1, 1, 2)))
+    rows = (0, 1, 2, 31, 32, 33, 100, 1000)
+    return [(chosen.choice(rows), chosen.choice(SHAPES), chosen.choice(dtypes)) for _ in range(chosen.randint(2, 5))]
+
+
+def _tensors(tables: Sequence[tuple[int, tuple[int, ...], torch.dtype]], seed: int, rank: int) -> list[torch.Tensor]:
+    """Those of a rank: random rows, some of them many times, none at all, or coalesced."""
+    chosen, made = random.Random(1000 * seed + rank), []
+    for number, (num_rows, shape, dtype) in enumerate(tables):
+        n = 0 if num_rows == 0 else chosen.choice((0, 1, 3, 8, 140))
+        ids, values = some_part(100 * seed + 10 * number + rank, n, num_rows, shape, dtype, exact=False)
+        if n == 140:
+            ids = ids % 2  # more often than one program sums
+        tensor = sparse(ids % max(1, num_rows), values, num_rows)
+        made.append(tensor.coalesce() if chosen.random() < 0.3 and dtype != torch.bfloat16 else tensor)
+    return made
+
+
+def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Both have the same rows; values may be NaN."""
+    return (
+        (got.shape, got.dtype, got.is_coalesced()) == (wanted.shape, wanted.dtype, wanted.is_coalesced())
+        and torch.equal(got.indices(), wanted.indices())
+        and torch.equal(got.values().contiguous().view(torch.uint8), wanted.values().contiguous().view(torch.uint8))
+    )
+
+
+def _compare(pe: int, seed: int) -> None:
+    """A list, in all forms, with calls of their own."""
+    chosen = random.Random(seed)
+    tables, op = _tables(chosen), chosen.choice(OPS)
+    if not all(dtype.is_floating_point for *_, dtype in tables):
+        op = chosen.choice(("sum", "max", "min"))
+    grow, copy, algorithm = chosen.random() < 0.3, chosen.random() < 0.5, chosen.choice(("owner", "gather", "dense"))
+    given = _tensors(tables, seed, pe)
+    with make(max_rows_per_rank=8 if grow else 64, max_row_bytes=8 if grow else 128, grow=grow) as ctx:
+        got = tdcoll.sparse_all_reduce(given, op, ctx=ctx, algorithm=algorithm, copy=copy)
+        got = [one.clone() for one in got]
+        for one, tensor in zip(got, given, strict=True):
+            wanted = tdcoll.sparse_all_reduce(tensor, op, ctx=ctx, algorithm=algorithm)
+            assert same_bits(one, wanted), (one, wanted)
+        if grow:
+            return
+        parts = [tensor._indices()[0] for tensor in given], [tensor._values() for tensor in given]
+        rows = [num_rows for num_rows, *_ in tables]
+        if algorithm == "dense":
+            return
+        padded = tdcoll.sparse_all_reduce_padded(*parts, rows, op, ctx=ctx, algorithm=algorithm)
+        ctx.check()
+        for fixed, one in zip(padded, got, strict=True):
+            n = int(fixed.count)
+            assert fixed.values.shape == (ctx.max_union_rows, *one.shape[1:])
+            assert same_bits(sparse(fixed.indices[:n], fixed.values[:n], len(one), True), one)
+            assert not fixed.indices[n:].any()
+            assert not fixed.values[n:].any()
+
+
+@pytest.mark.parametrize("seed", [0, 1, *map(second, range(2, 30))])
+@pytest.mark.parametrize("layout", [[3], [2, 1], second([1, 1, 1])], ids=str)
+def test_lists_are_calls_of_their_own(layout: list[int], seed: int) -> None:
+    with small_pieces() if seed % 2 else nullcontext():
+        everywhere(lambda pe: _compare(pe, seed), sum(layout), ranks_per_node=layout, heap_bytes=1 << 21)
+
+
+@seeds(1, 8)
+@pytest.mark.parametrize("layout", [[4], [2, 2], [1, 1, 1]], ids=str)
+def test_clean_over_seeds(layout: list[int], seeds: Sequence[int]) -> None:
+    explore(ReducesLists("oogo"), n_pes=sum(layout), seeds=seeds, ranks_per_node=layout, heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("layout", [[3], [2, 1]], ids=str)
+def test_one_resident_block_is_enough(layout: list[int]) -> None:
+    explore(ReducesLists("og"), n_pes=3, seeds=1, ranks_per_node=layout, heap_bytes=HEAP, resident=1)
+
+
+def test_more_tensors_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_tables, "MOST_GIVEN", 3)
+
+    def host(pe: int) -> None:
+        given = [sparse([pe, pe, i % 3], torch.full((3, 1 + i % 2), 1.0 + i), 3 + i) for i in range(8)]
+        with make(max_rows_per_rank=32) as ctx:
+            got = tdcoll.sparse_all_reduce(given, ctx=ctx)
+            for one, tensor in zip(got, given, strict=True):
+                assert same_bits(one, tdcoll.sparse_all_reduce(tensor, ctx=ctx))
+
+    everywhere(host)
+
+
+def test_lists_of_none_one_and_empty_tensors() -> None:
+    def host(pe: int) -> None:
+        none = sparse([], torch.ones(0, DIM))
+        one = sparse([pe], torch.ones(1, DIM))
+        for options in ({}, {"ctx": make()}):
+            assert tdcoll.sparse_all_reduce([], **options) == []
+            (got,) = tdcoll.sparse_all_reduce((one,), **options)
+            assert same_bits(got, tdcoll.sparse_all_reduce(one, **options))
+            got = tdcoll.sparse_all_reduce([none, one if pe else none, none], **options)
+            assert [len(each.values()) for each in got] == [0, 2, 0]
+            assert [each.shape for each in got] == [(ROWS, DIM)] * 3
+        options["ctx"].close()
+
+    everywhere(host)
+
+
+@pytest.mark.parametrize("ids", [[ROWS], [-1], [0, ROWS], [1 << 40], [3, 3, -7]], ids=str)
+@pytest.mark.parametrize("coalesced", [False, True])
+@pytest.mark.parametrize("algorithm", ["owner", "gather"])
+def test_an_index_beyond_its_table_is_not_a_row_of_the_next(ids: list[int], coalesced: bool, algorithm: str) -> None:
+    def host(pe: int) -> None:
+        good = sparse([1, 5], torch.ones(2, DIM), coalesced=True)
+        bad = sparse(ids, torch.ones(len(ids), DIM), coalesced=coalesced) if pe == 1 else good
+        text = "^sparse_all_reduce: indices of rank 1 must be rows of their tensors"
+        with make() as ctx:
+
+            def call() -> Any:
+                return tdcoll.sparse_all_reduce([good, bad, good], ctx=ctx, algorithm=algorithm)
+
+            if algorithm == "owner":
+                refused_everywhere(ctx, ValueError, text, call)
+            else:
+                with pytest.raises(ValueError, match=text):
+                    call()
+            given = [good, bad, good]
+            padded = tdcoll.sparse_all_reduce_padded(
+                [each._indices()[0] for each in given], [each._values() for each in given], [ROWS] * 3, ctx=ctx,
+                coalesced=coalesced, algorithm=algorithm,
+            )  # fmt: skip
+            assert [int(each.count) for each in padded] == [0, 0, 0]
+            with pytest.raises(ValueError, match=text.replace("reduce:", "reduce_padded:")):
+                ctx.check()
+            got = tdcoll.sparse_all_reduce([good, good], ctx=ctx, algorithm=algorithm)
+            assert all(torch.equal(each.values(), torch.full((2, DIM), 3.0)) for each in got)
+
+    everywhere(host)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_ranks_with_other_lists(debug: bool) -> None:
+    """Shapes, numbers of tensors, their order, dtypes."""
+    first, second_, half = (sparse([1], torch.ones(1, *shape), rows) for rows, shape in ((5, (2,)), (7, (2,)), (5, ())))
+    lists = [[second_, first], [first], [first, second_, half], [first, half], [first, second_.to(torch.float64)]]
+
+    def host(pe: int) -> None:
+        with make(debug=debug) as ctx:
+            for other in lists:
+                with pytest.raises(tdcoll.RankMismatchError):
+                    tdcoll.sparse_all_reduce(other if pe == 1 else [first, second_], ctx=ctx, algorithm="owner")
+                assert len(tdcoll.sparse_all_reduce([first, second_], ctx=ctx)) == 2
+
+    everywhere(host)
+
+
+def test_arguments_are_named() -> None:
+    def host(pe: int) -> None:
+        good = sparse([1], torch.ones(1, DIM))
+        ids, rows = torch.tensor([1]), torch.ones(1, DIM)
+        with make() as ctx:
+            for wrong, error, text in (
+                ([good, torch.ones(2)], ValueError, r"^tensor\[1\] must have the layout torch.sparse_coo"),
+                ([good, good, 3], TypeError, r"^tensor\[2\] must be a torch.Tensor, got 3$"),
+                ([sparse([1], torch.ones(1, 2).bool())], TypeError, r"^tensor\[0\] must have one of the dtypes"),
+            ):
+                with pytest.raises(error, match=text):
+                    tdcoll.sparse_all_reduce(wrong, ctx=ctx)
+            for changed, error, text in (
+                ({"indices": [ids]}, ValueError, "^indices must be a list of 2 like values"),
+                ({"num_rows": 9}, ValueError, "^num_rows must be a list of 2 like values, got 9"),
+                ({"num_rows": [9, -1]}, ValueError, r"^num_rows\[1\] must be"),
+                ({"indices": [ids, ids.int()]}, ValueError, r"^indices\[1\] must be int64"),
+                ({"values": [rows, rows[:0]]}, ValueError, r"^values\[1\] must have a row for each"),
+            ):
+                given: dict[str, Any] = {"indices": [ids, ids], "values": [rows, rows], "num_rows": [9, 9]} | changed
+                with pytest.raises(error, match=text):
+                    tdcoll.sparse_all_reduce_padded(**given, ctx=ctx)
+            assert len(tdcoll.sparse_all_reduce([good], ctx=ctx)) == 1
+
+    everywhere(host, 1)
+
+
+def test_capacities_are_those_of_all_tensors_together() -> None:
+    def host(pe: int) -> None:
+        given = [sparse([1, 2, 3], torch.ones(3, DIM)) for _ in range(3)]
+        with make(max_rows_per_rank=8) as ctx:
+            refused_everywhere(
+                ctx,
+                tdcoll.ContextError,
+                "a rank brings 9 different rows",
+                lambda: tdcoll.sparse_all_reduce(given, ctx=ctx, algorithm="owner"),
+            )
+            assert len(tdcoll.sparse_all_reduce(given[:2], ctx=ctx)) == 2
+
+    everywhere(host, 2)
