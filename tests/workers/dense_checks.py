@@ -2,7 +2,8 @@
 """All dense collectives, as users call them, on every rank of a job; compared with the reference, to the bit.
 
 Each check is for all of them: `bash launch.sh tests/workers/dense_checks.py [checks]`. The calls are those of
-tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so there are few kinds of them.
+tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so there are few kinds of them. With
+`CALLERS_MEMORY=torch`, on GPUs, tensors that peers read and write are PyTorch's symmetric memory.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def sizes() -> str:
     for spec in SPECS:
         dtype, most = kind_of(spec), max(sizes_of(spec))
         watched, used = Watched(spec, most, dtype), set()
-        with tdcoll.CollectiveContext(max_bytes_per_rank=4 * most) as ctx:
+        with tdcoll.CollectiveContext(dist.group.WORLD, max_bytes_per_rank=4 * most) as ctx:
             for call, n in enumerate(sizes_of(spec)):
                 every = data(spec, call, n, dtype)
                 should = wanted(spec, every)
@@ -140,7 +141,8 @@ def larger_calls_are_several_epochs() -> None:
         dtype = kind_of(spec)
         unit = 512 // dtype.itemsize
         watched = Watched(spec, 10 * unit, dtype)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=512, flagged_bytes=512, lamport_bytes=512) as ctx:
+        few = dict.fromkeys(("max_bytes_per_rank", "flagged_bytes", "lamport_bytes"), 512)
+        with tdcoll.CollectiveContext(dist.group.WORLD, **few) as ctx:
             for n in (unit, unit + 1, 8 * unit - 24, 10 * unit):
                 every = data(spec, n, n, dtype)
                 should = wanted(spec, every)
@@ -148,14 +150,7 @@ def larger_calls_are_several_epochs() -> None:
                     for algorithm in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind)):
                         watched.call(ctx, kind, every, n, algorithm, should)
             far = torch.zeros(world() << 20, dtype=dtype, device=device())
-            refused = partial(
-                make,
-                spec,
-                "o",
-                far,
-                torch.zeros(spec.results(far.shape, world())[0], dtype=dtype, device=device()),
-                ctx,
-            )
+            refused = partial(make, spec, "o", far, far.new_zeros(spec.results(far.shape, world())[0]), ctx)
             expect_raises(tdcoll.ContextError, refused, "epochs of", "max_bytes_per_rank=")
             ctx.check()
         watched.done("larger calls")
@@ -304,7 +299,7 @@ def several_contexts() -> None:
 def errors() -> None:
     """What must be refused on GPUs as well: devices and streams of tensors, and what differs between ranks."""
     bound = None if simulated() else torch.cuda.current_stream()
-    with tdcoll.CollectiveContext(max_bytes_per_rank=256, stream=bound) as ctx:
+    with tdcoll.CollectiveContext(dist.group.WORLD, max_bytes_per_rank=256, stream=bound) as ctx:
         for spec in SPECS:
             call, x = getattr(tdcoll, spec.name), torch.zeros(4 * world(), device=device())
             expect_raises(TypeError, partial(call, [1, 2], ctx=ctx), "tensor", "list")
