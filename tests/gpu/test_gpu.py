@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,14 @@ JOBS = [  # scripts, nodes, ranks
 ]
 
 
-def jobs() -> Iterator[Any]:
-    """Yield a parameter set for each job; the ids say which ranks share GPUs and which nodes are uneven."""
+def jobs() -> list[Any]:
+    """Return a parameter set for each job; the ids say which ranks share GPUs and which nodes are uneven."""
+    found = []
     for names, nodes, numbers in JOBS:
         for name, ranks in itertools.product(names, numbers):
             more = [f"{nodes} nodes"] * (nodes > 1) + ["uneven"] * (ranks % nodes > 0) + ["shared"] * (ranks > GPUS)
-            yield pytest.param(name, ranks, nodes, id=" ".join([name, str(ranks), *more]))
+            found.append(pytest.param(name, ranks, nodes, id=" ".join([name, str(ranks), *more])))
+    return found
 
 
 @pytest.mark.parametrize(("name", "ranks", "nodes"), jobs())

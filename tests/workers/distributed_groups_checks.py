@@ -250,6 +250,7 @@ def batched_messages() -> None:
 
     if world() > 1:
         same(passed_on(data(rank(), 8)), data(left, 8) + 1, "in a compiled function")
+    expect_raises(ValueError, lambda: batch_isend_irecv(["a message"]), "P2POp")
 
 
 @check
@@ -371,6 +372,7 @@ def streams() -> None:
                     SINGLE_SCATTER(part, whole, async_op=asynchronous),
                     dist.all_reduce(whole, async_op=asynchronous) if not asynchronous else None,
                 ]
+                expect(torch.cuda.current_stream() == stream, "the caller's stream is the current one again")
                 if asynchronous:
                     works[1].wait()
                     works[2] = dist.all_reduce(whole, async_op=True)
