@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tdcoll.distributed import queues
 from tdcoll.distributed.queues import Queue, Task, TaskWork
 from tdcoll.errors import TdcollError
 

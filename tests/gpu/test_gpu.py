@@ -22,6 +22,9 @@ from typing import Any
 import pytest
 import torch
 
+from tdcoll.bench.peers import PEERS
+from tdcoll.bench.rows import load
+
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE.parent / "workers"
 GPUS = torch.cuda.device_count()
@@ -136,6 +139,22 @@ def test_a_rank_that_reads_too_late_says_so_only_if_it_looks(launch: Launch, che
     assert found[0]["timeout names"] == last
     assert found[last]["timeout names"] == (0 if checked else None)
     assert found[last]["wrong"] > 0
+
+
+@needs(2)
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce", "reduce_scatter"])
+def test_baselines_of_benchmarks_are_right(launch: Launch, collective: str, tmp_path: Path) -> None:
+    """Eagerly and in graphs; or they say what they lack. The sizes are no multiples of 16 bytes, and multiples."""
+    names = [name for name, peer in PEERS.items() if peer.of in (None, collective)]
+    options = f"-b 1032 -e 66048 -f 64 --both --iterations 4 --warmup 1 --peers {','.join(names)}".split()
+    file = tmp_path / "result.json"
+    job = ("-m", "tdcoll.bench", collective, *options, "--json", str(file))
+    done = launch("--nproc", "2", *job, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [(row.algorithm, row.check, row.note) for row in load(file)[1] if row.peer]
+    assert {name for name, *_ in found} == {*names}
+    assert [one for one in found if one[1] == "WRONG" or (one[1] == "not run" and not one[2])] == []
+    assert {check for name, check, _ in found if name == "nccl"} == {"ok"}
 
 
 def test_beside_another_backend(launch: Launch) -> None:
