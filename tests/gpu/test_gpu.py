@@ -206,7 +206,7 @@ def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
     ranks, victim = min(GPUS, 4), 1
     # The agent looks at its workers so seldom that the others have given up by themselves before it ends them.
     options = ("--nproc", str(ranks), "--timeout", "5", "--monitor-interval", "60")
-    done = launch(*options, str(WORKERS / "killed_rank.py"), str(victim), timeout=TIMEOUT_S)
+    done = launch(*options, str(WORKERS / "killed_rank.py"), "calls", str(victim), timeout=TIMEOUT_S)
     assert done.returncode != 0
     for survivor in set(range(ranks)) - {victim}:
         assert f"CollectiveTimeout: rank {survivor} waited 5 s for peer {victim}:" in done.stderr
@@ -219,7 +219,7 @@ def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
 @needs(2)
 def test_killed_rank_is_named_when_torchrun_is_first(launch: Launch) -> None:
     ranks, victim = min(GPUS, 4), 1
-    done = launch("--nproc", str(ranks), str(WORKERS / "killed_rank.py"), str(victim), timeout=TIMEOUT_S)
+    done = launch("--nproc", str(ranks), str(WORKERS / "killed_rank.py"), "calls", str(victim), timeout=TIMEOUT_S)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("tdcoll: ")]
     assert f"tdcoll: died: rank {victim} (SIGKILL)" in lines

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loading import TUTORIALS, changed, load
+from loading import TUTORIALS, load
 from tiers import second, seeds
 
 from tdcoll.bench import timing
@@ -209,29 +209,3 @@ def test_times_have_a_lower_bound_and_are_drawn(monkeypatch, tmp_path, capsys):
         "      4096                10.0      20.0",
     ]
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
-
-
-TIMED = """
-import contextlib, torch
-from tdcoll.bench import timing
-def run_twice(call, *, calls):
-    assert calls == (20,)
-    call(), call()
-    return 2.5
-timing.graph_time_us = run_twice
-torch.cuda.Stream, torch.cuda.stream = object, lambda stream: contextlib.nullcontext()
-tutorial.helpers.untimed = lambda: None
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["02-all-gather", "05-all-reduce"])
-def test_timed_calls_are_checked_and_drawn(launch, name, tmp_path):
-    """With a stand-in for the clock, since the simulator has none."""
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "times.png"
-    done = launch("--simulate", "--nproc", "2", changed(tmp_path, name, TIMED, "--plot", str(plot)), timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert ", µs per call, lower is better:\n" in done.stdout
-    assert " 2.5" in done.stdout
-    assert plot.read_bytes().startswith(b"\x89PNG")

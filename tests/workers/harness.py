@@ -132,30 +132,6 @@ def covering(first: Sequence[A], second: Sequence[B], turn: int = 0) -> list[tup
     return [(first[i % len(first)], second[(i + turn) % len(second)]) for i in pairs]
 
 
-def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two tensors are equal to the bit, but for the sign of zeros; any NaN is the same as any other."""
-    if got.dtype != expected.dtype or got.shape != expected.shape:
-        return False
-    if got.dtype.itemsize == 1 and got.dtype.is_floating_point:  # of which PyTorch compares few
-        got, expected = got.float(), expected.float()
-    return bool(((got == expected) | (got.isnan() & expected.isnan())).all())
-
-
-def negative_zeros(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a -0.0."""
-    if not tensor.dtype.is_floating_point:
-        return False
-    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    return bool(((values == 0) & values.signbit()).any())
-
-
-def numbers(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert fp64 to any dtype: by rounding; to integers 50 times as large, of which the low bits are kept."""
-    if dtype.is_floating_point:
-        return values.to(dtype)
-    return values.mul(50).to(torch.int64).to(dtype)
-
-
 def all_agree(ok: bool) -> bool:
     """Whether ``ok`` holds on all ranks, over tdcoll's control plane (which the checks do not test)."""
     owner = runtime.current()

@@ -102,9 +102,14 @@ def main(backend: str = "tdcoll", chosen: str = "") -> None:
             begin(backend)
         dist.barrier()
         if rank() == 0:
-            print(json.dumps({"case": name, "outcome": outcome, "seconds": round(time.perf_counter() - began, 1)}), flush=True)
+            print(
+                json.dumps({"case": name, "outcome": outcome, "seconds": round(time.perf_counter() - began, 1)}),
+                flush=True,
+            )
     if rank() == 0:
-        print(json.dumps({"handled": {kind: handled(kind) for kind in KINDS} if backend == "tdcoll" else {}}), flush=True)
+        print(
+            json.dumps({"handled": {kind: handled(kind) for kind in KINDS} if backend == "tdcoll" else {}}), flush=True
+        )
     dist.destroy_process_group()
     sys.exit(failed > 0)
 

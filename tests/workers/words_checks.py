@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, rank, run, scaled, simulated, world
+from harness import check, device, expect, expect_raises, neighbour, rank, run, scaled, simulated, world
 
 import tdcoll
 import tdcoll.language as tdl
@@ -16,10 +16,6 @@ from tdcoll import runtime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "language"))
 import kernels_of_words as kernels
-
-
-def successor() -> int:
-    return (rank() + 1) % world()
 
 
 def predecessor() -> int:
@@ -99,7 +95,7 @@ def waits_for_words() -> str | None:
         kernels.wait_here_and_there[(1,)](narrow, wide, ok, monitor.words, send)
         expect(ok.tolist() == [send, send], f"send {send}: {ok}")
         if not send:
-            error = expect_raises(tdcoll.CollectiveTimeout, monitor.check, f"peer {successor()}: signal 7")
+            error = expect_raises(tdcoll.CollectiveTimeout, monitor.check, f"peer {neighbour()}: signal 7")
             told = error.expected, error.seen  # type: ignore[attr-defined]
             expect(told == (-4, 0), str(told))
             runtime.current().failed = False  # nothing else is broken
@@ -180,7 +176,7 @@ def peers_tensors() -> str | None:
         expect(torch.equal(theirs, numbers + 100 * peer), f"of rank {peer}: {theirs}")
         expect(torch.equal(tdcoll.peer_tensor(mine[1:3, ::2].t(), peer), theirs[1:3, ::2].t()), f"strided, {peer}")
     tdcoll.barrier()
-    tdcoll.peer_tensor(mine, successor())[3, 5] = -rank()
+    tdcoll.peer_tensor(mine, neighbour())[3, 5] = -rank()
     tdcoll.barrier()
     expect(mine[3, 5].item() == -predecessor(), str(mine))
     tdcoll.free(mine)
@@ -200,8 +196,8 @@ def streams_of_ranks() -> str | None:
             source = torch.full((count,), 10.0 * turn + rank(), device=device())
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())
-            tdcoll.copy_on_stream(tdcoll.peer_tensor(data, successor()), source, stream)
-            tdcoll.write_on_stream(tdcoll.peer_tensor(words[:1], successor()), turn, stream)
+            tdcoll.copy_on_stream(tdcoll.peer_tensor(data, neighbour()), source, stream)
+            tdcoll.write_on_stream(tdcoll.peer_tensor(words[:1], neighbour()), turn, stream)
             tdcoll.wait_on_stream(words[0], tdl.CMP_GE if turn < 3 else tdl.CMP_EQ, turn, stream)
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
@@ -223,7 +219,7 @@ def barriers_on_streams() -> None:
     buffer = tdcoll.zeros(2 * count, torch.int32).view(2, count)
     for turn in range(1, scaled(20, 2, shared_gpus=3) + 1):
         buffer[0].fill_(turn + rank())
-        put[(1,)](buffer[1], buffer[0], 4 * count, successor())
+        put[(1,)](buffer[1], buffer[0], 4 * count, neighbour())
         tdcoll.barrier_on_stream()
         expect(bool((buffer[1] == turn + predecessor()).all()), f"turn {turn}: {buffer[1][:4]}")
         tdcoll.barrier_on_stream()
