@@ -20,6 +20,7 @@ GPU_ONLY = {"graphs", "capture_errors", "streams", "side_streams", "streams_in_t
     "sparse_graphs",
     "sparse_capture_errors",
     "sparse_devices_and_streams",
+    "devices_and_streams",
     "sparse_streams",
 }
 GPU_ONLY |= {"fused_graphs", "compiled_by_inductor", "derivatives_on_another_stream"}

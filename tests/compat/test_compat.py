@@ -176,25 +176,24 @@ def test_modules_that_are_other_names_of_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("language.simt_exec_region", "stock Triton's `with` cannot"),
-        ("utils.is_hip", "it is for other vendors' GPUs"),
-        ("kernels.common_ops.bisect_left_kernel", "tdcoll has no counterpart of it"),
-    ],
-)
-def test_from_import_says_why(name: str, reason: str, tmp_path: Path) -> None:
-    module, _, attribute = f"triton_dist.{name}".rpartition(".")
-    path = tmp_path / "script.py"
-    path.write_text(
-        f"import {module}\nassert getattr({module}, '{attribute}', None) is None\n"
-        f"try:\n    from {module} import no_such_name\nexcept ImportError:\n    pass\n"
-        f"try:\n    from {module} import {attribute}\nexcept ImportError as error:\n    print(error)\n"
-    )
+def test_from_import_says_why(tmp_path: Path) -> None:
+    names = {"language": "simt_exec_region", "utils": "is_hip", "kernels.common_ops": "bisect_left_kernel"}
+    lines = []
+    for module, name in names.items():
+        lines += [f"import triton_dist.{module}", f"assert getattr(triton_dist.{module}, '{name}', None) is None"]
+        for wanted in ("no_such_name", name):
+            lines += [
+                f"try:\n    from triton_dist.{module} import {wanted}",
+                "except ImportError as error:\n    print(error)",
+            ]
+    (path := tmp_path / "script.py").write_text("\n".join(lines))
     done = run(path, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.match(rf"tdcoll\.compat does not provide triton_dist\.\S*{attribute}: {reason}", done.stdout)
+    said = done.stdout.splitlines()[1::2]
+    for line, name, reason in zip(
+        said, names.values(), ("stock Triton's `with`", "it is for other vendors' GPUs", "tdcoll has no"), strict=True
+    ):
+        assert re.match(rf"tdcoll\.compat does not provide triton_dist\.\S*{name}: {reason}", line)
 
 
 def test_help_is_no_error() -> None:

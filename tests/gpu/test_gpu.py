@@ -198,7 +198,7 @@ def test_two_agents_on_one_host_are_two_nodes(launch: Launch, sees: str) -> None
     assert second.returncode == 0, second.stdout + second.stderr
     found = verdicts(first)
     assert found["takes_the_paths_between_nodes"]["note"] == f"{2 * half} rank(s) on 2 node(s) ({half} + {half})"
-    assert {"dense_checks.sizes", "dense_checks.graphs", "drop_ins_checks.the_pool_and_the_drop_ins"} <= set(found)
+    assert {"sizes", "graphs", "the_pool_and_the_drop_ins"} <= set(found)
 
 
 @needs(2)

@@ -7,7 +7,6 @@ and ends the job, rather than leave the others in a collective. Rank 0 prints on
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -40,21 +39,6 @@ def check(function: Callable[[], object] | None = None, *, gpu_only: bool = Fals
         return f
 
     return register if function is None else register(function)
-
-
-def checks_of(script: str, *names: str) -> list[str]:
-    """Add checks of another script, whose names may be the same, as ``script.name``; these names."""
-    mine = dict(CHECKS)
-    CHECKS.clear()
-    importlib.import_module(script)
-    theirs = dict(CHECKS)
-    CHECKS.clear()
-    CHECKS.update(mine)
-    for name in names:
-        CHECKS[f"{script}.{name}"] = theirs[name]
-        if name in GPU_ONLY:
-            GPU_ONLY.add(f"{script}.{name}")
-    return [f"{script}.{name}" for name in names]
 
 
 def simulated() -> bool:

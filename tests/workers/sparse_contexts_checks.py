@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts of the sparse all-reduce, on every rank of a job: their memory, and what they say when a call is wrong."""
+"""Contexts of the sparse all-reduce, on every rank of a job: tdcoll's own, views, and what is said of wrong calls."""
 
 from __future__ import annotations
 
@@ -13,31 +13,8 @@ from sparse_parts import Rows, call, compare, coo, part, parts
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 
 # ---------------------------------------------------------------------- memory
-
-
-@check
-def sparse_memory() -> None:
-    """Little symmetric memory beyond the rows, and all of it is given back, after growing as well."""
-    before = tdcoll.heap_info()
-    rows, row_bytes = 500, 1024
-    with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=row_bytes) as ctx:
-        used = tdcoll.heap_info().used - before.used
-        expect(used <= symmetric_bytes(world(), rows, row_bytes), f"{used} bytes of symmetric memory")
-        expect(used <= 1.05 * (rows + ctx.max_union_rows) * row_bytes, f"{used} bytes of symmetric memory")
-    with tdcoll.SparseContext(max_rows_per_rank=2, max_row_bytes=4, max_union_rows=2, grow=True) as ctx:
-        kept = []
-        for number, (count, shape) in enumerate(((1, (1,)), (9, (1,)), (3, (6,)), (30, (6,)), (2, (2,)))):
-            every = [part(r, number, count if r == 0 else 1, 99, shape) for r in everyone()]
-            kept.append((tdcoll.sparse_all_reduce(coo(every[rank()], 99), ctx=ctx), every))
-        for got, every in kept:
-            compare(got.indices()[0], got.values(), every, what="grown")
-        used = tdcoll.heap_info().used - before.used
-        facts = (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
-        expect(used <= symmetric_bytes(world(), *facts), "what was outgrown is given back")
-    expect(tdcoll.heap_info() == before, "close() gives everything back")
 
 
 @check
