@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers where there are no GPUs: why they cannot run, and torch.distributed's calls, with a stand-in for NCCL.
-
-tests/gpu shows that all of them are right on GPUs."""
+"""Peers where there are no GPUs: why they cannot run. tests/gpu shows that all of them are right on GPUs."""
 
 from __future__ import annotations
 
@@ -16,15 +14,14 @@ import pytest
 import torch
 
 from tdcoll import runtime
-from tdcoll.bench import all_reduce_rms_norm as norm
 from tdcoll.bench import dense, peers
 from tdcoll.bench.data import Buffers
 from tdcoll.bench.dense import case_of
-from tdcoll.bench.peers import PEERS, Stock, subject_of
+from tdcoll.bench.peers import PEERS, Stock
 from tdcoll.bench.specs import SPECS
 
 CPU = torch.device("cpu")
-GATHER, REDUCE, SCATTER = map(case_of, ("all_gather", "all_reduce", "reduce_scatter"))
+REDUCE, SCATTER = map(case_of, ("all_reduce", "reduce_scatter"))
 
 
 def stock_of(nbytes: int, world: int) -> Stock:
@@ -35,25 +32,6 @@ def stock_of(nbytes: int, world: int) -> Stock:
         return Buffers(*what, sets=2, **how)
 
     return Stock(new)
-
-
-def exchanged(what: str, mine: Any) -> list[Any]:
-    owner = runtime.current()
-    return owner.control.all_gather(range(owner.world_size), what, mine)
-
-
-def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over the ranks of a World."""
-    return torch.tensor(exchanged("sum", tensor.double().tolist())).sum(0).to(tensor.dtype)
-
-
-def scattered(tensor: torch.Tensor) -> torch.Tensor:
-    owner = runtime.current()
-    return summed(tensor).chunk(owner.world_size)[owner.rank]
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(exchanged("gather", tensor.tolist()), dtype=tensor.dtype).flatten()
 
 
 @pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.of == "all_gather"])
@@ -67,42 +45,6 @@ def test_peers_that_only_add_say_so(kind: Any, measured: Callable[..., list[Any]
     names = [name for name, peer in PEERS.items() if peer.of == kind.benchmark]
     rows = measured(kind, f"-b 64 -e 64 --op max --algorithms= --peers {','.join(names)}")
     assert [(row.check, row.note) for row in rows] == [("not run", "has sums only, and --op is max")] * len(names)
-
-
-@pytest.mark.parametrize("kind", [GATHER, REDUCE, SCATTER])
-@pytest.mark.parametrize("buffers", ["", " --buffers 1"])
-def test_torchs_calls(kind: Any, buffers: str, clock: Any, measured: Any, monkeypatch: Any) -> None:
-    """All-reduces are in place: what they reduce has to be in their results again before every launch."""
-    how = {"group": None, **({} if kind is GATHER else {"op": torch.distributed.ReduceOp.SUM})}
-
-    def function(result: torch.Tensor, *given: torch.Tensor, **named: Any) -> None:
-        clock.passes(3.0)
-        assert named == how
-        result.copy_({GATHER: gathered, REDUCE: summed, SCATTER: scattered}[kind](*given or (result,)))
-
-    windows: list[object] = []
-    register = {"register_mem_pool": lambda pool, symm: windows.append(pool), "deregister_mem_pool": windows.remove}
-    monkeypatch.setattr(peers, "require_nccl", lambda device: SimpleNamespace(mem_allocator=None, **register))
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: object())
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", contextlib.nullcontext)
-    monkeypatch.setattr(peers, "dist", SimpleNamespace(all_reduce=lambda tensor: None))
-    monkeypatch.setattr(dense, "dist", SimpleNamespace(**{kind.spec.torch: function}))
-    options = f"-b 64 -e 64 --dtype bfloat16 --both --algorithms= --peers nccl,nccl-symmetric{buffers}"
-    assert [(row.check, row.note, row.median_us) for row in measured(kind, options)] == [("ok", None, 3.0)] * 4
-    assert not windows
-    if kind is REDUCE:
-        monkeypatch.setattr(dense, "subject_of", lambda *what, in_place: subject_of(*what, in_place=False))
-        assert [row.check for row in measured(kind, options)] == ["WRONG"] * 4
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_chain_on_nccl(lost: bool, measured: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it reduces in place has to be there again before every launch."""
-    monkeypatch.setattr(norm, "dist", SimpleNamespace(all_reduce=lambda tensor: tensor.copy_(summed(tensor))))
-    monkeypatch.setattr(norm, "require_nccl", lambda device: None)
-    monkeypatch.setattr(norm, "subject_of", lambda *what, in_place: subject_of(*what, in_place=in_place and not lost))
-    (row,) = measured(norm.AllReduceNorm, "--rows 2 --algorithms= --peers nccl")
-    assert row.check == ("WRONG" if lost else "ok")
 
 
 @pytest.mark.parametrize("given", ["nccl,fcollect", "nccl"])

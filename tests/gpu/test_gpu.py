@@ -142,13 +142,22 @@ def test_a_rank_that_reads_too_late_says_so_only_if_it_looks(launch: Launch, che
 
 
 @needs(2)
-@pytest.mark.parametrize("collective", ["all_gather", "all_reduce", "reduce_scatter"])
-def test_baselines_of_benchmarks_are_right(launch: Launch, collective: str, tmp_path: Path) -> None:
-    """Eagerly and in graphs; or they say what they lack. The sizes are no multiples of 16 bytes, and multiples."""
-    names = [name for name, peer in PEERS.items() if peer.of in (None, collective)]
-    options = f"-b 1032 -e 66048 -f 64 --both --iterations 4 --warmup 1 --peers {','.join(names)}".split()
-    file = tmp_path / "result.json"
-    job = ("-m", "tdcoll.bench", collective, *options, "--json", str(file))
+@pytest.mark.parametrize(
+    ("benchmark", "options"),
+    [
+        # Sizes that are no multiples of 16 bytes, and such that are.
+        *((name, "-b 1032 -e 66048 -f 64 --both") for name in ("all_gather", "all_reduce", "reduce_scatter")),
+        ("all_reduce", "-b 1024 -e 1024 --buffers 1 --dtype bfloat16 --both"),
+        ("all_reduce_rms_norm", "--rows 2"),
+    ],
+)
+def test_baselines_of_benchmarks_are_right(launch: Launch, benchmark: str, options: str, tmp_path: Path) -> None:
+    """Eagerly and in graphs; or they say what they lack."""
+    names = [name for name, peer in PEERS.items() if peer.of in (None, benchmark)]
+    if benchmark == "all_reduce_rms_norm":
+        names = ["nccl", "tdcoll-torch", "trtllm-one-shot"]
+    file, given = tmp_path / "result.json", f"{options} --iterations 4 --warmup 1 --peers {','.join(names)}"
+    job = ("-m", "tdcoll.bench", benchmark, *given.split(), "--json", str(file))
     done = launch("--nproc", "2", *job, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [(row.algorithm, row.check, row.note) for row in load(file)[1] if row.peer]
