@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -232,27 +231,3 @@ def test_tensors_take_whole_cells_of_the_heap() -> None:
 def test_shapes_of_tensors_are_checked(shape: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="shape must"):
         World(1).run(lambda pe: nvshmem.tensor(shape, torch.int64))
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "compile_compat.py")], capture_output=True, text=True, env=environment, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
-def test_kernels_in_its_style_compile(compiled: dict[str, Any]) -> None:
-    kernels = {one["kernel"]: one for one in compiled["kernels"]}
-    assert set(kernels) == {"pass_on", "by_threads", "rounds", "extras"}
-    waits = kernels["pass_on"]["counts"]
-    assert waits == {"wait": 2, "warp": 2, "proxy": 2, "release": 1, "add": 0, "shuffle": 0}
-    assert kernels["extras"]["counts"]["shuffle"] == 4
-    assert kernels["extras"]["spilled_bytes"] == 0
-
-
-def test_loads_stay_behind_waits(compiled: dict[str, Any]) -> None:
-    """In a loop with a matmul, which stock Triton would pipeline: no copy to shared memory is begun before its wait."""
-    assert compiled["pipelined"] == {"with a wait": 0, "without": 1}

@@ -12,10 +12,10 @@ import json
 import sys
 from typing import Any
 
+import compiling_language as language
 import triton
 import triton.language as tl
 from compiling import ORDER, WORLD, compiled_forms, record, tuples
-from compiling_language import compile_language_checks, compile_with_all_of_nvshmem, compile_words
 from compiling_mutants import compile_mutants, refusals
 from compiling_sparse import INDEX_MATCH, SPARSE, SPARSE_TYPES, compile_index_match, compile_sparse
 
@@ -195,15 +195,17 @@ def others() -> dict[str, object]:
             compile_index_match(arch, name, constants) for arch in (90, 100) for name, constants in INDEX_MATCH.items()
         ],
         "sparse": [compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE for arch in archs],
-        "language": compile_language_checks(90),
-        "words": compile_words(),
+        "language": language.compile_language_checks(90),
+        "words": language.compile_words(),
         "signals": [compile_signals(90, name, direct) for name in SIGNALS for direct in (False, True)],
         "fused_forms": {kernel.__name__: compiled_forms(kernel) for kernel in _NORMS.values()},
         "fused": [compile_fused(*about, arch, more) for *about, archs, more in FUSED for arch in archs],
-        "library": compile_with_all_of_nvshmem(),
+        "library": language.compile_with_all_of_nvshmem(),
         "order": list(ORDER),
         "refusals": refusals(),
         "mutants": compile_mutants(),
+        "tutorials": language.compile_tutorials(),
+        "compat": language.compile_compat(),
     }
 
 

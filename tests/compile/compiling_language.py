@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels of the language checks and of words, and one with all of NVSHMEM's library."""
+"""Compile the kernels of the language checks, of words, in Triton-distributed's style, and of the tutorials."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -17,9 +18,11 @@ import stores_and_waits_checks
 from compiling import ORDER, compile_for, instructions, resources
 from triton.runtime.jit import JITFunction
 
+import tdcoll.compat
 from tdcoll.language.jit import bitcode_path, needs_nvshmem
 from tdcoll.language.library import part_for_language
 
+TESTS = Path(__file__).resolve().parents[1]
 LANGUAGE_TYPES = {
     **dict.fromkeys(("dest", "source", "dst", "src"), "*u8"),
     **dict.fromkeys(("signal", "signals", "monitor", "seen", "words", "done"), "*i64"),
@@ -103,3 +106,61 @@ def compile_words() -> list[dict[str, Any]]:
             about = {"kernel": name, "arch": arch, "needs": needs_nvshmem(kernel), "whole": whole}
             found.append({**about, "problems": ORDER.pop()["problems"], **seen, **resources(ptx, arch)})
     return found
+
+
+COMPAT_TYPES = {
+    **dict.fromkeys(("source", "inbox", "signal", "out", "ready"), "*i64"),
+    **dict.fromkeys(("words", "peers", "counter", "cells", "turn"), "*i32"),
+    "floats": "*fp32",
+}
+TEXTS = {
+    "wait": ".b64 seen, [at]",
+    "warp": "bar.warp.sync",
+    "proxy": "fence.proxy.async.global",
+    "release": "st.release",
+    "add": "atom.release.sys.global.add.u32",
+    "shuffle": "shfl.sync",
+}
+
+
+def compile_compat() -> dict[str, Any]:
+    """Kernels in Triton-distributed's style, and whether its wait keeps Triton from pipelining a loop."""
+    sys.path.insert(0, str(TESTS / "compat"))
+    tdcoll.compat.activate()
+    style, more = importlib.import_module("in_its_style"), importlib.import_module("more_kernels")
+    found: dict[str, Any] = {}
+    for kernel, constants, types in (
+        (style.pass_on, {"N": 64, "SCOPE": "intra_node"}, {"turn": "i32"}),
+        (style.by_threads, {"N": 4}, {}),
+        (style.rounds, {"PROGRAMS": 4}, {"out": "*i32"}),
+        (more.extras, {}, {"out": "*i32"}),
+    ):
+        ptx = compile_for(kernel, 90, constants, COMPAT_TYPES | types).asm["ptx"]
+        body = ptx[ptx.index(".entry") :]
+        found[kernel.__name__] = {what: body.count(text) for what, text in TEXTS.items()} | resources(ptx, 90)
+    types = COMPAT_TYPES | dict.fromkeys(("a", "b"), "*fp16") | {"out": "*fp32"}
+    for wait in (True, False):
+        made = compile_for(more.multiply, 90, {"WAIT": wait, "N": 64}, types, aligned=True)
+        found[f"pipelined, wait: {wait}"] = "async_copy_global_to_local" in made.asm["ttgir"]
+    return found
+
+
+def compile_tutorials() -> list[str]:
+    sys.path.insert(0, str(TESTS / "tutorials"))
+    load = importlib.import_module("loading").load
+    notify, gather, reduce = load("01-notify-and-wait"), load("02-all-gather"), load("05-all-reduce")
+    types = {
+        **dict.fromkeys(("slots", "outbox", "received", "arrived", "credits", "signals", "epochs", "monitor"), "*i64"),
+        "source": "*fp32",
+        "inbox": "*fp32",
+        "sums": "*fp32",
+        "buffer": "*u8",
+    }
+    sums = {"BLOCK": 1024, "WIDTH": 8, "WAITS": 1, "RANK_ORDER": True, "ROWS": 2}
+    kernels_of = {
+        notify.queue: {"WORDS": notify.WORDS, "SLOTS": notify.SLOTS, **notify.KEPT},
+        gather.my_all_gather: {"WIDTH": 8, "COUNTED": True, "WAITS_LAST": True},
+        reduce.one_stage: sums,
+        reduce.two_stages: sums,
+    }
+    return [kernel.__name__ for kernel, constants in kernels_of.items() if compile_for(kernel, 90, constants, types)]

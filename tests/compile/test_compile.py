@@ -315,6 +315,20 @@ def test_the_part_of_nvshmem_that_kernels_link_makes_the_same_kernels(compiled) 
     assert ptx["whole"].count("nvshmemi_device_state") > 0
 
 
+def test_kernels_in_the_style_of_triton_distributed(compiled) -> None:
+    made = compiled["compat"]
+    waits = {"wait": 2, "warp": 2, "proxy": 2, "release": 1, "add": 0, "shuffle": 0}
+    assert waits.items() <= made["pass_on"].items()
+    assert {"by_threads", "rounds"} <= set(made)
+    assert (made["extras"]["shuffle"], made["extras"]["spilled_bytes"]) == (4, 0)
+    # In a loop with a matmul, no copy to shared memory is begun before its wait.
+    assert (made["pipelined, wait: True"], made["pipelined, wait: False"]) == (False, True)
+
+
+def test_kernels_of_tutorials(compiled) -> None:
+    assert compiled["tutorials"] == ["queue", "my_all_gather", "one_stage", "two_stages"]
+
+
 # ---------------------------------------------------------------------- words, by tests/language/kernels_of_words.py
 
 LOCAL_WORDS = {"count_by_threads", "rounds", "move_words", "part_of_flagged"}
