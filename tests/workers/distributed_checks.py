@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, handled, same, single, sparse
+from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, finish, handled, same, single, sparse
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
@@ -33,8 +33,7 @@ def gathers_into_one_tensor() -> None:
         single(out, data(rank(), 10, dtype, call))
         same(out, wanted, f"{dtype}")
         stacked = torch.empty(world(), 5, 2, dtype=dtype, device=device())
-        work = single(stacked, data(rank(), 10, dtype, call).view(5, 2), async_op=True)
-        work.wait()
+        finish(single(stacked, data(rank(), 10, dtype, call).view(5, 2), async_op=True))
         same(stacked.view(-1), wanted, f"stacked, async, {dtype}")
     own = torch.zeros(world() * 4, device=device())
     own[rank() * 4 : rank() * 4 + 4] = data(rank(), 4)
@@ -55,15 +54,11 @@ def gathers_lists() -> None:
     before = handled("all_gather")
     for asynchronous in (False, True):
         pieces = [torch.empty(2, 3, device=device()) for _ in everyone()]
-        work = dist.all_gather(pieces, data(rank(), 6).view(2, 3), async_op=asynchronous)
-        if asynchronous:
-            work.wait()
+        finish(dist.all_gather(pieces, data(rank(), 6).view(2, 3), async_op=asynchronous))
         for r in everyone():
             same(pieces[r], data(r, 6).view(2, 3), f"piece {r}")
         uneven = [torch.empty(3 * r, dtype=torch.int64, device=device()) for r in everyone()]
-        work = dist.all_gather(uneven, data(rank(), 3 * rank(), torch.int64), async_op=asynchronous)
-        if asynchronous:
-            work.wait()
+        finish(dist.all_gather(uneven, data(rank(), 3 * rank(), torch.int64), async_op=asynchronous))
         for r in everyone():
             same(uneven[r], data(r, 3 * r, torch.int64), f"uneven piece {r}")
     expect(handled("all_gather") - before == 4, explain())
@@ -80,9 +75,7 @@ def exchanges_parts() -> None:
         wanted = torch.cat([data(r, world() * n, dtype, call).view(world(), n)[rank()] for r in everyone()])
         for asynchronous in (False, True, False):
             out = torch.empty_like(given)
-            work = dist.all_to_all_single(out, given, async_op=asynchronous)
-            if asynchronous:
-                work.wait()
+            finish(dist.all_to_all_single(out, given, async_op=asynchronous))
             same(out, wanted, f"{dtype}")
     strided, out = torch.stack([given, given], 1)[:, 0], torch.empty(world() * n, 2, dtype=dtype, device=device())[:, 1]
     dist.all_to_all_single(out, strided)

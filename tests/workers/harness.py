@@ -90,6 +90,16 @@ def neighbour() -> int:
     return (rank() + 1) % world()
 
 
+HELD: list[torch.Tensor] = []
+"""Symmetric memory of the check that runs."""
+
+
+def symmetric(shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in symmetric memory, which is given back when the check has ended."""
+    HELD.append(tdcoll.zeros(shape, dtype))
+    return HELD[-1]
+
+
 def expect(condition: object, message: str) -> None:
     if not condition:
         raise AssertionError(message)
@@ -139,6 +149,8 @@ def run(argv: list[str] | None = None, **initialize: object) -> None:
                 note = CHECKS[name]()
                 if device().type == "cuda":
                     torch.cuda.synchronize()
+                while HELD:
+                    tdcoll.free(HELD.pop())
             except BaseException:
                 print(f"rank {rank()}: {name} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 print(json.dumps({"check": name, "ok": False, "rank": rank()}), flush=True)
