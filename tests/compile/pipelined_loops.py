@@ -289,7 +289,7 @@ def main(folder: Path) -> int:
                 lowered = lower(kernel, 90, num_stages)
                 problem = problem_of_plain(lowered) and problem_of_token(lowered, num_stages - 1)
                 report["controls"][f"{name}, {form}, {num_stages}"] = problem
-    json.dump(report, sys.stdout, indent=1)
+    json.dump({"loops": report}, sys.stdout, indent=1)
     print()
     missed = [name for name, problem in report["controls"].items() if problem is None]
     return 1 if report["problems"] or missed else 0

@@ -17,7 +17,8 @@ import pytest
 
 from tdcoll.spec.functions import FUNCTIONS
 
-DRIVER = Path(__file__).with_name("compile_kernels.py")
+HERE = Path(__file__).parent
+DRIVERS = ("compile_kernels.py", "collectives"), ("compile_kernels.py", "others"), ("pipelined_loops.py",)
 DRIVER_S = 560
 """It takes a minute of one core, and several on a machine that is busy."""
 
@@ -37,18 +38,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         jobs = [  # at once: pytest's other worker most likely waits for them, too
             subprocess.Popen(
-                [sys.executable, str(DRIVER), part],
+                [sys.executable, str(HERE / script), *part],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
             )
-            for part in ("collectives", "others")
+            for script, *part in DRIVERS
         ]  # fmt: skip
         made: dict[str, list[dict[str, object]]] = {"order": []}
         try:
             for job in jobs:
                 text, errors = job.communicate(timeout=DRIVER_S)
-                assert job.returncode == 0, errors
+                assert job.returncode == 0, errors or text
                 part = json.loads(text)
-                made |= part | {"order": made["order"] + part["order"]}
+                made |= part | {"order": made["order"] + part.get("order", [])}
         finally:
             for job in jobs:
                 job.kill()
@@ -327,6 +328,28 @@ def test_kernels_in_the_style_of_triton_distributed(compiled) -> None:
 
 def test_kernels_of_tutorials(compiled) -> None:
     assert compiled["tutorials"] == ["queue", "my_all_gather", "one_stage", "two_stages"]
+
+
+def test_loads_stay_behind_their_waits(compiled) -> None:
+    report = compiled["loops"]
+    assert report["problems"] == []
+    checked = {tuple(what) for what in report["checked"]}
+    assert {
+        (wait, form, arch, num_stages)
+        for wait in ("plain", "token")
+        for arch in (80, 90)
+        for num_stages in (1, 2, 3, 4)
+        for form in ("load", "descriptor", "stream")
+        if form != "stream" or num_stages > 1
+    } <= checked
+    assert {(name,) for name, function in FUNCTIONS.items() if function.acquires} <= checked
+
+
+def test_loops_without_the_protection_are_found(compiled) -> None:
+    assert len(compiled["loops"]["controls"]) == 12
+    for name, problem in compiled["loops"]["controls"].items():
+        assert problem is not None, name
+        assert problem.startswith("TTGIR has ['async', 'for'"), "a load ahead of the loop, before any wait"
 
 
 # ---------------------------------------------------------------------- words, by tests/language/kernels_of_words.py

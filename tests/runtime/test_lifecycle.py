@@ -263,7 +263,10 @@ GIVEN: dict[str, Any] = {
     **dict.fromkeys(("tensor", "dest", "source", "values"), torch.zeros(1)),
     **dict.fromkeys(("indices", "word"), torch.zeros(1).long()),
     **dict.fromkeys(("num_rows", "max_rows_per_rank", "max_bytes_per_rank", "shape", "value"), 1),
-    "max_row_bytes": 4, "rank": 0, "compare": ">=", "operation": "all_reduce",
+    "max_row_bytes": 4,
+    "rank": 0,
+    "compare": ">=",
+    "operation": "all_reduce",
 }
 """Arguments by the names of parameters."""
 
