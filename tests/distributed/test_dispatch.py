@@ -38,8 +38,7 @@ def cuda(monkeypatch) -> Any:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (gpu.current, index, 1), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_setStream", lambda number, *of: gpu.told.append(number), raising=False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda number, index, kind: SimpleNamespace(
-        stream_id=number, device_index=index, device_type=kind))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr("tdcoll.work._current", None)
     monkeypatch.setattr("tdcoll.distributed.dispatch.again", again)
