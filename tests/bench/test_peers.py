@@ -59,10 +59,10 @@ def test_nvshmem_keeps_its_nccl_for_fcollect(given: str, wanted: str, monkeypatc
     assert seen == [wanted or ("0" if "fcollect" in given else "")]
 
 
-@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("through", [True, False])
 def test_a_stream_that_is_not_waited_for_cannot_be_timed(through: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     monkeypatch.setattr(peers, "pause", lambda us: None)
     stream = SimpleNamespace(query=lambda: through)
     with contextlib.nullcontext() if through else pytest.raises(RuntimeError, match="goes on when the stream"):

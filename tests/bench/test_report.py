@@ -167,6 +167,21 @@ def test_wrong_results_are_marked_and_never_compared() -> None:
     assert text.count("WRONG (") == 1
 
 
+def test_tables_are_apart_by_buffers_and_kinds_of_rows() -> None:
+    reduced = [row(1024, "auto", 2.0, op="sum", buffers=buffers) for buffers in (None, 1, 3)]
+    text = report.markdown(head("all_reduce"), [*reduced, row(1024, "auto", 2.0, launch="eager")])
+    for said in ("sum of bfloat16", "sum of bfloat16, one buffer replayed", "sum of bfloat16, 3 buffers in turn"):
+        assert f"**All-reduce, 8 × NVIDIA Test on 1 node, {said}, CUDA graphs.**" in text
+    assert "on 1 node, eager calls.**" in text
+    more = [sparse(1000, "auto", 1.0, duplicates="drawn"), sparse(1000, "auto", 1.0, dtype="float64")]
+    text = report.markdown(head("sparse_all_reduce"), [*sparse_example(), *more])
+    assert (text.count("| indices |"), "| uniform, repeated drawn | 1,000 ×" in text, "float64" in text) == (
+        2,
+        True,
+        True,
+    )
+
+
 def test_signals_and_candidates_have_tables_and_simulated_jobs_none() -> None:
     signals = [
         row_of(send, us, {"pattern": "all-to-all", "peer_rank": peer, "same_node": peer != 5, "rounds": 1})

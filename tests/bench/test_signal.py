@@ -66,9 +66,9 @@ def test_a_signal_that_is_not_what_it_should_be_is_found(monkeypatch: pytest.Mon
             self.signals[1, 0] += 1
 
     monkeypatch.setattr(Signalling, "launch", spoilt)
-    found = {key(row): row for row in simulated(World(2), "--rounds 2")}
-    assert found[None, 2, "st_release"].check == "WRONG"
-    assert found[None, 2, "st_release"].note == "rank 1: expected signals of 2, got {0: 3}, counted 2"
+    found = {key(row): row for row in simulated(World(2), "--rounds 3")}
+    assert found[None, 3, "st_release"].check == "WRONG"
+    assert found[None, 3, "st_release"].note == "rank 1: expected signals of 3, got {0: 4}, counted 3"
 
 
 @pytest.mark.slow
