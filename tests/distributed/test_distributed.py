@@ -54,9 +54,9 @@ def test_checks(launch: Launch, ranks: int) -> None:
 def test_pytorchs_own_cases(launch: Launch) -> None:
     done = launch("--simulate", "--nproc", "4", str(WORKERS / "pytorch_cases.py"), timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    *cases, last = map(json.loads, done.stdout.splitlines())
+    *cases, last = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
     assert sum(case["outcome"] == "passed" for case in cases) > 60
-    assert all(last["handled"].values())
+    assert all(last["handled"][kind] for kind in ("all_gather", "all_reduce", "sparse_all_reduce", "barrier"))
 
 
 @pytest.mark.slow
