@@ -25,10 +25,8 @@ from harness import rank, world
 
 from tdcoll.distributed.options import KINDS
 
-CASES = (
-    "test_(all_gather|all_reduce|all_to_all|broadcast|gather|scatter|reduce|send_recv|isend|batch_isend|barrier|sparse|"
-)
-CASES += "DistributedDataParallelCPU|DistributedDataParallel_requires_grad)"
+CASES = "test_(all_gather|all_reduce|all_to_all|broadcast|gather|scatter|reduce|sparse|send_recv|isend|batch_isend|"
+CASES += "barrier|DistributedDataParallelCPU|DistributedDataParallel_requires_grad)"
 """How the names of those begin that are run. Others end the job's group, or take long."""
 
 CANNOT = "test_(barrier_timeout.*|all_to_all(_full_group|_group)?(_complex)?|batch_isend_irecv_.*_err)"
