@@ -19,6 +19,8 @@ GPU_ONLY = {"graphs", "capture_errors", "streams", "side_streams", "streams_in_t
     "some_ranks_replay_what_others_call",
     "sparse_graphs",
     "sparse_capture_errors",
+    "sparse_devices_and_streams",
+    "devices_and_streams",
     "sparse_streams",
 }
 GPU_ONLY |= {"fused_graphs", "compiled_by_inductor", "derivatives_on_another_stream"}
@@ -83,7 +85,7 @@ def test_checks_on_a_heap_without_puts(launch: Launch, script: str) -> None:
 
 def test_killed_rank_is_named(launch: Launch) -> None:
     """By torchrun, which ends the others at once."""
-    done = launch("--simulate", "--nproc", "2", str(WORKERS / "killed_rank.py"), "1")
+    done = launch("--simulate", "--nproc", "2", str(WORKERS / "killed_rank.py"), "calls", "1")
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("tdcoll: ")]
     assert "tdcoll: died: rank 1 (SIGKILL)" in lines
@@ -94,7 +96,7 @@ def test_killed_rank_is_named(launch: Launch) -> None:
 def test_killed_rank_is_named_by_the_others_and_the_job_ends(launch: Launch) -> None:
     # torchrun looks once, this long after it started the ranks: they must have started, and timed out, by then.
     options = ("--nproc", "3", "--timeout", "2", "--monitor-interval", "25")
-    done = launch("--simulate", *options, str(WORKERS / "killed_rank.py"), "1")
+    done = launch("--simulate", *options, str(WORKERS / "killed_rank.py"), "calls", "1")
     assert done.returncode != 0
     for survivor in (0, 2):
         assert f"CollectiveTimeout: rank {survivor} waited 2 s for peer 1: signal " in done.stderr

@@ -34,50 +34,30 @@ def refused(out_ptr):
 """
 
 
-@pytest.mark.parametrize("order", ["PATH --compile fine", "PATH fine --compile", "--compile PATH fine"])
-def test_options_may_stand_anywhere(order: str) -> None:
-    given = upstream.arguments(order.split())
-    assert (str(given.path), given.compile, given.functions) == ("PATH", True, ["fine"])
-    everything = upstream.arguments(["PATH"])
-    assert (everything.compile, everything.tutorials, everything.functions) == (False, False, [])
-
-
-def run(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(upstream.ROOT)}
-    command = [sys.executable, upstream.__file__, str(path), *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-
-
-def test_functions_resolve_and_compile(tmp_path: Path) -> None:
+def test_functions_resolve(tmp_path: Path) -> None:
     folder = tmp_path / "python/triton_dist/kernels/nvidia"
     folder.mkdir(parents=True)
     (folder / "kernels.py").write_text(KERNELS)
-    done = run(tmp_path, "--compile", "fine", "refused")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(upstream.ROOT)}
+    command = [sys.executable, upstream.__file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    first, second, *sums = done.stdout.splitlines()
-    assert first == "kernels.py: fine: right"
-    assert second.startswith("kernels.py: refused: simt_exec_region: ")
-    assert sums[:2] == [
-        "2 functions use the device libraries, 1 resolve by name",
-        "1 of these compile for sm_90 with guessed types",
-    ]
-
-
-@pytest.mark.slow
-def test_names_of_no_function_are_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, "--compile", "nothing")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "got nothing" in done.stderr
+    fine, other, refused, *sums = done.stdout.splitlines()
+    assert (fine, other) == ("kernels.py: fine: right", "kernels.py: other: right")
+    assert refused.startswith("kernels.py: refused: simt_exec_region: ")
+    assert sums[0] == "3 functions use the device libraries, 2 resolve by name"
+    assert sums[1].startswith("1 name something that is not provided: ")
 
 
 @pytest.mark.slow
 def test_tutorials_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert [name for name, options, own in upstream.TUTORIALS if name.startswith("03") and not own]
-    (tmp_path / "fine.py").write_text("import sys, triton_dist\nassert sys.argv[1:] == ['-M', '4']\n")
-    (tmp_path / "wrong.py").write_text("raise SystemExit('wrong')\n")
+    (tmp_path / "tutorials").mkdir()
+    (tmp_path / "tutorials/fine.py").write_text("import sys, triton_dist\nassert sys.argv[1:] == ['-M', '4']\n")
+    (tmp_path / "tutorials/wrong.py").write_text("raise SystemExit('wrong')\n")
     jobs = ("fine.py", ("--nproc", "1"), ("-M", "4")), ("wrong.py", ("--nproc", "1"), ())
     monkeypatch.setattr(upstream, "TUTORIALS", jobs)
-    assert upstream.run_tutorials(tmp_path) == 1
+    assert upstream.main([str(tmp_path), "--tutorials"]) == 1
     fine, wrong = capsys.readouterr().out.splitlines()
     assert fine == "fine.py: --nproc 1: right"
     assert wrong == "wrong.py: --nproc 1: tdcoll: ended: rank 0 (exit status 1)"

@@ -9,14 +9,13 @@ kernels of dense collectives, of fused functions and of the benchmarks' signals 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from typing import Any
 
+import compiling_language as language
 import triton
 import triton.language as tl
-from compiling import ORDER, WORLD, compile_for, compiled_forms, direct_ptx, hot_spills, resources, tuples
-from compiling_language import compile_language_checks, compile_with_all_of_nvshmem
+from compiling import ORDER, WORLD, compiled_forms, record, tuples
 from compiling_mutants import compile_mutants, refusals
 from compiling_sparse import INDEX_MATCH, SPARSE, SPARSE_TYPES, compile_index_match, compile_sparse
 
@@ -37,76 +36,9 @@ from tdcoll.fused import kernels as fused
 from tdcoll.fused.kernels_rows import NONE, PER_ROW
 from tdcoll.fused.op import _REGISTERS as REGISTERS
 from tdcoll.fused.policy import Rows, choose
-from tdcoll.language.jit import needs_nvshmem
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.reduce import MAX, MEAN, PROD, SUM
 from tdcoll.runtime.topology import Topology
-
-
-def compile_all_gather(kernel, arch: int, in_place: bool) -> dict[str, object]:
-    constants = {"BLOCK": WORLD, "COUNTED": in_place}
-    if kernel is kernels_puts.all_gather_2d:
-        constants["STORES"] = arch == 90  # both forms, once each
-    compiled = compile_for(kernel, arch, constants, tuples(1 if in_place else 2))
-    ptx = compiled.asm["ptx"]
-    # A definition that the linker inlined leaves no call: its callee does.
-    called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
-    return {
-        "kernel": kernel.__name__,
-        "arch": arch,
-        "world": WORLD,
-        "in_place": in_place,
-        "stores": constants.get("STORES", False),
-        "nvshmem": called,
-        "globaltimer": ptx.count("%globaltimer"),
-        "acquire_sys": ptx.count("ld.acquire.sys"),
-        "cubin_bytes": len(compiled.asm["cubin"]),
-        **resources(ptx, arch),
-    }
-
-
-def compile_ll(arch: int, block: int, over_nodes: bool) -> dict[str, object]:
-    kernel = kernels_puts.all_gather_ll_2d if over_nodes else kernels_ll.exchange_ll
-    compiled = compile_for(kernel, arch, {"BLOCK": block}, tuples())
-    return {
-        "kernel": kernel.__name__,
-        "arch": arch,
-        "block": block,
-        "needs": needs_nvshmem(kernel),
-        "globaltimer": compiled.asm["ptx"].count("%globaltimer"),
-        **resources(compiled.asm["ptx"], arch),
-    }
-
-
-def compile_exchange(arch: int) -> dict[str, object]:
-    """The exchange of lists in one node: in place, with segments that say how much they hold."""
-    kernel = kernels_direct.exchange_direct
-    ptx = compile_for(kernel, arch, {"COUNTED": True}, tuples(1)).asm["ptx"]
-    called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
-    return {"counted": True, "needs": needs_nvshmem(kernel), "calls": called, **resources(ptx, arch)}
-
-
-def compile_all_to_all(arch: int) -> dict[str, object]:
-    """All-to-all between nodes. Those inside a node have the kernels of all-gathers."""
-    kernel = to_all_puts.all_to_all_puts
-    ptx = compile_for(kernel, arch, {}, tuples()).asm["ptx"]
-    called = sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx)))
-    return {"arch": arch, "needs": needs_nvshmem(kernel), "calls": called, **resources(ptx, arch)}
-
-
-def compile_direct(kernel, arch: int, in_place: bool) -> dict[str, object]:
-    ptx = direct_ptx(kernel, arch, in_place)
-    return {
-        "kernel": kernel.__name__,
-        "arch": arch,
-        "in_place": in_place,
-        "needs": needs_nvshmem(kernel),
-        "globaltimer": ptx.count("%globaltimer"),
-        "release_sys": ptx.count("st.release.sys"),
-        "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
-        **resources(ptx, arch),
-    }
-
 
 _FLOATS = {"DTYPE": tl.float32, "ACC": tl.float32}
 _TILES = {"WAITED": WORLD}
@@ -128,30 +60,6 @@ REDUCE_SCATTER = [  # kernel, constants, architectures
     (scatter_words.reduce_scatter_words, {"DTYPE": tl.uint8, "ACC": tl.int32, "OP": MAX, **_FLAGGED}, (90,)),
     (scatter_words.reduce_scatter_words, {**_FLOATS, "DTYPE": tl.bfloat16, "OP": MEAN, **_ANNOUNCED}, (90, 100)),
 ]
-
-
-def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> dict[str, object]:
-    constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
-    announced = bool(constants.get("LAMPORT"))
-    inbox = Lamport("i64", "i64", "*i64", "*i64") if announced else tuples()["words"]
-    types = tuples(1 if kernel is _SCATTER_PULL else 2) | {"nodes": SPARSE_TYPES["nodes"], "inbox": inbox}
-    ptx = compile_for(kernel, arch, constants, types).asm["ptx"]
-    return {
-        "kernel": kernel.__name__,
-        "arch": arch,
-        "world": WORLD,
-        "dtype": str(constants["DTYPE"]),
-        "announced": announced,
-        "needs": needs_nvshmem(kernel),
-        "links": "nvshmemi_device_state" in ptx,
-        "maxima": sorted(set(re.findall(r"\b(?:max|min)\.\S*f\d\d", ptx))),
-        "fused": len(re.findall(r"fma\.rn\.f", ptx)),
-        "globaltimer": ptx.count("%globaltimer"),
-        "release_sys": ptx.count("st.release.sys"),
-        "wide_loads": len(re.findall(r"ld\.global\S*\.v[248]", ptx)),
-        "wide_stores": len(re.findall(r"st\.global\S*\.v[248]", ptx)),
-        **resources(ptx, arch),
-    }
 
 
 _ONE, _TWO = reduce_words.all_reduce_one_shot, reduce_words.all_reduce_two_shot
@@ -176,8 +84,7 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
 ]
 
 
-def compile_all_reduce(kernel, arch: int, constants: dict[str, object], world: int) -> dict[str, object]:
-    constants = {k: v.value if isinstance(v, tl.constexpr) else v for k, v in constants.items()}
+def compile_reduction(kernel, constants: dict[str, Any], world: int, arch: int) -> dict[str, object]:
     announced = bool(constants.get("LAMPORT"))
     types = tuples() | {
         "nodes": SPARSE_TYPES["nodes"],
@@ -185,24 +92,9 @@ def compile_all_reduce(kernel, arch: int, constants: dict[str, object], world: i
         "inbox": Lamport("i64", "i64", "*i64", "*i64") if announced else tuples()["words"],
         "out_deltas": "*i64",
     }
-    compiled = compile_for(kernel, arch, constants, types)
-    ptx = compiled.asm["ptx"]
-    return {
-        "kernel": kernel.__name__,
-        "arch": arch,
-        "world": world,
-        "dtype": str(constants["DTYPE"]),
-        "announced": announced,
-        "looped": bool(constants.get("LOOPED")),
-        "needs": needs_nvshmem(kernel),
-        "links": "nvshmemi_device_state" in ptx,
-        "fused": len(re.findall(r"fma\.rn\.f", ptx)),
-        "globaltimer": ptx.count("%globaltimer"),
-        "loads": len(re.findall(r"ld\.global\.v4", ptx)),
-        "sent": len(re.findall(r"st\.relaxed\.sys\.global\.v4", ptx)),
-        "hot_spills": hot_spills(compiled.asm["cubin"], arch),
-        **resources(ptx, arch),
-    }
+    dtype = str(getattr(constants["DTYPE"], "value", constants["DTYPE"]))
+    about = {"world": world, "announced": announced, "looped": bool(constants.get("LOOPED")), "dtype": dtype}
+    return record(kernel, arch, constants, types, about)
 
 
 _NORMS = {
@@ -229,30 +121,16 @@ FUSED = [  # rows, hidden, ranks, architectures, other facts and constants; bf16
 def compile_fused(rows: int, hidden: int, world: int, arch: int, more: dict[str, Any]) -> dict[str, object]:
     topology = Topology.of(0, range(world), [0] * world)
     given = {"max_programs": more["max_programs"]} if "max_programs" in more else {}
-    facts = Facts(0, topology, stores=True, lamport_bytes=1 << 26, **given)
-    plan = choose(Rows(rows, hidden, 2), facts)
-    kernel, pieces = _NORMS[plan.algorithm], plan.channels
+    plan = choose(Rows(rows, hidden, 2), Facts(0, topology, stores=True, lamport_bytes=1 << 26, **given))
+    pieces, block = plan.channels, plan.chunk // 16
     constants = {"HIDDEN": hidden, "DTYPE": tl.bfloat16, "WEIGHT": tl.bfloat16, "SCALE": NONE, "PIECES": pieces}
-    constants |= {"ROOM": triton.next_power_of_2(pieces), "BLOCK": plan.chunk // 16, **more}
-    constants = {name: getattr(value, "value", value) for name, value in constants.items() if name not in given}
+    constants |= {"ROOM": triton.next_power_of_2(pieces), "BLOCK": block, **more}
+    constants = {name: value for name, value in constants.items() if name not in given}
     types = {"g": tuples()["g"]._replace(world=world), "inbox": Lamport("i64", "i64", "*i64", "*i64")}
-    compiled = compile_for(kernel, arch, constants, types, num_warps=plan.num_warps, maxnreg=REGISTERS)
-    ptx = compiled.asm["ptx"]
-    return {
-        "kernel": kernel.__name__,
-        "arch": arch,
-        "rows": rows,
-        "hidden": hidden,
-        "world": world,
-        "pieces": pieces,
-        "warps": plan.num_warps,
-        "shared": bool(given),
-        "words": plan.chunk // 16 // min(plan.chunk // 16, 32 * plan.num_warps),  # of a thread
-        "needs": needs_nvshmem(kernel),
-        "waits": ptx.count("%globaltimer"),
-        "contracted": len(re.findall(r"fma\.rn\.f", ptx)),
-        **resources(ptx, arch),
-    }
+    about = {"hidden": hidden, "world": world, "pieces": pieces, "warps": plan.num_warps}
+    about["words"] = block // min(block, 32 * plan.num_warps)  # of a thread
+    options = {"num_warps": plan.num_warps, "maxnreg": REGISTERS}
+    return record(_NORMS[plan.algorithm], arch, constants, types, about, **options)
 
 
 SIGNALS = {"ping_pong": {}, "signal_all": {"WORLD": 8, "BLOCK": 8}}
@@ -260,38 +138,52 @@ SIGNAL_TYPES = {"pes": "*i32", **dict.fromkeys(("signals", "addresses", "counter
 
 
 def compile_signals(arch: int, name: str, direct: bool) -> dict[str, object]:
-    ptx = compile_for(getattr(bench, name), arch, {**SIGNALS[name], "DIRECT": direct}, SIGNAL_TYPES).asm["ptx"]
+    constants = {**SIGNALS[name], "DIRECT": direct}
+    return record(getattr(bench, name), arch, constants, SIGNAL_TYPES, {"direct": direct})
+
+
+def gathers() -> dict[str, object]:
+    """All-gathers and all-to-alls, and the exchange of lists, whose segments say how much they hold."""
+    puts = []
+    for arch, in_place in ((90, False), (90, True), (100, False)):
+        for kernel in (kernels_puts.all_gather_1d, kernels_puts.all_gather_2d):
+            stores = kernel is kernels_puts.all_gather_2d and arch == 90  # both forms, once each
+            constants = {"BLOCK": WORLD, "COUNTED": in_place, "STORES": stores}
+            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            about = {"in_place": in_place, "stores": stores}
+            puts.append(record(kernel, arch, constants, tuples(1 if in_place else 2), about))
+    direct = [
+        record(kernel, arch, constants, tuples(1 if in_place else 2), {"in_place": in_place})
+        for kernel, constants in (
+            (kernels_direct.exchange_direct, {"COUNTED": False}),
+            (kernels_ring.all_gather_ring, {}),
+        )
+        for arch in (90, 100)
+        for in_place in (False, True)
+    ]
+    words = [(kernels_ll.exchange_ll, 90, 1024)]
+    words += [
+        (kernel, arch, 128) for kernel in (kernels_ll.exchange_ll, kernels_puts.all_gather_ll_2d) for arch in (90, 100)
+    ]
     return {
-        "kernel": name,
-        "arch": arch,
+        "all_gather": puts,
+        "ll": [record(kernel, arch, {"BLOCK": block}, tuples(), {}) for kernel, arch, block in words],
         "direct": direct,
-        "links": "nvshmemi_device_state" in ptx,
-        "releases": ptx.count("st.release.sys"),
-        "globaltimer": ptx.count("%globaltimer"),
-        **resources(ptx, arch),
+        "exchange": [record(kernels_direct.exchange_direct, 90, {"COUNTED": True}, tuples(1), {})],
+        "all_to_all": [record(to_all_puts.all_to_all_puts, arch, {}, tuples(), {}) for arch in (90, 100)],
     }
 
 
 def collectives() -> dict[str, object]:
     """The kernels of dense collectives."""
-    gathers, ll = [], [compile_ll(90, 1024, False)]
-    for arch in (90, 100):
-        ll += [compile_ll(arch, 128, over) for over in (False, True)]
-        for kernel in (kernels_puts.all_gather_1d, kernels_puts.all_gather_2d):
-            gathers += [compile_all_gather(kernel, arch, place) for place in (False, True) if arch == 90 or not place]
-    scatters = (_SCATTER_DIRECT, _SCATTER_PULL, _SCATTER_PUTS, scatter_words.reduce_scatter_words)
-    reduces = (_ONE, _TWO, *(kernel for kernel, *_ in ALL_REDUCE[-3:]))
-    stores = (kernels_direct.exchange_direct, kernels_ring.all_gather_ring)
+    reduce_scatter = [compile_reduction(k, c, WORLD, arch) for k, c, archs in REDUCE_SCATTER for arch in archs]
+    all_reduce = [compile_reduction(k, c, world, arch) for k, c, world, archs in ALL_REDUCE for arch in archs]
+    reductions = {kernel.__name__: kernel for kernel, *_ in (*REDUCE_SCATTER, *ALL_REDUCE)}
     return {
-        "all_gather": gathers,
-        "ll": ll,
-        "direct": [compile_direct(k, arch, place) for k in stores for arch in (90, 100) for place in (False, True)],
-        "exchange": [compile_exchange(90)],
-        "all_to_all": [compile_all_to_all(arch) for arch in (90, 100)],
-        "reduce_scatter_forms": {kernel.__name__: compiled_forms(kernel) for kernel in scatters},
-        "reduce_scatter": [compile_reduce_scatter(k, arch, c) for k, c, archs in REDUCE_SCATTER for arch in archs],
-        "all_reduce_forms": {kernel.__name__: compiled_forms(kernel) for kernel in reduces},
-        "all_reduce": [compile_all_reduce(k, arch, c, n) for k, c, n, archs in ALL_REDUCE for arch in archs],
+        **gathers(),
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": all_reduce,
+        "forms": {name: compiled_forms(kernel) for name, kernel in reductions.items()},
         "order": list(ORDER),
     }
 
@@ -303,14 +195,17 @@ def others() -> dict[str, object]:
             compile_index_match(arch, name, constants) for arch in (90, 100) for name, constants in INDEX_MATCH.items()
         ],
         "sparse": [compile_sparse(name, arch, c, rows) for name, c, rows, archs in SPARSE for arch in archs],
-        "language": compile_language_checks(90),
+        "language": language.compile_language_checks(90),
+        "words": language.compile_words(),
         "signals": [compile_signals(90, name, direct) for name in SIGNALS for direct in (False, True)],
         "fused_forms": {kernel.__name__: compiled_forms(kernel) for kernel in _NORMS.values()},
         "fused": [compile_fused(*about, arch, more) for *about, archs, more in FUSED for arch in archs],
-        "library": compile_with_all_of_nvshmem(),
+        "library": language.compile_with_all_of_nvshmem(),
         "order": list(ORDER),
         "refusals": refusals(),
         "mutants": compile_mutants(),
+        "tutorials": language.compile_tutorials(),
+        "compat": language.compile_compat(),
     }
 
 

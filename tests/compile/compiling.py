@@ -124,9 +124,45 @@ ORDER: list[dict[str, object]] = []
 """What :mod:`ptx_order` finds in each kernel that was compiled."""
 
 
+def record(
+    kernel, arch: int, constants: dict[str, object], types: dict[str, Any], about: dict[str, object], **options: int
+) -> dict[str, Any]:
+    """Compile a kernel; what its PTX has of each kind, and ``about`` it."""
+    constants = {name: getattr(value, "value", value) for name, value in constants.items()}
+    compiled = compile_for(kernel, arch, constants, types, **options)
+    ptx = compiled.asm["ptx"]
+    seen = {name: len(re.findall(pattern, ptx)) for name, pattern in SEEN.items()}
+    needed = resources(ptx, arch)
+    return {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "needs": needs_nvshmem(kernel),
+        "links": "nvshmemi_device_state" in ptx,
+        # A definition that the linker inlined leaves no call: its callee does.
+        "calls": sorted(set(re.findall(r"\b(nvshmem[xi]?_\w+)", ptx))),
+        "maxima": sorted(set(re.findall(r"\b(?:max|min)\.\S*f\d\d", ptx))),
+        "hot_spills": hot_spills(compiled.asm["cubin"], arch) if needed["spilled_bytes"] else [],
+        **about,
+        **seen,
+        **needed,
+    }
+
+
+SEEN = {
+    "globaltimer": "%globaltimer",  # one for each wait
+    "acquire_sys": r"ld\.acquire\.sys",
+    "release_sys": r"st\.release\.sys",
+    "wide_loads": r"ld\.global\S*\.v[248]",
+    "wide_stores": r"st\.global\S*\.v[248]",
+    "fused": r"fma\.rn\.f",
+    "loads": r"ld\.global\.v4",
+    "sent": r"st\.relaxed\.sys\.global\.v4",
+}
+"""Instructions that are counted."""
+
+
 def direct_ptx(kernel, arch: int, in_place: bool) -> str:
-    constants = {"COUNTED": False} if "COUNTED" in kernel.arg_names else {}
-    return compile_for(kernel, arch, constants, tuples(1 if in_place else 2)).asm["ptx"]
+    return compile_for(kernel, arch, {"COUNTED": False}, tuples(1 if in_place else 2)).asm["ptx"]
 
 
 def hot_spills(cubin: bytes, arch: int) -> list[str]:

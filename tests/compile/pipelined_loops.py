@@ -11,11 +11,14 @@ It prints what is wrong, and ends with 1 if anything is. ``controls`` are loops 
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -37,165 +40,51 @@ TYPES = {"a_ptr": "*fp16", "b_ptr": "*fp16", "c_ptr": "*fp32", "words": "*i64", 
 # ---------------------------------------------------------------------- waits: each returns a token, real or not
 
 
-@triton.jit
-def by_wait_signal(words, monitor, i):
-    tdl.wait_signal(words + i, tdl.CMP_GE, 1, monitor, i, i)
-    return 0
-
-
-@triton.jit
-def by_wait_signals(words, monitor, i):
-    tdl.wait_signals(words, 4, -1, tdl.CMP_GE, i, monitor, 4)
-    return 0
-
-
-@triton.jit
-def by_wait_flagged(words, monitor, i):
-    place = tl.arange(0, 128)
-    tdl.wait_flagged(words + 2 * place, i, place < 100, monitor, 0)
-    return 0
-
-
-@triton.jit
-def by_wait_words(words, monitor, i):
-    place = tl.arange(0, 128)
-    tdl.wait_words(words + 2 * place, i, place < 100, monitor, 0, 1)
-    return 0
-
-
-@triton.jit
-def by_wait_words_of_all(words, monitor, i):
-    place = tl.arange(0, 128)
-    tdl.wait_words_of_all(words + 2 * place, 2048, 2, 0, i, place < 100, monitor, 1)
-    return 0
-
-
-@triton.jit
-def by_signal_wait_until(words, monitor, i):
-    tdl.signal_wait_until(words + i, tdl.CMP_GE, 1)
-    return 0
-
-
-@triton.jit
-def by_ld_acquire(words, monitor, i):
-    tdl.ld_acquire(words + i, "sys")
-    return 0
-
-
-@triton.jit
-def by_ld(words, monitor, i):
-    tdl.ld(words + i, "sys", "acquire")
-    return 0
-
-
-@triton.jit
-def by_block_and(words, monitor, i):
-    tdl.block_and(i)
-    return 0
-
-
-@triton.jit
-def in_a_branch(words, monitor, i):
-    """As kernels do that carry the answer along."""
-    if i != 5:
-        tdl.wait_signal(words + i, tdl.CMP_GE, 1, monitor, i, i)
-    return 0
-
-
-@triton.jit
-def by_wait_word(words, monitor, i):
-    tdl.wait_word(words + i, tdl.CMP_GE, 1, monitor, i, i)
-    return 0
-
-
-@triton.jit
-def by_wait_until_any(words, monitor, i):
-    tdl.wait_until_any(words, 4, -1, tdl.CMP_GE, i, monitor, 4)
-    return 0
-
-
-@triton.jit
-def by_test_signal(words, monitor, i):
-    tdl.test_signal(words + i, tdl.CMP_GE, 1)
-    return 0
-
-
-@triton.jit
-def by_grid_barrier(words, monitor, i):
-    tdl.grid_barrier(words + i, monitor)
-    return 0
-
-
-@triton.jit
-def by_atom_add(words, monitor, i):
-    tdl.atom_add(words + i, i, "sys", "acquire")
-    return 0
-
-
-@triton.jit
-def by_atom_cas(words, monitor, i):
-    tdl.atom_cas(words + i, i, 1, "sys", "acquire")
-    return 0
-
-
-def by_calling(function: Any, kinds: tuple[str, ...]) -> Any:
-    """Make a kernel that calls ``function``, whose parameters are of these kinds, with addresses and numbers."""
-
-    @triton.jit
-    def plain_call(words, monitor, i):
-        function()
-        return 0
-
-    @triton.jit
-    def fetch(words, monitor, i):
-        function(words + i, 1)
-        return 0
-
-    @triton.jit
-    def change(words, monitor, i):
-        function(words + i, i, 1)
-        return 0
-
-    @triton.jit
-    def compare(words, monitor, i):
-        function(words + i, 0, i, 1)
-        return 0
-
-    @triton.jit
-    def transfer(words, monitor, i):
-        function(words, words + i, 8, i)
-        return 0
-
-    return {
-        (): plain_call,
-        ("ptr", "pe"): fetch,
-        ("ptr", "value", "pe"): change,
-        ("ptr", "value", "value", "pe"): compare,
-        ("ptr", "ptr", "size", "pe"): transfer,
-    }[kinds]
-
-
-WAITS: dict[str, Any] = {
-    "wait_signal": by_wait_signal,
-    "wait_signals": by_wait_signals,
-    "wait_flagged": by_wait_flagged,
-    "wait_words": by_wait_words,
-    "wait_words_of_all": by_wait_words_of_all,
-    "signal_wait_until": by_signal_wait_until,
-    "ld_acquire": by_ld_acquire,
-    "ld, acquire": by_ld,
-    "block_and": by_block_and,
-    "wait_word": by_wait_word,
-    "wait_until_any": by_wait_until_any,
-    "test_signal": by_test_signal,
-    "grid_barrier": by_grid_barrier,
-    "atom_add": by_atom_add,
-    "atom_cas": by_atom_cas,
-    "in a branch": in_a_branch,
+PLACE, MASK = "tl.arange(0, 128)", "tl.arange(0, 128) < 100"
+CALLS = {
+    "wait_signal": "words + i, tdl.CMP_GE, 1, monitor, i, i",
+    "wait_signals": "words, 4, -1, tdl.CMP_GE, i, monitor, 4",
+    "wait_flagged": f"words + 2 * {PLACE}, i, {MASK}, monitor, 0",
+    "wait_words": f"words + 2 * {PLACE}, i, {MASK}, monitor, 0, 1",
+    "wait_words_of_all": f"words + 2 * {PLACE}, 2048, 2, 0, i, {MASK}, monitor, 1",
+    "signal_wait_until": "words + i, tdl.CMP_GE, 1",
+    "ld_acquire": 'words + i, "sys"',
+    "ld": 'words + i, "sys", "acquire"',
+    "block_and": "i",
+    "wait_word": "words + i, tdl.CMP_GE, 1, monitor, i, i",
+    "wait_until_any": "words, 4, -1, tdl.CMP_GE, i, monitor, 4",
+    "test_signal": "words + i, tdl.CMP_GE, 1",
+    "grid_barrier": "words + i, monitor",
+    "atom_add": 'words + i, i, "sys", "acquire"',
+    "atom_cas": 'words + i, i, 1, "sys", "acquire"',
 }
-for _name, _function in FUNCTIONS.items():
-    if _function.acquires and _name not in WAITS:
-        WAITS[_name] = by_calling(getattr(tdl, _name), tuple(kind for _, kind in _function.parameters))
+"""Arguments of calls that loads stay behind."""
+
+KINDS = {
+    (): "",
+    ("ptr", "pe"): "words + i, 1",
+    ("ptr", "value", "pe"): "words + i, i, 1",
+    ("ptr", "value", "value", "pe"): "words + i, 0, i, 1",
+    ("ptr", "ptr", "size", "pe"): "words, words + i, 8, i",
+}
+"""Arguments of the others that acquire, by the kinds of their parameters."""
+
+
+def waits_of(folder: Path) -> dict[str, Any]:
+    """Return a function for each call, in a file because Triton reads the source of kernels."""
+    calls = {name: f"tdl.{name}({given})" for name, given in CALLS.items()}
+    for name, function in FUNCTIONS.items():
+        if function.acquires and name not in calls:
+            calls[name] = f"tdl.{name}({KINDS[tuple(kind for _, kind in function.parameters)]})"
+    calls["in_a_branch"] = f"if i != 5:\n        {calls['wait_signal']}"  # as kernels do that carry the answer along
+    code = ["import triton\nimport triton.language as tl\n\nimport tdcoll.language as tdl\n"]
+    code += [
+        f"@triton.jit\ndef by_{name}(words, monitor, i):\n    {call}\n    return 0\n" for name, call in calls.items()
+    ]
+    (folder / "waits_in_loops.py").write_text("\n\n".join(code))
+    sys.path.insert(0, str(folder))
+    module = importlib.import_module("waits_in_loops")
+    return {name: getattr(module, f"by_{name}") for name in calls}
 
 
 @triton.jit
@@ -362,7 +251,8 @@ def problem_of_token(lowered: dict[str, str], ahead: int) -> str | None:
     return None
 
 
-def main() -> int:
+def main(folder: Path) -> int:
+    made = waits_of(folder)
     report: dict[str, Any] = {"triton": triton.__version__, "checked": [], "problems": [], "controls": {}}
 
     def note(problem: str | None, *what: Any) -> None:
@@ -370,27 +260,27 @@ def main() -> int:
         if problem is not None:
             report["problems"].append(f"{', '.join(map(str, what))}: {problem}")
 
-    plain, token = loops(by_wait_signal), loops(by_wait_token)
+    plain, token = loops(made["wait_signal"]), loops(by_wait_token)
     for arch in (80, 90):
         for num_stages in (1, 2, 3, 4):
             for form in ("load", "descriptor", "stream"):
                 if form == "stream" and num_stages == 1:
                     continue
-                lowered = lower(plain[form], arch, num_stages)
-                note(problem_of_plain(lowered), "plain", form, arch, num_stages)
-                fence = "fence.proxy.async.global" in lowered["ptx"]
                 wanted = arch >= 90 and form == "descriptor"
-                note(None if fence == wanted else f"proxy fence: {fence}", "plain, fence", form, arch, num_stages)
-                lowered = lower(token[form], arch, num_stages)
-                note(problem_of_token(lowered, num_stages - 1), "token", form, arch, num_stages)
-                fence = "fence.proxy.async.global" in lowered["ptx"]
-                note(None if fence == wanted else f"proxy fence: {fence}", "token, fence", form, arch, num_stages)
+                for kind, kernels in (("plain", plain), ("token", token)):
+                    lowered = lower(kernels[form], arch, num_stages)
+                    problem = (
+                        problem_of_plain(lowered) if kind == "plain" else problem_of_token(lowered, num_stages - 1)
+                    )
+                    note(problem, kind, form, arch, num_stages)
+                    fence = "fence.proxy.async.global" in lowered["ptx"]
+                    note(None if fence == wanted else f"proxy fence: {fence}", f"{kind}, fence", form, arch, num_stages)
     for form in ("load", "descriptor"):  # on Blackwell the matmul is asynchronous, and takes a stage of its own
         note(problem_of_plain(lower(plain[form], 100, 3, "ttgir")), "plain", form, 100, 3)
         note(problem_of_token(lower(token[form], 100, 3, "ttgir"), 3), "token", form, 100, 3)
     bars = lower(plain["stream"], 90, 3)["ptx"].count("bar.sync")
     note(f"PTX has {bars} bar.sync" if bars else None, "nothing is left of what holds the loads")
-    for name, wait in WAITS.items():
+    for name, wait in made.items():
         note(problem_of_plain(lower(loops(wait)["load"], 90, 3, "ttgir"), name in LOADS), name)
 
     for name, wait in {"unheld": unheld, "token not consumed": token_not_consumed}.items():
@@ -399,11 +289,12 @@ def main() -> int:
                 lowered = lower(kernel, 90, num_stages)
                 problem = problem_of_plain(lowered) and problem_of_token(lowered, num_stages - 1)
                 report["controls"][f"{name}, {form}, {num_stages}"] = problem
-    json.dump(report, sys.stdout, indent=1)
+    json.dump({"loops": report}, sys.stdout, indent=1)
     print()
     missed = [name for name, problem in report["controls"].items() if problem is None]
     return 1 if report["problems"] or missed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory() as made_files:
+        sys.exit(main(Path(made_files)))

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +48,15 @@ def test_checks(launch: Launch, ranks: int) -> None:
     text = "\n".join((WORKERS / f"distributed_{part}.py").read_text(encoding="utf-8") for part in parts)
     assert list(found) == re.findall(r"^@check(?:\(.*\))?\ndef (\w+)", text, re.MULTILINE)
     assert {name for name, verdict in found.items() if verdict.get("ok") is not True} == GPU_ONLY & set(found)
-    assert "methods" in found["pytorchs_own_cases"]["note"]
+
+
+@pytest.mark.slow
+def test_pytorchs_own_cases(launch: Launch) -> None:
+    done = launch("--simulate", "--nproc", "4", str(WORKERS / "pytorch_cases.py"), timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *cases, last = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert sum(case["outcome"] == "passed" for case in cases) > 60
+    assert all(last["handled"][kind] for kind in ("all_gather", "all_reduce", "sparse_all_reduce", "barrier"))
 
 
 @pytest.mark.slow
@@ -63,7 +70,7 @@ def test_checks(launch: Launch, ranks: int) -> None:
 )
 def test_a_rank_killed_in_training_ends_the_others_waits(launch: Launch, when: str, words: str) -> None:
     # torchrun ends the survivors when it next looks: they must have timed out by then.
-    script = str(WORKERS / "killed_in_training.py")
+    script = str(WORKERS / "killed_rank.py")
     done = launch("--simulate", "--nproc", "3", "--monitor-interval", "25", script, when, "1")
     assert done.returncode != 0
     for survivor in (0, 2):
@@ -76,9 +83,9 @@ def test_a_rank_killed_in_training_ends_the_others_waits(launch: Launch, when: s
 
 
 def test_beside_another_backend(launch: Launch) -> None:
-    done = launch("--simulate", "--nproc", "3", str(WORKERS / "backend_beside.py"))
+    done = launch("--simulate", "--nproc", "2", str(WORKERS / "backend_beside.py"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("done") == 3
+    assert done.stdout.count("done") == 2
 
 
 @pytest.mark.slow
@@ -190,18 +197,6 @@ def test_an_expired_wait_that_nobody_heard_of_is_raised_at_the_end() -> None:
     assert re.search(r"^told: rank 0 waited \d+ s for peer", done.stdout, re.MULTILINE), done.stdout
 
 
-def test_a_wait_for_a_work_that_expires() -> None:
-    go_on = threading.Event()
-    queue = Queue()
-    work = TaskWork(queue.submit(Task(lambda: [torch.ones(1)] if go_on.wait() else [])), queue)
-    with pytest.raises(BackendTimeout, match=r"^waited 0\.01 s in Work\.wait .* timeout ") as raised:
-        work.wait(timedelta(milliseconds=10))
-    assert raised.value.timeout_s == 0.01
-    assert isinstance(raised.value, dist.DistBackendError)
-    go_on.set()
-    assert work.wait(timedelta(seconds=20))
-
-
 @pytest.mark.slow
 def test_a_reducer_whose_finish_is_left_out(launch: Launch) -> None:
     """What it has begun waits for ranks that do not come; the process must not be aborted for it."""
@@ -280,17 +275,14 @@ def test_kinds(text: str, kinds: tuple[str, ...], monkeypatch) -> None:
     assert Options(handles="none").kinds == ()
 
 
-def test_serves_is_text() -> None:
-    with pytest.raises(TypeError, match="handles must be a str or None, got list"):
-        Options(handles=["all_gather"])  # type: ignore[arg-type]
-
-
 def test_options_out_of_range() -> None:
     for wrong in ("", "everything", "all,none", "all_gather,broadcast"):
         with pytest.raises(ValueError, match="handles must be"):
             Options(handles=wrong)
     with pytest.raises(ValueError, match="max_bytes_per_rank"):
         Options(max_bytes_per_rank=-1)
+    with pytest.raises(TypeError, match="handles must be a str or None, got list"):
+        Options(handles=["all_gather"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_bytes_per_rank"):
         Options(max_bytes_per_rank=1.5)  # type: ignore[arg-type]
     for wrong in (0, -1):
@@ -334,25 +326,6 @@ def test_no_call_goes_on_to_c_plus_plus_with_the_gil_held() -> None:
     assert {"allreduce", "broadcast", "send", "recv", "reduce_scatter"} <= looked_for
     held = {name for name in looked_for if not inspect.isfunction(getattr(distributed.TdcollProcessGroup, name))}
     assert held == set()
-
-
-HANG = """
-import faulthandler
-import torch, torch.distributed as dist, tdcoll.distributed
-faulthandler.dump_traceback_later(240, exit=True)
-torch.set_num_threads(1)
-dist.init_process_group("tdcoll", store=dist.HashStore(), rank=0, world_size=1)
-given, out = torch.ones(16), torch.empty(16)
-for _ in range(60000):
-    dist.all_to_all_single(out, given)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_calls_that_are_passed_on_end() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", HANG], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_methods_that_a_group_on_gpus_overrides(monkeypatch) -> None:

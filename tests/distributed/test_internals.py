@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 from tdcoll import torch_internals
 
@@ -80,6 +87,35 @@ def test_a_pytorch_that_has_changed_is_warned_of_once() -> None:
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_messages_are_one_batch_where_the_backend_has_batches(batches: bool, monkeypatch) -> None:
+    """PyTorch looks at a group's very type. The checks of groups in tests/workers have messages that arrive."""
+    asked: list[str] = []
+
+    class Group:
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(supports_coalescing=batches)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: asked.append(name) or f"work of {name}"
+
+    function: Any = inspect.unwrap(dist.batch_isend_irecv)
+    before = function.__code__, function.__globals__.get("_tdcoll_batch")
+    group: Any = Group()
+    monkeypatch.setitem(c10d._world.pg_group_ranks, group, {rank: rank for rank in range(8)})
+    messages = [dist.P2POp(call, torch.ones(1), group=group, group_peer=3) for call in (dist.isend, dist.irecv)]
+    try:
+        for _ in range(2):  # also where it has been done before
+            torch_internals.batch_messages_of.__wrapped__(Group)
+        works = dist.batch_isend_irecv(messages)
+    finally:
+        function.__code__, function.__globals__["_tdcoll_batch"] = before
+    if batches:
+        assert (asked, works) == (["_start_coalescing", "send", "recv", "_end_coalescing"], ["work of _end_coalescing"])
+    else:
+        assert (asked, works) == (["send", "recv"], ["work of send", "work of recv"])
 
 
 def test_wrappers_are_found_without_a_walk(monkeypatch) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tdcoll.distributed import queues
 from tdcoll.distributed.queues import Queue, Task, TaskWork
 from tdcoll.errors import TdcollError
 
@@ -60,44 +59,6 @@ def test_the_thread_ends_and_begins_again() -> None:
         thread.join(PLENTY_S)
         assert not thread.is_alive()
     assert told == [0, 1]
-
-
-def test_calls_of_callbacks_are_made_before_later_ones_and_may_be_waited_for() -> None:
-    queue, told, go = Queue(), [], threading.Event()
-
-    def call_back(done: Any, depth: int) -> None:
-        assert queue.calls_back
-        time.sleep(0.02)
-        inner = telling(queue, told, f"of a callback, {depth}")
-        if depth == 2:
-            inner.wait()
-        else:
-            inner.get_future().then(lambda done: call_back(done, depth + 1)).wait()
-        told.append(f"callback {depth} ends")
-
-    first = telling(queue, told, "first", go)
-    future = first.get_future().then(lambda done: call_back(done, 0))
-    telling(queue, told, "second")
-    go.set()
-    assert ended(future)
-    queue.drain()
-    calls, ends = [f"of a callback, {depth}" for depth in range(3)], [f"callback {depth} ends" for depth in (2, 1, 0)]
-    assert told == ["first", *calls, *ends, "second"]
-    assert not queue.calls_back
-
-
-@pytest.mark.parametrize("way", ["work", "future"])
-def test_a_callback_that_waits_for_a_later_call_holds_nothing_up(way: str, monkeypatch) -> None:
-    monkeypatch.setattr(queues, "_CALLBACKS_S", PLENTY_S if way == "work" else 0.05)
-    queue, told, go, works = Queue(), [], threading.Event(), []
-    first = telling(queue, told, "first", go)
-    future = first.get_future().then(lambda done: works[0].wait() if way == "work" else works[0].get_future().wait())
-    works.append(telling(queue, told, "second"))
-    began = time.monotonic()
-    go.set()
-    assert ended(future)
-    assert time.monotonic() - began < PLENTY_S / 2
-    assert told == ["first", "second"]
 
 
 def test_callbacks_of_two_queues_that_wait_for_each_others_calls() -> None:

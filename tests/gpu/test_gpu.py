@@ -8,6 +8,7 @@ its time on compiling and starting.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -16,9 +17,13 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from tdcoll.bench.peers import PEERS
+from tdcoll.bench.rows import load
 
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE.parent / "workers"
@@ -26,7 +31,6 @@ GPUS = torch.cuda.device_count()
 TIMEOUT_S = 280.0
 SHARED_TIMEOUT_S = 580.0
 SPARSE = "sparse", "sparse_contexts"
-DISTRIBUTED = [f"distributed_{part}checks.py" for part in ("order_", "", "tensors_", "groups_", "training_")]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a GPU"),
@@ -36,9 +40,19 @@ pytestmark = [
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def checks_of(*scripts: str) -> set[str]:
-    """Names of the checks in some worker scripts."""
-    text = "\n".join((WORKERS / script).read_text(encoding="utf-8") for script in scripts)
+def script_of(name: str) -> Path:
+    return {"all": HERE / "all_checks.py", "distributed": WORKERS / "distributed_job.py"}.get(
+        name, WORKERS / f"{name}_checks.py"
+    )
+
+
+def checks_of(name: str) -> set[str]:
+    """Names of the checks that a job runs: those of its script, or of several in one job."""
+    several = {
+        "all": ("language", "stores_and_waits", "words", "drop_ins"),
+        "distributed": [f"distributed{part}" for part in ("", "_groups", "_order", "_tensors", "_training")],
+    }
+    text = "\n".join((WORKERS / f"{part}_checks.py").read_text() for part in several.get(name, (name,)))
     return set(re.findall(r"^@check(?:\(.*\))?\ndef (\w+)", text, re.MULTILINE))
 
 
@@ -54,16 +68,6 @@ def needs(gpus: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs, found {GPUS}")
 
 
-def ranks_of(*numbers: int, nodes: int = 1) -> pytest.MarkDecorator:
-    """Parametrizes ``ranks``; the ids say which ranks share GPUs and which nodes are uneven."""
-
-    def name(ranks: int) -> str:
-        uneven = ["uneven"] if ranks % nodes else []
-        return " ".join([str(ranks), *uneven, *(["shared"] if ranks > GPUS else [])])
-
-    return pytest.mark.parametrize("ranks", [pytest.param(n, id=name(n)) for n in numbers])
-
-
 def run_checks(launch: Launch, ranks: int, script: Path, *options: str) -> subprocess.CompletedProcess[str]:
     if ranks > GPUS:
         # A rank that waits its turn at the GPU, and compiles beside all the others, is no rank that is gone.
@@ -73,60 +77,47 @@ def run_checks(launch: Launch, ranks: int, script: Path, *options: str) -> subpr
     return launch("--nproc", str(ranks), *options, str(script), timeout=TIMEOUT_S)
 
 
-@ranks_of(1, 2, 3, 4, 6, 8)
-def test_all_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, HERE / "all_checks.py")
-    names = "language", "stores_and_waits", "words", "drop_ins"
-    assert set(verdicts(done)) == checks_of(*(f"{name}_checks.py" for name in names))
+JOBS = [  # scripts, nodes, ranks
+    *((("all",), 1, (1, 2, 3, 4, 6, 8)), (("drop_ins",), 2, (4,))),
+    *((("dense",), 1, (1, 2, 3, 4, 8)), (("dense",), 2, (2, 3, 4, 5, 8))),
+    *((SPARSE, 1, (1, 2, 3, 4, 6, 8)), (SPARSE, 2, (2, 3, 4, 5, 8))),
+    *((("early", "fused", "operators"), 1, (1, 2, 4, 8)), (("fused", "operators"), 2, (4,))),
+    (("distributed",), 1, (2, 4, 8)),
+]
 
 
-@ranks_of(1, 2, 3, 4, 8)
-def test_dense_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "dense_checks.py")
-    assert set(verdicts(done)) == checks_of("dense_checks.py")
+def jobs() -> list[Any]:
+    """Return a parameter set for each job; the ids say which ranks share GPUs and which nodes are uneven."""
+    found = []
+    for names, nodes, numbers in JOBS:
+        for name, ranks in itertools.product(names, numbers):
+            more = [f"{nodes} nodes"] * (nodes > 1) + ["uneven"] * (ranks % nodes > 0) + ["shared"] * (ranks > GPUS)
+            found.append(pytest.param(name, ranks, nodes, id=" ".join([name, str(ranks), *more])))
+    return found
 
 
-@ranks_of(2, 3, 4, 5, 8, nodes=2)
-def test_dense_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "dense_checks.py", "--emulate-nodes", "2")
-    assert set(verdicts(done)) == checks_of("dense_checks.py")
-
-
-@ranks_of(4, nodes=2)
-def test_drop_ins_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "drop_ins_checks.py", "--emulate-nodes", "2")
-    assert set(verdicts(done)) == checks_of("drop_ins_checks.py")
-
-
-@pytest.mark.parametrize("name", SPARSE)
-@ranks_of(1, 2, 3, 4, 6, 8)
-def test_sparse_checks(launch: Launch, ranks: int, name: str) -> None:
-    script = WORKERS / f"{name}_checks.py"
-    assert set(verdicts(run_checks(launch, ranks, script))) == checks_of(script.name)
-
-
-@pytest.mark.parametrize("name", SPARSE)
-@ranks_of(2, 3, 4, 5, 8, nodes=2)
-def test_sparse_checks_on_emulated_nodes(launch: Launch, ranks: int, name: str) -> None:
-    script = WORKERS / f"{name}_checks.py"
-    assert set(verdicts(run_checks(launch, ranks, script, "--emulate-nodes", "2"))) == checks_of(script.name)
+@pytest.mark.parametrize(("name", "ranks", "nodes"), jobs())
+def test_checks(launch: Launch, name: str, ranks: int, nodes: int) -> None:
+    options = ("--emulate-nodes", str(nodes)) if nodes > 1 else ()
+    assert set(verdicts(run_checks(launch, ranks, script_of(name), *options))) == checks_of(name)
 
 
 @needs(2)
-@pytest.mark.parametrize("name", ["dense", "drop_ins", *SPARSE, "fused", "early"])
+@pytest.mark.parametrize("name", ["dense", "drop_ins", *SPARSE, "fused", "early", "distributed"])
 def test_checks_on_pytorchs_heap(launch: Launch, name: str) -> None:
     """No NVSHMEM: neither started nor linked."""
-    script = WORKERS / f"{name}_checks.py"
-    done = launch("--nproc", str(min(GPUS, 4)), str(script), timeout=TIMEOUT_S, env={"TDCOLL_HEAP": "torch"})
-    assert set(verdicts(done)) == checks_of(script.name)
+    done = launch("--nproc", str(min(GPUS, 4)), str(script_of(name)), timeout=TIMEOUT_S, env={"TDCOLL_HEAP": "torch"})
+    assert set(verdicts(done)) == checks_of(name)
 
 
 @needs(2)
 @pytest.mark.parametrize("heap", ["nvshmem", "torch"])
 def test_pytorchs_memory_as_callers_tensors(launch: Launch, heap: str) -> None:
-    script = WORKERS / "torch_memory_checks.py"
-    done = launch("--nproc", str(min(GPUS, 4)), str(script), timeout=TIMEOUT_S, env={"TDCOLL_HEAP": heap})
-    assert set(verdicts(done)) == checks_of(script.name)
+    names = "sizes", "larger_calls_are_several_epochs", "graphs"
+    variables = {"TDCOLL_HEAP": heap, "CALLERS_MEMORY": "torch"}
+    script = str(script_of("dense"))
+    done = launch("--nproc", str(min(GPUS, 4)), script, *names, timeout=TIMEOUT_S, env=variables)
+    assert set(verdicts(done)) == {*names}
 
 
 @needs(2)
@@ -134,7 +125,7 @@ def test_a_stall_is_borne_only_with_all_protections(launch: Launch) -> None:
     """The negative control of all the others: what they look for is there to be seen on these GPUs."""
     done = run_checks(launch, min(GPUS, 4), WORKERS / "stall_checks.py")
     found = verdicts(done)
-    assert set(found) == checks_of("stall_checks.py")
+    assert set(found) == checks_of("stall")
     assert all("wrong numbers without the protection" in str(verdict["note"]) for verdict in found.values())
 
 
@@ -150,53 +141,35 @@ def test_a_rank_that_reads_too_late_says_so_only_if_it_looks(launch: Launch, che
     assert found[last]["wrong"] > 0
 
 
-@ranks_of(1, 2, 4, 8)
-def test_early_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "early_checks.py")
-    assert set(verdicts(done)) == checks_of("early_checks.py")
-
-
-@ranks_of(1, 2, 4, 8)
-def test_fused_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "fused_checks.py")
-    assert set(verdicts(done)) == checks_of("fused_checks.py")
-
-
-@ranks_of(4, nodes=2)
-def test_fused_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "fused_checks.py", "--emulate-nodes", "2")
-    assert set(verdicts(done)) == checks_of("fused_checks.py")
-
-
-@ranks_of(1, 2, 4, 8)
-def test_operators_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "operators_checks.py")
-    assert set(verdicts(done)) == checks_of("operators_checks.py")
-
-
-@ranks_of(4, nodes=2)
-def test_operators_checks_on_emulated_nodes(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "operators_checks.py", "--emulate-nodes", "2")
-    assert set(verdicts(done)) == checks_of("operators_checks.py")
-
-
-@ranks_of(2, 4, 8)
-def test_distributed_checks(launch: Launch, ranks: int) -> None:
-    done = run_checks(launch, ranks, WORKERS / "distributed_job.py")
-    assert set(verdicts(done)) == checks_of(*DISTRIBUTED)
+@needs(2)
+@pytest.mark.parametrize(
+    ("benchmark", "options"),
+    [
+        # Sizes that are no multiples of 16 bytes, and such that are.
+        *((name, "-b 1032 -e 66048 -f 64 --both") for name in ("all_gather", "all_reduce", "reduce_scatter")),
+        ("all_reduce", "-b 1024 -e 1024 --buffers 1 --dtype bfloat16 --both"),
+        ("all_reduce_rms_norm", "--rows 2"),
+    ],
+)
+def test_baselines_of_benchmarks_are_right(launch: Launch, benchmark: str, options: str, tmp_path: Path) -> None:
+    """Eagerly and in graphs; or they say what they lack."""
+    names = [name for name, peer in PEERS.items() if peer.of in (None, benchmark)]
+    if benchmark == "all_reduce_rms_norm":
+        names = ["nccl", "tdcoll-torch", "trtllm-one-shot"]
+    file, given = tmp_path / "result.json", f"{options} --iterations 4 --warmup 1 --peers {','.join(names)}"
+    job = ("-m", "tdcoll.bench", benchmark, *given.split(), "--json", str(file))
+    done = launch("--nproc", "2", *job, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [(row.algorithm, row.check, row.note) for row in load(file)[1] if row.peer]
+    assert {name for name, *_ in found} == {*names}
+    assert [one for one in found if one[1] == "WRONG" or (one[1] == "not run" and not one[2])] == []
+    assert {check for name, check, _ in found if name == "nccl"} == {"ok"}
 
 
 def test_beside_another_backend(launch: Launch) -> None:
     done = launch("--nproc", str(min(GPUS, 4)), str(WORKERS / "backend_beside.py"), timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("done") == min(GPUS, 4)
-
-
-@needs(2)
-def test_distributed_checks_on_pytorchs_heap(launch: Launch) -> None:
-    ranks, script = str(min(GPUS, 4)), str(WORKERS / "distributed_job.py")
-    done = launch("--nproc", ranks, script, timeout=TIMEOUT_S, env={"TDCOLL_HEAP": "torch"})
-    assert set(verdicts(done)) == checks_of(*DISTRIBUTED)
 
 
 def devices() -> list[str]:
@@ -234,7 +207,7 @@ def test_two_agents_on_one_host_are_two_nodes(launch: Launch, sees: str) -> None
     assert second.returncode == 0, second.stdout + second.stderr
     found = verdicts(first)
     assert found["takes_the_paths_between_nodes"]["note"] == f"{2 * half} rank(s) on 2 node(s) ({half} + {half})"
-    assert {"dense_checks.sizes", "dense_checks.graphs", "drop_ins_checks.the_pool_and_the_drop_ins"} <= set(found)
+    assert {"sizes", "graphs", "the_pool_and_the_drop_ins"} <= set(found)
 
 
 @needs(2)
@@ -242,7 +215,7 @@ def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
     ranks, victim = min(GPUS, 4), 1
     # The agent looks at its workers so seldom that the others have given up by themselves before it ends them.
     options = ("--nproc", str(ranks), "--timeout", "5", "--monitor-interval", "60")
-    done = launch(*options, str(WORKERS / "killed_rank.py"), str(victim), timeout=TIMEOUT_S)
+    done = launch(*options, str(WORKERS / "killed_rank.py"), "calls", str(victim), timeout=TIMEOUT_S)
     assert done.returncode != 0
     for survivor in set(range(ranks)) - {victim}:
         assert f"CollectiveTimeout: rank {survivor} waited 5 s for peer {victim}:" in done.stderr
@@ -255,7 +228,7 @@ def test_killed_rank_is_named_and_the_job_ends(launch: Launch) -> None:
 @needs(2)
 def test_killed_rank_is_named_when_torchrun_is_first(launch: Launch) -> None:
     ranks, victim = min(GPUS, 4), 1
-    done = launch("--nproc", str(ranks), str(WORKERS / "killed_rank.py"), str(victim), timeout=TIMEOUT_S)
+    done = launch("--nproc", str(ranks), str(WORKERS / "killed_rank.py"), "calls", str(victim), timeout=TIMEOUT_S)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("tdcoll: ")]
     assert f"tdcoll: died: rank {victim} (SIGKILL)" in lines

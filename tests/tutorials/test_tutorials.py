@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from loading import TUTORIALS, changed, load
+from loading import TUTORIALS, load
 from tiers import second, seeds
 
 from tdcoll.bench import timing
@@ -67,15 +64,6 @@ def test_runs_on_gpus(launch, path):
     assert done.returncode == 0, done.stderr
     assert "time: not measured" not in done.stdout
     print(done.stdout)
-
-
-def test_kernels_compile():
-    """For GPUs that need not be here."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    driver = Path(__file__).with_name("compile_tutorials.py")
-    done = subprocess.run([sys.executable, str(driver)], capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["queue", "my_all_gather", "one_stage", "two_stages"]
 
 
 # ---------------------------------------------------------------------- the rules that they teach
@@ -209,29 +197,3 @@ def test_times_have_a_lower_bound_and_are_drawn(monkeypatch, tmp_path, capsys):
         "      4096                10.0      20.0",
     ]
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
-
-
-TIMED = """
-import contextlib, torch
-from tdcoll.bench import timing
-def run_twice(call, *, calls):
-    assert calls == (20,)
-    call(), call()
-    return 2.5
-timing.graph_time_us = run_twice
-torch.cuda.Stream, torch.cuda.stream = object, lambda stream: contextlib.nullcontext()
-tutorial.helpers.untimed = lambda: None
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["02-all-gather", "05-all-reduce"])
-def test_timed_calls_are_checked_and_drawn(launch, name, tmp_path):
-    """With a stand-in for the clock, since the simulator has none."""
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "times.png"
-    done = launch("--simulate", "--nproc", "2", changed(tmp_path, name, TIMED, "--plot", str(plot)), timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert ", µs per call, lower is better:\n" in done.stdout
-    assert " 2.5" in done.stdout
-    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -24,6 +24,12 @@ def join(programs: int = 64) -> None:
     dist.init_process_group("tdcoll", timeout=timedelta(seconds=60), pg_options=Options(programs=programs))
 
 
+def finish(work: dist.Work | None, by_future: bool = False) -> None:
+    """Wait for a call, unless it was synchronous."""
+    if work is not None:
+        (work.get_future() if by_future else work).wait()
+
+
 def handled(kind: str, group=None) -> int:
     """Calls of a kind that tdcoll's kernels have handled."""
     group = group or dist.group.WORLD

@@ -2,7 +2,8 @@
 """All dense collectives, as users call them, on every rank of a job; compared with the reference, to the bit.
 
 Each check is for all of them: `bash launch.sh tests/workers/dense_checks.py [checks]`. The calls are those of
-tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so there are few kinds of them.
+tests/collectives/suite, of larger sizes. A kernel takes seconds to compile, so there are few kinds of them. With
+`CALLERS_MEMORY=torch`, on GPUs, tensors that peers read and write are PyTorch's symmetric memory.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def sizes() -> str:
     for spec in SPECS:
         dtype, most = kind_of(spec), max(sizes_of(spec))
         watched, used = Watched(spec, most, dtype), set()
-        with tdcoll.CollectiveContext(max_bytes_per_rank=4 * most) as ctx:
+        with tdcoll.CollectiveContext(dist.group.WORLD, max_bytes_per_rank=4 * most) as ctx:
             for call, n in enumerate(sizes_of(spec)):
                 every = data(spec, call, n, dtype)
                 should = wanted(spec, every)
@@ -140,7 +141,8 @@ def larger_calls_are_several_epochs() -> None:
         dtype = kind_of(spec)
         unit = 512 // dtype.itemsize
         watched = Watched(spec, 10 * unit, dtype)
-        with tdcoll.CollectiveContext(max_bytes_per_rank=512, flagged_bytes=512, lamport_bytes=512) as ctx:
+        few = dict.fromkeys(("max_bytes_per_rank", "flagged_bytes", "lamport_bytes"), 512)
+        with tdcoll.CollectiveContext(dist.group.WORLD, **few) as ctx:
             for n in (unit, unit + 1, 8 * unit - 24, 10 * unit):
                 every = data(spec, n, n, dtype)
                 should = wanted(spec, every)
@@ -148,14 +150,7 @@ def larger_calls_are_several_epochs() -> None:
                     for algorithm in ("auto", *served(spec, ctx, n * dtype.itemsize, dtype, kind)):
                         watched.call(ctx, kind, every, n, algorithm, should)
             far = torch.zeros(world() << 20, dtype=dtype, device=device())
-            refused = partial(
-                make,
-                spec,
-                "o",
-                far,
-                torch.zeros(spec.results(far.shape, world())[0], dtype=dtype, device=device()),
-                ctx,
-            )
+            refused = partial(make, spec, "o", far, far.new_zeros(spec.results(far.shape, world())[0]), ctx)
             expect_raises(tdcoll.ContextError, refused, "epochs of", "max_bytes_per_rank=")
             ctx.check()
         watched.done("larger calls")
@@ -279,55 +274,24 @@ def subgroups() -> None:
         tdcoll.free(extra)
 
 
-@check
-def several_contexts() -> None:
-    used = tdcoll.heap_info().used
-    contexts = [tdcoll.CollectiveContext(max_bytes_per_rank=2048 * (i + 1)) for i in range(4)]
-    for call in range(scaled(50, 3, shared_gpus=9)):
-        for i, ctx in enumerate(contexts):
-            spec = SPECS[(call + i) % len(SPECS)]
-            if (call + i) % 4:
-                every = data(spec, call + i, 100, kind_of(spec))
-                out = torch.empty_like(wanted(spec, every))
-                make(spec, "o", every[rank()], out, ctx)
-                right(out, wanted(spec, every), f"{spec.name} on context {i}, call {call}")
-    for ctx in contexts[::2] + contexts[1::2]:
-        ctx.close()
-        ctx.close()
-    expect(tdcoll.heap_info().used == used, f"leaked {tdcoll.heap_info().used - used} bytes of heap")
-
-
 # ---------------------------------------------------------------------- errors
 
 
-@check
-def errors() -> None:
-    """What must be refused on GPUs as well: devices and streams of tensors, and what differs between ranks."""
-    bound = None if simulated() else torch.cuda.current_stream()
-    with tdcoll.CollectiveContext(max_bytes_per_rank=256, stream=bound) as ctx:
+@check(gpu_only=True)
+def devices_and_streams() -> None:
+    """What tests on CPUs cannot refuse: tensors on another device, other streams, memory that peers do not reach."""
+    with tdcoll.CollectiveContext(dist.group.WORLD, max_bytes_per_rank=256, stream=torch.cuda.current_stream()) as ctx:
         for spec in SPECS:
-            call, x = getattr(tdcoll, spec.name), torch.zeros(4 * world(), device=device())
-            expect_raises(TypeError, partial(call, [1, 2], ctx=ctx), "tensor", "list")
-            expect_raises(ValueError, partial(call, x.view(-1, 2).t(), ctx=ctx), "tensor", "contiguous")
-            expect_raises(ValueError, partial(call, x, ctx=ctx, out=x.new_empty(5)), "out", "[5]")
-            if not simulated():
-                expect_raises(ValueError, partial(call, x.cpu(), ctx=ctx), "tensor", "cuda")
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    expect_raises(tdcoll.ContextError, partial(call, x, ctx=ctx), "stream")
-            for form in kinds_of(spec):
-                if form in "sp":
-                    ordinary = place(spec, "i", 4, 0, ctx, torch.float32, None)
-                    refused = partial(make, spec, form, ordinary.tensor, ordinary.out, ctx)
-                    expect_raises(tdcoll.NotSymmetricError, refused, "symmetric memory")
-            call(x, ctx=ctx)
+            call, x = partial(getattr(tdcoll, spec.name), ctx=ctx), torch.zeros(4 * world(), device=device())
+            expect_raises(ValueError, partial(call, x.cpu()), "tensor", "cuda")
+            with torch.cuda.stream(torch.cuda.Stream()):
+                expect_raises(tdcoll.ContextError, partial(call, x), "stream")
+            for form in set(kinds_of(spec)) & {*"sp"}:
+                ordinary = place(spec, "i", 4, 0, ctx, torch.float32, None)
+                refused = partial(make, spec, form, ordinary.tensor, ordinary.out, ctx)
+                expect_raises(tdcoll.NotSymmetricError, refused, "symmetric memory")
+            call(x)
         ctx.check()
-    expect_raises(tdcoll.ContextError, partial(tdcoll.all_gather, x, ctx=ctx), "closed")
-    if world() > 1:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=1024, debug=True) as debug:
-            for spec in SPECS:
-                call, x = getattr(tdcoll, spec.name), torch.zeros(world() * (2 + rank() % 2), device=device())
-                expect_raises(tdcoll.RankMismatchError, partial(call, x, ctx=debug), f"{spec.name} arguments")
-                call(x[: 2 * world()], ctx=debug)
 
 
 # ---------------------------------------------------------------------- graphs and streams

@@ -3,17 +3,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-import types
-import unittest
-
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, handled, same, single, sparse
+from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, finish, handled, same, single, sparse
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
@@ -39,8 +33,7 @@ def gathers_into_one_tensor() -> None:
         single(out, data(rank(), 10, dtype, call))
         same(out, wanted, f"{dtype}")
         stacked = torch.empty(world(), 5, 2, dtype=dtype, device=device())
-        work = single(stacked, data(rank(), 10, dtype, call).view(5, 2), async_op=True)
-        work.wait()
+        finish(single(stacked, data(rank(), 10, dtype, call).view(5, 2), async_op=True))
         same(stacked.view(-1), wanted, f"stacked, async, {dtype}")
     own = torch.zeros(world() * 4, device=device())
     own[rank() * 4 : rank() * 4 + 4] = data(rank(), 4)
@@ -50,14 +43,10 @@ def gathers_into_one_tensor() -> None:
     room[2:6] = data(rank(), 4)
     single(room, room[2:6])
     same(room, torch.cat([data(r, 4) for r in everyone()]), "input elsewhere in the output")
-    strided = data(rank(), 12).view(6, 2)[:, 0]
-    out = torch.empty(world() * 6, 2, device=device())[:, 1]
-    single(out, strided)
-    same(out.contiguous(), torch.cat([data(r, 12).view(6, 2)[:, 0] for r in everyone()]), "strided")
     empty = torch.empty(0, device=device())
     single(torch.empty(0, device=device()), empty)
     expect_raises(ValueError, lambda: single(torch.empty(5, device=device()), data(rank(), 4)), "elements")
-    expect(handled("all_gather") - before == 2 * len(DTYPES) + 4, explain())
+    expect(handled("all_gather") - before == 2 * len(DTYPES) + 3, explain())
 
 
 @check
@@ -65,33 +54,16 @@ def gathers_lists() -> None:
     before = handled("all_gather")
     for asynchronous in (False, True):
         pieces = [torch.empty(2, 3, device=device()) for _ in everyone()]
-        work = dist.all_gather(pieces, data(rank(), 6).view(2, 3), async_op=asynchronous)
-        if asynchronous:
-            work.wait()
+        finish(dist.all_gather(pieces, data(rank(), 6).view(2, 3), async_op=asynchronous))
         for r in everyone():
             same(pieces[r], data(r, 6).view(2, 3), f"piece {r}")
         uneven = [torch.empty(3 * r, dtype=torch.int64, device=device()) for r in everyone()]
-        work = dist.all_gather(uneven, data(rank(), 3 * rank(), torch.int64), async_op=asynchronous)
-        if asynchronous:
-            work.wait()
+        finish(dist.all_gather(uneven, data(rank(), 3 * rank(), torch.int64), async_op=asynchronous))
         for r in everyone():
             same(uneven[r], data(r, 3 * r, torch.int64), f"uneven piece {r}")
     expect(handled("all_gather") - before == 4, explain())
     wrong = [torch.empty(4, device=device()) for _ in everyone()]
     expect_raises(ValueError, lambda: dist.all_gather(wrong, data(rank(), 3)), "as large as")
-
-
-@check
-def gathers_several_at_once() -> None:
-    before = handled("all_gather")
-    outs = [torch.empty(world() * n, device=device()) for n in (3, 5)]
-    with dist.distributed_c10d._coalescing_manager(dist.group.WORLD, async_ops=True) as pending:
-        for out, n in zip(outs, (3, 5), strict=True):
-            single(out, data(rank(), n))
-    pending.wait()
-    for out, n in zip(outs, (3, 5), strict=True):
-        same(out, torch.cat([data(r, n) for r in everyone()]), f"coalesced {n}")
-    expect(handled("all_gather") - before == 1, explain())
 
 
 @check
@@ -103,9 +75,7 @@ def exchanges_parts() -> None:
         wanted = torch.cat([data(r, world() * n, dtype, call).view(world(), n)[rank()] for r in everyone()])
         for asynchronous in (False, True, False):
             out = torch.empty_like(given)
-            work = dist.all_to_all_single(out, given, async_op=asynchronous)
-            if asynchronous:
-                work.wait()
+            finish(dist.all_to_all_single(out, given, async_op=asynchronous))
             same(out, wanted, f"{dtype}")
     strided, out = torch.stack([given, given], 1)[:, 0], torch.empty(world() * n, 2, dtype=dtype, device=device())[:, 1]
     dist.all_to_all_single(out, strided)
@@ -161,55 +131,6 @@ def derivatives() -> None:
         expect(handled(kind) - count == 2, f"{kind}: {explain()}")
 
 
-@check
-def pytorchs_own_cases() -> str:
-    """The methods of c10d's test class for all_gather, barrier and sparse all_reduce, on this backend."""
-    if importlib.util.find_spec("expecttest") is None:  # a test dependency of PyTorch's, of which nothing is used here
-        stub = types.ModuleType("expecttest")
-        stub.TestCase = unittest.TestCase
-        sys.modules["expecttest"] = stub
-    os.environ.setdefault("BACKEND", "gloo" if device().type == "cpu" else "nccl")  # which cases they are
-    os.environ.setdefault("TEMP_DIR", "/tmp")
-    os.environ.setdefault("INIT_METHOD", "env://")
-    try:
-        from torch.testing._internal.common_distributed import simple_sparse_reduce_tests
-        from torch.testing._internal.common_utils import TestCase
-        from torch.testing._internal.distributed.distributed_test import DistributedTest
-    except ImportError as error:
-        return f"not in this PyTorch: {error}"
-
-    class Cases(DistributedTest._DistTestBase, TestCase):
-        rank = rank()
-
-        def _barrier(self, *_args, **_kwargs) -> None:
-            dist.barrier()
-
-        def call_dist_op(self, _title, _is_async, op, *args, tensor_shapes=None) -> None:
-            op(*args)  # without the profiler
-
-    on = "_cuda" if device().type == "cuda" else ""
-    names = [f"test_all_gather{on}", f"test_all_gather{on}_complex"]
-    if shared():  # they give each rank a GPU of its own
-        names = []
-    if not on:
-        names += ["test_all_gather_full_group", "test_sparse_all_reduce_sum"]
-    before = handled("all_gather"), handled("sparse_all_reduce")
-    for name in names:
-        torch.manual_seed(1)  # as its setUp does
-        getattr(Cases(name), name)()
-    if not on and world() > 2:  # test_all_gather_group, which wants 8 ranks to use 2
-        cases = Cases("test_all_gather_group")
-        cases._test_all_gather_helper(*cases._init_group_test())
-    for inputs, outputs in simple_sparse_reduce_tests(rank(), world()):
-        tensor = inputs[0].to(device())
-        dist.all_reduce(tensor)
-        same(tensor.to_dense(), outputs[0].to(device()).to_dense(), f"sparse case {tensor.shape}")
-    gathered, summed = handled("all_gather") - before[0], handled("sparse_all_reduce") - before[1]
-    expect(gathered >= min(2, len(names)) * world(), f"tdcoll handled {gathered} all-gathers of PyTorch's cases")
-    expect(summed >= 6, f"tdcoll handled {summed} sparse all-reduces of PyTorch's cases")
-    return f"{len(names)} methods" if names else "without PyTorch's all-gather cases, which want a GPU for each rank"
-
-
 # ---------------------------------------------------------------------- dense reductions
 
 OPERATIONS = {
@@ -236,7 +157,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor, name: str, what: str) -> None
 
 @check
 def reduces() -> None:
-    """Every dtype and operation; in time, in place and beside; what has strides or is a part of the other tensor."""
+    """Every dtype and operation; in time, in place and beside; what is a part of the other tensor."""
     before = handled("all_reduce"), handled("reduce_scatter")
     calls = 0
     for call, dtype in enumerate((*REDUCED, torch.int8, torch.uint8)):
@@ -257,9 +178,6 @@ def reduces() -> None:
                 close(out.view(-1), wanted.view(world(), 4)[rank()], name, f"reduce_scatter {dtype} {name}")
                 calls += 1
     parts = [data(r, 6 * world()) for r in everyone()]
-    strided = torch.stack([parts[rank()], parts[rank()]], 1)[:, 0]
-    dist.all_reduce(strided)
-    same(strided.contiguous(), sum(parts), "strided")
     whole = parts[rank()].clone()
     SINGLE_SCATTER(whole[6 * rank() : 6 * rank() + 6], whole)
     same(whole[6 * rank() : 6 * rank() + 6], sum(parts)[6 * rank() : 6 * rank() + 6], "own part of the input")
@@ -267,7 +185,7 @@ def reduces() -> None:
     SINGLE_SCATTER(whole[3:9], whole)
     same(whole[3:9], sum(parts)[6 * rank() : 6 * rank() + 6], "elsewhere in the input")
     dist.all_reduce(torch.empty(0, device=device()))
-    expect(handled("all_reduce") - before[0] == calls + 2, explain())
+    expect(handled("all_reduce") - before[0] == calls + 1, explain())
     expect(handled("reduce_scatter") - before[1] == calls + 2, explain())
     expect_raises(ValueError, lambda: SINGLE_SCATTER(torch.empty(5, device=device()), parts[rank()]), "elements")
     wanted = sum(parts).view(world(), 6)[rank()]
@@ -353,14 +271,10 @@ def reductions_that_are_handed_over() -> None:
 @check
 def sparse_sums() -> None:
     before = handled("sparse_all_reduce")
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64):
-        tensor = sparse(rank(), dtype)
-        dist.all_reduce(tensor)
-        expect(tensor.is_coalesced(), "the result is coalesced")
-        same(tensor.to_dense(), dense_sum(dtype=dtype), f"{dtype}")
     tensor = sparse(rank())
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
+    expect(tensor.is_coalesced(), "the result is coalesced")
     same(tensor.to_dense(), dense_sum(), "async")
     expect(work.result()[0] is tensor and work.get_future().wait()[0] is tensor, "result and future are the tensor")
     mean = sparse(rank())
@@ -380,7 +294,7 @@ def sparse_sums() -> None:
     wanted[1, 2] += world()
     dist.all_reduce(matrix)
     same(matrix.to_dense(), wanted, "two sparse dimensions")
-    expect(handled("sparse_all_reduce") - before == 11, explain())
+    expect(handled("sparse_all_reduce") - before == 5, explain())
     expect_raises(RuntimeError, lambda: dist.all_reduce(sparse(rank()), dist.ReduceOp.MAX))
     expect(any("max" in why for why in by_inner("sparse_all_reduce")), explain())
 
@@ -452,16 +366,13 @@ def sparse_dtypes_and_operations() -> str:
 
 @check
 def tensors_of_other_kinds() -> None:
-    """Results of functional collectives that nobody has waited for, negative views, rows without elements."""
+    """Results of functional collectives that nobody has waited for, rows without elements."""
     wanted = torch.cat([data(r, 4) for r in everyone()])
     for _ in range(2):  # the second synchronous call goes the short way
         pending = functional.all_gather_tensor(data(rank(), 4), 0, dist.group.WORLD)
         out = torch.empty(world() ** 2 * 4, device=device())
         single(out, pending)
         same(out, wanted.repeat(world()), "of a pending result")
-        negative = torch._neg_view(torch.zeros(world() * 4, device=device()))
-        single(negative, data(rank(), 4))
-        same(negative.resolve_neg(), wanted, "into a negative view")
     empty = torch.sparse_coo_tensor([[rank(), 0]], torch.empty(2, 0, device=device()), (world(), 0)).to(device())
     dist.all_reduce(empty)
     expect(empty.indices().tolist() == [list(everyone())], f"rows without elements: {empty.indices()}")

@@ -127,32 +127,16 @@ def subgroups() -> str | None:
 
 @check
 def inner_collectives() -> None:
-    """Nothing that worked stops working."""
-    total = torch.full((3,), float(rank()), device=device())
-    dist.all_reduce(total)
-    same(total, torch.full((3,), float(sum(everyone())), device=device()), "all_reduce")
-    work = dist.all_reduce(total, dist.ReduceOp.MAX, async_op=True)
-    work.wait()
-    if device().type == "cuda":
-        torch.cuda.synchronize()
-    expect(work.is_completed(), "complete")
+    """Nothing that worked stops working; pytorch_cases.py has PyTorch's own tests of these calls."""
     tensor = data(rank(), 4)
     dist.broadcast(tensor, 1)
     same(tensor, data(1, 4), "broadcast")
     objects: list[object] = [None] * world()
     dist.all_gather_object(objects, {"rank": rank()})
     expect(objects == [{"rank": r} for r in everyone()], f"{objects}")
-    pieces = [torch.empty(4, device=device()) for _ in everyone()] if rank() == 0 else None
-    dist.gather(data(rank(), 4), pieces)
-    if pieces is not None:
-        same(pieces[-1], data(world() - 1, 4), "gather")
-    dist.reduce(total, 0)
     back = torch.empty(4, device=device())
     dist.scatter(back, [data(r, 4) for r in everyone()] if rank() == 0 else None)
     same(back, data(rank(), 4), "scatter")
-    swapped = torch.empty(world(), device=device())
-    dist.all_to_all_single(swapped, data(rank(), world()))
-    same(swapped, torch.stack([data(r, world())[rank()] for r in everyone()]), "all_to_all_single")
     options = dist.BarrierOptions()  # dist.barrier(timeout=...) of newer PyTorch
     options.timeout = timedelta(seconds=20)
     dist.group.WORLD.barrier(options).wait()
@@ -186,30 +170,6 @@ def a_first_call_that_waits_holds_up_no_other_thread() -> None:
     same(smaller, torch.full_like(smaller, world()), "a call of the other group")
     for group in (one, other):
         dist.destroy_process_group(group)
-
-
-@check
-def calls_of_several_threads() -> None:
-    """Each has a group; their launches are in flight beside each other."""
-    groups = [dist.new_group(everyone()) for _ in range(3)]
-    tensors = [torch.full((1000,), 10.0 * i + rank(), device=device()) for i in range(3)]
-    for group in groups:
-        dist.all_reduce(torch.ones(1000, device=device()), group=group)
-
-    def calls(number: int) -> None:
-        stream = torch.cuda.Stream() if device().type == "cuda" else None
-        with torch.cuda.stream(stream):
-            for call in range(10):
-                time.sleep(0.002 * ((call + number + rank()) % 3))
-                dist.all_reduce(tensors[number], dist.ReduceOp.MAX, group=groups[number])
-        if stream is not None:
-            stream.synchronize()
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(calls, range(3)))
-    for number, tensor in enumerate(tensors):
-        same(tensor, torch.full_like(tensor, 10.0 * number + world() - 1), f"thread {number}")
-        dist.destroy_process_group(groups[number])
 
 
 @check
@@ -250,6 +210,7 @@ def batched_messages() -> None:
 
     if world() > 1:
         same(passed_on(data(rank(), 8)), data(left, 8) + 1, "in a compiled function")
+    expect_raises(ValueError, lambda: batch_isend_irecv(["a message"]), "P2POp")
 
 
 @check
@@ -280,7 +241,6 @@ def options_and_words() -> None:
     single(out, data(rank(), 2), group=some)
     dist.barrier(some)
     expect((handled("all_gather", some), handled("barrier", some)) == (0, 1), explain(some))
-    expect("  all_gather: fallback backend; configured kinds: barrier" in explain(some), explain(some))
     dist.destroy_process_group(some)
     expect("  all_gather: tdcoll" in explain() and "  everything else: fallback backend" in explain(), explain())
     plain = dist.new_group(backend="gloo")
@@ -299,31 +259,6 @@ def options_and_words() -> None:
 
 
 # ---------------------------------------------------------------------- contexts
-
-
-@check
-def growth() -> None:
-    """Contexts become as large as is asked for; beyond the limit the fallback backend handles."""
-    group = dist.new_group(pg_options=Options(max_bytes_per_rank=3000))
-    for count in (100, 700):
-        out = torch.empty(world() * count, device=device())
-        single(out, data(rank(), count), group=group)
-        same(out, torch.cat([data(r, count) for r in everyone()]), f"{count}")
-    out = torch.empty(world() * 800, device=device())
-    single(out, data(rank(), 800), group=group)
-    same(out, torch.cat([data(r, 800) for r in everyone()]), "800, by the fallback backend")
-    expect((handled("all_gather", group), by_inner("all_gather", group)) == (2, {"more than 3000 bytes per rank": 1}),
-           explain(group))  # fmt: skip
-    for rows, dim in ((10, 1), (600, 1), (600, 5)):
-        indices = (torch.arange(rows, device=device()) + rank() * rows)[None]
-        tensor = torch.sparse_coo_tensor(indices, data(rank(), rows * dim).view(rows, dim), (5000, dim))
-        wanted = torch.zeros(5000, dim, device=device())
-        for r in everyone():
-            wanted[r * rows : (r + 1) * rows] = data(r, rows * dim).view(rows, dim)
-        dist.all_reduce(tensor, group=group)
-        same(tensor.to_dense(), wanted, f"{rows} rows of {dim}")
-    expect(handled("sparse_all_reduce", group) == 3, explain(group))
-    dist.destroy_process_group(group)
 
 
 @check
@@ -371,6 +306,7 @@ def streams() -> None:
                     SINGLE_SCATTER(part, whole, async_op=asynchronous),
                     dist.all_reduce(whole, async_op=asynchronous) if not asynchronous else None,
                 ]
+                expect(torch.cuda.current_stream() == stream, "the caller's stream is the current one again")
                 if asynchronous:
                     works[1].wait()
                     works[2] = dist.all_reduce(whole, async_op=True)

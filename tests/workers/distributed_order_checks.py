@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from backend_job import by_inner, data, handled, same, single, sparse
+from backend_job import by_inner, data, finish, handled, same, single, sparse
 from harness import check, device, everyone, expect, rank, simulated, world
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -88,6 +88,7 @@ def callbacks_come_before_later_calls() -> None:
             return dist.all_reduce(second, async_op=True).get_future().wait()[0]
 
         future = dist.all_reduce(first, async_op=True).get_future().then(then)
+        time.sleep(0.02 * ((rank() + call + 1) % 2))  # where the callback is fast, its call comes first in any case
         work = dist.all_reduce(behind, async_op=True)
         ended(future)
         work.wait()
@@ -190,9 +191,7 @@ def barriers_are_behind_all_calls() -> None:
             dist.all_reduce(rows, async_op=True),
             single(torch.empty(world() * 8, device=device()), data(rank(), 8), async_op=True),
         ]
-        work = dist.barrier(async_op=asynchronous)
-        if asynchronous:
-            work.wait()
+        finish(dist.barrier(async_op=asynchronous))
         if device().type == "cpu":
             expect(all(work.is_completed() for work in works), f"{[work.is_completed() for work in works]}")
         for work in works:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_inner, data, handled, same, single
+from backend_job import SINGLE_SCATTER, by_inner, data, finish, handled, same, single
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
 
@@ -32,9 +32,7 @@ def autograd_sees_no_collective() -> None:
                 leaf = torch.ones(6, device=device(), requires_grad=True)
                 x = make(leaf * 2)
                 before = x._version, x.grad_fn
-                work = dist.all_reduce(x, group=group, async_op=asynchronous)
-                if asynchronous:
-                    work.wait()
+                finish(dist.all_reduce(x, group=group, async_op=asynchronous))
                 same(x.detach().contiguous(), torch.full_like(x, 2.0 * world()).contiguous(), "the sum")
                 if group is not inner or device().type == "cpu":  # gloo copies CUDA tensors back for autograd to see
                     expect((x._version, x.grad_fn) == before, f"version and history {x._version} {x.grad_fn}")
@@ -42,15 +40,11 @@ def autograd_sees_no_collective() -> None:
                 expect(leaf.grad.tolist() == 6 * [2.0], f"{group}: {leaf.grad}")
             last = torch.ones(2, 3, 2, 2, device=device()).to(memory_format=torch.channels_last)
             parameter = nn.Parameter(last)
-            work = dist.all_reduce(parameter, group=group, async_op=asynchronous)
-            if asynchronous:
-                work.wait()
+            finish(dist.all_reduce(parameter, group=group, async_op=asynchronous))
             expect(bool((parameter == world()).all()) and parameter.is_leaf, f"{parameter}")
             with torch.inference_mode():
                 made = torch.ones(2, 3, device=device()).t()
-            work = dist.all_reduce(made, group=group, async_op=asynchronous)
-            if asynchronous:
-                work.wait()
+            finish(dist.all_reduce(made, group=group, async_op=asynchronous))
             expect(bool((made == world()).all()), f"made in inference mode: {made}")
     expect(handled("all_reduce", inner) == 0, explain(inner))
     dist.destroy_process_group(inner)
@@ -96,13 +90,6 @@ def strided_tensors_of_any_size() -> None:
     for rows, side in ((4, "tdcoll"), (40, "inner")):  # times 3 columns of 4 bytes
         for name, make in STRIDED.items():
             for asynchronous in (False, True, False):
-
-                def finish(work: object, futures: bool, asynchronous: bool = asynchronous) -> None:
-                    if asynchronous and futures:
-                        work.get_future().wait()
-                    elif asynchronous:
-                        work.wait()
-
                 what = f"{name}, {rows} rows, {side}, {asynchronous}"
                 for futures in (False, True):
                     x = make(rows, 3)
@@ -145,9 +132,7 @@ def debug_mode_compares_before_it_decides() -> None:
             for asynchronous in (False, True):
 
                 def call(asynchronous: bool = asynchronous) -> None:
-                    work = make(last, group=group, async_op=asynchronous)
-                    if asynchronous:
-                        work.wait()
+                    finish(make(last, group=group, async_op=asynchronous))
 
                 kind = ValueError if last and mine != theirs else tdcoll.RankMismatchError
                 expect_raises(kind, call, mine if last else theirs)

@@ -22,26 +22,20 @@ TORCHS = {
 DropIn = Callable[..., Any]
 
 
+NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+NAMES |= {"all_to_all": "all_to_all_single", "all_reduce": "all_reduce"}
+
+
 def drop_ins() -> Iterator[tuple[Collective, DropIn]]:
     """``(spec, function(tensor, out, *more))``; what has no ``out`` works in place."""
-
-    def all_reduce(tensor: torch.Tensor, out: torch.Tensor, *more: Any, **named: Any) -> Any:
-        return tdcoll.distributed.all_reduce(out.copy_(tensor), *more, **named)
-
-    known: dict[str, DropIn] = {
-        "all_gather": lambda tensor, out, *more, **named: tdcoll.distributed.all_gather_into_tensor(
-            out, tensor, *more, **named
-        ),
-        "reduce_scatter": lambda tensor, out, *more, **named: tdcoll.distributed.reduce_scatter_tensor(
-            out, tensor, *more, **named
-        ),
-        "all_reduce": all_reduce,
-        "all_to_all": lambda tensor, out, *more, **named: tdcoll.distributed.all_to_all_single(
-            out, tensor, *more, **named
-        ),
-    }
     for spec in SPECS:
-        yield spec, known[spec.name]
+        function = getattr(tdcoll.distributed, NAMES[spec.name])
+
+        def call(tensor: torch.Tensor, out: torch.Tensor, *more: Any, function=function, **named: Any) -> Any:
+            tensors = [out.copy_(tensor)] if function is tdcoll.distributed.all_reduce else [out, tensor]
+            return function(*tensors, *more, **named)
+
+        yield spec, call
 
 
 @check

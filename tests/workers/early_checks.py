@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from dense_parts import SPECS, wanted
 from harness import check, device, expect, rank, run, scaled, simulated, world
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -53,32 +54,22 @@ def writers() -> dict[str, Callable[[torch.Tensor], object]]:
     }
 
 
+KINDS = [(spec, name) for spec in SPECS for name in ("auto", "one_shot", "direct") if name in ("auto", *spec.names)]
+"""Collectives and algorithms, one after the other."""
+
+
 def step(kind: int, write: Callable[[torch.Tensor], object], ctx: tdcoll.CollectiveContext) -> torch.Tensor:
     """Make a writer, a collective and one writer more; return how many numbers are wrong."""
+    spec, algorithm = KINDS[kind % len(KINDS)]
     n = scaled(N, 60) // world() * world()
     base = torch.arange(n, device=device(), dtype=torch.float32) % 97
     x = base + rank()
-    ranks = world() * (world() - 1) // 2
+    expected = wanted(spec, [base + r + 1 for r in range(world())]) + 1
+    in_place = algorithm == "one_shot"  # which only all-reduces have
     write(x)
-    if kind < 3:
-        algorithm = ("auto", "one_shot", "direct")[kind]
-        expected = world() * (base + 1) + ranks + 1
-        out = tdcoll.all_reduce(x, ctx=ctx, out=x if kind == 1 else None, algorithm=algorithm)
-    elif kind == 3:
-        expected = torch.stack([base + 2 + r for r in range(world())]).flatten()
-        out = tdcoll.all_gather(x, ctx=ctx)
-    elif kind == 4:
-        expected = torch.stack([base + 2 + r for r in range(world())]).flatten()
-        out = tdcoll.all_gather(x, ctx=ctx, algorithm="direct")
-    else:
-        part = slice(rank() * n // world(), (rank() + 1) * n // world())
-        expected = (world() * (base + 1) + ranks + 1)[part]
-        out = tdcoll.reduce_scatter(x, ctx=ctx, algorithm="auto" if kind == 5 else "direct")
+    out = getattr(tdcoll, spec.name)(x, ctx=ctx, out=x if in_place else None, algorithm=algorithm)
     write(out)
     return (out != expected).sum()
-
-
-KINDS = 7
 
 
 @check
@@ -112,7 +103,7 @@ def chains_among_other_kernels() -> str:
             late = chooser.randrange(world())
             if not simulated() and turn % 5 == 0 and rank() == late:
                 torch.cuda._sleep(100_000)
-            wrong += step(turn % KINDS, made[chooser.randrange(len(made))], ctx)
+            wrong += step(turn, made[chooser.randrange(len(made))], ctx)
         ctx.check()
     expect(int(wrong) == 0, f"{int(wrong)} wrong numbers")
     return f"{turns} calls"
@@ -141,19 +132,19 @@ def chains_of_collectives_alone() -> str:
 def captured_chains() -> None:
     ctx = tdcoll.CollectiveContext(max_bytes_per_rank=4 * N * world())
     for name, write in writers().items():
-        for kind in range(KINDS):
+        for kind in range(len(KINDS)):
             step(kind, write, ctx)
         torch.cuda.synchronize()
-        for captured in (KINDS, 2 * KINDS + 1):
+        for captured in (len(KINDS), 2 * len(KINDS) + 1):
             wrong = torch.zeros((), dtype=torch.int64, device=device())
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 for turn in range(captured):
-                    wrong.add_(step(turn % KINDS, write, ctx))
+                    wrong.add_(step(turn, write, ctx))
             for replay in range(scaled(40, 0, shared_gpus=5)):
                 graph.replay()
                 if replay % 3 == 0:
-                    wrong.add_(step(replay % KINDS, write, ctx))
+                    wrong.add_(step(replay, write, ctx))
             ctx.check()
             expect(int(wrong) == 0, f"{name}: {int(wrong)} wrong numbers, {captured} steps captured")
     ctx.close()

@@ -7,7 +7,6 @@ and ends the job, rather than leave the others in a collective. Rank 0 prints on
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -40,21 +39,6 @@ def check(function: Callable[[], object] | None = None, *, gpu_only: bool = Fals
         return f
 
     return register if function is None else register(function)
-
-
-def checks_of(script: str, *names: str) -> list[str]:
-    """Add checks of another script, whose names may be the same, as ``script.name``; these names."""
-    mine = dict(CHECKS)
-    CHECKS.clear()
-    importlib.import_module(script)
-    theirs = dict(CHECKS)
-    CHECKS.clear()
-    CHECKS.update(mine)
-    for name in names:
-        CHECKS[f"{script}.{name}"] = theirs[name]
-        if name in GPU_ONLY:
-            GPU_ONLY.add(f"{script}.{name}")
-    return [f"{script}.{name}" for name in names]
 
 
 def simulated() -> bool:
@@ -106,6 +90,16 @@ def neighbour() -> int:
     return (rank() + 1) % world()
 
 
+HELD: list[torch.Tensor] = []
+"""Symmetric memory of the check that runs."""
+
+
+def symmetric(shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in symmetric memory, which is given back when the check has ended."""
+    HELD.append(tdcoll.zeros(shape, dtype))
+    return HELD[-1]
+
+
 def expect(condition: object, message: str) -> None:
     if not condition:
         raise AssertionError(message)
@@ -132,30 +126,6 @@ def covering(first: Sequence[A], second: Sequence[B], turn: int = 0) -> list[tup
     return [(first[i % len(first)], second[(i + turn) % len(second)]) for i in pairs]
 
 
-def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two tensors are equal to the bit, but for the sign of zeros; any NaN is the same as any other."""
-    if got.dtype != expected.dtype or got.shape != expected.shape:
-        return False
-    if got.dtype.itemsize == 1 and got.dtype.is_floating_point:  # of which PyTorch compares few
-        got, expected = got.float(), expected.float()
-    return bool(((got == expected) | (got.isnan() & expected.isnan())).all())
-
-
-def negative_zeros(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a -0.0."""
-    if not tensor.dtype.is_floating_point:
-        return False
-    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    return bool(((values == 0) & values.signbit()).any())
-
-
-def numbers(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert fp64 to any dtype: by rounding; to integers 50 times as large, of which the low bits are kept."""
-    if dtype.is_floating_point:
-        return values.to(dtype)
-    return values.mul(50).to(torch.int64).to(dtype)
-
-
 def all_agree(ok: bool) -> bool:
     """Whether ``ok`` holds on all ranks, over tdcoll's control plane (which the checks do not test)."""
     owner = runtime.current()
@@ -179,6 +149,8 @@ def run(argv: list[str] | None = None, **initialize: object) -> None:
                 note = CHECKS[name]()
                 if device().type == "cuda":
                     torch.cuda.synchronize()
+                while HELD:
+                    tdcoll.free(HELD.pop())
             except BaseException:
                 print(f"rank {rank()}: {name} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 print(json.dumps({"check": name, "ok": False, "rank": rank()}), flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, neighbour, rank, run, scaled, world
+from harness import check, device, expect, neighbour, rank, run, scaled, symmetric, world
 
 import tdcoll
 import tdcoll.language as tdl
@@ -176,15 +176,14 @@ def block(n: int) -> int:
 
 @check
 def identity() -> None:
-    out = tdcoll.zeros(4, torch.int32)
+    out = symmetric(4, torch.int32)
     who_am_i[(1,)](out, num_warps=4)
     expect(out.tolist() == [rank(), world(), 128, 3], str(out.tolist()))
-    tdcoll.free(out)
 
 
 @check
 def puts_and_gets(forms: Iterable[int] = range(6)) -> None:
-    source, dest = tdcoll.empty(NBYTES, torch.uint8), tdcoll.empty(NBYTES, torch.uint8)
+    source, dest = symmetric(NBYTES, torch.uint8), symmetric(NBYTES, torch.uint8)
     before = (rank() - 1) % world()
     for form in forms:
         source.copy_(bytes_of(rank(), form))
@@ -195,15 +194,12 @@ def puts_and_gets(forms: Iterable[int] = range(6)) -> None:
         expect(torch.equal(dest, bytes_of(neighbour(), form)), f"get form {form}")
         dest.zero_()
         tdcoll.barrier()
-    tdcoll.free(source)
-    tdcoll.free(dest)
 
 
 @check
 def puts_with_signals(forms: Iterable[int] = range(6)) -> None:
-    source, dest = tdcoll.empty(NBYTES, torch.uint8), tdcoll.empty((6, NBYTES), torch.uint8)
-    signals = tdcoll.empty(6, torch.int64)
-    signals.zero_()
+    source, dest = symmetric(NBYTES, torch.uint8), symmetric((6, NBYTES), torch.uint8)
+    signals = symmetric(6, torch.int64)
     monitor = tdcoll.WaitMonitor()
     ok = torch.zeros(1, dtype=torch.int32, device=device())
     seen = torch.zeros(1, dtype=torch.int64, device=device())
@@ -217,14 +213,11 @@ def puts_with_signals(forms: Iterable[int] = range(6)) -> None:
         expect(int(ok) == 1 and int(seen) == big + form, f"form {form}: ok {int(ok)}, seen {int(seen)}")
         expect(torch.equal(dest[form], bytes_of((rank() - 1) % world(), form)), f"form {form}")
     monitor.check()
-    for tensor in (source, dest, signals):
-        tdcoll.free(tensor)
 
 
 @check
 def signals_and_barriers() -> None:
-    signals = tdcoll.empty(world(), torch.int64)
-    signals.zero_()
+    signals = symmetric(world(), torch.int64)
     monitor = tdcoll.WaitMonitor()
     ok = torch.zeros(1, dtype=torch.int32, device=device())
     tdcoll.barrier()
@@ -233,15 +226,12 @@ def signals_and_barriers() -> None:
         expect(int(ok) == 1, f"step {step}")
         expect(signals.tolist() == [value] * world(), f"step {step}: {signals.tolist()}")
         tdcoll.barrier()
-    tdcoll.free(signals)
 
 
 @check
 def fence_orders() -> None:
-    source, dest = tdcoll.empty(NBYTES, torch.uint8), tdcoll.empty(NBYTES, torch.uint8)
-    number, signal = tdcoll.empty(1, torch.int32), tdcoll.empty(1, torch.int64)
-    number.zero_()
-    signal.zero_()
+    source, dest = symmetric(NBYTES, torch.uint8), symmetric(NBYTES, torch.uint8)
+    number, signal = symmetric(1, torch.int32), symmetric(1, torch.int64)
     source.copy_(bytes_of(rank(), 9))
     monitor = tdcoll.WaitMonitor()
     ok = torch.zeros(1, dtype=torch.int32, device=device())
@@ -249,16 +239,14 @@ def fence_orders() -> None:
     data_fence_signal[(1,)](dest, source, NBYTES, number, signal, neighbour(), monitor.words, ok)
     expect(int(ok) == 1 and int(number) == 77, f"ok {int(ok)}, number {int(number)}")
     expect(torch.equal(dest, bytes_of((rank() - 1) % world(), 9)), "data")
-    for tensor in (source, dest, number, signal):
-        tdcoll.free(tensor)
 
 
 @check
 def order_and_completion_are_the_pes() -> None:
     """fence, quiet and barrier_all are for what any program of the PE has put, and what an earlier kernel has."""
     nbytes = scaled(8 << 20, 5000)
-    source, dest = tdcoll.empty(nbytes, torch.uint8), tdcoll.empty(nbytes, torch.uint8)
-    signal, monitor = tdcoll.zeros(1, torch.int64), tdcoll.WaitMonitor()
+    source, dest = symmetric(nbytes, torch.uint8), symmetric(nbytes, torch.uint8)
+    signal, monitor = symmetric(1, torch.int64), tdcoll.WaitMonitor()
     done = torch.zeros(1, dtype=torch.int64, device=device())
     ok = torch.ones(1, dtype=torch.int32, device=device())
     before = (rank() - 1) % world()
@@ -275,8 +263,6 @@ def order_and_completion_are_the_pes() -> None:
             stale = int((dest != (before * 17 + number) % 251).sum())
             monitor.check()
             expect(int(ok) == 1 and stale == 0, f"turn {turn}, step {step}: {stale} of {nbytes} bytes are not there")
-    for tensor in (source, dest, signal):
-        tdcoll.free(tensor)
 
 
 @check
@@ -286,21 +272,6 @@ def all_functions_are_checked() -> None:
     source = "".join(file.read_text() for file in files)
     unused = [name for name in FUNCTIONS if f"tdl.{name}(" not in source]
     expect(not unused, f"no check calls {unused}")
-
-
-@check
-def heap_errors() -> None:
-    info = tdcoll.heap_info()
-    error = expect_raises(
-        tdcoll.HeapExhaustedError, lambda: tdcoll.empty(2 * info.total, torch.uint8), "NVSHMEM_SYMMETRIC_SIZE"
-    )
-    expect(str(2 * info.total) in str(error) and str(info.free) in str(error), str(error))
-    if world() > 1:
-        expect_raises(tdcoll.RankMismatchError, lambda: tdcoll.empty(100 + rank(), torch.uint8), "rank 1: 101")
-    expect_raises(tdcoll.NotSymmetricError, lambda: tdcoll.free(torch.zeros(3, device=device())), "tensor")
-    expect(tdcoll.heap_info() == info, "a refused call must leave the heap as it was")
-    tdcoll.initialize()
-    expect_raises(tdcoll.AlreadyInitializedError, lambda: tdcoll.initialize(heap_bytes=12345 << 10), "12641280")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts of the sparse all-reduce, on every rank of a job: their memory, and what they say when a call is wrong."""
+"""Contexts of the sparse all-reduce, on every rank of a job: tdcoll's own, views, and what is said of wrong calls."""
 
 from __future__ import annotations
 
@@ -8,37 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from harness import all_agree, check, device, everyone, expect, expect_raises, patience_s, rank, run, simulated, world
-from sparse_parts import Part, call, compare, compare_rows, part, parts, reduced
+from harness import all_agree, check, device, everyone, expect, expect_raises, patience_s, rank, run, world
+from sparse_parts import Rows, call, compare, coo, part, parts
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 
 # ---------------------------------------------------------------------- memory
-
-
-@check
-def sparse_memory() -> None:
-    """Little symmetric memory beyond the rows, and all of it is given back, after growing as well."""
-    before = tdcoll.heap_info()
-    rows, row_bytes = 500, 1024
-    with tdcoll.SparseContext(max_rows_per_rank=rows, max_row_bytes=row_bytes) as ctx:
-        used = tdcoll.heap_info().used - before.used
-        expect(used <= symmetric_bytes(world(), rows, row_bytes), f"{used} bytes of symmetric memory")
-        expect(used <= 1.05 * (rows + ctx.max_union_rows) * row_bytes, f"{used} bytes of symmetric memory")
-    with tdcoll.SparseContext(max_rows_per_rank=2, max_row_bytes=4, max_union_rows=2, grow=True) as ctx:
-        kept = []
-        for number, (count, shape) in enumerate(((1, (1,)), (9, (1,)), (3, (6,)), (30, (6,)), (2, (2,)))):
-            every = [part(r, number, count if r == 0 else 1, 99, shape) for r in everyone()]
-            kept.append((tdcoll.sparse_all_reduce(every[rank()].sparse(99), ctx=ctx), every))
-        for got, every in kept:
-            compare(got, every, what="grown")
-        used = tdcoll.heap_info().used - before.used
-        facts = (ctx.max_rows_per_rank, ctx.max_row_bytes, ctx.max_union_rows)
-        expect(used <= symmetric_bytes(world(), *facts), "what was outgrown is given back")
-    expect(tdcoll.heap_info() == before, "close() gives everything back")
 
 
 @check
@@ -48,8 +24,7 @@ def sparse_without_context() -> None:
         every = [part(r, number, count if r == world() - 1 else 2, 900, shape) for r in everyone()]
         call(None, every, 900)
         mine = every[rank()]
-        found, rows = tdcoll.sparse_all_reduce_rows(mine.ids, mine.values, 900)
-        compare_rows(found, rows, *reduced(every), "rows without a context")
+        compare(*tdcoll.sparse_all_reduce_rows(*mine, 900), every, what="rows without a context")
     expect(sum("sparse" in key for key in contexts) == 1, f"{list(contexts)}")
 
 
@@ -61,13 +36,13 @@ def sparse_views() -> None:
         every = parts(1, 16, 30)
         weight = torch.nn.Parameter(torch.ones(30, 4, device=device()))
         step = torch.optim.SGD([weight], lr=0.5)
-        weight.grad = view = tdcoll.sparse_all_reduce(every[rank()].sparse(30), ctx=ctx, algorithm="owner", copy=False)
+        mine = coo(every[rank()], 30)
+        weight.grad = view = tdcoll.sparse_all_reduce(mine, ctx=ctx, algorithm="owner", copy=False)
         inside = heap.base <= view._values().data_ptr() < heap.base + heap.nbytes
         expect(inside, "a view of symmetric memory")
-        compare(view, every, what="view")
+        compare(view.indices()[0], view.values(), every, what="view")
         step.step()
-        ids, values = reduced(every)
-        wanted = torch.ones(30, 4, device=device()).index_add_(0, ids, -0.5 * values.float())
+        wanted = 1 - 0.5 * sum(coo(rows, 30).to_dense() for rows in every)
         expect(torch.equal(weight.detach(), wanted), "an optimizer's step by a view")
 
 
@@ -85,10 +60,9 @@ def sparse_errors_of_one_rank() -> None:
     last = rank() == world() - 1
     with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16 << 10) as ctx:
         for algorithm in ("owner", "gather"):
-            many = Part(
-                torch.arange(9 if last else 3, device=device()), torch.ones(9 if last else 3, 4, device=device())
-            )
-            reduce_many = partial(tdcoll.sparse_all_reduce, many.sparse(40), ctx=ctx, algorithm=algorithm)
+            count = 9 if last else 3
+            many = Rows(torch.arange(count, device=device()), torch.ones(count, 4, device=device()))
+            reduce_many = partial(tdcoll.sparse_all_reduce, coo(many, 40), ctx=ctx, algorithm=algorithm)
             expect_raises(tdcoll.ContextError, reduce_many, "9 different rows", "capacity of 8", "max_rows_per_rank=9")
             _goes_on(ctx)
             for ids, coalesced, text in (
@@ -136,58 +110,45 @@ def sparse_ranks_that_disagree() -> str:
     return "5 kinds"
 
 
-@check
-def sparse_arguments() -> None:
-    part = Part(torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device()))
-    bound = None if simulated() else torch.cuda.current_stream()
-    ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, stream=bound)
-    reduce: Callable[..., Any] = tdcoll.sparse_all_reduce
-    rows: Callable[..., Any] = tdcoll.sparse_all_reduce_rows
-    expect_raises(ValueError, lambda: reduce(part.values, ctx=ctx), "tensor", "torch.sparse_coo", "strided")
-    expect_raises(TypeError, lambda: reduce(part.sparse(9).bool(), ctx=ctx), "tensor", "torch.bool")
-    expect_raises(ValueError, lambda: reduce(part.sparse(9).int(), "mean", ctx=ctx), "mean", "torch.int32")
-    expect_raises(ValueError, lambda: reduce(part.sparse(9), "median", ctx=ctx), "op", "median")
-    expect_raises(ValueError, lambda: reduce(part.sparse(9), ctx=ctx, algorithm="ring"), "algorithm", "ring")
-    expect_raises(TypeError, lambda: reduce(part.sparse(9), ctx=dist.group.WORLD), "ctx", "ProcessGroup")
-    expect_raises(ValueError, lambda: rows(part.ids.int(), part.values, 9, ctx=ctx), "indices", "int64", "int32")
-    expect_raises(ValueError, lambda: rows(part.ids, part.values[:1], 9, ctx=ctx), "values", "2", "[1, 4]")
-    expect_raises(TypeError, lambda: rows(part.ids, part.values, 9.0, ctx=ctx), "num_rows", "9.0")
-    expect_raises(tdcoll.ContextError, lambda: rows(part.ids, part.values.double(), 9, ctx=ctx), "32 bytes", "16")
-    if not simulated():
-        expect_raises(ValueError, lambda: reduce(part.sparse(9).cpu(), ctx=ctx), "tensor", "cuda", "cpu")
-        expect_raises(ValueError, lambda: rows(part.ids.cpu(), part.values, 9, ctx=ctx), "indices", "cuda", "cpu")
+@check(gpu_only=True)
+def sparse_devices_and_streams() -> None:
+    """What tests on CPUs cannot refuse: tensors on another device, and another stream than the context's."""
+    mine = Rows(torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device()))
+    with tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=16, stream=torch.cuda.current_stream()) as ctx:
+        reduce = partial(tdcoll.sparse_all_reduce, ctx=ctx)
+        rows = partial(tdcoll.sparse_all_reduce_rows, mine.indices.cpu(), mine.values, 9, ctx=ctx)
+        expect_raises(ValueError, partial(reduce, coo(mine, 9).cpu()), "tensor", "cuda", "cpu")
+        expect_raises(ValueError, rows, "indices", "cuda", "cpu")
         with torch.cuda.stream(torch.cuda.Stream()):
-            expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx=ctx), "stream")
-    call(ctx, [part] * world(), 9)
-    ctx.close()
-    expect_raises(tdcoll.ContextError, lambda: reduce(part.sparse(9), ctx=ctx), "closed")
+            expect_raises(tdcoll.ContextError, partial(reduce, coo(mine, 9)), "stream")
+        call(ctx, [mine] * world(), 9)
 
 
 @check(gpu_only=True)
 def sparse_capture_errors() -> None:
-    mine = Part(torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device()))
+    mine = Rows(torch.tensor([2, 1], device=device()), torch.ones(2, 4, device=device()))
     ctx = tdcoll.SparseContext(max_rows_per_rank=8, max_row_bytes=64, grow=True)
     padded: Callable[..., Any] = tdcoll.sparse_all_reduce_padded
     counted = torch.zeros((), device=device())
     for eager in (False, True):
         if eager:
             call(ctx, [mine] * world(), 9)
-            padded(mine.ids, mine.values, 9, ctx=ctx)
+            padded(mine.indices, mine.values, 9, ctx=ctx)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             expect_raises(
-                tdcoll.ContextError, lambda: tdcoll.sparse_all_reduce(mine.sparse(9), ctx=ctx), "CUDA graph", "padded"
+                tdcoll.ContextError, lambda: tdcoll.sparse_all_reduce(coo(mine, 9), ctx=ctx), "CUDA graph", "padded"
             )
             if not eager:
-                expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 9, ctx=ctx), "before")
-            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values.double(), 9, ctx=ctx), "before")
-            expect_raises(tdcoll.ContextError, lambda: padded(mine.ids, mine.values, 1 << 24, ctx=ctx), "before")
+                expect_raises(tdcoll.ContextError, lambda: padded(mine.indices, mine.values, 9, ctx=ctx), "before")
+            expect_raises(tdcoll.ContextError, lambda: padded(mine.indices, mine.values.double(), 9, ctx=ctx), "before")
+            expect_raises(tdcoll.ContextError, lambda: padded(mine.indices, mine.values, 1 << 24, ctx=ctx), "before")
             counted.add_(1)
         graph.replay()
     expect(int(counted) == 2, "a refused call must not spoil the capture")
     call(ctx, [mine] * world(), 9)
-    many = Part(torch.arange(9, device=device()), torch.ones(9, 4, device=device()))
-    grow = partial(tdcoll.sparse_all_reduce, many.sparse(9), ctx=ctx, algorithm="owner")
+    many = Rows(torch.arange(9, device=device()), torch.ones(9, 4, device=device()))
+    grow = partial(tdcoll.sparse_all_reduce, coo(many, 9), ctx=ctx, algorithm="owner")
     expect_raises(tdcoll.ContextError, grow, "captured in a CUDA graph")
     ctx.close()
 

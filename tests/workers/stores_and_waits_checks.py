@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, neighbour, rank, run, scaled, shared, world
+from harness import check, device, expect, expect_raises, neighbour, rank, run, scaled, shared, symmetric, world
 
 import tdcoll
 import tdcoll.language as tdl
@@ -146,8 +146,8 @@ def never(signals, monitor, ok, n, BLOCK: tl.constexpr):
 @check
 def loads_stay_behind_waits() -> None:
     """In a loop that Triton pipelines, with parts that come late: a load above its wait reads zeros."""
-    parts, sent = tdcoll.empty((8, 256), torch.float16), tdcoll.empty((8, 256), torch.float16)
-    signals, monitor = tdcoll.zeros(8, torch.int64), tdcoll.WaitMonitor()
+    parts, sent = symmetric((8, 256), torch.float16), symmetric((8, 256), torch.float16)
+    signals, monitor = symmetric(8, torch.int64), tdcoll.WaitMonitor()
     ok = torch.zeros(1, dtype=torch.int32, device=device())
     total = torch.zeros(256, dtype=torch.float32, device=device())
     index = torch.arange(8 * 256, device=device()).view(8, 256)
@@ -170,24 +170,19 @@ def loads_stay_behind_waits() -> None:
                 tdcoll.barrier()
                 parts.zero_()
                 tdcoll.barrier()
-    for tensor in (parts, sent, signals):
-        tdcoll.free(tensor)
 
 
 @check
 def stores_through_pointers() -> str | None:
     if tdcoll.topology().n_nodes > 1:
         return "pointers reach one node"
-    data, flags = tdcoll.empty((2, 64), torch.int32), tdcoll.empty(2, torch.int32)
-    flags.zero_()
+    data, flags = symmetric((2, 64), torch.int32), symmetric(2, torch.int32)
     tdcoll.barrier()
     for semantic in (0, 1):
         out = torch.zeros(64, dtype=torch.int32, device=device())
         store_through_pointer[(1,)](data[semantic], flags[semantic:], neighbour(), out, semantic)
         wanted = torch.arange(64, device=device(), dtype=torch.int32) + 1000 * ((rank() - 1) % world())
         expect(torch.equal(out, wanted), f"semantic {semantic}: {out.tolist()[:4]}")
-    tdcoll.free(data)
-    tdcoll.free(flags)
     return None
 
 
@@ -195,7 +190,7 @@ def stores_through_pointers() -> str | None:
 def words_with_flags() -> str | None:
     if tdcoll.topology().n_nodes > 1:
         return "pointers reach one node"
-    words = tdcoll.zeros(1024, torch.int64)
+    words = symmetric(1024, torch.int64)
     monitor = tdcoll.WaitMonitor(timeout_s=30 if shared() else 5)
     ok = torch.zeros(1, dtype=torch.int32, device=device())
     wanted = torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
@@ -215,7 +210,6 @@ def words_with_flags() -> str | None:
     monitor.check()
     expect(int(torn) == 0, f"{int(torn)} words came in pieces")
     tdcoll.barrier()
-    tdcoll.free(words)
     return None
 
 
@@ -225,7 +219,7 @@ def words_without_flags() -> None:
     if tdcoll.topology().n_nodes != 1:
         return
     absent = -(1 << 31)
-    words = tdcoll.empty((64, 4), torch.int32)
+    words = symmetric((64, 4), torch.int32)
     wanted = torch.arange(50, device=device(), dtype=torch.int32) - 7 + 1000 * ((rank() - 1) % world())
     for missing in (False, True):
         monitor = tdcoll.WaitMonitor(timeout_s=0.5 if missing else 30)  # a peer may still compile the kernel
@@ -247,7 +241,6 @@ def words_without_flags() -> None:
     expect(told == (49, 1, 4, 3), f"signal, epoch, expected, seen: {told}")
     runtime.current().failed = False  # nothing else is broken
     tdcoll.barrier()
-    tdcoll.free(words)
 
 
 @check
@@ -274,7 +267,7 @@ def pointers_are_true_unless_null() -> None:
 @check
 def waits_end() -> None:
     """A wait that nobody satisfies: 0 within the deadline, a record, and every later wait at once."""
-    signals = tdcoll.empty(4, torch.int64)
+    signals = symmetric(4, torch.int64)
     signals.copy_(torch.tensor([9, 9, 4, 0]))
     monitor = tdcoll.WaitMonitor(timeout_s=0.5)
     ok = torch.ones(2, dtype=torch.int32, device=device())
@@ -284,7 +277,6 @@ def waits_end() -> None:
     told = error.peer, error.signal, error.expected, error.seen  # type: ignore[attr-defined]
     expect(told in ((2, 2, 9, 4), (3, 3, 9, 0)), str(error))
     runtime.current().failed = False  # nothing else is broken
-    tdcoll.free(signals)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
-from harness import check, device, expect, expect_raises, rank, run, scaled, simulated, world
+from harness import check, device, expect, expect_raises, neighbour, rank, run, scaled, simulated, symmetric, world
 
 import tdcoll
 import tdcoll.language as tdl
@@ -16,10 +16,6 @@ from tdcoll import runtime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "language"))
 import kernels_of_words as kernels
-
-
-def successor() -> int:
-    return (rank() + 1) % world()
 
 
 def predecessor() -> int:
@@ -37,21 +33,19 @@ def one_node() -> bool:
 
 @check
 def values_of_one_word() -> None:
-    words, floats = tdcoll.zeros(1, torch.int64), tdcoll.zeros(1, torch.float64)
-    arrived, monitor = tdcoll.zeros(1, torch.int64), tdcoll.WaitMonitor()
+    words, floats = symmetric(1, torch.int64), symmetric(1, torch.float64)
+    arrived, monitor = symmetric(1, torch.int64), tdcoll.WaitMonitor()
     out, out_floats = zeros(1, torch.int64), zeros(1, torch.float64)
     kernels.values[(1,)](words, floats, out, out_floats, arrived, monitor.words)
     monitor.check()
     expect((words.item(), floats.item()) == ((predecessor() + 1) * 10**10, predecessor() + 0.25), f"{words}, {floats}")
     expect((out.item(), out_floats.item()) == ((rank() + 1) * 10**10, rank() + 0.25), f"{out}, {out_floats}")
-    for tensor in (words, floats, arrived):
-        tdcoll.free(tensor)
 
 
 @check
 def atomics_on_one_pe() -> None:
     rounds = scaled(50, 3, shared_gpus=5)
-    narrow, wide = tdcoll.zeros(3, torch.int32), tdcoll.zeros(2, torch.int64)
+    narrow, wide = symmetric(3, torch.int32), symmetric(2, torch.int64)
     old, monitor = zeros(rounds + 3, torch.int64), tdcoll.WaitMonitor()
     kernels.atomics[(1,)](narrow, wide, old, narrow, monitor.words, rounds)
     kept = runtime.current().control.all_gather(range(world()), "what was there before", old.tolist())
@@ -60,8 +54,6 @@ def atomics_on_one_pe() -> None:
     expect(len({one[rounds] for one in kept}) == world(), f"holders of the lock: {[one[rounds] for one in kept]}")
     expect(len({one[rounds + 1] for one in kept}) == world(), f"swaps: {[one[rounds + 1] for one in kept]}")
     expect({one[rounds + 2] for one in kept} == {world() * rounds << 33}, f"sums: {[one[-1] for one in kept]}")
-    tdcoll.free(narrow)
-    tdcoll.free(wide)
 
 
 @check
@@ -76,7 +68,7 @@ def counted_puts() -> None:
     if world() < 2:
         return
     for _ in range(scaled(200, 2, shared_gpus=3)):
-        buffer, counter = tdcoll.zeros(16, torch.int32), tdcoll.zeros(1, torch.int32)
+        buffer, counter = symmetric(16, torch.int32), symmetric(1, torch.int32)
         if rank() == 1:
             buffer.copy_(torch.arange(16) + 7)
         out, monitor = zeros(16, torch.int32), tdcoll.WaitMonitor()
@@ -85,8 +77,6 @@ def counted_puts() -> None:
         monitor.check()
         expect(rank() or out.tolist() == list(range(7, 23)), str(out))
         tdcoll.barrier()
-        tdcoll.free(buffer)
-        tdcoll.free(counter)
 
 
 @check
@@ -94,18 +84,16 @@ def waits_for_words() -> str | None:
     if not one_node():
         return "pointers reach one node"
     for send in (True, False):
-        narrow, wide = tdcoll.zeros(1, torch.int32), tdcoll.zeros(1, torch.int64)
+        narrow, wide = symmetric(1, torch.int32), symmetric(1, torch.int64)
         ok, monitor = zeros(2, torch.int32), tdcoll.WaitMonitor(timeout_s=30 if send else 0.5)
         kernels.wait_here_and_there[(1,)](narrow, wide, ok, monitor.words, send)
         expect(ok.tolist() == [send, send], f"send {send}: {ok}")
         if not send:
-            error = expect_raises(tdcoll.CollectiveTimeout, monitor.check, f"peer {successor()}: signal 7")
+            error = expect_raises(tdcoll.CollectiveTimeout, monitor.check, f"peer {neighbour()}: signal 7")
             told = error.expected, error.seen  # type: ignore[attr-defined]
             expect(told == (-4, 0), str(told))
             runtime.current().failed = False  # nothing else is broken
         tdcoll.barrier()
-        tdcoll.free(narrow)
-        tdcoll.free(wide)
     return None
 
 
@@ -113,7 +101,7 @@ def waits_for_words() -> str | None:
 def any_of_several() -> None:
     n, width = world(), 8
     for extra in (0, 1) if n > 1 else ():
-        signals, found = tdcoll.zeros(width, torch.int64), torch.full((width,), -2, dtype=torch.int32, device=device())
+        signals, found = symmetric(width, torch.int64), torch.full((width,), -2, dtype=torch.int32, device=device())
         monitor = tdcoll.WaitMonitor(timeout_s=1)
         kernels.any_of[(1,)](signals, found, monitor.words, 0, n + extra, width)
         if rank() == 0:
@@ -123,21 +111,19 @@ def any_of_several() -> None:
                 expect_raises(tdcoll.CollectiveTimeout, monitor.check, "waited 1 s for peer 1: signal 1")
                 runtime.current().failed = False  # nothing else is broken
         tdcoll.barrier()
-        tdcoll.free(signals)
 
 
 @check
 def asking() -> None:
     if world() < 2:
         return
-    signals, out = tdcoll.zeros(2, torch.int64), zeros(2, torch.int64)
+    signals, out = symmetric(2, torch.int64), zeros(2, torch.int64)
     signals[1] = 77 if rank() == 1 else 0
     tdcoll.barrier()
     if rank() < 2:
         kernels.ask[(1,)](signals, out, 1)
     expect(rank() or out.tolist() == [0, 77], str(out))
     tdcoll.barrier()
-    tdcoll.free(signals)
 
 
 @check
@@ -170,7 +156,7 @@ def words_of_128_bits() -> None:
 def peers_tensors() -> str | None:
     if not one_node():
         return "pointers reach one node"
-    mine = tdcoll.zeros((4, 6), torch.int32)
+    mine = symmetric((4, 6), torch.int32)
     numbers = torch.arange(24, dtype=torch.int32, device=device()).view(4, 6)
     mine.copy_(numbers + 100 * rank())
     tdcoll.barrier()
@@ -180,10 +166,9 @@ def peers_tensors() -> str | None:
         expect(torch.equal(theirs, numbers + 100 * peer), f"of rank {peer}: {theirs}")
         expect(torch.equal(tdcoll.peer_tensor(mine[1:3, ::2].t(), peer), theirs[1:3, ::2].t()), f"strided, {peer}")
     tdcoll.barrier()
-    tdcoll.peer_tensor(mine, successor())[3, 5] = -rank()
+    tdcoll.peer_tensor(mine, neighbour())[3, 5] = -rank()
     tdcoll.barrier()
     expect(mine[3, 5].item() == -predecessor(), str(mine))
-    tdcoll.free(mine)
     return None
 
 
@@ -195,20 +180,18 @@ def streams_of_ranks() -> str | None:
     count = scaled(1 << 24, 64, shared_gpus=1 << 20)
     stream = None if simulated() else torch.cuda.Stream()
     for dtype in (torch.int32, torch.int64):
-        data, words = tdcoll.zeros(count, torch.float32), tdcoll.zeros(2, dtype)
+        data, words = symmetric(count, torch.float32), symmetric(2, dtype)
         for turn in (1, 2, 3):
             source = torch.full((count,), 10.0 * turn + rank(), device=device())
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())
-            tdcoll.copy_on_stream(tdcoll.peer_tensor(data, successor()), source, stream)
-            tdcoll.write_on_stream(tdcoll.peer_tensor(words[:1], successor()), turn, stream)
+            tdcoll.copy_on_stream(tdcoll.peer_tensor(data, neighbour()), source, stream)
+            tdcoll.write_on_stream(tdcoll.peer_tensor(words[:1], neighbour()), turn, stream)
             tdcoll.wait_on_stream(words[0], tdl.CMP_GE if turn < 3 else tdl.CMP_EQ, turn, stream)
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
             expect(bool((data == 10.0 * turn + predecessor()).all()), f"{dtype}, turn {turn}: {data[:4]}")
             tdcoll.barrier()
-        tdcoll.free(data)
-        tdcoll.free(words)
     return None
 
 
@@ -220,14 +203,13 @@ def put(dest, source, nbytes, peer):
 @check
 def barriers_on_streams() -> None:
     count = scaled(1 << 20, 16, shared_gpus=1 << 12)
-    buffer = tdcoll.zeros(2 * count, torch.int32).view(2, count)
+    buffer = symmetric(2 * count, torch.int32).view(2, count)
     for turn in range(1, scaled(20, 2, shared_gpus=3) + 1):
         buffer[0].fill_(turn + rank())
-        put[(1,)](buffer[1], buffer[0], 4 * count, successor())
+        put[(1,)](buffer[1], buffer[0], 4 * count, neighbour())
         tdcoll.barrier_on_stream()
         expect(bool((buffer[1] == turn + predecessor()).all()), f"turn {turn}: {buffer[1][:4]}")
         tdcoll.barrier_on_stream()
-    tdcoll.free(buffer.view(-1))
 
 
 @tdcoll.jit
@@ -254,7 +236,7 @@ def swap(buffer, arrived, control, monitor, out, n, BLOCK: tl.constexpr):
 def epochs_of_own_kernels() -> None:
     """A kernel of the user's is right in replays of a CUDA graph, with odd and even numbers of calls in it."""
     n, block = world(), 1 << (world() - 1).bit_length()
-    buffer, arrived = tdcoll.zeros(4 * n, torch.int64), tdcoll.zeros(2 * n, torch.int64)
+    buffer, arrived = symmetric(4 * n, torch.int64), symmetric(2 * n, torch.int64)
     control, monitor, out = zeros(1, torch.int64), tdcoll.WaitMonitor(), zeros(n, torch.int64)
 
     def call() -> None:
@@ -279,8 +261,6 @@ def epochs_of_own_kernels() -> None:
             right(done)
         del graph
     tdcoll.barrier()
-    tdcoll.free(buffer)
-    tdcoll.free(arrived)
 
 
 if __name__ == "__main__":
