@@ -13,6 +13,7 @@ import torch
 import tdcoll
 import tdcoll.distributed
 from tdcoll import runtime
+from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.testing import World
 from tdcoll.tuning import shipped
 
@@ -60,8 +61,17 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
         "tuning must be a tuning table (Table), the path of its file, or None, got 5",
     ),
     (lambda given: make(tuning="no.json"), ValueError, "tuning: no.json: expected the file of a tuning table: "),
-    (lambda given: make(channels=0), ValueError, "channels must be 1 to 512, got 0"),
-    (lambda given: make(channels="8"), TypeError, "channels must be an int, got '8'"),
+    *((lambda given, n=n: make(channels=n), ValueError, f"channels must be 1 to 512, got {n}") for n in (0, 513)),
+    *(
+        (lambda given, name=name: make(**{name: -1}), ValueError, f"{name} must be at least 0, got -1")
+        for name in ("max_bytes_per_rank", "flagged_bytes", "lamport_bytes")
+    ),
+    *(
+        (lambda given, name=name, n=n: make(**{name: n}), TypeError, f"{name} must be an int, got {n!r}")
+        for name in ("max_bytes_per_rank", "channels", "max_programs")
+        for n in (1.5, "1M", True)
+    ),
+    (lambda given: make(max_programs=MAX_PROGRAMS + 1), ValueError, f"max_programs must be 1 to {MAX_PROGRAMS}, got"),
     (lambda given: make(stream=3), TypeError, "stream must be a torch.cuda.Stream or None, got 3"),
     (lambda given: make(group=3), TypeError, f"{GROUP}3"),
     (lambda given: make(group=["a"]), TypeError, f"{GROUP}['a']"),

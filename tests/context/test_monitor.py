@@ -47,19 +47,6 @@ def fields(error: tdcoll.CollectiveTimeout) -> tuple[float, ...]:
     return (error.rank, error.peer, error.signal, error.epoch, error.expected, error.seen, error.timeout_s)
 
 
-def test_satisfied_wait_leaves_no_record() -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
-        wait_once[(1,)](signals, monitor.words, ok, 0, 5, 3, 4, tdl.CMP_GE)
-        assert int(ok) == 1
-        assert not monitor.expired
-        monitor.check()
-        monitor.raise_if_expired()
-        assert not runtime.current().failed
-
-    alone(host)
-
-
 @pytest.mark.parametrize(
     ("compare", "value", "satisfied"),
     [
@@ -169,16 +156,6 @@ def test_defaults() -> None:
             assert ctx.monitor.words[tdl.MONITOR_RANK.value] == 1 - pe  # the group rank
 
     World(2, timeout_s=12.5).run(host)
-
-
-def test_world_reports_a_hopeless_wait_by_name() -> None:
-    """The negative control of all above: without `on_timeout="expire"` a missing signal is a deadlock."""
-
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        wait_once[(1,)](signals, tdcoll.WaitMonitor().words, ok, 5, 1, 2, 2, tdl.CMP_GE)
-
-    with pytest.raises(Deadlock, match="wait_once"):
-        alone(host, on_timeout="raise")
 
 
 def test_text_of_the_error() -> None:

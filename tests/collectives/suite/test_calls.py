@@ -165,8 +165,13 @@ def test_debug_mode_compares_arguments(spec: Collective) -> None:
                     tdcoll.RankMismatchError, match=f"{spec.name} arguments .* differ in {next(iter(named))}"
                 ):
                     call(x, ctx=ctx, **named)
-            with pytest.raises(tdcoll.RankMismatchError, match="differ in bytes"):
-                call(torch.ones(6 + 2 * pe), ctx=ctx)
+            for other, differ in (
+                (torch.ones(6 + 2 * pe), "bytes"),
+                (x.int() if pe else x, r"dtype \(rank 0: torch.float32, rank 1: torch.int32\)$"),
+            ):
+                with pytest.raises(tdcoll.RankMismatchError, match=f"differ in {differ}"):
+                    call(other, ctx=ctx)
+            assert int(ctx.control) == 0, "nothing has begun"
             assert torch.equal(call(x, ctx=ctx), reference(spec, [x, x], ctx.topology))
 
     World(2).run(host)
@@ -224,8 +229,12 @@ def test_a_context_says_what_it_must_be_made_with() -> None:
             ):  # half: the outbox
                 tdcoll.reduce_scatter(torch.zeros(4, dtype=torch.int64), ctx=ctx)
             for shape in ((0,), (0, 3)):
-                assert tdcoll.all_reduce(torch.zeros(shape), ctx=ctx).shape == shape
-                assert tdcoll.reduce_scatter(torch.zeros(shape), ctx=ctx).shape == shape
+                for spec in SPECS:
+                    assert getattr(tdcoll, spec.name)(torch.zeros(shape), ctx=ctx).shape == shape
+            x16 = torch.arange(16, dtype=torch.int32) + pe
+            got = tdcoll.all_gather(x16, ctx=ctx)  # in epochs of 16 bytes, the least that there is
+            assert torch.equal(got.view(2, 16) - torch.arange(2)[:, None], torch.arange(16).expand(2, 16))
+            assert int(ctx.control) >> EPOCH_SHIFT.value == 2 * len(SPECS) + 4
             ctx.check()
         with tdcoll.CollectiveContext(max_bytes_per_rank=1064) as ctx:
             launches_of(REDUCE, ctx, x.nbytes, options=(torch.float32, "sum"), dtype=torch.float32)
@@ -332,15 +341,6 @@ def test_two_contexts_at_once() -> None:
             assert [each.tolist() for each in got] == [[3.0 + 30 * (i // 2)] * 20 for i in range(8)]
 
     World(3, seed=3, weak=True).run(host)
-
-
-def test_what_ll_stages_between_nodes_fits_the_inbox() -> None:
-    def host(pe: int) -> None:
-        with tdcoll.CollectiveContext(max_bytes_per_rank=64, flagged_bytes=1200) as ctx:
-            assert ctx.ll_bytes == (64 if tdcoll.topology().n_nodes > 1 else 1200)
-
-    World(4, ranks_per_node=2).run(host)
-    World(4).run(host)
 
 
 # ---------------------------------------------------------------------- torch's operations and functions

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -276,9 +277,14 @@ def test_a_killed_peer_is_named(way: Way) -> None:
             with pytest.raises(tdcoll.CollectiveTimeout) as raised:
                 ctx.check()
             told[pe] = raised.value
-            with pytest.raises(tdcoll.CollectiveTimeout):
+            assert repr(ctx).endswith("failed>")
+            with pytest.raises(tdcoll.CollectiveTimeout, match=re.escape(str(raised.value))):
                 make(spec, case.calls, tensor, out, ctx, way.algorithm)
+            used = tdcoll.heap_info().used
             ctx.close()
+            assert tdcoll.heap_info().used == used, "a message may still come: the memory stays taken"
+            with pytest.raises(tdcoll.ContextError, match="closed"):
+                make(spec, case.calls, tensor, out, ctx, way.algorithm)
 
     world = World(victim + 1, ranks_per_node=way.nodes, heap_bytes=1 << 18)
     world.run(host)
