@@ -329,4 +329,4 @@ def test_the_drop_in_context_grows_as_far_as_the_heap_has_room(monkeypatch: pyte
         contexts = runtime.current().contexts
         assert len(contexts) == 1, "the smaller ones are freed"
 
-    World(2, heap_bytes=16 << 20).run(host)
+    World(2, heap_bytes=2 << 20).run(host)
