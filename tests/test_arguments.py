@@ -79,36 +79,9 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
     # all-gathers
     (lambda given: tdcoll.all_gather(X, ctx=given.sparse), TypeError, f"{CTX}SparseContext"),
     (lambda given: tdcoll.all_gather(None), TypeError, "tensor must be a torch.Tensor, got NoneType"),
-    (lambda given: tdcoll.all_gather(None, ctx=given.ctx), TypeError, "tensor must be a torch.Tensor, got NoneType"),
-    (
-        lambda given: tdcoll.all_gather_(None, ctx=given.ctx),
-        TypeError,
-        "tensor must be a torch.Tensor, got NoneType",
-    ),
-    (
-        lambda given: tdcoll.all_gather_(X.to_sparse(), ctx=given.ctx),
-        ValueError,
-        "tensor must be contiguous; got shape",
-    ),
-    (
-        lambda given: tdcoll.all_gather(X, ctx=given.ctx, algorithm=3),
-        TypeError,
-        "algorithm must be a str or a Plan, got 3",
-    ),
-    (
-        lambda given: tdcoll.all_gather(X, ctx=given.ctx, algorithm=[]),
-        TypeError,
-        "algorithm must be a str or a Plan, got list",
-    ),
-    (
-        lambda given: tdcoll.distributed.all_gather_into_tensor(None, X),
-        TypeError,
-        "output_tensor must be a torch.Tensor, got NoneType",
-    ),
-    (
-        lambda given: tdcoll.distributed.all_gather_into_tensor(X, None),
-        TypeError,
-        "input_tensor must be a torch.Tensor, got NoneType",
+    *(
+        (lambda given, call=call: call(None, ctx=given.ctx), TypeError, "tensor must be a torch.Tensor, got NoneType")
+        for call in (tdcoll.all_gather, tdcoll.all_gather_)
     ),
     # sparse all-reduces
     (

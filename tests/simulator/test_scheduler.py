@@ -27,18 +27,6 @@ def run(scheduler, *bodies):
     scheduler.run()
 
 
-def test_tasks_take_turns(scheduler):
-    log = []
-
-    def body(name):
-        for i in range(3):
-            log.append(f"{name}{i}")
-            scheduler.turn()
-
-    run(scheduler, lambda: body("a"), lambda: body("b"))
-    assert log == ["a0", "b0", "a1", "b1", "a2", "b2"]
-
-
 @pytest.mark.parametrize("value", [1, 2])
 def test_wait_ends_when_notified_of_a_value_that_stays(scheduler, value):
     """One that came and went was not seen."""
