@@ -7,7 +7,6 @@ On each rank the piece begins elsewhere, so that a kernel which took the heap's 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -215,25 +214,16 @@ CALLS: dict[str, Callable[[torch.Tensor, tdcoll.CollectiveContext], torch.Tensor
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_second_call_in_the_heap_goes_the_short_way_until_memory_changes(name: str) -> None:
+def test_memory_that_was_released_is_no_longer_known(name: str) -> None:
+    """Nor is what now lies at its address."""
     call = CALLS[name]
-    answers: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def host(pe: int) -> None:
-        def long_way(*_: Any) -> None:
-            raise AssertionError("the long way")
-
         x, other = tdcoll.zeros((2, 64)), tdcoll.zeros((2, 64))
         with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as ctx:
-            for _ in range(3):
-                x.fill_(pe + 1)
-                answers[pe].append(call(x, ctx).clone())
-                tdcoll.barrier()
-                ctx.begin = long_way  # type: ignore[method-assign]
-            tdcoll.free(x)
-            with pytest.raises(AssertionError, match="the long way"):
+            for _ in range(2):
                 call(x, ctx)
-            del ctx.begin
+            tdcoll.free(x)
             call(other, ctx)  # which is found right again, and only that
             with pytest.raises(tdcoll.NotSymmetricError, match="it is not allocated"):
                 call(x, ctx)
@@ -244,9 +234,6 @@ def test_the_second_call_in_the_heap_goes_the_short_way_until_memory_changes(nam
             ctx.check()
 
     World(2).run(host)
-    for first, *more in answers.values():
-        assert len(more) == 2
-        assert all(torch.equal(first, one) for one in more)
 
 
 @pytest.mark.parametrize("name", CALLS)

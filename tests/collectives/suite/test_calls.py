@@ -18,7 +18,7 @@ from tdcoll.collectives._host.launches import launches_of
 from tdcoll.collectives._host.plan import MOST_EPOCHS, Facts, Plan
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.primitives.group import EPOCH_SHIFT
-from tdcoll.primitives.reduce import OPERATIONS_OF, TORCH_OPERATIONS
+from tdcoll.primitives.reduce import ALIASES, OPERATIONS_OF, TORCH_OPERATIONS
 from tdcoll.testing import World, explore
 from tdcoll.tuning import SIMULATOR, Entry, Section, Table
 
@@ -344,7 +344,7 @@ def test_operations_of_torch_are_the_named_ones(op: Any) -> None:
             for spec in REDUCING:
                 call = getattr(tdcoll, spec.name)
                 wanted = call(x, ctx=ctx, op=name)
-                for spelled in (op, ReduceOp(op), name):
+                for spelled in (op, ReduceOp(op), name, *(alias for alias, known in ALIASES.items() if known == name)):
                     for _ in "ab":  # the second call takes the fast path
                         assert torch.equal(call(x, ctx=ctx, op=spelled if pe else name), wanted)
             mine = x.clone()
