@@ -344,7 +344,7 @@ def test_operations_of_torch_are_the_named_ones(op: Any) -> None:
             for spec in REDUCING:
                 call = getattr(tdcoll, spec.name)
                 wanted = call(x, ctx=ctx, op=name)
-                for spelled in (op, ReduceOp(op), name, *(alias for alias, known in ALIASES.items() if known == name)):
+                for spelled in (op, ReduceOp(op), *(alias for alias, known in ALIASES.items() if known == name)):
                     for _ in "ab":  # the second call takes the fast path
                         assert torch.equal(call(x, ctx=ctx, op=spelled if pe else name), wanted)
             mine = x.clone()
