@@ -13,6 +13,7 @@ import torch
 import tdcoll
 import tdcoll.distributed
 from tdcoll import runtime
+from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.testing import World
 from tdcoll.tuning import shipped
 
@@ -60,8 +61,17 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
         "tuning must be a tuning table (Table), the path of its file, or None, got 5",
     ),
     (lambda given: make(tuning="no.json"), ValueError, "tuning: no.json: expected the file of a tuning table: "),
-    (lambda given: make(channels=0), ValueError, "channels must be 1 to 512, got 0"),
-    (lambda given: make(channels="8"), TypeError, "channels must be an int, got '8'"),
+    *((lambda given, n=n: make(channels=n), ValueError, f"channels must be 1 to 512, got {n}") for n in (0, 513)),
+    *(
+        (lambda given, name=name: make(**{name: -1}), ValueError, f"{name} must be at least 0, got -1")
+        for name in ("max_bytes_per_rank", "flagged_bytes", "lamport_bytes")
+    ),
+    *(
+        (lambda given, name=name, n=n: make(**{name: n}), TypeError, f"{name} must be an int, got {n!r}")
+        for name in ("max_bytes_per_rank", "channels", "max_programs")
+        for n in (1.5, "1M", True)
+    ),
+    (lambda given: make(max_programs=MAX_PROGRAMS + 1), ValueError, f"max_programs must be 1 to {MAX_PROGRAMS}, got"),
     (lambda given: make(stream=3), TypeError, "stream must be a torch.cuda.Stream or None, got 3"),
     (lambda given: make(group=3), TypeError, f"{GROUP}3"),
     (lambda given: make(group=["a"]), TypeError, f"{GROUP}['a']"),
@@ -69,36 +79,9 @@ CASES: list[tuple[Callable[[Given], Any], type[Exception], str]] = [
     # all-gathers
     (lambda given: tdcoll.all_gather(X, ctx=given.sparse), TypeError, f"{CTX}SparseContext"),
     (lambda given: tdcoll.all_gather(None), TypeError, "tensor must be a torch.Tensor, got NoneType"),
-    (lambda given: tdcoll.all_gather(None, ctx=given.ctx), TypeError, "tensor must be a torch.Tensor, got NoneType"),
-    (
-        lambda given: tdcoll.all_gather_(None, ctx=given.ctx),
-        TypeError,
-        "tensor must be a torch.Tensor, got NoneType",
-    ),
-    (
-        lambda given: tdcoll.all_gather_(X.to_sparse(), ctx=given.ctx),
-        ValueError,
-        "tensor must be contiguous; got shape",
-    ),
-    (
-        lambda given: tdcoll.all_gather(X, ctx=given.ctx, algorithm=3),
-        TypeError,
-        "algorithm must be a str or a Plan, got 3",
-    ),
-    (
-        lambda given: tdcoll.all_gather(X, ctx=given.ctx, algorithm=[]),
-        TypeError,
-        "algorithm must be a str or a Plan, got list",
-    ),
-    (
-        lambda given: tdcoll.distributed.all_gather_into_tensor(None, X),
-        TypeError,
-        "output_tensor must be a torch.Tensor, got NoneType",
-    ),
-    (
-        lambda given: tdcoll.distributed.all_gather_into_tensor(X, None),
-        TypeError,
-        "input_tensor must be a torch.Tensor, got NoneType",
+    *(
+        (lambda given, call=call: call(None, ctx=given.ctx), TypeError, "tensor must be a torch.Tensor, got NoneType")
+        for call in (tdcoll.all_gather, tdcoll.all_gather_)
     ),
     # sparse all-reduces
     (

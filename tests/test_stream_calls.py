@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 
 import tdcoll
 import tdcoll.language as tdl
@@ -21,25 +20,6 @@ def on_all(n_pes: int, host: Callable[[int], None], **world: Any) -> None:
 
 def made(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return tdcoll.zeros(shape, dtype)
-
-
-def test_peers_memory_is_a_tensor() -> None:
-    def host(pe: int) -> None:
-        mine = made((4, 6), torch.int32)
-        mine.copy_(torch.arange(24).view(4, 6) + 100 * pe)
-        tdcoll.barrier()
-        for peer in range(3):
-            theirs = tdcoll.peer_tensor(mine, peer)
-            assert torch.equal(theirs, torch.arange(24, dtype=torch.int32).view(4, 6) + 100 * peer)
-            part = tdcoll.peer_tensor(mine[1:3, ::2].t(), peer)
-            assert torch.equal(part, theirs[1:3, ::2].t())
-        tdcoll.barrier()
-        tdcoll.peer_tensor(mine, (pe + 1) % 3)[3, 5] = -pe
-        tdcoll.barrier()
-        assert mine[3, 5].item() == -((pe - 1) % 3)
-        assert tdcoll.peer_tensor(mine, pe) is mine
-
-    on_all(3, host)
 
 
 def test_peers_that_have_no_such_memory() -> None:
@@ -65,26 +45,8 @@ def test_peers_that_have_no_such_memory() -> None:
 
 
 @tdcoll.jit
-def double(theirs, n, BLOCK: tl.constexpr):
-    index = tl.arange(0, BLOCK)
-    tl.store(theirs + index, 2 * tl.load(theirs + index, mask=index < n), mask=index < n)
-
-
-@tdcoll.jit
 def put(buffer, nbytes, peer):
     tdl.putmem_nbi_block(buffer, buffer, nbytes, peer)
-
-
-def test_kernels_take_peers_tensors() -> None:
-    def host(pe: int) -> None:
-        mine = made(8, torch.int32)
-        mine.fill_(pe + 1)
-        tdcoll.barrier()
-        double[(1,)](tdcoll.peer_tensor(mine, 1 - pe), 8, 8)
-        tdcoll.barrier()
-        assert mine.tolist() == [2 * (pe + 1)] * 8
-
-    on_all(2, host)
 
 
 def meeting(barrier: Callable[[], None]) -> Any:
@@ -111,22 +73,6 @@ def test_a_barrier_on_the_stream_completes_puts() -> None:
     failure = first_failure(meeting(tdcoll.barrier), n_pes=2, seeds=10)
     assert failure is not None
     assert "got [" in failure.report
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_words_and_copies_in_the_order_of_a_stream(dtype: torch.dtype) -> None:
-    def host(pe: int) -> None:
-        data, words = made((2, 32), torch.float32), made(2, dtype)
-        peer = 1 - pe
-        for turn in (1, 2, 3):
-            source = torch.full((32,), 10.0 * turn + pe)
-            tdcoll.copy_on_stream(tdcoll.peer_tensor(data[pe], peer), source)
-            tdcoll.write_on_stream(tdcoll.peer_tensor(words[pe], peer), turn)
-            tdcoll.wait_on_stream(words[peer], tdl.CMP_GE if turn < 3 else tdl.CMP_EQ, turn)
-            assert data[peer].tolist() == [10.0 * turn + peer] * 32
-            tdcoll.barrier()
-
-    on_all(2, host)
 
 
 def test_a_wait_for_a_word_ends_on_the_simulator() -> None:
@@ -157,37 +103,3 @@ def test_wrong_words() -> None:
             tdcoll.copy_on_stream(words[:2], words[::2])
 
     on_all(1, host)
-
-
-@tdcoll.jit
-def swap(buffer, arrived, control, monitor, out):
-    """Two ranks pass each other a number, in a kernel that is told nothing of the call's number by the host."""
-    epoch, alive = tdcoll.begin_epoch(control, monitor)
-    me = tdl.my_pe()
-    n = tdl.n_pes()
-    slot = epoch % 2
-    if alive != 0:
-        if tl.program_id(0) == 0:
-            tl.store(buffer + 2 + slot, me + 100 * epoch)
-            tdl.syncthreads()
-            tdl.putmem_signal_block(
-                buffer + slot, buffer + 2 + slot, 8, arrived + slot, epoch, tdl.SIGNAL_SET, (me + 1) % n
-            )
-        else:
-            tdl.wait_signal(arrived + slot, tdl.CMP_GE, epoch, monitor, (me + n - 1) % n, slot)
-            tl.store(out, tl.load(buffer + slot))
-
-
-def test_kernels_count_their_calls_on_the_device() -> None:
-    def case(world: World) -> None:
-        def host(pe: int) -> None:
-            buffer, arrived = made(4, torch.int64), made(2, torch.int64)
-            control, monitor = torch.zeros(1, dtype=torch.int64), tdcoll.WaitMonitor()
-            out = torch.zeros(1, dtype=torch.int64)
-            for call in range(1, 6):  # as a graph's replays: with the same arguments
-                swap[(2,)](buffer, arrived, control, monitor.words, out)
-                assert out.item() == (pe - 1) % world.n_pes + 100 * call
-
-        world.run(host)
-
-    explore(case, n_pes=2, seeds=20)

@@ -49,7 +49,7 @@ def compare(contexts: dict[str, Any], world: int, nodes: int = 1) -> tdcoll.Memo
     return plan
 
 
-@pytest.mark.parametrize(("world", "nodes"), [(1, 1), (2, 1), (4, 2), (3, 2)])
+@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (4, 2), (3, 2)])
 def test_it_is_what_a_job_takes(world: int, nodes: int) -> None:
     contexts = {
         "small": {"max_bytes_per_rank": 1000, "channels": 3, "flagged_bytes": 5000, "lamport_bytes": 77},
@@ -57,9 +57,9 @@ def test_it_is_what_a_job_takes(world: int, nodes: int) -> None:
         "rows": SPARSE,
         "few": {**SPARSE, "max_union_rows": 120},
         "all_gather": 4096 * world,
-        "all_reduce": 1 << 20,
+        "all_reduce": 1 << 18,
         "all_to_all": 64 * world,
-        "reduce_scatter": (1 << 20) * world // 4 * 4,
+        "reduce_scatter": (1 << 18) * world // 4 * 4,
         "all_reduce_rms_norm": 1 << 16,
     }
     compare(contexts, world, nodes)

@@ -47,19 +47,6 @@ def fields(error: tdcoll.CollectiveTimeout) -> tuple[float, ...]:
     return (error.rank, error.peer, error.signal, error.epoch, error.expected, error.seen, error.timeout_s)
 
 
-def test_satisfied_wait_leaves_no_record() -> None:
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
-        wait_once[(1,)](signals, monitor.words, ok, 0, 5, 3, 4, tdl.CMP_GE)
-        assert int(ok) == 1
-        assert not monitor.expired
-        monitor.check()
-        monitor.raise_if_expired()
-        assert not runtime.current().failed
-
-    alone(host)
-
-
 @pytest.mark.parametrize(
     ("compare", "value", "satisfied"),
     [
@@ -92,6 +79,7 @@ def test_record_of_a_single_wait() -> None:
         assert str(error).startswith(
             "rank 6 waited 1.5 s for peer 4: signal 17 had to reach 11 in epoch 11 and is 2. The peer has died"
         )
+        assert " timeout " in str(error)
         assert runtime.current().failed
 
     alone(host)
@@ -142,18 +130,6 @@ def test_second_wait_returns_at_once_and_keeps_the_first_record() -> None:
     world.run(host)
 
 
-def test_wait_is_ended_by_the_expiry_of_another() -> None:
-    """Two programs of a launch wait on one monitor: both end, and there is one record."""
-
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        monitor = tdcoll.WaitMonitor()
-        wait_once[(3,)](signals, monitor.words, ok, 5, 1, 2, 2, tdl.CMP_GE)
-        assert int(ok) == 0
-        assert fields(caught(monitor))[:3] == (0, 2, 2)
-
-    alone(host)
-
-
 def test_defaults() -> None:
     def host(pe: int) -> None:
         monitor = tdcoll.WaitMonitor()
@@ -171,21 +147,7 @@ def test_defaults() -> None:
     World(2, timeout_s=12.5).run(host)
 
 
-def test_world_reports_a_hopeless_wait_by_name() -> None:
-    """The negative control of all above: without `on_timeout="expire"` a missing signal is a deadlock."""
-
-    def host(signals: torch.Tensor, ok: torch.Tensor) -> None:
-        wait_once[(1,)](signals, tdcoll.WaitMonitor().words, ok, 5, 1, 2, 2, tdl.CMP_GE)
-
-    with pytest.raises(Deadlock, match="wait_once"):
-        alone(host, on_timeout="raise")
-
-
-def test_text_of_the_error() -> None:
-    error = tdcoll.CollectiveTimeout(rank=2, peer=1, signal=17, epoch=8, expected=8, seen=6, timeout_s=30.0)
-    assert str(error).startswith("rank 2 waited 30 s for peer 1: signal 17 had to reach 8 in epoch 8 and is 6.")
-    assert " timeout " in str(error)
-    assert isinstance(error, tdcoll.TdcollError)
+def test_text_of_the_error_where_the_peer_had_given_up() -> None:
     error = tdcoll.CollectiveTimeout(rank=2, peer=1, epoch=8, timeout_s=30.0)
     assert str(error).startswith("rank 2 waited 30 s for peer 1, which had itself given up in epoch 8")
     assert " timeout " in str(error)

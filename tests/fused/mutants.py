@@ -65,9 +65,6 @@ MUTANTS = (
         )
         for each in (ONE, TWO)
     ),
-    TWO("no measures are sent", dropped(BY_TWO, "words.send_to_all", "measured"), UNHEARD),
-    TWO("no rows are gathered", dropped(BY_TWO, "words.send_to_all", "made"), UNHEARD),
-    TWO("rows are gathered where parts came", Change(BY_TWO, "each * width + place", "place"), LOST, **WHOLE),
     *(
         each(
             "measures of the last call in the slot will do",

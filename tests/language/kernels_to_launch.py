@@ -291,26 +291,6 @@ def half_wait_words_of_all_monitor(out, words):
 
 
 @tdcoll.jit
-def half_signal_wait_until(out, words):
-    tdl.signal_wait_until(out, tdl.CMP_GE, 1)
-
-
-@tdcoll.jit
-def half_signal_op(out, words):
-    tdl.signal_op(out, 1, tdl.SIGNAL_SET, 0)
-
-
-@tdcoll.jit
-def half_signal_block(out, words):
-    tdl.signal_block(out, 1, tdl.SIGNAL_SET, 0)
-
-
-@tdcoll.jit
-def half_putmem_signal(out, words):
-    tdl.putmem_signal(words, words, 8, out, 1, tdl.SIGNAL_SET, 0)
-
-
-@tdcoll.jit
 def half_putmem_signal_nbi_block(out, words):
     tdl.putmem_signal_nbi_block(words, words, 8, out, 1, tdl.SIGNAL_SET, 0)
 
@@ -329,9 +309,5 @@ HALVES = {  # kernel: what it has to say
     "half_wait_flagged_monitor": "wait_flagged: monitor",
     "half_wait_words_monitor": "wait_words: monitor",
     "half_wait_words_of_all_monitor": "wait_words_of_all: monitor",
-    "half_signal_wait_until": "signal_wait_until: sig_addr",
-    "half_signal_op": "signal_op: sig_addr",
-    "half_signal_block": "signal_block: sig_addr",
-    "half_putmem_signal": "putmem_signal: sig_addr",
     "half_putmem_signal_nbi_block": "putmem_signal_nbi_block: sig_addr",
 }

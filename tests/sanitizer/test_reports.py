@@ -174,7 +174,14 @@ def test_where_there_is_no_sanitizer(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [("--tools memcheck,leakcheck", "expected some of memcheck"), ("--nproc 0", "expected a whole number of at least")],
+    [
+        ("--tools memcheck,leakcheck", "expected some of memcheck"),
+        ("--nproc 0", "expected a whole number of at least"),
+        *(
+            (f"--deadline={given}", f"expected a positive number of seconds, got '{given}'")
+            for given in ("0", "inf", "x")
+        ),
+    ],
 )
 def test_a_wrong_command_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

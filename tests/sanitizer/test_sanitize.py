@@ -144,11 +144,3 @@ def test_whole_on_the_simulator(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" ")[0] for line in sorted(lines)] == sorted([*sanitize.CHECKS, "control:", "memcheck:"])
     assert any(line.startswith("memcheck: nothing of tdcoll's; nothing of others, in 2 processes") for line in lines)
-
-
-@pytest.mark.parametrize("deadline", ["0", "soon", "inf", "-1"])
-def test_a_wrong_deadline(deadline: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        sanitize.main([f"--deadline={deadline}"])
-    assert ended.value.code == 2
-    assert f"expected a positive number of seconds, got '{deadline}'" in capsys.readouterr().err

@@ -119,20 +119,6 @@ def test_waits_expire_early_while_their_peer_is_only_late():
     assert seen == {True, False}
 
 
-def test_expired_wait_ends_the_others_of_its_monitor():
-    def host(pe):
-        monitor, signals = WaitMonitor(), tdcoll.zeros((2, 4), torch.int64, name="signals")
-        gather(tdcoll.zeros((4, 16), torch.uint8), signals[0], 1, monitor, grid=1)
-        assert monitor.expired
-        came = result()
-        device(wait_once, signals[1], 1, monitor.words, came, grid=(3,))  # returns at once
-        signals[1], first = 1, came.item()
-        device(wait_once, signals[1], 1, monitor.words, came)
-        return first, came.item()
-
-    assert World(1, on_timeout="expire").run(host) == [(0, 1)]
-
-
 @pytest.mark.parametrize("weak", [False, True])
 def test_a_wait_for_words_of_which_some_come(weak):
     """Those are taken; the record names the first that is missing, and what is there instead."""

@@ -13,15 +13,8 @@ from cases import device, gathering, on_rows, wait_once
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
-from tdcoll.language import simulator
 from tdcoll.language.jit import jit
-from tdcoll.spec.functions import FUNCTIONS
 from tdcoll.testing import explore
-
-
-def test_every_function_has_its_description():
-    assert {name: getattr(simulator, name).__doc__ for name in FUNCTIONS} == {f.name: f.doc for f in FUNCTIONS.values()}
-
 
 PUT, SET = tdl.putmem_block, tdl.SIGNAL_SET
 

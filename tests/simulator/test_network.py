@@ -45,15 +45,6 @@ def logs(scenario: Callable[[Wire], object], count: int = 100) -> list[list[obje
     return [wire.settle() for wire in wires]
 
 
-def test_fair_order_is_the_order_of_issue():
-    wire = Wire(Policy())
-    wire.send(wire.p, 1, 0, b"abcd", signal="first")
-    wire.send(wire.p, 1, 8, b"efgh")
-    assert wire.memory.raw[:12] == bytes(12)
-    assert wire.settle() == [(0, 4), (8, 4), "first"]
-    assert wire.memory.raw[:12] == b"abcd\0\0\0\0efgh"
-
-
 def test_pieces_come_in_any_order_before_their_own_signal():
     found = logs(lambda wire: wire.send(wire.p, 1, 0, b"abcdefgh", signal="done"))
     assert all(log[-1] == "done" and sum(n for _, n in log[:-1]) == 8 for log in found)
@@ -118,15 +109,6 @@ def test_flush_delivers_stores_and_what_a_fence_puts_before_them():
     assert sorted(wire.settle()[3:]) == [(1, 1), (3, 1)]
 
 
-def test_drop_loses_what_a_pe_has_sent():
-    wire = Wire(Policy())
-    wire.send(wire.r, 1, 0, b"a")
-    wire.send(wire.q, 1, 1, b"b")
-    wire.network.drop(1)
-    assert wire.settle() == [(1, 1)]
-    assert wire.r.in_flight == 0
-
-
 def test_every_arrival_is_told():
     wire = Wire(Policy())
     wire.send(wire.p, 1, 0, b"")
@@ -174,13 +156,3 @@ def test_everything_arrives_once_and_epochs_hold(seed, actions):
     assert wire.memory.raw.count(b"x") == actions.count("put")
     assert sorted(number for _, number in marks) == sent
     assert [epoch for epoch, _ in marks] == sorted(epoch for epoch, _ in marks)
-
-
-@pytest.mark.parametrize("unit", [1, 4, 8])
-def test_cuts_keep_units_whole(unit):
-    for seed in range(20):
-        pieces = Wire(RandomPolicy(seed, 4)).network.cut(1000, bytes(range(32)), 32, unit)
-        assert 1 <= len(pieces) <= 3
-        assert all(n % unit == 0 for _, _, n in pieces)
-        assert b"".join(source for _, source, _ in pieces) == bytes(range(32))
-        assert [dest for dest, _, _ in pieces] == [1000 + sum(n for _, _, n in pieces[:i]) for i in range(len(pieces))]

@@ -27,18 +27,6 @@ def run(scheduler, *bodies):
     scheduler.run()
 
 
-def test_tasks_take_turns(scheduler):
-    log = []
-
-    def body(name):
-        for i in range(3):
-            log.append(f"{name}{i}")
-            scheduler.turn()
-
-    run(scheduler, lambda: body("a"), lambda: body("b"))
-    assert log == ["a0", "b0", "a1", "b1", "a2", "b2"]
-
-
 @pytest.mark.parametrize("value", [1, 2])
 def test_wait_ends_when_notified_of_a_value_that_stays(scheduler, value):
     """One that came and went was not seen."""
@@ -145,14 +133,14 @@ def test_run_that_does_not_end_is_stopped():
 @pytest.mark.parametrize("weak", [False, True])
 def test_one_schedule_for_each_seed_on_both_backends_and_again(weak):
     fingerprints = []
-    for seed in (None, 0, 1, 2):
+    for seed in (None, 0):
         for backend in (*BACKENDS, "greenlet"):
             world = World(4, seed=seed, weak=weak, backend=backend)
             gather(calls=2)(World(4, seed=seed))  # other work in between changes nothing
             gather("nbi put/fence/signal/quiet", calls=2)(world)
             fingerprints.append((world.fingerprint, world.steps))
         assert len(set(fingerprints[-3:])) == 1
-    assert len(set(fingerprints)) == 4
+    assert len(set(fingerprints)) == 2
 
 
 def test_no_threads_are_left_behind():

@@ -20,6 +20,7 @@ from tdcoll.testing import World
 
 TYPES = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.bfloat16, tl.float32, tl.float64)
 SHAPES = ((), (4,), (4, 1))
+PAIRS = (((), ()), ((), (4,)), ((4,), ()), ((4,), (4,)), ((4,), (4, 1)))
 NUMBERS = (0, 5, 32, -7, 2**31, 2**63, True, 0.5, -0.0, tl.constexpr(3), tl.constexpr(70))
 NAMES = "add sub mul floordiv mod and_ or_ xor lshift rshift lt le gt ge eq ne"
 OPERATORS = [getattr(operator, name) for name in NAMES.split()]
@@ -73,11 +74,12 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_operators(compute: Any, dtype: Any, compare: Any) -> None:
     def operands() -> Iterator[tuple[Any, Any]]:
         some = (3, 200, 0, 9) if dtype in (tl.uint32, tl.uint64, tl.int1) else (3, -200, 0, 9)
-        for shape in SHAPES:
+        for shape in SHAPES[:2]:
             tensor = block(some, dtype, shape)
             yield from ((tensor, number) for number in NUMBERS)
             yield from ((number, tensor) for number in NUMBERS if not isinstance(number, tl.constexpr))
-            yield from ((tensor, block((2, 7, 1, 31), other, size)) for other in TYPES for size in SHAPES)
+        for shape, size in PAIRS:
+            yield from ((block(some, dtype, shape), block((2, 7, 1, 31), other, size)) for other in TYPES)
 
     compare(compute, operands())
 

@@ -326,7 +326,6 @@ def test_timeline_is_valid_chrome_trace(tmp_path):
     [
         ({"n_pes": 0}, "n_pes must be at least 1, got 0"),
         ({"n_pes": 4, "resident": 0}, "resident must be at least 1"),
-        ({"n_pes": 4, "room": 0}, "room must be at least 1"),
         ({"n_pes": 4, "ranks_per_node": [3, 2]}, "add up to 4"),
         ({"n_pes": 4, "ranks_per_node": 0}, "ranks_per_node must be at least 1"),
         ({"n_pes": 4, "on_timeout": "ignore"}, "on_timeout must be 'raise', 'expire' or 'early', got 'ignore'"),

@@ -10,43 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tdcoll
-from tdcoll import fused
 from tdcoll.collectives._host import pool
 from tdcoll.collectives._host.plan import Facts, Plan
-from tdcoll.fused.policy import MOST_HIDDEN, Rows, choose, programs
-from tdcoll.limits import SHARED_WARPS
+from tdcoll.fused.policy import Rows, choose
 from tdcoll.runtime import cuda
 from tdcoll.runtime.topology import Topology
-from tdcoll.testing import World
 
 MEMORY: dict[str, Any] = {"stores": True, "ll_bytes": 1 << 20, "lamport_bytes": 16 << 20}
 
 
 def facts(world: int, nbytes: int = 0, **more: Any) -> Facts:
     return Facts(nbytes, Topology.of(0, range(world), [0] * world), **{**MEMORY, **more})
-
-
-@given(
-    world=st.integers(2, 9), rows=st.integers(1, 600), words=st.integers(1, MOST_HIDDEN // 4),
-    limit=st.integers(20, 264), algorithm=st.sampled_from(["auto", "one_shot", "two_stage"]),
-)  # fmt: skip
-def test_fused_calls_keep_to_the_blocks_and_warps_of_their_context(
-    world: int, rows: int, words: int, limit: int, algorithm: str
-) -> None:
-    cut = Rows(rows, 4 * words, 4)
-    try:
-        plan = choose(cut, facts(world, max_programs=limit), algorithm)
-    except ValueError:
-        assert algorithm != "auto"
-        return
-    if plan.algorithm != "composed":  # which waits for no peer
-        assert plan.num_warps <= SHARED_WARPS
-        assert programs(cut, plan, world) <= limit
-        assert plan.chunk <= 16 * 64 * SHARED_WARPS, "a warp has 64 words at most"
 
 
 def test_fused_plans_made_by_hand_keep_to_the_warps_of_their_context() -> None:
@@ -58,24 +34,6 @@ def test_fused_plans_made_by_hand_keep_to_the_warps_of_their_context() -> None:
     assert choose(wide, facts(2), Plan("one_shot", 1, 16384, 8)).chunk == 16384
     with pytest.raises(ValueError, match="up to 8192 bytes; got 16384"):
         choose(wide, facts(2, max_programs=64), Plan("one_shot", 1, 16384, 8))
-
-
-def test_rows_in_more_pieces_have_the_same_bits() -> None:
-    """With the eight warps of a shared context, rows of 8192 words have twice as many pieces."""
-
-    def host(pe: int) -> None:
-        x = torch.randn(3, 8192, generator=torch.Generator().manual_seed(pe))
-        residual, weight = torch.ones(3, 8192), torch.arange(8192) / 8192
-        make = tdcoll.CollectiveContext
-        with make(max_bytes_per_rank=1 << 18) as alone, make(max_bytes_per_rank=1 << 18, max_programs=64) as shared:
-            for algorithm in ("one_shot", "two_stage"):
-                one, other = (
-                    fused.all_reduce_rms_norm(x, residual, weight, ctx=ctx, algorithm=algorithm)
-                    for ctx in (alone, shared)
-                )
-                assert all(mine.equal(theirs) for mine, theirs in zip(one, other, strict=True))
-
-    World(2, heap_bytes=8 << 20).run(host)
 
 
 # ---------------------------------------------------------------------- how many multiprocessors there are

@@ -68,7 +68,7 @@ FORMS = {
     ),
     "norm": Form(fused.all_reduce_rms_norm, _norm),
     "norm, composed": Form(fused.all_reduce_rms_norm, lambda: _norm(algorithm="composed")),
-    "norm in place": Form(fused.all_reduce_rms_norm, lambda: _norm(in_place=True)),
+    "norm in place": Form(fused.all_reduce_rms_norm, lambda: _norm(in_place=True, eps=1)),
     "norm in fp8": Form(fused.all_reduce_rms_norm, lambda: _norm(out_dtype=FP8)),
     "norm in fp8 with a scale": Form(fused.all_reduce_rms_norm, lambda: _norm(out_dtype=FP8, scale=torch.ones(1))),
 }
@@ -205,6 +205,7 @@ FUSED: dict[str, dict[str, Any]] = {
     "eps, a text": {"eps": "1e-6"},
     "another eps": {"eps": 1e-3},
     "in place, a number": {"in_place": 1},
+    "out of place, a number": {"in_place": 0},
     "unknown dtype": {"out_dtype": torch.float16},
     "no dtype": {"out_dtype": "fp8"},
     "a scale": {"scale": torch.ones(1)},
@@ -216,7 +217,7 @@ FUSED: dict[str, dict[str, Any]] = {
 def _cases() -> list[Any]:
     found = []
     for name, form in FORMS.items():
-        keys = ("x", "residual", "weight") if "norm" in name else None
+        keys = ("x", "residual", "weight", *(["scale"] if "scale" in name else [])) if "norm" in name else None
         keys = keys or (
             ("tensor", "out")
             if "into out" in name or name in ("all_reduce, symmetric", "all_gather, symmetric")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tdcoll
 from tdcoll import fused
@@ -64,19 +63,3 @@ def test_repeated_calls_enter_few_files(name: str) -> None:
             assert len(found := files_entered(lambda: CALLS[name](ctx, x))) <= MOST, found
 
     World(1, backend="thread").run(host)
-
-
-if __name__ == "__main__":  # on a GPU, or as a job of one rank in the simulator
-    dist.init_process_group("tdcoll")
-    tensor = torch.ones(8, device=tdcoll.device())
-    with tdcoll.CollectiveContext(max_bytes_per_rank=1024) as context:
-        x = tdcoll.zeros((2, 8))
-        for key, make in CALLS.items():
-            for _ in range(2):
-                make(context, x)
-            print(key, files_entered(lambda make=make: make(context, x)))
-    for _ in range(2):
-        dist.all_reduce(tensor)
-    if dist.get_world_size() > 1:
-        print("backend", files_entered(lambda: dist.all_reduce(tensor)))
-    dist.destroy_process_group()

@@ -23,8 +23,8 @@ WAITS_FIRST = {"world": {"resident": 1}}
 PUTS, RAILS, LL_2D, RECEIVE = (
     f"all_gather.kernels_puts.{name}" for name in ("all_gather_1d", "all_gather_2d", "all_gather_ll_2d", "_receive")
 )
-AROUND, STORES, FLAGGED = "kernels_ring.all_gather_ring", "exchange_direct", "kernels_ll.exchange_ll"
-STORES, RECEIVED = (f"exchange.kernels_direct.{name}" for name in (STORES, "receive_chunk"))
+AROUND = "kernels_ring.all_gather_ring"
+STORES, RECEIVED = (f"exchange.kernels_direct.{name}" for name in ("exchange_direct", "receive_chunk"))
 SIGNAL_FIRST = "tdl.signal_block({3}, {4}, {5}, {6})\ntdl.fence()\n"
 LOADED = """
 part = {0}.to(tl.pointer_type(tl.int32))
@@ -56,21 +56,8 @@ MUTANTS = (
             "tdl.putmem_block({0}, {1}, {2}, {6})\ntdl.signal_op({3}, {4}, {5}, {6})",
         ),
     ),
-    M(
-        "signal before data",
-        Call("puts.push", "tdl.putmem_signal_block", SIGNAL_FIRST + "tdl.putmem_block({0}, {1}, {2}, {6})"),
-    ),
-    M(
-        "forgotten signal", Call("puts.push", "tdl.putmem_signal_block", "tdl.putmem_block({0}, {1}, {2}, {6})"),
-        UNSIGNALLED,
-    ),
-    M(
-        "signal of the epoch before", Argument("puts.push", "tdl.putmem_signal_block", "value", "value - 2"),
-        UNSIGNALLED,
-    ),
     M("the receiver does not wait", at_once(RECEIVED)),
     M("the receiver waits for the first chunk only", Argument(RECEIVED, "row", "channel", "0")),
-    M("the second chunk has the signal of the first", Argument(PUTS, "row", "channel", "0"), UNSIGNALLED),
     M(
         "receivers before senders",
         Change("all_gather.kernels_puts._task", "inside % per_chunk", "per_chunk - 1 - inside % per_chunk"),
@@ -82,19 +69,13 @@ MUTANTS = (
     M("the epoch is not raised", dropped("group.begin_epoch", "tl.atomic_add")),
     # ------------------------------------------------------------------ between nodes
     *(
-        each(
-            f"remote: {what}, {each.keywords['algorithm']}",
-            Call("puts.push_remote", "tdl.putmem_signal_nbi_block", new),
-            expect,
-        )
-        for each, what, new, expect in (
-            (NODES, "signal before data", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", WRONG),
-            (TWO, "signal before data", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", WRONG),
-            (NODES, "no data", "tdl.signal_block({3}, {4}, {5}, {6})", WRONG),
-            (NODES, "no signal", "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", UNSIGNALLED),
+        NODES(f"remote: {what}", Call("puts.push_remote", "tdl.putmem_signal_nbi_block", first + put), expect)
+        for what, first, put, expect in (
+            ("signal before data", SIGNAL_FIRST, "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", WRONG),
+            ("no data", "", "tdl.signal_block({3}, {4}, {5}, {6})", WRONG),
+            ("no signal", "", "tdl.putmem_nbi_block({0}, {1}, {2}, {6})", UNSIGNALLED),
         )
     ),
-    NODES("remote: nothing in the slot to send from", dropped("puts.push_remote", "tdl.copy_block")),
     TWO("2d: the forwarder does not wait", at_once(RAILS, of="signals + origin")),
     TWO("2d: inside the node the signal goes before the data", RELEASED_FIRST),
     TWO("2d: nobody of the node is told", dropped("stores.push", "release"), UNRELEASED),
@@ -112,16 +93,15 @@ MUTANTS = (
         Call("puts.push_remote", "may_write", "1"), calls="pppp",
     ),
     M("in place: no announcement", dropped(PUTS, "puts.say_entered"), UNENTERED, calls="pppp"),
-    TWO(
-        "in place: no announcement to other nodes",
-        Change("puts.say_entered", "tl.range(0, routes.n_remote, disable_licm=True)", "tl.range(0, 0)"),
-        UNENTERED, calls="pppp",
-    ),
     M("in place: the receiver waits for the first chunk only", Argument(RECEIVE, "row", "channel", "0"), calls="pppp"),
     TWO("in place: the caller's segment is still being read", dropped("puts.push_remote", "tdl.quiet"), calls="pppp"),
     # ------------------------------------------------------------------ LL
     LL("one slot", ONE_SLOT, FLAGLESS),
     LL("the flags are not looked at", UNSEEN),
+    LL(
+        "an epoch has the flag of words that were never written",
+        Change("ll.flag", "tl.maximum(epoch.to(tl.uint32), 1)", "epoch.to(tl.uint32)"), first=(1 << 32) - 1,
+    ),
     LL(
         "the first flag stands for all words",
         Call(
@@ -130,29 +110,12 @@ MUTANTS = (
             + LOADED + "return first, second, third, arrived",
         ),
     ),
-    LL("a flag of the epoch before", Argument("ll.send", "flag", "epoch", "epoch - 2"), FLAGLESS),
-    *(
-        each(
-            "an epoch has the flag of words that were never written",
-            Change("ll.flag", "tl.maximum(epoch.to(tl.uint32), 1)", "epoch.to(tl.uint32)"), first=(1 << 32) - 1,
-        )
-        for each in (LL, LL_NODES)
-    ),
-    LL(
-        "waits for the rank it sends to", Change(FLAGGED, "(g.rank - step + g.world) % g.world", "to"), FLAGLESS,
-        **WAITS_FIRST,
-    ),
     LL("a call of no bytes hears from nobody", NO_BYTES, FLAGLESS, calls="ooooooo", counts=(50, 0)),
     LL("the epoch is read after it was added to", READ_LATE, f"{WRONG}|{FLAGLESS}"),
     # ------------------------------------------------------------------ LL over nodes
     LL_NODES("passed on before it is there", at_once(LL_2D)),
     LL_NODES("one slot between nodes", Argument(LL_2D, "segment", "epoch", "0")),
     LL_NODES("one slot of signals", Change("group.row", "slot(epoch)", "0"), f"{WRONG}|{UNSIGNALLED}"),
-    LL_NODES(
-        "what comes from elsewhere is not passed on",
-        Call(LL_2D, "tl.range", "tl.range(0, tl.where(task > 0, 0, {1}))"),
-        FLAGLESS,
-    ),
     LL_NODES(
         "those that wait for flags come first",
         Change(LL_2D, "task = (program - channels) // blocks", "task = g.world - 1 - (program - channels) // blocks"),
@@ -166,33 +129,16 @@ MUTANTS = (
         "the signal orders the data for this GPU only",
         Argument("stores.release", "tdl.st_release", "'sys'", "'gpu'"),
     ),
-    DIRECT("forgotten signal", dropped("stores.push", "release"), UNRELEASED),
     DIRECT("in place: nobody says that it has entered", dropped(STORES, "stores.say_entered"), UNENTERED, calls="pppp"),
     # ------------------------------------------------------------------ the ring
     RING("one slot", Change("group.segment", "slot(epoch)", "0")),
     RING("passed on before it is there", at_once(AROUND)),
-    RING(
-        "passed on once the sender's own chunk is there",
-        Argument(AROUND, "tdl.wait_signal", "signals + origin", "signals + before"),
-    ),
     RING("the first chunk's signal stands for all", Argument(AROUND, "row", "channel", "0")),
     RING("signal before data", RELEASED_FIRST),
-    RING(
-        "what is passed on has the sender's signal",
-        Argument(AROUND, "stores.push", "signals + origin", "signals + g.rank"), UNRELEASED,
-    ),
-    RING(
-        "passed on into the slot of the calls before",
-        Argument(AROUND, "stores.push", "landing", "segment(inbox, g, epoch + 1, origin) + offset"),
-    ),
     RING(
         "those that wait come first",
         Change(AROUND, "step = tl.program_id(0) % g.world", "step = g.world - 1 - tl.program_id(0) % g.world"),
         UNRELEASED, calls="opoo", **WAITS_FIRST,
-    ),
-    RING(
-        "in place: the wrong rank is told of the entry",
-        Argument(AROUND, "stores.say_entered", "before_signal_delta", "after_signal_delta"), UNENTERED, calls="pppp",
     ),
     RING(
         "in place: nobody waits for the last hop",

@@ -11,12 +11,10 @@ from tdcoll.collectives.reduce_scatter.spec import SPEC
 
 from .all_gather import (
     FLAGLESS,
-    NO_BYTES,
     ONE_SLOT,
     RELEASED_FIRST,
     SIGNAL_FIRST,
     UNENTERED,
-    UNSEEN,
     UNSIGNALLED,
     WAITS_FIRST,
 )
@@ -52,15 +50,7 @@ RANK_ORDER = (
     Change(SUM, "tl.range(0, nodes.n_nodes)", "tl.range(0, 1)"),
     Change(SUM_OF_NODE, "tl.load(nodes.begins + node + 1)", "g.world"),
 )
-OWN_FROM_WINDOW = Call(LOAD, "tl.where", "{2}", of="r == g.rank")
-UNSTAGED, FROM_INBOX = (
-    dropped(PUT, "tdl.copy_block"),
-    Change(PUT, "segment(inbox, g, epoch, to) + outbox", "segment(inbox, g, epoch, to)"),
-)
 PUT_LATE = Call(PUT, "tdl.putmem_signal_nbi_block", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})")
-PUT_SILENTLY = Call(PUT, "tdl.putmem_signal_nbi_block", "tdl.putmem_nbi_block({0}, {1}, {2}, {6})")
-LOOPS = "tl.range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0))"
-
 OWN_SHARE = "mine = shares[g.world - 1]"
 
 MUTANTS = (
@@ -74,9 +64,7 @@ MUTANTS = (
         "the reducer waits for the first chunk only",
         Argument(STORES, "tdl.wait_signals", "signals", "row(g, epoch, 0)"),
     ),
-    DIRECT("the second chunk has the signal of the first", Argument(STORES, "row", "channel", "0")),
     DIRECT("the signal goes before the data", RELEASED_FIRST),
-    DIRECT("nobody is told", dropped("stores.push", "release"), UNSIGNALLED),
     DIRECT(
         "reducers before senders",
         Change(
@@ -98,11 +86,7 @@ MUTANTS = (
     PUTS("all parts are summed in rank order, whatever their nodes", RANK_ORDER),
     PUTS("the nodes are summed from the own one on", NODES_FROM_OWN_ON, nodes=(2, 1, 1)),  # two add alike either way
     # ------------------------------------------------------------------ whose parts
-    DIRECT("the own part from the inbox", OWN_FROM_WINDOW),
     # ------------------------------------------------------------------ words
-    FLAGGED("a flag of the epoch before", Argument("ll.send", "flag", "epoch", "epoch - 2"), FLAGLESS),
-    FLAGGED("the flags are not looked at", UNSEEN),
-    FLAGGED("a call of no bytes hears from nobody", NO_BYTES, FLAGLESS, calls="ooooooo", counts=(34, 0)),
     *(
         each(
             f"{name}: words are received before they are sent",
@@ -114,7 +98,6 @@ MUTANTS = (
         )
     ),
     LAMPORT("nothing is cleared", dropped(WORDS, "lamport.clear"), calls="ooooo"),
-    LOOP("a program takes its first block only", Change(WORDS, LOOPS, "tl.range(0, 0)")),
     LOOP(
         "a program takes its blocks in another order on odd ranks",
         Change(
@@ -130,21 +113,13 @@ MUTANTS = (
     PULL("nobody waits for those that read", at_once(PULLS, "tdl.wait_signals", "row(g, epoch, i)")),
     PULL("only the first chunk is waited for", Argument(PULLS, "row", "i", "0")),
     PULL("the signal goes before the loads", Moved(PULLS, "reduce_chunk", behind="stores.release_to_all")),
-    PULL(
-        "nobody hears of the loads", dropped(PULLS, "stores.release_to_all", "row(g, epoch, channel) + g.rank"),
-        UNSIGNALLED,
-    ),
-    PULL("everything is read here", Change(LOAD, "tl.load(inbox.deltas + r)", "0")),
     PULL("parts are summed from the own one on", FROM_OWN_ON),
     PULL(
         "who waits for all comes before those that load", Change(PULLS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED,
         **WAITS_FIRST,
     ),
     # ------------------------------------------------------------------ puts
-    PUTS("nothing in the outbox", UNSTAGED),
-    PUTS("from the inbox", FROM_INBOX),
     PUTS("signal before data", PUT_LATE),
-    PUTS("no signal", PUT_SILENTLY, UNSIGNALLED),
     PUTS("reducers before those that put", Change(SENDS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED, **WAITS_FIRST),
 )  # fmt: skip
 

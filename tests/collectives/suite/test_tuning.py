@@ -89,25 +89,15 @@ def test_a_table_comes_back_as_it_was() -> None:
     ("path", "value", "message"),
     [
         (("version",), 3, "t.json: version: expected 4 (another version of tdcoll wrote this table: measure again"),
-        (("version",), True, "version: expected 4"),
         (("tuning",), "all_gather", 't.json: tuning: expected one of "tdcoll", got "all_gather"'),
         ((*FIRST, "operation"), "all_gahter", 'tables[0]: operation: expected one of "all_gather"'),
-        ((*FIRST, "operation"), ..., "t.json: tables[0]: expected an object with operation, got"),
         (("tables",), {}, "t.json: tables: expected a list, got {}"),
-        (("tables", 1), 3, "t.json: tables[1]: expected an object with architecture, operation"),
         ((*FIRST, "nodes"), ..., "t.json: tables[0]: expected an object with nodes, got"),
         ((*FIRST, "node"), 1, "t.json: tables[0]: expected no fields but architecture"),
         ((*FIRST, "nodes"), 0, "t.json: tables[0]: nodes: expected a whole number of at least 1, got 0"),
-        ((*FIRST, "nodes"), True, "tables[0]: nodes: expected a whole number of at least 1, got true"),
-        ((*FIRST, "launch"), "graph", "tables[0]: expected no fields but architecture"),
         ((*FIRST, "in_place"), 0, "tables[0]: in_place: expected one of false, true, got 0"),
         ((*FIRST, "architecture"), 90, "tables[0]: architecture: expected a text, got 90"),
-        ((*FIRST, "source"), 1, "tables[0]: source: expected a text"),
-        (
-            ("tables", 1, "in_place"),
-            False,
-            "t.json: tables[1]: expected another architecture, operation, ranks_per_node, nodes",
-        ),
+        (("tables", 1, "in_place"), False, "t.json: tables[1]: expected another architecture, operation, ranks_per"),
         ((*ENTRY, "up_to"), "much", 'entries[1]: up_to: expected a number of bytes, such as 65536 or "64 KB", got "mu'),
         ((*ENTRY, "up_to"), 16384, "entries[1]: up_to: expected more than the 16384 bytes of the entry before"),
         ((*ENTRY, "up_to"), None, "entries[1]: up_to: expected a number of bytes: null is for the last entry"),
@@ -126,9 +116,7 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str)
     ("path", "value", "message"),
     [
         ((*ENTRY, "algorithm"), "3d", "algorithm: expected one of ll, direct, ring, 1d, 2d, got 3d"),
-        ((*ENTRY, "algorithm"), "auto", "entry up to 4194305: algorithm: expected one of ll, direct, ring, 1d"),
         ((*FIRST, "entries", 0, "chunk"), 4096, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
-        ((*FIRST, "entries", 0, "chunk"), 1536, "chunk: expected 12 times a power of two, from 3072 (a word for each"),
         ((*FIRST, "entries", 0, "chunk"), 24576, "(a word for each thread) to 12288 bytes, got 24576"),
         (("tables", 2, "entries", 0, "chunk"), 130, "in_place true: entry up to null: chunk: expected a multi"),
     ],
@@ -153,13 +141,6 @@ def test_only_a_collective_with_calls_in_place_has_sections_for_them() -> None:
     table = Table.parse(changed(("tables", 1, "operation"), "all_reduce"), "t.json")
     with pytest.raises(ValueError, match=r"t\.json: all_reduce has no sections for calls in place"):
         REDUCE.sections(table.sections, table.name)
-
-
-def test_files_that_are_no_tables(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"t\.json: expected a tuning table in JSON: "):
-        Table.parse("{", "t.json")
-    with pytest.raises(ValueError, match=r"none\.json: expected the file of a tuning table: .*No such file"):
-        Table.load(tmp_path / "none.json")
 
 
 def test_the_digest_is_of_what_it_says() -> None:
@@ -212,11 +193,7 @@ def of(*entries: Entry) -> dict[str, Any]:
         (64, {}, Plan("ll", 1, 3072, 8)),
         (64, of(Entry(None, "ll", num_warps=32)), Plan("ll", 1, 1536, 4)),  # as many as have words
         (1 << 20, {**of(Entry(None, "ll", channels=1)), "ll_bytes": 1 << 20}, Plan("ll", 86, 12288, 8)),
-        (
-            64,
-            {**of(Entry(None, "ll")), "simulated": True, "stores": True},
-            Plan("ll", 1, 12288, 8),
-        ),  # a table goes first
+        (64, {**of(Entry(None, "ll")), "simulated": True}, Plan("ll", 1, 12288, 8)),  # a table goes first
         (16 << 10, {}, Plan("ll", 6, 3072, 8)),
         ((16 << 10) + 1, {}, Plan("1d", 15, 1152, 8)),
         (4 << 20, {}, Plan("1d", 16, 256 << 10, 16)),
@@ -358,6 +335,7 @@ def refused(make: Any) -> list[str]:
         try:
             make(pe)
         except Exception as error:
+            assert tdcoll.heap_info().used == 0
             return f"{type(error).__name__}: {error}"
         return "made it"
 
@@ -366,43 +344,29 @@ def refused(make: Any) -> list[str]:
 
 def test_ranks_with_different_tables_find_out() -> None:
     tables = [Table((section(Entry(up_to, "1d")),), f"{up_to}.json") for up_to in (64, 128)]
-
-    def make(pe: int) -> None:
-        tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=tables[pe])
-
-    for said in refused(make):
+    for said in refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=tables[pe])):
         assert said.startswith("RankMismatchError: the tuning table must be the same on all ranks; got rank 0: 64.json")
 
 
 def test_a_rank_whose_table_cannot_be_read_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (ValueError, MemoryError):
+    def load() -> Table:
+        if runtime.current().rank == 1:
+            raise MemoryError("t.json: no")
+        return Table(())
 
-        def load(kind: type[Exception] = kind) -> Table:
-            if runtime.current().rank == 1:
-                raise kind("t.json: no")
-            return Table(())
-
-        monkeypatch.setattr(agreement, "shipped", load)
-        assert refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8)) == [
-            "ValueError: CollectiveContext: rank 1 cannot read its tuning table: t.json: no",
-            f"{kind.__name__}: t.json: no",
-        ]
+    monkeypatch.setattr(agreement, "shipped", load)
+    assert refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8)) == [
+        "ValueError: CollectiveContext: rank 1 cannot read its tuning table: t.json: no",
+        "MemoryError: t.json: no",
+    ]
 
 
-@pytest.mark.parametrize("kind", ["nested", "fifo", "folder"])
+@pytest.mark.parametrize("kind", ["nested", "fifo", "folder", "not there"])
 def test_a_file_that_is_no_table_is_a_value_error_on_all_ranks(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "t.json"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.write_text("[" * 100_000)
-
-    def make(pe: int) -> None:
-        tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=path if pe == 1 else None)
-
-    told, found = refused(make)
+    makers = {"nested": lambda: path.write_text("[" * 100_000), "fifo": lambda: os.mkfifo(path), "folder": path.mkdir}
+    makers.get(kind, lambda: None)()
+    told, found = refused(lambda pe: tdcoll.CollectiveContext(max_bytes_per_rank=8, tuning=path if pe == 1 else None))
     problem = f"tuning: {path}: expected "
     assert told.startswith(f"ValueError: CollectiveContext: rank 1 cannot read its tuning table: {problem}")
     assert found.startswith(f"ValueError: {problem}")
