@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the figures of the documentation: ``python docs/figures.py``. It needs matplotlib (the extra ``bench``).
+"""Draw the figures of the documentation: ``python docs/figures.py [FOLDER]``. It needs matplotlib (extra ``bench``).
 
 ``docs/figures/NAME.svg`` is a sequence diagram of an entry of ``docs/protocols.py``. The file also holds
 :func:`protocols.summary`, which a test compares with that of a new run. ``docs/results/tutorials/ddp-2xH200.svg`` is
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -197,20 +198,21 @@ def training_step(result: dict[str, Any]) -> Any:
 
 def save(figure: Any, path: Path, about: str = "") -> None:
     """Write a figure as SVG."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None, "Creator": "docs/figures.py", "Description": about})
-    print(path.relative_to(ROOT))
+    print(path)
 
 
-def main() -> None:
-    """Draw all figures."""
+def main(root: Path) -> None:
+    """Draw all figures into the checkout ``root``, or another folder."""
     with rc_context(STYLE):
         for name, protocol in PROTOCOLS.items():
             found = events(protocol)
-            save(Diagram(protocol, found).draw(), ROOT / f"docs/figures/{name}.svg", "\n".join(summary(found)))
-        result = ROOT / "docs/results/tutorials/ddp-2xH200.json"
-        save(training_step(json.loads(result.read_text(encoding="utf-8"))), result.with_suffix(".svg"))
+            save(Diagram(protocol, found).draw(), root / f"docs/figures/{name}.svg", "\n".join(summary(found)))
+        name = "docs/results/tutorials/ddp-2xH200"
+        result = json.loads((ROOT / f"{name}.json").read_text(encoding="utf-8"))
+        save(training_step(result), root / f"{name}.svg")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
