@@ -80,7 +80,7 @@ def hello(signals, monitor):
 #         ...                                         read the slot
 #     credits += 1  <-------- signal ---------------  say that the slot is free
 #
-# The same with two slots, as the simulator has run it:
+# A run of the simulator with two slots looks like this:
 #
 # .. image:: /figures/credits.svg
 #    :alt: A queue with two slots: item 3 waits for the credit of item 1

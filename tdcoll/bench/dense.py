@@ -94,7 +94,7 @@ class Dense(case.Case):
         parser.some("--algorithms", known, ",".join(["auto", *in_place]))
         parser.some("--peers", tuple(cls.peers()), "nccl")
         what = (
-            "inputs and results that the calls of a launch take in turn (default: one of its own for each call; with "
+            "inputs and results that the calls of a launch take in turn (default: one for each call; with "
             "1, one buffer is replayed, which reads lower than real use)"
         )
         parser.add_argument("--buffers", type=options.at_least(1), metavar="N", help=what)

@@ -199,7 +199,10 @@ class SparseData:
         return wrong, f"{at}: {wrong} wrong value(s), first: row {int(rows[row])} [{place}]: {found}"
 
     def errors_of(self, number: int, result: torch.Tensor) -> tuple[int, str]:
-        """The same for a sparse tensor or, zeros elsewhere, a dense one of ``[num_rows, dim]``."""
+        """Return the count and a description of wrong values in a sparse or a dense ``[num_rows, dim]`` tensor.
+
+        A dense one must be zero in all other rows.
+        """
         at = f"rank {self.rank}, input {number}"
         if result.shape != self.shape:
             return 1, f"{at}: expected a tensor of {self.shape}, got {tuple(result.shape)}"

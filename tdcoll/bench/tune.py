@@ -156,8 +156,8 @@ class Tune(case.Case):
             type=options.new_file,
             metavar="FILE",
             help="the table, written after every size; if there is one already, sections of other machines, operations "
-            "and kinds of call in it are kept. What was measured when a run was cut off is in FILE.part, and is not "
-            "measured again",
+            "and kinds of call in it are kept. If a run is interrupted, the next one continues "
+            "from FILE.part",
         )
         parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and measure nothing")
         given = parser.parse_args(arguments)

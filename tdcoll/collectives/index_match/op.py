@@ -188,7 +188,7 @@ class Directory:
         if capturing(self.device):
             self._captured = True
         run: Any = partial(self._launch, variant=(self.search, lists.data_ptr() % 16))
-        # Of a search, the union: unsorted lists leave holes in it, and what is there must be a row.
+        # A search clears the union, because unsorted lists leave holes in it, which must hold valid rows.
         target, size = (self.union, self.max_union) if self.search else (self.entries, self.world * self.words)
         run(kernels.clear, _blocks(size, _CLEAR_BLOCK), (target, size, self.status), (_CLEAR_BLOCK,), num_warps=8)
         if self.search:
