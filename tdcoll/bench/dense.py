@@ -28,6 +28,7 @@ from tdcoll.errors import RankMismatchError
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
+from tdcoll.setenv import COMMAND
 
 __all__ = ["Dense", "case_of", "main"]
 
@@ -83,7 +84,7 @@ class Dense(case.Case):
         known = ["auto", *choosing.algorithms(spec), *in_place, *([SYMMETRIC] if spec.reduces else []), BACKEND]
         given, result = ("one for each rank" if each else "one" for each in spec.segment_of_each)
         parser = options.Parser(
-            prog=f"bash launch.sh [--nproc N] -m tdcoll bench {cls.benchmark}",
+            prog=f"{COMMAND} [--nproc N] -m tdcoll bench {cls.benchmark}",
             description=f"Latency and bus bandwidth of {spec.title.lower()}s, checked. Sizes: bytes of a segment. "
             f"Segments of a rank's input: {given}; of its result: {result}.",
         )

@@ -38,6 +38,7 @@ from tdcoll.bench.engine import Subject, Wanted, calls_of
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED
+from tdcoll.setenv import COMMAND
 
 __all__ = ["SparseAllReduce"]
 
@@ -329,7 +330,7 @@ class SparseAllReduce(case.Case):
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         small = INTERPRETED
         parser = options.Parser(
-            prog="bash launch.sh [--nproc N] -m tdcoll bench sparse_all_reduce",
+            prog=f"{COMMAND} [--nproc N] -m tdcoll bench sparse_all_reduce",
             description="Time of row-sparse all-reduces from sparse tensor to sparse tensor, checked. On the "
             "simulator: checks and counts, of small sizes.",
         )

@@ -39,6 +39,7 @@ from tdcoll.bench.specs import SPECS
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
+from tdcoll.setenv import COMMAND
 from tdcoll.tuning import WARPS, Table
 from tdcoll.tuning.agreement import architectures
 
@@ -130,7 +131,7 @@ class Tune(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         parser = options.Parser(
-            prog="bash launch.sh [--nproc N] -m tdcoll tune",
+            prog=f"{COMMAND} [--nproc N] -m tdcoll tune",
             example="-b 1K -e 64M -o mine.json",
             description="Measures which algorithm of a collective is the fastest on this machine, and writes a table "
             "for TDCOLL_TUNING. Sizes: bytes of a segment (per rank), such as 64M.",
