@@ -5,11 +5,11 @@
     python benchmarks/backend_calls.py --table FILE
 
 Host times are of calls of 4 KB that are only queued, for all-gather (out of place and in place), reduce-scatter and
-all-reduce. Those of torch.distributed are synchronous, and with async_op=True and wait(); for tdcoll once handled and
-once falling back. Each of tdcoll's own has its own context. Device times are of a graph of ten synchronous calls, by
-the number of programs that the context got, of those requested (`tdcoll 20 (of 64)`): they say up to which sizes
-tdcoll should serve (`handled_bytes` of its spec). Bytes are what each rank brings to an all-gather
-and an all-reduce, and what it gets from a reduce-scatter. What is compared takes turns, five rounds; the table has the
+all-reduce. Calls of torch.distributed are synchronous, and with async_op=True and wait(), over the backend both handled
+and falling back. Each of tdcoll's own calls has its own context. Device times are of a graph of ten synchronous calls,
+by the number of programs that the context got, of those requested (`tdcoll 20 (of 64)`): they show up to which sizes
+the backend should handle calls (`handled_bytes` of the spec). Bytes are what each rank brings to an all-gather and an
+all-reduce, and what it gets from a reduce-scatter. The compared calls take turns for five rounds; the table has the
 median round of the slowest rank, and in brackets the fastest and the slowest round.
 """
 
@@ -181,7 +181,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| own call | µs |", "|---|---|"]
     for name, times in own["us"].items():
         lines.append(f"| `{name.replace('all_gather_in_place', 'all_gather_')}` | {statistics.median(times):.1f} |")
-    names = [name.replace("handed over", "falls back") for name in others[0]["us"]]
+    names = [name.replace("handed over", "falls back") for name in others[0]["us"]]  # older files say the former
     lines += ["", f"| call | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for row in others:
         lines.append(f"| {row['kind']} | {' | '.join(f'{statistics.median(t):.1f}' for t in row['us'].values())} |")

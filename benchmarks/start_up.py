@@ -36,7 +36,7 @@ DEVICE = int(os.environ.get("LOCAL_RANK", "0"))
 
 began = 0.0
 rows: list[dict[str, Any]] = []
-"""What was timed: ``name``, ``at_s``, ``took_s``, ``depth``, ``thread``, ``mib``."""
+"""Timed parts: ``name``, ``at_s``, ``took_s``, ``depth``, ``thread``, ``mib``."""
 depth = threading.local()
 
 

@@ -57,8 +57,11 @@ def _run(arguments: Sequence[str]) -> int:
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in _NEEDED:
                 raise
-            text = f"tdcoll {name}: needs {error.name}, which {sys.executable} lacks; `source setenv.sh` finds a Python"
-            print(f"{text} that has it, and `python -m tdcoll doctor` says more", file=sys.stderr)
+            from tdcoll.setenv import IN_CHECKOUT
+
+            finds = "`source setenv.sh` finds a Python that has it, and " * IN_CHECKOUT
+            text = f"tdcoll {name}: needs {error.name}, which {sys.executable} lacks; {finds}"
+            print(f"{text}`python -m tdcoll doctor` says more", file=sys.stderr)
             return 2
     if name in ("-h", "--help", "--version"):
         print(f"tdcoll {__version__}" if name == "--version" else _HELP)

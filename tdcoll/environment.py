@@ -166,10 +166,10 @@ VARIABLES = (
 _OWN = [variable for variable in VARIABLES if variable.name.startswith("TDCOLL_")]
 
 INTERNAL = frozenset(variable.name for variable in _OWN if variable.set_by == "internal")
-"""Those of tdcoll's own that launch.sh, setenv.sh and :mod:`tdcoll.torchrun` set for each other, or that tests read."""
+"""Variables of tdcoll that launch.sh, setenv.sh and :mod:`tdcoll.torchrun` set for each other, or that tests read."""
 
 PUBLIC = frozenset(variable.name for variable in _OWN) - INTERNAL
-"""Those of tdcoll's own that you may set."""
+"""Variables of tdcoll that you may set."""
 
 KNOWN = PUBLIC | INTERNAL
 

@@ -111,7 +111,7 @@ class CollectiveTimeout(TdcollError):
                 "The peer has died, hangs, did not make this call or made it with "
                 "other arguments (TDCOLL_DEBUG=1 compares them). "
             )
-        end = "What was being exchanged is incomplete, and the context cannot be used any more: start the job again"
+        end = "The exchange is incomplete, and the context cannot be used any more: start the job again"
         waited = host_wait or why + end
         # PyTorch's tests, and people who grep logs, look for the word with a space on both sides.
         super().__init__(

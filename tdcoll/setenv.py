@@ -27,11 +27,14 @@ from typing import NamedTuple
 from tdcoll import arguments
 from tdcoll.child import run
 
-__all__ = ["IN_CHECKOUT", "ROOT", "Job", "count_gpus", "prepare", "say"]
+__all__ = ["COMMAND", "IN_CHECKOUT", "LAUNCHER", "ROOT", "Job", "count_gpus", "prepare", "say"]
 
 ROOT = Path(__file__).resolve().parent.parent
 IN_CHECKOUT = all((ROOT / name).is_file() for name in ("setenv.sh", "launch.sh", "constraints-cpu.txt"))
 """Whether this is a checkout of the repository, which may make ``.venv``, and not an installed package."""
+
+LAUNCHER, COMMAND = ("launch.sh", "bash launch.sh") if IN_CHECKOUT else ("tdcoll run", "python -m tdcoll run")
+"""The name of the program that starts jobs, for help and advice, and the words that run it."""
 
 _VENV = ROOT / ".venv"
 _OWN = str(_VENV / "bin" / "python")

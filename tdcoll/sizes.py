@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symmetric memory of a context: one place for what it allocates, and for what is said of it beforehand."""
+"""The symmetric memory of a context: one place for allocating it and for reporting its size in advance."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class ContextSizes:
 
     @property
     def ready(self) -> Area:
-        """Who has entered a call in place."""
+        """Ranks that have entered a call in place."""
         return Area("ready", (self.world_size,), torch.int64)
 
     @property
     def gave_up(self) -> Area:
-        """Who has given up on a call."""
+        """Ranks that have given up on a call."""
         return Area("gave_up", (self.world_size,), torch.int64)
 
     @property

@@ -169,7 +169,8 @@ def name_groups_anew() -> None:
 
 
 def tell_ddp_to_ignore(module: nn.Module, names: list[str]) -> None:
-    """Tell DistributedDataParallel not to touch these parameters of ``module``, besides those it was told of before."""
+    """Tell DistributedDataParallel not to touch these parameters of ``module``, in addition to those it already
+    ignores."""
     if _missing(_ddp_ignores):
         return
     known = list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -165,7 +165,7 @@ def _main() -> None:
 
     try:
         ended = _watch_ranks()
-    except (AttributeError, ImportError):  # of a PyTorch to come: the job counts for more than what is said of it
+    except (AttributeError, ImportError):  # of a later PyTorch: running the job matters more than the report
         run.main()
         return
     # A file without a name, which goes with this process however it ends; the ranks open it by its descriptor.

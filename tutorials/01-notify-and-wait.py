@@ -80,6 +80,11 @@ def hello(signals, monitor):
 #         ...                                         read the slot
 #     credits += 1  <-------- signal ---------------  say that the slot is free
 #
+# A run of the simulator with two slots looks like this:
+#
+# .. image:: /figures/credits.svg
+#    :alt: A queue with two slots: item 3 waits for the credit of item 1
+#
 # Every PE runs both sides at once: block 0 of the launch produces and block 1 consumes. The two never wait for each
 # other on the same PE, and a grid of two blocks always fits on the GPU, so both are running whenever a peer waits for
 # one of them.

@@ -93,6 +93,11 @@ def my_all_gather(
 # entered call 2 after we had read the result of call 1. The argument needs a signal from *every* peer in *every* call.
 # An all-gather has that anyway, but a collective has to signal a peer even if it has no data for it.
 #
+# The simulator has drawn such calls:
+#
+# .. image:: /figures/two-slots.svg
+#    :alt: Three calls: a slot is written again after its reader's next message
+#
 # These are the rules, with their names for `--break`:
 #
 # 1. **two-slots: calls use two slots in turn.** With one, a quick peer overwrites the result that we still read.

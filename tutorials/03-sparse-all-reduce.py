@@ -72,7 +72,7 @@ NEGATIVES, WINDOW, RATE = 5, 2, 10.0
 
 
 def draw(ids, vocabulary, step, pairs):
-    """Return `[pairs, 2 + NEGATIVES]` rows of the table: centre, neighbour, negatives. The same on every rank."""
+    """Return `[pairs, 2 + NEGATIVES]` rows of the table: centre, neighbour, negatives; equal on every rank."""
     generator = torch.Generator().manual_seed(step)
     at = torch.randint(WINDOW, len(ids) - WINDOW, (pairs, 1), generator=generator)
     away = torch.randint(1, WINDOW + 1, (pairs, 1), generator=generator)
@@ -123,8 +123,8 @@ def descend(table, grad):
 
 
 # %%
-# Who has which rows, and what has to move
-# ----------------------------------------
+# Contributors of rows, and traffic
+# ---------------------------------
 #
 # The *union* is the set of rows that any rank has, U of them. The *contributors* of row u are the c_u ranks that have
 # it. The algorithm "owner" lets one contributor of each row reduce it: c_u - 1 rows come in, and the sum goes out to

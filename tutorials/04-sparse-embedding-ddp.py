@@ -137,8 +137,8 @@ def make_model(way, rows, dim, device, group):
 WAYS = ("dense", "backend", "hook", "reducer")
 
 # %%
-# The same model?
-# ---------------
+# Checking the models
+# -------------------
 #
 # DDP averages the gradients of the ranks, and every rank's loss is the mean over its share, so all four ways compute
 # the gradient of the whole batch. They may add in different orders. The losses and weights must therefore agree up to
@@ -170,8 +170,8 @@ def check_same(way, model, losses, dense_model, dense_losses):
 
 
 # %%
-# Who handles what
-# ----------------
+# Handled and fallen back
+# -----------------------
 #
 # `tdcoll.distributed.explain(group)` tells you in words; without an argument it is about the default group. Look at it
 # first if a job is slower than expected. It lists

@@ -75,7 +75,7 @@ def show_broken(options, rules, case, **world):
 # ---------------------------------------------------------------------- times
 
 H200 = FLOORS["NVIDIA H200"]
-"""Of GPUs with NVLink: the launch of an empty kernel, one hop, and the highest rate at which bytes leave a GPU."""
+"""GPUs with NVLink: the launch of an empty kernel, one hop, and the highest rate at which bytes leave a GPU."""
 BOUND = "lower bound (H200)"
 
 

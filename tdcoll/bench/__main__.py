@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tdcoll.limits import COLLECTIVES
 from tdcoll.output import unless_the_reader_goes
+from tdcoll.setenv import COMMAND
 
 _OTHERS = {
     "all_reduce_rms_norm": ("AllReduceNorm", "all-reduce + residual + RMSNorm, fused and not"),
@@ -24,7 +25,7 @@ BENCHMARKS = {
 }
 """The name of each benchmark, and its subject."""
 
-_USAGE = "usage: bash launch.sh [--nproc N] -m tdcoll bench BENCHMARK [options]"
+_USAGE = f"usage: {COMMAND} [--nproc N] -m tdcoll bench BENCHMARK [options]"
 
 _HELP = f"""\
 {_USAGE}
@@ -32,7 +33,7 @@ _HELP = f"""\
 {chr(10).join(f"{name:20}  {what}" for name, what in BENCHMARKS.items())}
 
 example:
-  bash launch.sh -m tdcoll bench all_gather --json result.json
+  {COMMAND} -m tdcoll bench all_gather --json result.json
   python -m tdcoll report result.json --plot result.png
 
 Each benchmark has a --help of its own. On the simulator they check results and count messages."""

@@ -32,6 +32,7 @@ from tdcoll.context import CollectiveContext
 from tdcoll.fused.op import all_reduce_rms_norm
 from tdcoll.fused.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED
+from tdcoll.setenv import COMMAND
 
 __all__ = ["AllReduceNorm"]
 
@@ -111,7 +112,7 @@ class AllReduceNorm(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         parser = options.Parser(
-            prog="bash launch.sh [--nproc N] -m tdcoll bench all_reduce_rms_norm",
+            prog=f"{COMMAND} [--nproc N] -m tdcoll bench all_reduce_rms_norm",
             description="Latency of all-reduce + residual + RMSNorm, checked.",
         )
         counts = options.each(options.at_least(1))

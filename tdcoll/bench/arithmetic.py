@@ -73,9 +73,9 @@ class Floor:
 
 
 FLOORS = {"NVIDIA H200": Floor(launch_us=0.8, crossing_us=1.0, gbps=390.0)}
-"""Of GPUs with NVLink to all others of the node: launch and rate are measured. The rate is the best that was seen, when
-copy engines sent around a ring of 8 (stores to all 7 others at once reached 341). A hop is about a store and the load
-that sees it; the signal benchmark measures it."""
+"""For GPUs with NVLink to all others of the node; launch and rate are measured. The rate is the best that was seen,
+when copy engines sent around a ring of 8 (stores to all 7 others at once reached 341). A hop is about a store and the
+load that sees it; the signal benchmark measures it."""
 
 PAIR_GBPS = {"NVIDIA H200": 361.0}
 """The rate between two GPUs if they send to no other, both ways at once: the same for stores, bulk copies (TMA) and

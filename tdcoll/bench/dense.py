@@ -28,6 +28,7 @@ from tdcoll.errors import RankMismatchError
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import lamport_bytes
 from tdcoll.primitives.reduce import ACCUMULATORS, TORCH_OPERATIONS
+from tdcoll.setenv import COMMAND
 
 __all__ = ["Dense", "case_of", "main"]
 
@@ -83,7 +84,7 @@ class Dense(case.Case):
         known = ["auto", *choosing.algorithms(spec), *in_place, *([SYMMETRIC] if spec.reduces else []), BACKEND]
         given, result = ("one for each rank" if each else "one" for each in spec.segment_of_each)
         parser = options.Parser(
-            prog=f"bash launch.sh [--nproc N] -m tdcoll bench {cls.benchmark}",
+            prog=f"{COMMAND} [--nproc N] -m tdcoll bench {cls.benchmark}",
             description=f"Latency and bus bandwidth of {spec.title.lower()}s, checked. Sizes: bytes of a segment. "
             f"Segments of a rank's input: {given}; of its result: {result}.",
         )
@@ -94,7 +95,7 @@ class Dense(case.Case):
         parser.some("--algorithms", known, ",".join(["auto", *in_place]))
         parser.some("--peers", tuple(cls.peers()), "nccl")
         what = (
-            "inputs and results that the calls of a launch take in turn (default: one of its own for each call; with "
+            "inputs and results that the calls of a launch take in turn (default: one for each call; with "
             "1, one buffer is replayed, which reads lower than real use)"
         )
         parser.add_argument("--buffers", type=options.at_least(1), metavar="N", help=what)

@@ -93,7 +93,7 @@ def draw(head: dict[str, Any], rows: Sequence[Row], only: Sequence[str] = (), fl
         for axis in axes[-1]:
             axis.set_xlabel(list(layout.size)[-1])
         for axis in axes[:, 0]:
-            axis.set_ylabel(f"time, {layout.unit}")
+            axis.set_ylabel(f"time, {layout.unit} (lower is better)")
         figure.suptitle(f"{layout.title}, {machine(head, chosen[0])}", fontsize=13)
         found = [axis.get_legend_handles_labels() for axis in axes.flat]
         handles = {label: handle for its in found for handle, label in zip(*its, strict=True)}
@@ -107,4 +107,4 @@ def plot(
     head: dict[str, Any], rows: Sequence[Row], path: Path, only: Sequence[str] = (), floor: Floor | None = None
 ) -> None:
     """Write the figure of :func:`draw` as a PNG."""
-    draw(head, rows, only, floor).savefig(path, format="png", dpi=150, metadata={"Software": None})
+    draw(head, rows, only, floor).savefig(path, format="png", dpi=110, metadata={"Software": None})

@@ -22,6 +22,7 @@ import triton
 import tdcoll
 from tdcoll import runtime
 from tdcoll.environment import INTERNAL
+from tdcoll.setenv import COMMAND
 
 __all__ = ["command_line", "provenance"]
 
@@ -119,7 +120,7 @@ def _without_place(name: str, value: str) -> str:
 def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated: bool) -> str:
     """Return the command that starts this job, without the options that only name output files."""
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world))
-    words = ["bash", "launch.sh", "--nproc", local]
+    words = [*COMMAND.split(), "--nproc", local]
     if simulated:
         words.append("--simulate")
     if int(local) < world:

@@ -28,12 +28,13 @@ from tdcoll.bench import rows as files
 from tdcoll.bench.arithmetic import Floor, distinct, floor_of, parse_floor, ratio
 from tdcoll.bench.plots import plot
 from tdcoll.bench.rows import LAYOUTS, Layout, Row, launch_of, machine, name_of, shown_labels
+from tdcoll.setenv import COMMAND
 
 __all__ = ["losses", "main", "markdown", "pages", "pictures"]
 
-_EXAMPLE = """\
+_EXAMPLE = f"""\
 example:
-  bash launch.sh -m tdcoll bench all_gather --json result.json
+  {COMMAND} -m tdcoll bench all_gather --json result.json
   python -m tdcoll report result.json --plot result.png"""
 
 _BRIEF_LINES, _MOST_PLACES = 6, 4

@@ -38,6 +38,7 @@ from tdcoll.bench.engine import Subject, Wanted, calls_of
 from tdcoll.collectives.sparse_all_reduce.context import symmetric_bytes
 from tdcoll.collectives.sparse_all_reduce.policy import ALGORITHMS
 from tdcoll.language import INTERPRETED
+from tdcoll.setenv import COMMAND
 
 __all__ = ["SparseAllReduce"]
 
@@ -199,7 +200,10 @@ class SparseData:
         return wrong, f"{at}: {wrong} wrong value(s), first: row {int(rows[row])} [{place}]: {found}"
 
     def errors_of(self, number: int, result: torch.Tensor) -> tuple[int, str]:
-        """The same for a sparse tensor or, zeros elsewhere, a dense one of ``[num_rows, dim]``."""
+        """Return the count and a description of wrong values in a sparse or a dense ``[num_rows, dim]`` tensor.
+
+        A dense one must be zero in all other rows.
+        """
         at = f"rank {self.rank}, input {number}"
         if result.shape != self.shape:
             return 1, f"{at}: expected a tensor of {self.shape}, got {tuple(result.shape)}"
@@ -326,7 +330,7 @@ class SparseAllReduce(case.Case):
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         small = INTERPRETED
         parser = options.Parser(
-            prog="bash launch.sh [--nproc N] -m tdcoll bench sparse_all_reduce",
+            prog=f"{COMMAND} [--nproc N] -m tdcoll bench sparse_all_reduce",
             description="Time of row-sparse all-reduces from sparse tensor to sparse tensor, checked. On the "
             "simulator: checks and counts, of small sizes.",
         )

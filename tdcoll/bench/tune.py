@@ -39,6 +39,7 @@ from tdcoll.bench.specs import SPECS
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS
 from tdcoll.runtime.topology import Topology
+from tdcoll.setenv import COMMAND
 from tdcoll.tuning import WARPS, Table
 from tdcoll.tuning.agreement import architectures
 
@@ -130,7 +131,7 @@ class Tune(case.Case):
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> argparse.Namespace:
         parser = options.Parser(
-            prog="bash launch.sh [--nproc N] -m tdcoll tune",
+            prog=f"{COMMAND} [--nproc N] -m tdcoll tune",
             example="-b 1K -e 64M -o mine.json",
             description="Measures which algorithm of a collective is the fastest on this machine, and writes a table "
             "for TDCOLL_TUNING. Sizes: bytes of a segment (per rank), such as 64M.",
@@ -156,8 +157,8 @@ class Tune(case.Case):
             type=options.new_file,
             metavar="FILE",
             help="the table, written after every size; if there is one already, sections of other machines, operations "
-            "and kinds of call in it are kept. What was measured when a run was cut off is in FILE.part, and is not "
-            "measured again",
+            "and kinds of call in it are kept. If a run is interrupted, the next one continues "
+            "from FILE.part",
         )
         parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and measure nothing")
         given = parser.parse_args(arguments)

@@ -75,7 +75,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             found = None
         if found is None:
             raise missing_module(fullname)
-        # Of a package Python asks the finder for names that are not there, so that their error can say why.
+        # If this is a package, Python asks the finder for missing names, so their error can state the reason.
         is_package = fullname not in self._nvshmem or found.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, _Loader(ours), is_package=is_package)
 

@@ -40,7 +40,8 @@ def _group(given: Any) -> Any:
 
 
 def _sums(group: Any) -> SparseAllReduce:
-    """Return what reduces sparse gradients of a group on a stream of its own; the job keeps it until it ends."""
+    """Return the object that reduces sparse gradients of a group on a separate stream; the job keeps it until it
+    ends."""
     owner = runtime.current()
     key = ("tdcoll.distributed", owner.ranks_of(group))
     found: SparseAllReduce | None = owner.contexts.get(key)
@@ -404,7 +405,7 @@ class SparseGradientReducer:
 
 
 _reducers: "weakref.WeakSet[SparseGradientReducer]" = weakref.WeakSet()
-"""Those that may have hooks."""
+"""Reducers that may have hooks."""
 
 
 def _say_what_is_left(left: list[str]) -> None:

@@ -165,7 +165,7 @@ class Dispatcher:
         return "inside a coalescing block of the fallback backend" if self.coalescing else None
 
     def _prepare(self, kind: str, call: Call) -> str | None:
-        """Prepare tdcoll for a call; return why it can't be handled now, or None if it can. The same on all ranks."""
+        """Prepare tdcoll for a call; return why it can't be handled now, or None if it can; equal on all ranks."""
         handler = self.handlers[kind]
         with self._waiting(kind):
             if self.compares(kind, call):

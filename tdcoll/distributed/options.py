@@ -40,7 +40,7 @@ def _kinds(text: str, source: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Options:
-    """``pg_options`` of ``init_process_group("tdcoll")`` and ``new_group``. The same on all ranks of the group.
+    """``pg_options`` of ``init_process_group("tdcoll")`` and ``new_group``, equal on all ranks of the group.
 
     >>> options = tdcoll.distributed.Options(handles="all_reduce,all_gather")
     >>> torch.distributed.init_process_group("tdcoll", pg_options=options)

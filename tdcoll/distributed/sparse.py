@@ -20,9 +20,9 @@ __all__ = ["SparseAllReduce", "refuse_wrong"]
 
 
 def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
-    """Raise if neither tdcoll nor the fallback backend could give what was asked for.
+    """Raise if neither tdcoll nor the fallback backend supports the request.
 
-    ``torch.distributed`` hands over a complex tensor as a real view of it. A view of a dense tensor shares its
+    ``torch.distributed`` passes a complex tensor as its real view. A view of a dense tensor shares its
     memory; the result for a sparse one has other indices, which the complex tensor would never see.
 
     Raises:
@@ -34,7 +34,7 @@ def refuse_wrong(tensor: torch.Tensor, op: str) -> None:
         view = tensor._base is not None and tensor._base.is_complex()
     if view:
         raise TypeError(
-            "all_reduce: tensor must not be complex and sparse: torch.distributed hands over its real view, and "
+            "all_reduce: tensor must not be complex and sparse: torch.distributed passes its real view, and "
             f"the result would never get to the tensor itself; got {tensor.dtype} of {list(tensor.shape)}. Reduce "
             "torch.view_as_real(tensor).clone() outside of inference mode, and take torch.view_as_complex() of it"
         )

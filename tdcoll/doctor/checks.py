@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tdcoll import arguments, environment, limits
 from tdcoll.doctor.facts import Facts
+from tdcoll.setenv import COMMAND, IN_CHECKOUT, LAUNCHER
 
 __all__ = ["Line", "diagnose", "note", "ok", "problem"]
 
@@ -78,7 +79,7 @@ def _failure(facts: Facts, package: str) -> str:
 def _torch(facts: Facts) -> list[Line]:
     name, found, install = "torch", facts.found["torch"], "pip install -U 'torch>=2.10'"
     if failure := _failure(facts, name):
-        return [problem(name, failure, f"{install}, or let launch.sh make an environment")]
+        return [problem(name, failure, f"{install}, or let launch.sh make an environment" if IN_CHECKOUT else install)]
     text = f"{found['version']}, " + (f"for CUDA {found['cuda']}" if found["cuda"] else "without CUDA")
     if _version(found["version"]) < (2, 10):
         return [problem(name, text, f"tdcoll needs 2.10 or newer: {install}")]
@@ -190,7 +191,7 @@ def _simulator(name: str, facts: Facts) -> Line:
     if by_setenv:
         return note(name, f"{text}: kernels run in the simulator", advice)
     torchrun = '`torchrun script.py` raises "no CUDA GPU is visible" unless you set TRITON_INTERPRET=1'
-    return note(name, f"{text}: launch.sh runs kernels in the simulator; {torchrun}", advice)
+    return note(name, f"{text}: {LAUNCHER} runs kernels in the simulator; {torchrun}", advice)
 
 
 def _peer_access(facts: Facts) -> list[Line]:
@@ -250,7 +251,7 @@ def _heap(facts: Facts) -> list[Line]:
 
 def _setenv(facts: Facts) -> list[Line]:
     """Compare this shell, whose environment torchrun passes on, with the environment that launch.sh makes."""
-    name, here, launched = "setenv.sh", facts.environment, facts.launched
+    name, here, launched = "setenv.sh" if IN_CHECKOUT else "environment", facts.environment, facts.launched
     if facts.simulated:
         return []
     names = {key for key in {*here, *launched} if key.startswith("NVSHMEM_")} | {"LD_LIBRARY_PATH", "TRITON_INTERPRET"}
@@ -261,9 +262,10 @@ def _setenv(facts: Facts) -> list[Line]:
     ]
     if differs:
         hosts = f"`export TDCOLL_NNODES={facts.nnodes}; source setenv.sh`" if facts.nnodes > 1 else "`source setenv.sh`"
-        text = f"this shell lacks what launch.sh sets: {', '.join(differs)}"
-        return [note(name, text, f"{hosts} before torchrun")]
-    return [ok(name, "this shell has the variables that launch.sh sets")]
+        text = f"this shell lacks what {LAUNCHER} sets: {', '.join(differs)}"
+        advice = f"{hosts} before torchrun" if IN_CHECKOUT else f"start jobs by `{COMMAND}` instead of torchrun"
+        return [note(name, text, advice)]
+    return [ok(name, f"this shell has the variables that {LAUNCHER} sets")]
 
 
 def _variables(facts: Facts) -> list[Line]:

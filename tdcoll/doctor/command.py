@@ -15,17 +15,19 @@ from tdcoll.child import Ended
 from tdcoll.doctor import job
 from tdcoll.doctor.checks import Line, diagnose
 from tdcoll.doctor.facts import collect
+from tdcoll.setenv import IN_CHECKOUT, LAUNCHER
 
 __all__ = ["main"]
 
-_EPILOG = """\
+_AFTER, _FIRST = ("after `source setenv.sh`, ", "  source setenv.sh\n") if IN_CHECKOUT else ("", "")
+
+_EPILOG = f"""\
 Each line is ok, a note (look at it if something doesn't work) or a problem, with what to do. Exit status: 0 without
-problems, 1 with some, 2 for a wrong command line. Run it once on each host, after `source setenv.sh`, without torchrun
-and launch.sh.
+problems, 1 with some, 2 for a wrong command line. Run it once on each host, {_AFTER}without torchrun
+and {LAUNCHER}.
 
 example:
-  source setenv.sh
-  python -m tdcoll doctor --nnodes 2"""
+{_FIRST}  python -m tdcoll doctor --nnodes 2"""
 
 
 def _options(argv: Sequence[str], environment: Mapping[str, str]) -> argparse.Namespace:
@@ -49,7 +51,7 @@ def _options(argv: Sequence[str], environment: Mapping[str, str]) -> argparse.Na
     add("--json", metavar="FILE", help="also write lines, facts and the job's output to this file")
     options = parser.parse_args(argv)
     if "LOCAL_RANK" in environment:
-        parser.error("run it without torchrun and launch.sh: it starts a job itself")
+        parser.error(f"run it without torchrun and {LAUNCHER}: it starts a job itself")
     try:
         arguments.whole("--nproc", 1 if options.nproc is None else options.nproc, 1)
         arguments.whole("--nnodes", options.nnodes, 1)

@@ -67,34 +67,34 @@ def g(source: _Pointer, pe: _Number) -> Any:
     one thread. Pointers are to integers or floats of 32 or 64 bits."""
 
 def atomic_fetch(source: _Pointer, pe: _Number) -> Any:
-    """Returns the integer at the symmetric address `source` on PE `pe`, read atomically. Not ordered after earlier puts
-    and stores: `fence` first. Each thread that calls does it once: call it from one thread. Pointers are to integers of
-    32 or 64 bits."""
+    """Returns the integer at the symmetric address `source` on PE `pe`, read atomically. It isn't ordered after earlier
+    puts and stores: call `fence` first. Each thread that calls does it once: call it from one thread. Pointers are to
+    integers of 32 or 64 bits."""
 
 def atomic_set(dest: _Pointer, value: _Value, pe: _Number) -> None:
-    """Sets the integer at the symmetric address `dest` on PE `pe` atomically. Not ordered after earlier puts and
-    stores: `fence` first. Each thread that calls does it once: call it from one thread. Pointers are to integers of 32
-    or 64 bits."""
+    """Sets the integer at the symmetric address `dest` on PE `pe` atomically. It isn't ordered after earlier puts and
+    stores: call `fence` first. Each thread that calls does it once: call it from one thread. Pointers are to integers
+    of 32 or 64 bits."""
 
 def atomic_add(dest: _Pointer, value: _Value, pe: _Number) -> None:
-    """Adds `value` to the integer at the symmetric address `dest` on PE `pe`. Not ordered after earlier puts and
-    stores: `fence` first. Each thread that calls does it once: call it from one thread. Pointers are to integers of 32
-    or 64 bits."""
+    """Adds `value` to the integer at the symmetric address `dest` on PE `pe`. It isn't ordered after earlier puts and
+    stores: call `fence` first. Each thread that calls does it once: call it from one thread. Pointers are to integers
+    of 32 or 64 bits."""
 
 def atomic_fetch_add(dest: _Pointer, value: _Value, pe: _Number) -> Any:
-    """Adds `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. Not
-    ordered after earlier puts and stores: `fence` first. Each thread that calls does it once: call it from one thread.
-    Pointers are to integers of 32 or 64 bits."""
+    """Adds `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. It isn't
+    ordered after earlier puts and stores: call `fence` first. Each thread that calls does it once: call it from one
+    thread. Pointers are to integers of 32 or 64 bits."""
 
 def atomic_swap(dest: _Pointer, value: _Value, pe: _Number) -> Any:
-    """Writes `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. Not
-    ordered after earlier puts and stores: `fence` first. Each thread that calls does it once: call it from one thread.
-    Pointers are to integers of 32 or 64 bits."""
+    """Writes `value` to the integer at the symmetric address `dest` on PE `pe`; returns what was there before. It isn't
+    ordered after earlier puts and stores: call `fence` first. Each thread that calls does it once: call it from one
+    thread. Pointers are to integers of 32 or 64 bits."""
 
 def atomic_compare_swap(dest: _Pointer, cond: _Value, value: _Value, pe: _Number) -> Any:
-    """Writes `value` to the symmetric address `dest` on PE `pe` if `cond` is there; returns what was there before. Not
-    ordered after earlier puts and stores: `fence` first. Each thread that calls does it once: call it from one thread.
-    Pointers are to integers of 32 or 64 bits."""
+    """Writes `value` to the symmetric address `dest` on PE `pe` if `cond` is there; returns what was there before. It
+    isn't ordered after earlier puts and stores: call `fence` first. Each thread that calls does it once: call it from
+    one thread. Pointers are to integers of 32 or 64 bits."""
 
 def putmem(dest: _Pointer, source: _Pointer, bytes: _Number, pe: _Number) -> None:
     """Copies `bytes` bytes from `source` to the symmetric address `dest` on PE `pe`. `source` may be any memory of this
@@ -227,8 +227,8 @@ def signal_wait_until(sig_addr: _Pointer, cmp_: _Number, cmp_val: _Number) -> tl
     form."""
 
 def fence() -> None:
-    """Puts and signals that this PE has issued before arrive, at each PE, before those that it issues afterwards. Those
-    of other threads, too, if they are synchronised with the calling one (`syncthreads`). Orders stores of the calling
+    """Puts and signals that this PE has issued before arrive, at each PE, before those that it issues afterwards. This
+    includes other threads' if they are synchronised with the calling one (`syncthreads`). Orders stores of the calling
     thread through `remote_ptr` alike. Says nothing about different PEs, and does not wait."""
 
 def quiet() -> None:
@@ -414,7 +414,7 @@ def wait_words_of_all(
 
 def load_words(words: _Pointer, mask: _Value) -> Any:
     """Returns the blocks of first, second, third and fourth int32 of the 128-bit words at the block of addresses
-    `words` (multiples of 16), zeros where `mask` is false. An ordinary load: it waits for nobody."""
+    `words` (multiples of 16), zeros where `mask` is false. An ordinary load, which doesn't wait."""
 
 def store_words(words: _Pointer, first: _Value, second: _Value, third: _Value, fourth: _Value, mask: _Value) -> None:
     """Stores the blocks of int32 `first` to `fourth`, element by element, as 128-bit words at the block of addresses

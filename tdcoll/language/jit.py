@@ -45,7 +45,7 @@ from tdcoll.spec.functions import LIBRARY, LINKED, no_puts, not_a_monitor
 __all__ = ["bitcode_path", "jit", "needs_nvshmem", "typed_fields"]
 
 _DEVICE_STATE = "nvshmemi_device_state"
-"""What a module that holds NVSHMEM code defines; the name alone also occurs in paths of debug information."""
+"""Symbol that modules with NVSHMEM code define; the bare name also occurs in paths of debug information."""
 
 _LEFT_TO_TRITON_DISTRIBUTED = LOWERING == "tdcoll.language.triton_dist"
 """Its backend links the library, and its CompiledKernel initialises the module."""

@@ -2,7 +2,7 @@
 """The part of NVSHMEM's device library that the language calls.
 
 Triton parses the libraries that a kernel links anew for each kernel. NVSHMEM's has 31 MB, and reading it takes 4 s of
-the 4.5 that a kernel takes to compile. What the functions of the language need of it has 0.8 MB. It is cut out once,
+the 4.5 that a kernel takes to compile. The part that the language's functions need has 0.8 MB. It is cut out once,
 with Triton's own linker, and kept in Triton's cache as text, with every definition as it was. The kernels come out the
 same to the byte.
 """
@@ -39,7 +39,7 @@ def _cut(path: str, symbols: Iterable[str]) -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "declarations.mlir"
-        # Declared without their arguments: the linker goes by names.
+        # Declared without their arguments: the linker uses only names.
         file.write_text("".join(f"llvm.func @{symbol}()\n" for symbol in symbols))
         context = ir.context()
         ir.load_dialects(context)

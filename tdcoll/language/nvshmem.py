@@ -4,7 +4,8 @@
 Stock Triton knows nothing of NVSHMEM. ``extern_elementwise`` with scalar arguments becomes one LLVM call that
 every thread of the block makes, which is what NVSHMEM's ``_block`` functions want; the definitions come from the
 bitcode library in NVIDIA's wheel, which :mod:`tdcoll.language.jit` adds to the compilation. Pointers travel as
-int64, which makes one signature serve pointers to anything. What is PTX is in ``ptx``, ``waits`` and ``words``.
+int64, which makes one signature serve pointers to anything. Functions made of PTX are in ``ptx``, ``waits`` and
+``words``.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _copy_as(dst, src, nbytes, dtype: tl.constexpr, BLOCK: tl.constexpr, ALIGNED
     target = dst.to(tl.pointer_type(dtype))
     source = src.to(tl.pointer_type(dtype))
     count = nbytes // size
-    if ALIGNED:  # said of the pointers: Triton forgets what it is told of the addresses that they are made from
+    if ALIGNED:  # on the pointers, because Triton forgets hints on the addresses that they are made from
         target = tl.multiple_of(target, 16)
         source = tl.multiple_of(source, 16)
         count = tl.multiple_of(count, 16 // size)

@@ -3,7 +3,7 @@
 
 Loads that follow a wait, or anything else that acquires, must stay behind it. For Triton's software pipeliner an asm or
 an extern call is no obstacle: it takes the loads of later iterations above it. But it leaves a loop alone that holds a
-barrier of Triton's, wherever in its body. So each function that acquires ends with one that is never reached
+barrier of Triton's, wherever in its body. Each function that acquires therefore ends with one that is never reached
 (:func:`_hold_loads`); the compiler finds that out when the pipeliner is done, and nothing of it is left in the PTX.
 :func:`~tdcoll.language.waits.wait_token` is for loops that are to be pipelined.
 """
@@ -57,8 +57,8 @@ def _register(kind: tl.dtype) -> str:
 
 @triton.jit
 def _hold_loads():
-    """A barrier that is never reached, for the pipeliner to find. That it is not, only MLIR's SCCP sees, which Triton
-    runs after the pipeliner and not before it: no other pass follows a value around a loop."""
+    """A barrier that is never reached, for the pipeliner to find. Only MLIR's SCCP sees that it is never reached,
+    because no other pass follows a value around a loop, and Triton runs it after the pipeliner."""
     never = tl.cast(0, tl.int32)
     while never != 0:
         never += 1
@@ -112,7 +112,7 @@ def syncthreads(_semantic=None):
 @core.extern
 def stream_order(_semantic=None):
     """Make :func:`tdcoll.primitives.group.in_stream_order`: nothing, unless the kernel is compiled with ``launch_pdl``.
-    So one that is launched early has the wait."""
+    A kernel that is launched early therefore has the wait."""
     if getattr(_semantic.builder.options, "launch_pdl", False):
         asm(_semantic, "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device language under Triton's interpreter: each function works on the simulated machine.
 
-Arguments are what the interpreter hands over: tensors of one element, constexprs, ints. Every function takes
+Arguments are as the interpreter passes them: tensors of one element, constexprs, ints. Every function takes
 the ``_semantic`` that Triton passes to its own, and has no use for it. Meanings are in
 :data:`tdcoll.spec.functions.FUNCTIONS`.
 

@@ -121,8 +121,8 @@ def _wait_for_words(
 ) -> Any:  # fmt: skip
     """Wait for words of several senders; return blocks of their parts, and then 1 where they came in time.
 
-    Each of ``senders`` is a rank and how many bytes after ``words`` its words lie. Of the four parts of a word the
-    first ``n_parts`` are returned. ``wait`` takes the machine, addresses and what is ``wanted``.
+    Each of ``senders`` is a rank and how many bytes after ``words`` its words lie. The first ``n_parts`` of the four
+    parts of a word are returned. ``wait`` takes the machine, addresses and what is ``wanted``.
     """
     addresses, active = _words(words, mask)
     places, pending = np.flatnonzero(active), []

@@ -2,9 +2,9 @@
 """The device language compiled by stock Triton: waits that end.
 
 Waits are polling loops in PTX rather than in Triton: a loop per thread, no cross-warp traffic while waiting, and
-the clock is read on every 256th miss only. That of a signal is AND-ed over the block by ``bar.red``, because threads
-may disagree at the deadline and a block-wide branch on a value that differs between warps is undefined; that of a
-flagged word is its thread's own.
+the clock is read on every 256th miss only. A signal wait's result is AND-ed over the block by ``bar.red``, because
+threads may disagree at the deadline and a block-wide branch on a value that differs between warps is undefined; the
+result for a flagged word belongs to its thread.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ END:
 @core.extern
 def _lowest(value, BITS, _semantic=None):
     """Return the lowest ``value`` of the block's threads, each of ``BITS`` bits. It is found bit by bit: of the threads
-    that are left, those with a 0 stay, if there are any. So no shared memory is needed."""
+    that are left, those with a 0 stay, if there are any. This needs no shared memory."""
     bits = int(core._unwrap_if_constexpr(BITS))
     step = """and.b32 bit, $value, {mask};
 setp.eq.and.u32 zero, bit, 0, left;
@@ -300,7 +300,7 @@ def wait_token(signal, compare: tl.constexpr, value, monitor, peer=-1, index=-1)
 @core.extern
 def consume_token(value, token, _semantic=None):
     value, token = consumed(value, token, _semantic)
-    # A token is 0 or 1, which the compiler does not know either. Of a pointer it still has to know the alignment.
+    # A token is 0 or 1, which the compiler does not know either. It still has to know a pointer's alignment.
     nothing = core.cast(
         token.__rshift__(1, _semantic=_semantic), tl.int64 if value.dtype.is_ptr() else value.dtype, _semantic=_semantic
     )

@@ -89,7 +89,7 @@ class Nodes(NamedTuple):
             ascending.
         node: this rank's.
         n_nodes: how many.
-        world: ranks. Not a constant as in the group, because loops over all ranks that look for one id would be
+        world: ranks. It isn't a constant as in the group, because loops over all ranks that look for one id would be
             unrolled, and take twice the registers.
     """
 

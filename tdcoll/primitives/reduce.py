@@ -191,7 +191,6 @@ def rounded(sum, DTYPE: tl.constexpr, OP: tl.constexpr):
     if sum.dtype.is_floating() and not DTYPE.is_fp8():
         if (OP != SUM and OP != MEAN) or sum.dtype != DTYPE:
             value = result.to(sum.dtype)
-            # Not by adding 0, because fused with a product that is about to be rounded to -0.0, that would change
-            # nothing.
+            # Adding 0 wouldn't do: fused with a product that is about to be rounded to -0.0, it would change nothing.
             result = tl.where(value == 0, tl.zeros_like(value), value).to(DTYPE)
     return result

@@ -190,7 +190,7 @@ _FUNCTIONS = [
         "load_words(words: ptr, mask: value) -> value",
         "ld.global of 128-bit words {4 x 32 bits of data}",
         "Returns the blocks of first, second, third and fourth int32 of the 128-bit words at the block of addresses "
-        "`words` (multiples of 16), zeros where `mask` is false. An ordinary load: it waits for nobody.",
+        "`words` (multiples of 16), zeros where `mask` is false. An ordinary load, which doesn't wait.",
     ),
     declared(
         "store_words(words: ptr, first: value, second: value, third: value, fourth: value, mask: value)",

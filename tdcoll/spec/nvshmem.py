@@ -115,7 +115,7 @@ def _values() -> list[DeviceFunction]:
         in_c = ", ".join(_IN_C[kind] + one for one, kind in (argument.split(": ") for argument in given.split(", ")))
         returned = "TYPE" if "->" in declaration else "void"
         atomic = name.startswith("atomic")
-        order = "Not ordered after earlier puts and stores: `fence` first. " if atomic else ""
+        order = "It isn't ordered after earlier puts and stores: call `fence` first. " if atomic else ""
         once = "Each thread that calls does it once: call it from one thread. "
         pointees = "integers" if atomic else "integers or floats"
         made.append(
@@ -173,7 +173,7 @@ NVSHMEM_FUNCTIONS = [
         "fence()",
         "void nvshmem_fence()",
         "Puts and signals that this PE has issued before arrive, at each PE, before those that it issues afterwards. "
-        "Those of other threads, too, if they are synchronised with the calling one (`syncthreads`). Orders stores of "
+        "This includes other threads' if they are synchronised with the calling one (`syncthreads`). Orders stores of "
         "the calling thread through `remote_ptr` alike. Says nothing about different PEs, and does not wait.",
     ),
     declared(

@@ -3,13 +3,13 @@
 
 Triton looks up a kernel and its launcher at every launch, 15 us a time, and the C function below still takes all
 arguments apart. Here the parameters of a kernel lie in one block of memory, as the CUDA driver reads them: a launch
-writes those that change and calls ``cuLaunchKernelEx`` (CUDA Driver API, *Execution Control*). Which arguments are
-parameters comes from the signature that Triton compiled, how many parameters the driver wants from the PTX.
+writes those that change and calls ``cuLaunchKernelEx`` (CUDA Driver API, *Execution Control*). The signature that
+Triton compiled says which arguments are parameters, and the PTX how many the driver expects.
 
 **Launches that begin early** (programmatic dependent launch). Such a launch may be brought onto the GPU while the last
 blocks of the one before it on the stream still run. Its kernel begins with
 :func:`tdcoll.primitives.group.in_stream_order`, which waits until that one is over, and only then lets the next begin
-likewise. That takes three things, and none can be had alone: a kernel is compiled with ``launch_pdl`` if its text
+likewise. That takes three things, each useless without the others: a kernel is compiled with ``launch_pdl`` if its text
 begins so (:func:`_options`); the function is compiled to the wait in kernels with ``launch_pdl``, and to nothing in
 others; and the driver is asked for it where Triton's metadata say ``launch_pdl``.
 
@@ -18,9 +18,9 @@ them have been on the GPU, so blocks that come early take no place which a block
 comes before the permission, so when blocks of launch k + 1 are there, all launches up to k - 1 have ended: a stream
 holds the places of two launches, and not of more. But they are two, and the second may be another library's and as
 large as the GPU. Where launches of several contexts are in flight together, each on its own stream, and wait for peers,
-what waits behind one could keep out the other, on each rank another one. So contexts with a budget of programs
-(``max_programs``), and those of the backend, do not launch early: what follows them begins when they have ended, and
-they when what was before has ended.
+what waits behind one could keep out the other, on each rank another one. Contexts with a budget of programs
+(``max_programs``), and those of the backend, therefore launch as usual: each launch begins when the one before it has
+ended.
 
 Beside other kernels: ours after one that says nothing begins when that one has ended; one that is launched as usual
 after ours begins when all of ours has ended.

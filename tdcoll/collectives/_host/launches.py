@@ -44,8 +44,7 @@ class Planned:
         plan: how.
         options: what else the kernel depends on, such as dtype and operation.
         stride: bytes from one segment of the caller's tensor to the next.
-        width: bytes of data in a word, where it goes by words that need no signal, which land in memory of their own;
-            else 0.
+        width: bytes of data per word if the call uses LL or Lamport words, which land in memory of their own; else 0.
         deltas: int64 ``[world]``: from an address in the caller's memory, where peers reach it, to the same on each.
     """
 
@@ -102,7 +101,7 @@ def arithmetic(call: Planned) -> dict[str, Any]:
 def tiles(call: Planned) -> dict[str, Any]:
     """Return the constants of a reduction by chunks: those of :func:`arithmetic`, ``COUNT`` and ``WAITED``.
 
-    A thread has 16 bytes of a tile. Of elements of one byte it has 4: with 8, of each of 8 ranks, it would run out of
+    A thread has 16 bytes of a tile, or 4 if elements have one byte: with 8 from each of 8 ranks, it would run out of
     registers.
     """
     size = call.options[0].itemsize

@@ -52,7 +52,7 @@ LL_BLOCK = 128
 """128-bit words that one LL program moves: one for each thread of 4 warps."""
 
 LL_MOST_WORDS = 1024
-"""The same, at most: each word of a thread is a loop of its own in the code."""
+"""The most 128-bit words that one LL program moves, because each word of a thread is a separate loop in the code."""
 
 LL_WORD_BYTES = 12
 """Data of such a word; the rest is its flag."""
@@ -67,7 +67,7 @@ REDUCING_PROGRAMS = 128
 """Blocks of words that are reduced: about one for each SM."""
 
 _REDUCED_BYTES = 1 << 30
-"""Kernels count the bytes that go by words in 32 bits, and go somewhat beyond the last."""
+"""Kernels count the bytes of words in 32 bits, and go somewhat beyond the last."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Payload:
 
 
 def needs_words(facts: Facts) -> str | None:
-    """Return why a call cannot go by flagged words, or None if it can."""
+    """Return why a call cannot use LL, or None if it can."""
     limit = f"at most {facts.ll_bytes} bytes per rank"
     if facts.ll_bytes < 0:
         limit = "ranks that can store to each other's memory inside each node"
@@ -172,14 +172,14 @@ def several_nodes(topology: Topology) -> bool:
 
 
 def needs_stores(facts: Facts) -> str | None:
-    """Return why a call cannot go by stores alone, or None if it can."""
+    """Return why a call cannot use stores alone, or None if it can."""
     if facts.topology.n_nodes > 1 or not facts.stores:
         return "needs one node whose ranks can store to each other's memory; got "
     return None
 
 
 def needs_puts(facts: Facts) -> str | None:
-    """Return why a call cannot go by puts, or None if it can."""
+    """Return why a call cannot use puts, or None if it can."""
     return None if facts.puts else "needs NVSHMEM's puts, which memory of PyTorch's does not have; got "
 
 
@@ -189,7 +189,7 @@ def half(capacity: int) -> int:
 
 
 def staged_epoch(facts: Facts) -> int:
-    """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and go by the outbox
+    """Return the bytes of a segment in each epoch of a call whose segments land in the inbox, and leave from the outbox
     where a rank has to put."""
     room = facts.capacity if needs_stores(facts) is None else half(facts.capacity)
     return room // 128 * 128 or room // 16 * 16
@@ -303,7 +303,8 @@ def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload | None
         # The interpreter takes as long for a block of few words as for one of many.
         block = LL_MOST_WORDS if facts.simulated else usual
     block = max(block, fewest)
-    # Threads beyond a program's words would send them again. Those with several would wait for one after the other.
+    # Threads beyond a program's words would send them again. Threads with several words would wait for one after the
+    # other.
     warps = max(1, min(entry.num_warps or (8 if extent.programs else 16), most_warps(facts), block // 32))
     return Plan(algorithm, -(-words // block), extent.width * block, warps)
 
@@ -328,7 +329,7 @@ def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Payload:
 
 
 def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | None:
-    """Return why a reduction cannot go by words of either kind (:func:`reduced_words`), or None if it can."""
+    """Return why a reduction can use neither LL nor Lamport words (:func:`reduced_words`), or None if it can."""
     if facts.itemsize > 4:
         return f"needs elements of at most 4 bytes; got elements of {facts.itemsize} bytes on "
     if (problem := needs_stores(facts)) is not None:
@@ -344,9 +345,9 @@ def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | 
 def epoch_of_words(facts: Facts, parts: int, phases: int) -> int:
     """Return the bytes of a segment in each epoch of a reduction by words (:func:`reduced_words`).
 
-    A call that words of neither kind hold at once takes several epochs, by words that announce themselves. There are as
-    few as possible, of equal size, a multiple of 16 bytes; the last may be shorter. Where they would be more than
-    :data:`MOST_EPOCHS` the call has one, and :func:`needs_reduced_words` says why it cannot go by words.
+    A call that fits neither the LL nor the Lamport words at once takes several epochs of Lamport words. There are as
+    few as possible, of equal size, a multiple of 16 bytes; the last may be shorter. If they would be more than
+    :data:`MOST_EPOCHS`, the call has one, and :func:`needs_reduced_words` says why it can't use words.
     """
     width, nbytes = LAMPORT_WORD_BYTES, facts.nbytes
     room = min(width * parts * (-(-facts.lamport_bytes // width) // phases), _REDUCED_BYTES - width)

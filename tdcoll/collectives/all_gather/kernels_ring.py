@@ -35,9 +35,9 @@ blocks moves data at a time while the others wait, because the steps of a chunk 
 
 In place (an inbox of one slot): the symmetric buffer is the inbox, and nothing is copied out. The first thread block
 first tells p, which is the only one that writes here, that this rank has entered the call (``entered``), and every
-thread block that stores waits until n has entered the call too. Of the segments here p writes all but r's own, each
-chunk once, and r waits for each: when its call is over, nothing is on the way to its buffer, and its own reads for n
-are over.
+thread block that stores waits until n has entered the call too. Here p writes all segments but r's own, each chunk
+once, and r waits for each: when its call is over, nothing is on the way to its buffer, and its own reads for n are
+over.
 
 When a wait expires, its record names p (or n, for ``entered``): the rank that had to deliver. If that rank itself
 waited for the rank before it, the cause is further up the ring: look for a rank that is named and raises nothing

@@ -34,10 +34,10 @@ phase of *build* wait until all of the phase before are done, which have lower n
 A bitmap is built by a few passes over its W + 1 rows and one atomic for each id. A search takes W log2(n) loads for
 each id, and no memory that depends on the number of rows. See :mod:`tdcoll.collectives.index_match.policy`.
 
-Whatever the lists hold (ids out of range, unsorted, repeated, counts beyond the capacity), nothing here reads or writes
-out of bounds, places are below ``capacity`` or ``max_union``, and the ``BAD_*`` words of status say what is wrong. All
-of it is computed from the lists alone, by operations whose order does not matter: ranks that have the same lists get
-the same bits.
+Even if the lists are invalid (ids out of range, unsorted, repeated, counts beyond the capacity), nothing here reads or
+writes out of bounds, places are below ``capacity`` or ``max_union``, and the ``BAD_*`` words of status record the
+faults. All of it is computed from the lists alone, by operations whose order does not matter: ranks that have the same
+lists get the same bits.
 """
 
 from typing import Any, NamedTuple

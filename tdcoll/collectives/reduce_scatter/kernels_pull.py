@@ -28,9 +28,9 @@ block has timed out, because the first thread block may have announced that ``so
 start after that, no peer was invited to read. The check comes after the release, so it overlaps with the signal's
 latency: a barrier, and ``world - 1`` loads at once from this GPU's memory.
 
-Order of thread blocks: the first says that the rank has entered before it waits. Those that sum wait for that alone.
-Any number of resident blocks makes progress, because the last one waits for thread blocks that sum on other ranks,
-which come before it there.
+Order of thread blocks: the first says that the rank has entered before it waits. Thread blocks that sum wait for that
+alone. Any number of resident blocks makes progress, because the last one waits for thread blocks that sum on other
+ranks, which come before it there.
 
 In place: ``out`` may be ``source[r]``. No other rank reads that part, and every element of it is read by the thread
 block that then writes it.
