@@ -44,6 +44,7 @@ PUBLIC = frozenset(
         "TDCOLL_EMULATE_NODES",
         "TDCOLL_HEAP",
         "TDCOLL_NNODES",
+        "TDCOLL_NVTX",
         "TDCOLL_PDL",
         "TDCOLL_PIP_ARGS",
         "TDCOLL_REQUIRES",

@@ -108,9 +108,9 @@ def memory_plan(
 
     The formulas are those of the allocation. The ranks of each node are assumed to store to each other's memory.
 
-    >>> plan = tdcoll.memory_plan({"all_reduce": "64M", "all_gather": "1M"}, world_size=8)
+    >>> plan = tdcoll.memory_plan({"all_reduce": "64M", "all_gather": "1M"}, world_size=8, heap_bytes="384M")
     >>> print(plan.total, plan.fits)
-    50864128 True
+    149131264 True
 
     Args:
         contexts: for each context its name, and either

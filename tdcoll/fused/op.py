@@ -12,6 +12,7 @@ import torch
 import triton
 
 from tdcoll import arguments, runtime
+from tdcoll.arguments import byte_text
 from tdcoll.collectives._host.call import Ready, again, check_context, check_tensor, overlap
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.launches import facts_of, launches_of, prepare
@@ -23,6 +24,7 @@ from tdcoll.fused import kernels
 from tdcoll.fused import kernels_rows as arithmetic
 from tdcoll.fused.policy import COMPOSED, MOST_HIDDEN, NAME, ONE_SHOT, Rows, choose, explain_rows, takes
 from tdcoll.primitives.reduce import triton_dtype
+from tdcoll.ranges import ranged
 
 __all__ = ["DTYPES", "all_reduce_rms_norm"]
 
@@ -267,4 +269,4 @@ def _ready(
         if result is not new:
             result.copy_(new)
 
-    return Ready(NAME, place, run)
+    return Ready(NAME, place, ranged(f"tdcoll.{NAME}[{plan.algorithm}, {byte_text(x.nbytes)}]", run))

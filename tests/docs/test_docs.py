@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import shutil
@@ -12,10 +13,16 @@ from typing import Any
 
 import pytest
 
+import tdcoll
 from tdcoll import errors
 from tdcoll.bench import report
+from tdcoll.collectives._host.call import spec_of
+from tdcoll.collectives._host.explain import explain_call
+from tdcoll.collectives._host.plan import Facts
+from tdcoll.collectives._host.pool import sizes_for
+from tdcoll.runtime.topology import Topology
 from tdcoll.spec.functions import table
-from tdcoll.testing import Deadlock, World
+from tdcoll.testing import Deadlock, World, first_failure
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/results/README.md"])
@@ -103,9 +110,21 @@ def test_mistakes_in_the_first_kernel_are_named(tmp_path):
     with pytest.raises(Deadlock, match=r"waits for pe\d\.arrived\[0\] >= 2, is 1 \(.*pass_on\.py:11\)"):
         World(4, seed=0, weak=True).run(first_kernel(tmp_path, ("CMP_GE, 1,", "CMP_GE, 2,")))
     without = first_kernel(tmp_path, ("    tdl.wait_signal(arrived, tdl.CMP_GE, 1, monitor)\n", ""))
-    with pytest.raises(AssertionError):
-        for seed in range(8):
-            World(4, seed=seed, weak=True).run(without)
+    assert first_failure(lambda world: world.run(without), n_pes=4, seeds=8) is not None
+
+
+def test_the_profiling_page_has_what_is_printed():
+    """Of 8 GPUs for which nothing was measured."""
+    text, nbytes, heap = (ROOT / "docs/profiling.md").read_text(encoding="utf-8"), 4096 * 8192 * 2, 384 << 20
+    topology, spec = Topology.of(0, range(8), [0] * 8), spec_of("all_reduce")
+    sizes = sizes_for(spec, spec.inbox(nbytes, 8, heap), topology, heap, heap)
+    words = {"ll_bytes": sizes.ll_bytes, "lamport_bytes": sizes.lamport_bytes, "itemsize": 2}
+    said = explain_call(spec, Facts(nbytes, topology, sizes.capacity, stores=True, **words))
+    assert f"```\n{said}\n```" in text
+    (call,) = re.findall(r"^print\((tdcoll\.memory_plan.*)\)$", text, re.M)
+    assert f"```\n{eval(call, {'tdcoll': tdcoll})}\n```" in text
+    examples = doctest.DocTestFinder().find(tdcoll.memory_plan, globs={"tdcoll": tdcoll})
+    assert doctest.DocTestRunner().run(examples[0]) == (0, 2)
 
 
 def test_tables_are_what_the_results_say():

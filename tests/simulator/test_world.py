@@ -241,9 +241,7 @@ def test_what_another_program_has_put_is_ordered_and_completed_as_well(how):
 
 
 def test_barrier_without_everybody_is_a_deadlock():
-    with pytest.raises(
-        Deadlock, match=r"pe1 call\(0,0,0\) waits in sync_all number 1 for pe0 \(.*test_world\.py:\d+\)"
-    ):
+    with pytest.raises(Deadlock, match=r"pe1 call\(0,0,0\) waits in sync_all number 1 for pe0 \(.*cases\.py:\d+\)"):
         World(2).run(lambda pe: device(BARRIERS["sync_all" if pe else "barrier_all"]))
 
 

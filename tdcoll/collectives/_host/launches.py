@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tdcoll import arguments, capture
+from tdcoll.arguments import byte_text
 from tdcoll.collectives._host.explain import explain_call
 from tdcoll.collectives._host.launch import Launch
 from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
@@ -22,6 +23,7 @@ from tdcoll.context import CollectiveContext
 from tdcoll.primitives.group import Window
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
+from tdcoll.ranges import ranged
 from tdcoll.runtime.topology import Topology
 from tdcoll.tuning import Section
 
@@ -203,7 +205,10 @@ class Launches:
             for epoch, launch in enumerate(in_order):
                 launch(stream, source + epoch * room, out + epoch * room)
 
-        self.run: Callable[..., None] = in_epochs if len(calls) > 1 else only.__call__
+        form = f"{operation}{'_' if first.facts.in_place else ''}"
+        size = byte_text(sum(call.facts.nbytes for call in calls))
+        run = in_epochs if len(calls) > 1 else only.__call__
+        self.run: Callable[..., None] = ranged(f"tdcoll.{form}[{first.plan.algorithm}, {size}]", run)
 
     def __call__(self, source: int, out: int) -> None:
         """Make the call on the current stream, given the addresses of tensor and result, or of segment and buffer."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tdcoll import arguments, runtime
+from tdcoll.arguments import byte_text
 from tdcoll.capture import refuse
 from tdcoll.collectives._host.launches import outside_of_graphs
 from tdcoll.collectives.index_match.kernels import BAD_SIGNATURE, MAX_ROWS, TOTAL, UNION
@@ -22,6 +23,7 @@ from tdcoll.collectives.sparse_all_reduce.pool import default_context
 from tdcoll.collectives.sparse_all_reduce.rows import Rows, rows_of_pair, rows_of_tensor
 from tdcoll.errors import ContextError, HeapExhaustedError, RankMismatchError
 from tdcoll.primitives.reduce import check_operation, operation_name
+from tdcoll.ranges import range_of
 
 __all__ = ["PaddedRows", "sparse_all_reduce", "sparse_all_reduce_padded", "sparse_all_reduce_rows"]
 
@@ -85,7 +87,9 @@ def _calling(
     with ctx.calling(operation, {"op": name, "algorithm": algorithm, **facts}, checked, alike) as rows:
         kind = rows.num_rows, rows.shape, rows.values.dtype, name, algorithm  # the same on all ranks
         ctx.wait_for_loads(operation, kind)
-        yield rows
+        label = f"tdcoll.{operation}[{algorithm}, rows of {byte_text(rows.row_bytes)}]"
+        with ctx.once(("range", operation, *kind), lambda: range_of(label)):
+            yield rows
 
 
 def _facts(name: str, tensor: Any, first: int = 0) -> dict[str, Any]:
