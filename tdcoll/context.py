@@ -3,7 +3,7 @@
 
 A context owns, in symmetric memory,
 
-- ``staging`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``staging[slot, r]``;
+- ``inbox`` ``[2, world, capacity]`` bytes: two *slots*; rank r's data lands in ``inbox[slot, r]``;
 - ``signals`` ``[2, channels, world]`` int64: ``signals[slot, channel, r]`` holds the last epoch whose
   chunk ``channel`` of rank r has landed there;
 - ``flagged`` ``[2, world, words, 2]`` int64: two slots of 128-bit words that carry a flag each, for small
@@ -50,7 +50,7 @@ import triton.language as tl
 
 from tdcoll import arguments, runtime
 from tdcoll.errors import HeapExhaustedError
-from tdcoll.gate import Gate
+from tdcoll.preconditions import Preconditions
 from tdcoll.language import INTERPRETED
 from tdcoll.limits import CHANNELS, MAX_PROGRAMS
 from tdcoll.memory import barrier
@@ -83,7 +83,7 @@ def _group_name(group: runtime.Group, topology: Topology) -> str | None:
     return str(group.group_name)
 
 
-class CollectiveContext(Gate):
+class CollectiveContext(Preconditions):
     """Symmetric slots, signals and the epoch for the collectives of one group.
 
     >>> with tdcoll.CollectiveContext() as ctx:
@@ -229,7 +229,7 @@ class CollectiveContext(Gate):
         self.stores = self._agree_on_stores()
         sizes = context_sizes(self.topology, owner.heap.nbytes, stores=self.stores, **given)
         self.capacity, self.ll_bytes = sizes.capacity, sizes.ll_bytes
-        self.staging = self._allocate(sizes.staging)
+        self.inbox = self._allocate(sizes.inbox)
         self.signals = self._allocate(sizes.signals)
         self.ready = self._allocate(sizes.ready)
         self.gave_up = self._allocate(sizes.gave_up)

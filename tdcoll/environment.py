@@ -37,7 +37,7 @@ DEFAULT_SIMULATED_HEAP_BYTES = 64 << 20
 
 PUBLIC = frozenset(
     {
-        "TDCOLL_BACKEND_SERVES",
+        "TDCOLL_BACKEND_HANDLES",
         "TDCOLL_COMMIT",
         "TDCOLL_COMPILER",
         "TDCOLL_DEBUG",

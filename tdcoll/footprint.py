@@ -22,7 +22,7 @@ __all__ = ["ContextMemory", "MemoryPlan", "memory_plan"]
 _SPARSE_ARGUMENTS = ("max_rows_per_rank", "max_row_bytes", "max_union_rows")
 _ARGUMENTS = ("max_bytes_per_rank", "channels", "flagged_bytes", "lamport_bytes")
 _PARTS = ("inbox", "signals", "LL", "Lamport", "rows")
-_PART_OF = {"staging": "inbox", "flagged": "LL", "lamport": "Lamport", "sparse": "rows"}
+_PART_OF = {"inbox": "inbox", "flagged": "LL", "lamport": "Lamport", "sparse": "rows"}
 
 
 @dataclass(frozen=True)

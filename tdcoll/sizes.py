@@ -59,9 +59,9 @@ class ContextSizes:
         return max(16, -(-self.max_bytes_per_rank // 16) * 16)
 
     @property
-    def staging(self) -> Area:
+    def inbox(self) -> Area:
         """The inbox: two slots of a segment of each rank."""
-        return Area("staging", (2, self.world_size, self.capacity), torch.uint8)
+        return Area("inbox", (2, self.world_size, self.capacity), torch.uint8)
 
     @property
     def signals(self) -> Area:
@@ -92,7 +92,7 @@ class ContextSizes:
     @property
     def areas(self) -> tuple[Area, ...]:
         """All symmetric tensors, in the order of their allocation."""
-        return self.staging, self.signals, self.ready, self.gave_up, self.flagged, self.lamport, *self.more
+        return self.inbox, self.signals, self.ready, self.gave_up, self.flagged, self.lamport, *self.more
 
     @property
     def heap_bytes(self) -> int:

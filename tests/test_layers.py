@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("monitor", "memory", "streams"),
     ("primitives",),
     ("tuning",),
-    ("gate",),
+    ("preconditions",),
     ("context",),
     ("collectives", "collectives._host"),
     ("collectives.exchange",),

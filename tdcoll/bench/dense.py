@@ -212,7 +212,7 @@ class Dense(case.Case):
         """
         from tdcoll.distributed import Options, explain  # registers the backend
 
-        options = Options(serves=self.benchmark, max_bytes_per_rank=max(1, nbytes))
+        options = Options(handles=self.benchmark, max_bytes_per_rank=max(1, nbytes))
         group = dist.new_group(backend="tdcoll", pg_options=options)
         if f"{self.benchmark}: tdcoll" not in (explained := explain(group)):
             dist.destroy_process_group(group)

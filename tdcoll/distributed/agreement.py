@@ -55,7 +55,7 @@ class Agreement:
     """What the ranks of a group have agreed on when it was made.
 
     Attributes:
-        kinds: served by tdcoll's kernels.
+        kinds: handled by tdcoll's kernels.
         reason: why that is not all that was asked for; or None.
         name: of the group, as its first rank has it: other ranks may have counted otherwise.
         token: of the group, and of no other.

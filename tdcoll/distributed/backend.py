@@ -120,7 +120,7 @@ def _meeting_place(store: Any, ranks: list[int]) -> Any:
 
 
 class TdcollProcessGroup(ProcessGroup):
-    """A process group that serves some calls with tdcoll's kernels and hands the rest to gloo and NCCL.
+    """A process group that handles some calls with tdcoll's kernels and hands the rest to gloo and NCCL.
 
     Made by ``init_process_group("tdcoll")`` and ``new_group``; see :func:`tdcoll.distributed.explain` for what it does.
 
@@ -162,7 +162,7 @@ class TdcollProcessGroup(ProcessGroup):
         names = add_backends((self, plain), *of_group, options.nccl, split, share_gpus)
         timeout_s = _deadline(timeout)
         settings = {
-            "serves": options.kinds,
+            "handles": options.kinds,
             "max_bytes_per_rank": options.max_bytes_per_rank,
             "programs": options.programs,
             "heap_bytes": options.heap_bytes,

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from tdcoll import arguments
 from tdcoll.distributed.backend import TdcollProcessGroup
 from tdcoll.distributed.dispatch import Dispatcher
-from tdcoll.distributed.options import KINDS, SERVES
+from tdcoll.distributed.options import KINDS, HANDLES
 
 __all__ = ["explain"]
 
 
 def explain(group: Any = None) -> str:
-    """Return what serves which calls of a process group, and why; with the number of calls so far. Text, for people.
+    """Return what handles which calls of a process group, and why; with the number of calls so far. Text, for people.
 
     Args:
         group: a process group; None for the default one.
@@ -36,7 +36,7 @@ def explain(group: Any = None) -> str:
     if isinstance(group, TdcollProcessGroup):
         heading = f"process group {group.group_name}: backend tdcoll, rank {group.rank()} of {group.size()}"
         return "\n".join([heading, *_lines(group.dispatcher)])
-    return f"process group {group.group_name}: backend {dist.get_backend(group)}; tdcoll serves none of its calls"
+    return f"process group {group.group_name}: backend {dist.get_backend(group)}; tdcoll handles none of its calls"
 
 
 def _lines(dispatcher: Dispatcher) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _lines(dispatcher: Dispatcher) -> Iterator[str]:
         if kind in agreed.kinds:
             yield f"  {kind}: tdcoll; {dispatcher.handlers[kind].describe()}"
         else:
-            configured = dispatcher.options.serves or os.environ.get(SERVES)
+            configured = dispatcher.options.handles or os.environ.get(HANDLES)
             yield f"  {kind}: fallback backend; {agreed.reason or f'configured kinds: {configured}'}"
     yield "  everything else: fallback backend"
     for (kind, by, why), count in dispatcher.counts.items():

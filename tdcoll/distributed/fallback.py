@@ -141,7 +141,7 @@ def add_backends(
         name, ranks: of the group; ``ranks`` is empty for the default group.
         nccl: ``ProcessGroupNCCL.Options`` or None.
         split: whether NCCL may split the default group's communicator, as ``new_group`` does.
-        share_gpus: ranks may share GPUs, which NCCL refuses: gloo serves CUDA tensors too.
+        share_gpus: ranks may share GPUs, which NCCL refuses: gloo handles CUDA tensors too.
 
     Returns:
         The backend's name for each type of device.

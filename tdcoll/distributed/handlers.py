@@ -23,7 +23,7 @@ from tdcoll.collectives._host.spec import Collective
 from tdcoll.distributed.call import Call, check_pieces, write
 from tdcoll.distributed.options import Options
 from tdcoll.distributed.queues import Queue
-from tdcoll.gate import compare, debugging
+from tdcoll.preconditions import compare, debugging
 from tdcoll.primitives.reduce import OPERATIONS_OF
 from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import ControlPlane
@@ -95,7 +95,7 @@ class Handler(ABC):
 
     @abstractmethod
     def refuse(self, call: Call) -> str | None:
-        """Return why this call cannot be served, or None if it can, from what is the same on all ranks."""
+        """Return why this call cannot be handled, or None if it can, from what is the same on all ranks."""
 
     @abstractmethod
     def prepare(self, call: Call) -> str | None:
@@ -110,7 +110,7 @@ class Handler(ABC):
         """
 
     def facts(self, call: Call) -> dict[str, Any]:
-        """Return what of a call must be the same on all ranks, for debug mode. Some of it decides who serves it."""
+        """Return what of a call must be the same on all ranks, for debug mode. Some of it decides who handles it."""
         return {"op": call.op, "dtypes": [str(tensor.dtype) for tensor in call.inputs]}
 
     def compare(self, call: Call) -> None:
@@ -137,7 +137,7 @@ class Handler(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return what is served, in words for people."""
+        """Return what is handled, in words for people."""
 
     @abstractmethod
     def check(self) -> None:

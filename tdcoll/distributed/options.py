@@ -16,8 +16,8 @@ __all__ = ["KINDS", "SERVES", "Options"]
 KINDS = (*COLLECTIVES, "sparse_all_reduce", "barrier")
 """The kinds of call that tdcoll's kernels can handle."""
 
-SERVES = "TDCOLL_BACKEND_SERVES"
-"""Environment variable: default of :attr:`Options.serves`."""
+HANDLES = "TDCOLL_BACKEND_HANDLES"
+"""Environment variable: default of :attr:`Options.handles`."""
 
 PROGRAMS = 64
 """Default of :attr:`Options.programs`: two to a multiprocessor, so that two kinds in flight leave half of an H100."""
@@ -43,8 +43,8 @@ class Options:
     """``pg_options`` of ``init_process_group("tdcoll")`` and ``new_group``. The same on all ranks of the group.
 
     Attributes:
-        serves: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
-            the rest goes to the fallback backend. None: ``TDCOLL_BACKEND_SERVES``, else ``"all"``.
+        handles: what tdcoll's kernels serve: ``"all"``, ``"none"``, or some of :data:`KINDS` with commas between them;
+            the rest goes to the fallback backend. None: ``TDCOLL_BACKEND_HANDLES``, else ``"all"``.
         max_bytes_per_rank: the largest segment that tdcoll handles, in bytes: what a rank brings to an all-gather or an
             all-reduce, and what it gets from a reduce-scatter. None: the limit in each collective's spec.
         programs: the most programs of one launch, which is what a kind of call takes of the GPU while it waits for
@@ -57,16 +57,16 @@ class Options:
         TypeError, ValueError: a value is not as described.
     """
 
-    serves: str | None = None
+    handles: str | None = None
     max_bytes_per_rank: int | None = None
     programs: int = PROGRAMS
     heap_bytes: int | str | None = None
     nccl: Any = None
 
     def __post_init__(self) -> None:
-        if self.serves is not None:
-            arguments.instance("serves", self.serves, str, "a str or None")
-            _kinds(self.serves, "serves")
+        if self.handles is not None:
+            arguments.instance("handles", self.handles, str, "a str or None")
+            _kinds(self.handles, "handles")
         if self.max_bytes_per_rank is not None:
             arguments.whole("max_bytes_per_rank", self.max_bytes_per_rank, 0)
         arguments.whole("programs", self.programs, 1, MAX_PROGRAMS)
@@ -75,10 +75,10 @@ class Options:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that tdcoll serves, by this and the environment."""
-        if self.serves is not None:
-            return _kinds(self.serves, "serves")
-        return _kinds(os.environ.get(SERVES) or "all", SERVES)
+        """The kinds that tdcoll handles, by this and the environment."""
+        if self.handles is not None:
+            return _kinds(self.handles, "handles")
+        return _kinds(os.environ.get(HANDLES) or "all", HANDLES)
 
     def limits(self) -> dict[str, int]:
         """Return the most bytes of a segment that is handled, for each dense kind."""

@@ -217,7 +217,7 @@ class Queue:
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
-            self._serve(task)
+            self._run_task(task)
 
     def _next(self) -> Task | None:
         with self._changed:
@@ -228,7 +228,7 @@ class Queue:
             self._thread = None
             return None
 
-    def _serve(self, task: Task) -> None:
+    def _run_task(self, task: Task) -> None:
         before, self._current = self._current, task
         if self._giving_up:
             task.give_up()
@@ -250,7 +250,7 @@ class Queue:
                 if not self._urgent:
                     return
                 task = self._urgent.popleft()
-            self._serve(task)
+            self._run_task(task)
             deadline = time.monotonic() + _CALLBACKS_S
 
     def let_go(self, callbacks: _Callbacks) -> None:

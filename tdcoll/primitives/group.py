@@ -26,7 +26,7 @@ from tdcoll.limits import MAX_PROGRAMS
 from tdcoll.runtime.topology import Topology
 
 __all__ = [
-    *("EPOCH_SHIFT", "Group", "Nodes", "Window"),
+    *("EPOCH_SHIFT", "Group", "Nodes", "Inbox"),
     *("begin_epoch", "chunk_bytes", "in_stream_order", "nodes_of", "row", "segment", "slot", "start"),
     *("still_alive", "this_program"),
 ]
@@ -62,7 +62,7 @@ class Group(NamedTuple):
     world: tl.constexpr
 
 
-class Window(NamedTuple):
+class Inbox(NamedTuple):
     """Symmetric memory of every rank that its peers write to: segment ``[slot, r]`` of it is for rank r to fill.
 
     Attributes:
@@ -195,12 +195,12 @@ def row(g, epoch, channel):
 
 
 @jit
-def segment(window, g, epoch, origin):
-    """Address, on this rank, of rank ``origin``'s segment of a window in this call."""
-    at = window.base
-    if window.slots == 2:
-        at += slot(epoch) * g.world * window.stride
-    return at + tl.cast(origin, tl.int64) * window.stride
+def segment(inbox, g, epoch, origin):
+    """Address, on this rank, of rank ``origin``'s segment of a inbox in this call."""
+    at = inbox.base
+    if inbox.slots == 2:
+        at += slot(epoch) * g.world * inbox.stride
+    return at + tl.cast(origin, tl.int64) * inbox.stride
 
 
 @jit

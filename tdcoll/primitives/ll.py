@@ -5,7 +5,7 @@ A word holds 96 bits of data and 32 bits of flag, which says the epoch. It arriv
 of this epoch has its data: one crossing, no fence, no release, at 4/3 of the bytes. NCCL has two such protocols: LL,
 whose words are of 64 bits, half of them flag, and LL128, whose words are the 128 bytes that a warp stores at once.
 
-The words of a window are used for nothing else. ``window.base + 16 * i`` is written by one rank, by one store per
+The words of a inbox are used for nothing else. ``inbox.base + 16 * i`` is written by one rank, by one store per
 epoch, and polled here by one program. What is in a word is always a flag of this context: of this epoch, or of an
 earlier one of the same slot; never of a later one, because its sender then knows that this rank is done with this one.
 So flags are compared for equality. (2^32 calls later a flag comes again; a word would have to be skipped by all calls
@@ -71,14 +71,14 @@ def flag(epoch):
 
 
 @jit
-def send(g, window, origin, peer_delta, word, parts, epoch, mask):
+def send(g, inbox, origin, peer_delta, word, parts, epoch, mask):
     """Words of rank ``origin``'s segment to a peer."""
-    theirs = segment(window, g, epoch, origin) + peer_delta + 16 * word
+    theirs = segment(inbox, g, epoch, origin) + peer_delta + 16 * word
     tdl.store_flagged(theirs, parts[0], parts[1], parts[2], flag(epoch), mask)
 
 
 @jit
-def receive(g, window, origin, word, epoch, mask):
+def receive(g, inbox, origin, word, epoch, mask):
     """``(first, second, third, arrived)``: words of rank ``origin``'s segment here, once they are of this epoch."""
-    landed = segment(window, g, epoch, origin) + 16 * tl.cast(word, tl.int64)
+    landed = segment(inbox, g, epoch, origin) + 16 * tl.cast(word, tl.int64)
     return tdl.wait_flagged(landed, flag(epoch), mask, g.monitor, origin)

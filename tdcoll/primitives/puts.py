@@ -47,21 +47,21 @@ def push(target, source, nbytes, signal, value, pe):
 
 
 @jit
-def put_staged(to, pe, source, window, g, outbox, offset, size, signal, epoch):
+def put_staged(to, pe, source, inbox, g, outbox, offset, size, signal, epoch):
     """Put a chunk at ``source`` to rank ``to``, which is ``pe``; nothing waits for it.
 
     It is copied first to the outbox of this rank's segment for that rank, at byte ``outbox``: puts are from symmetric
     memory.
     """
-    staged = segment(window, g, epoch, to) + outbox + offset
+    staged = segment(inbox, g, epoch, to) + outbox + offset
     tdl.copy_block(staged, source, size)
     tdl.syncthreads()
-    landing = segment(window, g, epoch, g.rank) + offset
+    landing = segment(inbox, g, epoch, g.rank) + offset
     tdl.putmem_signal_nbi_block(landing, staged, size, signal, epoch, tdl.SIGNAL_SET, pe)
 
 
 @jit
-def push_remote(i, routes, g, window, staged, source, nbytes, signal, epoch):
+def push_remote(i, routes, g, inbox, staged, source, nbytes, signal, epoch):
     """Put a chunk to the remote ranks of ``routes``, from symmetric memory.
 
     With two slots the chunk is first copied to ``staged``, this rank's own segment, and put from there to all of them;
@@ -70,10 +70,10 @@ def push_remote(i, routes, g, window, staged, source, nbytes, signal, epoch):
     the caller may overwrite it as soon as the call is over.
     """
     elsewhere = routes.ranks + 2 * routes.n_local
-    if window.slots == 1:
+    if inbox.slots == 1:
         peer = tl.load(elsewhere + i)
         pe = tl.load(elsewhere + routes.n_remote + i)
-        if may_write(g, window, peer, epoch) != 0:
+        if may_write(g, inbox, peer, epoch) != 0:
             tdl.putmem_signal_nbi_block(staged, staged, nbytes, signal, epoch, tdl.SIGNAL_SET, pe)
             tdl.quiet()
     else:

@@ -81,14 +81,14 @@ def say_entered(g, peer_delta, epoch):
 
 
 @jit
-def may_write(g, window, peer, epoch):
+def may_write(g, inbox, peer, epoch):
     """1 when rank ``peer`` lets its segments be written in this call; 0 if it did not say so in time.
 
-    A window of two slots may always be written, see :mod:`tdcoll.context`; one of the caller's only after its owner has
+    A inbox of two slots may always be written, see :mod:`tdcoll.context`; one of the caller's only after its owner has
     entered the call.
     """
     allowed = tl.cast(1, tl.int32)
-    if window.slots == 1:
+    if inbox.slots == 1:
         allowed = tdl.wait_signal(g.entered + peer, tdl.CMP_GE, epoch, g.monitor, peer, peer)
     return allowed
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tile of every rank's data, reduced in the order that all dense reductions keep: what is summed where, and how.
 
-The parts of other ranks have landed in the segments of a window; a rank's own is where the caller has it. With a window
+The parts of other ranks have landed in the segments of a inbox; a rank's own is where the caller has it. With a inbox
 of one slot all parts are where the caller has them, in a symmetric tensor, and are read there. The ranks of a node are
 taken in rank order, then the nodes in node order (:mod:`tdcoll.primitives.reduce` has the arithmetic). Everything here
 works on the tile whose elements are ``index`` of the chunk at byte ``offset``.
@@ -19,21 +19,21 @@ __all__ = ["load_part", "sum_of_node", "sum_of_ranks"]
 
 @jit
 def load_part(
-    r, own, window, g, epoch, offset, index, mask, DTYPE: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
+    r, own, inbox, g, epoch, offset, index, mask, DTYPE: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Load rank ``r``'s part, in ``ACC``: from its segment of the window, or this rank's from ``own``. With a window of
+    """Load rank ``r``'s part, in ``ACC``: from its segment of the inbox, or this rank's from ``own``. With a inbox of
     one slot, load it from ``own`` on that rank."""
-    if window.slots == 1:
-        at = own + tl.load(window.deltas + r)
+    if inbox.slots == 1:
+        at = own + tl.load(inbox.deltas + r)
     else:
-        at = tl.where(r == g.rank, own, segment(window, g, epoch, r))
+        at = tl.where(r == g.rank, own, segment(inbox, g, epoch, r))
     source = elements.pointer(at + offset, DTYPE, ALIGNED) + index
     return elements.widened(tl.load(source, mask=mask, other=0), DTYPE, ACC)
 
 
 @jit
 def sum_of_node(
-    node, own, window, g, nodes, epoch, offset, index, mask,
+    node, own, inbox, g, nodes, epoch, offset, index, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Reduce the parts of one node's ranks, in rank order."""
@@ -42,24 +42,24 @@ def sum_of_node(
     sum = tl.zeros(index.shape, ACC)
     for k in tl.range(first, last):
         r = tl.load(nodes.ranks + k)
-        part = load_part(r, own, window, g, epoch, offset, index, mask, DTYPE, ACC, ALIGNED)
+        part = load_part(r, own, inbox, g, epoch, offset, index, mask, DTYPE, ACC, ALIGNED)
         sum = accumulate(sum, part, k == first, OP)
     return sum
 
 
 @jit
 def sum_of_ranks(
-    own, window, g, nodes, epoch, offset, index, mask,
+    own, inbox, g, nodes, epoch, offset, index, mask,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Reduce the parts of all ranks. ``nodes`` is None where all are on one node; their parts are loaded at once."""
     total = tl.zeros(index.shape, ACC)
     if nodes is None:
         for r in tl.static_range(g.world):
-            part = load_part(r, own, window, g, epoch, offset, index, mask, DTYPE, ACC, ALIGNED)
+            part = load_part(r, own, inbox, g, epoch, offset, index, mask, DTYPE, ACC, ALIGNED)
             total = accumulate(total, part, r == 0, OP)
     else:
         for node in tl.range(0, nodes.n_nodes):
-            sum = sum_of_node(node, own, window, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+            sum = sum_of_node(node, own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
             total = accumulate(total, sum, node == 0, OP)
     return total

@@ -3,7 +3,7 @@
 
 ``LAMPORT`` says which: words that announce themselves (:mod:`tdcoll.primitives.lamport`), which hold 16 bytes, or words
 that carry a flag (:mod:`tdcoll.primitives.ll`), which hold 12. Their memory is called the *inbox*: a
-:class:`~tdcoll.primitives.lamport.Lamport` or a :class:`~tdcoll.primitives.group.Window`.
+:class:`~tdcoll.primitives.lamport.Lamport` or a :class:`~tdcoll.primitives.group.Inbox`.
 
 What takes time on the way is begun before it is needed. A kernel that sends each rank a share of its data loads the
 shares for all (:func:`load_shares`), and the addresses of the peers (:func:`deltas_of`), before the number of the call

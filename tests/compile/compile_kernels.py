@@ -157,7 +157,7 @@ def compile_reduce_scatter(kernel, arch: int, constants: dict[str, object]) -> d
 _ONE, _TWO = reduce_words.all_reduce_one_shot, reduce_words.all_reduce_two_shot
 _BF16 = {"DTYPE": tl.bfloat16, "ACC": tl.float32, "OP": SUM}
 _FP32 = {**_FLOATS, "OP": SUM}
-_STAGED = {"STRAIGHT": False}
+_STAGED = {"ZERO_COPY": False}
 _INT32 = {"DTYPE": tl.int32, "ACC": tl.int32, "OP": MAX}
 ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (_ONE, {**_FP32, **_ANNOUNCED}, 8, (90,)),
@@ -169,7 +169,7 @@ ALL_REDUCE = [  # kernel, constants, ranks, architectures
     (_TWO, {**_INT32, **_FLAGGED}, 4, (90,)),
     (_TWO, {**_BF16, **_ANNOUNCED, "LOOPED": True}, 2, (90,)),
     (reduce_direct.all_reduce_direct, {**_FP32, **_STAGED, "COUNT": 1024, "WAITED": 4}, 4, (90, 100)),
-    (reduce_direct.all_reduce_direct, {**_BF16, "STRAIGHT": True, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
+    (reduce_direct.all_reduce_direct, {**_BF16, "ZERO_COPY": True, "COUNT": 2048, "WAITED": 4}, 4, (90, 100)),
     (reduce_direct.all_reduce_direct, {**_FP8, **_STAGED, "OP": MEAN, "COUNT": 1024, "WAITED": 8}, 8, (90, 100)),
     (reduce_puts.all_reduce_puts, {**_BF16, "OP": MEAN, "COUNT": 2048, "WAITED": 8}, 8, (90, 100)),
     (reduce_over_nodes.all_reduce_nodes, {**_BF16, "COUNT": 2048}, 8, (90, 100)),

@@ -21,7 +21,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from tdcoll.language.jit import _with_plain_fields, bitcode_path, needs_nvshmem
 from tdcoll.language.library import part_for_language
-from tdcoll.primitives.group import Group, Nodes, Window
+from tdcoll.primitives.group import Group, Nodes, Inbox
 from tdcoll.primitives.lamport import Lamport
 from tdcoll.primitives.puts import Routes
 
@@ -30,12 +30,12 @@ WORLD = 8
 
 def tuples(slots: int = 2) -> dict[str, Any]:
     """Types of the parameters that are tuples; numbers stand for constants."""
-    window = Window("i64", "i64", "*i64", slots)
+    inbox = Inbox("i64", "i64", "*i64", slots)
     group = Group(*["*i64"] * 6, "i32", channels=16, world=WORLD)
     return {
         "g": group,
-        "window": window,
-        "words": Window("i64", "i64", "*i64", 2),
+        "inbox": inbox,
+        "words": Inbox("i64", "i64", "*i64", 2),
         "routes": Routes("*i32", "i32", "i32"),
     }
 
@@ -149,7 +149,7 @@ def compiled_forms(kernel) -> int:
     for rank in (0, 1, 2, 16):
         known = {
             "g": Group(*[word] * 6, rank, channels=tl.constexpr(16), world=tl.constexpr(32)),
-            **dict.fromkeys(("window", "words"), Window(16 * rank, 1 + rank, word, tl.constexpr(2))),
+            **dict.fromkeys(("inbox", "words"), Inbox(16 * rank, 1 + rank, word, tl.constexpr(2))),
             "inbox": Lamport(16 * rank, 1 + rank, word, word),
             "routes": Routes(table, rank, 31 - rank),
             "straight": word,

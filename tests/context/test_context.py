@@ -43,7 +43,7 @@ def test_facts() -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=1001) as ctx:
             assert (ctx.rank, ctx.world_size, ctx.max_bytes_per_rank) == (pe, N, 1001)
             assert ctx.capacity == 1008  # slots are aligned for 16-byte loads
-            assert ctx.staging.shape == (2, N, 1008)
+            assert ctx.inbox.shape == (2, N, 1008)
             assert ctx.signals.shape == (2, CHANNELS, N)
             assert ctx.topology == tdcoll.topology()
             assert ctx.device == tdcoll.device()
@@ -63,7 +63,7 @@ def test_symmetric_memory_is_taken_and_given_back() -> None:
         ctx = tdcoll.CollectiveContext(max_bytes_per_rank=4096)
         used = tdcoll.heap_info().used - before.used
         assert used == sum(Arena.padded(tensor.nbytes) for tensor in ctx._symmetric)
-        assert used >= ctx.staging.nbytes + ctx.signals.nbytes == 2 * N * 4096 + 2 * CHANNELS * N * 8
+        assert used >= ctx.inbox.nbytes + ctx.signals.nbytes == 2 * N * 4096 + 2 * CHANNELS * N * 8
         ctx.close()
         ctx.close()
         assert tdcoll.heap_info() == before
@@ -192,7 +192,7 @@ def test_every_call_is_one_epoch_and_slots_alternate(ranks_per_node: int, algori
         with tdcoll.CollectiveContext(max_bytes_per_rank=64) as ctx:
             buffer = tdcoll.zeros((N, 16), torch.int32)
             for epoch in range(1, 8):
-                other = ctx.staging[1 - epoch % 2].clone()
+                other = ctx.inbox[1 - epoch % 2].clone()
                 if epoch % 3 == 0:
                     buffer[pe] = data(pe, epoch)
                     tdcoll.all_gather_(buffer, ctx=ctx, algorithm=algorithm)
@@ -204,7 +204,7 @@ def test_every_call_is_one_epoch_and_slots_alternate(ranks_per_node: int, algori
                 seen = ctx.signals[epoch % 2].amax(0)
                 assert all(int(seen[peer]) == epoch for peer in range(N) if peer != pe)
                 tdcoll.barrier()
-                assert torch.equal(ctx.staging[1 - epoch % 2], other)
+                assert torch.equal(ctx.inbox[1 - epoch % 2], other)
                 assert int(ctx.signals[1 - epoch % 2].max()) <= epoch - 1
                 tdcoll.barrier()
             tdcoll.free(buffer)

@@ -88,7 +88,7 @@ def test_a_failed_process_closes_its_healthy_contexts_alone() -> None:
     World(2, heap_bytes=HEAP, on_timeout="expire").run(host)
 
 
-@pytest.mark.parametrize("fits", ["nothing", "staging only"])
+@pytest.mark.parametrize("fits", ["nothing", "inbox only"])
 def test_a_context_that_does_not_fit_takes_nothing(fits: str) -> None:
     def host(pe: int) -> None:
         total = tdcoll.heap_info().total

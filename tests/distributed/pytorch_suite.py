@@ -39,7 +39,7 @@ from typing import Any
 
 CANNOT = {
     "test_get_backend": "compares the backend's name with the baseline's",
-    # rank_0_timeout calls the method of the group, which gloo serves, and the others call the function.
+    # rank_0_timeout calls the method of the group, which gloo handles, and the others call the function.
     "test_monitored_barrier_(?!gloo_rank_0_timeout$).*": "torch.distributed.monitored_barrier is for gloo alone",
 }
 """What cannot pass, as patterns of whole names, and why."""
@@ -127,7 +127,7 @@ def _one(name: str, file: str, rank: int, baseline: str) -> tuple[str, str]:
         return "failed", traceback.format_exc()
 
 
-def _serve(rank: int, baseline: str, backend: str, pipe: Any) -> None:
+def _run_task(rank: int, baseline: str, backend: str, pipe: Any) -> None:
     """Run the cases that come through the pipe."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     warnings.simplefilter("ignore")
@@ -168,7 +168,7 @@ class Processes:
         for rank in range(self._ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self._baseline, self._backend, theirs), daemon=True, name=f"rank {rank}"
+                target=_run_task, args=(rank, self._baseline, self._backend, theirs), daemon=True, name=f"rank {rank}"
             )
             process.start()
             theirs.close()

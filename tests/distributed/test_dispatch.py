@@ -167,7 +167,7 @@ def test_the_fast_path_on_cpus_comes_after_the_queues_calls(monkeypatch) -> None
 
 
 def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | None]) -> Dispatcher:
-    """A group whose tdcoll never serves what is large, a product or of fp64, and says ``now`` when it is prepared."""
+    """A group whose tdcoll never handles what is large, a product or of fp64, and says ``now`` when it is prepared."""
     agreed: Any = SimpleNamespace(kinds=("all_gather", "all_reduce"), reason="")
     about: dict[str, Any] = {
         "name": "0",
@@ -194,7 +194,7 @@ def sides_that_are_asked(monkeypatch: Any, asked: list[Any], now: list[str | Non
     dispatcher.handlers = dict.fromkeys(agreed.kinds, service)  # type: ignore[arg-type]
     monkeypatch.setattr(dispatcher, "_obstacle", lambda: None)
     monkeypatch.setattr(dispatcher, "_prepare", lambda kind, call: now.pop(0))
-    monkeypatch.setattr(dispatcher, "handle", lambda kind, call, **how: "served")
+    monkeypatch.setattr(dispatcher, "handle", lambda kind, call, **how: "handled")
     return dispatcher
 
 
@@ -227,13 +227,13 @@ def test_a_call_that_is_never_served_says_nothing_of_another(wrong: Any, op: str
     """On one rank it may have been a mistake, which the other ranks have not made."""
     dispatcher = sides_that_are_asked(monkeypatch, [], [None])
     assert call_one(dispatcher, *wrong(), op) == "handed over"
-    assert call_one(dispatcher, torch.empty(4), torch.empty(8)) == "served"
+    assert call_one(dispatcher, torch.empty(4), torch.empty(8)) == "handled"
 
 
 def test_what_is_in_the_way_for_now_is_not_remembered(monkeypatch) -> None:
     now: list[str | None] = ["inside of a coalescing block", None]
     dispatcher = sides_that_are_asked(monkeypatch, [], now)
-    assert [call_one(dispatcher, torch.empty(4), torch.empty(8)) for _ in range(2)] == ["handed over", "served"]
+    assert [call_one(dispatcher, torch.empty(4), torch.empty(8)) for _ in range(2)] == ["handed over", "handled"]
     assert now == []
 
 

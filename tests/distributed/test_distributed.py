@@ -25,7 +25,7 @@ from tdcoll import distributed, runtime
 from tdcoll.collectives._host.call import spec_of
 from tdcoll.distributed import BackendTimeout, Options, agreement, backend, explain
 from tdcoll.distributed.fallback import add_backends
-from tdcoll.distributed.options import KINDS, SERVES
+from tdcoll.distributed.options import KINDS, HANDLES
 from tdcoll.distributed.queues import Queue, Task, TaskWork
 from tdcoll.limits import COLLECTIVES
 from tdcoll.runtime import lifecycle
@@ -244,14 +244,14 @@ def test_deadline_of_waits_is_the_groups_or_the_variables(alone, monkeypatch) ->
 
 
 def test_serves_by_the_environment(alone, monkeypatch) -> None:
-    monkeypatch.setenv(SERVES, "barrier, all_gather")
+    monkeypatch.setenv(HANDLES, "barrier, all_gather")
     group = alone()
     assert "  sparse_all_reduce: fallback backend; configured kinds: barrier, all_gather" in explain(group)
     assert "  all_gather: tdcoll" in explain(group)
 
 
 def test_nothing_is_joined_for_nothing(alone, monkeypatch) -> None:
-    monkeypatch.setenv(SERVES, "none")
+    monkeypatch.setenv(HANDLES, "none")
     alone()
     assert runtime.current_or_none() is None
     assert "told to handle nothing" in explain()
@@ -262,21 +262,21 @@ def test_nothing_is_joined_for_nothing(alone, monkeypatch) -> None:
     [("all", KINDS), ("none", ()), ("barrier,all_gather", ("all_gather", "barrier")), ("ALL_GATHER", ("all_gather",))],
 )
 def test_kinds(text: str, kinds: tuple[str, ...], monkeypatch) -> None:
-    assert Options(serves=text).kinds == kinds
-    monkeypatch.setenv(SERVES, text)
+    assert Options(handles=text).kinds == kinds
+    monkeypatch.setenv(HANDLES, text)
     assert Options().kinds == kinds
-    assert Options(serves="none").kinds == ()
+    assert Options(handles="none").kinds == ()
 
 
 def test_serves_is_text() -> None:
-    with pytest.raises(TypeError, match="serves must be a str or None, got list"):
-        Options(serves=["all_gather"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="handles must be a str or None, got list"):
+        Options(handles=["all_gather"])  # type: ignore[arg-type]
 
 
 def test_options_out_of_range() -> None:
     for wrong in ("", "everything", "all,none", "all_gather,broadcast"):
-        with pytest.raises(ValueError, match="serves must be"):
-            Options(serves=wrong)
+        with pytest.raises(ValueError, match="handles must be"):
+            Options(handles=wrong)
     with pytest.raises(ValueError, match="max_bytes_per_rank"):
         Options(max_bytes_per_rank=-1)
     with pytest.raises(TypeError, match="max_bytes_per_rank"):
@@ -285,7 +285,7 @@ def test_options_out_of_range() -> None:
         with pytest.raises(ValueError, match="programs must be"):
             Options(programs=wrong)
     with pytest.raises(TypeError, match="pg_options"):
-        Options.of({"serves": "all"})
+        Options.of({"handles": "all"})
     with pytest.raises(ValueError, match="process group"):
         explain()
 
@@ -353,11 +353,11 @@ def test_methods_that_a_group_on_gpus_overrides(monkeypatch) -> None:
     }
     asked = {"all_gather_single", "reduce_scatter_single_coalesced", "allreduce", "barrier", "broadcast"}
     asked &= set(dir(dist.ProcessGroup))  # PyTorch 2.11 has not all of them
-    for serves, overridden in cases.items():
-        made = backend._class_for(Options(serves=serves))
-        assert {name for name in asked if getattr(made, name).__name__ != "pass_on"} == overridden & asked, serves
+    for handles, overridden in cases.items():
+        made = backend._class_for(Options(handles=handles))
+        assert {name for name in asked if getattr(made, name).__name__ != "pass_on"} == overridden & asked, handles
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert backend._class_for(Options(serves="none")) is distributed.TdcollProcessGroup
+    assert backend._class_for(Options(handles="none")) is distributed.TdcollProcessGroup
 
 
 def test_sizes_that_are_served() -> None:

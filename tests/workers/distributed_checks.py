@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of backend "tdcoll", as torch.distributed's users call it, and who serves them, on every rank of a job."""
+"""Results of backend "tdcoll", as torch.distributed's users call it, and who handles them, on every rank of a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, same, served, single, sparse
+from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, same, handled, single, sparse
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 
 from tdcoll.collectives.sparse_all_reduce.rows import DTYPES as REDUCED
@@ -32,7 +32,7 @@ DTYPES = [
 
 @check
 def gathers_into_one_tensor() -> None:
-    before = served("all_gather")
+    before = handled("all_gather")
     for call, dtype in enumerate(DTYPES):
         wanted = torch.cat([data(r, 10, dtype, call) for r in everyone()])
         out = torch.empty(world() * 10, dtype=dtype, device=device())
@@ -57,12 +57,12 @@ def gathers_into_one_tensor() -> None:
     empty = torch.empty(0, device=device())
     single(torch.empty(0, device=device()), empty)
     expect_raises(ValueError, lambda: single(torch.empty(5, device=device()), data(rank(), 4)), "elements")
-    expect(served("all_gather") - before == 2 * len(DTYPES) + 4, explain())
+    expect(handled("all_gather") - before == 2 * len(DTYPES) + 4, explain())
 
 
 @check
 def gathers_lists() -> None:
-    before = served("all_gather")
+    before = handled("all_gather")
     for asynchronous in (False, True):
         pieces = [torch.empty(2, 3, device=device()) for _ in everyone()]
         work = dist.all_gather(pieces, data(rank(), 6).view(2, 3), async_op=asynchronous)
@@ -76,14 +76,14 @@ def gathers_lists() -> None:
             work.wait()
         for r in everyone():
             same(uneven[r], data(r, 3 * r, torch.int64), f"uneven piece {r}")
-    expect(served("all_gather") - before == 4, explain())
+    expect(handled("all_gather") - before == 4, explain())
     wrong = [torch.empty(4, device=device()) for _ in everyone()]
     expect_raises(ValueError, lambda: dist.all_gather(wrong, data(rank(), 3)), "as large as")
 
 
 @check
 def gathers_several_at_once() -> None:
-    before = served("all_gather")
+    before = handled("all_gather")
     outs = [torch.empty(world() * n, device=device()) for n in (3, 5)]
     with dist.distributed_c10d._coalescing_manager(dist.group.WORLD, async_ops=True) as pending:
         for out, n in zip(outs, (3, 5), strict=True):
@@ -91,13 +91,13 @@ def gathers_several_at_once() -> None:
     pending.wait()
     for out, n in zip(outs, (3, 5), strict=True):
         same(out, torch.cat([data(r, n) for r in everyone()]), f"coalesced {n}")
-    expect(served("all_gather") - before == 1, explain())
+    expect(handled("all_gather") - before == 1, explain())
 
 
 @check
 def exchanges_parts() -> None:
     """tdcoll handles all-to-alls of equal parts; those with sizes, which may differ between ranks, fall back."""
-    before, n = served("all_to_all"), 6
+    before, n = handled("all_to_all"), 6
     for call, dtype in enumerate(DTYPES):
         given = data(rank(), world() * n, dtype, call)
         wanted = torch.cat([data(r, world() * n, dtype, call).view(world(), n)[rank()] for r in everyone()])
@@ -112,7 +112,7 @@ def exchanges_parts() -> None:
     same(out.contiguous(), wanted, "strided")
     dist.all_to_all_single(given, given)
     same(given, wanted, "into its own input")
-    expect(served("all_to_all") - before == 3 * len(DTYPES) + 2, explain())
+    expect(handled("all_to_all") - before == 3 * len(DTYPES) + 2, explain())
     short = torch.empty(1, device=device())
     expect_raises(ValueError, lambda: dist.all_to_all_single(short, data(rank(), 2 * world())), "elements")
     expect_raises(ValueError, lambda: dist.all_to_all_single(*2 * [data(rank(), 2 * world() + 1)]), "parts of one size")
@@ -127,7 +127,7 @@ def exchanges_parts() -> None:
 
 @check
 def functional_collectives_and_compile() -> None:
-    before = served("all_gather")
+    before = handled("all_gather")
     wanted = torch.cat([data(r, 4) for r in everyone()])
     same(functional.all_gather_tensor(data(rank(), 4), 0, dist.group.WORLD).wait(), wanted, "functional")
     group = dist.group.WORLD
@@ -137,7 +137,7 @@ def functional_collectives_and_compile() -> None:
         return functional.all_gather_tensor(tensor * 2, 0, group) + 1
 
     same(doubled(data(rank(), 4)), wanted * 2 + 1, "compiled")
-    expect(served("all_gather") - before == 2, explain())
+    expect(handled("all_gather") - before == 2, explain())
 
 
 @check
@@ -151,14 +151,14 @@ def derivatives() -> None:
         (lambda x: functional.reduce_scatter_tensor_autograd(x, "sum", 0, group), 4 * n, torch.cat(firsts)),
         (lambda x: differentiable.all_reduce(x, group=group), 4, sum(firsts)),
     )
-    before = {kind: served(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    before = {kind: handled(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
     for i, (call, numel, wanted) in enumerate(calls):
         x = data(me, numel).requires_grad_()
         made = call(x)
         (made * pulls[me][: made.numel()]).sum().backward()
         same(x.grad, wanted, f"derivative {i}")
     for kind, count in before.items():  # forwards and backwards
-        expect(served(kind) - count == 2, f"{kind}: {explain()}")
+        expect(handled(kind) - count == 2, f"{kind}: {explain()}")
 
 
 @check
@@ -193,7 +193,7 @@ def pytorchs_own_cases() -> str:
         names = []
     if not on:
         names += ["test_all_gather_full_group", "test_sparse_all_reduce_sum"]
-    before = served("all_gather"), served("sparse_all_reduce")
+    before = handled("all_gather"), handled("sparse_all_reduce")
     for name in names:
         torch.manual_seed(1)  # as its setUp does
         getattr(Cases(name), name)()
@@ -204,9 +204,9 @@ def pytorchs_own_cases() -> str:
         tensor = inputs[0].to(device())
         dist.all_reduce(tensor)
         same(tensor.to_dense(), outputs[0].to(device()).to_dense(), f"sparse case {tensor.shape}")
-    gathered, summed = served("all_gather") - before[0], served("sparse_all_reduce") - before[1]
-    expect(gathered >= min(2, len(names)) * world(), f"tdcoll served {gathered} all-gathers of PyTorch's cases")
-    expect(summed >= 6, f"tdcoll served {summed} sparse all-reduces of PyTorch's cases")
+    gathered, summed = handled("all_gather") - before[0], handled("sparse_all_reduce") - before[1]
+    expect(gathered >= min(2, len(names)) * world(), f"tdcoll handled {gathered} all-gathers of PyTorch's cases")
+    expect(summed >= 6, f"tdcoll handled {summed} sparse all-reduces of PyTorch's cases")
     return f"{len(names)} methods" if names else "without PyTorch's all-gather cases, which want a GPU for each rank"
 
 
@@ -237,7 +237,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor, name: str, what: str) -> None
 @check
 def reduces() -> None:
     """Every dtype and operation; in time, in place and beside; what has strides or is a part of the other tensor."""
-    before = served("all_reduce"), served("reduce_scatter")
+    before = handled("all_reduce"), handled("reduce_scatter")
     calls = 0
     for call, dtype in enumerate((*REDUCED, torch.int8, torch.uint8)):
         for name in OPERATIONS:
@@ -267,8 +267,8 @@ def reduces() -> None:
     SINGLE_SCATTER(whole[3:9], whole)
     same(whole[3:9], sum(parts)[6 * rank() : 6 * rank() + 6], "elsewhere in the input")
     dist.all_reduce(torch.empty(0, device=device()))
-    expect(served("all_reduce") - before[0] == calls + 2, explain())
-    expect(served("reduce_scatter") - before[1] == calls + 2, explain())
+    expect(handled("all_reduce") - before[0] == calls + 2, explain())
+    expect(handled("reduce_scatter") - before[1] == calls + 2, explain())
     expect_raises(ValueError, lambda: SINGLE_SCATTER(torch.empty(5, device=device()), parts[rank()]), "elements")
     wanted = sum(parts).view(world(), 6)[rank()]
     pieces, out = list(parts[rank()].view(world(), 6)), torch.empty(6, device=device())
@@ -282,7 +282,7 @@ def reduces_several_at_once() -> None:
     """Coalesced forms, of tensors that fit one launch together, of such that do not, and functional ones."""
     manager = dist.distributed_c10d._coalescing_manager
     for sizes in ((3, 5, 8), (1, 70000)):
-        before = served("all_reduce"), served("reduce_scatter"), served("all_gather")
+        before = handled("all_reduce"), handled("reduce_scatter"), handled("all_gather")
         parts = [[data(r, n * world(), call=n) for n in sizes] for r in everyone()]
         sums = [sum(parts[r][i] for r in everyone()) for i in range(len(sizes))]
         for asynchronous in (False, True):
@@ -305,19 +305,19 @@ def reduces_several_at_once() -> None:
                 same(tensors[i], sums[i], f"all_reduce {i} of {sizes}")
                 same(outs[i], sums[i].view(world(), n)[rank()], f"reduce_scatter {i} of {sizes}")
                 same(gathered[i], torch.cat([parts[r][i][:n] for r in everyone()]), f"all_gather {i} of {sizes}")
-        now = served("all_reduce"), served("reduce_scatter"), served("all_gather")
+        now = handled("all_reduce"), handled("reduce_scatter"), handled("all_gather")
         expect([b - a for a, b in zip(before, now, strict=True)] == [2, 2, 2], explain())
     mixed = [data(rank(), 4), data(rank(), 4, torch.int32)]
     dist.group.WORLD.allreduce_coalesced(mixed[:1]).wait()
     same(mixed[0], sum(data(r, 4) for r in everyone()), "one tensor")
-    before = served("all_reduce"), served("reduce_scatter")
+    before = handled("all_reduce"), handled("reduce_scatter")
     total = functional.all_reduce(data(rank(), 4), "sum", dist.group.WORLD)
     same(total.wait(), sum(data(r, 4) for r in everyone()), "functional all_reduce")
     part = functional.reduce_scatter_tensor(data(rank(), 2 * world()), "sum", 0, dist.group.WORLD)
     same(
         part.wait(), sum(data(r, 2 * world()) for r in everyone()).view(world(), 2)[rank()], "functional reduce_scatter"
     )
-    expect((served("all_reduce") - before[0], served("reduce_scatter") - before[1]) == (1, 1), explain())
+    expect((handled("all_reduce") - before[0], handled("reduce_scatter") - before[1]) == (1, 1), explain())
 
 
 @check
@@ -329,7 +329,7 @@ def reductions_that_are_handed_over() -> None:
     dist.all_reduce(large, group=group)
     same(large, sum(data(r, 17 * world()) for r in everyone()), "large")
     SINGLE_SCATTER(out, data(rank(), 17 * world()), group=group)
-    expect((served("all_reduce", group), served("reduce_scatter", group)) == (1, 0), explain(group))
+    expect((handled("all_reduce", group), handled("reduce_scatter", group)) == (1, 0), explain(group))
     for kind in ("all_reduce", "reduce_scatter"):
         expect(by_inner(kind, group) == {"more than 64 bytes per rank": 1}, explain(group))
     small = torch.ones(3, dtype=torch.uint8, device=device())
@@ -352,7 +352,7 @@ def reductions_that_are_handed_over() -> None:
 
 @check
 def sparse_sums() -> None:
-    before = served("sparse_all_reduce")
+    before = handled("sparse_all_reduce")
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64):
         tensor = sparse(rank(), dtype)
         dist.all_reduce(tensor)
@@ -380,7 +380,7 @@ def sparse_sums() -> None:
     wanted[1, 2] += world()
     dist.all_reduce(matrix)
     same(matrix.to_dense(), wanted, "two sparse dimensions")
-    expect(served("sparse_all_reduce") - before == 11, explain())
+    expect(handled("sparse_all_reduce") - before == 11, explain())
     expect_raises(RuntimeError, lambda: dist.all_reduce(sparse(rank()), dist.ReduceOp.MAX))
     expect(any("max" in why for why in by_inner("sparse_all_reduce")), explain())
 
@@ -396,7 +396,7 @@ def sparse_dtypes_and_operations() -> str:
         "PREMUL_SUM": dist._make_nccl_premul_sum(2.0),
     }
     kinds = [*DTYPES, torch.int8, torch.int16, torch.complex128]
-    plain = dist.new_group(backend="tdcoll", pg_options=Options(serves="none"))
+    plain = dist.new_group(backend="tdcoll", pg_options=Options(handles="none"))
     computed = []
     for dtype in kinds:
         for name, op in operations.items():

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, same, served, single, sparse
+from backend_job import SINGLE_SCATTER, by_inner, data, dense_sum, same, handled, single, sparse
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch.distributed import batch_isend_irecv  # before there is a group of tdcoll's
 
@@ -51,7 +51,7 @@ def works() -> None:
 
     # Asynchronous: what is issued in between is not held up, or this would never end. (The first message between two
     # ranks is sent before: for that NCCL makes a communicator, which waits for all that the GPU is doing.)
-    where = torch.device("cpu") if shared() else device()  # gloo, which then serves CUDA tensors, cannot send them
+    where = torch.device("cpu") if shared() else device()  # gloo, which then handles CUDA tensors, cannot send them
     peer_out = torch.empty(1, device=where)
     if rank() == 0:
         dist.send(torch.ones(1, device=where), 1)
@@ -94,12 +94,12 @@ def subgroups() -> str | None:
         dist.all_reduce(tensor, group=pair)
         same(tensor.to_dense(), sparse(0).to_dense() + sparse(last).to_dense(), "sparse in a pair")
         dist.barrier(pair)
-        expect(served("all_gather", pair) == served("barrier", pair) == 1, explain(pair))
+        expect(handled("all_gather", pair) == handled("barrier", pair) == 1, explain(pair))
         dist.destroy_process_group(pair)
     mixed = dist.new_group(backend=f"cpu:gloo,{device().type}:tdcoll" if device().type == "cuda" else "cpu:tdcoll")
     expect(isinstance(mixed, TdcollProcessGroup), f"{mixed}")
     single(torch.empty(world(), device=device()), data(rank(), 1), group=mixed)
-    expect(served("all_gather", mixed) == 1, explain(mixed))
+    expect(handled("all_gather", mixed) == 1, explain(mixed))
     dist.destroy_process_group(mixed)
     alone = dist.new_group([rank()], use_local_synchronization=True)
     mine = sparse(rank())
@@ -118,10 +118,10 @@ def subgroups() -> str | None:
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh(device().type, (world(),))
-    before = served("all_gather")
+    before = handled("all_gather")
     whole = DTensor.from_local(data(rank(), 4), mesh, [Shard(0)]).full_tensor()
     same(whole, torch.cat([data(r, 4) for r in everyone()]), "DTensor on a DeviceMesh")
-    expect(served("all_gather") > before, "a mesh of all ranks uses the default group")
+    expect(handled("all_gather") > before, "a mesh of all ranks uses the default group")
     return None
 
 
@@ -255,7 +255,7 @@ def batched_messages() -> None:
 @check
 def options_and_words() -> None:
     before = len(LINES)
-    group = dist.new_group(pg_options=Options(serves="none"))
+    group = dist.new_group(pg_options=Options(handles="none"))
     out = torch.empty(world() * 2, device=device())
     for _ in range(3):
         single(out, data(rank(), 2), group=group)
@@ -267,7 +267,7 @@ def options_and_words() -> None:
     dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
     expect(torch.allclose(mean.to_dense() * world(), dense_sum()), "inner sparse average")
     dist.barrier(group)
-    expect(not any(served(kind, group) for kind in ("all_gather", "sparse_all_reduce", "barrier")), explain(group))
+    expect(not any(handled(kind, group) for kind in ("all_gather", "sparse_all_reduce", "barrier")), explain(group))
     text = explain(group)
     for kind in ("all_gather", "sparse_all_reduce", "barrier"):
         expect(f"  {kind}: fallback backend; told to handle nothing" in text, text)
@@ -276,26 +276,26 @@ def options_and_words() -> None:
         kinds = 3 if device().type == "cpu" else 1  # what NCCL has itself does not pass tdcoll
         by = [line for line in lines if "tdcoll: gloo handles " in line or "tdcoll: nccl handles " in line]
         expect(by == lines and len(lines) == kinds, f"one line per kind that passes tdcoll: {lines}")
-    some = dist.new_group(pg_options=Options(serves="barrier"))
+    some = dist.new_group(pg_options=Options(handles="barrier"))
     single(out, data(rank(), 2), group=some)
     dist.barrier(some)
-    expect((served("all_gather", some), served("barrier", some)) == (0, 1), explain(some))
+    expect((handled("all_gather", some), handled("barrier", some)) == (0, 1), explain(some))
     expect("  all_gather: fallback backend; configured kinds: barrier" in explain(some), explain(some))
     dist.destroy_process_group(some)
     expect("  all_gather: tdcoll" in explain() and "  everything else: fallback backend" in explain(), explain())
     plain = dist.new_group(backend="gloo")
-    expect("tdcoll serves none" in explain(plain), explain(plain))
+    expect("tdcoll handles none" in explain(plain), explain(plain))
     expect_raises(
         tdcoll.RankMismatchError,
-        lambda: dist.new_group(pg_options=Options(serves="all" if rank() else "none")),
-        "they differ in serves (rank 0: (), rank 1: (",
+        lambda: dist.new_group(pg_options=Options(handles="all" if rank() else "none")),
+        "they differ in handles (rank 0: (), rank 1: (",
     )
     expect_raises(
         tdcoll.RankMismatchError,
         lambda: dist.new_group(pg_options=Options(heap_bytes=(8 + rank()) << 20)),
         "heap_bytes",
     )
-    expect_raises(TypeError, lambda: dist.new_group(pg_options={"serves": "all"}), "pg_options")
+    expect_raises(TypeError, lambda: dist.new_group(pg_options={"handles": "all"}), "pg_options")
 
 
 # ---------------------------------------------------------------------- contexts
@@ -303,7 +303,7 @@ def options_and_words() -> None:
 
 @check
 def growth() -> None:
-    """Contexts become as large as is asked for; beyond the limit the fallback backend serves."""
+    """Contexts become as large as is asked for; beyond the limit the fallback backend handles."""
     group = dist.new_group(pg_options=Options(max_bytes_per_rank=3000))
     for count in (100, 700):
         out = torch.empty(world() * count, device=device())
@@ -312,7 +312,7 @@ def growth() -> None:
     out = torch.empty(world() * 800, device=device())
     single(out, data(rank(), 800), group=group)
     same(out, torch.cat([data(r, 800) for r in everyone()]), "800, by the fallback backend")
-    expect((served("all_gather", group), by_inner("all_gather", group)) == (2, {"more than 3000 bytes per rank": 1}),
+    expect((handled("all_gather", group), by_inner("all_gather", group)) == (2, {"more than 3000 bytes per rank": 1}),
            explain(group))  # fmt: skip
     for rows, dim in ((10, 1), (600, 1), (600, 5)):
         indices = (torch.arange(rows, device=device()) + rank() * rows)[None]
@@ -322,16 +322,16 @@ def growth() -> None:
             wanted[r * rows : (r + 1) * rows] = data(r, rows * dim).view(rows, dim)
         dist.all_reduce(tensor, group=group)
         same(tensor.to_dense(), wanted, f"{rows} rows of {dim}")
-    expect(served("sparse_all_reduce", group) == 3, explain(group))
+    expect(handled("sparse_all_reduce", group) == 3, explain(group))
     dist.destroy_process_group(group)
 
 
 @check
 def programs_of_all_contexts_fit() -> None:
-    """A group for whose contexts nothing is left is served by the fallback backend; what is closed is free again."""
+    """A group for whose contexts nothing is left is handled by the fallback backend; what is closed is free again."""
     job, groups = runtime.current(), []
     before = job.programs_taken
-    while not groups or served("all_gather", groups[-1]):
+    while not groups or handled("all_gather", groups[-1]):
         groups.append(dist.new_group())
         out = torch.empty(world(), device=device())
         single(out, data(rank(), 1), group=groups[-1])
@@ -356,7 +356,7 @@ def streams() -> None:
     """A call waits for the current stream, and wait() makes the current stream wait for it."""
     side = torch.cuda.Stream()
     n = 1 << 16
-    before = [served(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+    before = [handled(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
     for stream in (torch.cuda.current_stream(), side):
         with torch.cuda.stream(stream):
             for asynchronous in (False, True, True):  # the second asynchronous one goes the short way
@@ -380,7 +380,7 @@ def streams() -> None:
                 expect(bool((part == total).all()), f"reduce_scatter, {asynchronous}")
                 expect(bool((whole == total).all()), f"all_reduce, {asynchronous}")
     torch.cuda.synchronize()
-    now = [served(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+    now = [handled(kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")]
     expect([b - a for a, b in zip(before, now, strict=True)] == [6, 6, 6], explain())
 
 

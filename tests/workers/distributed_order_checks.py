@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from backend_job import by_inner, data, same, served, single, sparse
+from backend_job import by_inner, data, same, handled, single, sparse
 from harness import check, device, everyone, expect, rank, simulated, world
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -129,14 +129,14 @@ def ddp_with_power_sgd() -> None:
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    before = served("all_reduce")
+    before = handled("all_reduce")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank())).to(device())
     for _ in range(5):
         optimizer.zero_grad()
         ddp(inputs).square().mean().backward()
         optimizer.step()
-    expect(served("all_reduce") - before > 10, explain())
+    expect(handled("all_reduce") - before > 10, explain())
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     gathered = torch.empty(world() * weights.numel(), device=device())
     single(gathered, weights)
@@ -175,7 +175,7 @@ def asynchronous_calls_in_different_orders() -> None:
     expect(time.monotonic() - began < 15, "no call waits for a deadline")
     for group in groups:
         for kind in ("all_reduce", "all_gather", "sparse_all_reduce"):
-            expect(served(kind, group) == 4, explain(group))
+            expect(handled(kind, group) == 4, explain(group))
         dist.destroy_process_group(group)
 
 
@@ -270,7 +270,7 @@ def what_cannot_be_served_in_turn() -> None:
 def contexts_that_grow_beside_allocations() -> None:
     """A sparse call grows its context on a thread while this one allocates, and makes and grows a pool of tdcoll's own:
     before the thread exchanges anything on one rank, and behind that on another."""
-    group = dist.new_group(timeout=timedelta(seconds=20), pg_options=Options(serves="sparse_all_reduce", programs=8))
+    group = dist.new_group(timeout=timedelta(seconds=20), pg_options=Options(handles="sparse_all_reduce", programs=8))
 
     def ones(rows: int) -> torch.Tensor:
         indices = (torch.arange(rows, device=device()) + rank() * rows)[None]

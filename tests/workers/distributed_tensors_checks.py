@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from backend_job import SINGLE_SCATTER, by_inner, data, same, served, single
+from backend_job import SINGLE_SCATTER, by_inner, data, same, handled, single
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
 
@@ -24,7 +24,7 @@ def sums(count: int) -> torch.Tensor:
 @check
 def autograd_sees_no_collective() -> None:
     """A result keeps its history and its version, contiguous or not; a parameter may be reduced in place."""
-    inner = dist.new_group(pg_options=Options(serves="none"))
+    inner = dist.new_group(pg_options=Options(handles="none"))
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     for group in (inner, dist.group.WORLD):
         for asynchronous in (False, True):
@@ -52,7 +52,7 @@ def autograd_sees_no_collective() -> None:
             if asynchronous:
                 work.wait()
             expect(bool((made == world()).all()), f"made in inference mode: {made}")
-    expect(served("all_reduce", inner) == 0, explain(inner))
+    expect(handled("all_reduce", inner) == 0, explain(inner))
     dist.destroy_process_group(inner)
 
 
@@ -60,7 +60,7 @@ def autograd_sees_no_collective() -> None:
 def parameters_as_results() -> None:
     """Every kind that copies its result: gathers and scatters with strides, lists, and several at once."""
     n = world()
-    before = [served(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    before = [handled(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
     gathered = nn.Parameter(torch.empty(3, 2 * n, device=device()).t())
     single(gathered, data(rank(), 6).view(2, 3))
     wanted = torch.cat([data(r, 6).view(2, 3) for r in everyone()])
@@ -77,7 +77,7 @@ def parameters_as_results() -> None:
             dist.all_reduce(parameter)
     for parameter in several:
         same(parameter.detach(), sums(parameter.numel()), "several")
-    now = [served(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    now = [handled(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
     expect([b - a for a, b in zip(before, now, strict=True)] == [2, 1, 1], explain())
 
 
@@ -91,7 +91,7 @@ STRIDED: dict[str, Callable[[int, int], torch.Tensor]] = {
 
 @check
 def strided_tensors_of_any_size() -> None:
-    """Above and below what tdcoll serves: the elements are reduced that the tensor has, and no others."""
+    """Above and below what tdcoll handles: the elements are reduced that the tensor has, and no others."""
     group, n = dist.new_group(pg_options=Options(max_bytes_per_rank=256)), world()
     for rows, side in ((4, "tdcoll"), (40, "inner")):  # times 3 columns of 4 bytes
         for name, make in STRIDED.items():
@@ -126,7 +126,7 @@ def strided_tensors_of_any_size() -> None:
                     wanted = sums(3 * n * rows).view(n, rows, 3)[rank()]
                     same(out.clone().resolve_neg().contiguous(), wanted, f"reduce_scatter {what}")
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-        expect(served(kind, group) > 0, explain(group))
+        expect(handled(kind, group) > 0, explain(group))
         expect(any("more than 256 bytes" in why for why in by_inner(kind, group)), explain(group))
     dist.destroy_process_group(group)
 
@@ -167,7 +167,7 @@ def debug_mode_compares_before_it_decides() -> None:
             pieces = [torch.empty(4, device=device()) for _ in range(n - odd)]
             return dist.all_gather(pieces, data(rank(), 4), **more)
 
-        def reduce_more(odd: bool, **more: object) -> object:  # than tdcoll serves
+        def reduce_more(odd: bool, **more: object) -> object:  # than tdcoll handles
             return dist.all_reduce(data(rank(), 200 if odd else 50), **more)
 
         def reduce_other(odd: bool, **more: object) -> object:

@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from backend_job import same, served, single
+from backend_job import same, handled, single
 from harness import check, device, everyone, expect, expect_raises, rank, shared, world
 from torch import nn
 from torch._dynamo import convert_frame
@@ -65,9 +65,9 @@ def equal(got: list[torch.Tensor], wanted: list[torch.Tensor], what: str) -> Non
 @check
 def ddp_with_the_backend() -> None:
     batches = [lookups(step, 2) for step in range(3)]
-    before = served("sparse_all_reduce")
+    before = handled("sparse_all_reduce")
     equal(train(DDP(Model(True, 2)), batches), dense_run(batches, 2), "DDP")
-    expect(served("sparse_all_reduce") - before == 6, explain())
+    expect(handled("sparse_all_reduce") - before == 6, explain())
 
     accumulated = []
     for sparse_tables in (True, False):

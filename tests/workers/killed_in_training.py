@@ -39,7 +39,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    options = Options(serves="all_gather,barrier" if when == "inner" else "all")
+    options = Options(handles="all_gather,barrier" if when == "inner" else "all")
     dist.init_process_group("tdcoll", timeout=timedelta(seconds=TIMEOUT_S), pg_options=options)
     rank = dist.get_rank()
     table, dense = nn.Embedding(50, 8, sparse=when == "sparse"), nn.Linear(8, 4)

@@ -4,8 +4,8 @@
 The time of a small call is the host's. A context therefore remembers a :class:`Ready` for each kind of call that it has
 made: one look-up finds it by everything that shapes, dtypes and arguments decide, and only the following may have
 changed since: the device, layout, contiguity and sign of each tensor (:func:`usable`); what ``place`` looks at, which
-is the overlap of two tensors (:func:`overlap`) and whether peers reach the memory (:class:`~.reach.Standing`); and the
-context (:meth:`~tdcoll.gate.Gate.enter`). This fast path raises no errors of its own. Any mismatch falls back to the
+is the overlap of two tensors (:func:`overlap`) and whether peers reach the memory (:class:`~.registered.Registered`); and the
+context (:meth:`~tdcoll.preconditions.Preconditions.enter`). This fast path raises no errors of its own. Any mismatch falls back to the
 slow path, which finds out what is wrong and says so.
 """
 
@@ -22,7 +22,7 @@ from tdcoll import arguments, runtime
 from tdcoll.collectives._host.gradient import attach, linear
 from tdcoll.collectives._host.launches import Launches, launches_of
 from tdcoll.collectives._host.pool import pooled, strided_bytes
-from tdcoll.collectives._host.reach import Standing, deltas_to, place_of
+from tdcoll.collectives._host.registered import Registered, deltas_to, place_of
 from tdcoll.collectives._host.spec import Collective
 from tdcoll.context import CollectiveContext
 from tdcoll.primitives.reduce import OPERATIONS, check_dtype, check_operation, operation_name
@@ -92,7 +92,7 @@ class Ready(NamedTuple):
     operation: str
     place: Callable[..., tuple[Any, tuple[Any, ...]] | None]
     run: Callable[..., None]
-    registered: Standing | None = None
+    registered: Registered | None = None
 
 
 def again(ctx: CollectiveContext, ready: Ready, *tensors: torch.Tensor) -> Any:
@@ -254,9 +254,9 @@ def _first(
         )
         if in_place:
             ready = _in_place(operation, ctx, segment, launches)
-            base = tensor.data_ptr() or ctx.staging.data_ptr()  # a tensor of no bytes has no address
+            base = tensor.data_ptr() or ctx.inbox.data_ptr()  # a tensor of no bytes has no address
             return launches, ready, tensor, (base + ctx.rank * segment, base)
-        registered, result = Standing(ctx) if symmetric else None, out
+        registered, result = Registered(ctx) if symmetric else None, out
         if out is None:
             result = torch.empty(spec.results(tensor.shape, world)[0], dtype=tensor.dtype, device=ctx.device)
             ready = _making(spec, ctx, result, launches, registered)
@@ -318,7 +318,7 @@ def _remember(ctx: CollectiveContext, key: Hashable, ready: Ready, shared: Any) 
 
 
 def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: Launches) -> Ready:
-    registered, own, in_buffer = Standing(ctx), ctx.rank * segment, launches.in_buffer
+    registered, own, in_buffer = Registered(ctx), ctx.rank * segment, launches.in_buffer
 
     def place(buffer: torch.Tensor) -> tuple[Any, tuple[Any, ...]] | None:
         if not registered.holds(buffer):
@@ -330,7 +330,7 @@ def _in_place(operation: str, ctx: CollectiveContext, segment: int, launches: La
 
 
 def _making(
-    spec: Collective, ctx: CollectiveContext, result: torch.Tensor, launches: Launches, registered: Standing | None
+    spec: Collective, ctx: CollectiveContext, result: torch.Tensor, launches: Launches, registered: Registered | None
 ) -> Ready:
     """Return what calls are made with that make a result like ``result``."""
     # Extents one by one take half the time of a tuple. A scalar has none, and is made of the tuple.
@@ -346,7 +346,7 @@ def _making(
 
 
 def _filling(
-    spec: Collective, ctx: CollectiveContext, segment: int, launches: Launches, registered: Standing | None = None
+    spec: Collective, ctx: CollectiveContext, segment: int, launches: Launches, registered: Registered | None = None
 ) -> Ready:
     """Return what calls are made with whose result is given."""
     world, reaches_tensor = ctx.world_size, spec.reaches_tensor

@@ -20,7 +20,7 @@ from tdcoll.collectives._host.plan import LAMPORT_WORD_BYTES, Facts, Plan
 from tdcoll.collectives._host.pool import Prospect
 from tdcoll.collectives._host.spec import Algorithm, Collective
 from tdcoll.context import CollectiveContext
-from tdcoll.primitives.group import Window
+from tdcoll.primitives.group import Inbox
 from tdcoll.primitives.puts import Routes
 from tdcoll.primitives.reduce import OPERATIONS, accumulator, triton_dtype
 from tdcoll.ranges import ranged
@@ -65,24 +65,24 @@ class Planned:
         return self.facts.in_place and not self.width
 
     @property
-    def window(self) -> Window:
+    def inbox(self) -> Inbox:
         """Where peers write to: the caller's buffer, or the context's inbox."""
         ctx = self.ctx
         if self.in_buffer:
-            return Window(0, self.facts.nbytes, self.deltas, tl.constexpr(1))
-        return Window(ctx.staging.data_ptr(), ctx.capacity, ctx.device_group.deltas, tl.constexpr(2))
+            return Inbox(0, self.facts.nbytes, self.deltas, tl.constexpr(1))
+        return Inbox(ctx.inbox.data_ptr(), ctx.capacity, ctx.device_group.deltas, tl.constexpr(2))
 
     @property
-    def words(self) -> Window:
+    def words(self) -> Inbox:
         """The context's flagged words."""
         flagged = self.ctx.flagged
-        return Window(flagged.data_ptr(), 16 * flagged.shape[2], self.ctx.device_group.deltas, tl.constexpr(2))
+        return Inbox(flagged.data_ptr(), 16 * flagged.shape[2], self.ctx.device_group.deltas, tl.constexpr(2))
 
     def values(self) -> dict[str, Any]:
         """Arguments that kernels of any collective may have, by the names of their parameters."""
         plan, facts = self.plan, self.facts
         return {
-            "window": self.window,
+            "inbox": self.inbox,
             "words": self.words,
             "g": self.ctx.device_group,
             "nbytes": facts.nbytes,
@@ -185,7 +185,7 @@ class Launches:
         first = calls[0]
         self._context, self._operation, self.plan = first.ctx, operation, first.plan
         self.in_buffer = in_buffer = first.in_buffer
-        changing = ("source", "out", "window.base") if in_buffer else ("source", "out")
+        changing = ("source", "out", "inbox.base") if in_buffer else ("source", "out")
         self.kernel = kernel = algorithm.kernel(first.facts)
         launches: dict[Planned, Launch] = {}
         variant: set[Any] = set()
@@ -216,7 +216,7 @@ class Launches:
         self.run(self._context.current_stream(), *self.addresses(source, out))
 
     def addresses(self, source: int, out: int) -> tuple[int, ...]:
-        """Return what :attr:`run` takes: a window of the caller's memory is a third address, and has no result."""
+        """Return what :attr:`run` takes: a inbox of the caller's memory is a third address, and has no result."""
         return (source, 0, out) if self.in_buffer else (source, out)
 
     def prepare(self) -> None:

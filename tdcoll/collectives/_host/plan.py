@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("CHUNK_ALIGNMENT", "LAMPORT_WORD_BYTES", "LL_BLOCK", "LL_MOST_WORDS", "LL_WORD_BYTES", "MOST_EPOCHS"),
-    *("TARGET_CHUNK_BYTES", "Extent", "Facts", "Plan", "check_numbers", "check_warps", "cut_chunks"),
+    *("TARGET_CHUNK_BYTES", "Payload", "Facts", "Plan", "check_numbers", "check_warps", "cut_chunks"),
     *("cut_reduced_words", "cut_words", "epoch_of_words", "half", "is_word_chunk", "most_channels", "most_warps"),
     *("needs_puts", "needs_reduced_words", "needs_stores", "needs_words", "per_channel", "per_segment", "power"),
     *("reduced_words", "several_nodes", "staged_epoch", "warps", "word_chunks", "words_of"),
@@ -130,7 +130,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Extent:
+class Payload:
     """What the chunks of a call are cut from.
 
     Attributes:
@@ -155,7 +155,7 @@ def needs_words(facts: Facts) -> str | None:
     if facts.ll_bytes < 0:
         limit = "ranks that can store to each other's memory inside each node"
     elif facts.topology.ranks_per_node is not None and facts.nbytes <= facts.ll_bytes:
-        if _fewest_words(Extent(facts.nbytes, programs=facts.topology.world_size), facts.max_programs) <= LL_MOST_WORDS:
+        if _fewest_words(Payload(facts.nbytes, programs=facts.topology.world_size), facts.max_programs) <= LL_MOST_WORDS:
             return None
         limit = f"more than {facts.max_programs} programs"
     return f"needs the same number of ranks on every node and {limit}; got {facts.nbytes} bytes on "
@@ -274,20 +274,20 @@ def power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _fewest_words(extent: Extent, max_programs: int) -> int:
+def _fewest_words(extent: Payload, max_programs: int) -> int:
     """Words of each chunk, so that there are no more programs than the context may have."""
     blocks = max(1, (max_programs - 1) // extent.programs - 1)
     return power(-(-words_of(extent.nbytes, extent.width) // blocks))
 
 
-def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent | None = None, usual: int = LL_BLOCK) -> Plan:
+def cut_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload | None = None, usual: int = LL_BLOCK) -> Plan:
     """Blocks of words that need no signal.
 
     Args:
         extent: what they are cut from; None: a segment, a program for each block and rank.
         usual: words of a block.
     """
-    extent = extent or Extent(facts.nbytes, programs=facts.topology.world_size)
+    extent = extent or Payload(facts.nbytes, programs=facts.topology.world_size)
     fewest = _fewest_words(extent, facts.max_programs) if extent.programs else 1
     words = words_of(extent.nbytes, extent.width)
     if entry.chunk is not None:
@@ -307,7 +307,7 @@ def _phase_words(facts: Facts, width: int, parts: int) -> int:
     return -(-words_of(facts.nbytes, width) // parts)
 
 
-def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Extent:
+def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Payload:
     """Return what blocks of reduced words are cut from. Programs take several blocks where there are too many.
 
     They announce themselves where the context has room for such words, and else carry a flag.
@@ -319,7 +319,7 @@ def reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> Extent:
     width = LAMPORT_WORD_BYTES
     if width * phases * _phase_words(facts, width, parts) > -(-facts.lamport_bytes // width) * width:
         width = LL_WORD_BYTES
-    return Extent(width * _phase_words(facts, width, parts), width, programs=0)
+    return Payload(width * _phase_words(facts, width, parts), width, programs=0)
 
 
 def needs_reduced_words(facts: Facts, parts: int = 1, phases: int = 1) -> str | None:
@@ -351,7 +351,7 @@ def epoch_of_words(facts: Facts, parts: int, phases: int) -> int:
     return -(-nbytes // (width * epochs)) * width
 
 
-def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, extent: Extent) -> Plan:
+def cut_reduced_words(facts: Facts, entry: Entry, algorithm: str, extent: Payload) -> Plan:
     """Blocks of words that are reduced, a word for each thread: about :data:`REDUCING_PROGRAMS` of them, and then
     larger ones, of up to 16 warps."""
     words = words_of(extent.nbytes, extent.width)

@@ -18,7 +18,7 @@ from tdcoll.collectives._host.plan import (
     CHUNK_ALIGNMENT,
     LL_MOST_WORDS,
     MOST_EPOCHS,
-    Extent,
+    Payload,
     Facts,
     Plan,
     check_numbers,
@@ -93,7 +93,7 @@ class Algorithm:
     blocks: Callable[[Facts, Plan], int]
     values: Callable[[Any], Mapping[str, Any]] = lambda call: {}
     words: tuple[int, ...] = ()
-    extent: Callable[[Facts], Extent] = lambda facts: Extent(facts.nbytes, programs=facts.topology.world_size)
+    extent: Callable[[Facts], Payload] = lambda facts: Payload(facts.nbytes, programs=facts.topology.world_size)
     epoch: Callable[[Facts], int] = lambda facts: facts.nbytes
     early: Callable[[Facts], bool] = lambda facts: True
     differs: Callable[[Topology], bool] = lambda topology: True

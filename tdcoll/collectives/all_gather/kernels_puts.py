@@ -3,12 +3,12 @@
 
 Data flow, seen from rank r with a segment of ``nbytes`` bytes, cut into ``channels`` chunks of ``chunk`` bytes::
 
-    1D   source --put+signal--> window[slot, r] on every rank of this node
-         source --> own window --nbi put+signal--> window[slot, r] on every rank of other nodes
-    2D   source --stores--> window[slot, r] on every rank of this node, then a release of the chunk's signal
-         source --> own window --nbi put+signal--> window[slot, r] on r's *rail* (same place, other nodes)
-         window[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
-    both window[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
+    1D   source --put+signal--> inbox[slot, r] on every rank of this node
+         source --> own inbox --nbi put+signal--> inbox[slot, r] on every rank of other nodes
+    2D   source --stores--> inbox[slot, r] on every rank of this node, then a release of the chunk's signal
+         source --> own inbox --nbi put+signal--> inbox[slot, r] on r's *rail* (same place, other nodes)
+         inbox[slot, s] --stores--> the same on every rank of this node, for each s on r's rail, and a release
+    both inbox[slot, s] --copy--> out[s], for every rank s, as soon as its signal is there
 
 In 2D a segment crosses between nodes once per node pair rather than once per rank pair. Where the ranks of a node
 cannot store to each other's memory (not ``STORES``), they put + signal, as in 1D.
@@ -22,7 +22,7 @@ Signal map: ``arrived[slot, channel, s]`` on rank r
 Ordering: put_signal orders a chunk's bytes before its own signal, a release the block's stores before it, and nothing
 else is needed, because each chunk has a signal of its own and a forwarder has *acquired* the chunk (``wait_signal``)
 before it passes it on. Inter-node puts
-are nbi: their source is this rank's own window segment, which is written next two epochs later, after the receiver
+are nbi: their source is this rank's own inbox segment, which is written next two epochs later, after the receiver
 has confirmed by starting the next call (see :mod:`tdcoll.context`). So no quiet at the end.
 
 Order of programs: first all that put to other nodes; then chunk by chunk those that put it inside the node, those that
@@ -30,7 +30,7 @@ forward it, and those that receive it. So the chunks of a large message are copi
 way. A GPU starts programs in grid order, so a launch with fewer resident blocks than programs still makes progress: no
 program waits for one that comes after it, on any rank.
 
-In place (a window of one slot): the caller's symmetric buffer is the window, on both sides, and nothing is copied.
+In place (a inbox of one slot): the caller's symmetric buffer is the inbox, on both sides, and nothing is copied.
 ``entered[p] >= epoch`` is waited for before the first write to rank p, see :mod:`tdcoll.context`; one more program, the
 first of the grid, tells the others. The caller may overwrite its own segment as soon as the call is over, so the nbi
 puts are completed (quiet) before the launch ends. One program per chunk waits for its signals of all ranks. Signals
@@ -55,9 +55,9 @@ __all__ = ["all_gather_1d", "all_gather_2d", "all_gather_ll_2d"]
 
 
 @jit
-def _n_senders(routes, window):
+def _n_senders(routes, inbox):
     """Programs per channel that put to other nodes: one that stages the chunk once, or in place one per rank."""
-    if window.slots == 1:
+    if inbox.slots == 1:
         n_senders = routes.n_remote
     else:
         n_senders = (routes.n_remote > 0).to(tl.int32)
@@ -65,7 +65,7 @@ def _n_senders(routes, window):
 
 
 @jit
-def _task(channels, n_senders, n_pushes, window, g):
+def _task(channels, n_senders, n_pushes, inbox, g):
     """``(program, channel, given)``: which chunk this program is for, and what it does with it.
 
     ``program`` counts from -1, the announcer, in place. ``given`` is negative for senders to other nodes; then come
@@ -73,7 +73,7 @@ def _task(channels, n_senders, n_pushes, window, g):
     """
     program = tl.program_id(0)
     per_chunk = n_pushes
-    if window.slots == 1:
+    if inbox.slots == 1:
         program -= 1
         per_chunk += 1
     else:
@@ -89,33 +89,33 @@ def _task(channels, n_senders, n_pushes, window, g):
 
 
 @jit
-def _push_local(peer, pe, g, window, target, source, size, signal, epoch, STORES: tl.constexpr):
+def _push_local(peer, pe, g, inbox, target, source, size, signal, epoch, STORES: tl.constexpr):
     """Give a chunk to rank ``peer``, which is on this node."""
-    if stores.may_write(g, window, peer, epoch) != 0:
+    if stores.may_write(g, inbox, peer, epoch) != 0:
         if STORES:
             stores.push(
-                target, source, size, tl.load(window.deltas + peer), signal, tl.load(g.deltas + peer), epoch
+                target, source, size, tl.load(inbox.deltas + peer), signal, tl.load(g.deltas + peer), epoch
             )  # fmt: skip
         else:
             puts.push(target, source, size, signal, epoch, pe)
 
 
 @jit
-def _receive(i, channel, source, out, out_stride, window, g, nbytes, chunk, epoch, BLOCK: tl.constexpr):
+def _receive(i, channel, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK: tl.constexpr):
     """Copy out the chunk of the i-th rank after this one, or, in place, wait for that chunk of all ranks."""
     signals = row(g, epoch, channel)
-    if window.slots == 1:
+    if inbox.slots == 1:
         tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, BLOCK)
     else:
         frm = (g.rank + i) % g.world
         offset = tl.cast(channel, tl.int64) * chunk
         size = chunk_bytes(nbytes, chunk, channel)
-        receive_chunk(frm, channel, source, out, out_stride, window, g, offset, size, epoch)
+        receive_chunk(frm, channel, source, out, out_stride, inbox, g, offset, size, epoch)
 
 
 @jit
 def all_gather_1d(
-    source: tl.int64, out: tl.int64, window, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
+    source: tl.int64, out: tl.int64, inbox, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
     channels: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: every rank puts its segment to every other.
@@ -128,8 +128,8 @@ def all_gather_1d(
         channels: chunks.
         BLOCK: a power of two of at least ``world``.
     """
-    n_senders = _n_senders(routes, window)
-    program, channel, given = _task(channels, n_senders, routes.n_local, window, g)
+    n_senders = _n_senders(routes, inbox)
+    program, channel, given = _task(channels, n_senders, routes.n_local, inbox, g)
     # Read before the epoch is: both take their time.
     mate = tl.minimum(tl.maximum(given, 0), tl.maximum(routes.n_local - 1, 0))
     peer = tl.load(routes.ranks + mate)
@@ -143,20 +143,20 @@ def all_gather_1d(
         size = chunk_bytes(used_bytes(source, nbytes, COUNTED), chunk, channel)
         offset = tl.cast(channel, tl.int64) * chunk
         if given < routes.n_local:
-            mine = segment(window, g, epoch, g.rank) + offset
+            mine = segment(inbox, g, epoch, g.rank) + offset
             signal = row(g, epoch, channel) + g.rank
             if given >= 0:
-                _push_local(peer, pe, g, window, mine, source + offset, size, signal, epoch, False)
+                _push_local(peer, pe, g, inbox, mine, source + offset, size, signal, epoch, False)
             else:
                 i = given + n_senders
-                puts.push_remote(i, routes, g, window, mine, source + offset, size, signal, epoch)
+                puts.push_remote(i, routes, g, inbox, mine, source + offset, size, signal, epoch)
         else:
-            _receive(given - routes.n_local, channel, source, out, out_stride, window, g, nbytes, chunk, epoch, BLOCK)
+            _receive(given - routes.n_local, channel, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK)
 
 
 @jit
 def all_gather_2d(
-    source: tl.int64, out: tl.int64, window, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
+    source: tl.int64, out: tl.int64, inbox, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
     channels: tl.int32, BLOCK: tl.constexpr, COUNTED: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]``: between nodes along rails, then forwarded inside each node.
@@ -169,10 +169,10 @@ def all_gather_2d(
         routes: names as remote ranks only this rank's rail: one per other node.
         STORES: whether ranks of this node can be stored to.
     """
-    n_senders = _n_senders(routes, window)
+    n_senders = _n_senders(routes, inbox)
     n_local = routes.n_local
     n_forwards = routes.n_remote * n_local
-    program, channel, given = _task(channels, n_senders, n_local + n_forwards, window, g)
+    program, channel, given = _task(channels, n_senders, n_local + n_forwards, inbox, g)
     # Read before the epoch is: both take their time.
     mate = tl.maximum(given, 0) % tl.maximum(n_local, 1)
     peer = tl.load(routes.ranks + mate)
@@ -187,9 +187,9 @@ def all_gather_2d(
         offset = tl.cast(channel, tl.int64) * chunk
         signals = row(g, epoch, channel)
         if given < 0:
-            mine = segment(window, g, epoch, g.rank) + offset
+            mine = segment(inbox, g, epoch, g.rank) + offset
             i = given + n_senders
-            puts.push_remote(i, routes, g, window, mine, source + offset, size, signals + g.rank, epoch)
+            puts.push_remote(i, routes, g, inbox, mine, source + offset, size, signals + g.rank, epoch)
         elif given < n_local + n_forwards:
             # Its own segment, and those of its rail, as they arrive.
             origin = g.rank
@@ -197,7 +197,7 @@ def all_gather_2d(
             arrived = tl.cast(1, tl.int32)
             if given >= n_local:
                 origin = tl.load(routes.ranks + 2 * n_local + given // n_local - 1)
-                landed = segment(window, g, epoch, origin)
+                landed = segment(inbox, g, epoch, origin)
                 held = landed + offset
                 if COUNTED:
                     first = row(g, epoch, 0) + origin
@@ -208,16 +208,16 @@ def all_gather_2d(
                 if arrived != 0:
                     size = chunk_bytes(used_bytes(landed, nbytes, COUNTED), chunk, channel)
             if arrived != 0:
-                target = segment(window, g, epoch, origin) + offset
-                _push_local(peer, pe, g, window, target, held, size, signals + origin, epoch, STORES)
+                target = segment(inbox, g, epoch, origin) + offset
+                _push_local(peer, pe, g, inbox, target, held, size, signals + origin, epoch, STORES)
         else:
             i = given - n_local - n_forwards
-            _receive(i, channel, source, out, out_stride, window, g, nbytes, chunk, epoch, BLOCK)
+            _receive(i, channel, source, out, out_stride, inbox, g, nbytes, chunk, epoch, BLOCK)
 
 
 @jit
 def all_gather_ll_2d(
-    source: tl.int64, out: tl.int64, window, words, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
+    source: tl.int64, out: tl.int64, inbox, words, g, routes, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64,
     channels: tl.int32, blocks: tl.int32, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]`` over several nodes of ``n_local + 1`` ranks each, small messages.
@@ -240,10 +240,10 @@ def all_gather_ll_2d(
     elsewhere = routes.ranks + 2 * routes.n_local
     if program < channels:
         offset = tl.cast(program, tl.int64) * chunk
-        staged = segment(window, g, epoch, g.rank) + offset
+        staged = segment(inbox, g, epoch, g.rank) + offset
         signal = row(g, epoch, program) + g.rank
         part = chunk_bytes(nbytes, chunk, program)
-        puts.push_remote(0, routes, g, window, staged, source + offset, part, signal, epoch)
+        puts.push_remote(0, routes, g, inbox, staged, source + offset, part, signal, epoch)
     else:
         index = block * BLOCK + tl.arange(0, BLOCK)
         mask = ll.carry(index, size)
@@ -253,7 +253,7 @@ def all_gather_ll_2d(
             arrived = tl.cast(1, tl.int32)
             if task > 0:
                 origin = tl.load(elsewhere + task - 1)
-                at = segment(window, g, epoch, origin)
+                at = segment(inbox, g, epoch, origin)
                 channel = block * BLOCK * 12 // chunk
                 signal = row(g, epoch, channel) + origin
                 arrived = tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, origin, channel * g.world + origin)

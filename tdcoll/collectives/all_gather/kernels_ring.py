@@ -8,10 +8,10 @@ measured, so only a caller or a tuning table chooses it.
 Data flow, seen from rank r of W with n = r + 1 and p = r - 1 (both modulo W) and a segment of ``nbytes`` bytes, cut
 into ``channels`` chunks of ``chunk`` bytes; o = r - s (modulo W) is whose segment step s moves::
 
-    step 0         source --stores--> window[slot, r] on n; then a release of the chunk's signal;  source --> out[r]
+    step 0         source --stores--> inbox[slot, r] on n; then a release of the chunk's signal;  source --> out[r]
     step 1..W-2    once the signal of o's chunk is there:
-                   window[slot, o] --stores--> window[slot, o] on n; then a release;  window[slot, o] --> out[o]
-    step W-1       once it is there: window[slot, o] --copy--> out[o]
+                   inbox[slot, o] --stores--> inbox[slot, o] on n; then a release;  inbox[slot, o] --> out[o]
+    step W-1       once it is there: inbox[slot, o] --copy--> out[o]
 
 A chunk is passed on before it is copied out: somebody waits for the former, and the latter finds it in L2. A rank alone
 copies its own.
@@ -26,14 +26,14 @@ pair of its own, and nothing else is relied on.
 
 Reuse of a slot: a rank completes only when it has all chunks of all other ranks, and nobody passes on what its origin
 has not sent; so every rank has started the epoch, which is what :mod:`tdcoll.context` needs, whatever calls come before
-and after. On a ring, only p writes into r's window and signals. It writes slot ``e % 2`` again in epoch e + 2, after
+and after. On a ring, only p writes into r's inbox and signals. It writes slot ``e % 2`` again in epoch e + 2, after
 it has completed e + 1, for which it needed r's segment: r had then started e + 1, and was done with e.
 
 Order of programs: chunk by chunk, step by step. Step s of a channel waits for step s - 1 of the same channel on p,
 which has a smaller index there; so any number of resident blocks makes progress. The steps of a chunk follow each
 other, so about one in W of the resident blocks moves data at a time, and the others wait.
 
-In place (a window of one slot): the symmetric buffer is the window, and nothing is copied out. The first program
+In place (a inbox of one slot): the symmetric buffer is the inbox, and nothing is copied out. The first program
 first tells p, which is the only one that writes here, that this rank has entered the call (``entered``), and every
 program that stores waits until n has told so. Of the segments here p writes all but r's own, each chunk once, and r
 waits for each: when its call is over nothing is on the way to its buffer, and its own reads for n are over.
@@ -54,7 +54,7 @@ __all__ = ["all_gather_ring"]
 
 @jit
 def all_gather_ring(
-    source: tl.int64, out: tl.int64, window, g, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64
+    source: tl.int64, out: tl.int64, inbox, g, out_stride: tl.int64, nbytes: tl.int64, chunk: tl.int64
 ):  # fmt: skip
     """``[nbytes] -> [world * nbytes]`` inside one node. Programs: ``world`` for each chunk.
 
@@ -66,7 +66,7 @@ def all_gather_ring(
     origin = (g.rank - step + g.world) % g.world
     after = (g.rank + 1) % g.world
     before = (g.rank + g.world - 1) % g.world
-    after_delta = tl.load(window.deltas + after)
+    after_delta = tl.load(inbox.deltas + after)
     after_signal_delta = tl.load(g.deltas + after)
     before_signal_delta = tl.load(g.deltas + before)
     epoch, alive = start(g)
@@ -74,7 +74,7 @@ def all_gather_ring(
         return
     size = chunk_bytes(nbytes, chunk, channel)
     offset = tl.cast(channel, tl.int64) * chunk
-    landing = segment(window, g, epoch, origin) + offset
+    landing = segment(inbox, g, epoch, origin) + offset
     signals = row(g, epoch, channel)
     held = landing
     here = tl.cast(1, tl.int32)
@@ -85,10 +85,10 @@ def all_gather_ring(
         here = tdl.wait_signal(signals + origin, tdl.CMP_GE, epoch, g.monitor, before, index)
     if here != 0:
         if step < g.world - 1:
-            if window.slots == 1:
+            if inbox.slots == 1:
                 if tl.program_id(0) == 0:
                     stores.say_entered(g, before_signal_delta, epoch)
-            if stores.may_write(g, window, after, epoch) != 0:
+            if stores.may_write(g, inbox, after, epoch) != 0:
                 stores.push(landing, held, size, after_delta, signals + origin, after_signal_delta, epoch)
-        if window.slots == 2:
+        if inbox.slots == 2:
             tdl.copy_block(out + tl.cast(origin, tl.int64) * out_stride + offset, held, size)

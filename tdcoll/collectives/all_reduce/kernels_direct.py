@@ -6,12 +6,12 @@ bytes count, and not the crossings. Every rank sends and receives ``2 * (world -
 the least. Each chunk is summed and sent on as soon as its parts are there. It needs nothing of NVSHMEM's device code.
 
 Data flow, seen from rank r. The data is cut into a part of ``part`` bytes for each rank, the last ones perhaps shorter
-or empty, and each part into ``channels`` chunks. A segment of the window has two halves::
+or empty, and each part into ``channels`` chunks. A segment of the inbox has two halves::
 
-    source[p] --stores--> first half of window[slot, r] on rank p, for every other rank p; then the chunk's signal
-    first halves of window[slot, 0], ..., source[r], ... --sum in rank order--> out[r], and by the same stores
-                                --> second half of window[slot, r] on every other rank; then the chunk's second signal
-    second half of window[slot, p] --> out[p], for every other rank p
+    source[p] --stores--> first half of inbox[slot, r] on rank p, for every other rank p; then the chunk's signal
+    first halves of inbox[slot, 0], ..., source[r], ... --sum in rank order--> out[r], and by the same stores
+                                --> second half of inbox[slot, r] on every other rank; then the chunk's second signal
+    second half of inbox[slot, p] --> out[p], for every other rank p
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s when its chunk for rank r is there. It
 is polled by the program that sums the chunk. ``arrived[slot, channels + channel, s]`` is set by rank s when its sum is
@@ -30,10 +30,10 @@ In place: ``out`` may be ``source``. ``out[r]`` is written by the program that h
 written over ``source[p]`` when the sum of that chunk has come back from rank p, which had it from this rank before: its
 sender here had read it. Chunks are cut alike in both stages.
 
-Straight (``STRAIGHT``): ``out`` is symmetric, and the second stage stores sums into it on every rank. Nothing is copied
+Straight (``ZERO_COPY``): ``out`` is symmetric, and the second stage stores sums into it on every rank. Nothing is copied
 out, and a segment has the first half only. ::
 
-    first halves of window[slot, 0], ..., source[r], ... --sum in rank order--> out[r] here, and by the same stores
+    first halves of inbox[slot, 0], ..., source[r], ... --sum in rank order--> out[r] here, and by the same stores
                                 --> out[r] on every other rank; then the chunk's second signal
 
 No rank has to say that it may be written to. A chunk is summed when all ranks have sent their parts of it, so every
@@ -57,7 +57,7 @@ __all__ = ["all_reduce_direct"]
 
 @jit
 def _sum_chunk(
-    own, out, landing, landing_deltas, window, g, epoch, offset, size,
+    own, out, landing, landing_deltas, inbox, g, epoch, offset, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """This rank's chunk at ``offset`` of all ranks ``->`` ``out``, and ``landing`` on every other rank."""
@@ -65,7 +65,7 @@ def _sum_chunk(
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
-        sum = sum_of_ranks(own, window, g, None, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+        sum = sum_of_ranks(own, inbox, g, None, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         result = rounded(finish(sum, g.world, OP), DTYPE, OP)
         for step in tl.static_range(1, g.world):
             delta = tl.load(landing_deltas + (g.rank + step) % g.world)
@@ -75,16 +75,16 @@ def _sum_chunk(
 
 @jit
 def all_reduce_direct(
-    source: tl.int64, out: tl.int64, window, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
-    channels: tl.int32, straight, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
-    WAITED: tl.constexpr, STRAIGHT: tl.constexpr,
+    source: tl.int64, out: tl.int64, inbox, g, nbytes: tl.int64, part: tl.int64, second: tl.int64, chunk: tl.int64,
+    channels: tl.int32, out_deltas, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
+    WAITED: tl.constexpr, ZERO_COPY: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] -> [nbytes]`` inside one node. Programs for each chunk: ``2 * world - 1``, straight ``world + 1``.
 
     Args (addresses are integers, so that one compilation serves all ranks):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
         out: the result, likewise; may be ``source``. Straight: symmetric, at the same offset on all ranks.
-        window: :class:`~tdcoll.primitives.group.Window` of two slots; its segments have ``second + part`` bytes,
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots; its segments have ``second + part`` bytes,
             straight ``part``.
         g: :class:`~tdcoll.primitives.group.Group`, of at least ``2 * channels`` channels.
         nbytes: of a rank's data in this epoch.
@@ -97,11 +97,11 @@ def all_reduce_direct(
         DTYPE, ACC, OP: of elements and of the accumulator; of :data:`tdcoll.primitives.reduce.OPERATIONS`.
         COUNT: elements of a tile.
         WAITED: a power of two of at least ``world``.
-        STRAIGHT: sums are stored into ``out`` of all ranks.
+        ZERO_COPY: sums are stored into ``out`` of all ranks.
     """
     in_stream_order()
     others = g.world - 1
-    per_chunk: tl.constexpr = g.world + 1 if STRAIGHT else 2 * g.world - 1
+    per_chunk: tl.constexpr = g.world + 1 if ZERO_COPY else 2 * g.world - 1
     channel = tl.program_id(0) // per_chunk
     given = tl.program_id(0) % per_chunk
     step = given + 1
@@ -111,7 +111,7 @@ def all_reduce_direct(
     if given > others:
         peer = (g.rank - step + g.world) % g.world  # who sends to this rank when the others begin with their successors
     # Read before the epoch is: both take their time.
-    peer_delta = tl.load(window.deltas + peer)
+    peer_delta = tl.load(inbox.deltas + peer)
     peer_signal_delta = tl.load(g.deltas + peer)
     epoch, alive = start(g)
     if alive == 0:
@@ -122,24 +122,24 @@ def all_reduce_direct(
     if given < others:
         at = tl.cast(peer, tl.int64) * part
         size = chunk_bytes(chunk_bytes(nbytes, part, peer), chunk, channel)
-        mine = segment(window, g, epoch, g.rank) + offset
+        mine = segment(inbox, g, epoch, g.rank) + offset
         stores.push(mine, source + at + offset, size, peer_delta, arrived + g.rank, peer_signal_delta, epoch)
     elif given == others:
         if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
             at = tl.cast(g.rank, tl.int64) * part
             size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, channel)
-            landing = out + at + offset if STRAIGHT else segment(window, g, epoch, g.rank) + second + offset
-            to = straight if STRAIGHT else window.deltas
+            landing = out + at + offset if ZERO_COPY else segment(inbox, g, epoch, g.rank) + second + offset
+            to = out_deltas if ZERO_COPY else inbox.deltas
             own = source + at
             if (source | out | size) % 16 == 0:
-                _sum_chunk(own, out + at, landing, to, window, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
+                _sum_chunk(own, out + at, landing, to, inbox, g, epoch, offset, size, DTYPE, ACC, OP, True, COUNT)
             else:
-                _sum_chunk(own, out + at, landing, to, window, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
+                _sum_chunk(own, out + at, landing, to, inbox, g, epoch, offset, size, DTYPE, ACC, OP, False, COUNT)
             stores.release_to_all(g, summed + g.rank, epoch)
-    elif STRAIGHT:
+    elif ZERO_COPY:
         tdl.wait_signals(summed, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED)
     elif tdl.wait_signal(summed + peer, tdl.CMP_GE, epoch, g.monitor, peer, (channels + channel) * g.world + peer) != 0:
         at = tl.cast(peer, tl.int64) * part
         size = chunk_bytes(chunk_bytes(nbytes, part, peer), chunk, channel)
-        theirs = segment(window, g, epoch, peer) + second + offset
+        theirs = segment(inbox, g, epoch, peer) + second + offset
         tdl.copy_block(out + at + offset, theirs, size)

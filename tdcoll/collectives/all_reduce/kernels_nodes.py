@@ -7,15 +7,15 @@ ranks that have the same place on their nodes. Each part crosses between two nod
 those of every other algorithm.
 
 Data flow, seen from rank r, the k-th of its node. The data is cut into a part of ``part`` bytes for each place, the
-last ones perhaps shorter or empty, and each part into ``channels`` chunks. A segment of the window has two pieces. The
+last ones perhaps shorter or empty, and each part into ``channels`` chunks. A segment of the inbox has two pieces. The
 first has room for a part in the accumulator's type::
 
-    source[j] --stores--> first piece of window[slot, r] on the j-th rank of the node, for all j but k; a release
-    first pieces of the node's ranks, source[k] --sum in rank order--> first piece of own window[slot, r]
-                                    --nbi put+signal--> first piece of window[slot, r] on the other ranks of the rail
-    first pieces of the rail's ranks --sum in node order--> out[k], and by stores --> second piece of window[slot, r] on
+    source[j] --stores--> first piece of inbox[slot, r] on the j-th rank of the node, for all j but k; a release
+    first pieces of the node's ranks, source[k] --sum in rank order--> first piece of own inbox[slot, r]
+                                    --nbi put+signal--> first piece of inbox[slot, r] on the other ranks of the rail
+    first pieces of the rail's ranks --sum in node order--> out[k], and by stores --> second piece of inbox[slot, r] on
                                     the other ranks of the node; a release each
-    second piece of window[slot, j-th rank] --> out[j], for all j but k
+    second piece of inbox[slot, j-th rank] --> out[j], for all j but k
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s: of the node, when its chunk for rank
 r is there; of the rail, when its node's sum is. ``arrived[slot, channels + channel, s]`` is set by rank s of the node
@@ -49,7 +49,7 @@ __all__ = ["all_reduce_nodes"]
 
 @jit
 def _sum_node(
-    own, window, g, nodes, epoch, offset, partial, size,
+    own, inbox, g, nodes, epoch, offset, partial, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The chunk at ``offset`` of all ranks of this node ``->`` ``partial``, in the accumulator's type."""
@@ -57,13 +57,13 @@ def _sum_node(
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
-        sum = sum_of_node(nodes.node, own, window, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+        sum = sum_of_node(nodes.node, own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         tl.store(elements.pointer(partial, ACC, True) + index, sum, mask=mask)
 
 
 @jit
 def _sum_rail(
-    out, landing, window, g, routes, nodes, place, epoch, offset, partial_offset, size,
+    out, landing, inbox, g, routes, nodes, place, epoch, offset, partial_offset, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The sums of all nodes at ``partial_offset`` ``->`` ``out``, and ``landing`` on the other ranks of this node."""
@@ -74,12 +74,12 @@ def _sum_rail(
         total = tl.zeros([COUNT], ACC)
         for node in tl.range(0, nodes.n_nodes):
             r = tl.load(nodes.ranks + tl.load(nodes.begins + node) + place)
-            at = segment(window, g, epoch, r) + partial_offset
+            at = segment(inbox, g, epoch, r) + partial_offset
             sum = tl.load(elements.pointer(at, ACC, True) + index, mask=mask, other=0)
             total = accumulate(total, sum, node == 0, OP)
         result = rounded(finish(total, g.world, OP), DTYPE, OP)
         for i in tl.range(0, routes.n_local):
-            delta = tl.load(window.deltas + tl.load(routes.ranks + i))
+            delta = tl.load(inbox.deltas + tl.load(routes.ranks + i))
             tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
         tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
 
@@ -96,7 +96,7 @@ def _wait_for(ranks, count, signals, first_index, g, epoch):
 
 @jit
 def all_reduce_nodes(
-    source: tl.int64, out: tl.int64, window, g, routes, nodes, place: tl.int32, nbytes: tl.int64, part: tl.int64,
+    source: tl.int64, out: tl.int64, inbox, g, routes, nodes, place: tl.int32, nbytes: tl.int64, part: tl.int64,
     second: tl.int64, chunk: tl.int64, channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -129,22 +129,22 @@ def all_reduce_nodes(
         to = tl.load(nodes.ranks + mates + to_place)
         at = tl.cast(to_place, tl.int64) * part
         size = chunk_bytes(chunk_bytes(nbytes, part, to_place), chunk, channel)
-        mine = segment(window, g, epoch, g.rank) + offset
-        to_delta = tl.load(window.deltas + to)
+        mine = segment(inbox, g, epoch, g.rank) + offset
+        to_delta = tl.load(inbox.deltas + to)
         to_signal_delta = tl.load(g.deltas + to)
         stores.push(mine, source + at + offset, size, to_delta, arrived + g.rank, to_signal_delta, epoch)
     elif given == routes.n_local:
         at = tl.cast(place, tl.int64) * part
         size = chunk_bytes(chunk_bytes(nbytes, part, place), chunk, channel)
-        mine = segment(window, g, epoch, g.rank)
+        mine = segment(inbox, g, epoch, g.rank)
         partial = mine + wider * offset
         landing = mine + second + offset
         aligned = (source | out | size) % 16 == 0
         if _wait_for(routes.ranks, routes.n_local, arrived, index, g, epoch) != 0:
             if aligned:
-                _sum_node(source + at, window, g, nodes, epoch, offset, partial, size, DTYPE, ACC, OP, True, COUNT)
+                _sum_node(source + at, inbox, g, nodes, epoch, offset, partial, size, DTYPE, ACC, OP, True, COUNT)
             else:
-                _sum_node(source + at, window, g, nodes, epoch, offset, partial, size, DTYPE, ACC, OP, False, COUNT)
+                _sum_node(source + at, inbox, g, nodes, epoch, offset, partial, size, DTYPE, ACC, OP, False, COUNT)
             tdl.syncthreads()
             rail = routes.ranks + 2 * routes.n_local
             for i in tl.range(0, routes.n_remote):
@@ -154,12 +154,12 @@ def all_reduce_nodes(
             if _wait_for(rail, routes.n_remote, arrived, index, g, epoch) != 0:
                 if aligned:
                     _sum_rail(
-                        out + at, landing, window, g, routes, nodes, place, epoch, offset, wider * offset, size,
+                        out + at, landing, inbox, g, routes, nodes, place, epoch, offset, wider * offset, size,
                         DTYPE, ACC, OP, True, COUNT,
                     )  # fmt: skip
                 else:
                     _sum_rail(
-                        out + at, landing, window, g, routes, nodes, place, epoch, offset, wider * offset, size,
+                        out + at, landing, inbox, g, routes, nodes, place, epoch, offset, wider * offset, size,
                         DTYPE, ACC, OP, False, COUNT,
                     )  # fmt: skip
                 stores.release_to(g, routes.ranks, routes.n_local, done + g.rank, epoch)
@@ -170,5 +170,5 @@ def all_reduce_nodes(
         if tdl.wait_signal(done + origin, tdl.CMP_GE, epoch, g.monitor, origin, where) != 0:
             at = tl.cast(from_place, tl.int64) * part
             size = chunk_bytes(chunk_bytes(nbytes, part, from_place), chunk, channel)
-            theirs = segment(window, g, epoch, origin) + second + offset
+            theirs = segment(inbox, g, epoch, origin) + second + offset
             tdl.copy_block(out + at + offset, theirs, size)

@@ -5,16 +5,16 @@ Scope: ranks on several nodes, any number on each; also one node whose ranks can
 part crosses between nodes by itself, in both stages. (To sum inside each node first would send fewer bytes between
 nodes.)
 
-Data flow, seen from rank r. Parts and chunks are those of ``kernels_direct``. A segment of the window has three pieces:
+Data flow, seen from rank r. Parts and chunks are those of ``kernels_direct``. A segment of the inbox has three pieces:
 the *inbox* and the *second inbox*, for the rank whose segment it is to fill, and between them the *outbox*, from which
 this rank puts::
 
-    source[p] --stores--> inbox of window[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
-    source[p] --> outbox of own window[slot, p] --nbi put+signal--> inbox of window[slot, r] on p             all others
+    source[p] --stores--> inbox of inbox[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
+    source[p] --> outbox of own inbox[slot, p] --nbi put+signal--> inbox of inbox[slot, r] on p             all others
     inboxes and source[r] --sum in rank order inside each node--> node sums --sum in node order--> out[r]
-         --> second inbox of own window[slot, r], and by stores on every rank that can be stored to; a release each
-    second inbox of own window[slot, r] --nbi put+signal--> the same on all others
-    second inbox of window[slot, p] --> out[p], for every other rank p
+         --> second inbox of own inbox[slot, r], and by stores on every rank that can be stored to; a release each
+    second inbox of own inbox[slot, r] --nbi put+signal--> the same on all others
+    second inbox of inbox[slot, p] --> out[p], for every other rank p
 
 Signal map: that of ``kernels_direct``.
 
@@ -45,7 +45,7 @@ __all__ = ["all_reduce_puts"]
 
 @jit
 def _sum_chunk(
-    own, out, landing, window, g, routes, nodes, epoch, offset, size,
+    own, out, landing, inbox, g, routes, nodes, epoch, offset, size,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """This rank's chunk at ``offset`` of all ranks ``->`` ``out``, and ``landing`` here and on local ranks."""
@@ -53,10 +53,10 @@ def _sum_chunk(
     for begin in tl.range(0, count, COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
-        total = sum_of_ranks(own, window, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+        total = sum_of_ranks(own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         result = rounded(finish(total, g.world, OP), DTYPE, OP)
         for i in tl.range(0, routes.n_local):
-            delta = tl.load(window.deltas + tl.load(routes.ranks + i))
+            delta = tl.load(inbox.deltas + tl.load(routes.ranks + i))
             tl.store(elements.pointer(landing + delta, DTYPE, ALIGNED) + index, result, mask=mask)
         tl.store(elements.pointer(landing, DTYPE, ALIGNED) + index, result, mask=mask)
         tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
@@ -73,7 +73,7 @@ def _send_sum(landing, size, g, routes, signal, epoch):
 
 @jit
 def all_reduce_puts(
-    source: tl.int64, out: tl.int64, window, g, routes, nodes, nbytes: tl.int64, part: tl.int64, outbox: tl.int64,
+    source: tl.int64, out: tl.int64, inbox, g, routes, nodes, nbytes: tl.int64, part: tl.int64, outbox: tl.int64,
     second: tl.int64, chunk: tl.int64, channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr,
     COUNT: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
@@ -111,24 +111,24 @@ def all_reduce_puts(
         piece = source + tl.cast(to, tl.int64) * part + offset
         if given < 0:
             pe = tl.load(entry + routes.n_remote)
-            puts.put_staged(to, pe, piece, window, g, outbox, offset, size, arrived + g.rank, epoch)
+            puts.put_staged(to, pe, piece, inbox, g, outbox, offset, size, arrived + g.rank, epoch)
         else:
-            mine = segment(window, g, epoch, g.rank) + offset
-            to_delta = tl.load(window.deltas + to)
+            mine = segment(inbox, g, epoch, g.rank) + offset
+            to_delta = tl.load(inbox.deltas + to)
             stores.push(mine, piece, size, to_delta, arrived + g.rank, tl.load(g.deltas + to), epoch)
     elif given == routes.n_local:
         if tdl.wait_signals(arrived, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
             at = tl.cast(g.rank, tl.int64) * part
             size = chunk_bytes(chunk_bytes(nbytes, part, g.rank), chunk, channel)
-            landing = segment(window, g, epoch, g.rank) + second + offset
+            landing = segment(inbox, g, epoch, g.rank) + second + offset
             if (source | out | size) % 16 == 0:
                 _sum_chunk(
-                    source + at, out + at, landing, window, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP,
+                    source + at, out + at, landing, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP,
                     True, COUNT,
                 )  # fmt: skip
             else:
                 _sum_chunk(
-                    source + at, out + at, landing, window, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP,
+                    source + at, out + at, landing, inbox, g, routes, nodes, epoch, offset, size, DTYPE, ACC, OP,
                     False, COUNT,
                 )  # fmt: skip
             _send_sum(landing, size, g, routes, summed + g.rank, epoch)
@@ -138,5 +138,5 @@ def all_reduce_puts(
         if tdl.wait_signal(summed + origin, tdl.CMP_GE, epoch, g.monitor, origin, index) != 0:
             at = tl.cast(origin, tl.int64) * part
             size = chunk_bytes(chunk_bytes(nbytes, part, origin), chunk, channel)
-            theirs = segment(window, g, epoch, origin) + second + offset
+            theirs = segment(inbox, g, epoch, origin) + second + offset
             tdl.copy_block(out + at + offset, theirs, size)

@@ -62,7 +62,7 @@ def all_reduce_one_shot(
     Args (addresses are integers, so that one compilation serves all ranks):
         source: any memory of this GPU, of any alignment that ``DTYPE`` allows.
         out: the result, likewise; may be ``source``.
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or with flags :class:`~tdcoll.primitives.group.Window`, with
+        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or with flags :class:`~tdcoll.primitives.group.Inbox`, with
             room in each segment for all words of a rank.
         g: :class:`~tdcoll.primitives.group.Group`.
         nbytes: of a rank's data.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tdcoll.collectives._host.plan import (
     CHUNK_ALIGNMENT,
-    Extent,
+    Payload,
     Facts,
     Plan,
     cut_chunks,
@@ -68,7 +68,7 @@ class Words:
     def _first(self, facts: Facts) -> Facts:
         return dataclasses.replace(facts, nbytes=self.epoch(facts))
 
-    def extent(self, facts: Facts) -> Extent:
+    def extent(self, facts: Facts) -> Payload:
         """Return what blocks of words are cut from in the first epoch."""
         return reduced_words(self._first(facts), self._pieces(facts), self.shots)
 
@@ -84,9 +84,9 @@ class Words:
 ONE_SHOT, TWO_SHOT = Words("one_shot", 1), Words("two_shot", 2)
 
 
-def extent_of_parts(facts: Facts, algorithm: str) -> Extent:
+def extent_of_parts(facts: Facts, algorithm: str) -> Payload:
     """Return what chunks are cut from: a part, whose chunks have a signal in each of two stages."""
-    return Extent(part_bytes(facts.nbytes, parts(facts.topology, algorithm)), signals=2)
+    return Payload(part_bytes(facts.nbytes, parts(facts.topology, algorithm)), signals=2)
 
 
 def cut_parts(facts: Facts, entry: Entry, algorithm: str) -> Plan:

@@ -116,7 +116,7 @@ SPEC = Collective(
             needs_direct,
             lambda facts: kernels_direct.all_reduce_direct,
             _direct_blocks,
-            lambda call: {**_parts(call), "STRAIGHT": call.facts.symmetric},
+            lambda call: {**_parts(call), "ZERO_COPY": call.facts.symmetric},
         ),
         _by_parts(
             "1d",

@@ -6,12 +6,12 @@ segment crosses between nodes by itself, which is the least that can be sent. (T
 first would make fewer and larger puts, at the price of two more hops inside the nodes.)
 
 Data flow, seen from rank r, whose ``source`` has a segment of ``nbytes`` bytes for each rank, cut into chunks. A
-segment of the window has two halves: the *inbox*, for the rank whose segment it is to fill, and the *outbox*, from
+segment of the inbox has two halves: the *inbox*, for the rank whose segment it is to fill, and the *outbox*, from
 which this rank puts::
 
-    source[p] --stores--> inbox of window[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
-    source[p] --> outbox of own window[slot, p] --nbi put+signal--> inbox of window[slot, r] on p             all others
-    inbox of window[slot, s] --copy--> out[s], for every other rank s, once its signal is there;  source[r] --> out[r]
+    source[p] --stores--> inbox of inbox[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
+    source[p] --> outbox of own inbox[slot, p] --nbi put+signal--> inbox of inbox[slot, r] on p             all others
+    inbox of inbox[slot, s] --copy--> out[s], for every other rank s, once its signal is there;  source[r] --> out[r]
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the thread block that
 copies that chunk out.
@@ -38,7 +38,7 @@ __all__ = ["all_to_all_puts"]
 
 @jit
 def all_to_all_puts(
-    source: tl.int64, out: tl.int64, window, g, routes, source_stride: tl.int64, out_stride: tl.int64,
+    source: tl.int64, out: tl.int64, inbox, g, routes, source_stride: tl.int64, out_stride: tl.int64,
     nbytes: tl.int64, outbox: tl.int64, chunk: tl.int64, channels: tl.int32,
 ):  # fmt: skip
     """``[world, nbytes] -> [world, nbytes]`` on any nodes.
@@ -47,7 +47,7 @@ def all_to_all_puts(
     receive).
 
     Args: those of ``exchange_direct``, and
-        window: its segments have at least ``outbox + nbytes`` bytes.
+        inbox: its segments have at least ``outbox + nbytes`` bytes.
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; as local ones those that can be stored to.
         outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
         channels: chunks.
@@ -71,13 +71,13 @@ def all_to_all_puts(
         to = tl.load(remote)
         part = source + tl.cast(to, tl.int64) * source_stride + offset
         pe = tl.load(remote + routes.n_remote)
-        puts.put_staged(to, pe, part, window, g, outbox, offset, size, signal, epoch)
+        puts.put_staged(to, pe, part, inbox, g, outbox, offset, size, signal, epoch)
     elif given < routes.n_local:
         to = tl.load(routes.ranks + given)
         part = source + tl.cast(to, tl.int64) * source_stride + offset
-        mine = segment(window, g, epoch, g.rank) + offset
-        stores.push(mine, part, size, tl.load(window.deltas + to), signal, tl.load(g.deltas + to), epoch)
+        mine = segment(inbox, g, epoch, g.rank) + offset
+        stores.push(mine, part, size, tl.load(inbox.deltas + to), signal, tl.load(g.deltas + to), epoch)
     else:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         frm = (g.rank + given - routes.n_local) % g.world
-        receive_chunk(frm, channel, own, out, out_stride, window, g, offset, size, epoch)
+        receive_chunk(frm, channel, own, out, out_stride, inbox, g, offset, size, epoch)

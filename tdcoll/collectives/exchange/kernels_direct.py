@@ -4,8 +4,8 @@
 Data flow, seen from rank r, whose ``source[p]`` is its segment for rank p (of an all-gather the same for all), of
 ``nbytes`` bytes, cut into ``channels`` chunks of ``chunk`` bytes::
 
-    source[p] --stores--> window[slot, r] on rank p, for every other p, chunk by chunk; then a release of the signal
-    window[slot, s] --copy--> out[s], for every other rank s, as soon as its signal is there;  source[r] --> out[r]
+    source[p] --stores--> inbox[slot, r] on rank p, for every other p, chunk by chunk; then a release of the signal
+    inbox[slot, s] --copy--> out[s], for every other rank s, as soon as its signal is there;  source[r] --> out[r]
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the program that copies
 that chunk out.
@@ -17,7 +17,7 @@ Order of programs: chunk by chunk, so that those of a large message are copied o
 Program i of a channel sends to the i-th successor and then waits for the i-th predecessor, whose program i sends to it;
 so any number of resident blocks makes progress.
 
-In place (a window of one slot; all-gathers only): the caller's symmetric buffer is the window, and nothing is copied.
+In place (a inbox of one slot; all-gathers only): the caller's symmetric buffer is the inbox, and nothing is copied.
 The program of channel 0 first tells the rank that it waits for that this rank has entered the call, and every program
 writes to a rank only when that rank has told so.
 
@@ -46,7 +46,7 @@ def used_bytes(segment, nbytes, COUNTED: tl.constexpr):
 
 
 @jit
-def receive_chunk(frm, channel, own, out, out_stride, window, g, offset, size, epoch):
+def receive_chunk(frm, channel, own, out, out_stride, inbox, g, offset, size, epoch):
     """Copy the chunk of rank ``frm`` at byte ``offset`` of its segment to ``out``, when it is there; this rank's own
     from the segment at ``own``."""
     target = out + tl.cast(frm, tl.int64) * out_stride + offset
@@ -55,12 +55,12 @@ def receive_chunk(frm, channel, own, out, out_stride, window, g, offset, size, e
     else:
         signal = row(g, epoch, channel) + frm
         if tdl.wait_signal(signal, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm) != 0:
-            tdl.copy_block(target, segment(window, g, epoch, frm) + offset, size)
+            tdl.copy_block(target, segment(inbox, g, epoch, frm) + offset, size)
 
 
 @jit
 def exchange_direct(
-    source: tl.int64, out: tl.int64, window, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
+    source: tl.int64, out: tl.int64, inbox, g, source_stride: tl.int64, out_stride: tl.int64, nbytes: tl.int64,
     chunk: tl.int64, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """``[nbytes] or [world, nbytes] -> [world, nbytes]`` inside one node. Programs: ``world`` for each chunk.
@@ -68,7 +68,7 @@ def exchange_direct(
     Args (addresses are integers, so that one compilation serves all dtypes and alignments):
         source: this rank's segments, the first for rank 0. In place: its segment of the buffer.
         out: the result, any memory of this GPU. Not used in place.
-        window: :class:`~tdcoll.primitives.group.Window` of segments of at least ``nbytes`` bytes.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of segments of at least ``nbytes`` bytes.
         g: :class:`~tdcoll.primitives.group.Group`.
         source_stride: bytes from the segment for one rank to that for the next; 0 if there is one for all.
         out_stride: bytes from the segment of one rank to that of the next in ``out``.
@@ -81,7 +81,7 @@ def exchange_direct(
     to = (g.rank + step) % g.world
     frm = (g.rank - step + g.world) % g.world
     # Read before the epoch is: both take their time.
-    to_delta = tl.load(window.deltas + to)
+    to_delta = tl.load(inbox.deltas + to)
     to_signal_delta = tl.load(g.deltas + to)
     frm_signal_delta = tl.load(g.deltas + frm)
     epoch, alive = start(g)
@@ -92,17 +92,17 @@ def exchange_direct(
     given = source + tl.cast(to, tl.int64) * source_stride + offset
     taken = out + tl.cast(frm, tl.int64) * out_stride + offset
     if step == 0:
-        if window.slots == 2:
+        if inbox.slots == 2:
             tdl.copy_block(taken, given, size)
     else:
         signals = row(g, epoch, channel)
-        if window.slots == 1:
+        if inbox.slots == 1:
             if channel == 0:
                 stores.say_entered(g, frm_signal_delta, epoch)
-        if stores.may_write(g, window, to, epoch) != 0:
-            mine = segment(window, g, epoch, g.rank) + offset
+        if stores.may_write(g, inbox, to, epoch) != 0:
+            mine = segment(inbox, g, epoch, g.rank) + offset
             stores.push(mine, given, size, to_delta, signals + g.rank, to_signal_delta, epoch)
             arrived = tdl.wait_signal(signals + frm, tdl.CMP_GE, epoch, g.monitor, frm, channel * g.world + frm)
-            if window.slots == 2:
+            if inbox.slots == 2:
                 if arrived != 0:
-                    tdl.copy_block(taken, segment(window, g, epoch, frm) + offset, size)
+                    tdl.copy_block(taken, segment(inbox, g, epoch, frm) + offset, size)

@@ -34,7 +34,7 @@ def exchange_ll(
     Args:
         source, out, source_stride, out_stride, g: as for ``exchange_direct``; of an all-gather, ``source`` may be this
             rank's segment of ``out``.
-        words: :class:`~tdcoll.primitives.group.Window` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
+        words: :class:`~tdcoll.primitives.group.Inbox` of at least ``ceil(nbytes / 12)`` words per segment, and 1.
         blocks: programs per peer, of ``BLOCK`` words each.
     """
     in_stream_order()

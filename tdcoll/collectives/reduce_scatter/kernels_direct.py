@@ -7,15 +7,15 @@ order of the sum is free to choose. Small messages are faster by ``kernels_words
 
 Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into chunks::
 
-    source[p] --stores--> window[slot, r] on rank p, for every other rank p; then a release of the chunk's signal
-    window[slot, 0], ..., source[r], ..., window[slot, world - 1] --sum in rank order--> out
+    source[p] --stores--> inbox[slot, r] on rank p, for every other rank p; then a release of the chunk's signal
+    inbox[slot, 0], ..., source[r], ..., inbox[slot, world - 1] --sum in rank order--> out
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the programs that
 reduce that chunk. They wait for all ranks at once, since the sum takes them in order.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`; the reducer acquires the signals. Nothing else is relied on. Reuse of
 a slot is what :mod:`tdcoll.context` says: a rank that has the signals of epoch e from everybody knows that everybody
-has started e, hence has read the window of e - 1.
+has started e, hence has read the inbox of e - 1.
 
 Order of programs: chunk by chunk, and in a chunk the senders first. A sender waits for nobody. A reducer waits for the
 senders of its chunk on other ranks, which come before the reducers of that chunk there; so any number of resident
@@ -42,7 +42,7 @@ __all__ = ["reduce_chunk", "reduce_scatter_direct"]
 
 @jit
 def reduce_chunk(
-    worker, workers, own, out, offset, size, window, g, nodes, epoch,
+    worker, workers, own, out, offset, size, inbox, g, nodes, epoch,
     DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Reduce this worker's tiles of the chunk at ``offset``, of all ranks, to the same place in ``out``. ``nodes`` is
@@ -51,14 +51,14 @@ def reduce_chunk(
     for begin in tl.range(tl.cast(worker, tl.int64) * COUNT, count, tl.cast(workers, tl.int64) * COUNT):
         index = begin + tl.arange(0, COUNT)
         mask = index < count
-        sum = sum_of_ranks(own, window, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
+        sum = sum_of_ranks(own, inbox, g, nodes, epoch, offset, index, mask, DTYPE, ACC, OP, ALIGNED)
         result = rounded(finish(sum, g.world, OP), DTYPE, OP)
         tl.store(elements.pointer(out + offset, DTYPE, ALIGNED) + index, result, mask=mask)
 
 
 @jit
 def reduce_scatter_direct(
-    source: tl.int64, out: tl.int64, source_stride: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64,
+    source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
     reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def reduce_scatter_direct(
         source: the parts, the first for rank 0; any alignment that ``DTYPE`` allows.
         source_stride: bytes from the part for one rank to that for the next.
         out: the result, ``nbytes`` bytes, any memory of this GPU; or this rank's part of ``source``.
-        window: :class:`~tdcoll.primitives.group.Window` of two slots, segments of at least ``nbytes`` bytes.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of two slots, segments of at least ``nbytes`` bytes.
         g: :class:`~tdcoll.primitives.group.Group`.
         nbytes: of a part in this epoch.
         chunk: bytes of a chunk, a multiple of 16.
@@ -83,7 +83,7 @@ def reduce_scatter_direct(
     given = tl.program_id(0) % (senders + reducers)
     to = (g.rank + 1 + given) % g.world
     # Read before the epoch is: both take their time.
-    to_delta = tl.load(window.deltas + to)
+    to_delta = tl.load(inbox.deltas + to)
     to_signal_delta = tl.load(g.deltas + to)
     epoch, alive = start(g)
     if alive == 0:
@@ -92,13 +92,13 @@ def reduce_scatter_direct(
     size = chunk_bytes(nbytes, chunk, channel)
     signals = row(g, epoch, channel)
     if given < senders:
-        mine = segment(window, g, epoch, g.rank) + offset
+        mine = segment(inbox, g, epoch, g.rank) + offset
         part = source + tl.cast(to, tl.int64) * source_stride + offset
         stores.push(mine, part, size, to_delta, signals + g.rank, to_signal_delta, epoch)
     elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         worker = given - senders
         if (source | source_stride | out | nbytes) % 16 == 0:
-            reduce_chunk(worker, reducers, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
+            reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
         else:
-            reduce_chunk(worker, reducers, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
+            reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, False, COUNT)

@@ -49,7 +49,7 @@ __all__ = ["reduce_scatter_pull"]
 
 @jit
 def reduce_scatter_pull(
-    source: tl.int64, out: tl.int64, source_stride: tl.int64, window, g, nbytes: tl.int64, chunk: tl.int64,
+    source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, nbytes: tl.int64, chunk: tl.int64,
     channels: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr,
     WAITED: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def reduce_scatter_pull(
 
     Args: those of ``reduce_scatter_direct``, except
         source: symmetric, at the same offset on all ranks.
-        window: :class:`~tdcoll.primitives.group.Window` of one slot, for its deltas.
+        inbox: :class:`~tdcoll.primitives.group.Inbox` of one slot, for its deltas.
         channels: chunks.
     """
     in_stream_order()
@@ -80,8 +80,8 @@ def reduce_scatter_pull(
         offset = tl.cast(channel, tl.int64) * chunk
         size = chunk_bytes(nbytes, chunk, channel)
         if (source | source_stride | out | nbytes) % 16 == 0:
-            reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
+            reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, True, COUNT)
         else:
-            reduce_chunk(0, 1, own, out, offset, size, window, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
+            reduce_chunk(0, 1, own, out, offset, size, inbox, g, None, epoch, DTYPE, ACC, OP, False, COUNT)
         stores.release_to_all(g, row(g, epoch, channel) + g.rank, epoch)
         stores.none_gave_up(g, WAITED)

@@ -5,11 +5,11 @@ Scope: ranks on several nodes, any number on each; also one node whose ranks can
 part crosses between nodes by itself. (To sum inside a node first would send fewer bytes between nodes, in two stages.)
 
 Data flow, seen from rank r, whose ``source`` has a part of ``nbytes`` bytes for each rank, cut into ``channels``
-chunks. A segment of the window has two halves: the *inbox*, for the rank whose segment it is to fill, and the *outbox*,
+chunks. A segment of the inbox has two halves: the *inbox*, for the rank whose segment it is to fill, and the *outbox*,
 from which this rank puts::
 
-    source[p] --stores--> inbox of window[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
-    source[p] --> outbox of own window[slot, p] --nbi put+signal--> inbox of window[slot, r] on p             all others
+    source[p] --stores--> inbox of inbox[slot, r] on rank p, then a release of the chunk's signal    p can be stored to
+    source[p] --> outbox of own inbox[slot, p] --nbi put+signal--> inbox of inbox[slot, r] on p             all others
     inboxes and source[r] --sum in rank order inside each node--> node sums --sum in node order--> out
 
 Signal map: ``arrived[slot, channel, s]`` on rank r is set to the epoch by rank s, and polled by the programs that
@@ -41,7 +41,7 @@ __all__ = ["reduce_scatter_puts"]
 
 @jit
 def reduce_scatter_puts(
-    source: tl.int64, out: tl.int64, source_stride: tl.int64, window, g, routes, nodes, nbytes: tl.int64,
+    source: tl.int64, out: tl.int64, source_stride: tl.int64, inbox, g, routes, nodes, nbytes: tl.int64,
     outbox: tl.int64, chunk: tl.int64, channels: tl.int32, reducers: tl.int32, DTYPE: tl.constexpr, ACC: tl.constexpr,
     OP: tl.constexpr, COUNT: tl.constexpr, WAITED: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def reduce_scatter_puts(
     Programs: ``channels`` times n_remote that put, then ``channels`` times (n_local that store, ``reducers``).
 
     Args: those of ``reduce_scatter_direct``, and
-        window: its segments have at least ``outbox + nbytes`` bytes.
+        inbox: its segments have at least ``outbox + nbytes`` bytes.
         routes: :class:`~tdcoll.primitives.puts.Routes` to all other ranks; as local ones those that can be stored to.
         nodes: :class:`~tdcoll.primitives.group.Nodes`.
         outbox: where the second half of a segment begins, in bytes: a multiple of 16, and at least ``nbytes``.
@@ -75,19 +75,19 @@ def reduce_scatter_puts(
         to = tl.load(remote)
         pe = tl.load(remote + routes.n_remote)
         part = source + tl.cast(to, tl.int64) * source_stride + offset
-        puts.put_staged(to, pe, part, window, g, outbox, offset, size, signals + g.rank, epoch)
+        puts.put_staged(to, pe, part, inbox, g, outbox, offset, size, signals + g.rank, epoch)
     elif given < routes.n_local:
         to = tl.load(routes.ranks + given)
-        mine = segment(window, g, epoch, g.rank) + offset
+        mine = segment(inbox, g, epoch, g.rank) + offset
         part = source + tl.cast(to, tl.int64) * source_stride + offset
-        to_delta = tl.load(window.deltas + to)
+        to_delta = tl.load(inbox.deltas + to)
         stores.push(mine, part, size, to_delta, signals + g.rank, tl.load(g.deltas + to), epoch)
     elif tdl.wait_signals(signals, g.world, g.rank, tdl.CMP_GE, epoch, g.monitor, WAITED) != 0:
         own = source + tl.cast(g.rank, tl.int64) * source_stride
         worker = given - routes.n_local
         if (source | source_stride | out | nbytes) % 16 == 0:
-            reduce_chunk(worker, reducers, own, out, offset, size, window, g, nodes, epoch, DTYPE, ACC, OP, True, COUNT)
+            reduce_chunk(worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, True, COUNT)
         else:
             reduce_chunk(
-                worker, reducers, own, out, offset, size, window, g, nodes, epoch, DTYPE, ACC, OP, False, COUNT
+                worker, reducers, own, out, offset, size, inbox, g, nodes, epoch, DTYPE, ACC, OP, False, COUNT
             )

@@ -46,7 +46,7 @@ def reduce_scatter_words(
     """``[world, nbytes] -> [nbytes]`` inside one node. Programs: ``blocks``, or with ``LOOPED`` any number up to that.
 
     Args: those of ``reduce_scatter_direct``, except
-        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or with flags :class:`~tdcoll.primitives.group.Window`, with
+        inbox: :class:`~tdcoll.primitives.lamport.Lamport`, or with flags :class:`~tdcoll.primitives.group.Inbox`, with
             room in each segment for the words of ``nbytes``.
         blocks: of ``BLOCK`` words, which hold all words of a part; at least one.
         LAMPORT: the words announce themselves and hold 16 bytes; else they carry a flag and hold 12.

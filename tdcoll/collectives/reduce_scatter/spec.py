@@ -25,7 +25,7 @@ from tdcoll.collectives._host.plan import (
 from tdcoll.collectives._host.spec import WORLD, Algorithm, Collective
 from tdcoll.collectives.reduce_scatter import kernels_direct, kernels_pull, kernels_puts, kernels_words
 from tdcoll.collectives.reduce_scatter.policy import blocks, default, needs_symmetric, reducers
-from tdcoll.primitives.group import Window, nodes_of
+from tdcoll.primitives.group import Inbox, nodes_of
 
 __all__ = ["SPEC"]
 
@@ -69,7 +69,7 @@ SPEC = Collective(
             cut=partial(cut_chunks, algorithm="pull"),
             kernel=lambda facts: kernels_pull.reduce_scatter_pull,
             blocks=lambda facts, plan: plan.channels + 1,
-            values=lambda call: {**tiles(call), "window": Window(0, 0, call.deltas, tl.constexpr(1))},
+            values=lambda call: {**tiles(call), "inbox": Inbox(0, 0, call.deltas, tl.constexpr(1))},
         ),
         Algorithm(
             "1d",

@@ -341,7 +341,7 @@ def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.M
     graph while another calls eagerly."""
     from tdcoll.collectives._host import launches
     from tdcoll.fused import op as fused
-    from tdcoll.gate import Gate
+    from tdcoll.preconditions import Preconditions
     from tdcoll.tuning import SIMULATOR, Entry, Section, Table
 
     names = {"all_gather": "direct", "all_reduce": "one_shot", "reduce_scatter": "direct"}
@@ -367,9 +367,9 @@ def test_two_ranks_choose_alike_while_one_captures_a_graph(monkeypatch: pytest.M
         return plan
 
     monkeypatch.setattr(fused, "choose", choosing)
-    capturing = property(lambda gate: gate.topology.rank == 1, lambda gate, value: None)
-    monkeypatch.setattr(Gate, "capturing", capturing, raising=False)
-    monkeypatch.setattr(Gate, "_follow_in_capture", lambda gate: None)
+    capturing = property(lambda preconditions: preconditions.topology.rank == 1, lambda preconditions, value: None)
+    monkeypatch.setattr(Preconditions, "capturing", capturing, raising=False)
+    monkeypatch.setattr(Preconditions, "_follow_in_capture", lambda preconditions: None)
 
     def host(pe: int) -> None:
         with tdcoll.CollectiveContext(max_bytes_per_rank=NBYTES, tuning=table) as ctx:

@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     RING(
         "passed on into the slot of the calls before",
-        Argument(AROUND, "stores.push", "landing", "segment(window, g, epoch + 1, origin) + offset"),
+        Argument(AROUND, "stores.push", "landing", "segment(inbox, g, epoch + 1, origin) + offset"),
     ),
     RING(
         "those that wait come first",

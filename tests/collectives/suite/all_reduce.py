@@ -197,7 +197,7 @@ MUTANTS = (
     DIRECT("the signal goes before the sum", TOLD_EARLY),
     DIRECT("nobody hears of the sum", UNTOLD, UNSIGNALLED),
     DIRECT("the sum stays here", KEPT),
-    DIRECT("the own part from the window", OWN_FROM_WINDOW),
+    DIRECT("the own part from the inbox", OWN_FROM_WINDOW),
     DIRECT("parts are summed from the own one on", FROM_OWN_ON),
     DIRECT(
         "programs that wait before those that send", Change(STORES, "tl.program_id(0)", BACKWARDS), UNSIGNALLED,

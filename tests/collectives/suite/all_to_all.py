@@ -37,7 +37,7 @@ MUTANTS = (
     PUTS("the first chunk's signal stands for all", Argument(RECEIVE, "row", "channel", "0")),
     PUTS("the second chunk has the signal of the first", Argument(ANY, "row", "channel", "0"), UNSIGNALLED),
     NODES("nothing in the outbox", dropped(STAGED, "tdl.copy_block")),
-    NODES("from the inbox", Change(STAGED, "segment(window, g, epoch, to) + outbox", "segment(window, g, epoch, to)")),
+    NODES("from the inbox", Change(STAGED, "segment(inbox, g, epoch, to) + outbox", "segment(inbox, g, epoch, to)")),
     NODES(
         "signal before data",
         Call(

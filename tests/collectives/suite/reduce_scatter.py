@@ -55,7 +55,7 @@ RANK_ORDER = (
 OWN_FROM_WINDOW = Call(LOAD, "tl.where", "{2}", of="r == g.rank")
 UNSTAGED, FROM_INBOX = (
     dropped(PUT, "tdl.copy_block"),
-    Change(PUT, "segment(window, g, epoch, to) + outbox", "segment(window, g, epoch, to)"),
+    Change(PUT, "segment(inbox, g, epoch, to) + outbox", "segment(inbox, g, epoch, to)"),
 )
 PUT_LATE = Call(PUT, "tdl.putmem_signal_nbi_block", SIGNAL_FIRST + "tdl.putmem_nbi_block({0}, {1}, {2}, {6})")
 PUT_SILENTLY = Call(PUT, "tdl.putmem_signal_nbi_block", "tdl.putmem_nbi_block({0}, {1}, {2}, {6})")
@@ -98,7 +98,7 @@ MUTANTS = (
     PUTS("all parts are summed in rank order, whatever their nodes", RANK_ORDER),
     PUTS("the nodes are summed from the own one on", NODES_FROM_OWN_ON, nodes=(2, 1, 1)),  # two add alike either way
     # ------------------------------------------------------------------ whose parts
-    DIRECT("the own part from the window", OWN_FROM_WINDOW),
+    DIRECT("the own part from the inbox", OWN_FROM_WINDOW),
     # ------------------------------------------------------------------ words
     FLAGGED("a flag of the epoch before", Argument("ll.send", "flag", "epoch", "epoch - 2"), FLAGLESS),
     FLAGGED("the flags are not looked at", UNSEEN),
@@ -134,7 +134,7 @@ MUTANTS = (
         "nobody hears of the loads", dropped(PULLS, "stores.release_to_all", "row(g, epoch, channel) + g.rank"),
         UNSIGNALLED,
     ),
-    PULL("everything is read here", Change(LOAD, "tl.load(window.deltas + r)", "0")),
+    PULL("everything is read here", Change(LOAD, "tl.load(inbox.deltas + r)", "0")),
     PULL("parts are summed from the own one on", FROM_OWN_ON),
     PULL(
         "who waits for all comes before those that load", Change(PULLS, "tl.program_id(0)", BACKWARDS), UNSIGNALLED,

@@ -92,7 +92,7 @@ def test_every_dtype_and_operation(way: Way, dtype: torch.dtype) -> None:
     ops = OPERATIONS_OF[dtype] if way.dense.spec.reduces else ("",)
     both = (way.served_kinds() * 2)[:2]
     case = way.calls(both * len(ops), counts=(13,), dtype=dtype, offset=1, ops=[op for op in ops for _ in both])
-    if way.dense.spec.reduces and not way.serves(way.facts(13, itemsize=dtype.itemsize, symmetric=both[0] in "st")):
+    if way.dense.spec.reduces and not way.handles(way.facts(13, itemsize=dtype.itemsize, symmetric=both[0] in "st")):
         with pytest.raises(AssertionError, match=f"algorithm='{way.algorithm}' needs elements of at most 4 bytes"):
             explore(case, **job(way.nodes, seeds=1))
     elif way.more.get("lamport_bytes") != 0 or dtype.is_floating_point:  # others have flags in any case
@@ -111,7 +111,7 @@ def test_bytes_are_moved_whatever_their_dtype(dense: Dense, dtype: torch.dtype) 
 def test_special_numbers(way: Way, dtype: torch.dtype) -> None:
     """No result is -0.0, and a NaN is never lost."""
     way = (way.on((2,)) or [way])[0]
-    if way.serves(way.facts(200, itemsize=dtype.itemsize, symmetric=True)):
+    if way.handles(way.facts(200, itemsize=dtype.itemsize, symmetric=True)):
         ops = OPERATIONS_OF[dtype]
         explore(
             way.calls("o" * len(ops), counts=(200,), dtype=dtype, ops=ops, specials=True), **job(way.nodes, seeds=1)
@@ -217,7 +217,7 @@ def on_a_small_context(way: Way, dtype: torch.dtype | None = None) -> tuple[Call
     item = case.kind.itemsize if spec.reduces else 1
     announced = words * (case.kind.is_floating_point and item <= 4)
     facts = way.facts(case.counts[0] * item, capacity=80, ll_bytes=80, lamport_bytes=announced, itemsize=item)
-    return case, way.serves(facts) and spec.algorithm(way.algorithm).epoch(facts) < facts.nbytes
+    return case, way.handles(facts) and spec.algorithm(way.algorithm).epoch(facts) < facts.nbytes
 
 
 @pytest.mark.parametrize(

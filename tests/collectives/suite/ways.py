@@ -88,7 +88,7 @@ class Way:
         usual = {"stores": True, "ll_bytes": 1 << 20, "lamport_bytes": self.more.get("lamport_bytes", 1 << 20)}
         return Facts(nbytes, topology or topology_of(self.nodes), **{**usual, **more})
 
-    def serves(self, facts: Facts) -> bool:
+    def handles(self, facts: Facts) -> bool:
         """Whether the algorithm can be had."""
         return self.dense.spec.algorithm(self.algorithm).supports(facts) is None
 
@@ -100,7 +100,7 @@ class Way:
         """The kinds of calls (:class:`~.calls.Calls`) that can have the algorithm."""
         forms = {"o": {}, "i": {}, "s": {"symmetric": True}, "t": {"symmetric": True}, "p": {"in_place": True}}
         return "".join(
-            kind for kind in kinds_of(self.dense.spec) if self.serves(self.facts(0, topology, **forms[kind]))
+            kind for kind in kinds_of(self.dense.spec) if self.handles(self.facts(0, topology, **forms[kind]))
         )
 
     def calls(self, calls: str = "", **more: Any) -> Calls:

@@ -16,7 +16,7 @@ import torch
 
 import tdcoll
 from tdcoll import runtime
-from tdcoll.collectives._host import reach
+from tdcoll.collectives._host import registered
 from tdcoll.testing import World
 
 ROOM = 16 << 10
@@ -55,8 +55,8 @@ class _Memory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> _Memory:
     played = _Memory()
-    monkeypatch.setattr(reach, "lies_in_heap", lambda tensor, ctx: False)
-    monkeypatch.setattr(reach, "_symmetric_memory", lambda: played)
+    monkeypatch.setattr(registered, "lies_in_heap", lambda tensor, ctx: False)
+    monkeypatch.setattr(registered, "_symmetric_memory", lambda: played)
     return played
 
 

@@ -15,7 +15,7 @@ import torch
 from tdcoll.context import CollectiveContext
 from tdcoll.errors import NotSymmetricError
 
-__all__ = ["Standing", "deltas_to", "lies_in_heap", "place_of"]
+__all__ = ["Registered", "deltas_to", "lies_in_heap", "place_of"]
 
 
 def lies_in_heap(tensor: Any, ctx: CollectiveContext) -> bool:
@@ -30,7 +30,7 @@ def place_of(tensor: Any, ctx: CollectiveContext) -> int | str:
     return tensor.data_ptr() - ctx.job.heap.base if lies_in_heap(tensor, ctx) else "in other memory"
 
 
-class Standing:
+class Registered:
     """The tensors for which calls of one kind need not make the checks of :func:`deltas_to` again.
 
     These are tensors in the heap, at the addresses where the checks passed, until memory is released. PyTorch does not

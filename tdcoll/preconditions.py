@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gate: whether a call may be made here and now.
+"""Preconditions: whether a call may be made here and now.
 
-Each rule stands once, in :meth:`Gate.enter`, which is asked before every call and says nothing but yes or no: that is
-most of what a call costs the host. :meth:`Gate.begin` asks there, too, and raises the error or does what is left to do.
+Each rule stands once, in :meth:`Preconditions.enter`, which is asked before every call and says nothing but yes or no: that is
+most of what a call costs the host. :meth:`Preconditions.begin` asks there, too, and raises the error or does what is left to do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tdcoll.runtime import Runtime
 from tdcoll.runtime.control import require_equal
 from tdcoll.runtime.topology import Topology
 
-__all__ = ["Gate", "compare", "debugging"]
+__all__ = ["Preconditions", "compare", "debugging"]
 
 _REFUSED, _JOB_ENDED, _EXPIRED = "refused", "job ended", "expired"
 _ELSEWHERE, _CAPTURING, _OTHER_STREAM, _DEBUG = "elsewhere", "capturing", "other stream", "debug"
@@ -65,7 +65,7 @@ def compare(
     require_equal([theirs for _, theirs in answers], range(len(ranks)), what)
 
 
-class Gate:
+class Preconditions:
     """What a context's calls have to pass.
 
     Args:
@@ -85,7 +85,7 @@ class Gate:
     ) -> None:
         self.job, self.topology, self.device, self.monitor = job, topology, job.device, monitor
         self.debug = debugging() if debug is None else bool(debug)
-        self.staging: torch.Tensor
+        self.inbox: torch.Tensor
         """Of the context; where it lies in the symmetric heap says which context it is."""
         self.follows_stream = stream is None
         """Whether calls may come on any stream, whichever is the current one; each then waits for the one before."""
@@ -264,7 +264,7 @@ class Gate:
         facts = {
             **agree,
             # Two contexts used in different orders show as well.
-            "context, by its offset in the symmetric heap": self.job.offset_of(self.staging, "staging"),
+            "context, by its offset in the symmetric heap": self.job.offset_of(self.inbox, "inbox"),
             "earlier calls on the context": self._calls,
         }
         compare(self.job, self.topology.pes, operation, facts, problem)
